@@ -22,7 +22,8 @@ from helpers_http import SLOW, TOKEN, ServerProcess
 from helpers_waiting import PATIENCE, until
 
 from hookline.cli.main import main
-from hookline.cli.serve_command import ServeOptions, _hooks_of, _settings, serve
+from hookline.cli.serve_command import ServeOptions, _settings, serve
+from hookline.config.hook_files import specs_of_file
 
 EXPORT = {"name": "states", "target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:export"}
 
@@ -163,17 +164,17 @@ def test_a_folder_that_is_no_model_ends_with_a_sentence(said: Callable[..., str]
 def test_a_file_of_hooks_may_be_switched_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """--hooks takes a list or an object, in JSON, YAML or TOML; ``enable_hooks: false`` holds there too, and nothing is
     passed over without a word."""
-    assert _hooks_of(_write(tmp_path / "list.json", [EXPORT])) == [EXPORT]
-    assert _hooks_of(_write(tmp_path / "on.json", {"enable_hooks": True, "hooks": [EXPORT]})) == [EXPORT]
-    assert _hooks_of(_write(tmp_path / "bare.json", {"hooks": [EXPORT], "tp_size": 2})) == [EXPORT]
+    assert specs_of_file(_write(tmp_path / "list.json", [EXPORT])) == [EXPORT]
+    assert specs_of_file(_write(tmp_path / "on.json", {"enable_hooks": True, "hooks": [EXPORT]})) == [EXPORT]
+    assert specs_of_file(_write(tmp_path / "bare.json", {"hooks": [EXPORT], "tp_size": 2})) == [EXPORT]
     forward = {"enable_hooks": False, "hooks": [EXPORT], "forward_hooks": [SLOW]}
-    assert _hooks_of(_write(tmp_path / "newer.json", forward)) == [SLOW]
+    assert specs_of_file(_write(tmp_path / "newer.json", forward)) == [SLOW]
     yaml = "hooks:\n- {name: states, target_modules: [model.layers.#], hook_factory: 'hookline.factories:export'}\n"
-    assert _hooks_of(str(_text(tmp_path / "a.yaml", yaml))) == [EXPORT]
+    assert specs_of_file(str(_text(tmp_path / "a.yaml", yaml))) == [EXPORT]
     assert caplog.messages == []
-    assert _hooks_of(_write(tmp_path / "off.json", {"enable_hooks": False, "hooks": [EXPORT]})) == []
+    assert specs_of_file(_write(tmp_path / "off.json", {"enable_hooks": False, "hooks": [EXPORT]})) == []
     assert "off.json has no hooks that are switched on" in caplog.messages[-1]
-    assert _hooks_of(_write(tmp_path / "none.json", {"enable_hooks": True})) == []
+    assert specs_of_file(_write(tmp_path / "none.json", {"enable_hooks": True})) == []
     assert caplog.messages[-1] == "enable_hooks=True but no 'hooks' specified in server_args"
 
 

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from hookline.cli.main import DONE, FAILED
 from hookline.cli.parse import parse
 from hookline.cli.screen import messages
+from hookline.config.hook_files import NO_HOOKS, specs_of_file
 from hookline.config.run_options import flag
-from hookline.errors import ConfigError, OptionError
+from hookline.errors import OptionError
 
 if TYPE_CHECKING:
     from hookline.serve.http.http_settings import Settings
@@ -28,7 +29,6 @@ __all__ = ["ServeOptions", "serve"]
 
 logger = logging.getLogger("hookline.serve")
 
-_NO_HOOKS: Final = "enable_hooks=True but no 'hooks' specified in server_args"
 """In the words of SGLang, as `ModelRunner` logs it."""
 _TOKEN: Final = "HOOKLINE_SERVE_TOKEN"
 _ALLOWED: Final = ("hookline.factories",)
@@ -118,30 +118,10 @@ def _files(options: ServeOptions) -> tuple[dict[str, Any], list[Any]]:
         args = ServerArgs.from_file(options.server_args)
         specs, others = args.hook_specs(), args.others
         if args.enable_hooks and not args.hooks:
-            logger.warning(_NO_HOOKS)
+            logger.warning(NO_HOOKS)
     if options.hooks is not None:
-        specs = [*specs, *_hooks_of(options.hooks)]
+        specs = [*specs, *specs_of_file(options.hooks)]
     return others, specs
-
-
-def _hooks_of(path: str) -> list[Any]:
-    """Return the specs of a file that is there for them: a list, or an object that has one and may switch it off."""
-    from hookline.config.read_settings import read_document
-    from hookline.config.run_file import placed_specs
-    from hookline.config.spec_files import server_settings
-
-    document = read_document(path)
-    values = document.values
-    if values is None:
-        raise ConfigError(f"{path} is empty; a file of hooks is a list of specs.")
-    if isinstance(values, dict) and isinstance(values.get("hooks"), dict):
-        server_settings(document)  # says that hooks are a list; placed_specs would take it for a run file
-    specs = [spec for _, spec in placed_specs(document)]
-    if isinstance(values, dict) and values.get("enable_hooks") and not values.get("hooks"):
-        logger.warning(_NO_HOOKS)
-    elif not specs:
-        logger.warning("%s has no hooks that are switched on; nothing is attached from it", path)
-    return specs
 
 
 def _model_path(options: ServeOptions, others: dict[str, Any]) -> Path:

@@ -237,7 +237,8 @@ def _by_token(item: ExportItem, tensor: Tensor, rows: TokenBatch) -> Iterator[_E
     for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
         end = begin + length
         first = max(end - 1, begin) if item.wants_last else begin
-        yield _piece(item, row, tensor[first:end], request, tokens[first:end], positions[first:end], rows.phase)
+        phase = rows.phase if rows.phases is None else rows.phases[row]
+        yield _piece(item, row, tensor[first:end], request, tokens[first:end], positions[first:end], phase)
         begin = end
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.batch_rows import BatchRows, current_rows
+from hookline.factories.batch_rows import BatchRows, TokenBatch, current_batch, current_rows, serving
 from hookline.factories.factory_hook import Observer
 from hookline.sites import _torch
 from hookline.sites.tree import main_tensor
@@ -34,6 +33,7 @@ __all__ = [
     "TokenBatch",
     "by_token",
     "chosen_tokens",
+    "has_stage",
     "last_tokens",
     "log_unknown",
     "measurable",
@@ -100,11 +100,22 @@ def without_padding(tensor: Tensor) -> Tensor | None:
     """
     rows = current_rows()
     if rows is None or not any(rows.starts):
-        return tensor
+        return _without_tail(tensor, current_batch())
     tokens = by_token(tensor, rows)
     if tokens is None:
         return tensor
     return None if _torch.capturing() else tokens.flatten(0, 1).index_select(0, _real(rows, tensor.device))
+
+
+def _without_tail(tensor: Tensor, batch: Served | None) -> Tensor:
+    """Return the real tokens of a flat batch; an engine that replays graphs fills it up to the size of one."""
+    if not isinstance(batch, TokenBatch) or batch.request_ids is None or not tensor.dim():
+        return tensor
+    lengths = batch.lengths
+    if isinstance(lengths, Tensor):  # adding them up would wait for the device
+        return tensor
+    total = len(batch.request_ids) if lengths is None else sum(lengths)
+    return tensor[:total] if tensor.shape[0] > total else tensor
 
 
 class _Last:
@@ -129,30 +140,6 @@ def _real(rows: BatchRows, device: torch.device) -> Tensor:
 
 
 # -- the batch of a serving system --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TokenBatch:
-    """Say whose tokens are in a flat batch, without padding; tensors may be on a device."""
-
-    input_ids: Tensor | None
-    positions: Tensor | None
-    lengths: Tensor | tuple[int, ...] | None
-    """How many tokens each request has in this forward; None if each has one."""
-    request_ids: tuple[str, ...] | Tensor | None
-    phase: str
-
-    def copied(self) -> TokenBatch:
-        """Return a copy with its own tensors: the system reuses its buffers for the next forward."""
-        return TokenBatch(
-            _copy(self.input_ids), _copy(self.positions), _copy(self.lengths), _copy(self.request_ids), self.phase
-        )
-
-    def on_host(self) -> TokenBatch:
-        """Return a copy on the host, sent by the current stream."""
-        return TokenBatch(
-            _sent(self.input_ids), _sent(self.positions), _sent(self.lengths), _sent(self.request_ids), self.phase
-        )
 
 
 def find_batch(inputs: Any) -> TokenBatch | None:
@@ -204,16 +191,6 @@ def _tensor(batch: Any, name: str) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _sent(value: Any) -> Any:
-    if not isinstance(value, Tensor) or value.device.type != "cuda":
-        return value
-    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
-
-
 # -- one stage of a served model -----------------------------------------------------------------------------------
 
 Served = BatchRows | TokenBatch
@@ -222,7 +199,14 @@ Served = BatchRows | TokenBatch
 
 def running(inputs: Any) -> Served | None:
     """Return what is known of the running forward."""
-    return current_rows() or find_batch(inputs)
+    return current_batch() or find_batch(inputs)
+
+
+def has_stage(served: Served, stage: str) -> bool:
+    """Return whether a request of the forward is in the ``stage``; ``"both"`` always is."""
+    if stage == "both" or served.phase == stage:
+        return True
+    return isinstance(served, TokenBatch) and served.phases is not None and stage in served.phases
 
 
 def log_unknown(name: str, what: str) -> None:
@@ -262,12 +246,56 @@ class _OnlyInStage(Observer):
         if served is not None:
             if served.phase == self.stage:
                 super().__call__(module, inputs, output, site=site)
+            elif isinstance(served, TokenBatch) and has_stage(served, self.stage):
+                tokens, batch = _of_stage(served, self.stage)
+                with serving(batch):
+                    super().__call__(module, inputs, _picked(output, tokens, _count(served)), site=site)
         elif not self._has_logged:
             self._has_logged = True
             log_unknown(self.name, "phase")
 
 
 _torch.leave_to_python(_OnlyInStage.__call__)
+
+
+def _count(batch: TokenBatch) -> int:
+    lengths = _host_lengths(batch)
+    return sum(lengths)
+
+
+def _host_lengths(batch: TokenBatch) -> list[int]:
+    """Return how many tokens each request has; batches with ``phases`` have them on the host."""
+    phases = batch.phases or ()
+    given = batch.lengths
+    return [1] * len(phases) if given is None else [int(each) for each in given]
+
+
+def _of_stage(batch: TokenBatch, stage: str) -> tuple[list[int], TokenBatch]:
+    """Return the places of the tokens in ``stage`` of a batch that has both, and the table of these alone."""
+    phases, lengths = batch.phases or (), _host_lengths(batch)
+    places: list[int] = []
+    begin = 0
+    for phase, length in zip(phases, lengths, strict=True):
+        places += range(begin, begin + length) if phase == stage else ()
+        begin += length
+    kept = [row for row, phase in enumerate(phases) if phase == stage]
+    names = batch.request_ids
+    return places, TokenBatch(
+        input_ids=_picked(batch.input_ids, places, begin),
+        positions=_picked(batch.positions, places, begin),
+        lengths=tuple(lengths[row] for row in kept),
+        request_ids=names if names is None or isinstance(names, Tensor) else tuple(names[row] for row in kept),
+        phase=stage,
+    )
+
+
+def _picked(value: Any, places: list[int], count: int) -> Any:
+    """Return the tokens at ``places`` of each tensor of an output that has an entry for each of ``count`` tokens."""
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(_picked(each, places, count) for each in value)
+    if not isinstance(value, Tensor) or not value.dim() or value.shape[0] < count:
+        return value
+    return value.index_select(0, torch.tensor(places).to(value.device, non_blocking=True))
 
 
 # -- some requests -------------------------------------------------------------------------------------------
@@ -282,13 +310,16 @@ def request_names(factory: str, value: Any) -> tuple[str, ...] | None:
     return tuple(value)
 
 
-def chosen_tokens(main: Tensor, served: Served, names: Sequence[str] | None, only_last: bool) -> Tensor | bool | None:
+def chosen_tokens(
+    main: Tensor, served: Served, names: Sequence[str] | None, only_last: bool, stage: str = "both"
+) -> Tensor | bool | None:
     """Return which numbers of an output belong to the chosen requests: a mask that broadcasts to it, or a bool.
 
-    None if the output has no entry for each token, nor one for each request.
+    In a flat batch of prompts and answers, ``stage`` chooses among them. None if the output has no entry for each
+    token, nor one for each request.
     """
     if isinstance(served, TokenBatch):
-        return _of_flat(main, served, names, only_last)
+        return _of_flat(main, served, names, only_last, stage)
     is_named = [_is_among(request, names) for request in served.request_ids]
     if not any(is_named):
         return False
@@ -306,11 +337,16 @@ def chosen_tokens(main: Tensor, served: Served, names: Sequence[str] | None, onl
     return _mask(main, flags, main.shape[:2] if main.dim() == tokens.dim() else main.shape[:1])
 
 
-def _of_flat(main: Tensor, batch: TokenBatch, names: Sequence[str] | None, only_last: bool) -> Tensor | bool | None:
+def _of_flat(
+    main: Tensor, batch: TokenBatch, names: Sequence[str] | None, only_last: bool, stage: str
+) -> Tensor | bool | None:
     """Return the same where the tokens of all requests are in one row."""
     named, lengths = _named(main, batch, names), batch.lengths
     if not main.dim() or (names is not None and named is None):
         return None
+    if batch.phases is not None and stage != "both":
+        in_stage = torch.tensor([phase == stage for phase in batch.phases]).to(main.device, non_blocking=True)
+        named = in_stage if named is None else named & in_stage
     beside = [1] * (main.dim() - 1)
     if lengths is None:  # one token for each request, unless there are several, of unknown requests
         return True if named is None else named.view(-1, *beside) if len(named) == len(main) else None

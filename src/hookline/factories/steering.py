@@ -15,7 +15,15 @@ from torch import Tensor
 
 from hookline.errors import OptionError
 from hookline.factories.factory_hook import FactoryHook, checked_options, choice, number, text
-from hookline.factories.served_batch import STAGES, chosen_tokens, last_tokens, log_unknown, request_names, running
+from hookline.factories.served_batch import (
+    STAGES,
+    chosen_tokens,
+    has_stage,
+    last_tokens,
+    log_unknown,
+    request_names,
+    running,
+)
 from hookline.observe.patch.edited_tensor import main_output, misfit, rebuilt, shape_of, site_text
 from hookline.observe.patch.given_edits import steer as steer_edit
 from hookline.sites import _torch
@@ -172,11 +180,11 @@ class _SteerSome(Steer):
         served = running(inputs)
         if served is None:
             self._log_unknown()
-        if served is None or self._stage not in ("both", served.phase):
+        if served is None or not has_stage(served, self._stage):
             return None
         where = Site(type(module).__name__, module, Kind.FORWARD) if site is None else site
         main = main_output(output, site_text(where))
-        chosen = chosen_tokens(main, served, self._requests, self._only_last)
+        chosen = chosen_tokens(main, served, self._requests, self._only_last, self._stage)
         if chosen is None:
             whose = "steer is for some requests or tokens"
             misfit(whose, site_text(where), f"of shape {shape_of(main)} has no place for each of them", _REMEDY)

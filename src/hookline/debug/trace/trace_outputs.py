@@ -22,7 +22,7 @@ from hookline.debug.trace.trace_recorder import TraceMoment, TraceRecorder
 from hookline.debug.trace.trace_rows import rows_of
 from hookline.distributed.ranks import rank_count, this_rank
 from hookline.errors import OptionError
-from hookline.factories.batch_rows import current_rows
+from hookline.factories.batch_rows import current_batch
 from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, number, path, whole, yes_or_no
 from hookline.factories.served_batch import STAGES, only_in_stage, output_tensor, request_names
 from hookline.sites import _torch
@@ -120,7 +120,7 @@ class _ForwardClock:
         return call
 
     def _is_new(self, name: str, site: Site | None) -> bool:
-        key: Any = current_rows()
+        key: Any = current_batch()
         if key is None and site is not None and site.step >= 0:
             key = site.step
         if key is not None:

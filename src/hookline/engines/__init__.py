@@ -1,0 +1,1 @@
+"""Hooks inside inference engines that people already run, one folder for each engine."""

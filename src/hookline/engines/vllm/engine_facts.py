@@ -1,0 +1,113 @@
+"""Say what kind of engine a worker belongs to, and in which way hooks can fire in it.
+
+`WorkerHooks` reads `EngineFacts` once and asks `choose_way` for each hook. The facts are read from the
+attributes of vLLM's configuration; nothing here imports vllm.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from hookline.errors import OptionError
+
+__all__ = ["TESTED_VERSIONS", "EngineFacts", "Way", "choose_way", "way_words"]
+
+Way = Literal["eager", "on_demand", "in_graph"]
+"""How a hook fires: the model runs eagerly anyway; each step with hooks is run eagerly; it is in the compiled code."""
+
+TESTED_VERSIONS: Final = ("0.32.0",)
+"""Versions of vLLM that `make test-vllm` has run."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What a worker knows of its engine."""
+
+    version: str
+    is_compiled: bool
+    graphs: str
+    """``"none"``, ``"piecewise"`` or ``"full"``: which forwards are replayed as CUDA graphs."""
+    runner: str
+    """``"V1"`` or ``"V2"``: which of vLLM's two model runners."""
+    rank: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+
+    @classmethod
+    def of(cls, worker: Any) -> EngineFacts:
+        """Return the facts of a worker of vLLM."""
+        config = worker.vllm_config
+        compilation = config.compilation_config
+        tp_size = int(getattr(config.parallel_config, "tensor_parallel_size", 1))
+        pp_size = int(getattr(config.parallel_config, "pipeline_parallel_size", 1))
+        rank = int(worker.rank)
+        return cls(
+            version=str(getattr(sys.modules.get("vllm"), "__version__", "unknown")),
+            is_compiled=bool(int(compilation.mode or 0)),
+            graphs=_graphs(getattr(compilation, "cudagraph_mode", None)),
+            runner="V2" if getattr(worker, "use_v2_model_runner", False) else "V1",
+            rank=rank,
+            tp_rank=rank % tp_size,
+            tp_size=tp_size,
+            pp_rank=rank // tp_size % pp_size,
+            pp_size=pp_size,
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what a user should know before trusting hooks in this engine."""
+        found = []
+        if self.version.split("+")[0] not in TESTED_VERSIONS:
+            found.append(
+                f"hookline was tested with vLLM {', '.join(TESTED_VERSIONS)}, and this is {self.version}: compare the "
+                "hidden states of one prompt with transformers before you trust them"
+            )
+        if self.runner == "V2":
+            found.append("the V2 model runner is supported from its sources and untested")
+        if self.graphs != "none":
+            found.append("CUDA graphs are supported from the sources and untested")
+        return found
+
+
+def choose_way(facts: EngineFacts, *, before_compiling: bool, edits: bool) -> Way:
+    """Return how a hook fires; raise where no way is left.
+
+    An edit is never put into the compiled code, where it would be part of the arithmetic and could not be switched off.
+
+    Args:
+        facts: The engine.
+        before_compiling: Whether the hook comes before the engine compiles the model, and is to be in that code.
+        edits: Whether the hook may change what flows.
+    """
+    if before_compiling and facts.is_compiled and not edits:
+        return "in_graph"
+    if facts.graphs == "full":
+        raise OptionError(
+            "This engine replays whole forwards as CUDA graphs, where no module is called and no hook can fire. Start "
+            """it with --enforce-eager, or with --compilation-config '{"cudagraph_mode": "PIECEWISE"}'."""
+        )
+    return "on_demand" if facts.is_compiled else "eager"
+
+
+def way_words(ways: Sequence[Way]) -> str:
+    """Return a sentence on how these hooks fire, for the log."""
+    words = {
+        "eager": "the engine runs eagerly, and hooks fire in every step",
+        "on_demand": "the engine is compiled, and every step runs eagerly while hooks are on",
+        "in_graph": "hooks are in the compiled code, and can be switched off but not removed",
+    }
+    return "; ".join(words[way] for way in dict.fromkeys(ways))
+
+
+def _graphs(mode: Any) -> str:
+    """Return which CUDA graphs an engine replays, by the value of its ``cudagraph_mode``."""
+    if mode is None or getattr(mode, "name", str(mode)) == "NONE":
+        return "none"
+    has_full = getattr(mode, "has_full_cudagraphs", None)
+    is_full = has_full() if callable(has_full) else "FULL" in str(getattr(mode, "name", mode))
+    return "full" if is_full else "piecewise"

@@ -1,0 +1,119 @@
+"""Read what an engine was started with: which hooks, and in which way they fire.
+
+`HookExtension` and the plugin read `StartOptions` in each worker; users write them with `engine_options`, as
+``--additional-config``, or in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from hookline.errors import OptionError
+from hookline.messages import suggest
+
+__all__ = ["EXTENSION", "HOOKS_VARIABLE", "ON_VARIABLE", "StartOptions", "combined_path", "engine_options"]
+
+EXTENSION: Final = "hookline.engines.vllm.extension.HookExtension"
+"""What ``--worker-extension-cls`` takes."""
+HOOKS_VARIABLE: Final = "HOOKLINE_VLLM_HOOKS"
+"""A file of hooks; the plugin adds the extension to every engine of the process."""
+ON_VARIABLE: Final = "HOOKLINE_VLLM"
+"""Set to 1, the plugin adds the extension without hooks."""
+_KEY: Final = "hookline"
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """What an engine was started with; see `engine_options`."""
+
+    hooks: str | None = None
+    """A file of hooks."""
+    in_graph: bool = False
+    """Attach them before the engine compiles the model, so that they become part of the compiled code."""
+    captured_bytes: int = 1 << 30
+    """How much hidden states of requests may take in each worker."""
+    allow: tuple[str, ...] | None = None
+    """What paths of factories may begin with that come over HTTP; None allows ``hookline.factories``."""
+    export_dir: str | None = None
+    """The folder for files of hooks that come over HTTP; without it such hooks get no files."""
+    protect: str = "hooks"
+    """Which routes need the token: ``"hooks"`` or ``"everything"``."""
+
+    def __post_init__(self) -> None:
+        if self.hooks is not None and (not isinstance(self.hooks, str) or not self.hooks):
+            raise OptionError(f"hooks is the path of a file of hooks, got {self.hooks!r}.")
+        if self.allow is not None:
+            if isinstance(self.allow, str) or not all(isinstance(each, str) for each in self.allow):
+                raise OptionError(f"allow is a list of prefixes such as ['my_project'], got {self.allow!r}.")
+            object.__setattr__(self, "allow", tuple(self.allow))
+        if self.protect not in ("hooks", "everything"):
+            raise OptionError(f"protect is 'hooks' or 'everything', got {self.protect!r}.")
+        if not isinstance(self.in_graph, bool):
+            raise OptionError(f"in_graph is true or false, got {self.in_graph!r}.")
+        if type(self.captured_bytes) is not int or self.captured_bytes < 0:
+            raise OptionError(f"captured_bytes is a whole number from 0 on, got {self.captured_bytes!r}.")
+
+    @classmethod
+    def read(cls, additional: Any, environment: Mapping[str, str] | None = None) -> StartOptions:
+        """Return the options in ``additional``, the engine's ``additional_config``; then those of the environment."""
+        given = additional.get(_KEY) if isinstance(additional, Mapping) else None
+        if given is None:
+            given = {}
+        if not isinstance(given, Mapping):
+            raise OptionError(
+                f"additional_config has {_KEY!r}: {given!r}; it is an object such as {{'hooks': 'FILE'}}."
+            )
+        known = [each.name for each in fields(cls)]
+        for key in given:
+            if key not in known:
+                raise OptionError(
+                    f"additional_config: {_KEY} has no option {key!r}{suggest(str(key), known) or '.'} "
+                    f"It takes {', '.join(known)}."
+                )
+        found = {key: value for key, value in given.items() if value is not None}
+        from_environment = (os.environ if environment is None else environment).get(HOOKS_VARIABLE)
+        if from_environment and "hooks" not in found:
+            found["hooks"] = from_environment
+        return cls(**found)
+
+
+def engine_options(
+    *,
+    hooks: str | Path | None = None,
+    in_graph: bool = False,
+    captured_bytes: int | None = None,
+    combine_with: str | None = None,
+) -> dict[str, Any]:
+    """Return arguments of ``LLM(...)`` and ``AsyncEngineArgs(...)`` that put hookline into the workers.
+
+    Recipe::
+
+        llm = LLM("models/tiny", **engine_options(hooks="hooks.json"))
+
+    Args:
+        hooks: A file of hooks, as ``hookline serve --hooks`` takes it; attached on each worker when the model is ready.
+        in_graph: Attach those hooks before the engine compiles the model. They become part of the compiled code, and
+            can be switched off, but not removed. Edits fire on demand all the same.
+        captured_bytes: How much hidden states of requests may take in each worker; 1 GiB if left out.
+        combine_with: Another extension class, by its dotted path, such as TRL's: vLLM takes only one.
+    """
+    options: dict[str, Any] = {
+        "hooks": None if hooks is None else str(Path(hooks).absolute()),
+        "in_graph": in_graph or None,
+        "captured_bytes": captured_bytes,
+    }
+    given = {key: value for key, value in options.items() if value is not None}
+    StartOptions(**given)  # raises before an engine is started
+    return {
+        "worker_extension_cls": EXTENSION if combine_with is None else combined_path(combine_with),
+        "additional_config": {_KEY: given},
+    }
+
+
+def combined_path(other: str) -> str:
+    """Return the path of a class that is `HookExtension` and the class at the dotted path ``other`` in one."""
+    return f"hookline.engines.vllm.combined.{other.replace('.', '/')}"

@@ -1,0 +1,295 @@
+"""Keep the hooks of one worker of vLLM: attach and remove them, make them fire, and tell them whose rows they see.
+
+`HookExtension` has one `WorkerHooks` for each worker. It puts two torch hooks on the root of the model, which vLLM
+does not compile, and reads each step's requests there; hooks of users go on by the `LiveHooks` of the server.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from hookline.engines.vllm.engine_facts import EngineFacts, Way, choose_way, way_words
+from hookline.engines.vllm.start_options import StartOptions
+from hookline.engines.vllm.step_rows import RequestBook, rows_of_runner, table_after_model, table_of_step
+from hookline.factories.batch_rows import TokenBatch, set_batch
+from hookline.serve.live_hooks import LiveHook, LiveHooks, Origin
+from hookline.sites.receipt import likely_cause
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+__all__ = ["WorkerHooks", "keep_compiled_code_fresh"]
+
+_Shown = list[dict[str, Any]]  # `WorkerHooks` has a method of that name
+_Live = list[LiveHook]
+
+logger = logging.getLogger("hookline.engines.vllm")
+
+
+class WorkerHooks:
+    """The hooks of one worker, and what is known of its steps."""
+
+    def __init__(self, worker: Any, options: StartOptions) -> None:
+        self.facts = EngineFacts.of(worker)
+        self.options = options
+        self.model: nn.Module = worker.get_model()
+        self.book = RequestBook()
+        self.steps = 0
+        """Real steps while there was a hook."""
+        self.eager_steps = 0
+        """How many of them a compiled engine ran eagerly, for the hooks."""
+        self._runner = worker.model_runner
+        self._live = _EngineLiveHooks(self.model)
+        self._ways: dict[str, Way] = {}
+        self._deferred: Any = []
+        self._table: TokenBatch | None = None
+        self._batch: Any = None
+        self._has_logged = False
+        self._install()
+        for note in self.facts.notes:
+            logger.warning("%s", note)
+
+    # -- hooks ------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        specs: Sequence[Mapping[str, Any]],
+        *,
+        allow: Sequence[str] | None = None,
+        strict: bool = True,
+        origin: Origin = "http",
+    ) -> _Live:
+        """Attach hooks to the running engine, all or none; number them by their place in ``specs``.
+
+        Each spec uses up a number, attached or not: workers have the same numbers for the same hooks then.
+        """
+        way = choose_way(self.facts, before_compiling=False, edits=False)
+        added: _Live = []
+        start = self._live.made
+        try:
+            for place, spec in enumerate(specs):
+                self._live.made = start + place
+                new = self._live.add_all([spec], allow=allow, strict=strict, origin=origin)
+                added += new
+                self._ways.update({live.id: way for live in new})
+        except BaseException:
+            for live in added:
+                self.remove(live.id)
+            raise
+        finally:
+            self._live.made = start + len(specs)
+        if added:
+            logger.info("%d hooks attached: %s", len(added), way_words([way]))
+        return added
+
+    def add_in_graph(self, specs: Sequence[Mapping[str, Any]]) -> None:
+        """Attach hooks before the engine compiles; keep edits for `add_deferred`, as none can be switched off there."""
+        for spec in specs:
+            for live in self._live.add_for_graph(spec):
+                if live.counted.in_graph:  # it edits
+                    self._live.remove(live.id)
+                    self._deferred.append(spec)
+                    logger.info("hook %r edits, and will fire on demand instead of in the compiled code", live.name)
+                else:
+                    self._ways[live.id] = "in_graph"
+        if "in_graph" in self._ways.values():
+            logger.info("hooks attached before compiling: %s", way_words(["in_graph"]))
+
+    def add_deferred(self, specs: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Attach what has to wait until the engine has compiled the model."""
+        waiting, self._deferred = [*self._deferred, *specs], []
+        if waiting:
+            self.add(waiting, strict=False, origin="start")
+
+    def remove(self, id: str) -> LiveHook:
+        """Remove a hook; one in the compiled code is switched off, as that code still calls it."""
+        live = self._live.remove(id)
+        self._ways.pop(id, None)
+        return live
+
+    def list(self) -> _Shown:
+        """Return the hooks with their figures."""
+        return [self.shown(live) for live in self._live.list()]
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """Return the metrics of each hook by its id."""
+        return self._live.metrics()
+
+    def shown(self, live: LiveHook) -> dict[str, Any]:
+        """Return a hook as plain data: as ``GET /hooks`` of the server has it, with its way and its sites."""
+        from hookline.serve.http.hook_routes import hook_to_json
+
+        report = live.handle.report()
+        return {
+            **hook_to_json(live),
+            "rank": self.facts.rank,
+            "way": self._ways.get(live.id, "eager"),
+            "sites": {site.name: site.fired for site in report.sites},
+            "silent": self._silent(live),
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is known of the engine and of its steps, as plain data."""
+        facts = self.facts
+        return {
+            "rank": facts.rank,
+            "tp_rank": facts.tp_rank,
+            "tp_size": facts.tp_size,
+            "pp_rank": facts.pp_rank,
+            "pp_size": facts.pp_size,
+            "version": facts.version,
+            "runner": facts.runner,
+            "compiled": facts.is_compiled,
+            "graphs": facts.graphs,
+            "notes": facts.notes,
+            "steps": self.steps,
+            "eager_steps": self.eager_steps,
+            "prompt_tokens": self.book.prompt_tokens,
+            "not_computed": self.book.not_computed,
+        }
+
+    def _silent(self, live: LiveHook) -> dict[str, str]:
+        """Return the modules where a hook has not fired although the model ran, with the cause."""
+        attachment = live.handle._attachment
+        entries = [each for each in attachment.members() if not each.fired and each.counter.step > each.step_at_attach]
+        return {each.name: _cause(each.container.module(), likely_cause(each, attachment)) for each in entries}
+
+    # -- steps ------------------------------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        """Put the hooks of this object on the root of the model, and around the runner's steps, for good."""
+        self.model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+        self.model.register_forward_hook(self._after, always_call=True)
+        runner = self._runner
+        runner.execute_model = _before_call(runner.execute_model, self._note_step)
+        if self.facts.runner == "V2":  # untested: read from the sources
+            runner.prepare_inputs = _after_call(runner.prepare_inputs, self._note_batch)
+
+    def _note_step(self, scheduled: Any, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("dummy_run"):
+            self.book.note(scheduled)
+
+    def _note_batch(self, batch: Any) -> None:
+        self._batch = batch
+
+    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Tell hooks whose rows the step has, and run it eagerly if a hook needs that."""
+        self._table = None
+        if not self._ways:
+            return
+        try:
+            self._begin(kwargs)
+        except Exception:  # the engine lives on; hooks for single requests do nothing in this step
+            self._log_once("the rows of a step could not be read; hooks do not know whose tokens they see")
+        set_batch(self._table)
+
+    def _begin(self, kwargs: dict[str, Any]) -> None:
+        from vllm.forward_context import get_forward_context
+
+        context = get_forward_context()
+        if context.attn_metadata is None:  # a run that warms up
+            return
+        self.steps += 1
+        if "on_demand" in self._ways.values():
+            context.skip_compiled = True
+            self.eager_steps += 1
+        batch, self._batch = self._batch, None
+        rows = rows_of_runner(self._runner, batch)
+        self._table = table_of_step(rows, self.book.names(rows), kwargs)
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._table is not None:
+            set_batch(table_after_model(self._table))
+            self._table = None
+
+    def _log_once(self, text: str) -> None:
+        if not self._has_logged:
+            self._has_logged = True
+            logger.exception("%s", text)
+
+
+def keep_compiled_code_fresh() -> None:
+    """Have the engine compile the model anew: code from vLLM's cache was made without the hooks of this process."""
+    os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"
+
+
+class _EngineLiveHooks(LiveHooks):
+    """The hooks on the model of one worker. All calls come between two steps, on the worker's only thread."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, _at_once, allow=None)
+        self._is_compiled = False
+        self._in_graph: set[str] = set()
+
+    @property
+    def made(self) -> int:
+        """Return how many numbers of hooks are used up."""
+        return self._made
+
+    @made.setter
+    def made(self, count: int) -> None:
+        self._made = count
+
+    def add_for_graph(self, spec: Mapping[str, Any]) -> _Live:
+        """Attach a hook that the compiler is going to meet."""
+        self._is_compiled = True
+        try:
+            added = self.add_all([spec])
+        finally:
+            self._is_compiled = False
+        self._in_graph |= {live.id for live in added if not live.counted.in_graph}
+        return added
+
+    def _remove(self, id: str) -> Any:
+        if id not in self._in_graph:
+            return super()._remove(id)
+        self._in_graph.discard(id)
+        live = self._live.pop(id)
+        live.counted.off = True  # never off the module: compiled code without guards finds its hooks by their place
+        return live, self._not_on([live])
+
+
+def _at_once(act: Callable[[], Any]) -> Future[Any]:
+    """Run ``act`` at once: a worker takes calls between its steps only."""
+    done: Future[Any] = Future()
+    try:
+        done.set_result(act())
+    except BaseException as error:
+        done.set_exception(error)
+    return done
+
+
+def _before_call(function: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            note(*args, **kwargs)
+        except Exception:
+            logger.exception("a step of the engine could not be read")
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _after_call(function: Callable[..., Any], note: Callable[[Any], None]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        note(result)
+        return result
+
+    return call
+
+
+def _cause(module: nn.Module | None, likely: str) -> str:
+    """Return why a hook does not fire, in the words of this engine where it has some."""
+    if type(module).__name__ == "ParallelLMHead":
+        return "vLLM reads the weights of this module and never calls it; hook 'logits_processor', which gives logits"
+    return likely

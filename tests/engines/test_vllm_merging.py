@@ -1,0 +1,179 @@
+"""Test what users of vLLM see of several workers, and how the start of an engine is read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from hookline.engines.vllm import engine_options, merge_added, merge_hooks, merge_metrics
+from hookline.engines.vllm.engine_facts import EngineFacts, choose_way
+from hookline.engines.vllm.general_plugin import register, with_hooks
+from hookline.engines.vllm.start_options import EXTENSION, StartOptions
+from hookline.errors import NoMatchError, OptionError
+
+
+def hook(rank, sites, **others):
+    found = {
+        "id": "h1",
+        "name": "n",
+        "rank": rank,
+        "sites": sites,
+        "matched": list(sites),
+        "fired": sum(sites.values()),
+    }
+    return (
+        found | {"errors": 0, "off": False, "last_error": None, "cost_us": None, "last_step": 3, "silent": {}} | others
+    )
+
+
+def test_a_worker_that_misses_a_firing_is_not_hidden():
+    answers = [{"rank": 0, "hooks": [hook(0, {"a": 5, "b": 5})]}, {"rank": 1, "hooks": [hook(1, {"a": 5, "b": 4})]}]
+    merged = merge_hooks(answers)[0]
+    assert (merged["fired"], merged["fired_by_rank"]) == (9, {"0": 10, "1": 9})
+    assert merged["missing_on"] == []
+
+
+def test_modules_of_pipeline_stages_add_up():
+    answers = [
+        {"rank": 0, "hooks": [hook(0, {"a": 5})]},
+        {"rank": 1, "error": {"type": "NoMatchError", "message": "no b"}},
+        {"rank": 2, "hooks": [hook(2, {"c": 5})]},
+    ]
+    merged = merge_added(answers)[0]
+    assert (merged["fired"], merged["matched"], merged["missing_on"]) == (10, ["a", "c"], [1])
+
+
+def test_an_error_in_one_worker_switches_off_and_counts():
+    answers = [
+        {"rank": 0, "hooks": [hook(0, {"a": 5})]},
+        {"rank": 1, "hooks": [hook(1, {"a": 5}, errors=1, off=True, last_error="boom")]},
+    ]
+    merged = merge_hooks(answers)[0]
+    assert (merged["errors"], merged["off"], merged["last_error"]) == (1, True, "boom")
+
+
+def test_errors_of_workers_keep_their_class():
+    everywhere = [{"rank": rank, "error": {"type": "NoMatchError", "message": "none"}} for rank in (0, 1)]
+    with pytest.raises(NoMatchError, match="none"):
+        merge_added(everywhere)
+    foreign = [{"rank": 0, "hooks": []}, {"rank": 1, "error": {"type": "ZeroDivisionError", "message": "by zero"}}]
+    with pytest.raises(OptionError, match="ZeroDivisionError: by zero"):
+        merge_added(foreign)
+
+
+def test_metrics_that_differ_are_kept_by_rank():
+    answers = [
+        {"rank": 0, "metrics": {"h1": {"mean": 1.0, "n": 2.0}}},
+        {"rank": 1, "metrics": {"h1": {"mean": 3.0, "n": 2.0}}},
+    ]
+    assert merge_metrics(answers) == {"h1": {"mean": 1.0, "n": 2.0, "rank1/mean": 3.0}}
+
+
+def facts(*, compiled=True, graphs="none", version="0.32.0", runner="V1"):
+    return EngineFacts(version, compiled, graphs, runner, 0, 0, 1, 0, 1)
+
+
+def test_the_way_to_fire():
+    assert choose_way(facts(compiled=False), before_compiling=False, edits=False) == "eager"
+    assert choose_way(facts(compiled=False), before_compiling=True, edits=False) == "eager"
+    assert choose_way(facts(), before_compiling=False, edits=False) == "on_demand"
+    assert choose_way(facts(), before_compiling=True, edits=False) == "in_graph"
+    assert choose_way(facts(), before_compiling=True, edits=True) == "on_demand"
+    assert choose_way(facts(graphs="piecewise"), before_compiling=False, edits=True) == "on_demand"
+    with pytest.raises(OptionError, match="enforce-eager"):
+        choose_way(facts(graphs="full"), before_compiling=False, edits=False)
+
+
+def test_an_unknown_version_is_told():
+    assert not facts().notes
+    assert not facts(version="0.32.0+cpu").notes
+    assert "this is 0.99" in facts(version="0.99").notes[0]
+    assert len(facts(graphs="piecewise", runner="V2").notes) == 2
+
+
+@pytest.mark.parametrize(("rank", "tp", "pp"), [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)])
+def test_facts_of_a_worker(rank, tp, pp):
+    mode = SimpleNamespace(name="FULL_AND_PIECEWISE", has_full_cudagraphs=lambda: True)
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(mode=3, cudagraph_mode=mode),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2),
+    )
+    found = EngineFacts.of(SimpleNamespace(vllm_config=config, rank=rank, use_v2_model_runner=True))
+    assert (found.tp_rank, found.pp_rank, found.is_compiled, found.graphs, found.runner) == (tp, pp, True, "full", "V2")
+
+
+def test_options_of_the_start(tmp_path):
+    given = engine_options(hooks=tmp_path / "h.json", in_graph=True)
+    assert given["worker_extension_cls"] == EXTENSION
+    found = StartOptions.read(given["additional_config"], {})
+    assert (found.hooks, found.in_graph) == (str(tmp_path / "h.json"), True)
+    assert StartOptions.read({}, {"HOOKLINE_VLLM_HOOKS": "e.json"}).hooks == "e.json"
+    assert StartOptions.read(given["additional_config"], {"HOOKLINE_VLLM_HOOKS": "e.json"}).hooks == found.hooks
+    for wrong in (
+        {"hoks": "x"},
+        {"hooks": ""},
+        {"captured_bytes": -1},
+        {"in_graph": 1},
+        {"allow": "x"},
+        {"protect": "x"},
+    ):
+        with pytest.raises(OptionError):
+            StartOptions.read({"hookline": wrong}, {})
+    with pytest.raises(OptionError, match="is an object"):
+        StartOptions.read({"hookline": "x"}, {})
+
+
+def test_two_extensions_in_one(tmp_path, monkeypatch):
+    import importlib
+
+    (tmp_path / "other_ext.py").write_text(
+        "class Other:\n    def sync(self):\n        return 'synced'\n\n\n"
+        "class Clash:\n    def hookline_list(self):\n        pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = with_hooks("other_ext.Other")
+    module, _, name = path.rpartition(".")
+    combined = getattr(importlib.import_module(module), name)
+    assert combined().sync() == "synced"
+    assert hasattr(combined, "hookline_add")
+    assert with_hooks(None) == EXTENSION
+    assert with_hooks(path) == path
+    with pytest.raises(OptionError, match="hookline_list"):
+        getattr(importlib.import_module(module), "other_ext/Clash")
+
+
+class EngineArgs:
+    """A stand-in for the class of that name in vLLM."""
+
+    def create_engine_config(self):
+        return SimpleNamespace(parallel_config=SimpleNamespace(worker_extension_cls=None))
+
+
+@pytest.mark.parametrize("switch", [None, "HOOKLINE_VLLM", "HOOKLINE_VLLM_HOOKS"])
+def test_the_plugin_is_inert_until_asked(monkeypatch, switch):
+    class Args(EngineArgs):
+        create_engine_config = EngineArgs.create_engine_config
+
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", SimpleNamespace(EngineArgs=Args))
+    monkeypatch.delenv("HOOKLINE_VLLM", raising=False)
+    monkeypatch.delenv("HOOKLINE_VLLM_HOOKS", raising=False)
+    if switch:
+        monkeypatch.setenv(switch, "1")
+    before = Args.create_engine_config
+    register()
+    register()
+    assert (Args.create_engine_config is before) == (switch is None)
+    assert Args().create_engine_config().parallel_config.worker_extension_cls == (EXTENSION if switch else None)
+
+
+def test_the_plugin_imports_nothing_until_asked():
+    code = (
+        "import sys; from hookline.engines.vllm.general_plugin import register; register(); "
+        "assert not {'torch', 'numpy', 'vllm'} & set(sys.modules)"
+    )
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("HOOKLINE")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=clean)

@@ -1,0 +1,155 @@
+"""Test how a step of vLLM becomes a table of rows, with stand-ins that have the attributes of its objects."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from hookline.engines.vllm.step_rows import (
+    RequestBook,
+    client_id,
+    rows_of_runner,
+    table_after_model,
+    table_of_step,
+)
+from hookline.factories import activation_stats, steer
+from hookline.factories.batch_rows import current_batch, current_rows, serving
+
+
+def runner(names, starts, computed, prompts):
+    """Return a stand-in for the V1 runner; its arrays are longer than the batch, as vLLM's are."""
+    pad = [77] * 3
+    return SimpleNamespace(
+        input_batch=SimpleNamespace(
+            req_ids=names,
+            num_reqs=len(names),
+            num_computed_tokens_cpu=np.array(computed + pad),
+            num_prompt_tokens=np.array(prompts + pad),
+        ),
+        query_start_loc=SimpleNamespace(np=np.array(starts + pad)),
+    )
+
+
+def scheduled(new=(), finished=()):
+    return SimpleNamespace(scheduled_new_reqs=list(new), finished_req_ids=set(finished))
+
+
+def new_request(name, prompt, cached=0, extra=None):
+    return SimpleNamespace(
+        req_id=name,
+        prompt_token_ids=list(range(prompt)),
+        num_computed_tokens=cached,
+        sampling_params=SimpleNamespace(extra_args=extra),
+    )
+
+
+MIXED = (["a-00000001", "b-00000002"], [0, 1, 7], [9, 0], [9, 6])
+
+
+def mixed_table():
+    rows = rows_of_runner(runner(*MIXED))
+    return table_of_step(rows, ("a", "b"), {"input_ids": torch.arange(8), "positions": torch.arange(8)})
+
+
+def test_a_decode_and_a_prefill_share_a_step():
+    rows = rows_of_runner(runner(*MIXED))
+    assert [(row.first, row.count, row.prompt, row.phase) for row in rows] == [
+        (9, 1, 9, "decode"),
+        (0, 6, 6, "prefill"),
+    ]
+    table = mixed_table()
+    assert table.phase == "mixed"
+    assert table.phases == ("decode", "prefill")
+    assert table.lengths == (1, 6)
+    assert table.request_ids == ("a", "b")
+    assert len(table.input_ids) == 7  # the eighth is padding
+
+
+def test_a_second_chunk_of_a_prompt_is_still_prefill():
+    rows = rows_of_runner(runner(["a"], [0, 4], [4], [9]))
+    assert (rows[0].first, rows[0].phase) == (4, "prefill")
+
+
+def test_the_v2_runner_gives_its_batch():
+    batch = SimpleNamespace(
+        req_ids=["a"],
+        query_start_loc_np=np.array([0, 2, 2]),
+        num_computed_tokens_np=np.array([5]),
+        prefill_len_np=np.array([5]),
+    )
+    rows = rows_of_runner(None, batch)
+    assert (rows[0].first, rows[0].count, rows[0].phase) == (5, 2, "decode")
+
+
+def test_the_table_behind_the_model_has_one_row_for_each_request():
+    table = table_after_model(mixed_table())
+    assert table.lengths is None
+    assert table.request_ids == ("a", "b")
+
+
+def test_positions_in_three_rows_are_left_out():
+    rows = rows_of_runner(runner(*MIXED))
+    assert table_of_step(rows, ("a", "b"), {"positions": torch.zeros(3, 7)}).positions is None
+
+
+def test_the_book_counts_what_came_from_the_cache():
+    book = RequestBook()
+    begun, ended = book.note(scheduled([new_request("a-00000001", 70, 64, {"hookline": {"x": 1}})]))
+    assert [(each.name, each.prompt, each.not_computed, each.options) for each in begun] == [("a", 70, 64, {"x": 1})]
+    assert ended == []
+    assert book.note(scheduled([new_request("a-00000001", 70, 64)])) == ([], [])  # listed again: the same request
+    assert (book.prompt_tokens, book.not_computed) == (70, 64)
+    assert book.note(scheduled(finished=["a-00000001", "unknown"])) == ([], ["a-00000001"])
+    assert not book.running
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside"),
+    [("cmpl-7-0-1a2b3c4d", "cmpl-7-0"), ("3-deadbeef", "3"), ("mine", "mine"), ("mine-xyz", "mine-xyz")],
+)
+def test_a_request_is_called_as_the_client_called_it(inside, outside):
+    assert client_id(inside) == outside
+
+
+def steered(config, table, tokens=8):
+    hook = steer({"vector": [1.0, 1.0], **config})
+    with serving(table):
+        result = hook(torch.nn.Identity(), (), torch.zeros(tokens, 2))
+    return None if result is None else result[:, 0].tolist()
+
+
+def test_steering_one_request_of_a_mixed_step():
+    table = mixed_table()
+    assert steered({"requests": ["a"]}, table) == [1.0] + [0.0] * 7
+    assert steered({"requests": ["b"]}, table) == [0.0] + [1.0] * 6 + [0.0]
+    assert steered({"requests": ["b"], "positions": "last"}, table) == [0.0] * 6 + [1.0, 0.0]
+    assert steered({"requests": ["c"]}, table) == [0.0] * 8
+
+
+def test_steering_one_stage_of_a_mixed_step():
+    table = mixed_table()
+    assert steered({"phase": "decode"}, table) == [1.0] + [0.0] * 7
+    assert steered({"phase": "prefill"}, table) == [0.0] + [1.0] * 6 + [0.0]
+    assert steered({"phase": "decode", "requests": ["b"]}, table) == [0.0] * 8
+
+
+def test_statistics_of_one_stage_and_without_padding():
+    values = torch.tensor([[9.0], *[[1.0]] * 6, [1000.0]])
+    found = {}
+    for stage in ("decode", "prefill", "both"):
+        hook = activation_stats({"phase": stage})
+        with serving(mixed_table()):
+            hook(torch.nn.Identity(), (), values)
+        metrics = hook.to_metrics()
+        found[stage] = next(value for name, value in metrics.items() if name.endswith("mean"))
+    assert found == pytest.approx({"decode": 9.0, "prefill": 1.0, "both": 15.0 / 7})
+
+
+def test_a_flat_table_is_no_padded_one():
+    with serving(mixed_table()):
+        assert current_rows() is None
+        assert current_batch() is not None
+    assert current_batch() is None
