@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -151,7 +152,9 @@ def test_the_check_and_the_recorder_do_not_wait_for_the_device(tmp_path: Path) -
         check.step(run.data[0])  # allocates
         check.step(run.data[1])
         try:
-            torch.cuda.set_sync_debug_mode("error")
+            with warnings.catch_warnings():  # torch says that it is a prototype
+                warnings.simplefilter("ignore", UserWarning)
+                torch.cuda.set_sync_debug_mode("error")
             for batch in run.data[2:]:
                 recorder.note(loss=check.step(batch), batch=batch)
             with pytest.raises(RuntimeError, match="synchroniz"):  # the negative control

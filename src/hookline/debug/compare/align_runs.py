@@ -11,7 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
-from hookline.debug.compare.match_calls import CALLS_DIFFER, STEPS_LEFT, CallMatcher, UnpairedValue, ValuePair
+from hookline.debug.compare.match_calls import (
+    CALLS_DIFFER,
+    STEPS_LEFT,
+    CallMatcher,
+    LostGradient,
+    UnpairedValue,
+    ValuePair,
+)
 from hookline.debug.compare.name_rules import (
     FusedRule,
     Rule,
@@ -42,6 +49,8 @@ class Alignment:
     only_a: list[str] = field(default_factory=list)
     """Sites of A that B does not have."""
     only_b: list[str] = field(default_factory=list)
+    lost: list[LostGradient] = field(default_factory=list)
+    """Gradients of A that B does not have."""
     notes: list[str] = field(default_factory=list)
     """What a reader has to know about how values were paired."""
 
@@ -67,6 +76,7 @@ def align(
         _Aligner(slots_a, slots_b, rules, found, used).run()
     found.only_a = _unused(values_a, used)
     found.only_b = _unused(values_b, used)
+    found.lost = _lost_gradients(values_a, used)
     found.pairs.sort(key=lambda pair: pair.b.order)
     if any(pair.keys for pair in found.pairs):
         # Rows lie in other places: what has no rows, such as a mask, has to have another shape.
@@ -92,6 +102,31 @@ def _unused(values: Iterable[RunValue], used: set[int]) -> list[str]:
     return list(dict.fromkeys(
         f"{value.site or '(the model)'} {value.kind}" for value in values if (value.kind, value.site) not in touched
     ))  # fmt: skip
+
+
+def _lost_gradients(values: Sequence[RunValue], used: set[int]) -> list[LostGradient]:
+    lost = [value for value in values if value.kind == "output_grad" and id(value) not in used]
+    return [LostGradient(one.site, one.step, one.rank, one.order, _taker(one, values)) for one in lost]
+
+
+def _taker(gradient: RunValue, values: Sequence[RunValue]) -> str:
+    """Return the outermost module that is given what the module of ``gradient`` returns; empty if that is not known.
+
+    Only traces tell, by the hash: the tensor is the same.
+    """
+    here = [
+        (one, one.fingerprint.hash)
+        for one in values
+        if one.fingerprint is not None and one.step == gradient.step and one.rank == gradient.rank
+    ]
+    source = "output", gradient.site, gradient.call
+    made = {hashed for one, hashed in here if (one.kind, one.site, one.call) == source}
+    takers = [
+        one
+        for one, hashed in here
+        if one.kind == "input" and hashed in made and not f"{one.site}.".startswith(f"{gradient.site}.")
+    ]
+    return min(takers, key=lambda one: (one.site.count("."), one.order)).site if takers else ""
 
 
 def _slots(values: Iterable[RunValue], rank: int) -> _Slots:

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from hookline.debug.compare.align_runs import Alignment, align
-from hookline.debug.compare.compare_values import compare_pairs, find_blame, measure
+from hookline.debug.compare.blame_modules import find_blame
+from hookline.debug.compare.compare_values import compare_pairs, measure
 from hookline.debug.compare.comparison import Comparison
 from hookline.debug.compare.error_thresholds import AllowedErrors
 from hookline.debug.compare.judge_errors import NoiseFloors, noise_floors
 from hookline.debug.compare.name_rules import DEFAULT_RULES, Rule
 from hookline.debug.compare.run_values import RunSource, RunValues, read_run
 from hookline.debug.compare.unshard_values import DimsOption
+from hookline.debug.trace.trace_record import RowTable
 from hookline.errors import CompareError, OptionError
 
 __all__ = ["compare"]
@@ -76,6 +78,7 @@ def compare(
     rows_a, rows_b = _row_pair(rows)
     run_a, run_b = read_run(a, "A", rows_a), read_run(b, "B", rows_b)
     found = align(run_a, run_b, rules=rules, dims=dims, mesh=mesh)
+    found.notes += _unfit_rows(run_a, rows_a) + _unfit_rows(run_b, rows_b)
     pairs = [pair for pair in found.pairs if pair.has_tensors] if tensors_only else found.pairs
     measured = measure(
         pairs,
@@ -94,7 +97,7 @@ def compare(
     found.notes += [f"No site matches the threshold {pattern!r}." for pattern in allowed.unused_patterns()]
     return Comparison(
         values,
-        find_blame(values, found.unpaired),
+        find_blame(values, found.unpaired, found.lost),
         found.only_a,
         found.only_b,
         found.unpaired,
@@ -111,6 +114,15 @@ def _row_pair(rows: Any) -> tuple[Any, Any]:
     if not isinstance(rows, tuple | list) or len(rows) != 2:
         raise OptionError("rows= takes a pair, for A and for B: rows=(padded_rows(mask), packed_rows([5, 7])).")
     return rows[0], rows[1]
+
+
+def _unfit_rows(run: RunValues, rows: Any) -> list[str]:
+    """Return a note if rows were given for a run, and no tensor of it has so many."""
+    if rows is None or any(value.rows is not None for value in run.values):
+        return []
+    what = f"{sum(rows.lengths)} tokens of {len(rows.requests)} requests" if isinstance(rows, RowTable) else len(rows)
+    shapes = ", ".join(map(str, list(dict.fromkeys(value.shape for value in run.values))[:3]))
+    return [f"The rows= of {run.name} ({what}) fit no tensor of it; it has {shapes}, …."]
 
 
 def _name_of(source: RunSource, otherwise: str) -> str:

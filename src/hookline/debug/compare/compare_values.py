@@ -1,17 +1,17 @@
-"""Measure and judge the pairs of two runs, and find the module in which they part.
+"""Measure and judge the pairs of two runs.
 
-`compare` calls `compare_pairs` with what `align_runs` found, then `find_blame` with the result.
+`compare` calls `measure` with what `align_runs` found, and `compare_pairs` with the result; `blame_modules` comes next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor
 
-from hookline.debug.compare.compared_value import Blame, ComparedValue
+from hookline.debug.compare.compared_value import ComparedValue
 from hookline.debug.compare.error_thresholds import AllowedErrors
 from hookline.debug.compare.judge_errors import BACKWARD, ErrorJudge, NoiseFloors
 from hookline.debug.compare.match_calls import UnpairedValue, ValuePair
@@ -21,7 +21,7 @@ from hookline.debug.compare.sketch_errors import sketch_errors
 from hookline.debug.compare.tensor_errors import TensorErrors, first_difference, tensor_errors
 from hookline.errors import TraceError
 
-__all__ = ["compare_pairs", "find_blame", "measure"]
+__all__ = ["compare_pairs", "measure"]
 
 _MAX_PLACES: Final = 60
 """For so many values, in the order of the calls, the first place that differs is looked for."""
@@ -78,7 +78,7 @@ def _why_unreadable(pair: ValuePair) -> str:
 
 def _unpaired(pair: ValuePair, why: str) -> UnpairedValue:
     value = pair.a
-    return UnpairedValue(value.site, value.kind, value.leaf, value.step, value.call, why)
+    return UnpairedValue(value.site, value.kind, value.leaf, value.step, value.call, why, value.order, value.rank)
 
 
 def _tensors(pair: ValuePair) -> tuple[Tensor, Tensor] | None:
@@ -131,121 +131,3 @@ def _where(pair: ValuePair, value: ComparedValue) -> str:
         key = pair.keys[index[0]]
         return f"request {key.request}" + (f", position {key.position}" if key.position is not None else "")
     return f"[{', '.join(map(str, index))}]"
-
-
-# -- the module to blame -----------------------------------------------------------------------------------------
-
-
-def find_blame(values: Sequence[ComparedValue], unpaired: Sequence[UnpairedValue] = ()) -> list[Blame]:
-    """Return the modules in which the runs part, and mark what follows from them.
-
-    That is mostly one: whatever differs later follows from the first. Blamed by themselves are parameters that differ
-    from the beginning, and modules that were given the same to the bit in the step of the first.
-    """
-    differing = [value for value in values if not value.is_same and value.is_sure and not value.is_unsure]
-    if not differing:
-        return []
-    start = min(value.step for value in values)
-    roots = [value for value in differing if value.kind == "parameter" and value.step == start]
-    computed = [value for value in differing if value.kind != "parameter" or value.step != start]
-    if not roots:
-        roots = computed[:1]
-    known = {root.module for root in roots}
-    for value in _given_the_same(computed, values, unpaired):
-        if value.module not in known:
-            known.add(value.module)
-            roots.append(value)
-    blamed = _without_repeats([_blame(root, values) for root in roots])
-    own = {blame.module for blame in blamed}
-    chosen = {id(root) for root in roots}
-    for value in differing:
-        if id(value) not in chosen:
-            value.follows = (value.module if value.module in own else blamed[0].module) or "(the model)"
-    return blamed
-
-
-def _given_the_same(
-    computed: Sequence[ComparedValue], values: Sequence[ComparedValue], unpaired: Sequence[UnpairedValue]
-) -> list[ComparedValue]:
-    """Return the outputs that differ though all that their module was given is the same to the bit.
-
-    Only those in the step and on the rank of the first difference: later a cache, and another rank, bring it along.
-    A module with something in it that differs passes that on.
-    """
-    if not computed:
-        return []
-    step, rank = computed[0].step, computed[0].rank
-    inside = {name for value in computed if (value.step, value.rank) == (step, rank) for name in _around(value)}
-    given: dict[tuple[Any, ...], bool] = {}
-    for value in values:
-        if value.kind == "input":
-            key = value.site, value.step, value.call, value.rank
-            given[key] = given.get(key, True) and value.errors.is_equal
-    not_compared = {(one.site, one.step, one.call) for one in unpaired if one.kind == "input"}
-    return [
-        value for value in computed
-        if value.kind == "output" and (value.step, value.rank) == (step, rank) and value.site not in inside
-        and given.get((value.site, value.step, value.call, value.rank), False)
-        and (value.site, value.step, value.call) not in not_compared
-    ]  # fmt: skip
-
-
-def _around(value: ComparedValue) -> list[str]:
-    """Return the names of the modules around the one of a value; the model's is empty."""
-    if not value.site:
-        return []
-    parts = value.site.split(".")
-    return [".".join(parts[:depth]) for depth in range(len(parts))]
-
-
-def _without_repeats(found: Sequence[Blame]) -> list[Blame]:
-    return list({blame.module: blame for blame in reversed(found)}.values())[::-1]
-
-
-def _blame(first: ComparedValue, values: Sequence[ComparedValue]) -> Blame:
-    """Return the module that made ``first``, of what else of it was traced."""
-    seen = {value.site for value in values if value.kind in ("output", "input_grad")}
-    if first.kind in ("parameter", "param_grad"):
-        what = "holds another parameter" if first.kind == "parameter" else "gets another gradient"
-        return Blame(first.module, f"{first.module} {what}: {first.site}.", first)
-    if first.kind in ("input", "output_grad"):
-        return _blame_caller(first, seen)
-    takes = "input" if first.kind == "output" else "output_grad"
-    inner = any(site.startswith(f"{first.site}.") for site in seen) if first.site else len(seen) > 1
-    name = first.site or "The model"
-    if inner:
-        return Blame(
-            first.site, f"All that the modules inside of {name} make is the same; its own code differs.", first
-        )
-    given = [value for value in values if value.site == first.site and value.kind == takes]
-    if given:
-        here = [value.errors for value in given if (value.step, value.call) == (first.step, first.call)]
-        how = "to the bit" if here and all(errors.is_equal for errors in here) else "up to rounding"
-        what = f"is given the same {how} and returns something else"
-        return Blame(first.site, f"{name} {what if first.kind == 'output' else 'hands on another gradient'}.", first)
-    caller = _caller(first.site, seen)
-    return Blame(
-        first.site,
-        f"{name} is the first that returns something else. What it was given was not compared: with inputs in both "
-        f"traces, the code of {caller or 'the model'} around it could be told apart.",
-        first,
-    )
-
-
-def _blame_caller(first: ComparedValue, seen: set[str]) -> Blame:
-    """Blame the module whose own code made an input, or a gradient of an output."""
-    if not first.site:
-        return Blame("", "The model was given other inputs.", first, is_input=True)
-    caller = _caller(first.site, seen)
-    what = "hands other values to" if first.kind == "input" else "gives another gradient to"
-    text = f"The code of {caller or 'the model'} {what} {first.site}; all that was compared before it is the same."
-    return Blame(caller, text, first)
-
-
-def _caller(site: str, seen: set[str]) -> str:
-    """Return the nearest module around ``site`` that is called: a list of modules is not."""
-    while site:
-        site = site.rpartition(".")[0]
-        if site in seen:
-            return site
-    return ""

@@ -52,6 +52,8 @@ class ComparedValue:
     """How the two were paired, where it was not by name and call alone."""
     is_sure: bool = True
     """Whether it is known that the two belong together."""
+    other_shape: str = ""
+    """What the two shapes are, if they differ, so that nothing else could be compared."""
 
     @property
     def error(self) -> float:
@@ -95,5 +97,15 @@ class Blame:
     """What was seen, in a sentence."""
     value: ComparedValue
     """The first value that differs."""
-    is_input: bool = False
-    """Whether the runs were given other inputs, so that no module is to blame."""
+    outside: str = ""
+    """What is to blame if it is no module: ``"the inputs"``, ``"the loss"``, ``"the optimizer"``, …"""
+
+    @property
+    def is_input(self) -> bool:
+        """Whether the runs were given other inputs."""
+        return self.outside == "the inputs"
+
+    @property
+    def name(self) -> str:
+        """What is to blame, in words."""
+        return self.outside or self.module or "the model"

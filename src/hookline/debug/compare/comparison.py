@@ -102,14 +102,20 @@ class Comparison(ShownAsTable):
     def _first_lines(self) -> list[str]:
         first = self.first
         if first is None:
-            return [self._same_line()] if self.ok else self._doubts()
+            return [self._same_line(), *self._skipped()] if self.ok else self._doubts()
         place = f", first at {first.where}" if first.where else ""
         lines = [f"First divergence: {first.label}: {first.verdict}, {_error_text(first)}{place}."]
-        lines += [f"Blamed: {_blamed_name(blame)}. {blame.why}" for blame in self.blamed[:_MAX_LISTED]]
+        lines += [f"Blamed: {blame.name}. {blame.why}" for blame in self.blamed[:_MAX_LISTED]]
         follow = sum(bool(value.follows) for value in self.values)
         if follow:
             lines.append(f"{follow} later values follow from it.")
-        return [*lines, *self._doubts()]
+        return [*lines, *self._skipped_before(first), *self._doubts()]
+
+    def _skipped_before(self, first: ComparedValue) -> list[str]:
+        """Return a line on what could not be compared and ran before the first difference: it may be what is wrong."""
+        skipped = [one for one in self.unpaired if 0 <= one.order < first.order and not one.is_difference]
+        sites = list(dict.fromkeys(one.site or "(the model)" for one in skipped))
+        return [f"Not compared before it: {_listed(sites)}."] if sites else []
 
     def _doubts(self) -> list[str]:
         """Return why the runs are not the same, or why that is not known, though no module is to blame."""
@@ -123,6 +129,10 @@ class Comparison(ShownAsTable):
         if self.left_out:
             lines.append("Unsure: a trace does not hold all that was to be traced; what it left out is not compared.")
         return lines
+
+    def _skipped(self) -> list[str]:
+        count = len(self.unpaired)
+        return [f"{count} values could not be compared; they are listed below."] if count else []
 
     def _same_line(self) -> str:
         if all(value.errors.is_equal for value in self.values):
@@ -165,7 +175,10 @@ class Comparison(ShownAsTable):
             "format": "hookline.compare", "version": 1, "a": self.names[0], "b": self.names[1], "ok": self.ok,
             "estimate": self.is_estimate,
             "first": None if self.first is None else self.first.to_json(),
-            "blamed": [{"module": blame.module, "why": blame.why, "inputs": blame.is_input} for blame in self.blamed],
+            "blamed": [
+                {"module": one.module, "outside": one.outside, "why": one.why, "inputs": one.is_input}
+                for one in self.blamed
+            ],
             "only_a": self.only_a, "only_b": self.only_b,
             "not_compared": [{key: getattr(value, key) for key in UnpairedValue.__slots__} for value in self.unpaired],
             "notes": self.notes, "left_out": self.left_out, "problems": self.problems,
@@ -187,10 +200,6 @@ class Comparison(ShownAsTable):
         return write_page(content, path)
 
 
-def _blamed_name(blame: Blame) -> str:
-    return blame.module or ("the inputs" if blame.is_input else "the model")
-
-
 def _class_of(verdict: str) -> str:
     return verdict if verdict in (WITHIN, WRONG, UNSURE) else "worse than rounding"
 
@@ -206,6 +215,8 @@ def _listed(sites: Sequence[str]) -> str:
 
 def _error_text(value: ComparedValue) -> str:
     errors = value.errors
+    if value.other_shape:
+        return value.other_shape
     if errors.mismatched:
         return f"{errors.bad_b} of {errors.count} numbers are NaN or Inf, in A {errors.bad_a}"
     if value.is_in_part:

@@ -42,6 +42,12 @@ _WRONG_PART: Final = 64.0
 _BY_INPUT: Final = "rounding of its input is amplified here, or there is a small bug; measure it with noise="
 _BY_DEPTH: Final = "the error grows little by little, as rounding does in a deep network; measure it with noise="
 _BY_PART: Final = "one row or channel is further off than the others; measure it with noise="
+_BY_TIE: Final = (
+    "whole numbers chosen by rounded ones differ in a few places (a near tie of top-k, argmax or round), and so does "
+    "what follows; give both runs the same choice, or measure it with noise="
+)
+_FEW: Final = 0.25
+"""Below this share, entries of whole numbers may have flipped by rounding."""
 _BY_HASH: Final = "there is NaN or infinity in both, and the fingerprints do not say where; trace with tensors="
 
 
@@ -85,6 +91,8 @@ class ErrorJudge:
             if pair.a.kind == "input":
                 self._inputs[_call_of(pair)].append((pair, errors))
         self._history = {False: _History(), True: _History()}
+        self._has_tie = False
+        """Whether a whole number has flipped by rounding: rows that follow from it differ by any amount."""
         self._is_apart = False
         """Whether a value was beyond doubt not rounding: what comes after it is given other values."""
 
@@ -104,10 +112,13 @@ class ErrorJudge:
         value.verdict, value.ratio = verdict_on(error, value.floor, is_estimate=errors.is_estimate)
         history = self._history[value.kind in BACKWARD]
         if value.verdict != WITHIN and noise_of_parts is None and not self._is_apart:
-            value.doubt = self._why_doubted(pair, error, errors.norm_a, history)
+            self._has_tie = self._has_tie or self._is_tie(pair, errors)
+            value.doubt = _BY_TIE if self._has_tie else self._why_doubted(pair, error, errors.norm_a, history)
             value.verdict = UNSURE if value.doubt else value.verdict
         if value.verdict not in (WRONG, UNSURE):
             self._judge_parts(value, noise_of_parts, history)
+            if self._has_tie and value.verdict != WITHIN:
+                value.verdict, value.doubt = UNSURE, _BY_TIE
         if value.verdict == WITHIN and errors.is_blind:
             value.verdict, value.doubt = UNSURE, _BY_HASH
         if value.verdict in (WITHIN, UNSURE) and error == errors.rel_l2 and math.isfinite(error):
@@ -153,6 +164,17 @@ class ErrorJudge:
             if is_passed_on or error * left_by_cancellation(one) <= _AMPLIFIED * errors.rel_l2:
                 return _BY_INPUT
         return ""
+
+    def _is_tie(self, pair: ValuePair, errors: TensorErrors) -> bool:
+        """Return whether whole numbers differ in a few places, and were chosen by numbers that differ by rounding."""
+        if unit_of(pair.a.dtype, pair.b.dtype) or not self._history[False].rel:
+            return False
+        given = [each.is_equal for one, each in self._inputs.get(_call_of(pair), ()) if unit_of(one.a.dtype)]
+        if pair.a.kind == "output" and given and all(given):
+            return False
+        if pair.a.read is None or pair.b.read is None:
+            return True  # fingerprints do not say how many
+        return float((pair.a.read() != pair.b.read()).float().mean()) < _FEW
 
     def _judge_parts(self, value: ComparedValue, noise: float | None, history: _History) -> None:
         errors = value.errors

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from hookline.debug.compare.row_matching import has_same_rows, has_unique_rows, match_rows
+from hookline.debug.compare.row_matching import has_other_columns, has_same_rows, has_unique_rows, match_rows
 from hookline.debug.compare.run_values import RunValue
 from hookline.debug.compare.tensor_errors import tensor_errors
 from hookline.debug.trace.trace_record import RowKey
 
-__all__ = ["CALLS_DIFFER", "STEPS_LEFT", "CallMatcher", "UnpairedValue", "ValuePair"]
+__all__ = ["CALLS_DIFFER", "STEPS_LEFT", "CallMatcher", "LostGradient", "UnpairedValue", "ValuePair"]
 
 CALLS_DIFFER: Final = "the calls that are most alike are compared"
 STEPS_LEFT: Final = "Only some steps: "
@@ -53,8 +53,26 @@ class UnpairedValue:
     step: int
     call: int
     why: str
+    order: int = -1
+    """Its place in A."""
+    rank: int = 0
+    is_other_shape: bool = False
+    """Whether it has another shape in B than in A."""
     is_difference: bool = True
     """Whether it makes the runs differ; not a mask or the like, of runs whose rows lie in other places."""
+
+
+@dataclass(frozen=True, slots=True)
+class LostGradient:
+    """A gradient of A that no gradient of B belongs to, of a module that both runs call."""
+
+    site: str
+    step: int
+    rank: int
+    order: int
+    """Its place in A."""
+    taker: str
+    """The module that takes what the site returns, so that the gradient comes from it; empty if that is not known."""
 
 
 @dataclass(slots=True)
@@ -80,6 +98,9 @@ class CallMatcher:
         same = by_call_a.keys() == by_call_b.keys() and all(
             has_same_rows(by_call_a[key], by_call_b[key]) for key in by_call_a
         )
+        if not same and has_other_columns(a, b):
+            self._refuse(a[0], b[0], "it has a column for each token, and those are padded in another way")
+            return
         if not same and has_unique_rows(a) and has_unique_rows(b):
             self._match_rows(a, b)
             return
@@ -89,7 +110,7 @@ class CallMatcher:
         found = match_rows(a, b)
         if found is None:
             shapes = f"{a[0].shape} in A, {b[0].shape} in B"
-            self._refuse(a[0], f"no row of one run is in the other, or their shapes differ: {shapes}")
+            self._refuse(a[0], b[0], f"no row of one run is in the other, or their shapes differ: {shapes}")
             return
         left = [f"{count} only in {side}" for side, count in (("A", found.left_a), ("B", found.left_b)) if count]
         rest = f" ({', '.join(left)})" if left else ""
@@ -127,12 +148,15 @@ class CallMatcher:
         if rows is not None:
             self.pairs.append(ValuePair(rows.a, rows.b, _joined(text, f"{len(rows.keys)} rows"), rows.keys, is_sure))
         elif a.shape != b.shape:
-            self._refuse(b, f"its shape is {a.shape} in A and {b.shape} in B{_advice(a, b)}")
+            self._refuse(a, b, f"its shape is {a.shape} in A and {b.shape} in B{_advice(a, b)}")
         else:
             self.pairs.append(ValuePair(a, b, text, is_sure=is_sure))
 
-    def _refuse(self, value: RunValue, why: str) -> None:
-        self.unpaired.append(UnpairedValue(value.site, value.kind, value.leaf, value.step, value.call, why))
+    def _refuse(self, a: RunValue, b: RunValue, why: str) -> None:
+        rank, differs = max(a.rank, b.rank), a.shape != b.shape
+        self.unpaired.append(
+            UnpairedValue(b.site, b.kind, b.leaf, b.step, b.call, why, a.order, rank, is_other_shape=differs)
+        )
 
     def _note(self, text: str) -> None:
         if text not in self.notes:

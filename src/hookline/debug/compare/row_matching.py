@@ -14,7 +14,7 @@ from torch import Tensor
 from hookline.debug.compare.run_values import RunValue
 from hookline.debug.trace.trace_record import RowKey
 
-__all__ = ["RowMatch", "has_same_rows", "has_unique_rows", "match_rows"]
+__all__ = ["RowMatch", "has_other_columns", "has_same_rows", "has_unique_rows", "match_rows"]
 
 
 @dataclass(slots=True)
@@ -47,6 +47,12 @@ def has_unique_rows(values: Sequence[RunValue]) -> bool:
 def has_same_rows(a: RunValue, b: RunValue) -> bool:
     """Return whether two values have the same rows in the same places, so that they can be laid over each other."""
     return a.rows == b.rows and a.shape == b.shape and (a.rows is None or None not in a.rows.keys)
+
+
+def has_other_columns(a: Sequence[RunValue], b: Sequence[RunValue]) -> bool:
+    """Return whether rows have a column for each token, and these lie in other places in ``a`` than in ``b``."""
+    of_a, of_b = ({value.rows.columns for value in values if value.rows is not None} for values in (a, b))
+    return of_a != of_b and any(map(any, (of_a, of_b)))
 
 
 def match_rows(values_a: Sequence[RunValue], values_b: Sequence[RunValue]) -> RowMatch | None:

@@ -93,6 +93,8 @@ class RowKeys:
     dims: int
     keys: tuple[RowKey | None, ...]
     """None for padding."""
+    columns: tuple[tuple[int, int], ...] = ()
+    """Of rows that have a column for each token, as attention weights do: where the real ones begin, and how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +121,31 @@ class RowTable:
         if not shape or not batch:
             return None
         if self.layout == "packed":
-            return RowKeys(1, self._packed()) if shape[0] == sum(self.lengths) else self._by_request(shape)
+            return self._packed_keys(shape, sum(self.lengths))
         if self.layout == "padded":
             width = max(start + length for start, length in zip(self.starts, self.lengths, strict=True))
-            if len(shape) >= 2 and shape[:2] == (batch, width):
-                return RowKeys(2, self._padded(width))
-            if len(shape) == 2 and shape[0] == batch * width:
-                return RowKeys(1, self._padded(width))
+            return self._padded_keys(shape, batch, width)
         return self._by_request(shape)
+
+    def _packed_keys(self, shape: tuple[int, ...], tokens: int) -> RowKeys | None:
+        if shape[0] == tokens:
+            return RowKeys(1, self._packed())
+        if shape[:2] == (1, tokens):  # a batch of one, as transformers has it
+            return RowKeys(2, self._packed())
+        return self._by_request(shape)
+
+    def _padded_keys(self, shape: tuple[int, ...], batch: int, width: int) -> RowKeys | None:
+        if shape[:2] == (batch, width):
+            return RowKeys(2, self._padded(width))
+        if len(shape) == 2 and shape[0] == batch * width:
+            return RowKeys(1, self._padded(width))
+        is_alike = all(len(set(each)) == 1 for each in (self.starts, self.lengths, self.positions))
+        if shape[:2] == (1, width) and is_alike:  # one row for all requests, as rotary embeddings and positions have
+            return RowKeys(2, self._padded(width)[:width])
+        found = self._by_request(shape)
+        if found is not None and width > 1 and width in shape[1:]:
+            return RowKeys(1, found.keys, tuple(zip(self.starts, self.lengths, strict=True)))
+        return found
 
     def _by_request(self, shape: tuple[int, ...]) -> RowKeys | None:
         if shape[0] != len(self.requests):
