@@ -66,6 +66,14 @@ class HookExtension:
         """Return the metrics of each hook by its id."""
         return _answer(self, lambda hooks: {"metrics": hooks.metrics()})
 
+    def hookline_take_states(self, key: str) -> dict[str, Any]:
+        """Return the hidden states of a request by its key, or by the id that the client gave; forget them."""
+        return _answer(self, lambda hooks: hooks.states.take(key))
+
+    def hookline_drop_states(self, key: str) -> dict[str, Any]:
+        """Forget the hidden states of a request, which may be running."""
+        return _answer(self, lambda hooks: {"dropped": hooks.states.drop(key)})
+
 
 def _answer(worker: Any, act: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
     """Return what ``act`` gives, or its error as plain data, with the rank of the worker."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hookline.engines.vllm.merge_answers import check_answers, merge_added, merge_hook, merge_hooks, merge_metrics
+from hookline.engines.vllm.merge_states import RequestAnswer, merge_states, request_answer
 
 __all__ = ["VllmHooks"]
 
@@ -67,6 +68,25 @@ class VllmHooks:
     def metrics(self) -> dict[str, dict[str, float]]:
         """Return the metrics of each hook by its id."""
         return merge_metrics(self._checked("hookline_metrics"))
+
+    def states(self, key: str) -> RequestAnswer:
+        """Return the hidden states of a request that has ended, merged over the workers, and forget them.
+
+        Recipe::
+
+            asked = {"hidden_states": {"layers": ["model.layers.#"], "window": [-4, None]}}
+            done = llm.generate("A hook sits", SamplingParams(extra_args={"hookline": asked}))
+            answer = hooks.states(done[0].request_id)
+            print(answer.states["model.layers.1"].values.shape, answer.not_computed)
+
+        Args:
+            key: The id of the request, or the ``key`` that its options gave.
+
+        Raises:
+            HookNameError: It did not ask for any, or they were taken before.
+            OptionError: What it asked for cannot be had.
+        """
+        return request_answer(merge_states(self._call("hookline_take_states", key)))
 
     def describe(self) -> _Found:
         """Return what each worker knows of the engine, and how many tokens came from the prefix cache."""

@@ -14,8 +14,11 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from hookline.engines.vllm.engine_facts import EngineFacts, Way, choose_way, way_words
+from hookline.engines.vllm.layer_sources import never_called
+from hookline.engines.vllm.request_options import request_options
+from hookline.engines.vllm.request_states import RequestStates
 from hookline.engines.vllm.start_options import StartOptions
-from hookline.engines.vllm.step_rows import RequestBook, rows_of_runner, table_after_model, table_of_step
+from hookline.engines.vllm.step_rows import BookedRequest, RequestBook, rows_of_runner, table_after_model, table_of_step
 from hookline.factories.batch_rows import TokenBatch, set_batch
 from hookline.serve.live_hooks import LiveHook, LiveHooks, Origin
 from hookline.sites.receipt import likely_cause
@@ -45,6 +48,7 @@ class WorkerHooks:
         """Real steps while there was a hook."""
         self.eager_steps = 0
         """How many of them a compiled engine ran eagerly, for the hooks."""
+        self.states = RequestStates(self.model, tp_size=self.facts.tp_size, most_bytes=options.captured_bytes)
         self._runner = worker.model_runner
         self._live = _EngineLiveHooks(self.model)
         self._ways: dict[str, Way] = {}
@@ -126,12 +130,13 @@ class WorkerHooks:
         """Return a hook as plain data: as ``GET /hooks`` of the server has it, with its way and its sites."""
         from hookline.serve.http.hook_routes import hook_to_json
 
-        report = live.handle.report()
+        sites = {site.name: site.fired for site in live.handle.report().sites}
+        absent = _absent(live)
         return {
             **hook_to_json(live),
             "rank": self.facts.rank,
             "way": self._ways.get(live.id, "eager"),
-            "sites": {site.name: site.fired for site in report.sites},
+            "sites": {name: fired for name, fired in sites.items() if name not in absent},
             "silent": self._silent(live),
         }
 
@@ -159,7 +164,9 @@ class WorkerHooks:
         """Return the modules where a hook has not fired although the model ran, with the cause."""
         attachment = live.handle._attachment
         entries = [each for each in attachment.members() if not each.fired and each.counter.step > each.step_at_attach]
-        return {each.name: _cause(each.container.module(), likely_cause(each, attachment)) for each in entries}
+        absent = _absent(live)
+        entries = [each for each in entries if each.name not in absent]
+        return {each.name: never_called(each.container.module()) or likely_cause(each, attachment) for each in entries}
 
     # -- steps ------------------------------------------------------------------------------------------------
 
@@ -173,8 +180,28 @@ class WorkerHooks:
             runner.prepare_inputs = _after_call(runner.prepare_inputs, self._note_batch)
 
     def _note_step(self, scheduled: Any, *args: Any, **kwargs: Any) -> None:
-        if not kwargs.get("dummy_run"):
-            self.book.note(scheduled)
+        if kwargs.get("dummy_run"):
+            return
+        begun, ended = self.book.note(scheduled)
+        for id in ended:
+            self.states.close(id)
+        for booked in begun:
+            if booked.options is not None:
+                self._open(booked)
+
+    def _open(self, booked: BookedRequest) -> None:
+        """Begin with what a request asks for; what is wrong with it, its answer tells."""
+        try:
+            asked = request_options(booked.options)
+            if asked.states is not None:
+                choose_way(self.facts, before_compiling=False, edits=False)
+        except Exception as error:
+            logger.warning("request %r: %s", booked.name, error)
+            self.states.open(booked.name, booked, None, error)
+            return
+        booked.name = asked.key or booked.name
+        if asked.states is not None:
+            self.states.open(booked.name, booked, asked.states)
 
     def _note_batch(self, batch: Any) -> None:
         self._batch = batch
@@ -182,7 +209,7 @@ class WorkerHooks:
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Tell hooks whose rows the step has, and run it eagerly if a hook needs that."""
         self._table = None
-        if not self._ways:
+        if not self._ways and not self.states.is_active:
             return
         try:
             self._begin(kwargs)
@@ -197,17 +224,19 @@ class WorkerHooks:
         if context.attn_metadata is None:  # a run that warms up
             return
         self.steps += 1
-        if "on_demand" in self._ways.values():
+        if "on_demand" in self._ways.values() or (self.facts.is_compiled and self.states.is_active):
             context.skip_compiled = True
             self.eager_steps += 1
         batch, self._batch = self._batch, None
         rows = rows_of_runner(self._runner, batch)
         self._table = table_of_step(rows, self.book.names(rows), kwargs)
+        self.states.begin_step(rows)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._table is not None:
             set_batch(table_after_model(self._table))
             self._table = None
+            self.states.end_step()
 
     def _log_once(self, text: str) -> None:
         if not self._has_logged:
@@ -288,8 +317,7 @@ def _after_call(function: Callable[..., Any], note: Callable[[Any], None]) -> Ca
     return call
 
 
-def _cause(module: nn.Module | None, likely: str) -> str:
-    """Return why a hook does not fire, in the words of this engine where it has some."""
-    if type(module).__name__ == "ParallelLMHead":
-        return "vLLM reads the weights of this module and never calls it; hook 'logits_processor', which gives logits"
-    return likely
+def _absent(live: LiveHook) -> set[str]:
+    """Return the modules that another pipeline stage has: vLLM puts an empty one in their place."""
+    members = live.handle._attachment.members()
+    return {each.name for each in members if type(each.container.module()).__name__ == "PPMissingLayer"}

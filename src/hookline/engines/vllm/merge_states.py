@@ -1,0 +1,110 @@
+"""Put the hidden states of a request together from all workers, where tensor parallelism has cut them into columns.
+
+`VllmHooks` and the endpoint plugin call `merge_states` with the answers of all workers to ``hookline_take_states``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from hookline.engines.vllm.merge_answers import error_of
+from hookline.serve.generation_request import StatesOfLayer
+
+__all__ = ["RequestAnswer", "merge_states", "request_answer"]
+
+_Answer = Mapping[str, Any]
+_ELSEWHERE: Final = "NoMatchError"
+"""What a worker answers that does not have the layer: it is of another pipeline stage."""
+
+
+@dataclass(frozen=True)
+class RequestAnswer:
+    """The hidden states of one request, and how many of its tokens no hook has seen."""
+
+    states: dict[str, StatesOfLayer]
+    """By the name of the layer."""
+    prompt_tokens: int
+    not_computed: int
+    """How many tokens of the prompt were taken from the prefix cache."""
+    silent: dict[str, str]
+    """Layers that were asked for and did not fire, with the cause."""
+
+
+def request_answer(merged: Mapping[str, Any]) -> RequestAnswer:
+    """Return what `merge_states` gives, with tensors in place of bytes."""
+    states = {
+        name: StatesOfLayer(list(layer["positions"]), _tensor(layer)) for name, layer in merged["hidden_states"].items()
+    }
+    return RequestAnswer(states, merged["prompt_tokens"], merged["not_computed"], dict(merged["silent"]))
+
+
+def merge_states(answers: Sequence[_Answer]) -> dict[str, Any]:
+    """Return the hidden states of a request as plain data.
+
+    ``hidden_states`` has ``{"dtype", "shape", "positions", "data"}`` for each layer, with bytes as data; ``silent`` has
+    the layers that did not fire. ``prompt_tokens`` and ``not_computed`` are counts.
+
+    Raises:
+        HookNameError: No worker keeps any for that key.
+        OptionError: What the request asked for cannot be had.
+    """
+    failed = [answer for answer in answers if answer.get("error") is not None]
+    serious = [answer for answer in failed if answer["error"]["type"] != _ELSEWHERE]
+    if serious or len(failed) == len(answers):
+        error = error_of(serious or failed)
+        assert error is not None
+        raise error
+    good = sorted((answer for answer in answers if answer.get("error") is None), key=lambda each: int(each["rank"]))
+    names = list(dict.fromkeys(name for answer in good for name in answer["states"]))
+    silent = {name: cause for answer in good for name, cause in answer["silent"].items()}
+    return {
+        "hidden_states": {
+            name: _layer([each["states"][name] for each in good if name in each["states"]]) for name in names
+        },
+        "silent": {name: cause for name, cause in silent.items() if name not in names},
+        "prompt_tokens": good[0]["prompt_tokens"],
+        "not_computed": good[0]["not_computed"],
+    }
+
+
+def _layer(workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return one layer of all workers that have rows of it."""
+    with_rows = [each for each in workers if each["positions"]] or list(workers[:1])
+    first = with_rows[0]
+    whole = {key: first[key] for key in ("dtype", "shape", "positions", "data")}
+    shard = first["shard"]
+    if shard is None:
+        return whole
+    merged = join_columns([_tensor(each) for each in with_rows], shard["sizes"], shard["replicas"], first["part"])
+    data = merged.contiguous().view(torch.uint8).numpy().tobytes()
+    return {**whole, "shape": list(merged.shape), "data": data}
+
+
+def join_columns(
+    tensors: Sequence[Tensor], sizes: Sequence[int], replicas: Sequence[int], part: int | None = None
+) -> Tensor:
+    """Return the columns of all workers in the order that one worker alone would have.
+
+    Args:
+        tensors: One for each worker, by rank.
+        sizes: How many columns each part has in a worker: queries, keys and values, for example.
+        replicas: How many workers in a row have the same columns of a part; empty if every worker has all columns.
+        part: Which part to return; None for all of them.
+    """
+    cut: Any = torch.split  # which has no types
+    pieces = [cut(tensor, list(sizes), dim=1) for tensor in tensors]
+    if not replicas:
+        pieces, replicas = pieces[:1], [1] * len(sizes)
+    joined = [torch.cat([each[number] for each in pieces[::step]], dim=1) for number, step in enumerate(replicas)]
+    return joined[part] if part is not None else torch.cat(joined, dim=1)
+
+
+def _tensor(layer: Mapping[str, Any]) -> Tensor:
+    if layer["dtype"] is None:
+        return torch.empty(0, 0)
+    return torch.frombuffer(bytearray(layer["data"]), dtype=getattr(torch, layer["dtype"])).reshape(layer["shape"])

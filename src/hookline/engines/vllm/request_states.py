@@ -1,0 +1,286 @@
+"""Collect the hidden states of single requests while an engine runs many, and hand them out when asked.
+
+`WorkerHooks` opens a request when it begins, tells of every step, and closes it when it has ended; the answer is taken
+over ``collective_rpc``. An observer on each module that is wanted copies the rows of the requests that want it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hookline.engines.vllm.layer_sources import LayerSource, Shard, find_sources, never_called, shard_of, stream_of
+from hookline.errors import HookNameError, OptionError
+from hookline.factories.batch_rows import sent_to_host
+from hookline.sites.attach import attach
+from hookline.sites.receipt import cause_around
+from hookline.sites.wrappers import submodule
+
+if TYPE_CHECKING:
+    from hookline.engines.vllm.request_options import StatesPlan
+    from hookline.engines.vllm.step_rows import BookedRequest, StepRow
+    from hookline.sites.handle import HookHandle
+
+__all__ = ["RequestStates", "StatesOfRequest"]
+
+logger = logging.getLogger("hookline.engines.vllm")
+
+_MOST_KEPT: Final = 4096
+"""Requests whose states wait to be taken."""
+
+
+@dataclass(eq=False)
+class StatesOfRequest:
+    """The hidden states of one request so far."""
+
+    key: str
+    booked: BookedRequest
+    plan: StatesPlan | None = None
+    sources: list[LayerSource] = field(default_factory=list)
+    pieces: dict[LayerSource, list[tuple[Sequence[int], Tensor]]] = field(default_factory=dict)
+    shards: dict[LayerSource, Shard | None] = field(default_factory=dict)
+    silent: set[LayerSource] = field(default_factory=set)
+    """Sources that did not fire in a step in which the request wanted their states."""
+    nbytes: int = 0
+    error: Exception | None = None
+    has_ended: bool = False
+
+    def fail(self, error: Exception) -> None:
+        """Give the states up, and keep the reason."""
+        self.error = self.error or error
+        self.pieces.clear()
+        self.nbytes = 0
+
+
+class _Taken(NamedTuple):
+    """What an observer copies in one step for one request."""
+
+    states: StatesOfRequest
+    positions: Sequence[int]
+    start: int
+
+
+class _StateObserver:
+    """Observe one side of one module for all requests that want it."""
+
+    def __init__(self, model: nn.Module, module: str, of: str) -> None:
+        self.module = submodule(model, module) if module else model
+        self.users: list[StatesOfRequest] = []
+        self.taken: list[_Taken] = []
+        self.index: Tensor | None = None
+        self.total = 0
+        hook: Any = self._after if of == "output" else self._before
+        on = "forward" if of == "output" else "forward_pre"
+        self.handle: HookHandle = attach(
+            model, module or None, hook, on=on, with_kwargs=of == "input", observe=True, name="states"
+        )
+        self.copied: Tensor | None = None
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._copy(output)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._copy((args, kwargs))
+
+    def _copy(self, value: Any) -> None:
+        if not self.taken or self.copied is not None:  # nothing is wanted, or the module is called again
+            return
+        try:
+            rows = stream_of(self.module, value)
+            if rows is None or rows.dim() != 2 or rows.shape[0] < self.total:
+                raise OptionError(f"{type(self.module).__name__} has no row of numbers for each token here")
+            if self.index is None:  # every token of the step
+                self.copied = rows[: self.total].clone()
+            else:
+                self.copied = rows.index_select(0, self.index.to(rows.device, non_blocking=True))
+            self.copied = sent_to_host(self.copied)
+        except Exception as error:  # fails the requests that asked, not the step
+            for each in self.taken:
+                each.states.fail(error)
+
+
+class RequestStates:
+    """The hidden states of all requests of one worker that asked for some."""
+
+    def __init__(self, model: nn.Module, *, tp_size: int, most_bytes: int) -> None:
+        self._model = model
+        self._tp_size = tp_size
+        self._most_bytes = most_bytes
+        self._by_key: dict[str, StatesOfRequest] = {}
+        self._by_id: dict[str, StatesOfRequest] = {}
+        self._observers: dict[tuple[str, str], _StateObserver] = {}
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether a running request wants states."""
+        return bool(self._observers)
+
+    def open(self, key: str, booked: BookedRequest, plan: StatesPlan | None, error: Exception | None = None) -> None:
+        """Begin to collect for a request; what is wrong with its plan is kept for whoever takes the states."""
+        key = self._own_key(key, booked.id)
+        if key in self._by_key:  # neither may get what is the other's
+            self._by_key[key].fail(OptionError(f"Two requests have the key {key!r}; give each a key of its own."))
+            return
+        states = StatesOfRequest(key, booked, plan, error=error)
+        self._make_room(0)
+        self._by_key[key] = self._by_id[booked.id] = states
+        if plan is None or error is not None:
+            return
+        try:
+            states.sources = find_sources(self._model, plan.wanted.layers, plan.wanted.of)
+            for source in states.sources:
+                module = submodule(self._model, source.module) if source.module else self._model
+                states.shards[source] = shard_of(module, source.of, self._tp_size)
+                self._observer(source).users.append(states)
+        except Exception as failure:
+            states.fail(failure)
+            self._leave(states)
+
+    def _own_key(self, key: str, id: str) -> str:
+        """Return the key of one answer: of several to one prompt, those behind the first have a number in front."""
+        number, line, _ = id.partition("_")
+        return f"{number}_{key}" if line and number.isdecimal() and number != "0" and key in self._by_key else key
+
+    def _observer(self, source: LayerSource) -> _StateObserver:
+        place = source.module, source.of
+        if place not in self._observers:
+            self._observers[place] = _StateObserver(self._model, *place)
+        return self._observers[place]
+
+    def close(self, id: str) -> None:
+        """Stop collecting for a request that has ended; its states stay until they are taken."""
+        states = self._by_id.pop(id, None)
+        if states is not None:
+            states.has_ended = True
+            self._leave(states)
+
+    def _leave(self, states: StatesOfRequest) -> None:
+        for place, observer in list(self._observers.items()):
+            observer.users = [each for each in observer.users if each is not states]
+            observer.taken = [each for each in observer.taken if each.states is not states]
+            if not observer.users:
+                observer.handle.remove(quiet=True)
+                del self._observers[place]
+
+    # -- one step ---------------------------------------------------------------------------------------------
+
+    def begin_step(self, rows: Sequence[StepRow]) -> None:
+        """Tell observers which rows of the step to copy."""
+        total = sum(row.count for row in rows)
+        for observer in self._observers.values():
+            observer.taken, observer.copied, observer.total = [], None, total
+            places: list[int] = []
+            begin = 0
+            for row in rows:
+                states = self._by_id.get(row.request_id)
+                if states is not None and states.error is None and states in observer.users and states.plan is not None:
+                    positions = states.plan.positions(row)
+                    if positions:
+                        observer.taken.append(_Taken(states, positions, len(places)))
+                        places += [begin + position - row.first for position in positions]
+                begin += row.count
+            observer.index = None if len(places) == total else torch.tensor(places)
+
+    def end_step(self) -> None:
+        """Hand the copies of the step to their requests."""
+        for (module, of), observer in self._observers.items():
+            copied, taken = observer.copied, observer.taken
+            observer.copied, observer.taken = None, []
+            for states, positions, start in taken:
+                for source in states.sources:
+                    if (source.module, source.of) != (module, of):
+                        continue
+                    if copied is None:
+                        states.silent.add(source)
+                    else:
+                        self._keep(states, source, positions, copied[start : start + len(positions)])
+
+    def _keep(self, states: StatesOfRequest, source: LayerSource, positions: Sequence[int], piece: Tensor) -> None:
+        size = piece.numel() * piece.element_size()
+        if states.error is None and not self._make_room(size):
+            text = (
+                f"Hidden states of all requests together may take {self._most_bytes} bytes (captured_bytes), and these "
+                "do not fit; ask for fewer layers or positions, or take those of earlier requests."
+            )
+            states.fail(OptionError(text))
+        if states.error is None:
+            states.nbytes += size
+            states.pieces.setdefault(source, []).append((positions, piece))
+
+    def _make_room(self, size: int) -> bool:
+        """Return whether ``size`` more bytes fit, after dropping states that ended longest ago and nobody took."""
+        held = sum(each.nbytes for each in self._by_key.values())
+        if held + size <= self._most_bytes and len(self._by_key) < _MOST_KEPT:
+            return True
+        for states in [each for each in self._by_key.values() if each.has_ended]:
+            if held + size <= self._most_bytes and len(self._by_key) < _MOST_KEPT:
+                break
+            logger.warning("hidden states of request %r were not taken, and are dropped", states.key)
+            held -= states.nbytes
+            del self._by_key[states.key]
+        return held + size <= self._most_bytes
+
+    # -- answers ----------------------------------------------------------------------------------------------
+
+    def take(self, key: str) -> dict[str, Any]:
+        """Return the states of a request as plain data, and forget them."""
+        states = self._by_key.pop(key, None)
+        if states is None:
+            raise HookNameError(
+                f"No hidden states of a request {key!r} are kept: it did not ask for any, has not begun, or they were "
+                "taken or dropped."
+            )
+        if not states.has_ended:
+            self.close(states.booked.id)
+        if states.error is not None:
+            raise states.error
+        silent = {source.name: self._why_silent(source) for source in states.silent}
+        if silent and len(silent) == len(states.sources):
+            raise OptionError("; ".join(f"{name!r}: {cause}" for name, cause in silent.items()) + ".")
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the copies are made by its streams
+        return {
+            "states": {source.name: _plain(states, source) for source in states.sources if source not in states.silent},
+            "silent": silent,
+            "prompt_tokens": states.booked.prompt,
+            "not_computed": states.booked.not_computed,
+        }
+
+    def _why_silent(self, source: LayerSource) -> str:
+        """Return why a module did not fire in a step."""
+        module = submodule(self._model, source.module) if source.module else self._model
+        cause = never_called(module) or cause_around(self._model, source.module, module)
+        return cause or "it was not called in a step of the request"
+
+    def drop(self, key: str) -> bool:
+        """Forget a request, which may be running; return whether it was known."""
+        states = self._by_key.pop(key, None)
+        if states is not None:
+            self.close(states.booked.id)
+        return states is not None
+
+
+def _plain(states: StatesOfRequest, source: LayerSource) -> dict[str, Any]:
+    """Return the states of one source as bytes; of a position that came twice, the last."""
+    pieces = states.pieces.get(source, [])
+    shard = states.shards.get(source)
+    if not pieces:
+        return {"dtype": None, "shape": [0, 0], "positions": [], "data": b"", "part": None, "shard": None}
+    values = torch.cat([piece for _, piece in pieces])
+    places = {position: place for place, position in enumerate(p for each, _ in pieces for p in each)}
+    order = sorted(places)
+    if order != list(places) or len(order) != len(values):  # put off and run again, or drafted tokens
+        values = values.index_select(0, torch.tensor([places[position] for position in order]))
+    return {
+        "dtype": str(values.dtype).removeprefix("torch."),
+        "shape": list(values.shape),
+        "positions": order,
+        "data": values.contiguous().view(torch.uint8).numpy().tobytes(),
+        "part": source.part,
+        "shard": None if shard is None else {"sizes": list(shard.sizes), "replicas": list(shard.replicas)},
+    }
