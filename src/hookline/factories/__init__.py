@@ -18,6 +18,7 @@ FILE_OPTIONS: dict[str, tuple[str, ...]] = {
     "nan_alarm": (),
     "log_shapes": (),
     "steer": ("file",),
+    "probe": ("file",),
     "record_mean": ("file",),
 }
 """Which keys of each factory's config are paths: a server that takes specs from strangers limits where they point."""

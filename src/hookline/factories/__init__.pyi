@@ -8,6 +8,9 @@ from hookline.factories.batch_rows import serving as serving
 from hookline.factories.export_files import read_export as read_export
 from hookline.factories.exporting import export as export
 from hookline.factories.means import record_mean as record_mean
+from hookline.factories.probe_heads import ProbeHead as ProbeHead
+from hookline.factories.probe_heads import train_probe as train_probe
+from hookline.factories.probing import probe as probe
 from hookline.factories.shape_log import log_shapes as log_shapes
 from hookline.factories.steering import steer as steer
 

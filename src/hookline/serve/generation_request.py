@@ -18,6 +18,8 @@ from hookline.errors import OptionError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hookline.factories.request_notes import RequestFlag
+
 __all__ = ["Event", "Finished", "GenerationRequest", "StatesOfLayer", "StatesWanted", "Token"]
 
 _STAGES: Final = ("prefill", "decode", "both")
@@ -150,6 +152,8 @@ class Finished:
     """The failure, or the reason for a cancel."""
     stop: str | None = None
     """The stop text that was met."""
+    flags: tuple[RequestFlag, ...] = ()
+    """What probes found in prompt and answer: one for each probe and module that found something."""
 
 
 Event: TypeAlias = Token | Finished

@@ -120,6 +120,7 @@ class EngineLoop:
         try:
             with torch.inference_mode():
                 chosen = choose(logits, [row.request for row in batch.rows], [row.draws for row in batch.rows])
+            flags = self._forward.notes.read()
             self._gatherer.deliver()
         except Exception as error:
             rows = batch.rows
@@ -127,6 +128,8 @@ class EngineLoop:
             self._fail(rows, error)
             return
         for row, choice in zip(batch.rows, chosen, strict=True):
+            if flags:
+                row.flag(flags.get(row.request.id, []))
             self._take(row, choice)
         self._let_go(batch)
 

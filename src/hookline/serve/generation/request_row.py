@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from hookline.factories.request_notes import RequestFlag, merge_flags
 from hookline.serve.generation.sampling import NO_TOKEN, ChosenToken
 from hookline.serve.generation_request import Event, Finished, GenerationRequest, Token
 
@@ -152,6 +153,7 @@ class RequestRow:
         self.draws = Random(secrets.randbits(64) if request.seed is None else request.seed)
         self.cancelled = False
         self.finished: Finished | None = None
+        self.flags: list[RequestFlag] = []
         self._ending: Literal["stop", "length"] | None = None
         self._on_event = on_event
         self._eos = frozenset() if request.ignore_eos else eos
@@ -172,8 +174,17 @@ class RequestRow:
         """Return the position of that token in the sequence of prompt and answer."""
         return len(self.request.prompt_ids) + len(self.answer) - 1
 
+    def flag(self, flags: list[RequestFlag]) -> None:
+        """Keep what probes found in the last forward; one that stops ends the answer before the next token."""
+        if flags:
+            self.flags = merge_flags([*self.flags, *flags])
+            if any(each.stops for each in flags):
+                self._ending = "stop"
+
     def take(self, choice: ChosenToken) -> None:
         """Add the chosen token, or end the answer where there is none."""
+        if self._ending is not None:
+            return
         if self.request.max_tokens == 0:
             self._ending = "length"
         elif choice.id == NO_TOKEN:
@@ -204,7 +215,7 @@ class RequestRow:
         except Exception as error:
             self.fail(f"Its hidden states could not be put together: {error}")
             return
-        self._end(Finished(self._ending, states, *self._counts(), stop=self._text.met))
+        self._end(Finished(self._ending, states, *self._counts(), stop=self._text.met, flags=tuple(self.flags)))
 
     def fail(self, error: str) -> None:
         """End it with an error."""

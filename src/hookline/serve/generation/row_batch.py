@@ -27,6 +27,7 @@ from torch.nn.functional import pad
 
 from hookline.errors import MissingPackageError, OptionError
 from hookline.factories.batch_rows import BatchRows, serving
+from hookline.factories.request_notes import RequestNotes, noting
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.modules.module_hooks import existing_hooks
@@ -57,6 +58,8 @@ class BatchForward:
             )
         self.model = model
         self.gatherer = gatherer
+        self.notes = RequestNotes()
+        """What hooks find out about requests in a forward."""
         self.counts: Counter[str] = Counter()
         self.seconds = 0.0
         embedding = inner.get_input_embeddings()
@@ -107,7 +110,7 @@ class BatchForward:
         # Prompts come in all lengths and numbers, and would be compiled again and again, which is worth it for the
         # single tokens that follow.
         mode = self.eagerly() if table.phase == "prefill" else nullcontext()
-        with mode, torch.inference_mode(), serving(table):
+        with mode, torch.inference_mode(), serving(table), noting(self.notes):
             logits: Tensor = self.model(input_ids=torch.tensor(ids, device=self.device), **options).logits[:, -1]
         self.counts[f"{table.phase}_forwards"] += 1
         self.counts[f"{table.phase}_tokens"] += sum(map(len, table.tokens))

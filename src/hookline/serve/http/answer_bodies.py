@@ -60,10 +60,29 @@ class StatesAnswer(_AnswerBody):
     """In a safetensors answer: the name of the tensor."""
 
 
+class FlagAnswer(_AnswerBody):
+    """What one probe found at one module."""
+
+    probe: str
+    """Its name."""
+    module: str
+    tokens: int
+    """How many tokens scored over the threshold."""
+    position: int | None
+    """Which token of prompt and answer was the first of them, from 0."""
+    score: float
+    """The highest score."""
+    stopped: bool
+    """Whether it has ended the answer."""
+
+
 class HooksAnswer(_AnswerBody):
     """Results of the hooks of this request."""
 
-    hidden_states: dict[str, StatesAnswer]
+    hidden_states: dict[str, StatesAnswer] | None = None
+    """Of the layers that the request asked for."""
+    flags: list[FlagAnswer] | None = None
+    """What probes found; not there if they found nothing."""
 
 
 class Logprobs(_AnswerBody):

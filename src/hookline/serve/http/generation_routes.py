@@ -27,6 +27,7 @@ from hookline.serve.http.request_gate import AT_THE_END
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hookline.factories.request_notes import RequestFlag
     from hookline.serve.generation_request import StatesOfLayer
 
 __all__ = ["SAFETENSORS", "AnswerFormat", "CompletionFormat", "GenerateFormat", "answer", "stream", "usage_of"]
@@ -157,7 +158,9 @@ async def _events(running: RunningRequest, form: AnswerFormat, *, has_states: bo
             if isinstance(event, Finished):
                 check_complete(event)
             answer = running.answers[index]
-            hooks = await asyncio.to_thread(_hooks, answer) if has_states and isinstance(event, Finished) else None
+            hooks = None
+            if isinstance(event, Finished):
+                hooks = await asyncio.to_thread(_hooks, answer) if has_states else _hooks(answer)
             piece = form.piece(index, answer, event, hooks)
             if piece is not None:
                 yield _event(piece)
@@ -190,10 +193,26 @@ async def _until_gone(http: HttpRequest) -> None:
 
 
 def _hooks(answer: AnswerSoFar, file: _SafetensorsFile | None = None, index: int = 0) -> Any:
-    states = None if answer.finished is None else answer.finished.states
-    if states is None:
+    if answer.finished is None:
         return None
-    return {"hidden_states": _states_as_base64(states) if file is None else file.put(index, states)}
+    found: dict[str, Any] = {}
+    states = answer.finished.states
+    if states is not None:
+        found["hidden_states"] = _states_as_base64(states) if file is None else file.put(index, states)
+    if answer.finished.flags:
+        found["flags"] = [_flag(each) for each in answer.finished.flags]
+    return found or None
+
+
+def _flag(flag: RequestFlag) -> dict[str, Any]:
+    return {
+        "probe": flag.probe,
+        "module": flag.module,
+        "tokens": flag.tokens,
+        "position": flag.position,
+        "score": flag.score,
+        "stopped": flag.stops,
+    }
 
 
 def usage_of(asked: ParsedRequest, answers: Sequence[AnswerSoFar]) -> dict[str, int]:

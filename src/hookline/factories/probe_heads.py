@@ -1,0 +1,224 @@
+"""Score activations by a small trained head: make one from captured activations, save it, load it.
+
+Users call `train_probe`; the factory ``probe`` loads what it saved. A head is one matrix (logistic regression), or two
+with a ReLU between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hookline.errors import OptionError
+
+__all__ = ["ProbeHead", "train_probe"]
+
+_Layers: TypeAlias = list[tuple[Tensor, Tensor]]
+_IGNORED: Final = -100
+"""The label of a token that has none, as in losses of language models."""
+_ITERATIONS: Final = 60
+
+
+class ProbeHead:
+    """Score activations: the probability that a token belongs to the class.
+
+    Recipe::
+
+        head = train_probe(cache["model.layers.8"].output, labels)
+        head.scores(hidden)  # (…) of (…, features)
+        head.save("probe.safetensors")
+    """
+
+    def __init__(self, layers: _Layers, *, threshold: float = 0.5, facts: Mapping[str, str] | None = None) -> None:
+        _check_layers(layers)
+        self._layers = {layers[0][0].device: [(weight.float(), bias.float()) for weight, bias in layers]}
+        self.threshold = threshold
+        """The score above which a token is flagged."""
+        self.facts = dict(facts or {})
+        """What is known of its training, as texts."""
+
+    @property
+    def layers(self) -> _Layers:
+        """Return matrices and biases, from the activations to the score."""
+        return next(iter(self._layers.values()))
+
+    @property
+    def width(self) -> int:
+        """Return how many features the activations have to have."""
+        return self.layers[0][0].shape[1]
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Return a probability for each row of ``hidden``, in float32, on its device."""
+        return torch.sigmoid(self.logits(hidden))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the number behind each probability."""
+        if not hidden.dim() or hidden.shape[-1] != self.width:
+            raise OptionError(
+                f"The probe is for {self.width} features, and the activations are of shape {tuple(hidden.shape)}: "
+                "put it on the module that it was trained on."
+            )
+        x = hidden.detach().float()
+        layers = self._on(hidden.device)
+        for index, (weight, bias) in enumerate(layers):
+            x = F.linear(x, weight, bias)
+            x = x.relu() if index + 1 < len(layers) else x
+        return x.squeeze(-1)
+
+    def _on(self, device: torch.device) -> _Layers:
+        found = self._layers.get(device)
+        if found is None:
+            with torch.inference_mode(False):
+                found = [(weight.to(device), bias.to(device)) for weight, bias in self.layers]
+            self._layers[device] = found
+        return found
+
+    def save(self, path: str | Path) -> None:
+        """Write the head to a safetensors file, with its threshold and facts."""
+        from safetensors.torch import save_file
+
+        tensors = {
+            f"layers.{i}.{key}": t for i, pair in enumerate(self.layers) for key, t in zip(_KEYS, pair, strict=True)
+        }
+        about = {**self.facts, "threshold": repr(self.threshold)}
+        save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, str(path), metadata=about)
+
+    @classmethod
+    def load(cls, path: str | Path) -> ProbeHead:
+        """Return the head in a file that `save` has written."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with torch.inference_mode(False), safe_open(str(path), framework="pt") as file:
+                about = dict(file.metadata() or {})
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # it is no dictionary
+            count = len(tensors) // len(_KEYS)
+            layers = [(tensors[f"layers.{i}.weight"], tensors[f"layers.{i}.bias"]) for i in range(count)]
+            return cls(layers, threshold=float(about.pop("threshold", 0.5)), facts=about)
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise OptionError(
+                f"{path} holds no probe ({error}); write one by hookline.factories.train_probe(…).save(path)."
+            ) from None
+
+
+_KEYS: Final = ("weight", "bias")
+
+
+def _check_layers(layers: _Layers) -> None:
+    shapes = [tuple(weight.shape) for weight, _ in layers]
+    fits = bool(layers) and all(len(shape) == 2 for shape in shapes) and shapes[-1][0] == 1
+    fits = fits and all(one[0] == other[1] for one, other in pairwise(shapes))
+    if not fits or any(bias.shape != weight.shape[:1] for weight, bias in layers):
+        raise OptionError(f"The matrices of a probe lead from features to one number, got shapes {shapes}.")
+
+
+def train_probe(
+    activations: Tensor,
+    labels: Any,
+    *,
+    hidden: int = 0,
+    weight_decay: float = 1e-2,
+    held_out: float = 0.2,
+    threshold: float = 0.5,
+    seed: int = 0,
+) -> ProbeHead:
+    """Return a head that tells the class of each row of ``activations``.
+
+    Recipe::
+
+        with hookline.capture(model, "model.layers.8", detach=True) as cache:
+            model(input_ids)
+        head = train_probe(cache["model.layers.8"].output, labels)  # (B, T, D), and (B, T) of 0 and 1
+        print(head.facts["held_out_accuracy"])
+        head.save("probe.safetensors")
+
+    Features are scaled to mean 0 and variance 1 for training, and the scales become part of the matrices. Random
+    numbers come from ``seed``: those of the run are not touched.
+
+    Args:
+        activations: (rows, features), or with more dimensions before the features, as ``capture`` keeps them.
+        labels: 0 or 1 for each row; -100 leaves a row out.
+        hidden: How many units the layer in the middle has; 0 is a linear probe.
+        weight_decay: How strongly matrices are kept small.
+        held_out: The share of rows that accuracy is measured on, and that training does not see.
+        threshold: The score above which a token is flagged.
+        seed: For the choice of these rows, and for the first matrices.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        x, y = _rows(activations, labels)
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
+        split = len(x) - int(len(x) * held_out)
+        train, test = order[:split], order[split:]
+        if bool(y[train].min() == y[train].max()):
+            raise OptionError("train_probe needs rows of both classes, and has one; label 0 and 1.")
+        mean, scale = x[train].mean(0), x[train].std(0).clamp_min(1e-6)
+        layers = _first_layers(x.shape[1], hidden, seed, x.device)
+        _fit(layers, (x[train] - mean) / scale, y[train], weight_decay)
+        weight, bias = layers[0]
+        layers[0] = (weight / scale, bias - (weight / scale) @ mean)
+        head = ProbeHead([(w.detach(), b.detach()) for w, b in layers], threshold=threshold)
+        facts = {"train_accuracy": _accuracy(head, x, y, train), "held_out_accuracy": _accuracy(head, x, y, test)}
+        head.facts = {"rows": str(len(x)), **{name: f"{value:.4f}" for name, value in facts.items()}}
+    return head
+
+
+def _rows(activations: Tensor, labels: Any) -> tuple[Tensor, Tensor]:
+    if not isinstance(activations, Tensor) or activations.dim() < 2:
+        raise OptionError(
+            "train_probe takes activations as a tensor of (rows, features), or (batch, tokens, features)."
+        )
+    y = torch.as_tensor(labels).detach().clone().reshape(-1).to(activations.device)
+    x = activations.detach().clone().reshape(-1, activations.shape[-1]).float()
+    if len(x) != len(y):
+        raise OptionError(f"train_probe takes a label for each row: there are {len(x)} rows and {len(y)} labels.")
+    chosen = y != _IGNORED
+    x, y = x[chosen], y[chosen].float()
+    if not len(y) or not bool(((y == 0) | (y == 1)).all()):
+        raise OptionError("train_probe: labels are 0 and 1; -100 leaves a row out.")
+    if not bool(x.isfinite().all()):
+        raise OptionError("train_probe: the activations have NaN or infinity in them; leave those rows out by -100.")
+    return x, y
+
+
+def _first_layers(width: int, hidden: int, seed: int, device: torch.device) -> _Layers:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [width, hidden, 1] if hidden else [width, 1]
+    made = []
+    for inputs, outputs in pairwise(sizes):
+        weight = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5 * bool(hidden)
+        made.append((weight.to(device).requires_grad_(), torch.zeros(outputs, device=device, requires_grad=True)))
+    return made
+
+
+def _fit(layers: _Layers, x: Tensor, y: Tensor, weight_decay: float) -> None:
+    parameters = [each for pair in layers for each in pair]
+
+    def loss() -> Tensor:
+        out = x
+        for index, (weight, bias) in enumerate(layers):
+            out = F.linear(out, weight, bias)
+            out = out.relu() if index + 1 < len(layers) else out
+        small = torch.stack([weight.square().sum() for weight, _ in layers]).sum()
+        return F.binary_cross_entropy_with_logits(out.squeeze(-1), y) + weight_decay * 0.5 * small
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    # Full batches of a small problem: a second-order method needs a tenth of the passes that Adam does.
+    optimizer = torch.optim.LBFGS(parameters, max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
+
+
+def _accuracy(head: ProbeHead, x: Tensor, y: Tensor, rows: Tensor) -> float:
+    if not len(rows):
+        return float("nan")
+    return float(((head.scores(x[rows]) > 0.5).float() == y[rows]).float().mean())

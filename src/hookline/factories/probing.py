@@ -1,0 +1,195 @@
+"""``probe``: score every token of outputs by a trained head, while a model answers.
+
+Specs and users make it, with a head that ``train_probe`` has made. Scores are added up by the engine of ``watch``; what
+is over the threshold goes to the answer of its request by `request_notes`, where an engine reads them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor
+
+from hookline.errors import OptionError
+from hookline.factories.activation_statistics import ActivationStats
+from hookline.factories.factory_hook import checked_options, choice, number, path, text, yes_or_no
+from hookline.factories.probe_heads import ProbeHead
+from hookline.factories.request_notes import current_notes
+from hookline.factories.served_batch import (
+    STAGES,
+    Served,
+    TokenBatch,
+    log_unknown,
+    measurable,
+    only_in_stage,
+    request_names,
+    running,
+)
+from hookline.factories.token_owners import owners_of
+from hookline.observe.watch.stat_columns import Layout, as_metrics
+from hookline.observe.watch.watch_hooks import give_up
+from hookline.sites import _torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hookline.factories.streaming_stats import StreamedModule
+    from hookline.sites.site_info import Site
+
+__all__ = ["Probe", "probe"]
+
+_NAME: Final = "probe"
+_OPTIONS: Final = {
+    "file": None,
+    "head": None,
+    "name": "probe",
+    "threshold": None,
+    "action": "metric",
+    "positions": "all",
+    "requests": None,
+    "phase": "both",
+    "add_residual": False,
+}
+
+
+def probe(config: Mapping[str, Any] | None = None) -> Probe:
+    """Make a hook that scores each token of outputs by a trained head.
+
+    Recipe::
+
+        hook = probe({"file": "probe.safetensors", "threshold": 0.9})
+        with hookline.attach(model, "model.layers.8", hook):
+            model(input_ids)
+        hook.to_metrics()  # {"model.layers.8/score": …, "model.layers.8/flagged": …, …}
+
+    Args:
+        config: ``file``: what ``train_probe(…).save`` has written; from Python, ``head`` may be the `ProbeHead` itself.
+            ``name``: for answers and logs. ``threshold``: the score above which a token is flagged, if not that of the
+            file. ``action``: ``"metric"`` counts flagged tokens; ``"flag"`` also says so in the answer of their
+            request; ``"stop"`` also ends that answer. ``positions``: ``"all"``, or ``"last"``, the last token of each
+            request in each forward. ``requests``: names of requests, or patterns; others are not scored. ``phase``:
+            ``"prefill"`` or ``"decode"`` alone. ``add_residual``: of an output that is a pair of tensors of one
+            shape, as layers of SGLang and vLLM give, score the sum.
+    """
+    options = checked_options(_NAME, config, _OPTIONS)
+    head = _head(options["file"], options["head"])
+    limit = options["threshold"]
+    threshold = head.threshold if limit is None else number(_NAME, "threshold", limit)
+    if not 0 < threshold < 1:
+        raise OptionError(f"{_NAME}: threshold is a probability between 0 and 1, got {threshold!r}.")
+    stage = choice(_NAME, "phase", options["phase"], STAGES)
+    return only_in_stage(Probe, stage)(
+        head,
+        label=text(_NAME, "name", options["name"]),
+        threshold=threshold,
+        action=choice(_NAME, "action", options["action"], ("metric", "flag", "stop")),
+        requests=request_names(_NAME, options["requests"]),
+        only_last=choice(_NAME, "positions", options["positions"], ("all", "last")) == "last",
+        add_residual=yes_or_no(_NAME, "add_residual", options["add_residual"]),
+    )
+
+
+def _head(file: Any, given: Any) -> ProbeHead:
+    if (file is None) == (given is None):
+        what = "neither" if file is None else "both"
+        raise OptionError(f"{_NAME} takes a file that train_probe(…).save has written, or a head, got {what}.")
+    if given is not None and not isinstance(given, ProbeHead):
+        raise OptionError(f"{_NAME}: head is what train_probe returns, got {given!r}.")
+    return ProbeHead.load(path(_NAME, "file", file)) if given is None else given
+
+
+class Probe(ActivationStats):
+    """Score the outputs of all modules that one ``probe`` is on."""
+
+    name = _NAME
+
+    def __init__(
+        self,
+        head: ProbeHead,
+        *,
+        label: str = "probe",
+        threshold: float = 0.5,
+        action: str = "metric",
+        requests: tuple[str, ...] | None = None,
+        only_last: bool = False,
+        add_residual: bool = False,
+    ) -> None:
+        super().__init__(Layout.of(("mean", "max", f"over:{threshold!r}")), add_residual=add_residual)
+        self.head = head
+        self.label = label
+        self.threshold = threshold
+        self._action = action
+        self._requests = requests
+        self._only_last = only_last
+        self._running = threading.local()
+        self._has_logged = False
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
+        """Score the output of a module."""
+        self._running.served = running(inputs)
+        super().__call__(module, inputs, output, site=site)
+
+    def _take(self, seen: StreamedModule, tensor: Tensor) -> bool:
+        """Score ``tensor``; return False if that failed."""
+        try:
+            local = measurable(tensor)
+            if local is not None:
+                self._score(seen, local)
+        except Exception as error:  # an observer must not end the run
+            give_up(seen.watched, tensor, error)
+            return False
+        return True
+
+    def _score(self, seen: StreamedModule, tensor: Tensor) -> None:
+        served: Served | None = self._running.served
+        scores = self.head.scores(tensor)
+        if served is None:
+            self._add_unserved(seen, scores)
+            return
+        owners = owners_of(served, self._requests, only_last=self._only_last)
+        chosen = None if owners is None else owners.pick(scores.reshape(-1))
+        if owners is None or chosen is None:
+            self._add_unknown(seen, scores, is_flat=isinstance(served, TokenBatch))
+        elif len(owners.places):
+            self._streaming.take(seen, chosen)
+            notes = current_notes() if self._action != "metric" else None
+            if notes is not None:
+                notes.add(self.label, seen.name, owners, chosen, self.threshold, stops=self._action == "stop")
+
+    def _add_unserved(self, seen: StreamedModule, scores: Tensor) -> None:
+        """Add scores of a forward without requests."""
+        if self._requests is not None:
+            self._log_unknown(seen, "requests")
+        else:
+            self._streaming.take(seen, scores[..., -1:] if self._only_last and scores.dim() > 1 else scores)
+
+    def _add_unknown(self, seen: StreamedModule, scores: Tensor, *, is_flat: bool) -> None:
+        """Add scores of tokens whose requests are unknown: lengths on a device, an output without a row for each."""
+        if self._requests is not None or self._only_last or not is_flat:
+            self._log_unknown(seen, "requests or tokens")
+        else:
+            self._streaming.take(seen, scores)
+
+    def _log_unknown(self, seen: StreamedModule, what: str) -> None:
+        seen.watched.unread = "nobody says whose tokens are in it"
+        if not self._has_logged:
+            self._has_logged = True
+            log_unknown(self.name, what)
+
+    def to_metrics(self) -> dict[str, float]:
+        """Return for each module: mean and highest score, tokens that were scored, and those that were flagged."""
+        found: dict[str, float] = {}
+        (over,) = self._streaming.layout.over
+        for name, cells in self.read().items():
+            if cells["count"]:
+                stats = as_metrics(cells, self._streaming.layout)
+                found[f"{name}/score"] = stats["mean"]
+                found[f"{name}/highest"] = stats["max"]
+                found[f"{name}/flagged"] = cells[over]
+                found[f"{name}/tokens"] = cells["count"]
+        return found
+
+
+_torch.leave_to_python(Probe.__call__)

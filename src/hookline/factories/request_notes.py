@@ -1,0 +1,132 @@
+"""Carry what hooks find out about a request to the engine that answers it: flags, and the wish to stop.
+
+A serving engine runs its forwards in ``noting(notes)`` and reads `RequestNotes` when the tokens of the forward have
+been chosen; ``probe`` adds to the current ones. Numbers stay on their device until they are read, all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hookline.factories.token_owners import TokenOwners
+
+__all__ = ["RequestFlag", "RequestNotes", "current_notes", "merge_flags", "noting"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFlag:
+    """What one probe found at one module, in one request."""
+
+    probe: str
+    module: str
+    tokens: int
+    """How many tokens scored over the threshold."""
+    position: int | None
+    """Which was the first of them in the sequence of prompt and answer, from 0."""
+    score: float
+    """The highest score."""
+    stops: bool
+    """Whether the answer is to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    probe: str
+    module: str
+    owners: TokenOwners
+    values: Tensor
+    threshold: float
+    stops: bool
+
+
+class RequestNotes:
+    """Collect the notes of one forward.
+
+    Recipe: ``with noting(notes): model(input_ids)``; then ``notes.read()["r1"]`` are the flags of request ``r1``.
+    """
+
+    def __init__(self) -> None:
+        self._scores: list[_Scores] = []
+
+    def add(
+        self, probe: str, module: str, owners: TokenOwners, values: Tensor, threshold: float, *, stops: bool
+    ) -> None:
+        """Note the scores of tokens, one for each of ``owners``."""
+        self._scores.append(_Scores(probe, module, owners, values, threshold, stops))
+
+    def clear(self) -> None:
+        """Drop the notes of a forward that failed."""
+        self._scores.clear()
+
+    def read(self) -> dict[str, list[RequestFlag]]:
+        """Return the flags by request, and drop all notes; one transfer for each device."""
+        if not self._scores:
+            return {}
+        noted, self._scores = self._scores, []
+        found: dict[str, list[RequestFlag]] = {}
+        for scores, values in zip(noted, _on_host([each.values for each in noted]), strict=True):
+            for request, flag in _flags(scores, values):
+                found.setdefault(request, []).append(flag)
+        return {request: merge_flags(flags) for request, flags in found.items()}
+
+
+def _on_host(tensors: list[Tensor]) -> list[list[float]]:
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(index)
+    found: list[list[float]] = [[] for _ in tensors]
+    for indices in by_device.values():
+        numbers = torch.cat([tensors[index].reshape(-1).float() for index in indices]).tolist()
+        for index in indices:
+            count = tensors[index].numel()
+            found[index], numbers = numbers[:count], numbers[count:]
+    return found
+
+
+def _flags(scores: _Scores, values: list[float]) -> Iterator[tuple[str, RequestFlag]]:
+    for request, position, value in zip(scores.owners.requests, scores.owners.positions, values, strict=True):
+        if value > scores.threshold:
+            yield request, RequestFlag(scores.probe, scores.module, 1, position, value, scores.stops)
+
+
+def merge_flags(flags: list[RequestFlag]) -> list[RequestFlag]:
+    """Return one flag for each probe and module, in the order in which they came."""
+    found: dict[tuple[str, str], RequestFlag] = {}
+    for flag in flags:
+        known = found.setdefault((flag.probe, flag.module), flag)
+        if known is not flag:
+            found[flag.probe, flag.module] = replace(
+                known,
+                tokens=known.tokens + flag.tokens,
+                score=max(known.score, flag.score),
+                stops=known.stops or flag.stops,
+            )
+    return list(found.values())
+
+
+_NOTES: Final[ContextVar[RequestNotes | None]] = ContextVar("hookline_request_notes", default=None)
+
+
+def current_notes() -> RequestNotes | None:
+    """Return the notes of the engine that runs this forward; None without one."""
+    return _NOTES.get()
+
+
+@contextmanager
+def noting(notes: RequestNotes) -> Iterator[None]:
+    """Let hooks add to ``notes`` for as long as the block lasts; what a failed forward left in them is dropped."""
+    notes.clear()
+    token = _NOTES.set(notes)
+    try:
+        yield
+    finally:
+        _NOTES.reset(token)
