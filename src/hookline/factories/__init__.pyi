@@ -1,11 +1,14 @@
 """The public names of ``hookline.factories``, each with the module it lives in."""
 
+from hookline.factories.activation_dataset import ActivationDataset as ActivationDataset
 from hookline.factories.activation_statistics import activation_stats as activation_stats
 from hookline.factories.alarm import nan_alarm as nan_alarm
 from hookline.factories.batch_rows import BatchRows as BatchRows
 from hookline.factories.batch_rows import current_rows as current_rows
 from hookline.factories.batch_rows import serving as serving
 from hookline.factories.export_files import read_export as read_export
+from hookline.factories.export_run import ExportedRun as ExportedRun
+from hookline.factories.export_run import export_activations as export_activations
 from hookline.factories.exporting import export as export
 from hookline.factories.means import record_mean as record_mean
 from hookline.factories.probe_heads import ProbeHead as ProbeHead

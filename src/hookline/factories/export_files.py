@@ -29,7 +29,17 @@ from hookline.sinks.metric_values import dumps
 if TYPE_CHECKING:
     from hookline.factories.export_queue import ExportItem
 
-__all__ = ["ExportRecord", "Shards", "can_store", "pieces_of", "read_export"]
+__all__ = [
+    "ExportRecord",
+    "Shards",
+    "WrittenSoFar",
+    "can_store",
+    "index_lines",
+    "open_shard",
+    "pieces_of",
+    "read_export",
+    "written_so_far",
+]
 
 _INDEX: Final = "index-{number:03d}.jsonl"
 _SUFFIX: Final = ".safetensors"
@@ -307,19 +317,12 @@ def read_export(folder: str | Path) -> Iterator[ExportRecord]:
     folder = Path(folder)
     if not folder.is_dir():
         raise OptionError(f"read_export({str(folder)!r}): there is no such folder.")
-    for index in sorted(folder.glob("index-*.jsonl")):
-        yield from _records(folder, index)
-
-
-def _records(folder: Path, index: Path) -> Iterator[ExportRecord]:
     shard: Any = None
     name = ""
-    for line in _lines(index):
+    for line in index_lines(folder):
         if line["shard"] != name:
             name = line["shard"]
-            if name != Path(name).name:
-                raise OptionError(f"{index} names {name!r}, which is no file of its folder.")
-            shard = _open_shard(folder / name)
+            shard = open_shard(folder / name)
         yield ExportRecord(
             line["module"],
             line["call"],
@@ -331,7 +334,46 @@ def _records(folder: Path, index: Path) -> Iterator[ExportRecord]:
         )
 
 
-def _open_shard(shard: Path) -> Any:
+def index_lines(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield what the indices of a folder say of each tensor, in the order they were written."""
+    for index in sorted(folder.glob("index-*.jsonl")):
+        for line in _lines(index):
+            if line["shard"] != Path(line["shard"]).name:
+                raise OptionError(f"{index} names {line['shard']!r}, which is no file of its folder.")
+            yield line
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenSoFar:
+    """What the complete files of a folder hold."""
+
+    bytes: int
+    pieces: frozenset[tuple[str, str, int]]
+    """Module, request and first position of every tensor that has them."""
+    begun: frozenset[tuple[str, str]]
+
+    def has_begun(self, module: str, request: str) -> bool:
+        """Return whether there are activations of ``module`` for ``request``."""
+        return (module, request) in self.begun
+
+    def has(self, line: dict[str, Any]) -> bool:
+        """Return whether the tensor that ``line`` describes is there."""
+        return bool(line["positions"]) and (line["module"], line["request"], line["positions"][0]) in self.pieces
+
+
+def written_so_far(folder: Path) -> WrittenSoFar:
+    """Return what earlier exports have left in a folder; nothing if there is none."""
+    lines = [line for line in index_lines(folder) if line["request"] is not None and line["positions"]]
+    shards = {line["shard"] for line in index_lines(folder)}
+    return WrittenSoFar(
+        sum((folder / shard).stat().st_size - 8 - _ROOM for shard in shards),
+        frozenset((line["module"], line["request"], line["positions"][0]) for line in lines),
+        frozenset((line["module"], line["request"]) for line in lines),
+    )
+
+
+def open_shard(shard: Path) -> Any:
+    """Open a complete file; raise if it cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     try:

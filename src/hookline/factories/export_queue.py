@@ -25,7 +25,7 @@ from hookline.factories.served_batch import TokenBatch
 
 if TYPE_CHECKING:
     from hookline.factories.batch_rows import BatchRows
-    from hookline.factories.export_files import Shards
+    from hookline.factories.export_files import Shards, WrittenSoFar
 
 __all__ = ["ExportItem", "ExportQueue", "Limits"]
 
@@ -81,15 +81,21 @@ class _ExportCounts:
 class ExportQueue:
     """The queue of one hook; its thread starts with the first tensor."""
 
-    def __init__(self, open_shards: Callable[[], Shards], limits: Limits) -> None:
+    def __init__(self, open_shards: Callable[[], Shards], limits: Limits, earlier: WrittenSoFar | None = None) -> None:
         self._open_shards = open_shards
+        self._earlier = earlier
+        """What an export that is continued has left."""
         self._limits = limits
         self._items: queue.SimpleQueue[ExportItem | None] = queue.SimpleQueue()
         self._hurry = threading.Event()
         """Set when the thread should not wait for more."""
-        self._counts = _ExportCounts()
+        self._counts = _ExportCounts(accepted_bytes=0 if earlier is None else earlier.bytes)
         self._lock = threading.Lock()
         """Held for counting alone, never while something is written."""
+        self._written = threading.Condition(self._lock)
+        """Notified when what waited has been written, or dropped."""
+        self.is_full = False
+        """Whether ``max_bytes`` has ended it."""
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._shards: Shards | None = None
@@ -122,6 +128,7 @@ class ExportQueue:
             counts.dropped += 1
             counts.dropped_bytes += size
             self.stopped = f"more than max_bytes ({limits.max_bytes}) is asked for"
+            self.is_full = True
         logger.warning("Export stops: %s; %d bytes were taken", self.stopped, counts.accepted_bytes)
         return False
 
@@ -177,6 +184,7 @@ class ExportQueue:
         with self._lock:
             self._counts.queued_bytes -= sum(item.bytes for item in items)
             self._counts.seconds += time.perf_counter() - begin
+            self._written.notify_all()
 
     def _drop(self, sizes: list[int]) -> None:
         with self._lock:
@@ -188,6 +196,8 @@ class ExportQueue:
         complete = shards.count
         with torch.inference_mode(False), torch.no_grad():
             for piece in pieces_of(item, item.tensor):
+                if self._earlier is not None and self._earlier.has(piece.line):
+                    continue
                 if not shards.is_open:
                     self._since = time.monotonic()
                 shards.add(piece.key, piece.tensor.contiguous(), piece.line)
@@ -231,6 +241,12 @@ class ExportQueue:
                 self._fail(error)
 
     # -- from outside ------------------------------------------------------------------------------------
+
+    def wait_until_written(self) -> None:
+        """Wait until nothing waits to be written."""
+        self._hurry.set()
+        with self._written:
+            self._written.wait_for(lambda: not self._counts.queued_bytes)
 
     def close(self, timeout: float = 60.0) -> None:
         """Write all that was taken, and take no more; may be called again."""

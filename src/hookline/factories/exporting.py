@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.export_files import Shards, can_store
+from hookline.factories.export_files import Shards, can_store, written_so_far
 from hookline.factories.export_queue import ExportItem, ExportQueue, Limits
 from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, number, path, whole, yes_or_no
 from hookline.factories.served_batch import STAGES, TokenBatch, measurable, only_in_stage, output_tensor, running
@@ -41,6 +41,7 @@ _OPTIONS: Final = {
     "shard_bytes": 64 << 20,
     "flush_seconds": 5.0,
     "add_residual": False,
+    "resume": False,
 }
 
 
@@ -63,7 +64,9 @@ def export(config: Mapping[str, Any] | None = None) -> Export:
             how much may wait to be written (256 MiB); what does not fit is dropped and counted. ``max_bytes``: how
             much may be written in all; then it stops, and says so once. ``shard_bytes``: how large a file grows
             (64 MiB). ``flush_seconds``: after how long a smaller one is completed (5). ``add_residual``: of an output
-            that is a pair of tensors of one shape, as SGLang's layers give, write the sum.
+            that is a pair of tensors of one shape, as SGLang's layers give, write the sum. ``resume``: continue an
+            export in the folder: ``max_bytes`` counts what is there, and what is there of a request and position is
+            not written again.
     """
     options = checked_options(_NAME, config, _OPTIONS)
     if options["folder"] is None:
@@ -85,6 +88,7 @@ def export(config: Mapping[str, Any] | None = None) -> Export:
         every=whole(_NAME, "every", options["every"]),
         only_last=choice(_NAME, "positions", options["positions"], ("all", "last")) == "last",
         add_residual=yes_or_no(_NAME, "add_residual", options["add_residual"]),
+        resume=yes_or_no(_NAME, "resume", options["resume"]),
     )
 
 
@@ -112,9 +116,11 @@ class Export(Observer):
         every: int = 1,
         only_last: bool = False,
         add_residual: bool = False,
+        resume: bool = False,
     ) -> None:
         self.folder = folder
-        self._queue = ExportQueue(partial(Shards, folder, shard_bytes), limits)
+        earlier = written_so_far(folder) if resume else None
+        self._queue = ExportQueue(partial(Shards, folder, shard_bytes), limits, earlier)
         self._every = every
         self._only_last = only_last
         self._add_residual = add_residual
@@ -151,6 +157,15 @@ class Export(Observer):
     def to_metrics(self) -> dict[str, float]:
         """Return what was written, waits and was dropped; ``unread`` had no numbers, or none that can be stored."""
         return self._queue.to_metrics() | {"unread": float(self._unread)}
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether ``max_bytes`` has ended it."""
+        return self._queue.is_full
+
+    def wait_until_written(self) -> None:
+        """Wait until nothing waits to be written, for a run that may wait; the last file stays open."""
+        self._queue.wait_until_written()
 
     def close(self) -> None:
         """Write what waits, and complete the last file."""

@@ -1,0 +1,177 @@
+"""Activation datasets: written by a run over sequences, continued after an interruption, read as a torch Dataset."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers_factories import PADDED
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import hookline as hl
+from hookline.errors import OptionError
+from hookline.factories import ActivationDataset, export, export_activations, serving, train_probe
+
+SEQUENCES = [[3, 1, 4], [1, 5, 9, 2, 6], [5], [3, 5, 8, 9], [7, 9], [3, 2, 3, 8]]
+TOKENS = sum(map(len, SEQUENCES))
+WIDTH = 4
+
+
+class Reader(nn.Module):
+    """A model that counts its forwards, and whose layers look at one token at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(10, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.rows = 0
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        self.rows += len(input_ids)
+        x = self.embed(input_ids) * attention_mask[..., None]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def items(folder: Path, module: str = "layers.1") -> dict[tuple[str, int], tuple[int, list[float]]]:
+    """Return token and activation by request and position; a token that is there twice fails."""
+    found: dict[tuple[str, int], tuple[int, list[float]]] = {}
+    dataset = ActivationDataset(folder, module=module)
+    for index in range(len(dataset)):
+        item = dataset[index]
+        key = (item["request"], item["position"])
+        assert key not in found
+        found[key] = (item["token"], item["activation"].tolist())
+    return found
+
+
+def test_every_token_of_every_sequence_has_its_activation(tmp_path: Path) -> None:
+    """Also in padded batches; the model is left as it was."""
+    model = Reader()
+    weights = pickle.dumps(model.state_dict())
+    run = export_activations(model, "layers.#", SEQUENCES, folder=tmp_path, batch_size=4)
+    assert (run.sequences, run.skipped, run.is_full) == (len(SEQUENCES), 0, False)
+    assert run.written_bytes == TOKENS * WIDTH * 4 * 2
+    found = items(tmp_path)
+    assert len(found) == TOKENS
+    for number, ids in enumerate(SEQUENCES):
+        with torch.no_grad():
+            expected = model(torch.tensor([ids]), torch.ones(1, len(ids)))[0]
+        for position, token in enumerate(ids):
+            kept, activation = found[f"sequence-{number}", position]
+            assert kept == token
+            assert torch.allclose(torch.tensor(activation), expected[position], atol=1e-6)
+    assert pickle.dumps(model.state_dict()) == weights
+    hl.assert_no_hooks(model, foreign=True)
+
+
+@pytest.mark.parametrize("budget", [1, 200, 500])
+def test_a_budget_ends_the_run_and_a_second_call_continues_it(tmp_path: Path, budget: int) -> None:
+    """What is there is not run or written again; the whole is what one call gives."""
+    model = Reader()
+    first = export_activations(model, "layers.#", SEQUENCES, folder=tmp_path / "two", batch_size=2, max_bytes=budget)
+    assert first.is_full
+    assert first.written_bytes <= budget
+    same = export_activations(model, "layers.#", SEQUENCES, folder=tmp_path / "two", batch_size=2, max_bytes=budget)
+    assert (same.is_full, same.written_bytes) == (True, first.written_bytes)
+    model.rows = 0
+    last = export_activations(model, "layers.#", SEQUENCES, folder=tmp_path / "two", batch_size=2)
+    assert last.sequences + last.skipped == len(SEQUENCES)
+    assert model.rows == last.sequences
+    export_activations(model, "layers.#", SEQUENCES, folder=tmp_path / "one", batch_size=2)
+    for module in ("layers.0", "layers.1"):
+        assert items(tmp_path / "two", module) == items(tmp_path / "one", module)
+    again = export_activations(model, "layers.#", SEQUENCES, folder=tmp_path / "two")
+    assert (again.sequences, again.skipped) == (0, len(SEQUENCES))
+
+
+def test_what_a_killed_process_left_is_continued(tmp_path: Path) -> None:
+    """A file under its temporary name and half a line of the index count as nothing."""
+    model = Reader()
+    export_activations(model, "layers.1", SEQUENCES[:3], folder=tmp_path, batch_size=1)
+    index = tmp_path / "index-000.jsonl"
+    lines = index.read_bytes().splitlines(keepends=True)
+    assert json.loads(lines[2])["request"] == "sequence-2"
+    index.write_bytes(b"".join(lines[:2]) + lines[2][:20])
+    (tmp_path / "export-000-000001.safetensors.part").write_bytes(b"half")
+    model.rows = 0
+    run = export_activations(model, "layers.1", SEQUENCES, folder=tmp_path, batch_size=1)
+    assert (run.skipped, model.rows) == (2, len(SEQUENCES) - 2)
+    assert len(items(tmp_path)) == TOKENS
+
+
+def test_a_loader_gives_batches_and_the_dataset_travels_to_workers(tmp_path: Path) -> None:
+    """Default collation works; a pickled dataset opens its own files; negative indices count from the end."""
+    export_activations(Reader(), "layers.1", SEQUENCES, folder=tmp_path)
+    dataset = ActivationDataset(tmp_path)
+    batches = list(DataLoader(dataset, batch_size=6, shuffle=True, generator=torch.Generator().manual_seed(0)))
+    assert sum(len(batch["activation"]) for batch in batches) == len(dataset) == TOKENS
+    assert sorted(token for batch in batches for token in batch["token"].tolist()) == sorted(
+        token for ids in SEQUENCES for token in ids
+    )
+    twin = pickle.loads(pickle.dumps(dataset))
+    assert torch.equal(twin[-1]["activation"], dataset[TOKENS - 1]["activation"])
+    with pytest.raises(IndexError, match=f"There are {TOKENS} tokens"):
+        dataset[TOKENS]
+    activations, tokens = dataset.tensors()
+    assert torch.equal(activations[3], dataset[3]["activation"])
+    assert train_probe(activations, tokens == 3, held_out=0.0, weight_decay=1e-4).width == WIDTH
+
+
+def test_an_export_of_a_served_model_is_read_by_request(tmp_path: Path) -> None:
+    """Two requests of a padded batch; one that is chosen by a pattern."""
+    hook = export({"folder": str(tmp_path)})
+    with serving(PADDED):
+        hook(nn.Identity(), (), torch.arange(24.0).reshape(2, 3, 4))
+    hook.close()
+    dataset = ActivationDataset(tmp_path)
+    found = [(item["request"], item["token"], item["position"]) for item in map(dataset.__getitem__, range(4))]
+    assert found == [("a", 1, 0), ("a", 2, 1), ("a", 3, 2), ("b", 9, 0)]
+    assert ActivationDataset(tmp_path, requests="b*")[0]["activation"].tolist() == [20.0, 21.0, 22.0, 23.0]
+
+
+def test_the_hook_itself_continues_an_export_if_asked(tmp_path: Path) -> None:
+    """Without ``resume`` a second hook writes the same tokens again; the control."""
+    for resume, count in ((False, 4), (True, 4), (False, 8)):
+        hook = export({"folder": str(tmp_path), "resume": resume})
+        with serving(PADDED):
+            hook(nn.Identity(), (), torch.zeros(2, 3, 4))
+        hook.close()
+        assert len(ActivationDataset(tmp_path)) == count
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"folder": "nowhere"}, "no such folder"),
+        ({}, "several modules"),
+        ({"module": "layer.1"}, r"no module 'layer.1'; it has 'layers.0', 'layers.1'"),
+    ],
+)
+def test_mistakes_of_readers_say_what_there_is(tmp_path: Path, arguments: dict[str, Any], says: str) -> None:
+    """The folder, and the modules that are in it."""
+    export_activations(Reader(), "layers.#", SEQUENCES[:1], folder=tmp_path)
+    with pytest.raises(OptionError, match=says):
+        ActivationDataset(**{"folder": tmp_path, **arguments})
+
+
+def test_mistakes_of_writers_are_told_before_or_instead_of_a_run(tmp_path: Path) -> None:
+    """A folder that is in use, a sequence without tokens, a size of nothing, a module that is not there."""
+    model = Reader()
+    export_activations(model, "layers.1", SEQUENCES[:1], folder=tmp_path)
+    with pytest.raises(OptionError, match="holds an export already"):
+        export_activations(model, "layers.1", SEQUENCES, folder=tmp_path, resume=False)
+    with pytest.raises(OptionError, match="no tokens"):
+        export_activations(model, "layers.1", [[]], folder=tmp_path / "other")
+    with pytest.raises(OptionError, match="batch_size"):
+        export_activations(model, "layers.1", SEQUENCES, folder=tmp_path / "other", batch_size=0)
+    with pytest.raises(KeyError, match="nearest"):
+        export_activations(model, "layer.1", SEQUENCES, folder=tmp_path / "other")
+    hl.assert_no_hooks(model, foreign=True)
