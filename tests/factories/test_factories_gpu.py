@@ -103,21 +103,57 @@ def test_statistics_and_means_are_those_of_torch(mode: Any) -> None:
 def test_inference_mode_launches_for_many_layers_and_forwards_at_once(
     factory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the first forward, one call of the kernel for four layers of four forwards; every firing is counted."""
-    model, hook, taken = model_of(), factory({}), []
-    real = Kernel.take
-    monkeypatch.setattr(Kernel, "take", lambda kernel, items: (taken.append(len(items)), real(kernel, items))[1])
+    """After the first forwards, a copy a layer, and two launches for four layers of eight forwards, prepared once."""
+    model, hook, taken, prepared = model_of(), factory({}), [], []
+    take, prepare = Kernel.take, Kernel.prepare
+    monkeypatch.setattr(Kernel, "take", lambda kernel, items: (taken.append(len(items)), take(kernel, items))[1])
+    monkeypatch.setattr(
+        Kernel, "prepare", lambda kernel, items: (prepared.append(len(items)), prepare(kernel, items))[1]
+    )
     monkeypatch.setattr("hookline.factories.alarm._PAUSE", 1e9)
     hook._next = 1e18  # the alarm does not look in between
     x = torch.randn(2, 64, device="cuda", dtype=torch.bfloat16)
     x[0, 0] = torch.nan
     with hl.attach(model, "#", hook), torch.inference_mode():
-        for _ in range(13):
+        for _ in range(42):
             model(x)
     assert taken[:4] == [1, 1, 1, 1]
-    assert max(taken) == 16
-    assert len(taken) <= 4 + 4
-    assert hook.to_metrics()["0/nonfinite"] == 13
+    assert sum(taken) == 8  # the first forward one by one, the second from clones
+    assert prepared == [32]
+    assert hook.to_metrics()["0/nonfinite"] == 42
+    assert prepared == [32]  # forty forwards are five times eight
+
+
+def kernels_of(call: Any) -> int:
+    """Return how many kernels and copies a call launches."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as run:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.count for event in run.key_averages() if event.device_type.name == "CUDA")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_decoding_step_launches_a_copy_a_layer_or_one_for_all(compiled: bool) -> None:
+    """Over eight forwards, counted by the profiler: eager a copy for each of four layers, compiled one for all."""
+    model, hook = model_of().eval(), activation_stats({})
+    x = torch.randn(2, 64, device="cuda", dtype=torch.bfloat16)
+    call = torch.compile(model) if compiled else model
+
+    def forwards(count: int) -> None:
+        with torch.inference_mode():
+            for _ in range(count):
+                call(x)
+
+    forwards(2)
+    bare = kernels_of(lambda: forwards(8))
+    with hl.attach(model, "#", hook, observe=True):
+        forwards(2 + 16)
+        more = kernels_of(lambda: forwards(8)) - bare
+    assert more <= (8 if compiled else 32) + 2 + (8 if compiled else 0)  # the graph writes outputs that it would fuse
+    assert hook.read()["0"]["fires"] == 26
 
 
 def test_the_alarm_comes_a_forward_later_without_waiting(caplog: pytest.LogCaptureFixture) -> None:

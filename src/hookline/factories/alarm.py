@@ -18,7 +18,7 @@ from torch import Tensor
 from hookline.errors import NonFiniteError
 from hookline.factories.factory_hook import checked_options, choice, whole
 from hookline.factories.served_batch import shape_of
-from hookline.factories.streaming_stats import StreamedModule, Streaming, StreamingObserver
+from hookline.factories.streaming_stats import Gathered, StreamedModule, Streaming, StreamingObserver
 from hookline.observe.watch.stat_columns import Layout
 from hookline.observe.watch.stats_engine import StatsEngine
 from hookline.sites import _torch
@@ -101,6 +101,8 @@ class NanAlarm(StreamingObserver[_AlarmModule]):
         streaming = Streaming(Layout.of("nonfinite"), keeps=not raises, keeps_small=False)
         super().__init__(streaming, _AlarmModule, every=every)
         self._raises = raises
+        if raises:
+            self.summary = None  # it raises out of the call of the module, in compiled code too
         self._sent: dict[torch.device, _RowsOnTheWay] = {}
         self._next = 0.0
         """When to read the counts of GPUs."""
@@ -109,8 +111,8 @@ class NanAlarm(StreamingObserver[_AlarmModule]):
         super()._end_forward()
         self._read_gpus()
 
-    def _take(self, seen: _AlarmModule, tensor: Tensor) -> bool:
-        if not super()._take(seen, tensor):
+    def _take(self, seen: _AlarmModule, tensor: Tensor, gathered: Gathered | None) -> bool:
+        if not super()._take(seen, tensor, gathered):
             return False
         row = seen.watched.rows.get(_CPU)
         if row is not None and row.cells is not None and row.cells[row.start + _BAD] and not seen.was_logged:
@@ -119,9 +121,9 @@ class NanAlarm(StreamingObserver[_AlarmModule]):
             self._check_now(seen)
         return True
 
-    def _add(self, seen: _AlarmModule, real: Tensor) -> None:
+    def _add(self, seen: _AlarmModule, real: Tensor, gathered: Gathered | None) -> None:
         seen.shape = shape_of(real)
-        super()._add(seen, real)
+        super()._add(seen, real, gathered)
 
     # -- on other devices --------------------------------------------------------------------------------
 

@@ -85,12 +85,16 @@ class ByModule(Generic[_T]):
     def of(self, module: nn.Module, site: Site | None) -> _T:
         """Return the state of a module."""
         if site is not None:
-            found = self._by_name.get(site.name or type(module).__name__)
-            return self._new(site.name or type(module).__name__) if found is None else found
+            return self.named(site.name, module)
         kept = self._by_id.get(id(module))
         if kept is not None and kept[0]() is module:
             return kept[1]
         return self._unnamed(module)
+
+    def named(self, name: str, module: nn.Module) -> _T:
+        """Return the state of the module with that name in its model, which itself has none."""
+        found = self._by_name.get(name or type(module).__name__)
+        return self._new(name or type(module).__name__) if found is None else found
 
     def items(self) -> list[tuple[str, _T]]:
         """Return names and states, in the order of the first calls."""

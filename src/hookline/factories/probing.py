@@ -35,7 +35,7 @@ from hookline.sites import _torch
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.factories.streaming_stats import StreamedModule
+    from hookline.factories.streaming_stats import Gathered, StreamedModule
     from hookline.sites.site_info import Site
 
 __all__ = ["Probe", "probe"]
@@ -131,7 +131,7 @@ class Probe(ActivationStats):
         self._running.served = running(inputs)
         super().__call__(module, inputs, output, site=site)
 
-    def _take(self, seen: StreamedModule, tensor: Tensor) -> bool:
+    def _take(self, seen: StreamedModule, tensor: Tensor, gathered: Gathered | None) -> bool:
         """Score ``tensor``; return False if that failed."""
         try:
             local = measurable(tensor)

@@ -3,37 +3,45 @@
 ``activation_stats`` and ``nan_alarm`` derive from `StreamingObserver`, which feeds a `Streaming`. In inference mode
 torch does not say whether a tensor was changed in place, so an output cannot be noted and read later, as ``watch`` does
 in training. A launch for each takes the host 140 µs next to an H200, more than many a layer has to do when it decodes;
-a copy takes 10. So outputs on a GPU are copied, and reduced together after some forwards. Small ones on a CPU are
-copied too (`_SmallTensors`): reducing a thousand numbers takes 23 µs, of which 20 are calls; keeping a copy takes 5 µs
-with all that is around it, and 32 copies are reduced as one tensor.
+a copy takes 10. So outputs on a GPU are copied, small ones into memory that is kept (`CopyRing`), and reduced together
+after some forwards. Small ones on a CPU are copied too (`SmallTensors`): reducing a thousand numbers takes 23 µs, of
+which 20 are calls; keeping a copy takes 5 µs with all that is around it, and 32 copies are reduced as one tensor.
+
+Compiled code hands the outputs of all modules over by one operator (`_Outputs`), where they are small.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from hookline.factories.copy_ring import SHARE, SLOT_KINDS, CopyRing
 from hookline.factories.factory_hook import ByModule, Observer
 from hookline.factories.served_batch import output_tensor, without_padding
-from hookline.observe.watch.cpu_stats import add, measure, reduce
+from hookline.factories.small_tensors import SmallTensors
+from hookline.observe.watch.graph_stats import hand_over_late
 from hookline.observe.watch.pending_tensors import Note, PendingTensors, limit_of
 from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
 from hookline.observe.watch.watch_hooks import give_up
 from hookline.sites import _torch
+from hookline.sites.compiled.op_schemas import Summary
+from hookline.sites.per_site_hook import PerSiteHook
+from hookline.sites.tree import main_of
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hookline.observe.watch.stat_columns import Layout
     from hookline.observe.watch.stat_rows import StatRow
+    from hookline.sites.compiled.op_schemas import Found, Handed
     from hookline.sites.site_info import Site
 
-__all__ = ["StreamedModule", "Streaming", "StreamingObserver"]
+__all__ = ["Gathered", "StreamedModule", "Streaming", "StreamingObserver"]
 
 _TURNS: Final = 4
 """Forwards whose copies are reduced together. Each has rows of its own, as two programs must not add to the same one
@@ -42,26 +50,19 @@ _LONG: Final = 4
 """Calls of every module in one forward, above which it is taken for several."""
 _MOST: Final = 256
 """Copies that are held at most: what one launch reads."""
-_SHARE: Final = 16
-"""Of what `limit_of` gives, one part in so many may be held: 1/1024 of the GPU's memory, of which a tensor that is
-copied has a quarter at most. On an H200 that is 140 MiB and 35; larger ones are worth a launch of their own."""
-_SMALL: Final = 4096
-"""Numbers in a small tensor: 16 KiB of float32, half a MiB for a module."""
-_SMALL_COUNT: Final = 32
-"""Small tensors that are reduced as one."""
-_CPU: Final = torch.device("cpu")
 
 
 class StreamedModule:
     """Hold the rows and copies of one module, and count its calls."""
 
-    __slots__ = ("calls", "small", "turns", "watched")
+    __slots__ = ("_engine", "calls", "small", "turns", "watched")
 
     def __init__(self, engine: StatsEngine, name: str) -> None:
+        self._engine = engine
         self.watched = engine.place(name, "")
         self.turns: tuple[WatchedPlace, ...] = ()
         """Where copies go, by forward; none before the first copy."""
-        self.small = _SmallTensors()
+        self.small = SmallTensors()
         self.calls = 0
 
     @property
@@ -69,15 +70,23 @@ class StreamedModule:
         """Return the name of the module."""
         return self.watched.name
 
+    @property
+    def places(self) -> list[WatchedPlace]:
+        """Return all places with rows of the module."""
+        slots = [self._engine.places.get((self.name, kind)) for kind in SLOT_KINDS]
+        return [self.watched, *self.turns, *(place for place in slots if place is not None)]
+
     def rows(self, device: torch.device) -> list[StatRow]:
         """Return all rows of the module on ``device``."""
-        return [place.rows[device] for place in (self.watched, *self.turns) if device in place.rows]
+        return [place.rows[device] for place in self.places if device in place.rows]
 
 
 ModuleT = TypeVar("ModuleT", bound=StreamedModule)
+Gathered: TypeAlias = list[tuple[StreamedModule, Tensor]]
+"""Outputs on a GPU that are copied together."""
 
 
-class StreamingObserver(Observer, Generic[ModuleT]):
+class StreamingObserver(Observer, PerSiteHook, Generic[ModuleT]):
     """Feed a `Streaming` with every ``every``-th output of each module that the hook is on."""
 
     def __init__(
@@ -89,12 +98,24 @@ class StreamingObserver(Observer, Generic[ModuleT]):
         self._add_residual = add_residual
         self._first: ModuleT | None = None
         """The module that was called first: when it is called again, a forward is over."""
+        self.summary = None if add_residual else _Outputs(self._receive)
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
         """Add the output of a module."""
-        if _torch.in_recomputation():  # it was counted the first time
-            return
-        seen = self._modules.of(module, site)
+        if not _torch.in_recomputation():  # it was counted the first time
+            self._fire(self._modules.of(module, site), output)
+
+    @property
+    def is_per_site(self) -> bool:
+        """Whether nothing is done around a call that `for_site` would leave out, such as reading the inputs."""
+        return type(self).__call__ is StreamingObserver.__call__
+
+    def for_site(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        """Return what observes the module called ``name``."""
+        return _SiteObserver(self._modules, name, self._fire)
+
+    def _fire(self, seen: ModuleT, output: Any, gathered: Gathered | None = None) -> None:
+        """Add the output of a module; into ``gathered``, if it does not outlast the call and may be copied later."""
         if self._first is None:
             self._first = seen
         elif seen is self._first:
@@ -106,25 +127,74 @@ class StreamingObserver(Observer, Generic[ModuleT]):
             if tensor is None:
                 seen.watched.unread = "there is no tensor in its output"
             else:
-                self._take(seen, tensor)
+                self._take(seen, tensor, gathered)
+
+    def _receive(self, items: Sequence[Handed]) -> None:
+        """Add the outputs that compiled code hands over."""
+        if _torch.in_recomputation():
+            return
+        gathered: Gathered = []
+        for name, module, found, _ in items:
+            self._fire(self._modules.named(name, module), found[0] if found else None, gathered)
+        self._streaming.take_gathered(gathered)
 
     def _end_forward(self) -> None:
         """Begin the next forward."""
         self._streaming.begin_forward()
 
-    def _take(self, seen: ModuleT, tensor: Tensor) -> bool:
+    def _take(self, seen: ModuleT, tensor: Tensor, gathered: Gathered | None) -> bool:
         """Add the statistics of ``tensor``; return False if that failed."""
         try:
             real = without_padding(tensor)
             if real is not None:
-                self._add(seen, real)
+                self._add(seen, real, gathered)
         except Exception as error:  # an observer must not end the run
             give_up(seen.watched, tensor, error)
             return False
         return True
 
-    def _add(self, seen: ModuleT, real: Tensor) -> None:
-        self._streaming.take(seen, real)
+    def _add(self, seen: ModuleT, real: Tensor, gathered: Gathered | None) -> None:
+        self._streaming.take(seen, real, gathered)
+
+
+class _SiteObserver(Generic[ModuleT]):
+    """Observe one module, whose state is found once."""
+
+    __slots__ = ("_fire", "_modules", "_name", "_seen")
+
+    def __init__(self, modules: ByModule[ModuleT], name: str, fire: Callable[[ModuleT, Any], None]) -> None:
+        self._modules = modules
+        self._name = name
+        self._fire = fire
+        self._seen: ModuleT | None = None
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not _torch.in_recomputation():
+            seen = self._seen
+            if seen is None:
+                seen = self._seen = self._modules.named(self._name, module)
+            self._fire(seen, output)
+
+
+class _Outputs(Summary):
+    """Hands the main tensors of outputs over as they are; in one call, where they are small."""
+
+    number = zlib.crc32(b"main tensor of an output")
+
+    def __init__(self, receive: Callable[[Sequence[Handed]], None]) -> None:
+        self.make = _main_output
+        self._receive = receive
+
+    def receive(self, items: Sequence[Handed]) -> None:
+        """Take the outputs of modules."""
+        self._receive(items)
+
+
+def _main_output(tensors: list[Tensor]) -> Found:
+    """Return the main tensor of an output, to be handed over; an output without a tensor counts as a call."""
+    main = main_of(tensors)
+    hand_over_late()
+    return ([] if main is None else [main.detach()]), 1
 
 
 # Where plain torch calls it in compiled code, the graph ends there; the code behind the call is not compiled.
@@ -143,6 +213,7 @@ class Streaming:
         self._keeps = keeps and not layout.by_unit
         self._keeps_small = self._keeps and keeps_small
         self._held: dict[torch.device, _Held] = {}
+        self._rings: dict[torch.device, CopyRing] = {}
         self._turn = 0
         self._modules = self._since = 0
         """How many modules there are, and how many tensors were added since a forward began."""
@@ -157,33 +228,53 @@ class Streaming:
         self._modules += 1
         return kind(self.engine, name)
 
-    def take(self, module: StreamedModule, tensor: Tensor) -> None:
-        """Add the statistics of a tensor, now or later."""
+    def take(self, module: StreamedModule, tensor: Tensor, gathered: Gathered | None = None) -> None:
+        """Add the statistics of a tensor, now or later; with ``gathered``, the tensor lasts as long as the call."""
         self._since += 1
         if self._since > _LONG * self._modules + 16:  # the first module is not called again: an encoder, say
             self.begin_forward()
-        if self._keeps and _torch.has_numbers(tensor) and self._keep(module, tensor):
+        if self._keeps and _torch.has_numbers(tensor) and self._keep(module, tensor, gathered):
             return
         if tensor.device not in module.watched.rows and _torch.capturing():
             module.watched.unread = "the first forward was recorded as a CUDA graph, where nothing can be made ready"
             return
-        self.engine.take(module.watched, tensor)
+        if gathered is None or tensor.device.type in _READ_AT_ONCE:
+            self.engine.take(module.watched, tensor)
+        else:  # what is noted would be read when the memory has other numbers
+            self.engine.take_found([(module.watched, [tensor], 1, None)])
         if module.watched.beside:
             self.engine.take_beside(module.watched, tensor)
 
-    def _keep(self, module: StreamedModule, tensor: Tensor) -> bool:
+    def take_gathered(self, gathered: Gathered) -> None:
+        """Add the statistics of tensors that are copied together."""
+        by_device: dict[torch.device, Gathered] = {}
+        for module, tensor in gathered:
+            by_device.setdefault(tensor.device, []).append((module, tensor))
+        for device, some in by_device.items():
+            left = self._ring_on(device).keep_all([(module.name, tensor) for module, tensor in some])
+            self.engine.take_found([(some[index][0].watched, [some[index][1]], 1, None) for index in left])
+
+    def _keep(self, module: StreamedModule, tensor: Tensor, gathered: Gathered | None) -> bool:
         """Keep a copy of the tensor for later; return False if it has to be reduced now."""
         if not self._keeps_small or not module.small.keep(tensor):
-            return self._copy(module, tensor)
+            return self._copy(module, tensor, gathered)
         if module.small.is_full:
             module.small.reduce(self.engine, module.watched)
         return True
 
-    def _copy(self, module: StreamedModule, tensor: Tensor) -> bool:
-        """Keep a copy of a tensor that inference mode has made on a GPU, if it is not too large."""
+    def _copy(self, module: StreamedModule, tensor: Tensor, gathered: Gathered | None) -> bool:
+        """Keep a copy of a tensor that inference mode or compiled code has made on a GPU, if it is not too large."""
         device = tensor.device
         # The first one is reduced at once: rows are made then, and the kernel that a CUDA graph may need as well.
-        if device.type in _READ_AT_ONCE or not tensor.is_inference() or device not in module.watched.rows:
+        if device.type in _READ_AT_ONCE or device not in module.watched.rows:
+            return False
+        if type(tensor) is Tensor and tensor.layout is torch.strided and tensor.nbytes <= self._ring_on(device).largest:
+            if gathered is not None:
+                gathered.append((module, tensor))
+                return True
+            if tensor.is_inference() and self._ring_on(device).keep(module.name, tensor):
+                return True
+        if gathered is not None or not tensor.is_inference():
             return False
         held = self._held_on(device)
         if type(tensor) is not Tensor or tensor.nbytes > held.largest or _torch.capturing():
@@ -202,18 +293,25 @@ class Streaming:
         found = self._held.get(device)
         return self._held.setdefault(device, _Held(self.engine, device)) if found is None else found
 
+    def _ring_on(self, device: torch.device) -> CopyRing:
+        found = self._rings.get(device)
+        return self._rings.setdefault(device, CopyRing(self.engine, device)) if found is None else found
+
     def begin_forward(self) -> None:
-        """Begin a forward: reduce what was noted without a copy, and copies every few forwards."""
+        """Begin a forward: reduce what was noted without a copy, and larger copies every few forwards."""
         self._since = 0
         self.engine.flush()
         self._turn = (self._turn + 1) % _TURNS
         if self._turn == 0:
-            self.flush_copies()
+            for held in list(self._held.values()):
+                held.flush()
 
     def flush_copies(self) -> None:
         """Reduce all copies into the rows."""
         for held in list(self._held.values()):
             held.flush()
+        for ring in list(self._rings.values()):
+            ring.flush()
 
     def read(self, modules: Sequence[StreamedModule]) -> list[dict[str, float]]:
         """Return the columns of each module: one transfer per device."""
@@ -232,7 +330,7 @@ class Streaming:
     def _joined(self, module: StreamedModule, cells: dict[WatchedPlace, dict[str, float]]) -> dict[str, float]:
         """Return all rows of a module as one."""
         found = dict(cells[module.watched])
-        for turn in module.turns:
+        for turn in module.places[1:]:
             if turn.rows:
                 found |= {name: found[name] + cells[turn][name] for name in self.layout.added}
                 found |= {name: _larger(found[name], cells[turn][name]) for name in self.layout.kept}
@@ -246,6 +344,8 @@ class Streaming:
                 module.small.forget()
             for held in self._held.values():
                 held.forget()
+            for ring in self._rings.values():
+                ring.forget()
             self.engine.reset()
 
 
@@ -256,9 +356,9 @@ class _Held(PendingTensors):
         def reduce(notes: Sequence[Note]) -> None:
             engine.take_all(notes)
 
-        limit = limit_of(device) // _SHARE
+        limit = limit_of(device) // SHARE
         super().__init__(reduce, device, limit=limit)
-        self.largest = limit // 4
+        self.largest = limit // 4  # larger ones are worth a launch of their own
 
 
 _READ_AT_ONCE: Final = ("cpu", "mps", "meta")
@@ -267,54 +367,3 @@ _READ_AT_ONCE: Final = ("cpu", "mps", "meta")
 
 def _larger(one: float, other: float) -> float:
     return math.nan if one != one or other != other else max(one, other)
-
-
-class _SmallTensors:
-    """Keep small tensors of one module on the CPU until there are enough to reduce."""
-
-    __slots__ = ("_kept", "fires")
-
-    def __init__(self) -> None:
-        self._kept: deque[Tensor] = deque()
-        self.fires = 0
-        """Firings that the row has not counted, as it got several tensors at once."""
-
-    def keep(self, tensor: Tensor) -> bool:
-        """Keep a copy of ``tensor``; return False if it is not a small one."""
-        if type(tensor) is not Tensor or tensor.numel() > _SMALL or tensor.device != _CPU or not tensor.dim():
-            return False
-        if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.is_nested:
-            return False
-        if not tensor.is_contiguous():
-            return False
-        self._kept.append(tensor.detach().clone())
-        return True
-
-    @property
-    def is_full(self) -> bool:
-        """Return whether there are enough to reduce."""
-        return len(self._kept) >= _SMALL_COUNT
-
-    def reduce(self, engine: StatsEngine, place: WatchedPlace) -> None:
-        """Add what is kept to the row of ``place``."""
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        while True:
-            try:
-                tensor = self._kept.popleft()  # in one step: another thread may be at it
-            except IndexError:
-                break
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        row = engine.row(place, _CPU)
-        for tensors in by_dtype.values():
-            found = reduce(torch.cat([tensor.view(-1) for tensor in tensors]), engine.layout)
-            if found.bad:  # the number of firings with bad values counts as well
-                for tensor in tensors:
-                    measure(tensor, engine.layout, row)
-                continue
-            add(found, row, engine.layout, 1.0)
-            self.fires += len(tensors) - 1
-
-    def forget(self) -> None:
-        """Drop what is kept."""
-        self._kept.clear()
-        self.fires = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 import operator
 import sys
 import time
@@ -888,24 +889,54 @@ def move_late(find: Any, sink: Any, sinks: Any) -> None:
             config.joint_custom_pre_pass = before
             for each in theirs:
                 each(graph)
-            _move_late(graph, frozenset({find, sink}))
-            for some in _sides(graph, find, sink):
+            small = _small_sinks(graph, sink)
+            _move_late(graph, find, sink, small)
+            for some in _sides(graph, find, sink, small):
                 _gather(graph, some, sinks)
 
         def uuid(self) -> Any:
             # None, for one that has none, keeps the graph from the disk, as it would without ours.
             known = [each.uuid() if hasattr(each, "uuid") else None for each in theirs]
-            return ("hookline 3", *known) if all(known) else None
+            return ("hookline 4", *known) if all(known) else None
 
     config.joint_custom_pre_pass = MoveLate()
 
 
-def _move_late(graph: Any, ops: frozenset[Any]) -> None:
+_SMALL_SINK: Final = 1 << 20
+_SMALL_SINKS: Final = 64 << 20
+"""Bytes of a tensor that is handed over whole together with others, at the end of a graph, and of all of them."""
+
+
+def _small_sinks(graph: Any, sink: Any) -> frozenset[Any]:
+    """Return the calls of ``sink`` that are handed whole tensors, so small that they can wait for the last of them."""
+    found: set[Any] = set()
+    left: float = _SMALL_SINKS
+    for node in graph.nodes:
+        if node.target is sink and node.args[3] == 1:
+            size = sum(_num_bytes(part) for part in node.args[2])
+            if size <= min(_SMALL_SINK, left):
+                left -= size
+                found.add(node)
+    return frozenset(found)
+
+
+def _num_bytes(node: Any) -> float:
+    """Return the bytes of a tensor in a graph; of an open size as in the call that is being compiled."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return math.inf
+    sizes = [size if isinstance(size, int) else getattr(size.node, "hint", None) for size in value.shape]
+    return math.inf if None in sizes else math.prod(sizes) * value.element_size()
+
+
+def _move_late(graph: Any, find: Any, sink: Any, small: frozenset[Any]) -> None:
     """Put the calls of these operators, and what only unpacks them, behind the rest of the forward.
 
     In front of the backward: what has effects and stands behind its first step is done in the backward, too, if that
     has its inputs. And in front of what writes to an input of the graph (``copy_``), which they may have to read first.
+    Where there is no backward, nothing is kept for it, and large tensors are handed over where they are made.
     """
+    for_backward = any(node.op == "placeholder" and _is_tangent(node) for node in graph.nodes)
     tangents: set[Any] = set()
     late: dict[Any, None] = {}
     last: Any = None
@@ -915,7 +946,10 @@ def _move_late(graph: Any, ops: frozenset[Any]) -> None:
             tangents |= {node} if _is_tangent(node) else set()
         elif _writes(node) or not tangents.isdisjoint(inputs):
             break
-        elif node.target in ops or (node.target is operator.getitem and inputs[0] in late):
+        elif node.target is sink:
+            if for_backward or node in small or all(_comes_from(find, part) for part in node.args[2]):
+                late[node] = None
+        elif node.target is find or (node.target is operator.getitem and inputs[0] in late):
             late[node] = None
         elif node.op == "call_function":
             last = node
@@ -928,8 +962,9 @@ def _is_tangent(node: Any) -> bool:
     return "tangents" in str(node.target)
 
 
-def _sides(graph: Any, find: Any, sink: Any) -> list[list[Any]]:
-    """Return the calls of ``sink`` that are handed what ``find`` has found: those of the forward, and of the backward.
+def _sides(graph: Any, find: Any, sink: Any, small: frozenset[Any]) -> list[list[Any]]:
+    """Return the calls of ``sink`` that are handed what ``find`` has found, or small tensors: those of the forward, and
+    of the backward.
 
     Between the first and the last of a side, nothing that is handed over changes: the graph is functional, but for what
     it writes to its inputs. Other sinks are handed whole tensors, which must not be held that long.
@@ -940,7 +975,7 @@ def _sides(graph: Any, find: Any, sink: Any) -> list[list[Any]]:
         inputs = node.all_input_nodes
         if (node.op == "placeholder" and _is_tangent(node)) or not backward.isdisjoint(inputs):
             backward.add(node)
-        if node.target is sink and all(_comes_from(find, part) for part in node.args[2]):
+        if node in small or (node.target is sink and all(_comes_from(find, part) for part in node.args[2])):
             sides[node in backward].append(node)
     return [side for side in sides if len(side) > 1]
 

@@ -32,6 +32,7 @@ from hookline.sites.hook_at_site import (
 from hookline.sites.kinds import MODULE, REGISTRATION_KINDS, Kind, SiteType
 from hookline.sites.modules.module_hooks import LOCK, counter_of, hooks_of_module, sweep
 from hookline.sites.modules.registration_hooks import hold_registrations
+from hookline.sites.per_site_hook import PerSiteHook
 from hookline.sites.receipt import parameter_versions
 from hookline.sites.roles import with_role
 from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value, what_it_reads
@@ -182,7 +183,7 @@ def new_attachment(
 ) -> Attachment:
     """Return the attachment that is asked for, on nothing yet; raise if something is wrong with it."""
     options.check(kind)
-    return Attachment(
+    attachment = Attachment(
         hook=hook,
         kind=kind,
         name=options.name or hook_name(hook),
@@ -195,6 +196,19 @@ def new_attachment(
         reads=what_it_reads(hook, with_kwargs=options.with_kwargs),
         context=open_context() if options.scope == "context" else None,
     )
+    if isinstance(hook, PerSiteHook) and hook.is_per_site and kind is Kind.FORWARD and site_type is MODULE:
+        _call_per_site(attachment, hook)
+    return attachment
+
+
+def _call_per_site(attachment: Attachment, hook: PerSiteHook) -> None:
+    """Have each site call a function of its own, if the hook gets nothing but arguments and output."""
+    options = attachment.options
+    if options.with_kwargs:
+        return
+    attachment.for_site, attachment.wants_site = hook.for_site, False
+    if not (options.profile or options.always_call or options.scope == "context" or attachment.everywhere):
+        attachment.summary = hook.summary
 
 
 def attach_to_modules(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> HookHandle:

@@ -291,6 +291,8 @@ class Attachment:
     """For gradient hooks that ask when the call's own part of the backward pass was over (``site.ended``)."""
     by_name: Callable[..., Any] | None = None
     """Calls the hook in code that is being compiled; set for hooks that become part of it, because they edit."""
+    for_site: Callable[[str], Any] | None = None
+    """For a hook that gives each site a function of its own (`PerSiteHook`): returns that of the site with a name."""
     summary: Summary | None = None
     """For an observer that leaves a summary of its values in compiled code, instead of being called there."""
     reads: str = "ako"
@@ -352,7 +354,7 @@ class HookAtSite:
     def __init__(self, attachment: Attachment, name: str, container: Any, counter: ForwardCounter) -> None:
         options = attachment.options
         self.attachment = attachment
-        self.hook = attachment.hook
+        self.hook = attachment.hook if attachment.for_site is None else attachment.for_site(name)
         self.simple = attachment.context is None and not (
             attachment.wants_site or options.with_kwargs or options.profile or options.always_call
         )

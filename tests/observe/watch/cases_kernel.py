@@ -229,3 +229,26 @@ def test_an_engine_that_defers_gives_the_metrics_of_one_that_does_not() -> None:
     pending.take(deferring.place("kept", "forward"), torch.ones(2))
     deferring.reset()
     assert deferring.to_metrics() == {}
+
+
+def test_a_prepared_call_reads_what_is_there_then_and_uploads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three tensors of two types, filled anew before each call: the sums of all of them, by one table."""
+    layout = Layout.of(None)
+    state, rows = _rows(layout, 3)
+    alone, others = _rows(layout, 3)
+    kernel = _kernel(layout)
+    made = [torch.empty(200), torch.empty(33, dtype=torch.bfloat16), torch.empty(129)]
+    uploads: list[int] = []
+    upload = kernel._upload
+    monkeypatch.setattr(kernel, "_upload", lambda numbers: (uploads.append(len(numbers)), upload(numbers))[1])
+    call = kernel.prepare([KernelInput(tensor, row) for tensor, row in zip(made, rows, strict=True)])
+    assert len(uploads) == 1
+    for number in range(3):
+        for tensor, row in zip(made, others, strict=True):
+            tensor.normal_(generator=torch.Generator().manual_seed(number))
+            if number == 1:
+                tensor[3] = math.nan
+            _kernel(layout).take([KernelInput(tensor.clone(), row)])
+        call()
+    assert len(uploads) == 1
+    assert np.array_equal(state.read(), alone.read(), equal_nan=True)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from hookline.observe.watch.stat_columns import Layout
 
-__all__ = ["add_up", "as_columns", "as_numbers", "find_in", "summarize"]
+__all__ = ["add_up", "as_columns", "as_numbers", "find_in", "hand_over_late", "summarize"]
 
 _WIDE: Final = torch.float64
 _LONGEST: Final = 1024
@@ -140,7 +140,7 @@ def find_in(tensor: Tensor, layout: Layout) -> tuple[list[Tensor], int]:
     each = _row_length(numbers, layout)
     if each == 1:
         return [tensor.detach()], 1
-    _move_late()
+    hand_over_late()
     return _FIND(numbers, each, layout.moments, layout.extremes, layout.zeros), each
 
 
@@ -153,8 +153,8 @@ def _row_length(numbers: Tensor, layout: Layout) -> int:
 
 
 @_torch.constant_while_tracing
-def _move_late() -> None:
-    """Put the operator behind all else when the compiler decides what to keep for the backward pass.
+def hand_over_late() -> None:
+    """Put what is handed over behind all else when the compiler decides what to keep for the backward pass.
 
     Otherwise it keeps other tensors than without a hook: twice the bytes for the widest layer of a GPT-2, and 4 GiB
     more at a batch of 32.

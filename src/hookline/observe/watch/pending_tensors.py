@@ -32,7 +32,7 @@ from hookline.sites import _torch
 if TYPE_CHECKING:
     from hookline.observe.watch.stats_engine import WatchedPlace
 
-__all__ = ["Note", "PendingTensors", "limit_of"]
+__all__ = ["Note", "PendingTensors", "Streams", "limit_of", "streams_of"]
 
 _CPU: Final = torch.device("cpu")
 _SHARE: Final = 64
@@ -67,7 +67,7 @@ _Kept: TypeAlias = "tuple[int, WatchedPlace, Tensor, Any, int, int]"
 """Stream, place, tensor, its scale, and the versions of both."""
 
 
-class _Streams:
+class Streams:
     """The streams of a device, by number; this class is for a device that has none."""
 
     now: Callable[[], int] = staticmethod(lambda: 0)
@@ -75,18 +75,21 @@ class _Streams:
 
     def on(self, number: int) -> AbstractContextManager[Any]:
         """Return a block whose work is put on stream ``number``."""
+        return nullcontext() if number == self.now() else self._on_other(number)
+
+    def _on_other(self, number: int) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def join(self, number: int) -> None:
         """Make the current stream wait for stream ``number``."""
 
 
-class _CudaStreams(_Streams):
+class _CudaStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.now = _torch.current_stream_of(torch.cuda.current_device() if device.index is None else device.index)
 
-    def on(self, number: int) -> AbstractContextManager[Any]:
+    def _on_other(self, number: int) -> AbstractContextManager[Any]:
         context: Any = torch.cuda.stream
         return cast(AbstractContextManager[Any], context(self._stream(number)))
 
@@ -99,6 +102,11 @@ class _CudaStreams(_Streams):
         return (
             cast(torch.cuda.Stream, other(number, self._device)) if number else torch.cuda.default_stream(self._device)
         )
+
+
+def streams_of(device: torch.device) -> Streams:
+    """Return the streams of a device."""
+    return _CudaStreams(device) if device.type == "cuda" else Streams()
 
 
 class PendingTensors:
@@ -117,7 +125,7 @@ class PendingTensors:
     ) -> None:
         self._reduce = reduce
         self._limit = limit_of(device) if limit is None else limit
-        self._streams = _CudaStreams(device) if device.type == "cuda" else _Streams()
+        self._streams = streams_of(device)
         self._index = -1 if device.index is None else device.index
         self._notes: deque[_Kept] = deque()
         self._bytes = 0
@@ -187,7 +195,7 @@ class PendingTensors:
             else:
                 by_stream.setdefault(stream, []).append(Note(place, tensor, scale))
         for stream, notes in by_stream.items():
-            with nullcontext() if stream == self._streams.now() else self._streams.on(stream):
+            with self._streams.on(stream):
                 self._follow()
                 self._hand_over(notes)
 

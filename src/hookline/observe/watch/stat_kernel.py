@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from hookline.observe.watch.cpu_stats import flat_view
+from hookline.observe.watch.readable_numbers import HALVES, READ, readable
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ _Job: TypeAlias = tuple[int, int, int, torch.dtype]
 """One tensor to read: its address and size, the address of its scale or 0, its type."""
 _Group: TypeAlias = tuple[torch.dtype, bool]
 """Tensors of one type, aligned or not, are read by the same launch."""
+_Launch: TypeAlias = tuple[str, Any, tuple[int, int, int], tuple[Any, ...]]
+"""The name of a program, what it is compiled for, its grid and arguments."""
 
 
 class Kernel:
@@ -120,6 +122,29 @@ class Kernel:
                 else:
                     self._take_many(batch)
 
+    def prepare(self, items: Sequence[KernelInput]) -> Callable[[], None]:
+        """Return a call that adds the statistics of these tensors, as they are then, to their rows, each another.
+
+        The table lies on the device from now on, and programs are found once: the host has two launches to make. The
+        calls have to follow each other on one stream, as they share memory.
+        """
+        with self._on_device():
+            launches, held = self._launches(items)
+        found: list[tuple[Any, tuple[Any, ...]]] = []
+
+        def launch() -> None:
+            with self._on_device():
+                for run, arguments in found:
+                    run(*arguments)
+                if not found:
+                    self._run(launches)
+                    ready: list[Any] = [self._ready.get(each[:2]) for each in launches]
+                    if None not in ready and held:  # the interpreter, which tests use, compiles nothing
+                        pairs = zip(ready, launches, strict=True)
+                        found.extend((one[0][each[2]], (*each[3], *one[1])) for one, each in pairs)
+
+        return launch
+
     def take_rows(self, items: Sequence[FoundByRow]) -> None:
         """Add what `find_in` has found by row, at once: a graph soon uses its memory again."""
         with self._on_device():
@@ -138,7 +163,8 @@ class Kernel:
         slots = self._slots(programs)
         arguments = (0, 0, *addresses, count, slots.data_ptr(), programs, self._num_added)
         self._launch("fold_parts", True, (programs, 3, 1), arguments, warps=_FOLDING_WARPS)
-        self._merge(1, (0, 0, row, count * item.each, programs, at, slots.data_ptr(), programs), single=True)
+        merged = (0, 0, row, count * item.each, programs, at, slots.data_ptr(), programs)
+        self._launch(*self._merge(1, merged, single=True))
         del held
 
     def _fold_many(self, items: Sequence[FoundByRow]) -> None:
@@ -164,7 +190,8 @@ class Kernel:
         arguments = (table, len(items), 0, 0, 0, 0, 0, 0, slots.data_ptr(), slot, self._num_added)
         self._launch("fold_parts", False, (slot, 3, 1), arguments, warps=_FOLDING_WARPS)
         table += len(folds) * 8
-        self._merge(len(items), (table, table + len(jobs) * 8, 0, 0, 0, 0, slots.data_ptr(), slot), single=False)
+        merged = (table, table + len(jobs) * 8, 0, 0, 0, 0, slots.data_ptr(), slot)
+        self._launch(*self._merge(len(items), merged, single=False))
 
     def _addresses(self, found: Sequence[Tensor]) -> tuple[list[Tensor], list[int], int]:
         """Return what holds the parts; the addresses of sums, squares, lows, highs, zeros, 0 for none; their number."""
@@ -181,11 +208,17 @@ class Kernel:
         programs, tiles = self._division(size, flat.element_size())
         slots = self._slots(programs)
         arguments = (0, 0, address, size, tiles, at, slots.data_ptr(), programs, 0)
-        self._reduce((flat.dtype, address % _ALIGNMENT == 0), programs, arguments, single=True)
+        reduced = self._reduce((flat.dtype, address % _ALIGNMENT == 0), programs, arguments, single=True)
         merged = (0, 0, row.added.data_ptr(), size, programs, at, slots.data_ptr(), programs)
-        self._merge(1, merged, single=True)
+        self._run([*reduced, self._merge(1, merged, single=True)])
 
     def _take_many(self, items: Sequence[KernelInput]) -> None:
+        launches, held = self._launches(items)
+        self._run(launches)
+        del held
+
+    def _launches(self, items: Sequence[KernelInput]) -> tuple[list[_Launch], list[Tensor]]:
+        """Return the launches for several tensors, and the memory that they use."""
         divisors: dict[int, Tensor] = {}
         groups: dict[_Group, dict[_Job, list[int]]] = {}
         for flat, row, scale in items:
@@ -198,12 +231,14 @@ class Kernel:
             jobs = groups.setdefault((dtype, address % _ALIGNMENT == 0), {})
             # Several places often see the same tensor: it is read once.
             jobs.setdefault((address, flat.numel(), at, dtype), []).append(row.added.data_ptr())
-        self._launch_groups(groups)
+        return self._launches_of(groups, [*divisors.values()])
 
-    def _launch_groups(self, groups: dict[_Group, dict[_Job, list[int]]]) -> None:
+    def _launches_of(
+        self, groups: dict[_Group, dict[_Job, list[int]]], held: list[Tensor]
+    ) -> tuple[list[_Launch], list[Tensor]]:
         table: list[int] = []
         uses: list[int] = []
-        launches: list[tuple[_Group, int, int, int, int]] = []
+        parts: list[tuple[_Group, int, int, int, int]] = []
         slot = number = 0
         for group, jobs in groups.items():
             size_of_one = group[0].itemsize
@@ -216,31 +251,38 @@ class Kernel:
                         uses += (row, number)
                     slot += programs
                     number += 1
-                launches.append((group, begin, len(some), first, slot - first))
+                parts.append((group, begin, len(some), first, slot - first))
         slots = self._slots(slot)
         uploaded = self._upload(table + uses)
         at = uploaded.data_ptr()
-        for group, begin, count, first, programs in launches:
+        launches: list[_Launch] = []
+        for group, begin, count, first, programs in parts:
             arguments = (at + begin * _FIELDS * 8, count, 0, 0, 0, 0, slots.data_ptr(), slot, first)
-            self._reduce(group, programs, arguments, single=False)
+            launches += self._reduce(group, programs, arguments, single=False)
         merged = (at, at + len(table) * 8, 0, 0, 0, 0, slots.data_ptr(), slot)
-        self._merge(len(uses) // 2, merged, single=False)
+        return [*launches, self._merge(len(uses) // 2, merged, single=False)], [*held, slots, uploaded]
 
     # -- launching ---------------------------------------------------------------------------------------
 
-    def _reduce(self, group: _Group, programs: int, arguments: tuple[int, ...], *, single: bool) -> None:
+    def _reduce(self, group: _Group, programs: int, arguments: tuple[int, ...], *, single: bool) -> list[_Launch]:
         if not programs:
-            return  # empty tensors
-        layout, first = self._layout, True
+            return []  # empty tensors
+        layout, first, launches = self._layout, True, []
         for thresholds in _parts(layout.thresholds, _OVERS) if layout.thresholds else [()]:
             key = (group, single, first, len(thresholds))
             numbers = (*thresholds, 0.0, 0.0, 0.0, 0.0)[:_OVERS]
             over_at = _OVER_AT + (0 if first else layout.thresholds.index(thresholds[0]))
-            self._launch("reduce_chunks", key, (programs, 1, 1), (*arguments, self._num_added, over_at, *numbers))
+            given = (*arguments, self._num_added, over_at, *numbers)
+            launches.append(("reduce_chunks", key, (programs, 1, 1), given))
             first = False
+        return launches
 
-    def _merge(self, uses: int, arguments: tuple[int, ...], *, single: bool) -> None:
-        self._launch("merge_slots", single, (uses, self._layout.width, 1), (*arguments, self._num_added))
+    def _merge(self, uses: int, arguments: tuple[int, ...], *, single: bool) -> _Launch:
+        return "merge_slots", single, (uses, self._layout.width, 1), (*arguments, self._num_added)
+
+    def _run(self, launches: Iterable[_Launch]) -> None:
+        for each in launches:
+            self._launch(*each)
 
     def _launch(
         self, name: str, key: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], warps: int | None = None
@@ -269,7 +311,7 @@ class Kernel:
         layout = self._layout
         moments, extremes, zeros = layout.moments and first, layout.extremes and first, layout.zeros and first
         width = self._tuning.width(dtype.itemsize)
-        pairs = _pairs(self._device) if aligned and dtype in _HALVES else 0
+        pairs = _pairs(self._device) if aligned and dtype in HALVES else 0
         constants = (element, wide, aligned, pairs, single, moments, extremes, zeros, overs, first, _JOBS, width)
         return program, constants
 
@@ -319,44 +361,13 @@ def _pairs(device: torch.device) -> int:
     return 2 if nvidia and torch.cuda.get_device_capability(device) >= (9, 0) else 1
 
 
-def readable(tensor: Tensor) -> Tensor:
-    """Return the numbers of any tensor as one contiguous tensor of a dtype that is read; copy only if needed."""
-    dtype = tensor.dtype
-    if dtype in _READ and tensor.is_contiguous() and not tensor.is_neg():
-        return tensor  # where it lies and how many there are is all that counts
-    flat = flat_view(tensor.detach())
-    if dtype in _READ:
-        return flat
-    if dtype is torch.bool:
-        return flat.view(torch.uint8)
-    if dtype.is_complex:
-        return flat.abs()
-    return flat.float() if dtype.is_floating_point else flat.double()
-
-
-_HALVES: Final = frozenset({torch.bfloat16, torch.float16})
-_READ: Final = frozenset(
-    {
-        torch.bfloat16,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-        torch.int8,
-        torch.uint8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-    }
-)
-
-
 @functools.cache
 def _types() -> dict[torch.dtype, tuple[Any, Any]]:
     """Return for each dtype its name in Triton, and the dtype it is added up in."""
     tl: Any = importlib.import_module("triton.language")
     narrow = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8, torch.int16)
     return {dtype: (getattr(tl, str(dtype).removeprefix("torch.")), tl.float32 if dtype in narrow else tl.float64)
-            for dtype in _READ}  # fmt: skip
+            for dtype in READ}  # fmt: skip
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -180,15 +180,18 @@ class StatsEngine:
     def take_found(self, items: Iterable[tuple[WatchedPlace, list[Tensor], int, Any]]) -> None:
         """Add what compiled code has found, as `find_in` gives it: a vector, the tensor itself, or rows of it."""
         by_row: dict[torch.device, list[tuple[WatchedPlace, FoundByRow]]] = {}
+        whole: dict[torch.device, list[Note]] = {}
         for place, found, each, scale in items:
             device = found[0].device
             if each == 1:
-                self._take_notes(device, [Note(place, found[0], scale)])
+                whole.setdefault(device, []).append(Note(place, found[0], scale))
             elif each == 0:
                 self.take_vector(place, found[0], scale)
             else:
                 parts = FoundByRow(found, each, self.row(place, device), scale)
                 by_row.setdefault(device, []).append((place, parts))
+        for device, notes in whole.items():
+            self._take_notes(device, notes)
         for device, some in by_row.items():
             self._take_rows(device, some)
 
@@ -210,6 +213,32 @@ class StatsEngine:
                 numbers = local.detach() if scale is None else local.detach() * _factor(scale)
                 for statistic in place.beside:
                     statistic.take(numbers)
+
+    def prepare(self, notes: Sequence[Note]) -> Callable[[], None] | None:
+        """Return a call that reduces these tensors of one GPU as they are then, by launches that are worked out now.
+
+        None if the kernel does not work there. Each place has to come once.
+        """
+        device = notes[0].tensor.device
+        kernel = self._kernel(device)
+        if kernel is None:
+            return None
+        try:
+            launch = kernel.prepare([KernelInput(note.tensor, self.row(note.place, device)) for note in notes])
+        except Exception as error:
+            self._give_up_kernel(device, error)
+            return None
+
+        def run() -> None:
+            if self._kernels[device] is kernel:
+                try:
+                    launch()
+                    return
+                except Exception as error:
+                    self._give_up_kernel(device, error)
+            self._take_notes(device, notes)
+
+        return run
 
     def flush(self) -> None:
         """Reduce all tensors that wait: a forward or backward pass is over, or a step."""
@@ -339,33 +368,6 @@ class StatsEngine:
             rows.reset()
         for place in self.places.values():
             place.forget_beside()
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Return the rows of each place, and what is kept per unit, for a checkpoint."""
-        self.flush()
-        return [
-            {
-                "name": place.name,
-                "kind": place.kind,
-                "rows": {str(device): torch.cat([row.added, row.kept]) for device, row in place.rows.items()},
-                "beside": [None if one.kept is None else one.kept.clone() for one in place.beside],
-            }
-            for place in self.places.values()
-        ]
-
-    def load_state_dict(self, saved: Iterable[Mapping[str, Any]]) -> None:
-        """Go on from what `state_dict` gave; rows of other statistics than are asked for now are passed over."""
-        self.reset()
-        for state in saved:
-            place = self.place(state["name"], state["kind"])
-            for device, values in state["rows"].items():
-                row = self.row(place, torch.device(device))
-                count = row.added.numel()
-                if values.numel() == count + row.kept.numel():
-                    row.added.copy_(values[:count])
-                    row.kept.copy_(values[count:])
-            for one, kept in zip(place.beside, state["beside"], strict=False):
-                one.kept = kept
 
 
 def _numbers_of(tensor: Tensor, place: WatchedPlace) -> Tensor | None:

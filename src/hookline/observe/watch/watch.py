@@ -20,6 +20,7 @@ from hookline.lifecycle.run_phase import During, validate_phases
 from hookline.lifecycle.schedule import StepSchedule
 from hookline.messages import type_name
 from hookline.observe.watch.rank_stats import DeclaredShards, RankStats, rank_in_words, same_on_ranks
+from hookline.observe.watch.saved_rows import load_rows, saved_rows
 from hookline.observe.watch.stat_columns import Layout, table_of
 from hookline.observe.watch.stats_engine import StatsEngine
 from hookline.observe.watch.watch_hooks import WatchSites, checked_kinds
@@ -261,13 +262,13 @@ class Watch(ShownAsTable):
         """Return what a resumed run has to know: all that was counted, and the step it is in."""
         by_hand = isinstance(self._rules.steps, ManualSteps)
         steps, during = self._rules.steps.state_dict(), self._rules.during.state_dict()
-        return {"counted": self._engine.state_dict(), "by_hand": by_hand, "steps": steps, "during": during}
+        return {"counted": saved_rows(self._engine), "by_hand": by_hand, "steps": steps, "during": during}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` gave."""
         if state["by_hand"] and isinstance(self._rules.steps, ForwardSteps):
             self._count_by_hand()  # or the first step from now on would begin the count anew
-        self._engine.load_state_dict(state["counted"])
+        load_rows(self._engine, state["counted"])
         self._rules.steps.load_state_dict(state["steps"])
         if "during" in state:
             self._rules.during.load_state_dict(state["during"])

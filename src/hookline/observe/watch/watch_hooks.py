@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from hookline.hook_types import Target
     from hookline.observe.watch.stat_columns import Layout
     from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
-    from hookline.sites.compiled.op_schemas import Found
+    from hookline.sites.compiled.op_schemas import Found, Handed
     from hookline.sites.tensors.parameter_hooks import NamedParameter
 
 __all__ = ["MODULE_KINDS", "ModuleStatsHook", "ParameterReader", "WatchSites", "checked_kinds", "give_up"]
@@ -116,12 +116,12 @@ class ModuleStatsHook(Summary):
         if self._is_due():
             self._take(module, grads, self._engine.take_beside)
 
-    def receive(self, items: Sequence[tuple[Any, list[Tensor], int]]) -> None:
+    def receive(self, items: Sequence[Handed]) -> None:
         """Take the summaries that compiled code has made."""
         if not self._is_due() or (self._is_forward and _torch.in_recomputation()):
             return
         places, scale = self._places, self._scale()
-        known = [(places[id(module)], found, each, scale) for module, found, each in items if id(module) in places]
+        known = [(places[id(module)], found, each, scale) for _, module, found, each in items if id(module) in places]
         try:
             self._engine.take_found(known)
         except Exception as error:

@@ -18,7 +18,7 @@ from hookline.errors import HookReturnError, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.compiled.compiled_gradients import GRADIENTS, What
-from hookline.sites.compiled.op_schemas import hooks_with_key
+from hookline.sites.compiled.op_schemas import Handed, hooks_with_key
 from hookline.sites.compiled.value_layout import rebuild
 from hookline.sites.gradients.gradient_tensors import checked
 from hookline.sites.hook_at_site import OrderGroup, next_order, open_contexts
@@ -191,7 +191,7 @@ def _sink(key: Tensor, what: str, found: list[Tensor], each: int) -> None:
 @ops.behind(ops.SINKS, _nothing)
 def _sinks(keys: list[Tensor], what: str, found: list[Tensor], numbers: list[int], each: list[int]) -> None:
     """Hand over several summaries: ``what`` has a line for each, of ``found`` each has as many as ``numbers`` says."""
-    received: dict[Summary, list[tuple[nn.Module, list[Tensor], int]]] = {}
+    received: dict[Summary, list[Handed]] = {}
     begin = 0
     for key, made_for, number, size in zip(keys, _lines(what), numbers, each, strict=True):
         end = begin + number
@@ -202,7 +202,7 @@ def _sinks(keys: list[Tensor], what: str, found: list[Tensor], numbers: list[int
                 summary = entry.attachment.summary
                 if summary is not None:
                     entry.count()
-                    received.setdefault(summary, []).append((module, found[begin:end], size))
+                    received.setdefault(summary, []).append(Handed(entry.name, module, found[begin:end], size))
         begin = end
     for summary, items in received.items():
         summary.receive(items)

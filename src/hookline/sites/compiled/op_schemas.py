@@ -28,7 +28,7 @@ import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,6 +37,17 @@ from hookline.sites import _torch
 
 Found: TypeAlias = tuple[list[Tensor], int]
 """What a graph has found, and a number known while it was traced that the receiver needs."""
+
+
+class Handed(NamedTuple):
+    """What a graph has found at one site."""
+
+    name: str
+    """The name of the site."""
+    module: Any
+    found: list[Tensor]
+    each: int
+    """The number of `Found`."""
 
 
 class Summary(ABC):
@@ -52,8 +63,8 @@ class Summary(ABC):
     """Returns what is found in the tensors of an output, or in its gradients; None for nothing. It is traced."""
 
     @abstractmethod
-    def receive(self, items: Sequence[tuple[Any, list[Tensor], int]]) -> None:
-        """Take for each module what was found, and the number of `Found`: the graph has run."""
+    def receive(self, items: Sequence[Handed]) -> None:
+        """Take for each module what was found: the graph has run so far, and soon uses the memory again."""
 
 
 # A number would be a constant of the graph, and twelve blocks would need twelve graphs; a tensor is one of its inputs.

@@ -1,0 +1,251 @@
+"""Small outputs that are copied into slots and reduced many at a time; the CPU stands for a GPU, without a kernel.
+
+That prepared launches find the numbers of float64 is tested with the kernel; here, that a firing is one copy, that
+reductions are few, and that every number arrives though the output is changed right after.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.factories import activation_stats, copy_ring, nan_alarm, small_tensors
+from hookline.factories import streaming_stats as streaming
+from hookline.factories.copy_ring import SLOTS, CopyRing
+from hookline.observe.watch.pending_tensors import Streams
+from hookline.observe.watch.stats_engine import StatsEngine
+from hookline.sites import _torch
+
+STATS = ["mean", "std", "norm", "min", "max", "absmax", "zero_fraction", "over:1", "nonfinite", "nan", "inf"]
+CPU = torch.device("cpu")
+
+
+class HostCalls:
+    """Count what a forward asks of the device."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.reduced: list[int] = []
+        self.together: list[int] = []
+        self.at_once = 0
+        take_all, take, copy_all = StatsEngine.take_all, StatsEngine.take, _torch.copy_all
+
+        def counted_all(engine: StatsEngine, tensors: Any) -> None:
+            self.reduced.append(len(tensors))
+            take_all(engine, tensors)
+            self.at_once -= len(tensors)  # each goes on through `take`, as there is no kernel
+
+        def counted(engine: StatsEngine, place: Any, tensor: Tensor, scale: Any = None) -> None:
+            self.at_once += 1
+            take(engine, place, tensor, scale)
+
+        def counted_copies(views: list[Tensor], tensors: list[Tensor]) -> None:
+            self.together.append(len(views))
+            copy_all(views, tensors)
+
+        patch.setattr(StatsEngine, "take_all", counted_all)
+        patch.setattr(StatsEngine, "take", counted)
+        patch.setattr(_torch, "copy_all", counted_copies)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> HostCalls:
+    """The CPU is taken for a device that works behind the host, and keeps no small tensors of its own."""
+    monkeypatch.setattr(streaming, "_READ_AT_ONCE", ())
+    monkeypatch.setattr(small_tensors, "_SMALL", 0)
+    return HostCalls(monkeypatch)
+
+
+class Layered(nn.Module):
+    """Three layers whose outputs the next one changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu_()
+        return x
+
+
+def inputs(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(4, 1, 16, generator=generator) for _ in range(count)]
+    made[5][0, 0, 0], made[6][1, 0, :3] = torch.nan, torch.inf
+    return made
+
+
+def reference(model: Layered, given: list[Tensor]) -> dict[str, Tensor]:
+    """What the layers give out, in one tensor for each."""
+    found: dict[str, list[Tensor]] = {}
+    with torch.no_grad():
+        for x in given:
+            for number, layer in enumerate(model.layers):
+                x = layer.forward(x)  # which calls no hooks
+                found.setdefault(f"layers.{number}", []).append(x.double().flatten())
+                x = x.relu()
+    return {name: torch.cat(each) for name, each in found.items()}
+
+
+def decode(call: Any, given: list[Tensor]) -> None:
+    with torch.inference_mode():
+        for x in given:
+            call(x)
+
+
+def check(hook: Any, want: dict[str, Tensor]) -> None:
+    """Compare with float64, of finite numbers where there are others."""
+    found = hook.to_metrics()
+    assert {name.rpartition("/")[0] for name in found} == set(want)
+    for name, numbers in want.items():
+        bad = ~numbers.isfinite()
+        assert found[f"{name}/nan"] == numbers.isnan().sum()
+        assert found[f"{name}/inf"] == numbers.isinf().sum()
+        if not bad.any():
+            assert found[f"{name}/mean"] == pytest.approx(numbers.mean().item(), rel=1e-6, abs=1e-7)
+            assert found[f"{name}/std"] == pytest.approx(numbers.std(correction=0).item(), rel=1e-6)
+            assert found[f"{name}/absmax"] == numbers.abs().max()
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_decoding_step_is_one_copy_a_layer_and_few_reductions(calls: HostCalls, bad: bool) -> None:
+    """Forty forwards of three layers: what the first two need, and from then on a reduction every eight forwards."""
+    model, hook = Layered(), activation_stats({"stats": STATS})
+    given = inputs(40) if bad else [x.nan_to_num(0.5, 0.5, 0.5) for x in inputs(40)]
+    with hl.attach(model, "layers.#", hook, observe=True):
+        decode(model, given[:3])
+        begun = calls.at_once
+        decode(model, given[3:])
+    assert calls.at_once == begun  # nothing is reduced by itself
+    assert calls.reduced[1:] == [3 * SLOTS] * 4  # the first is of what was copied before there were slots
+    check(hook, reference(model, given))
+    assert [cells["fires"] for cells in hook.read().values()] == [40] * 3
+
+
+def test_reading_reduces_what_waits_and_reset_drops_it(calls: HostCalls) -> None:
+    """Numbers are complete at any moment, and begin anew."""
+    model, hook = Layered(), activation_stats({"stats": STATS})
+    given = [x.nan_to_num(0.5, 0.5, 0.5) for x in inputs(13)]
+    with hl.attach(model, "layers.#", hook, observe=True):
+        for count in range(1, 11):
+            decode(model, given[count - 1 : count])
+            check(hook, reference(model, given[:count]))
+        hook.reset()
+        decode(model, given[:2])
+        hook.reset()
+        decode(model, given[10:])
+    check(hook, reference(model, given[10:]))
+
+
+def test_compiled_code_hands_all_layers_over_by_one_call(calls: HostCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One operator and one copy for a forward, whose memory the graph uses again; the numbers are those of the model.
+
+    The control: with no tensor small enough to wait, every layer is handed over by itself.
+    """
+    torch._dynamo.reset()
+    model, given = Layered(), [x.nan_to_num(0.5, 0.5, 0.5) for x in inputs(20)]
+    handed: list[int] = []
+    receive = streaming._Outputs.receive
+    monkeypatch.setattr(
+        streaming._Outputs, "receive", lambda self, items: (handed.append(len(items)), receive(self, items))[1]
+    )
+    with torch.inference_mode():
+        bare = torch.compile(model, fullgraph=True)(given[0])
+    hook = activation_stats({"stats": STATS})
+    with hl.attach(model, "layers.#", hook, observe=True) as handle:
+        compiled = torch.compile(model, fullgraph=True)
+        decode(compiled, given)
+        with torch.inference_mode():
+            assert torch.equal(compiled(given[0]), bare)
+        assert handle.report().fired == 63
+    assert handed == [3] * 21
+    assert calls.together == [3] * 19  # the first forward makes rows, the second shows that the shape stays
+    check(hook, reference(model, [*given, given[0]]))
+    monkeypatch.setattr(_torch, "_SMALL_SINK", 0)
+    torch._dynamo.reset()
+    handed.clear()
+    with hl.attach(model, "layers.#", activation_stats({}), observe=True):
+        # Of another shape: a graph that was made with the other limit may lie on the disk.
+        decode(torch.compile(model, fullgraph=True), [torch.ones(7, 1, 16)])
+    assert handed == [1] * 3
+    torch._dynamo.reset()
+
+
+def ring_of(monkeypatch: pytest.MonkeyPatch, limit: int) -> tuple[CopyRing, StatsEngine]:
+    monkeypatch.setattr(copy_ring, "limit_of", lambda device: limit * copy_ring.SHARE)
+    monkeypatch.setattr(copy_ring, "_SMALL_SHARE", 1)
+    engine = activation_stats({"stats": STATS})._streaming.engine
+    return CopyRing(engine, CPU), engine
+
+
+def test_slots_are_bounded_by_bytes_and_follow_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two modules fit, a third does not; another shape takes the place of the one before when it comes twice."""
+    ring, engine = ring_of(monkeypatch, 2 * SLOTS * 64)
+    one, two = torch.ones(16), torch.full((8,), 2.0)
+    assert [ring.keep(name, one) for name in "aabbcc"] == [False, True, False, True, False, False]
+    assert [ring.keep("a", two) for _ in range(3)] == [False, True, True]
+    assert ring._bytes == SLOTS * (64 + 32)
+    assert [ring.keep("c", two) for _ in range(3)] == [False, True, True]
+    assert ring._bytes == 2 * SLOTS * 64
+    assert not ring.keep("d", torch.ones(1 << 20))
+    ring.flush()
+    sums = {name: sum(cells["sum"] for place, cells in engine.read().items() if place.name == name) for name in "abcd"}
+    assert sums == {"a": 16 + 32, "b": 16, "c": 32, "d": 0}
+
+
+class _TwoStreams(Streams):
+    """Stands for a device whose current stream changes."""
+
+    def __init__(self) -> None:
+        self.current = 1
+        self.now = lambda: self.current
+        self.done: list[tuple[str, int]] = []
+
+    def _on_other(self, number: int) -> Any:
+        self.done.append(("on", number))
+        return super()._on_other(number)
+
+    def join(self, number: int) -> None:
+        self.done.append(("join", number))
+
+
+def test_copies_of_another_stream_are_reduced_there_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what comes then waits for that, and lies in other memory."""
+    ring, engine = ring_of(monkeypatch, 1 << 20)
+    streams = ring._streams = _TwoStreams()
+    ring._stream = 1
+    for value in (1.0, 2.0):
+        ring.keep("a", torch.full((16,), value))
+    first = ring._modules["a"].slots[0].view.data_ptr()
+    streams.current = 2
+    assert [ring.keep("a", torch.full((16,), 4.0)) for _ in range(2)] == [False, True]
+    assert streams.done == [("on", 1), ("join", 1)]
+    assert first != ring._modules["a"].slots[0].view.data_ptr()
+    ring.flush()
+    assert sum(cells["sum"] for cells in engine.read().values()) == 16 * 6
+
+
+def test_nothing_is_kept_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy would be made again at each replay, and no reduction would know."""
+    ring, _ = ring_of(monkeypatch, 1 << 20)
+    ring._streams = _TwoStreams()
+    ring._stream = 1
+    assert [ring.keep("a", torch.ones(4)) for _ in range(2)] == [False, True]
+    monkeypatch.setattr(_torch, "capturing", lambda: True)
+    assert not ring.keep("a", torch.ones(4))
+    ring.flush()
+    assert len(ring) == 1
+
+
+def test_the_alarm_counts_in_slots_too(calls: HostCalls) -> None:
+    """Of forty forwards, the firings with something in them."""
+    model, hook = Layered(), nan_alarm({})
+    with hl.attach(model, "layers.#", hook, observe=True):
+        decode(model, inputs(40))
+    found = hook.to_metrics()
+    assert {found[f"layers.{number}/nonfinite"] for number in range(3)} == {2.0}
