@@ -90,6 +90,11 @@ def alone(model, tokens, name, layer):
     return x + residual
 
 
+def answer(states, key):
+    """Return what a worker answers."""
+    return {"rank": 0, "hooks": [], **states.take(key)}
+
+
 def booked(name, prompt=6, cached=0):
     return BookedRequest(name, name, prompt, cached)
 
@@ -114,9 +119,9 @@ def test_each_request_gets_its_own_rows_and_no_other(model, tokens):
     for rows in STEPS:
         run(states, model, rows, tokens)
     for name in "ab":
-        answer = request_answer(merge_states([{"rank": 0, **states.take(name)}]))
+        merged = request_answer(merge_states([answer(states, name)]))
         for layer in range(2):
-            found = answer.states[f"layers.{layer}"]
+            found = merged.states[f"layers.{layer}"]
             assert found.positions == list(range(8))
             torch.testing.assert_close(found.values, alone(model, tokens, name, layer)[:8])
     with pytest.raises(AssertionError):  # negative control: the rows of b are not those of a
@@ -165,10 +170,12 @@ def test_windows_of_tokens(model, tokens, options, expected):
     found = states.take("a")["states"]["layers.1"]
     assert found["positions"] == expected
     if expected:
-        answer = request_answer(
-            merge_states([{"rank": 0, "states": {"x": found}, "silent": {}, "prompt_tokens": 6, "not_computed": 0}])
+        merged = request_answer(
+            merge_states(
+                [{"rank": 0, "states": {"x": found}, "silent": {}, "hooks": [], "prompt_tokens": 6, "not_computed": 0}]
+            )
         )
-        torch.testing.assert_close(answer.states["x"].values, alone(model, tokens, "a", 1)[expected])
+        torch.testing.assert_close(merged.states["x"].values, alone(model, tokens, "a", 1)[expected])
 
 
 def test_a_request_that_is_put_off_and_run_again_has_each_position_once(model, tokens):
@@ -193,12 +200,12 @@ def test_inputs_and_parts_of_fused_projections(model, tokens):
     states.open("a", booked("a"), asked)
     states.open("b", booked("b"), plan(layers=["layers.1"], of="input"))
     run(states, model, [StepRow("a", 0, 6, 6), StepRow("b", 0, 6, 6)], tokens)
-    found = request_answer(merge_states([{"rank": 0, **states.take("a")}])).states
+    found = request_answer(merge_states([answer(states, "a")])).states
     assert {name: tuple(one.values.shape) for name, one in found.items()} == {
         "layers.1.k_proj": (6, 2),
         "layers.0.qkv_proj": (6, 8),
     }
-    entered = request_answer(merge_states([{"rank": 0, **states.take("b")}])).states["layers.1"]
+    entered = request_answer(merge_states([answer(states, "b")])).states["layers.1"]
     torch.testing.assert_close(entered.values, alone(model, tokens, "b", 0)[:6])
     normed = 2 * alone(model, tokens, "a", 0)[:6]
     expected = torch.nn.functional.linear(normed, model.layers[1].qkv_proj.weight, model.layers[1].qkv_proj.bias)

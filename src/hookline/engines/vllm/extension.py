@@ -67,12 +67,12 @@ class HookExtension:
         return _answer(self, lambda hooks: {"metrics": hooks.metrics()})
 
     def hookline_take_states(self, key: str) -> dict[str, Any]:
-        """Return the hidden states of a request by its key, or by the id that the client gave; forget them."""
-        return _answer(self, lambda hooks: hooks.states.take(key))
+        """Return what a request asked for, by its key or the id that the client gave; forget it."""
+        return _answer(self, lambda hooks: hooks.take(key))
 
     def hookline_drop_states(self, key: str) -> dict[str, Any]:
-        """Forget the hidden states of a request, which may be running."""
-        return _answer(self, lambda hooks: {"dropped": hooks.states.drop(key)})
+        """Forget what a request asked for, which may be running."""
+        return _answer(self, lambda hooks: {"dropped": hooks.drop(key)})
 
 
 def _answer(worker: Any, act: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
@@ -149,6 +149,17 @@ def _start(worker: Any) -> None:
         return result
 
     worker.compile_or_warm_up_model = compile_or_warm_up_model
+    shutdown = worker.shutdown
+
+    @functools.wraps(shutdown)
+    def shutdown_after_hooks(*args: Any, **kwargs: Any) -> Any:
+        try:
+            hooks.close()  # exports are written to the end
+        except Exception:
+            logger.exception("hooks could not be closed")
+        return shutdown(*args, **kwargs)
+
+    worker.shutdown = shutdown_after_hooks
 
 
 watch_loading()

@@ -31,6 +31,8 @@ class RequestAnswer:
     prompt_tokens: int
     not_computed: int
     """How many tokens of the prompt were taken from the prefix cache."""
+    hooks: list[dict[str, Any]]
+    """What the hooks of this request did: name, modules, rows, errors, metrics."""
     silent: dict[str, str]
     """Layers that were asked for and did not fire, with the cause."""
 
@@ -40,7 +42,9 @@ def request_answer(merged: Mapping[str, Any]) -> RequestAnswer:
     states = {
         name: StatesOfLayer(list(layer["positions"]), _tensor(layer)) for name, layer in merged["hidden_states"].items()
     }
-    return RequestAnswer(states, merged["prompt_tokens"], merged["not_computed"], dict(merged["silent"]))
+    return RequestAnswer(
+        states, merged["prompt_tokens"], merged["not_computed"], list(merged["hooks"]), dict(merged["silent"])
+    )
 
 
 def merge_states(answers: Sequence[_Answer]) -> dict[str, Any]:
@@ -67,6 +71,7 @@ def merge_states(answers: Sequence[_Answer]) -> dict[str, Any]:
             name: _layer([each["states"][name] for each in good if name in each["states"]]) for name in names
         },
         "silent": {name: cause for name, cause in silent.items() if name not in names},
+        "hooks": _hooks([answer["hooks"] for answer in good]),
         "prompt_tokens": good[0]["prompt_tokens"],
         "not_computed": good[0]["not_computed"],
     }
@@ -83,6 +88,16 @@ def _layer(workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     merged = join_columns([_tensor(each) for each in with_rows], shard["sizes"], shard["replicas"], first["part"])
     data = merged.contiguous().view(torch.uint8).numpy().tobytes()
     return {**whole, "shape": list(merged.shape), "data": data}
+
+
+def _hooks(workers: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the hooks of a request as all workers saw them: figures of the first, errors of all."""
+    found = []
+    for same in zip(*(hooks for hooks in workers if hooks), strict=False):
+        errors = [each["last_error"] for each in same if each["last_error"]]
+        total = sum(each["errors"] for each in same)
+        found.append({**same[0], "errors": total, "last_error": errors[0] if errors else None})
+    return found
 
 
 def join_columns(

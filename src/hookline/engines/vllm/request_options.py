@@ -18,7 +18,7 @@ from hookline.serve.generation_request import StatesWanted
 
 __all__ = ["RequestOptions", "StatesPlan", "request_options"]
 
-_KEYS: Final = ("hidden_states", "key")
+_KEYS: Final = ("hidden_states", "hooks", "key")
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ class RequestOptions:
     key: str | None = None
     """Under which its results are kept, and by which hooks for single requests know it; its id if left out."""
     states: StatesPlan | None = None
+    hooks: tuple[Mapping[str, Any], ...] = ()
+    """Specs of hooks for this request alone."""
 
 
 def request_options(given: Any) -> RequestOptions:
@@ -87,7 +89,7 @@ def request_options(given: Any) -> RequestOptions:
         except ValueError as error:
             raise OptionError(f"The options of a request are JSON, got {given[:80]!r} ({error}).") from None
     if not isinstance(given, Mapping):
-        raise OptionError(f"The options of a request are an object with {' and '.join(_KEYS)}, got {given!r}.")
+        raise OptionError(f"The options of a request are an object with {', '.join(_KEYS)}, got {given!r}.")
     for key in given:
         if key not in _KEYS:
             raise OptionError(
@@ -97,7 +99,15 @@ def request_options(given: Any) -> RequestOptions:
     if key is not None and (not isinstance(key, str) or not key):
         raise OptionError(f"key is a text that is not empty, got {key!r}.")
     states = given.get("hidden_states")
-    return RequestOptions(key, None if states is None else StatesPlan.read(states))
+    return RequestOptions(key, None if states is None else StatesPlan.read(states), _hooks(given.get("hooks")))
+
+
+def _hooks(given: Any) -> tuple[Mapping[str, Any], ...]:
+    if given is None:
+        return ()
+    if not isinstance(given, list | tuple) or not all(isinstance(each, Mapping) for each in given):
+        raise OptionError(f"hooks is a list of hook specs, got {given!r}.")
+    return tuple(given)
 
 
 def _window(given: Any) -> tuple[int, int | None] | None:

@@ -120,17 +120,23 @@ class RequestStates:
         """Return whether a running request wants states."""
         return bool(self._observers)
 
-    def open(self, key: str, booked: BookedRequest, plan: StatesPlan | None, error: Exception | None = None) -> None:
-        """Begin to collect for a request; what is wrong with its plan is kept for whoever takes the states."""
+    def open(
+        self, key: str, booked: BookedRequest, plan: StatesPlan | None, error: Exception | None = None
+    ) -> StatesOfRequest | None:
+        """Begin to collect for a request; what is wrong with its plan is kept for whoever takes the states.
+
+        Returns:
+            What is collected; None if another request has that key.
+        """
         key = self._own_key(key, booked.id)
         if key in self._by_key:  # neither may get what is the other's
             self._by_key[key].fail(OptionError(f"Two requests have the key {key!r}; give each a key of its own."))
-            return
+            return None
         states = StatesOfRequest(key, booked, plan, error=error)
         self._make_room(0)
         self._by_key[key] = self._by_id[booked.id] = states
         if plan is None or error is not None:
-            return
+            return states
         try:
             states.sources = find_sources(self._model, plan.wanted.layers, plan.wanted.of)
             for source in states.sources:
@@ -140,6 +146,7 @@ class RequestStates:
         except Exception as failure:
             states.fail(failure)
             self._leave(states)
+        return states
 
     def _own_key(self, key: str, id: str) -> str:
         """Return the key of one answer: of several to one prompt, those behind the first have a number in front."""
@@ -263,6 +270,16 @@ class RequestStates:
         if states is not None:
             self.close(states.booked.id)
         return states is not None
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        for key in list(self._by_key):
+            self.drop(key)
+
+    def id_of(self, key: str) -> str | None:
+        """Return the engine's own id of the request with that key; None if there is none."""
+        states = self._by_key.get(key)
+        return None if states is None else states.booked.id
 
 
 def _plain(states: StatesOfRequest, source: LayerSource) -> dict[str, Any]:

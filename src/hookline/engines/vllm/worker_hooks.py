@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hookline.engines.vllm.engine_facts import EngineFacts, Way, choose_way, way_words
 from hookline.engines.vllm.layer_sources import never_called
+from hookline.engines.vllm.request_hooks import RequestHooks
 from hookline.engines.vllm.request_options import request_options
 from hookline.engines.vllm.request_states import RequestStates
 from hookline.engines.vllm.start_options import StartOptions
@@ -49,10 +50,13 @@ class WorkerHooks:
         self.eager_steps = 0
         """How many of them a compiled engine ran eagerly, for the hooks."""
         self.states = RequestStates(self.model, tp_size=self.facts.tp_size, most_bytes=options.captured_bytes)
+        self.request_hooks = RequestHooks(_EngineLiveHooks(self.model))
         self._runner = worker.model_runner
         self._live = _EngineLiveHooks(self.model)
         self._ways: dict[str, Way] = {}
         self._deferred: Any = []
+        self._before_start: dict[str, dict[str, int]] = {}
+        """How often hooks in the compiled code were met while the engine warmed up, by id and module."""
         self._table: TokenBatch | None = None
         self._batch: Any = None
         self._has_logged = False
@@ -97,6 +101,7 @@ class WorkerHooks:
         """Attach hooks before the engine compiles; keep edits for `add_deferred`, as none can be switched off there."""
         for spec in specs:
             for live in self._live.add_for_graph(spec):
+                live.counted.off = True  # until the engine has warmed up: those numbers are no one's
                 if live.counted.in_graph:  # it edits
                     self._live.remove(live.id)
                     self._deferred.append(spec)
@@ -108,6 +113,9 @@ class WorkerHooks:
 
     def add_deferred(self, specs: Sequence[Mapping[str, Any]] = ()) -> None:
         """Attach what has to wait until the engine has compiled the model."""
+        for live in self._live.list():
+            live.counted.off = False
+            self._before_start[live.id] = {site.name: site.fired for site in live.handle.report().sites}
         waiting, self._deferred = [*self._deferred, *specs], []
         if waiting:
             self.add(waiting, strict=False, origin="start")
@@ -117,6 +125,14 @@ class WorkerHooks:
         live = self._live.remove(id)
         self._ways.pop(id, None)
         return live
+
+    def close(self) -> None:
+        """Remove all hooks, and write what they still have."""
+        self._ways.clear()
+        self._live.close()
+        self.request_hooks.clear()
+        self.states.clear()
+        set_batch(None)
 
     def list(self) -> _Shown:
         """Return the hooks with their figures."""
@@ -130,7 +146,8 @@ class WorkerHooks:
         """Return a hook as plain data: as ``GET /hooks`` of the server has it, with its way and its sites."""
         from hookline.serve.http.hook_routes import hook_to_json
 
-        sites = {site.name: site.fired for site in live.handle.report().sites}
+        earlier = self._before_start.get(live.id, {})
+        sites = {site.name: site.fired - earlier.get(site.name, 0) for site in live.handle.report().sites}
         absent = _absent(live)
         return {
             **hook_to_json(live),
@@ -185,23 +202,52 @@ class WorkerHooks:
         begun, ended = self.book.note(scheduled)
         for id in ended:
             self.states.close(id)
+            self.request_hooks.close(id)
         for booked in begun:
             if booked.options is not None:
                 self._open(booked)
+
+    @property
+    def _has_requests(self) -> bool:
+        """Return whether a running request has asked for something."""
+        return self.states.is_active or self.request_hooks.is_active
+
+    def take(self, key: str) -> dict[str, Any]:
+        """Return what a request asked for as plain data, and forget it."""
+        id = self.states.id_of(key)
+        try:
+            found = self.states.take(key)
+        finally:
+            hooks = [] if id is None else self.request_hooks.take(key, id)
+        return {**found, "hooks": hooks}
+
+    def drop(self, key: str) -> bool:
+        """Forget what a request asked for, which may be running; return whether it is known."""
+        id = self.states.id_of(key)
+        if id is not None:
+            self.request_hooks.drop(key, id)
+        return self.states.drop(key)
 
     def _open(self, booked: BookedRequest) -> None:
         """Begin with what a request asks for; what is wrong with it, its answer tells."""
         try:
             asked = request_options(booked.options)
-            if asked.states is not None:
+            if asked.states is not None or asked.hooks:
                 choose_way(self.facts, before_compiling=False, edits=False)
         except Exception as error:
             logger.warning("request %r: %s", booked.name, error)
             self.states.open(booked.name, booked, None, error)
             return
         booked.name = asked.key or booked.name
-        if asked.states is not None:
-            self.states.open(booked.name, booked, asked.states)
+        opened = self.states.open(booked.name, booked, asked.states) if asked.states or asked.hooks else None
+        if opened is None:
+            return
+        booked.name = opened.key
+        if asked.hooks and opened.error is None:
+            try:
+                self.request_hooks.open(opened.key, booked.id, asked.hooks, self.options.allow)
+            except Exception as error:
+                opened.fail(error)
 
     def _note_batch(self, batch: Any) -> None:
         self._batch = batch
@@ -209,7 +255,7 @@ class WorkerHooks:
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Tell hooks whose rows the step has, and run it eagerly if a hook needs that."""
         self._table = None
-        if not self._ways and not self.states.is_active:
+        if not self._ways and not self._has_requests:
             return
         try:
             self._begin(kwargs)
@@ -224,7 +270,7 @@ class WorkerHooks:
         if context.attn_metadata is None:  # a run that warms up
             return
         self.steps += 1
-        if "on_demand" in self._ways.values() or (self.facts.is_compiled and self.states.is_active):
+        if "on_demand" in self._ways.values() or (self.facts.is_compiled and self._has_requests):
             context.skip_compiled = True
             self.eager_steps += 1
         batch, self._batch = self._batch, None

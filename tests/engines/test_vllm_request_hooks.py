@@ -1,0 +1,126 @@
+"""Test hooks that belong to one request of a flat batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hookline.engines.vllm.request_hooks import RequestHooks, confined_spec
+from hookline.engines.vllm.request_options import request_options
+from hookline.engines.vllm.step_rows import StepRow, table_of_step
+from hookline.engines.vllm.worker_hooks import _EngineLiveHooks
+from hookline.errors import NoMatchError, NotAllowedError, OptionError
+from hookline.factories.batch_rows import serving
+
+ROWS = [StepRow("a", 9, 1, 9), StepRow("b", 0, 3, 3), StepRow("c", 4, 1, 2)]
+STEER = {
+    "target_modules": ["0"],
+    "hook_factory": "hookline.factories:steer",
+    "config": {"vector": [10.0, 10.0]},
+}
+STATS = {"target_modules": ["0"], "hook_factory": "hookline.factories:activation_stats", "name": "s"}
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x + 1, x * 0
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(Pair())
+
+
+def run(model, rows=ROWS):
+    x = torch.arange(10.0).reshape(5, 2)
+    with torch.inference_mode(), serving(table_of_step(rows, [row.request_id for row in rows], {})):
+        return model(x)
+
+
+def test_an_edit_changes_the_rows_of_its_request_alone(model):
+    plain, zeros = run(model)
+    hooks = RequestHooks(_EngineLiveHooks(model))
+    hooks.open("b", "b", [STEER], None)
+    assert hooks.is_active
+    steered, second = run(model)
+    assert torch.equal(second, zeros)
+    changed = (steered != plain).any(1).tolist()
+    assert changed == [False, True, True, True, False]
+    assert torch.equal(steered[1:4], plain[1:4] + 10)
+    found = hooks.take("b", "b")
+    assert (found[0]["rows"], found[0]["errors"], found[0]["name"]) == (3, 0, "steer")
+    assert not hooks.is_active
+    assert all(torch.equal(one, other) for one, other in zip(run(model), (plain, zeros), strict=True))
+    assert not model[0]._forward_hooks
+
+
+def test_two_requests_have_hooks_of_their_own(model):
+    hooks = RequestHooks(_EngineLiveHooks(model))
+    hooks.open("a", "a", [STEER, STATS], None)
+    hooks.open("c", "c", [STATS], None)
+    run(model)
+    hooks.close("a")
+    run(model)  # a has ended, and is not in its metrics
+    first, second = hooks.take("a", "a")[1], hooks.take("c", "c")[0]
+    assert first["metrics"]["0/mean"] == pytest.approx(0.5 + 1 + 10)  # row 0, behind its own edit
+    assert second["metrics"]["0/mean"] == pytest.approx(8.5 + 1)  # row 4, untouched by the other's edit
+    assert (first["rows"], second["rows"]) == (1, 2)
+    assert hooks.take("a", "a") == []
+
+
+def test_a_request_that_is_not_in_the_step_is_left_alone(model):
+    hooks = RequestHooks(_EngineLiveHooks(model))
+    hooks.open("x", "x", [STEER], None)
+    plain = torch.arange(10.0).reshape(5, 2) + 1
+    assert torch.equal(run(model)[0], plain)
+    assert torch.equal(model(plain - 1)[0], plain)  # nobody says whose rows these are
+    hooks.drop("x", "x")
+    assert not model[0]._forward_hooks
+
+
+def test_a_hook_that_raises_is_switched_off_and_told(model):
+    hooks = RequestHooks(_EngineLiveHooks(model))
+    hooks.open("b", "b", [{**STEER, "config": {"vector": [1.0, 2.0, 3.0]}}], None)
+    plain = torch.arange(10.0).reshape(5, 2) + 1
+    assert torch.equal(run(model)[0], plain)
+    found = hooks.take("b", "b")[0]
+    assert found["errors"] == 1
+    assert "3" in found["last_error"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "error"),
+    [
+        ({"hook_factory": "os:system"}, NotAllowedError),
+        ({"hook_factory": "hookline.factories.exporting:export"}, NotAllowedError),
+        ({"hook_factory": "hookline.factories:export", "config": {"folder": "x"}}, NotAllowedError),
+        ({"hook_factory": "hookline.factories:steer", "config": {"file": "/etc/passwd"}}, NotAllowedError),
+        ({"hook_factory": "hookline.factories:steer", "on": "forward_pre"}, OptionError),
+        ({}, OptionError),
+    ],
+)
+def test_what_a_request_may_not_ask_for(spec, error):
+    with pytest.raises(error):
+        confined_spec({"target_modules": ["0"], **spec}, "a", None)
+
+
+def test_an_allowed_prefix_lets_other_factories_in():
+    spec = {"target_modules": ["0"], "hook_factory": "my_project.hooks:make"}
+    with pytest.raises(NotAllowedError):
+        confined_spec(spec, "a", ("my_proj",))
+    assert confined_spec(spec, "a", ("my_project",)).name == "make"
+
+
+def test_a_module_that_is_not_there_attaches_nothing(model):
+    hooks = RequestHooks(_EngineLiveHooks(model))
+    with pytest.raises(NoMatchError):
+        hooks.open("a", "a", [STEER, {**STEER, "target_modules": ["7"]}], None)
+    assert not hooks.is_active
+    assert not model[0]._forward_hooks
+
+
+def test_hooks_in_the_options_of_a_request():
+    assert request_options({"hooks": [STEER]}).hooks == (STEER,)
+    with pytest.raises(OptionError):
+        request_options({"hooks": STEER})

@@ -1,0 +1,250 @@
+"""Test the hooks of a worker with a stand-in for vLLM's: a small model, a runner and a forward context."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hookline.engines.vllm import VllmHooks, extension
+from hookline.engines.vllm.extension import HookExtension
+from hookline.errors import HookNameError, NoMatchError, OptionError
+from hookline.factories.batch_rows import current_batch
+
+STATS = {"target_modules": ["layers.#"], "hook_factory": "hookline.factories:activation_stats"}
+PROMPTS = {"a-00000001": 3, "b-00000002": 2}
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, input_ids, positions):
+        x = input_ids[:, None] * torch.ones(4)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Runner:
+    """A stand-in for the V1 runner: it runs the prompts of all requests in the first step, then a token of each."""
+
+    def __init__(self, model, context):
+        self.model, self.context = model, context
+        self.input_batch = None
+
+    def execute_model(self, scheduled):
+        names = list(scheduled.counts)
+        counts = list(scheduled.counts.values())
+        self.query_start_loc = SimpleNamespace(np=np.cumsum([0, *counts]))
+        self.input_batch = SimpleNamespace(
+            req_ids=names,
+            num_reqs=len(names),
+            num_computed_tokens_cpu=np.array([scheduled.computed[name] for name in names]),
+            num_prompt_tokens=np.array([PROMPTS[name] for name in names]),
+        )
+        self.context.attn_metadata, self.context.skip_compiled = {}, False
+        ids = torch.arange(1.0, 1 + sum(counts))
+        with torch.inference_mode():
+            return self.model(input_ids=ids, positions=torch.arange(sum(counts)))
+
+
+class Worker(HookExtension):
+    """A stand-in for vLLM's worker."""
+
+    def __init__(self, context, *, compiled=True, rank=0, tp=1, **options):
+        context.workers.append(self)
+        self.rank = rank
+        self.model_runner = Runner(Model().eval(), context)
+        self.vllm_config = SimpleNamespace(
+            compilation_config=SimpleNamespace(mode=3 if compiled else 0, cudagraph_mode=None),
+            parallel_config=SimpleNamespace(tensor_parallel_size=tp, pipeline_parallel_size=1),
+            additional_config={"hookline": options},
+        )
+
+    def get_model(self):
+        return self.model_runner.model
+
+    def load_model(self):
+        return "loaded"
+
+    def shutdown(self):
+        return "down"
+
+    def compile_or_warm_up_model(self):
+        self.model_runner.context.attn_metadata = None
+        with torch.inference_mode():
+            self.get_model()(input_ids=torch.full((8,), 1e6), positions=torch.arange(8))
+        return "warm"
+
+
+class Engine:
+    """A stand-in for ``LLM``, with one or two workers."""
+
+    def __init__(self, *workers):
+        self.workers = workers
+        self.collective_rpc("hookline_describe")  # as the start of a real engine does
+
+    def collective_rpc(self, method, args=()):
+        return [getattr(worker, method)(*args) for worker in self.workers]
+
+    def step(self, counts, new=None, computed=None, finished=()):
+        """Run a step; ``new`` has the options of requests that begin with it."""
+        begun = [
+            SimpleNamespace(
+                req_id=name,
+                prompt_token_ids=[0] * PROMPTS[name],
+                num_computed_tokens=0,
+                sampling_params=SimpleNamespace(extra_args={"hookline": options} if options else None),
+            )
+            for name, options in (new or {}).items()
+        ]
+        scheduled = SimpleNamespace(
+            counts=counts,
+            computed=computed or dict.fromkeys(counts, 0),
+            scheduled_new_reqs=begun,
+            finished_req_ids=finished,
+        )
+        results = [worker.model_runner.execute_model(scheduled) for worker in self.workers]
+        return results[0]
+
+
+@pytest.fixture
+def context(monkeypatch):
+    found = SimpleNamespace(attn_metadata=None, skip_compiled=False, workers=[])
+    monkeypatch.setitem(sys.modules, "vllm.forward_context", SimpleNamespace(get_forward_context=lambda: found))
+    yield found
+    for worker in found.workers:
+        worker.__dict__["_hookline_hooks"].close()
+    assert current_batch() is None
+
+
+def test_hooks_come_and_go_on_demand(context):
+    engine = Engine(Worker(context))
+    hooks = VllmHooks(engine)
+    plain = engine.step(PROMPTS)
+    assert not context.skip_compiled
+    added = hooks.add(STATS)
+    assert (added["id"], added["way"]) == ("h1", "on_demand")
+    assert torch.equal(engine.step(PROMPTS), plain)
+    assert context.skip_compiled
+    assert hooks.list()[0]["sites"] == {"layers.0": 1, "layers.1": 1}
+    assert hooks.remove("h1")["fired"] == 2
+    engine.step(PROMPTS)
+    assert not context.skip_compiled
+    assert hooks.describe()[0]["eager_steps"] == 1
+    with pytest.raises(HookNameError):
+        hooks.remove("h1")
+
+
+def test_an_eager_engine_stays_as_it_is(context):
+    engine = Engine(Worker(context, compiled=False))
+    assert VllmHooks(engine).add(STATS)["way"] == "eager"
+    engine.step(PROMPTS)
+    assert not context.skip_compiled
+
+
+def test_workers_agree_on_ids_also_after_errors(context):
+    engine = Engine(Worker(context, tp=2), Worker(context, rank=1, tp=2))
+    hooks = VllmHooks(engine)
+    with pytest.raises(NoMatchError, match="nope"):
+        hooks.add({**STATS, "target_modules": ["nope"]})
+    with pytest.raises(OptionError, match="no option"):
+        hooks.add({**STATS, "config": {"x": 1}})
+    engine.workers[1].get_model().layers.append(nn.Identity())  # a module that the first worker lacks
+    only_second = hooks.add({**STATS, "target_modules": ["layers.2"]})
+    assert (only_second["id"], only_second["missing_on"], only_second["matched"]) == ("h3", [0], ["layers.2"])
+    assert hooks.add(STATS)["id"] == "h4"
+    engine.step(PROMPTS)
+    assert {each["id"]: each["fired_by_rank"] for each in hooks.list()}["h4"] == {"0": 2, "1": 3}
+
+
+def test_one_worker_that_fails_takes_the_hook_off_the_others(context):
+    engine = Engine(Worker(context, tp=2), Worker(context, rank=1, tp=2))
+    hooks = VllmHooks(engine)
+    engine.workers[1].hookline_add = lambda *args: {"rank": 1, "error": {"type": "OSError", "message": "disk full"}}
+    with pytest.raises(OptionError, match="OSError: disk full"):
+        hooks.add(STATS)
+    assert hooks.list() == []
+
+
+def test_a_request_gets_its_states_and_its_hooks(context):
+    engine = Engine(Worker(context))
+    hooks = VllmHooks(engine)
+    plain = engine.step(PROMPTS)
+    steer = {
+        "target_modules": ["layers.1"],
+        "hook_factory": "hookline.factories:steer",
+        "config": {"vector": [1.0] * 4},
+    }
+    asked = {"key": "mine", "hidden_states": {"layers": ["layers.1"]}, "hooks": [steer]}
+    first = engine.step(PROMPTS, {"a-00000001": asked, "b-00000002": None})
+    assert context.skip_compiled
+    assert torch.equal(first[:3], plain[:3] + 1)
+    assert torch.equal(first[3:], plain[3:])
+    engine.step({"b-00000002": 1, "a-00000001": 1}, computed={"a-00000001": 3, "b-00000002": 2})
+    answer = hooks.states("mine")
+    assert answer.states["layers.1"].positions == [0, 1, 2, 3]
+    assert torch.equal(answer.states["layers.1"].values[:3], first[:3])
+    assert answer.hooks[0]["rows"] == 4
+    engine.step(PROMPTS, finished=["a-00000001"])
+    assert not context.skip_compiled
+    with pytest.raises(HookNameError):
+        hooks.states("mine")
+
+
+def test_wrong_options_of_a_request_harm_nobody(context):
+    engine = Engine(Worker(context))
+    hooks = VllmHooks(engine)
+    plain = engine.step(PROMPTS)
+    bad = {"hidden_states": {"layers": ["layers.0"]}, "hooks": [{"target_modules": ["x"], "hook_factory": "os:system"}]}
+    assert torch.equal(engine.step(PROMPTS, {"a-00000001": bad, "b-00000002": "{"}), plain)
+    for key, text in (("a", "os:system"), ("b", "JSON")):
+        with pytest.raises(PermissionError if key == "a" else OptionError, match=text):
+            hooks.states(key)
+
+
+def test_a_step_that_cannot_be_read_is_logged_and_run(context, caplog):
+    engine = Engine(Worker(context))
+    VllmHooks(engine).add(STATS)
+    context.attn_metadata = {}
+    model = engine.workers[0].get_model()
+    model(input_ids=torch.ones(2), positions=torch.arange(2))  # the runner has no batch
+    model(input_ids=torch.ones(2), positions=torch.arange(2))
+    assert sum("could not be read" in record.message for record in caplog.records) == 1
+
+
+def test_hooks_of_the_start_wait_for_the_warm_up(context, tmp_path, monkeypatch):
+    file = tmp_path / "hooks.json"
+    file.write_text('[{"target_modules": ["layers.#"], "hook_factory": "hookline.factories:activation_stats"}]')
+    base = type("Base", (Worker,), {"load_model": lambda self: "loaded"})
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=base))
+    monkeypatch.delenv("VLLM_DISABLE_COMPILE_CACHE", raising=False)
+    extension.watch_loading()
+    extension.watch_loading()
+    for in_graph in (False, True):
+        monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "0")
+        worker = base(context, hooks=str(file), in_graph=in_graph)
+        assert worker.load_model() == "loaded"
+        engine = Engine(worker)
+        hooks = VllmHooks(engine)
+        assert len(hooks.list()) == in_graph
+        assert worker.compile_or_warm_up_model() == "warm"
+        assert [(each["way"], each["fired"]) for each in hooks.list()] == [("in_graph" if in_graph else "on_demand", 0)]
+        engine.step(PROMPTS)
+        assert context.skip_compiled is not in_graph
+        assert hooks.list()[0]["fired"] == 2
+        assert hooks.metrics()["h1"]["layers.0/max"] < 1e5  # nothing of the warm-up
+        hooks.remove("h1")
+        assert bool(worker.get_model().layers[0]._forward_hooks) is in_graph  # switched off, not unregistered
+        engine.step(PROMPTS)
+        assert hooks.list() == []
+        hooks.add(STATS)
+        assert worker.shutdown() == "down"
+        assert hooks.list() == []
