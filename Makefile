@@ -19,7 +19,7 @@ WORKERS ?= 3
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm check bench docs clean
+.PHONY: help setup run test test-vllm test-sglang check bench docs clean
 # `make -j` must not mix the output of check, docs and the tests.
 .NOTPARALLEL:
 
@@ -84,6 +84,23 @@ $(VLLM_STAMP): pyproject.toml tests_vllm/constraints.txt
 	@$(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec
 	@touch $@
 
+# The wheel's modules alone: its kernels need CUDA. What they import beside is installed without dependencies, next to it.
+SGLANG       ?= sglang==0.5.23
+SGLANG_DIR   := .sglang
+SGLANG_STAMP := $(SGLANG_DIR)/.stamp
+
+test-sglang: $(SGLANG_STAMP) ## load the modules of SGLang without CUDA, and test hooks on them (outside of `make test`)
+	@SGLANG_SOURCE=$(SGLANG_DIR)/source PYTHONPATH=$(SGLANG_DIR)/beside OMP_NUM_THREADS=1 \
+	    $(BIN)/python -m pytest tests_sglang $(ARGS)
+
+$(SGLANG_STAMP): $(STAMP) tests_sglang/requirements.txt
+	@rm -rf $(SGLANG_DIR)
+	@echo "fetching $(SGLANG) into $(SGLANG_DIR)"
+	@$(PIP) download --no-deps --only-binary :all: -d $(SGLANG_DIR) '$(SGLANG)'
+	@$(BIN)/python -m zipfile -e $(SGLANG_DIR)/sglang-*.whl $(SGLANG_DIR)/source
+	@$(PIP) install --no-deps --target $(SGLANG_DIR)/beside -r tests_sglang/requirements.txt
+	@touch $@
+
 bench: setup ## measure, and print each cost as a ratio
 	@$(BIN)/python benchmarks/run.py
 
@@ -91,5 +108,5 @@ docs: setup ## check every link of the pages
 	@$(BIN)/python docs/check.py
 
 clean: ## remove .venv, caches and builds
-	rm -rf $(VENV) $(VLLM_VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .schemathesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_DIR) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .schemathesis
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,7 +10,6 @@ import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from hookline.engines.vllm.engine_facts import EngineFacts, Way, choose_way, way_words
@@ -20,6 +19,7 @@ from hookline.engines.vllm.request_options import request_options
 from hookline.engines.vllm.request_states import RequestStates
 from hookline.engines.vllm.start_options import StartOptions
 from hookline.engines.vllm.step_rows import BookedRequest, RequestBook, rows_of_runner, table_after_model, table_of_step
+from hookline.engines.worker_calls import at_once
 from hookline.factories.batch_rows import TokenBatch, set_batch
 from hookline.serve.live_hooks import LiveHook, LiveHooks, Origin
 from hookline.sites.receipt import likely_cause
@@ -299,7 +299,7 @@ class _EngineLiveHooks(LiveHooks):
     """The hooks on the model of one worker. All calls come between two steps, on the worker's only thread."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, _at_once, allow=None)
+        super().__init__(model, at_once, allow=None)
         self._is_compiled = False
         self._in_graph: set[str] = set()
 
@@ -329,16 +329,6 @@ class _EngineLiveHooks(LiveHooks):
         live = self._live.pop(id)
         live.counted.off = True  # never off the module: compiled code without guards finds its hooks by their place
         return live, self._not_on([live])
-
-
-def _at_once(act: Callable[[], Any]) -> Future[Any]:
-    """Run ``act`` at once: a worker takes calls between its steps only."""
-    done: Future[Any] = Future()
-    try:
-        done.set_result(act())
-    except BaseException as error:
-        done.set_exception(error)
-    return done
 
 
 def _before_call(function: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:

@@ -1,0 +1,49 @@
+"""Read from the environment what the plugin of SGLang is to do.
+
+`register` reads `SglangOptions`; `SglangHooks` and `install` are given them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hookline.errors import OptionError
+
+__all__ = ["SglangOptions"]
+
+_HOOKS: Final = "HOOKLINE_SGLANG_HOOKS"
+_IN_GRAPH: Final = "HOOKLINE_SGLANG_IN_GRAPH"
+_REPORT: Final = "HOOKLINE_SGLANG_REPORT"
+
+
+@dataclass(frozen=True)
+class SglangOptions:
+    """What the environment asks for.
+
+    Recipe: ``SglangOptions.read({"HOOKLINE_SGLANG_HOOKS": "hooks.json"})``.
+    """
+
+    specs: tuple[Any, ...] = ()
+    """The specs of the file ``HOOKLINE_SGLANG_HOOKS``."""
+    in_graph: bool = False
+    """``HOOKLINE_SGLANG_IN_GRAPH=1``: let CUDA graphs record the hooks, and replay those graphs."""
+    report: Path | None = None
+    """``HOOKLINE_SGLANG_REPORT``: a folder for a file of each worker with its hooks and their metrics."""
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> SglangOptions:
+        """Return the options; raise for a file that cannot be read, with the lines of its mistakes."""
+        from hookline.config.hook_files import specs_of_file
+
+        in_graph = environment.get(_IN_GRAPH, "0")
+        if in_graph not in ("", "0", "1"):
+            raise OptionError(f"{_IN_GRAPH} is 0 or 1, got {in_graph!r}.")
+        report = environment.get(_REPORT)
+        return cls(
+            specs=tuple(specs_of_file(environment[_HOOKS])),
+            in_graph=in_graph == "1",
+            report=Path(report).absolute() if report else None,
+        )
