@@ -92,7 +92,7 @@ def alone(model, tokens, name, layer):
 
 def answer(states, key):
     """Return what a worker answers."""
-    return {"rank": 0, "hooks": [], **states.take(key)}
+    return {"rank": 0, "hooks": [], "flags": [], **states.take(key)}
 
 
 def booked(name, prompt=6, cached=0):
@@ -130,6 +130,18 @@ def test_each_request_gets_its_own_rows_and_no_other(model, tokens):
         states.take("c")
     assert not states.is_active
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_an_answer_can_be_saved(model, tokens, tmp_path):
+    from safetensors.torch import load_file
+
+    states = opened(model, "a", positions=[1, 3])
+    run(states, model, STEPS[0], tokens)
+    found = request_answer(merge_states([answer(states, "a")]))
+    found.save(tmp_path / "a.safetensors")
+    read = load_file(tmp_path / "a.safetensors")
+    assert torch.equal(read["layers.1"], found.states["layers.1"].values)
+    assert read["positions/layers.1"].tolist() == [1, 3]
 
 
 def test_observers_change_no_bit(model, tokens):
@@ -172,7 +184,17 @@ def test_windows_of_tokens(model, tokens, options, expected):
     if expected:
         merged = request_answer(
             merge_states(
-                [{"rank": 0, "states": {"x": found}, "silent": {}, "hooks": [], "prompt_tokens": 6, "not_computed": 0}]
+                [
+                    {
+                        "rank": 0,
+                        "states": {"x": found},
+                        "silent": {},
+                        "hooks": [],
+                        "flags": [],
+                        "prompt_tokens": 6,
+                        "not_computed": 0,
+                    }
+                ]
             )
         )
         torch.testing.assert_close(merged.states["x"].values, alone(model, tokens, "a", 1)[expected])

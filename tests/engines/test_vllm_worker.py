@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+import hookline
 from hookline.engines.vllm import VllmHooks, extension
 from hookline.engines.vllm.extension import HookExtension
-from hookline.errors import HookNameError, NoMatchError, OptionError
+from hookline.errors import HookNameError, HookNeverFired, NoMatchError, OptionError
 from hookline.factories.batch_rows import current_batch
+from hookline.factories.probe_heads import ProbeHead
+from hookline.factories.request_notes import current_notes
 
 STATS = {"target_modules": ["layers.#"], "hook_factory": "hookline.factories:activation_stats"}
 PROMPTS = {"a-00000001": 3, "b-00000002": 2}
@@ -123,6 +126,7 @@ def context(monkeypatch):
     for worker in found.workers:
         worker.__dict__["_hookline_hooks"].close()
     assert current_batch() is None
+    assert current_notes() is None
 
 
 def test_hooks_come_and_go_on_demand(context):
@@ -199,6 +203,24 @@ def test_a_request_gets_its_states_and_its_hooks(context):
         hooks.states("mine")
 
 
+def test_a_probe_flags_requests(context):
+    engine = Engine(Worker(context))
+    hooks = VllmHooks(engine)
+    always, never = (ProbeHead([(torch.zeros(1, 4), torch.tensor([bias]))], threshold=0.5) for bias in (5.0, -5.0))
+    base = {"target_modules": ["layers.1"], "hook_factory": "hookline.factories:probe"}
+    for name, head in (("always", always), ("never", never)):
+        config = {"head": head, "name": name, "action": "flag", "requests": ["a"]}
+        hooks.add({**base, "config": config})
+    engine.step(PROMPTS, {"a-00000001": {"hidden_states": {"layers": ["layers.0"]}}, "b-00000002": None})
+    engine.step({"a-00000001": 1, "b-00000002": 1}, computed={"a-00000001": 3, "b-00000002": 2})
+    (flag,) = hooks.states("a").flags
+    assert (flag["probe"], flag["tokens"], flag["position"]) == ("always", 4, 0)
+    assert hooks.flags("b") == []
+    engine.step(PROMPTS)
+    assert hooks.flags("a")[0]["tokens"] == 3
+    assert hooks.flags("a") == []
+
+
 def test_wrong_options_of_a_request_harm_nobody(context):
     engine = Engine(Worker(context))
     hooks = VllmHooks(engine)
@@ -208,6 +230,39 @@ def test_wrong_options_of_a_request_harm_nobody(context):
     for key, text in (("a", "os:system"), ("b", "JSON")):
         with pytest.raises(PermissionError if key == "a" else OptionError, match=text):
             hooks.states(key)
+
+
+def test_an_engine_that_is_built_otherwise_lives_on(context, monkeypatch, caplog):
+    base = type("Other", (Worker,), {})
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=base))
+    extension.watch_loading()
+    worker = base(context)
+    context.workers.clear()
+    del worker.vllm_config.compilation_config
+    assert worker.load_model() == "loaded"
+    assert "built otherwise" in caplog.text
+    with pytest.raises(OptionError, match="built otherwise"):
+        VllmHooks(Engine(worker)).add(STATS)
+
+
+class TorchCompileWithNoGuardsWrapper:
+    """A stand-in for vLLM's base class of models that it compiles."""
+
+
+class CompiledModel(TorchCompileWithNoGuardsWrapper, Model):
+    def forward(self, input_ids, positions):
+        return input_ids * 2  # as compiled code does, which calls none of its modules
+
+
+@pytest.mark.parametrize("do_not_compile", [False, True])
+def test_a_hook_that_comes_by_hand_and_too_late_is_told_the_true_cause(do_not_compile):
+    model = CompiledModel()
+    model.do_not_compile = do_not_compile
+    handle = hookline.attach(model, "layers.0", lambda module, args, output: None)
+    model(torch.ones(2), torch.arange(2))
+    with pytest.warns(HookNeverFired) as warned:
+        handle.remove()
+    assert ("hookline.engines.vllm" in str(warned[0].message)) is not do_not_compile
 
 
 def test_a_step_that_cannot_be_read_is_logged_and_run(context, caplog):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hookline.factories.token_owners import TokenOwners
 
-__all__ = ["RequestFlag", "RequestNotes", "current_notes", "merge_flags", "noting"]
+__all__ = ["RequestFlag", "RequestNotes", "current_notes", "merge_flags", "noting", "set_notes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,11 @@ _NOTES: Final[ContextVar[RequestNotes | None]] = ContextVar("hookline_request_no
 def current_notes() -> RequestNotes | None:
     """Return the notes of the engine that runs this forward; None without one."""
     return _NOTES.get()
+
+
+def set_notes(notes: RequestNotes | None) -> None:
+    """Let hooks add to ``notes`` from now on, for an engine that tells of begin and end of a step separately."""
+    _NOTES.set(notes)
 
 
 @contextmanager

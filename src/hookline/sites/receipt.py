@@ -281,7 +281,8 @@ def cause_around(model: nn.Module | None, name: str, module: nn.Module) -> str |
     return (
         f"{compiled} runs compiled code that was made without guards (guard_filter_fn=, as vLLM has it), and so "
         "never notices a hook that comes after it; attach before its first call, call torch.compiler.reset() "
-        "once the hook is on, or run it eagerly (torch.compiler.set_stance('force_eager'))"
+        "once the hook is on, or run it eagerly (torch.compiler.set_stance('force_eager')); in vLLM, attach it by "
+        "hookline.engines.vllm, which runs the steps with hooks eagerly"
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hookline.engines.vllm.start_options import StartOptions
+from hookline.errors import OptionError
 
 __all__ = ["HookExtension", "watch_loading"]
 
@@ -74,6 +75,10 @@ class HookExtension:
         """Forget what a request asked for, which may be running."""
         return _answer(self, lambda hooks: {"dropped": hooks.drop(key)})
 
+    def hookline_take_flags(self, key: str) -> dict[str, Any]:
+        """Return what probes flagged in a request, by its key or the id that the client gave; forget it."""
+        return _answer(self, lambda hooks: {"flags": hooks.flags.take(key)})
+
 
 def _answer(worker: Any, act: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
     """Return what ``act`` gives, or its error as plain data, with the rank of the worker."""
@@ -98,7 +103,15 @@ def _hooks_of(worker: Any) -> Any:
     if found is None:
         from hookline.engines.vllm.worker_hooks import WorkerHooks
 
-        found = WorkerHooks(worker, StartOptions.read(worker.vllm_config.additional_config))
+        options = StartOptions.read(worker.vllm_config.additional_config)
+        try:
+            found = WorkerHooks(worker, options)
+        except AttributeError as error:
+            version = getattr(sys.modules.get("vllm"), "__version__", "unknown")
+            raise OptionError(
+                f"This engine (vLLM {version}) is built otherwise than those that hookline knows ({error}); no hook "
+                "can be attached. docs/engines.md has the versions that were tested."
+            ) from error
         worker.__dict__["_hookline_hooks"] = found
     return found
 
@@ -133,7 +146,13 @@ def _start(worker: Any) -> None:
     from hookline.config.hook_files import specs_of_file
     from hookline.engines.vllm.worker_hooks import keep_compiled_code_fresh
 
-    hooks = _hooks_of(worker)
+    try:
+        hooks = _hooks_of(worker)
+    except OptionError as error:
+        if not isinstance(error.__cause__, AttributeError):
+            raise
+        logger.error("%s", error)  # the engine lives on, and every call of hookline is answered with this
+        return
     options = hooks.options
     specs = [] if options.hooks is None else specs_of_file(options.hooks)
     if options.in_graph and hooks.facts.is_compiled and specs:

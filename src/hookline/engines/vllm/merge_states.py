@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -33,8 +34,19 @@ class RequestAnswer:
     """How many tokens of the prompt were taken from the prefix cache."""
     hooks: list[dict[str, Any]]
     """What the hooks of this request did: name, modules, rows, errors, metrics."""
+    flags: list[dict[str, Any]]
+    """What probes flagged in this request: probe, module, tokens, position, score."""
     silent: dict[str, str]
     """Layers that were asked for and did not fire, with the cause."""
+
+    def save(self, path: str | Path) -> None:
+        """Write the states as a safetensors file: a tensor for each layer, and ``positions/LAYER``."""
+        from safetensors.torch import save_file
+
+        tensors = {name: layer.values.contiguous() for name, layer in self.states.items()}
+        positions = {f"positions/{name}": torch.tensor(layer.positions) for name, layer in self.states.items()}
+        counts = {"prompt_tokens": str(self.prompt_tokens), "not_computed": str(self.not_computed)}
+        save_file({**tensors, **positions}, str(path), metadata=counts)
 
 
 def request_answer(merged: Mapping[str, Any]) -> RequestAnswer:
@@ -43,7 +55,12 @@ def request_answer(merged: Mapping[str, Any]) -> RequestAnswer:
         name: StatesOfLayer(list(layer["positions"]), _tensor(layer)) for name, layer in merged["hidden_states"].items()
     }
     return RequestAnswer(
-        states, merged["prompt_tokens"], merged["not_computed"], list(merged["hooks"]), dict(merged["silent"])
+        states,
+        merged["prompt_tokens"],
+        merged["not_computed"],
+        list(merged["hooks"]),
+        list(merged["flags"]),
+        dict(merged["silent"]),
     )
 
 
@@ -72,6 +89,7 @@ def merge_states(answers: Sequence[_Answer]) -> dict[str, Any]:
         },
         "silent": {name: cause for name, cause in silent.items() if name not in names},
         "hooks": _hooks([answer["hooks"] for answer in good]),
+        "flags": good[0]["flags"],
         "prompt_tokens": good[0]["prompt_tokens"],
         "not_computed": good[0]["not_computed"],
     }

@@ -7,7 +7,7 @@ do: the hook is called with the rows of that request, and what it returns replac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -89,11 +89,8 @@ def confined_spec(given: Mapping[str, Any], request: str, allow: tuple[str, ...]
         hook = call_factory(path, config, None)
         return None if hook is None else _confined(hook, request)
 
-    values = {
-        name: getattr(checked, name) for name in ("target_modules", "observe", "every", "sees", "exclude", "on_error")
-    }
     name = checked.name or path.rpartition(":")[2].rpartition(".")[2]
-    return HookSpec(name=name, hook_factory=make, config=checked.config, **values)
+    return replace(checked, name=name, hook_factory=make)
 
 
 def _check_allowed(path: str, config: Mapping[str, Any], allow: tuple[str, ...] | None) -> None:

@@ -88,6 +88,11 @@ class VllmHooks:
         """
         return request_answer(merge_states(self._call("hookline_take_states", key)))
 
+    def flags(self, key: str) -> _Found:
+        """Return what probes flagged in a request that did not ask for anything itself, and forget it."""
+        found: _Found = self._checked("hookline_take_flags", key)[0]["flags"]
+        return found
+
     def describe(self) -> _Found:
         """Return what each worker knows of the engine, and how many tokens came from the prefix cache."""
         return [answer["engine"] for answer in self._checked("hookline_describe")]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hookline.engines.vllm.engine_facts import EngineFacts, Way, choose_way, way_words
 from hookline.engines.vllm.layer_sources import never_called
+from hookline.engines.vllm.request_flags import RequestFlags
 from hookline.engines.vllm.request_hooks import RequestHooks
 from hookline.engines.vllm.request_options import request_options
 from hookline.engines.vllm.request_states import RequestStates
@@ -51,6 +52,7 @@ class WorkerHooks:
         """How many of them a compiled engine ran eagerly, for the hooks."""
         self.states = RequestStates(self.model, tp_size=self.facts.tp_size, most_bytes=options.captured_bytes)
         self.request_hooks = RequestHooks(_EngineLiveHooks(self.model))
+        self.flags = RequestFlags()
         self._runner = worker.model_runner
         self._live = _EngineLiveHooks(self.model)
         self._ways: dict[str, Way] = {}
@@ -132,6 +134,7 @@ class WorkerHooks:
         self._live.close()
         self.request_hooks.clear()
         self.states.clear()
+        self.flags.clear()
         set_batch(None)
 
     def list(self) -> _Shown:
@@ -219,7 +222,7 @@ class WorkerHooks:
             found = self.states.take(key)
         finally:
             hooks = [] if id is None else self.request_hooks.take(key, id)
-        return {**found, "hooks": hooks}
+        return {**found, "hooks": hooks, "flags": self.flags.take(key)}
 
     def drop(self, key: str) -> bool:
         """Forget what a request asked for, which may be running; return whether it is known."""
@@ -277,12 +280,14 @@ class WorkerHooks:
         rows = rows_of_runner(self._runner, batch)
         self._table = table_of_step(rows, self.book.names(rows), kwargs)
         self.states.begin_step(rows)
+        self.flags.begin_step()
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._table is not None:
             set_batch(table_after_model(self._table))
             self._table = None
             self.states.end_step()
+            self.flags.end_step()
 
     def _log_once(self, text: str) -> None:
         if not self._has_logged:

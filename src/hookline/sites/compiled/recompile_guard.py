@@ -111,7 +111,7 @@ def ignores_hooks(module: nn.Module) -> bool:
     With its guards, it names the class of the module. Code with no guards whatever counts for every module: which
     modules are inside of it, it does not say.
     """
-    if _torch.skips_guards():
+    if _torch.skips_guards() or _is_compiled_by_vllm(module):
         return True
     name = str(id(type(module)))
     own = getattr(type(module).forward, "__code__", None)
@@ -120,6 +120,12 @@ def ignores_hooks(module: nn.Module) -> bool:
         if all(_SOURCE not in text for text in texts) or (code is own and all(name not in text for text in texts)):
             return True
     return False
+
+
+def _is_compiled_by_vllm(module: nn.Module) -> bool:
+    """Return whether vLLM has compiled the module: such code may lie outside of the compiler's own caches."""
+    bases = {base.__name__ for base in type(module).__mro__}
+    return "TorchCompileWithNoGuardsWrapper" in bases and not getattr(module, "do_not_compile", False)
 
 
 _SOURCE: Final = "source="
