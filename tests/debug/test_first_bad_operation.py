@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -212,7 +213,7 @@ def test_what_was_given_and_what_does_not_repeat_is_said_so() -> None:
         check.step(torch.tensor([[1.0, float("nan"), 2.0]]))
     assert check.reports[0].verdict == "given"
     assert check.reports[0].operation is not None
-    assert "input of the step" in check.reports[0].operation.given
+    assert "an input or a constant of the step" in check.reports[0].operation.given
 
 
 class Masked(nn.Module):
@@ -309,6 +310,41 @@ def test_a_second_run_that_is_not_undone_would_show(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(StateMarks, "difference", lambda self, model: "")  # which would notice
     found = differences(_bare(), _train(checked=True)[0])
     assert any(name.startswith("parameter.") for name in found)
+
+
+def infinite_constant(x: Tensor) -> Tensor:
+    """An infinity that is no mask: it goes on, and becomes NaN in the norm of the next layer."""
+    return x * torch.tensor(float("inf"))
+
+
+def half_filled(x: Tensor) -> Tensor:
+    """Memory of which only a part is written; torch fills it with NaN, if results are to be deterministic."""
+    found = torch.empty_like(x)
+    found[..., :2] = x[..., :2]
+    return found
+
+
+@pytest.mark.parametrize(("planted", "what", "operator", "given"), [
+    (infinite_constant, "Inf", "the first operator that reads it", "an input or a constant of the step"),
+    (half_filled, "NaN", "aten.empty_like.default", "it was in memory that nothing has filled"),
+])  # fmt: skip
+def test_a_constant_and_memory_that_was_not_filled_are_named_where_they_are(
+    planted: Callable[[Tensor], Tensor], what: str, operator: str, given: str
+) -> None:
+    """The module that put them in, not the one in which an infinity becomes NaN."""
+    run = Run(planted)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with find_bad_operations(run.model, run.optimizer, step_fn=run.step) as check:
+            for batch in run.data:
+                check.step(batch)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    found = check.reports[0].operation
+    assert found is not None
+    assert (found.what, found.operator, found.given) == (what, operator, given)
+    assert (found.module, found.where) == ("layers.7.gate", "forward")
 
 
 def test_a_loop_that_skips_bad_gradients_itself_has_the_operator_named() -> None:

@@ -75,12 +75,13 @@ def compare(arguments: Sequence[str]) -> int:
         mesh=_mesh(options.mesh),
         tensors_only=options.tensors,
     )
-    page = None if options.html is None else found.write_html(options.html)
-    if options.json:
-        tell(json.dumps(found.to_json(), indent=1, allow_nan=False))
-    else:
-        tell(str(found))
-        if page is not None:
+    tell(json.dumps(found.to_json(), indent=1, allow_nan=False) if options.json else str(found))
+    if options.html is not None:
+        try:
+            page = found.write_html(options.html)
+        except OSError as error:
+            raise OptionError(f"--html {options.html}: the page cannot be written ({error}).") from error
+        if not options.json:
             tell(f"The page is {page}.")
     return DONE if found.ok else FAILED
 

@@ -51,6 +51,8 @@ class Alignment:
     only_b: list[str] = field(default_factory=list)
     lost: list[LostGradient] = field(default_factory=list)
     """Gradients of A that B does not have."""
+    missing: list[str] = field(default_factory=list)
+    """Notes about steps and calls that only one run has."""
     notes: list[str] = field(default_factory=list)
     """What a reader has to know about how values were paired."""
 
@@ -83,6 +85,7 @@ def align(
         found.unpaired = [replace(value, is_difference=False) for value in found.unpaired]
         # And steps of their own: rows of all steps were paired.
         found.notes = [note for note in found.notes if not note.startswith(STEPS_LEFT)]
+    found.missing = [note for note in found.notes if note.startswith(STEPS_LEFT) or CALLS_DIFFER in note]
     found.notes = _shortened(found.notes)
     return found
 

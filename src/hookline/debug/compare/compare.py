@@ -105,6 +105,7 @@ def compare(
         problems,
         (_name_of(a, "A"), _name_of(b, "B")),
         [*run_a.left_out, *run_b.left_out],
+        found.missing,
     )
 
 

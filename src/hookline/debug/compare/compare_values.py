@@ -104,7 +104,38 @@ def compare_pairs(
             places -= 1
             value.where = _where(pair, value)
         found.append(value)
+    _doubt_lone_dtypes(found, allowed)
     return found
+
+
+def _doubt_lone_dtypes(values: Sequence[ComparedValue], allowed: AllowedErrors) -> None:
+    """Doubt what has another dtype in B, if that is so in one part of the model alone: a run in bfloat16 is meant.
+
+    What is coarser hides a bug, and a lone module in another dtype may be one itself.
+    """
+    changed = [value for value in values if value.dtype_a != value.dtype_b]
+    part = _common_module([value.module for value in changed])
+    if not part or 2 * sum(_is_within(value.module, part) for value in values) > len(values):
+        return
+    for value in changed:
+        if value.verdict == WITHIN and not allowed.has_say(value.site):
+            value.verdict, value.is_same, value.is_unsure = UNSURE, False, True
+            value.doubt = f"only {part} is {value.dtype_b} in B where A has {value.dtype_a}; give both one dtype"
+
+
+def _common_module(names: Sequence[str]) -> str:
+    """Return the innermost module that all the names are of, or inside of; empty if that is the model."""
+    if not names:
+        return ""
+    parts = [name.split(".") for name in names]
+    first, last = min(parts), max(parts)
+    same = [one for one, other in zip(first, last, strict=False) if one == other]
+    depth = next((at for at, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(same))
+    return ".".join(first[:depth])
+
+
+def _is_within(name: str, part: str) -> bool:
+    return f"{name}.".startswith(f"{part}.")
 
 
 def _compared(pair: ValuePair, errors: TensorErrors) -> ComparedValue:

@@ -55,11 +55,13 @@ class Comparison(ShownAsTable):
     """What the two runs are called."""
     left_out: list[str] = field(default_factory=list)
     """What a trace says is missing in it, so that nobody knows whether it is the same."""
+    missing: list[str] = field(default_factory=list)
+    """Steps and calls that only one of the runs has: one ended early, or called a module more often."""
 
     @property
     def ok(self) -> bool:
-        """Whether all that was compared is the same, nothing has another shape, and no trace left something out."""
-        differs = any(value.is_difference for value in self.unpaired)
+        """Whether all that was compared is the same, steps, calls and shapes too, and no trace left something out."""
+        differs = any(value.is_difference for value in self.unpaired) or bool(self.missing)
         return all(value.is_same for value in self.values) and not differs and not self.left_out
 
     @property
@@ -121,6 +123,9 @@ class Comparison(ShownAsTable):
         """Return why the runs are not the same, or why that is not known, though no module is to blame."""
         count = sum(value.is_difference for value in self.unpaired)
         lines = [f"The runs differ: {count} values could not be compared."] if count else []
+        if self.missing:
+            more = f" {len(self.missing) - 1} more such places are listed below." if len(self.missing) > 1 else ""
+            lines.append(f"The runs differ: {self.missing[0]}{more}")
         unsure = [value for value in self.values if value.is_unsure]
         if unsure:
             first = unsure[0]
@@ -181,7 +186,7 @@ class Comparison(ShownAsTable):
             ],
             "only_a": self.only_a, "only_b": self.only_b,
             "not_compared": [{key: getattr(value, key) for key in UnpairedValue.__slots__} for value in self.unpaired],
-            "notes": self.notes, "left_out": self.left_out, "problems": self.problems,
+            "notes": self.notes, "left_out": self.left_out, "missing": self.missing, "problems": self.problems,
             "values": [value.to_json() for value in self.worst],
         }  # fmt: skip
         plain: dict[str, Any] = _plain(found)

@@ -48,7 +48,10 @@ _BY_TIE: Final = (
 )
 _FEW: Final = 0.25
 """Below this share, entries of whole numbers may have flipped by rounding."""
-_BY_HASH: Final = "there is NaN or infinity in both, and the fingerprints do not say where; trace with tensors="
+_BY_HASH: Final = (
+    "fingerprints do not tell it: there is NaN or infinity in both, or they were made with another seed, groups or "
+    "hash_step, so that only norms were compared; trace with the same settings, or with tensors="
+)
 
 
 def value_key(value: ValuePair | ComparedValue) -> tuple[Any, ...]:
@@ -131,7 +134,7 @@ class ErrorJudge:
         if not measured:
             return modelled, None
         unit = unit_of(value.dtype_a, value.dtype_b)
-        if value.dtype_b in measured:
+        if value.dtype_b in measured and value.dtype_b != value.dtype_a:
             whole, parts = measured[value.dtype_b]
             return max(whole, unit), parts
         whole, parts = (max(of) for of in zip(*measured.values(), strict=True))
@@ -210,7 +213,8 @@ def noise_floors(measured: Sequence[Sequence[tuple[ValuePair, TensorErrors]]]) -
     found: dict[tuple[Any, ...], dict[str, tuple[float, float]]] = defaultdict(dict)
     for of_run in measured:
         for pair, errors in of_run:
-            if not errors.mismatched and math.isfinite(errors.rel_l2):
+            # A run that is A to the bit at this place, as one that was repeated on a CPU, measures no rounding.
+            if not errors.mismatched and not errors.is_equal and math.isfinite(errors.rel_l2):
                 of_place = found[value_key(pair)]
                 whole, parts = of_place.get(pair.b.dtype, (0.0, 0.0))
                 of_place[pair.b.dtype] = max(whole, errors.rel_l2), max(parts, errors.part_rel)

@@ -51,6 +51,6 @@ def sketch_errors(
         bad_b=b.nan + b.inf,
         mismatched=mismatched,
         is_estimate=True,
-        is_blind=same_sketches and same_dtype and a.hash != b.hash and a.nan + a.inf > 0,
+        is_blind=(same_sketches and same_dtype and a.hash != b.hash and a.nan + a.inf > 0) or not same_sketches,
     )
     return found

@@ -42,11 +42,24 @@ class _Origin:
     operation: BadOperation
     parents: list[_Origin] = field(default_factory=list)
     """Origins of the infinities that it made NaN of."""
+    is_at_fault: bool = False
+    """Whether a number that was given is no mask: plus infinity is among it."""
+    has_left: bool = False
+    """Whether a module has returned it."""
 
     def root(self) -> _Origin:
-        """Return what is to blame: of NaN made of infinities, the operator that made these, unless they were given."""
+        """Return what is to blame: of NaN made of infinities, the operator that made these, unless they were given.
+
+        An infinity that was given, and has left its module, is to blame itself unless it may be that of a mask.
+        """
         made = [parent.root() for parent in self.parents if not parent.operation.given]
-        return min(made, key=lambda each: each.number) if made else self
+        found = made or [parent for parent in self.parents if parent.is_to_blame]
+        return min(found, key=lambda each: each.number) if found else self
+
+    @property
+    def is_to_blame(self) -> bool:
+        """Whether no other operator is, though this one may have been given the number."""
+        return not self.operation.given or (self.has_left and self.is_at_fault)
 
 
 class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -59,6 +72,8 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known = {_key(tensor): name for name, tensor in _named_tensors(model)}
         self._origins: dict[int, _Origin] = {}
         """By the storage of a tensor that is not finite."""
+        self._unfilled: dict[int, tuple[str, OperatorPlace, int]] = {}
+        """By storage: memory that was made and not filled, by which operator, where, and how many ran before."""
         self._at_modules: list[_Origin] = []
         self._at_end: list[_Origin] = []
         self._in_backward: list[_Origin] = []
@@ -88,7 +103,7 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The operator to blame; one that was only given such a number if there is no other; None if all was well."""
         for reached in (self._at_end, self._at_modules):
             roots = sorted({origin.root() for origin in reached}, key=lambda each: each.number)
-            made = [root for root in roots if not root.operation.given]
+            made = [root for root in roots if root.is_to_blame]
             if made or (roots and reached is self._at_modules) or (roots and not self._at_modules):
                 return (made or roots)[0].operation
         # A loop that skips a step with bad gradients leaves none of them behind.
@@ -111,7 +126,11 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
             inputs = [(key, tensor.clone()) for key, tensor in inputs]
         result = func(*args, **kwargs)
         if name in _UNFILLED:
+            self._unfilled |= {_key(tensor): (str(func), place, number) for tensor in _tensors(result)}
             return result
+        if all(returned.alias_info is None for returned in func._schema.returns):
+            for tensor in _tensors(result):  # memory of its own, which it has filled
+                self._unfilled.pop(_key(tensor), None)
         both = itertools.chain(_tensors(result), _written(func, args, kwargs) if writes else ())
         outputs = list({id(tensor): tensor for tensor in both}.values())
         spoiled = [tensor for tensor in outputs if _is_bad(tensor)]
@@ -133,7 +152,8 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if parents and not (makes_nan and not has_nan):
             return min(parents, key=lambda each: (bool(each.operation.given), each.number))
         given = "" if parents or not call.has_bad_number() else "a number that it was called with is not finite"
-        origin = _Origin(call.number, call.operation(spoiled, makes_nan=makes_nan, given=given), parents)
+        operation = call.operation(spoiled, makes_nan=makes_nan, given=given)
+        origin = _Origin(call.number, operation, parents, is_at_fault=bool(given) and any(map(_has_plus, spoiled)))
         if call.place.where == "backward" and not given:
             self._in_backward.append(origin)
         return origin
@@ -150,19 +170,24 @@ class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _from_outside(self, tensor: Tensor) -> _Origin:
         name = self._known.get(_key(tensor))
-        given = "an input of the step" if name is None else f"{name!r} was not finite when the step began"
+        given = "an input or a constant of the step" if name is None else f"{name!r} was not finite when the step began"
         what = "NaN" if _has_nan(tensor) else "Inf"
-        place = self._places.of_operator("")
-        summary = (summarize_tensor("input", tensor),)
+        operator, place, number = "the first operator that reads it", self._places.of_operator(""), self.num_operators
+        if _key(tensor) in self._unfilled:
+            operator, place, number = self._unfilled[_key(tensor)]
+            given = "it was in memory that nothing has filled"
         operation = BadOperation(
-            "the first operator that reads it", what, place.where, place.module, "", "", "", place.source,
-            self.num_operators, summary, (), given,
+            operator, what, place.where, place.module, "", "", "", place.source, number,
+            (summarize_tensor("input", tensor),), (), given,
         )  # fmt: skip
-        return _Origin(self.num_operators, operation)
+        return _Origin(number, operation, is_at_fault=what == "Inf" and _has_plus(tensor))
 
     def _take_output(self, module: str, output: Any) -> None:
         """Note origins of what a module returns."""
-        self._at_modules += self._looked_at(list(_tensors(output)))
+        found = self._looked_at(list(_tensors(output)))
+        for origin in found:
+            origin.has_left = True
+        self._at_modules += found
 
     def _looked_at(self, tensors: list[Tensor]) -> list[_Origin]:
         """Return the origins of tensors, without counting the operators that looking takes."""
@@ -232,6 +257,10 @@ def _is_bad(tensor: Tensor) -> bool:
 
 def _has_nan(tensor: Tensor) -> bool:
     return bool(stored_numbers(tensor).isnan().any())
+
+
+def _has_plus(tensor: Tensor) -> bool:
+    return bool((stored_numbers(tensor) == math.inf).any()) if not tensor.is_complex() else False
 
 
 def _key(tensor: Tensor) -> int:
