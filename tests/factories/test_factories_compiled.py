@@ -19,6 +19,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "nan_alarm": {},
     "log_shapes": {},
     "record_mean": {},
+    "moe_routing": {"top_k": 2},
     "export": {},
     "steer": {"vector": [1.0] * 8, "strength": 0.5, "positions": "last"},
 }

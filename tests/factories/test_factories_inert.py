@@ -28,6 +28,7 @@ OBSERVERS: dict[str, dict[str, Any]] = {
     "nan_alarm": {},
     "log_shapes": {"inputs": True},
     "record_mean": {},
+    "moe_routing": {"top_k": 1, "per_expert": True},
 }
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import hookline as hl
 from hookline import factories
 
-FACTORIES = ("activation_stats", "export", "nan_alarm", "log_shapes", "steer", "record_mean", "probe")
+FACTORIES = ("activation_stats", "export", "nan_alarm", "log_shapes", "steer", "record_mean", "probe", "moe_routing")
 NEEDED: dict[str, dict[str, Any]] = {
     "export": {"folder": "states"},
     "steer": {"vector": [1.0]},
@@ -38,6 +38,7 @@ def test_a_key_that_is_no_option_is_an_error_with_a_suggestion(name: str) -> Non
         "activation_stats": ("stat", "stats"), "export": ("foldr", "folder"), "nan_alarm": ("actoin", "action"),
         "log_shapes": ("levle", "level"), "steer": ("strenth", "strength"), "record_mean": ("fiel", "file"),
         "probe": ("treshold", "threshold"),
+        "moe_routing": ("topk", "top_k"),
     }  # fmt: skip
     wrong, right = options[name]
     with pytest.raises(
@@ -51,10 +52,12 @@ def test_a_key_that_is_no_option_is_an_error_with_a_suggestion(name: str) -> Non
 def test_paths_in_options_are_listed(name: str) -> None:
     """A server that takes specs from others confines these; a key that sounds like a path and is not listed fails."""
     from hookline.factories import activation_statistics as statistics
-    from hookline.factories import alarm, exporting, means, probing, steering
+    from hookline.factories import alarm, exporting, means, moe_statistics, probing, steering
     from hookline.factories import shape_log as shapes
 
-    homes = dict(zip(FACTORIES, (statistics, exporting, alarm, shapes, steering, means, probing), strict=True))
+    homes = dict(
+        zip(FACTORIES, (statistics, exporting, alarm, shapes, steering, means, probing, moe_statistics), strict=True)
+    )
     options = homes[name]._OPTIONS
     listed = factories.FILE_OPTIONS[name]
     assert set(listed) <= set(options)

@@ -327,6 +327,7 @@ def test_mistakes_about_roles_say_what_to_do() -> None:
         hl.watch(model, "out", role="resid")
     plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     assert find_roles(plain) == {}
+    assert find_roles(nn.Sequential(nn.LazyLinear(2), nn.Embedding(3, 2))) == {}  # it has no shape yet
     with pytest.raises(NoMatchError, match="found by structure: none"):
         hl.attach(plain, "role:resid", lambda module, args, output: None)
     with pytest.raises(NoMatchError, match="no list of blocks"):

@@ -31,6 +31,7 @@ BUILT_IN: Final = {
     "fisher_information": "hookline.analyses.fisher_information:FisherInformationHook",
     "gradient_flow": "hookline.analyses.gradient_flow:GradientFlowHook",
     "relu_gradient_flow": "hookline.analyses.relu_gradient_flow:ReLUGradientFlowHook",
+    "moe_routing": "hookline.analyses.moe_routing:MoeRoutingHook",
     "gradient_noise_scale": "hookline.analyses.gradient_noise_scale:GradientNoiseScaleHook",
     "hessian": "hookline.analyses.hessian:HessianHook",
     "hessian_spectrum": "hookline.analyses.hessian_spectrum:HessianSpectrumHook",

@@ -19,6 +19,7 @@ FILE_OPTIONS: dict[str, tuple[str, ...]] = {
     "log_shapes": (),
     "steer": ("file",),
     "probe": ("file",),
+    "moe_routing": (),
     "record_mean": ("file",),
 }
 """Which keys of each factory's config are paths: a server that takes specs from strangers limits where they point."""

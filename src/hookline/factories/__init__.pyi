@@ -11,6 +11,7 @@ from hookline.factories.export_run import ExportedRun as ExportedRun
 from hookline.factories.export_run import export_activations as export_activations
 from hookline.factories.exporting import export as export
 from hookline.factories.means import record_mean as record_mean
+from hookline.factories.moe_statistics import moe_routing as moe_routing
 from hookline.factories.probe_heads import ProbeHead as ProbeHead
 from hookline.factories.probe_heads import train_probe as train_probe
 from hookline.factories.probing import probe as probe

@@ -1,6 +1,6 @@
 """Say which request each token of an output belongs to, as far as the host knows it without waiting for a device.
 
-``probe`` and ``moe_routing`` call `owners_of` with what `served_batch` knows of the running forward.
+``probe`` calls `owners_of` with what `served_batch` knows of the running forward.
 """
 
 from __future__ import annotations

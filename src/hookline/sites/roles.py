@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final, TypeAlias
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hookline.errors import TargetError
 from hookline.messages import suggest
@@ -177,8 +178,13 @@ def _and_above(name: str) -> Iterator[str]:
 
 def _has_matrix(module: nn.Module) -> bool:
     # A quantized or partitioned linear layer may have parameters of other shapes, and says by its class what it is.
-    own: Iterable[Tensor | None] = module._parameters.values()
-    return any(each is not None and each.dim() >= 2 for each in own) or "Linear" in type(module).__name__
+    return any(each.dim() >= 2 for each in _made(module).values()) or "Linear" in type(module).__name__
+
+
+def _made(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a module itself; without those of a lazy one, which have no shape yet."""
+    own: dict[str, Tensor | None] = dict(module._parameters)
+    return {name: each for name, each in own.items() if each is not None and not is_lazy(each)}
 
 
 # -- blocks --------------------------------------------------------------------------------------------------------
@@ -272,14 +278,13 @@ def _expert_count(tree: _Tree, name: str) -> int:
     module = tree.modules[name]
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return len(tree.blocks(name)) if _EXPERTS.search(tree.words(name)) and len(module) > 1 else 0
-    own: Iterable[Tensor | None] = module._parameters.values()
-    sizes = [len(each) for each in own if each is not None and each.dim() == _EXPERT_PARAMETER]
+    sizes = [len(each) for each in _made(module).values() if each.dim() == _EXPERT_PARAMETER]
     told = [getattr(module, key, None) for key in _ALL_EXPERTS] if sizes else []
     return next((count for count in told if isinstance(count, int)), max(sizes, default=0))
 
 
 def _routes(tree: _Tree, name: str, experts: str, count: int) -> bool:
-    weight = tree.modules[name]._parameters.get("weight")
+    weight = _weight(tree, name)
     is_outside = name != experts and not _is_below(name, experts)
     return is_outside and weight is not None and weight.dim() == 2 and len(weight) == count
 
@@ -320,4 +325,4 @@ def _heads(tree: _Tree, outside: list[str], embed: list[str]) -> list[str]:
 
 
 def _weight(tree: _Tree, name: str) -> Tensor | None:
-    return tree.modules[name]._parameters.get("weight")
+    return _made(tree.modules[name]).get("weight")

@@ -1,0 +1,173 @@
+"""Routing statistics of mixtures of experts, as a factory and as an analysis, against numbers in float64."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers_factories import PADDED
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.analyses import MoeRoutingHook
+from hookline.errors import HooklineWarning, OptionError
+from hookline.factories import moe_routing, serving
+
+
+def expected(logits: Tensor, chosen: Any) -> dict[str, float]:
+    """Return the metrics of a router in float64, from its logits and the experts of each token."""
+    numbers = logits.double().numpy()
+    experts = numbers.shape[-1]
+    likely = np.exp(numbers - numbers.max(-1, keepdims=True))
+    likely /= likely.sum(-1, keepdims=True)
+    counts = Counter(expert for token in chosen for expert in token)
+    load = np.array([counts[expert] for expert in range(experts)]) / sum(counts.values())
+    return {
+        "tokens": len(numbers),
+        "load_max": load.max() * experts,
+        "load_entropy": -sum(p * np.log(p) for p in load if p) / np.log(experts),
+        "router_entropy": -(likely * np.log(likely)).sum(-1).mean() / np.log(experts),
+        "dead_experts": int((load == 0).sum()),
+        **{f"load/{expert}": load[expert] for expert in range(experts)},
+    }
+
+
+LOGITS = torch.tensor([[3.0, 1.0, 0.0, -9.0], [0.5, 0.1, 0.2, -9.0], [1.0, 2.0, 0.3, -9.0]])
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_logits_are_counted_by_the_likeliest_experts(top_k: int) -> None:
+    """Of several calls together; the expert that nobody chooses is dead."""
+    hook, gate = moe_routing({"top_k": top_k, "per_expert": True}), nn.Identity()
+    for part in (LOGITS[:1], LOGITS[1:]):
+        hook(gate, (), part)
+    chosen = LOGITS.topk(top_k).indices.tolist()
+    found = {key.partition("/")[2]: value for key, value in hook.to_metrics().items()}
+    assert found == pytest.approx(expected(LOGITS, chosen), rel=1e-6)
+    assert found["dead_experts"] == (2 if top_k == 1 else 1)
+    hook.reset()
+    assert hook.to_metrics() == {}
+
+
+def test_the_choice_that_a_router_returns_is_the_one_that_counts() -> None:
+    """A router may choose others than the likeliest, by groups or a bias; control: its logits alone say otherwise."""
+    chosen = torch.tensor([[3, 2], [3, 1], [0, 3]])
+    hook, plain = moe_routing({"per_expert": True}), moe_routing({"per_expert": True, "top_k": 2})
+    hook(nn.Identity(), (), (LOGITS, LOGITS.softmax(-1)[:, :2], chosen))
+    plain(nn.Identity(), (), LOGITS)
+    found = {key.partition("/")[2]: value for key, value in hook.to_metrics().items()}
+    assert found == pytest.approx(expected(LOGITS, chosen.tolist()), rel=1e-6)
+    assert plain.to_metrics() != hook.to_metrics()
+
+
+def test_padding_of_a_served_batch_is_not_counted() -> None:
+    """Two requests in one batch, the second padded by two; routers give out all rows in one dimension."""
+    hook = moe_routing({"top_k": 1, "phase": "prefill"})
+    rows = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    with serving(PADDED):
+        hook(nn.Identity(), (), rows)
+    (name,) = {key.partition("/")[0] for key in hook.to_metrics()}
+    real = rows[[0, 1, 2, 5]]
+    assert hook.to_metrics()[f"{name}/tokens"] == 4
+    spread = expected(real, real.topk(1).indices.tolist())["router_entropy"]
+    assert hook.to_metrics()[f"{name}/router_entropy"] == pytest.approx(spread, rel=1e-6)
+
+
+def test_a_router_that_does_not_say_its_number_is_counted_by_one_and_told_once() -> None:
+    """The warning names the option; an attribute of the router is enough."""
+    hook, gate = moe_routing({}), nn.Identity()
+    with pytest.warns(HooklineWarning, match=r"does not say how many.*top_k="):
+        hook(gate, (), LOGITS)
+    hook(gate, (), LOGITS)  # a second warning would be an error
+    gate = nn.Identity()
+    gate.top_k = 2
+    told = moe_routing({})
+    told(gate, (), LOGITS)
+    assert set(told.to_metrics().values()) != set(hook.to_metrics().values())
+    with pytest.raises(OptionError, match="top_k is a whole number from 1 on"):
+        moe_routing({"top_k": 0})
+
+
+def mixtral() -> Any:
+    """Return a small Mixtral of transformers."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(vocab_size=50, **sizes, num_key_value_heads=1, num_local_experts=4)
+    )
+
+
+IDS = torch.arange(3, 23).reshape(2, 10)
+
+
+def test_the_routers_of_a_mixtral_are_found_and_counted_alike_by_factory_and_analysis() -> None:
+    """The role finds them; both report what float64 computes from the outputs of the routers."""
+    model = mixtral()
+    hook, analysis = moe_routing({"per_expert": True}), MoeRoutingHook()
+    analysis.start(model)
+    with hl.capture(model, role="router", detach=True) as cache, hl.attach(model, "role:router", hook):
+        model(IDS)
+    wanted = {}
+    for name in cache:
+        logits, _, chosen = cache[name].output
+        wanted |= {f"{name}/{key}": value for key, value in expected(logits, chosen.tolist()).items()}
+    assert len(cache) == 2
+    assert hook.to_metrics() == pytest.approx(wanted, rel=1e-6)
+    found = analysis.compute(hl.RunDataContext(hl.HookPoint.POST_EPOCH, 0, model=model))
+    layers = list(cache)
+    mean = {key: np.mean([wanted[f"{name}/{key}"] for name in layers]) for key in ("load_entropy", "router_entropy")}
+    summary = {
+        "load_max": max(wanted[f"{name}/load_max"] for name in layers),
+        "dead_experts": sum(wanted[f"{name}/dead_experts"] for name in layers),
+        **mean,
+    }
+    assert found == pytest.approx({**wanted, **summary}, rel=1e-6)
+    analysis.finish()
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def nudge(module: nn.Module, args: Any, output: Any) -> Any:
+    """Change the weights of experts by a thousandth."""
+    logits, scores, chosen = output
+    return logits, scores * 1.001, chosen
+
+
+def trained(hook: MoeRoutingHook | None, *, edits: bool = False) -> list[Tensor]:
+    """Train a Mixtral for three steps; return its weights, and the state of the random stream."""
+    model = mixtral().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if hook is not None:
+        hook.start(model)
+    control = hl.attach(model, "role:router", nudge) if edits else None
+    for _ in range(3):
+        logits = model(IDS).logits
+        (logits.square().mean() + torch.rand(()) * logits.mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if hook is not None:
+        hook.finish()
+    if control is not None:
+        control.remove()
+    return [*(each.detach() for each in model.parameters()), torch.get_rng_state()]
+
+
+def test_training_under_the_analysis_ends_bit_for_bit_the_same() -> None:
+    """Weights and random stream; evaluations are not counted. Negative control: an edit is seen by the comparison."""
+    plain, hook = trained(None), MoeRoutingHook()
+    watched = trained(hook)
+    assert all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))
+    state = hook.get_state_tensors()["counts"]
+    assert {float(row[-1]) for row in state.values()} == {3.0 * IDS.numel()}
+    assert not all(torch.equal(one, other) for one, other in zip(plain, trained(None, edits=True), strict=True))
+
+
+def test_a_model_without_experts_turns_the_analysis_off() -> None:
+    """It says what it looked for, and how to name others."""
+    hook, model = MoeRoutingHook(), nn.Sequential(nn.Linear(2, 2))
+    with pytest.warns(HooklineWarning, match="looked for routers of experts"):
+        hook.start(model)
+    assert hook.compute(hl.RunDataContext(hl.HookPoint.POST_EPOCH, 0, model=model)) is None
