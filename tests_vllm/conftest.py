@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_vllm import ENVIRONMENT, tiny_llama
+from helpers_vllm import ENVIRONMENT, TOKEN, VllmServer, running_server, tiny_llama
 
 os.environ.update(ENVIRONMENT)
 
@@ -25,3 +27,21 @@ def reference(tiny: Path) -> Any:
     from transformers import LlamaForCausalLM
 
     return LlamaForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder for files of hooks that come over HTTP."""
+    return tmp_path_factory.mktemp("exports")
+
+
+@pytest.fixture(scope="session")
+def server(tiny: Path, exports: Path) -> Iterator[VllmServer]:
+    """One eager server for all tests over HTTP, with the hook paths, a prefix cache, and an allow-list."""
+    options = {"allow": ["hookline.factories", "helpers_vllm"], "export_dir": str(exports)}
+    with running_server(
+        tiny, "--enforce-eager", "--block-size", "32", "--enable-prefix-caching",
+        "--additional-config", json.dumps({"hookline": options}),
+        HOOKLINE_VLLM="1", VLLM_PLUGINS="hookline", HOOKLINE_SERVE_TOKEN=TOKEN,
+    ) as found:  # fmt: skip
+        yield found

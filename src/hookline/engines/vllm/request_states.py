@@ -120,6 +120,11 @@ class RequestStates:
         """Return whether a running request wants states."""
         return bool(self._observers)
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the states that are kept."""
+        return sum(each.nbytes for each in self._by_key.values())
+
     def open(
         self, key: str, booked: BookedRequest, plan: StatesPlan | None, error: Exception | None = None
     ) -> StatesOfRequest | None:
@@ -221,7 +226,7 @@ class RequestStates:
 
     def _make_room(self, size: int) -> bool:
         """Return whether ``size`` more bytes fit, after dropping states that ended longest ago and nobody took."""
-        held = sum(each.nbytes for each in self._by_key.values())
+        held = self.nbytes
         if held + size <= self._most_bytes and len(self._by_key) < _MOST_KEPT:
             return True
         for states in [each for each in self._by_key.values() if each.has_ended]:

@@ -178,6 +178,7 @@ class WorkerHooks:
             "eager_steps": self.eager_steps,
             "prompt_tokens": self.book.prompt_tokens,
             "not_computed": self.book.not_computed,
+            "captured_bytes": self.states.nbytes,
         }
 
     def _silent(self, live: LiveHook) -> dict[str, str]:

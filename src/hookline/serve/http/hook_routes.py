@@ -24,7 +24,7 @@ from hookline.serve.http.request_bodies import HookBody
 from hookline.serve.live_hooks import LiveHook
 from hookline.specs.hook_spec import HookSpec
 
-__all__ = ["HookRoutes", "hook_to_json", "spec_from_body"]
+__all__ = ["HookRoutes", "hook_to_json", "shown_config", "spec_from_body", "values_from_body"]
 
 _READY: Final = "hookline.factories"
 _DEPTH: Final = 32
@@ -41,13 +41,19 @@ def spec_from_body(body: HookBody, settings: Settings) -> HookSpec:
         NotAllowedError: It names a factory or a path that HTTP clients may not use.
         OptionError: It says what no spec can.
     """
+    return HookSpec.from_dict(values_from_body(body, settings))
+
+
+def values_from_body(body: HookBody, settings: Settings) -> dict[str, Any]:
+    """Return the spec to attach as plain data, with its paths inside the export folder; raise as `spec_from_body`."""
     _check_plain(body.config)
     given = body.model_dump(exclude_none=True)
     given.setdefault("on_error", "disable")
     name = _ready_name(body.hook_factory)
     if name is not None:
         given["config"] = _confined(name, given.get("config", {}), settings.export_dir)
-    return HookSpec.from_dict(given)
+    HookSpec.from_dict(given)
+    return given
 
 
 def _check_plain(value: Any, depth: int = 0) -> None:
@@ -116,7 +122,7 @@ def hook_to_json(hook: Any, export_dir: Path | None = None) -> dict[str, Any]:
         "hook_factory": _path_of(spec),
         "target_modules": list(spec.target_modules),
         "on": spec.on,
-        "config": _shown(spec, export_dir),
+        "config": shown_config(_path_of(spec), spec.config, export_dir),
         "matched": list(hook.matched),
         "origin": hook.origin,
         "fired": hook.fired,
@@ -135,10 +141,10 @@ def _path_of(spec: HookSpec) -> str:
     return f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', type(factory).__name__)}"
 
 
-def _shown(spec: HookSpec, export_dir: Path | None) -> dict[str, Any]:
-    """Return the configuration; paths in the export folder are relative to it, as they were sent."""
-    found: dict[str, Any] = _plain(dict(spec.config))
-    name = _path_of(spec).replace(":", ".").removeprefix(f"{_READY}.")
+def shown_config(factory: str, config: Mapping[str, Any], export_dir: Path | None) -> dict[str, Any]:
+    """Return the configuration of a hook; paths in the export folder are relative to it, as they were sent."""
+    found: dict[str, Any] = _plain(dict(config))
+    name = factory.replace(":", ".").removeprefix(f"{_READY}.")
     for option in FILE_OPTIONS.get(name, ()) if export_dir is not None else ():
         given = found.get(option)
         if isinstance(given, str) and export_dir is not None and Path(given).is_relative_to(export_dir.resolve()):

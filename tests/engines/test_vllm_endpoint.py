@@ -1,0 +1,374 @@
+"""The HTTP paths that hookline adds to ``vllm serve``, on workers and an app that stand for vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+
+from hookline.engines.vllm.endpoint_plugin import HookEndpoints, endpoint_settings
+from hookline.engines.vllm.hooks_middleware import read_request
+from hookline.errors import OptionError
+from hookline.serve.http.error_answers import Refused
+
+TOKEN = "a-token-for-tests"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+STATS = {"target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:activation_stats"}
+WANTED = {"layers": ["model.norm"]}
+ASKED = {"hidden_states": WANTED}
+HOOKED = {"name": "stats", "matched": ["model.layers.0"], "rows": 9, "errors": 0, "last_error": None, "metrics": {}}
+
+
+def hook(rank: int, **values: Any) -> dict[str, Any]:
+    """A hook as one worker tells of it."""
+    return {
+        "id": "h1", "name": "stats", "hook_factory": "hookline.factories:activation_stats", "on": "forward",
+        "target_modules": ["model.layers.#"], "config": {}, "matched": ["model.layers.0"], "origin": "http",
+        "fired": 3, "last_step": 2, "cost_us": 1.5, "errors": 0, "off": False, "last_error": None, "rank": rank,
+        "way": "eager", "sites": {"model.layers.0": 3}, "silent": {}, **values,
+    }  # fmt: skip
+
+
+def states(value: float, **values: Any) -> dict[str, Any]:
+    """What a worker has gathered for one answer."""
+    data = torch.full((1, 2), value).numpy().tobytes()
+    layer = {"dtype": "float32", "shape": [1, 2], "positions": [0], "data": data, "part": None, "shard": None}
+    return {
+        "states": {"model.norm": layer},
+        "silent": {},
+        "hooks": [],
+        "flags": [],
+        "prompt_tokens": 5,
+        "not_computed": 4,
+        **values,
+    }
+
+
+class Workers:
+    """Stands for vLLM's engine client with two workers."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.answers: dict[str, Any] = {
+            "hookline_describe": {
+                "engine": {
+                    "compiled": False,
+                    "version": "0.32.0",
+                    "runner": "V1",
+                    "steps": 7,
+                    "eager_steps": 0,
+                    "prompt_tokens": 30,
+                    "not_computed": 20,
+                    "captured_bytes": 64,
+                }
+            },
+            "hookline_list": lambda rank: {"hooks": [hook(rank)]},
+            "hookline_add": lambda rank: {"hooks": [hook(rank)]},
+            "hookline_remove": lambda rank: {"hook": hook(rank)},
+            "hookline_metrics": {"metrics": {"h1": {"mean": 0.5}}},
+            "hookline_take_states": lambda rank: states(float(self.calls[-1][1][0][0] == "1")),
+            "hookline_drop_states": {},
+        }
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls.append((method, args))
+        answer = self.answers[method]
+        if isinstance(answer, Exception):
+            raise answer
+        return [{"rank": rank, **(answer(rank) if callable(answer) else answer)} for rank in (0, 1)]
+
+    def of(self, method: str) -> list[tuple[Any, ...]]:
+        """The arguments of each call of `method`."""
+        return [args for name, args in self.calls if name == method]
+
+
+class Server:
+    """vLLM's app with the plugin in it; `bodies` are those that reached vLLM's own route."""
+
+    def __init__(self, additional: Any = None) -> None:
+        self.workers = Workers()
+        self.bodies: list[Any] = []
+        self.names: list[str] = []
+        self.events: list[Any] = []
+        app = FastAPI()
+        app.state.args = SimpleNamespace(additional_config=additional)
+        app.add_api_route("/v1/completions", self._complete, methods=["POST"])
+        app.add_api_route("/v1/chat/completions", self._complete, methods=["POST"])
+        app.add_api_route("/metrics", lambda: PlainTextResponse("vllm_requests 5\n"), methods=["GET"])
+        app.add_api_route("/health", lambda: {}, methods=["GET"])
+        plugin = HookEndpoints()
+        plugin.attach_router(app)
+        asyncio.run(plugin.init_state(self.workers, app.state, app.state.args))
+        self._app = app
+
+    async def _complete(self, request: Request) -> Any:
+        body = await request.json()
+        self.bodies.append(body)
+        self.names.append(request.headers.get("x-request-id", ""))
+        if body.get("prompt") == "bad":
+            return JSONResponse({"error": {"message": "no"}}, 400)
+        if not body.get("stream"):
+            places = range(body.get("n", 1))
+            return {"choices": [{"index": place, "text": "w5", "finish_reason": "length"} for place in places]}
+        return StreamingResponse(self._pieces(), media_type="text/event-stream")
+
+    async def _pieces(self) -> Any:
+        text = "".join(f"data: {each if isinstance(each, str) else json.dumps(each)}\n\n" for each in self.events)
+        for start in range(0, len(text), 7):  # pieces end anywhere
+            yield text[start : start + 7].encode()
+
+    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """Send one request."""
+
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://vllm") as client:
+                return await client.request(method, path, **options)
+
+        return asyncio.run(send())
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    monkeypatch.setenv("HOOKLINE_SERVE_TOKEN", TOKEN)
+    return Server()
+
+
+def test_hooks_go_on_and_off_in_all_workers(server: Server) -> None:
+    """The paths, bodies and answers are those of ``hookline serve``; two workers make one answer."""
+    added = server.ask("POST", "/hooks", json=STATS, headers=BEARER)
+    assert (added.status_code, added.json()["fired_by_rank"]) == (201, {"0": 3, "1": 3})
+    [(specs, allow, strict, origin)] = server.workers.of("hookline_add")
+    assert (specs, allow, strict, origin) == (
+        [{**STATS, "on_error": "disable", "config": {}}],
+        ["hookline.factories"],
+        True,
+        "http",
+    )
+    listed = server.ask("GET", "/hooks").json()["hooks"]
+    assert [(each["id"], each["fired"], each["missing_on"]) for each in listed] == [("h1", 3, [])]
+    assert server.ask("DELETE", "/hooks/h1", headers=BEARER).json()["fired"] == 3
+    assert server.workers.of("hookline_remove") == [("h1",)]
+    page = server.ask("GET", "/metrics", headers={"Accept-Encoding": "gzip"}).text
+    assert "vllm_requests 5" in page
+    assert "hookline_engine_captured_bytes_reserved 128.0" in page
+    assert "hookline_engine_not_computed_total 20.0" in page
+    assert (
+        'hookline_hook_metric{factory="hookline.factories:activation_stats",hook="h1",metric="mean",name="stats"} 0.5'
+        in page
+    )
+
+
+def test_who_has_no_token_changes_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same refusals as on our own server, and the workers are not asked."""
+    before = len(server.workers.calls)
+    for method, path in (("POST", "/hooks"), ("DELETE", "/hooks/h1")):
+        assert server.ask(method, path, json=STATS).status_code == 401
+        assert server.ask(method, path, json=STATS, headers={"Authorization": "Bearer other"}).status_code == 401
+    assert len(server.workers.calls) == before
+    assert server.ask("POST", "/v1/completions", json={"prompt": "w5"}).status_code == 200
+    strict = Server({"hookline": {"protect": "everything"}})
+    assert strict.ask("POST", "/v1/completions", json={"prompt": "w5"}).status_code == 401
+    assert strict.ask("POST", "/v1/completions", json={"prompt": "w5"}, headers=BEARER).status_code == 200
+    assert strict.ask("GET", "/health").status_code == 200
+    monkeypatch.delenv("HOOKLINE_SERVE_TOKEN")
+    assert Server().ask("POST", "/hooks", json=STATS, headers=BEARER).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({**STATS, "hook_factory": "os:system"}, 403, "os:system"),
+        ({**STATS, "hook_factory": "hookline.factories:export"}, 403, "--export-dir"),
+        ({**STATS, "evry": 2}, 400, "$.evry"),
+        ({"hook_factory": "hookline.factories:log_shapes"}, 400, "$.target_modules"),
+    ],
+)
+def test_a_spec_that_is_not_allowed_reaches_no_worker(server: Server, body: Any, status: int, words: str) -> None:
+    """The allow-list, the export folder and the keys are checked in the server, before the workers."""
+    if status == 403 and "os" in body["hook_factory"]:  # the workers have the allow-list
+        server.workers.answers["hookline_add"] = {"error": {"type": "NotAllowedError", "message": "'os:system' is not"}}
+    answer = server.ask("POST", "/hooks", json=body, headers=BEARER)
+    assert (answer.status_code, words in answer.json()["error"]["message"]) == (status, True)
+
+
+def test_a_hook_that_one_worker_cannot_attach_is_on_none(server: Server) -> None:
+    """What a worker has attached is removed again where another failed; one that lacks the module is told."""
+    failed = {"error": {"type": "OptionError", "message": "no such option"}}
+    server.workers.answers["hookline_add"] = lambda rank: failed if rank else {"hooks": [hook(rank)]}
+    answer = server.ask("POST", "/hooks", json=STATS, headers=BEARER)
+    assert (answer.status_code, "no such option" in answer.text) == (400, True)
+    assert server.workers.of("hookline_remove") == [("h1",)]
+    absent = {"error": {"type": "NoMatchError", "message": "nothing matches"}}
+    server.workers.answers["hookline_add"] = lambda rank: absent if rank else {"hooks": [hook(rank)]}
+    answer = server.ask("POST", "/hooks", json=STATS, headers=BEARER)
+    assert (answer.status_code, answer.json()["missing_on"]) == (201, [1])
+    server.workers.answers["hookline_remove"] = {"error": {"type": "HookNameError", "message": "no hook h9"}}
+    assert server.ask("DELETE", "/hooks/h9", headers=BEARER).status_code == 404
+
+
+def test_an_engine_without_the_extension_is_told_what_to_start_it_with(server: Server) -> None:
+    """The endpoint plugin alone is not enough."""
+    server.workers.answers["hookline_list"] = Exception("CPUWorker has no attribute 'hookline_list'")
+    answer = server.ask("GET", "/hooks")
+    assert (answer.status_code, "HOOKLINE_VLLM=1" in answer.text) == (503, True)
+    server.workers.answers["hookline_metrics"] = RuntimeError("gone")
+    page = server.ask("GET", "/metrics")
+    assert (page.status_code, "vllm_requests 5" in page.text, 'hook="h1"' in page.text) == (200, True, False)
+
+
+def test_a_request_without_hooks_passes_untouched(server: Server) -> None:
+    """The body that vLLM sees is the client's, and no worker is asked."""
+    before = len(server.workers.calls)
+    body = {"prompt": "hooks are no key here", "n": 2}
+    answer = server.ask("POST", "/v1/completions", json=body)
+    assert [set(each) for each in answer.json()["choices"]] == [{"index", "text", "finish_reason"}] * 2
+    assert (server.bodies, len(server.workers.calls)) == ([body], before)
+
+
+@pytest.mark.parametrize(("path", "id"), [("/v1/completions", "cmpl-{}-0"), ("/v1/chat/completions", "chatcmpl-{}")])
+def test_hidden_states_come_with_the_answer(server: Server, path: str, id: str) -> None:
+    """What is wanted goes to the workers in vllm_xargs, and what they have comes back in the choice."""
+    body = {"prompt": "w5", "vllm_xargs": {"a": 1}, "hooks": {"hidden_states": {**WANTED, "window": [-2, None]}}}
+    answer = server.ask("POST", path, json=body, headers={"X-Request-Id": "mine"})
+    [body] = server.bodies
+    options = json.loads(body["vllm_xargs"]["hookline"])
+    plain = {"layers": ["model.norm"], "positions": "all", "phase": "both", "of": "output", "window": [-2, None]}
+    assert options == {"hidden_states": plain}
+    assert (body["vllm_xargs"]["a"], "hooks" in body, "cache_salt" in body) == (1, False, False)
+    [name] = server.names
+    assert name.startswith("mine-")
+    assert server.workers.of("hookline_take_states") == [(id.format(name),)]
+    [choice] = answer.json()["choices"]
+    found = choice["hooks"]["hidden_states"]["model.norm"]
+    assert (found["shape"], choice["hooks"]["tokens_not_computed"]) == ([1, 2], 4)
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    assert not server.workers.of("hookline_drop_states")
+
+
+def test_hooks_of_one_request_go_to_the_workers(server: Server) -> None:
+    """Also without hidden states; what they did comes back in the choice."""
+    server.workers.answers["hookline_take_states"] = states(1.0, states={}, hooks=[HOOKED])
+    answer = server.ask("POST", "/v1/completions", json={"prompt": "w5", "hooks": {"hooks": [STATS]}})
+    assert json.loads(server.bodies[0]["vllm_xargs"]["hookline"]) == {"hooks": [STATS]}
+    found = answer.json()["choices"][0]["hooks"]
+    assert (found["hidden_states"], [each["rows"] for each in found["hooks"]]) == ({}, [9])
+
+
+def test_the_cache_is_bypassed_with_a_salt_of_its_own(server: Server) -> None:
+    """Both spellings, hooks and vllm_xargs, ask for the same."""
+    wanted = {"hidden_states": {**WANTED, "bypass_cache": True}}
+    server.ask("POST", "/v1/completions", json={"prompt": "w5", "hooks": wanted})
+    server.ask("POST", "/v1/completions", json={"prompt": "w5", "vllm_xargs": {"hookline": json.dumps(wanted)}})
+    salts = [body["cache_salt"] for body in server.bodies]
+    assert (salts, len(set(salts))) == (server.names, 2)
+
+
+def test_every_choice_has_an_id_of_its_own() -> None:
+    """As vLLM makes them of the prompt's place and, for several answers, the answer's number."""
+    asked = {"hooks": ASKED, "prompt": [[5, 6], [7]], "n": 2}
+    found = read_request(json.dumps(asked).encode())
+    assert found is not None
+    ids = [f"cmpl-{found.name}-{place}" for place in range(2)]
+    assert found.keys == (f"0_{ids[0]}", f"1_{ids[0]}", f"0_{ids[1]}", f"1_{ids[1]}")
+    one = read_request(json.dumps({"hooks": ASKED, "prompt": [5, 6]}).encode())
+    assert one is not None
+    assert one.keys == (f"cmpl-{one.name}-0",)
+
+
+def test_a_stream_ends_each_choice_with_its_states(server: Server) -> None:
+    """Events that end a choice wait for the others; all else is sent as vLLM sent it."""
+    piece = {"choices": [{"index": 1, "text": "w5", "finish_reason": None}]}
+    ends = [{"choices": [{"index": place, "text": "w6", "finish_reason": "stop"}]} for place in (1, 0)]
+    server.events = [piece, ends[0], piece, ends[1], {"choices": [], "usage": {"total_tokens": 3}}, "[DONE]"]
+    answer = server.ask("POST", "/v1/completions", json={"prompt": "w5", "n": 2, "stream": True, "hooks": ASKED})
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert (lines[-1], json.loads(lines[0]), json.loads(lines[1])) == ("[DONE]", piece, piece)
+    found = {each["choices"][0]["index"]: each["choices"][0] for each in map(json.loads, lines[2:4])}
+    assert {place: _first(choice["hooks"]) for place, choice in found.items()} == {0: 0.0, 1: 1.0}
+    assert json.loads(lines[4])["usage"] == {"total_tokens": 3}
+
+
+def _first(hooks: dict[str, Any]) -> float:
+    raw = bytearray(base64.b64decode(hooks["hidden_states"]["model.norm"]["data"]))
+    return float(torch.frombuffer(raw, dtype=torch.float32)[0])
+
+
+def test_a_safetensors_answer_is_a_file_with_the_answer_in_it(server: Server) -> None:
+    """As our own server sends it."""
+    from safetensors.torch import load
+
+    wanted = {"hidden_states": {"layers": ["model.norm"], "as": "safetensors"}}
+    answer = server.ask("POST", "/v1/completions", json={"prompt": "w5", "hooks": wanted})
+    assert answer.headers["content-type"] == "application/vnd.safetensors"
+    assert torch.equal(load(answer.content)["0/model.norm"], torch.zeros(1, 2))
+
+
+def test_who_fails_gets_no_states_and_leaves_none_behind(server: Server) -> None:
+    """A request that vLLM refuses, and one whose layer no worker has, whole and streamed."""
+    refused = server.ask("POST", "/v1/completions", json={"prompt": "bad", "hooks": ASKED})
+    assert (refused.status_code, refused.json()) == (400, {"error": {"message": "no"}})
+    assert len(server.workers.of("hookline_drop_states")) == 1
+    unknown = {"error": {"type": "NoMatchError", "message": "'model.nrm' matches nothing"}}
+    server.workers.answers["hookline_take_states"] = unknown
+    answer = server.ask("POST", "/v1/completions", json={"prompt": "w5", "hooks": ASKED})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "'model.nrm' matches nothing")
+    server.events = [{"choices": [{"index": 0, "text": "w6", "finish_reason": "stop"}]}, "[DONE]"]
+    stream = server.ask("POST", "/v1/completions", json={"prompt": "w5", "stream": True, "hooks": ASKED})
+    assert json.loads(stream.text.split("\n\n")[0][6:])["choices"][0]["hooks"] == {
+        "error": "'model.nrm' matches nothing"
+    }
+
+
+@pytest.mark.parametrize(
+    ("hooks", "words"),
+    [
+        ({"hidden_states": {}}, "$.hooks.hidden_states.layers is missing"),
+        ({"hidden_state": {"layers": ["a"]}}, "hidden_states"),
+        ({"hidden_states": {"layers": ["a"], "bypass_cach": True}}, "bypass_cache"),
+        ({"hidden_states": {"layers": ["a"], "positions": "first"}}, "$.hooks.hidden_states.positions"),
+        (3, "$.hooks"),
+    ],
+)
+def test_hooks_of_a_request_that_are_not_valid_are_told(server: Server, hooks: Any, words: str) -> None:
+    """The request does not reach vLLM."""
+    answer = server.ask("POST", "/v1/completions", json={"prompt": "w5", "hooks": hooks})
+    assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True), answer.text
+    assert not server.bodies
+
+
+def test_what_is_not_for_us_is_left_to_vllm() -> None:
+    """Bodies that are no JSON, no object, or have no hooks; two spellings at once are refused."""
+    for content in (b'{"hooks"', b'["hooks"]', b'{"prompt": "hooks"}', b'{"hooks": null}'):
+        assert read_request(content) is None
+    both = {"hooks": ASKED, "vllm_xargs": {"hookline": json.dumps(ASKED)}}
+    with pytest.raises(Refused, match="one of the two"):
+        read_request(json.dumps(both).encode())
+    with pytest.raises(Refused, match="no JSON"):
+        read_request(b'{"vllm_xargs": {"hookline": "{"}}')
+    with pytest.raises(Refused, match="a stream has none"):
+        read_request(b'{"stream": true, "hooks": {"hidden_states": {"layers": ["a"], "as": "safetensors"}}}')
+
+
+def test_settings_come_from_the_engines_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """A token in a file wins over the variable; what is unknown stops the server."""
+    monkeypatch.setenv("HOOKLINE_SERVE_TOKEN", TOKEN)
+    found = endpoint_settings({"hookline": {"allow": ["mine"], "export_dir": str(tmp_path)}})
+    assert (found.token, found.allow, found.export_dir) == (TOKEN, ("mine",), tmp_path)
+    (tmp_path / "token").write_text("from-the-file\n")
+    monkeypatch.setenv("HOOKLINE_SERVE_TOKEN_FILE", str(tmp_path / "token"))
+    assert endpoint_settings(None).token == "from-the-file"
+    monkeypatch.setenv("HOOKLINE_SERVE_TOKEN_FILE", str(tmp_path / "none"))
+    with pytest.raises(OptionError, match="cannot be read"):
+        endpoint_settings(None)
+    monkeypatch.delenv("HOOKLINE_SERVE_TOKEN_FILE")
+    with pytest.raises(OptionError, match="protekt"):
+        endpoint_settings({"hookline": {"protekt": "everything"}})
