@@ -17,15 +17,19 @@ from torch import Tensor, nn
 import hookline as hl
 from hookline.factories import (
     BatchRows,
+    ProbeHead,
     activation_stats,
     export,
     log_shapes,
+    moe_routing,
     nan_alarm,
+    probe,
     read_export,
     record_mean,
     serving,
     steer,
 )
+from hookline.factories.request_notes import RequestNotes, noting
 from hookline.observe.watch.stat_kernel import Kernel
 
 pytestmark = [
@@ -49,6 +53,11 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def head_of(width: int) -> ProbeHead:
+    """A head whose logit is the first unit."""
+    return ProbeHead([(torch.eye(width)[:1], torch.zeros(1))])
+
+
 def model_of(width: int = 64) -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True)) for _ in range(4)]
@@ -58,10 +67,11 @@ def model_of(width: int = 64) -> nn.Sequential:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("padded", [True, False])
 def test_no_forward_waits_under_any_hook(mode: Any, padded: bool, tmp_path: Path) -> None:
-    """All six at once on every module, over thirty forwards, after the first, in which kernels are compiled."""
+    """All eight at once on every module, over thirty forwards, after the first, in which kernels are compiled."""
     model = model_of()
     hooks = [activation_stats(), nan_alarm(), log_shapes(), record_mean(), export({"folder": str(tmp_path)})]
     hooks.append(steer({"vector": [0.5] * 64}))
+    hooks += [moe_routing({"top_k": 2}), probe({"head": head_of(64), "action": "flag"})]
     specs = [{"target_modules": ["*"], "hook_factory": lambda _, hook=hook: hook} for hook in hooks]
     x = torch.randn(2, 3, 64, device="cuda", dtype=torch.bfloat16)
     with hl.register_hooks(model, specs), mode(), serving(TWO if padded else None):
@@ -293,3 +303,21 @@ def test_a_hook_that_first_fires_in_a_capture_leaves_it_whole() -> None:
         module(x)
     assert hooks[0].to_metrics()["Linear.0/mean"] == pytest.approx(want.mean().item(), abs=1e-5)
     assert hooks[1].to_metrics()["Linear.0/nonfinite"] == 0
+
+
+def test_scores_and_choices_are_those_of_the_cpu() -> None:
+    """A probe flags the same tokens of the same requests, and a router is counted alike, from the same numbers."""
+    notes, found = {device: RequestNotes() for device in ("cpu", "cuda")}, {}
+    hidden = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0))
+    for device, each in notes.items():
+        hooks = [probe({"head": head_of(64), "action": "flag"}), moe_routing({"top_k": 2, "per_expert": True})]
+        with serving(TWO), noting(each):
+            for hook in hooks:
+                hook(nn.Identity(), (), hidden.to(device))
+        found[device] = hooks[0].to_metrics() | hooks[1].to_metrics()
+    assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-5)
+    flags = {device: each.read() for device, each in notes.items()}
+    assert flags["cpu"], "nothing is flagged, which proves nothing"
+    assert {request: [(f.tokens, f.position) for f in found] for request, found in flags["cuda"].items()} == {
+        request: [(f.tokens, f.position) for f in found] for request, found in flags["cpu"].items()
+    }
