@@ -22,10 +22,10 @@ STATS = {"name": "stats", "target_modules": ["model.layers.#"], "hook_factory": 
 
 
 class LateExtension:
-    """Attach a hook by hand, without the extension's help."""
+    """Attach a hook by hand, without the extension's help, to modules that have none in the compiled code."""
 
     def attach_by_hand(self) -> None:
-        self._late_handle = hl.attach(self.get_model(), "model.layers.#", lambda module, args, output: None)  # type: ignore[attr-defined]
+        self._late_handle = hl.attach(self.get_model(), "model.layers.#.mlp", lambda module, args, output: None)  # type: ignore[attr-defined]
 
     def remove_by_hand(self) -> str:
         import warnings

@@ -54,7 +54,6 @@ class StatesOfRequest:
         """Give the states up, and keep the reason."""
         self.error = self.error or error
         self.pieces.clear()
-        self.nbytes = 0
 
 
 class _Taken(NamedTuple):
@@ -70,7 +69,8 @@ class _StateObserver:
 
     def __init__(self, model: nn.Module, module: str, of: str) -> None:
         self.module = submodule(model, module) if module else model
-        self.users: list[StatesOfRequest] = []
+        self.users: dict[str, list[LayerSource]] = {}
+        """By the id of each request that wants states from here, which of its sources these are."""
         self.taken: list[_Taken] = []
         self.index: Tensor | None = None
         self.total = 0
@@ -111,6 +111,7 @@ class RequestStates:
         self._model = model
         self._tp_size = tp_size
         self._most_bytes = most_bytes
+        self._held = 0
         self._by_key: dict[str, StatesOfRequest] = {}
         self._by_id: dict[str, StatesOfRequest] = {}
         self._observers: dict[tuple[str, str], _StateObserver] = {}
@@ -123,7 +124,7 @@ class RequestStates:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the states that are kept."""
-        return sum(each.nbytes for each in self._by_key.values())
+        return self._held
 
     def open(
         self, key: str, booked: BookedRequest, plan: StatesPlan | None, error: Exception | None = None
@@ -147,7 +148,7 @@ class RequestStates:
             for source in states.sources:
                 module = submodule(self._model, source.module) if source.module else self._model
                 states.shards[source] = shard_of(module, source.of, self._tp_size)
-                self._observer(source).users.append(states)
+                self._observer(source).users.setdefault(booked.id, []).append(source)
         except Exception as failure:
             states.fail(failure)
             self._leave(states)
@@ -173,7 +174,7 @@ class RequestStates:
 
     def _leave(self, states: StatesOfRequest) -> None:
         for place, observer in list(self._observers.items()):
-            observer.users = [each for each in observer.users if each is not states]
+            observer.users.pop(states.booked.id, None)
             observer.taken = [each for each in observer.taken if each.states is not states]
             if not observer.users:
                 observer.handle.remove(quiet=True)
@@ -183,34 +184,44 @@ class RequestStates:
 
     def begin_step(self, rows: Sequence[StepRow]) -> None:
         """Tell observers which rows of the step to copy."""
+        if not self._observers:
+            return
         total = sum(row.count for row in rows)
+        chosen = self._chosen(rows)
         for observer in self._observers.values():
             observer.taken, observer.copied, observer.total = [], None, total
             places: list[int] = []
-            begin = 0
-            for row in rows:
-                states = self._by_id.get(row.request_id)
-                if states is not None and states.error is None and states in observer.users and states.plan is not None:
-                    positions = states.plan.positions(row)
-                    if positions:
-                        observer.taken.append(_Taken(states, positions, len(places)))
-                        places += [begin + position - row.first for position in positions]
-                begin += row.count
+            for states, positions, offset in chosen:
+                if states.booked.id in observer.users:
+                    observer.taken.append(_Taken(states, positions, len(places)))
+                    places += [offset + position for position in positions]
             observer.index = None if len(places) == total else torch.tensor(places)
+
+    def _chosen(self, rows: Sequence[StepRow]) -> list[tuple[StatesOfRequest, Sequence[int], int]]:
+        """Return who wants tokens of the step: which positions, and what to add to a position for its row."""
+        found: list[tuple[StatesOfRequest, Sequence[int], int]] = []
+        begin = 0
+        for row in rows:
+            states = self._by_id.get(row.request_id)
+            if states is not None and states.error is None and states.plan is not None:
+                positions = states.plan.positions(row)
+                if positions:
+                    found.append((states, positions, begin - row.first))
+            begin += row.count
+        return found
 
     def end_step(self) -> None:
         """Hand the copies of the step to their requests."""
-        for (module, of), observer in self._observers.items():
+        for observer in self._observers.values():
             copied, taken = observer.copied, observer.taken
             observer.copied, observer.taken = None, []
             for states, positions, start in taken:
-                for source in states.sources:
-                    if (source.module, source.of) != (module, of):
-                        continue
-                    if copied is None:
-                        states.silent.add(source)
-                    else:
-                        self._keep(states, source, positions, copied[start : start + len(positions)])
+                sources = observer.users[states.booked.id]
+                if copied is None:
+                    states.silent.update(sources)
+                    continue
+                for source in sources:
+                    self._keep(states, source, positions, copied[start : start + len(positions)])
 
     def _keep(self, states: StatesOfRequest, source: LayerSource, positions: Sequence[int], piece: Tensor) -> None:
         size = piece.numel() * piece.element_size()
@@ -222,26 +233,30 @@ class RequestStates:
             states.fail(OptionError(text))
         if states.error is None:
             states.nbytes += size
+            self._held += size
             states.pieces.setdefault(source, []).append((positions, piece))
 
     def _make_room(self, size: int) -> bool:
         """Return whether ``size`` more bytes fit, after dropping states that ended longest ago and nobody took."""
-        held = self.nbytes
-        if held + size <= self._most_bytes and len(self._by_key) < _MOST_KEPT:
+        if self._held + size <= self._most_bytes and len(self._by_key) < _MOST_KEPT:
             return True
         for states in [each for each in self._by_key.values() if each.has_ended]:
-            if held + size <= self._most_bytes and len(self._by_key) < _MOST_KEPT:
+            if self._held + size <= self._most_bytes and len(self._by_key) < _MOST_KEPT:
                 break
             logger.warning("hidden states of request %r were not taken, and are dropped", states.key)
-            held -= states.nbytes
-            del self._by_key[states.key]
-        return held + size <= self._most_bytes
+            self._forget(states.key)
+        return self._held + size <= self._most_bytes
+
+    def _forget(self, key: str) -> StatesOfRequest | None:
+        states = self._by_key.pop(key, None)
+        self._held -= 0 if states is None else states.nbytes
+        return states
 
     # -- answers ----------------------------------------------------------------------------------------------
 
     def take(self, key: str) -> dict[str, Any]:
         """Return the states of a request as plain data, and forget them."""
-        states = self._by_key.pop(key, None)
+        states = self._forget(key)
         if states is None:
             raise HookNameError(
                 f"No hidden states of a request {key!r} are kept: it did not ask for any, has not begun, or they were "
@@ -271,7 +286,7 @@ class RequestStates:
 
     def drop(self, key: str) -> bool:
         """Forget a request, which may be running; return whether it was known."""
-        states = self._by_key.pop(key, None)
+        states = self._forget(key)
         if states is not None:
             self.close(states.booked.id)
         return states is not None
