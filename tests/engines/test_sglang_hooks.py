@@ -273,3 +273,40 @@ def test_a_report_has_the_hooks_and_their_metrics(attached: Any, tmp_path: Path,
     blocked.write_report()
     blocked.write_report()
     assert caplog.text.count("the report cannot be written") == 1
+
+
+def test_a_report_that_cannot_be_written_does_not_end_a_forward(attached: Any, tmp_path: Path, caplog: Any) -> None:
+    """A hook of a stranger gives a word as a metric: the answer is there, and the log says it once."""
+    odd = {"name": "odd", "target_modules": LAYERS, "hook_factory": f"{__name__}:quiet", "config": {"metric": "word"}}
+    runner, hooks = attached(odd, report=tmp_path / "reports")
+    hooks.steps = 99
+    assert torch.equal(runner.run(_steps()[0]), Runner().run(_steps()[0]))
+    assert hooks.steps == 100
+    hooks.write_report()
+    assert caplog.text.count("the report cannot be written: TypeError") == 1
+
+
+def quiet(config: dict[str, Any]) -> Any:
+    """A factory whose hook does nothing, and gives a metric."""
+    return Quiet(config["metric"])
+
+
+class Quiet:
+    def __init__(self, metric: Any) -> None:
+        self._metric = metric
+
+    def __call__(self, module: Any, inputs: Any, output: Any) -> None:
+        """Do nothing."""
+
+    def to_metrics(self) -> dict[str, Any]:
+        return {"odd": self._metric}
+
+
+def test_a_metric_that_is_no_number_is_null_in_a_report(attached: Any, tmp_path: Path) -> None:
+    """JSON has no NaN."""
+    given = {"metric": float("inf")}
+    spec = {"name": "quiet", "target_modules": LAYERS, "hook_factory": f"{__name__}:quiet", "config": given}
+    _, hooks = attached(spec, report=tmp_path)
+    hooks.write_report()
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text())["hooks"][0]["metrics"] == {"odd": None}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ _REPORT_EVERY: Final = 100
 """Forwards between two reports: reading metrics waits for the device."""
 
 _Live = list[LiveHook]  # `SglangHooks` has a method of that name
+_Plain = list[dict[str, Any]]
 
 
 class SglangHooks:
@@ -113,7 +115,7 @@ class SglangHooks:
         if self.steps == _LOOK_AFTER:
             self._name_silent()
         if self.steps % _REPORT_EVERY == 0:
-            self.write_report()
+            self.write_report()  # which does not raise: the answers of this forward are there
 
     def close(self) -> None:
         """Write the last report, remove all hooks and flush them."""
@@ -126,16 +128,18 @@ class SglangHooks:
         folder = self._options.report
         if folder is None:
             return
+        try:
+            content = json.dumps({"steps": self.steps, "hooks": self._described()}, indent=1, allow_nan=False)
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_file(folder / f"{socket.gethostname()}-{self._place}.json", content)
+        except Exception as error:
+            self._log_once(f"the report cannot be written: {type(error).__name__}: {error}")
+
+    def _described(self) -> _Plain:
         from hookline.serve.http.hook_routes import hook_to_json
 
         metrics = self.metrics()
-        hooks = [{**hook_to_json(live), "metrics": metrics.get(live.id, {})} for live in self.list()]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"{socket.gethostname()}-{self._place}.json"
-            replace_file(path, json.dumps({"steps": self.steps, "hooks": hooks}, indent=1))
-        except OSError as error:
-            self._log_once(f"the report cannot be written: {error}")
+        return [{**hook_to_json(live), "metrics": _finite(metrics.get(live.id, {}))} for live in self.list()]
 
     def _table(self, batch: Any) -> TokenBatch | None:
         try:
@@ -153,3 +157,8 @@ class SglangHooks:
         if not self._has_logged:
             self._has_logged = True
             logger.warning("%s", words)
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return metrics as JSON takes them: it has no NaN and no infinity."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
