@@ -193,3 +193,61 @@ def test_hooks_are_put_in_order_by_insertion_too(monkeypatch):
     assert list(dict.keys(hooks)) == list(hooks) == [3, 1, 2]
     _torch.place_first(hooks, 1)
     assert list(dict.keys(hooks)) == list(hooks) == [1, 3, 2]
+
+
+def test_every_change_of_a_plain_dictionary_gives_it_another_version():
+    """Also of the attributes of an object, by code that the interpreter has specialized; reading gives none."""
+    version = _torch.dict_version
+    assert version is not None
+
+    class Holder:
+        pass
+
+    holder, plain = Holder(), {"a": 1, "b": 2}
+    holder.number = -1
+    attributes = vars(holder)
+
+    def write(value: int) -> None:
+        holder.number = value
+
+    for number in range(100):
+        before = version(attributes)
+        assert version(attributes) == before
+        write(number)
+        assert version(attributes) != before
+    changes = [
+        lambda: plain.update(a=3),
+        lambda: plain.pop("b"),
+        lambda: plain.setdefault("c", 5),
+        lambda: plain.__setitem__("d", 6),
+        lambda: plain.__delitem__("d"),
+        plain.popitem,
+        plain.clear,
+    ]
+    for change in changes:
+        before = version(plain)
+        assert (list(plain.items()), version(plain))[1] == before
+        change()
+        assert version(plain) != before
+
+
+def test_one_call_tells_whether_any_tensor_has_another_layout():
+    """Shape, strides and dtype, in the same memory and with the same counter; it says yes again when they are back."""
+    tensors = [nn.Parameter(torch.zeros(4, 4)), torch.zeros(2, 1), torch.zeros(3, dtype=torch.float64)]
+    check = _torch.layout_check(tensors)
+    assert check is not None
+    assert check()
+    with torch.no_grad():
+        assert check()
+    for index, change in (
+        (0, lambda data: data.view(2, 8)),
+        (0, lambda data: data.t()),
+        (1, lambda data: data.as_strided((2, 1), (1, 7))),
+        (2, lambda data: data.view(torch.int64)),
+    ):
+        tensor, data = tensors[index], tensors[index].data
+        tensor.data = change(data)
+        assert not check()
+        tensor.data = data
+        assert check()
+    assert _torch.layout_check([]) is None

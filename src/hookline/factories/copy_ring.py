@@ -64,7 +64,7 @@ class CopyRing:
 
     def __init__(self, engine: StatsEngine, device: torch.device) -> None:
         self._engine = engine
-        self._device = device
+        self._index = -1 if device.index is None else device.index
         self._limit = limit_of(device) // SHARE
         self.largest = self._limit // _SMALL_SHARE
         """The bytes of the largest output that is taken."""
@@ -81,6 +81,12 @@ class CopyRing:
 
     def __len__(self) -> int:
         return len(self._pending)
+
+    def is_like(self, tensor: Tensor) -> bool:
+        """Return whether an output is on the device, and of a kind that can be copied; whatever its shape."""
+        if type(tensor) is not Tensor or tensor.get_device() != self._index or tensor.layout is not torch.strided:
+            return False
+        return not _torch.is_wrapped(tensor)
 
     def keep(self, name: str, tensor: Tensor) -> bool:
         """Copy an output of the module ``name``; return False if that cannot be done."""

@@ -55,20 +55,18 @@ _MOST: Final = 256
 class StreamedModule:
     """Hold the rows and copies of one module, and count its calls."""
 
-    __slots__ = ("_engine", "calls", "small", "turns", "watched")
+    __slots__ = ("_engine", "calls", "name", "ring", "small", "turns", "watched")
 
     def __init__(self, engine: StatsEngine, name: str) -> None:
         self._engine = engine
+        self.name = name
+        self.ring: CopyRing | None = None
+        """What took its last output, if one did."""
         self.watched = engine.place(name, "")
         self.turns: tuple[WatchedPlace, ...] = ()
         """Where copies go, by forward; none before the first copy."""
         self.small = SmallTensors()
         self.calls = 0
-
-    @property
-    def name(self) -> str:
-        """Return the name of the module."""
-        return self.watched.name
 
     @property
     def places(self) -> list[WatchedPlace]:
@@ -231,6 +229,9 @@ class Streaming:
     def take(self, module: StreamedModule, tensor: Tensor, gathered: Gathered | None = None) -> None:
         """Add the statistics of a tensor, now or later; with ``gathered``, the tensor lasts as long as the call."""
         self._since += 1
+        ring = module.ring
+        if ring is not None and gathered is None and ring.is_like(tensor) and ring.keep(module.name, tensor):
+            return
         if self._since > _LONG * self._modules + 16:  # the first module is not called again: an encoder, say
             self.begin_forward()
         if self._keeps and _torch.has_numbers(tensor) and self._keep(module, tensor, gathered):
@@ -273,6 +274,7 @@ class Streaming:
                 gathered.append((module, tensor))
                 return True
             if tensor.is_inference() and self._ring_on(device).keep(module.name, tensor):
+                module.ring = self._ring_on(device)
                 return True
         if gathered is not None or not tensor.is_inference():
             return False

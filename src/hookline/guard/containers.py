@@ -27,6 +27,7 @@ from torch.utils.data import Sampler
 from hookline.errors import GuardError
 from hookline.guard.rng import GENERATOR_TYPES
 from hookline.guard.tensor_states import can_be_saved
+from hookline.sites import _torch
 
 __all__ = ["ContainerTree"]
 
@@ -86,6 +87,8 @@ class ContainerTree:
         """The class of each of these objects."""
         self._own_classes: list[tuple[type, dict[str, Any]]] = []
         """Classes that were made for one object alone, and their attributes."""
+        self._changed: list[int] = []
+        """What `changed` has found."""
         self.lost: list[str] = []
         """The names of arrays that the latest `restore` could not put back."""
         self.seen: set[int] = set(known)
@@ -98,8 +101,12 @@ class ContainerTree:
         self._empty = [container.held for container in self.containers if not container.held]
         self._dicts = [container.held for container in self.containers if container.held and container.is_dict]
         self._others = [container.held for container in self.containers if container.held and not container.is_dict]
+        # An OrderedDict may be put into another order without a new version.
+        self._plain = [held for held in self._dicts if type(held) is dict] if _torch.dict_version is not None else []
+        self._odd = [held for held in self._filled() if type(held) is not dict]
         self._sizes = list(map(len, self._filled()))
         self._keys, self._values = self._keys_now(), self._values_now()
+        self._versions = self._versions_now()
         ends = {True: 0, False: len(self._keys)}  # the values of dictionaries come first
         for number, container in enumerate(self.containers):
             begin = ends[container.is_dict]
@@ -183,20 +190,37 @@ class ContainerTree:
     def _values_now(self) -> list[Any]:
         return list(chain(chain.from_iterable(map(_values, self._dicts)), chain.from_iterable(self._others)))
 
+    def _versions_now(self) -> list[Any]:
+        """Return the versions of plain dictionaries, and all that is in other containers; nothing without versions."""
+        if _torch.dict_version is None:
+            return []
+        odd = [tuple(map(id, (*held, *held.values()) if isinstance(held, dict) else held)) for held in self._odd]
+        return [*map(_torch.dict_version, self._plain), *odd]
+
     # -- later ---------------------------------------------------------------------------------------------------
+
+    def _is_untouched(self) -> bool:
+        """Return whether versions show that all is as it was noted; if not, the items have to be compared."""
+        return bool(self._versions) and not any(self._empty) and self._versions_now() == self._versions
 
     def refresh(self) -> bool:
         """Note plain values (a learning rate) and arrays anew; return False if anything else has changed."""
-        if not self._has_same_keys():
+        if not self._is_untouched() and not self._note_values():
             return False
-        now = self._values_now()
-        for index in np.flatnonzero(np.fromiter(map(is_not, now, self._values), bool, len(now))):
-            if _category(now[index]) or _category(self._values[index]):
-                return False
-        self._values = now
         if list(map(type, self._objects)) != self._classes:
             return False
         self._arrays = [(array, array.copy(), *place) for array, _, *place in self._arrays]
+        return True
+
+    def _note_values(self) -> bool:
+        """Note plain values anew; return False if anything else has changed."""
+        if not self._has_same_keys():
+            return False
+        versions, now = self._versions_now(), self._values_now()
+        for index in np.flatnonzero(np.fromiter(map(is_not, now, self._values), bool, len(now))):
+            if _category(now[index]) or _category(self._values[index]):
+                return False
+        self._values, self._versions = now, versions
         return True
 
     def _has_same_keys(self) -> bool:
@@ -204,11 +228,18 @@ class ContainerTree:
             return False
         return all(map(is_, self._keys_now(), self._keys))
 
-    def changed(self) -> list[int]:
-        """Return the numbers of the containers that do not hold the very same objects any more."""
-        if self._has_same_keys() and all(map(is_, self._values_now(), self._values)):
-            return []
-        return [number for number, container in enumerate(self.containers) if not self._is_same(container)]
+    def changed(self, *, looked: bool = False) -> list[int]:
+        """Return the numbers of the containers that do not hold the very same objects any more.
+
+        ``looked``: nothing has happened since it was last asked (0.3 ms for 4,000 values).
+        """
+        if not looked:
+            if self._is_untouched() or (self._has_same_keys() and all(map(is_, self._values_now(), self._values))):
+                self._changed = []
+            else:
+                numbered = enumerate(self.containers)
+                self._changed = [number for number, container in numbered if not self._is_same(container)]
+        return self._changed
 
     def _items_of(self, container: _Container) -> tuple[list[Any], list[Any]]:
         """Return the keys and values that a container had; only those of a dictionary have keys."""
@@ -225,9 +256,10 @@ class ContainerTree:
 
     def restore(self, changed: Iterable[int]) -> None:
         """Put back the items of these containers, the classes of objects, and the numbers of NumPy arrays."""
-        for value, cls in zip(self._objects, self._classes, strict=True):
-            if type(value) is not cls:
-                value.__class__ = cls
+        if list(map(type, self._objects)) != self._classes:
+            for value, cls in zip(self._objects, self._classes, strict=True):
+                if type(value) is not cls:
+                    value.__class__ = cls
         for cls, attributes in self._own_classes:
             _restore_attributes(cls, attributes)
         for container in map(self.containers.__getitem__, changed):

@@ -197,7 +197,8 @@ class Guard:
             if self._dataset is not None:
                 lost |= dict.fromkeys(self._dataset.written(), "part of the data, which are not copied")
             forbidden = [change for change in changes if change.kind in _FORBIDDEN[receipt.scope]]
-            missing = {*lost, *(() if self._saved_scope == "trains" else self._without_copy(forbidden))}
+            uncopied = self._without_copy(forbidden) if forbidden and self._saved_scope != "trains" else ()
+            missing = {*lost, *uncopied}
             receipt.touched = tuple(dict.fromkeys(change.name for change in changes))
             receipt.restored = tuple(name for name in receipt.touched if name not in missing)
             self._is_restored = True

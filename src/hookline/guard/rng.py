@@ -140,22 +140,24 @@ class hook_rng(kept_rng):
 class RandomStates:
     """The states of all streams, to go back to any number of times."""
 
-    __slots__ = ("_is_of_hooks", "_numpy", "_numpy_stream", "_others", "_states")
+    __slots__ = ("_is_of_hooks", "_is_where_it_was", "_numpy", "_numpy_stream", "_others", "_states")
 
     def __init__(self, generators: Iterable[_Generator] = ()) -> None:
+        self._is_where_it_was = False
         self._states = {name: (stream, state_of(stream)) for name, stream in _global_streams().items()}
         self._numpy_stream: Any = _NUMPY.get_bit_generator()
         self._numpy = numpy_state()
         self._is_of_hooks = any(self._numpy_stream is stream for stream in _HookStreams.in_use)
         self._others = [(generator, state_of(generator)) for generator in generators]
 
-    def restore(self, *, own: bool = True) -> None:
-        """Set every stream back to where it was.
+    def restore(self, *, own: bool = True, looked: bool = False) -> None:
+        """Set every stream back to where it was; with ``looked``, nothing has drawn since `changed` was called.
 
         Without ``own``, the stream of NumPy that hooks draw from goes on: it is not the run's, and a hook that is
         undone at every firing would draw the same from it for ever.
         """
-        for stream, state in (*self._states.values(), *self._others):
+        is_there = looked and self._is_where_it_was
+        for stream, state in () if is_there else (*self._states.values(), *self._others):
             set_state(stream, state)
         if _HookStreams.in_use and not self._is_of_hooks:
             # Saved outside of the firing: hooks get its numbers, the run's own stream stays where it is.
@@ -164,6 +166,8 @@ class RandomStates:
             return
         if _NUMPY.get_bit_generator() is not self._numpy_stream:
             _NUMPY.set_bit_generator(self._numpy_stream)
+        elif is_there:
+            return
         if own or not self._is_of_hooks:
             _set_numpy(self._numpy)
 
@@ -173,11 +177,13 @@ class RandomStates:
         moved = [name for name, state in now.items() if name not in self._states or not self._is_at(name, state)]
         names = [f"random stream of {'Python' if name == 'python' else name}" for name in moved]
         names += [] if _is_same(numpy_state(), self._numpy) else ["random stream of NumPy"]
-        return names + [
+        names += [
             f"generator {number} ({type(generator).__name__})"
             for number, (generator, state) in enumerate(self._others)
             if not _is_same(state_of(generator), state)
         ]
+        self._is_where_it_was = not names
+        return names
 
     def _is_at(self, name: str, state: Any) -> bool:
         return _is_same(self._states[name][1], state)

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from types import FrameType
 from typing import Any, Final, Self
 
@@ -23,7 +25,7 @@ from hookline.guard.loaders import generators_of_dataset, generators_on, sampler
 from hookline.guard.rng import RandomStates
 from hookline.guard.snapshot_part import NOTHING_SAVED, SnapshotPart, StateChange
 from hookline.guard.tensor_copies import Where
-from hookline.guard.tensor_internals import TensorInternals, hooks_of, restore_hooks
+from hookline.guard.tensor_internals import TensorHooks, TensorInternals
 from hookline.guard.tensor_states import TensorStates
 from hookline.sites.find import attached
 from hookline.sites.hook_at_site import next_order
@@ -89,14 +91,14 @@ class Snapshot:
         self._grads: list[Tensor | None] = []
         """The gradient of each of them, the tensor itself."""
         self._grad_names: list[str] = []
-        self._hooks: list[tuple[Tensor, list[Any]]] = []
+        self._hooks = TensorHooks([])
         self._order = self._checked_order = 0
         """The order number of hooks when it was taken, and when it last looked for hooks attached since."""
 
     @property
     def names(self) -> list[str]:
         """The names of all tensors without the gradients."""
-        return [name for part in self._parts for name in part.names]
+        return self._main.names + self._rest.names + self._data.names
 
     @property
     def nbytes(self) -> int:
@@ -129,12 +131,11 @@ class Snapshot:
             self._rest.take(which, self._main.containers.seen, rebuild=is_rebuilt)
             self._take_gradients(copied=gradients)
             self._take_batch(batch, which)
-        pairs = zip(self._main.containers.tensors, self._main.kinds, strict=True)
-        self._hooks = [hooks_of(tensor) for tensor, kind in pairs if kind == "parameter"]
+        self._hooks = TensorHooks(self._main.parameters)
         generators = self._main.containers.generators + self._rest.containers.generators
         self._random = RandomStates(generators) if random else None
         self._order = self._checked_order = next_order()
-        tensors = [tensor for group in self._groups for tensor in group.tensors]
+        tensors = list(chain.from_iterable(group.tensors for group in self._groups))
         self._internals = TensorInternals(tensors, self.names + self._grad_names, self._model)
         self._is_saved = True
 
@@ -149,9 +150,9 @@ class Snapshot:
 
     def _take_gradients(self, *, copied: bool) -> None:
         tensors, names = self._main.containers.tensors, self._main.names
-        self._owners = [i for i, kind in enumerate(self._main.kinds) if kind != "state" and tensors[i].is_leaf]
+        self._owners = [index for index in self._main.with_gradients if tensors[index].is_leaf]
         self._grads = [tensors[index].grad for index in self._owners]
-        known = {id(tensor) for tensor in tensors}
+        known = set(map(id, tensors))
         named = {
             id(grad): (grad, f"{names[index]}.grad")
             for index, grad in zip(self._owners, self._grads, strict=True)
@@ -180,10 +181,20 @@ class Snapshot:
         tensors = self._main.containers.tensors
         return ((tensors[index], grad) for index, grad in zip(self._owners, self._grads, strict=True))
 
+    def _owners_of_other_grads(self) -> list[tuple[int, Tensor, Tensor | None]]:
+        """Return the index and tensor of each owner whose gradient is another object now, and the one it had."""
+        tensors = self._main.containers.tensors
+        owners = [tensors[index] for index in self._owners]
+        now = [owner.grad if owner.is_leaf else None for owner in owners]  # torch warns when it is asked about others
+        if all(map(is_, now, self._grads)):
+            return []
+        each = zip(self._owners, owners, now, self._grads, strict=True)
+        return [(index, owner, grad) for index, owner, found, grad in each if found is not grad]
+
     def forget(self) -> None:
         """Let go of what was saved; keep the memory, and what is known about a run that has not changed since."""
         self._is_saved, self._random, self._internals = False, None, None
-        self._owners, self._grads, self._hooks = [], [], []
+        self._owners, self._grads, self._hooks = [], [], TensorHooks([])
         self._gradients.assign([], [])
         self._main.forget()
         self._rest.forget()
@@ -201,9 +212,8 @@ class Snapshot:
         if bytewise:
             grads.update(self._gradients.differing())
         changes += [StateChange("gradient", self._grad_names[index]) for index in sorted(grads)]
-        for index, (owner, grad) in zip(self._owners, self._owners_and_grads(), strict=True):
-            if _grad_of(owner) is not grad:
-                changes.append(StateChange("other gradient", f"{self._main.names[index]}.grad"))
+        for index, _, _ in self._owners_of_other_grads():
+            changes.append(StateChange("other gradient", f"{self._main.names[index]}.grad"))
         if random and self._random is not None:
             changes += [StateChange("random", name) for name in self._random.changed()]
         return list(dict.fromkeys(changes))
@@ -235,8 +245,7 @@ class Snapshot:
         """
         self._check_saved()
         assert self._internals is not None
-        if hooks:
-            self._remove_new_hooks()
+        looked = not (hooks and self._remove_new_hooks()) and looked
         with torch.inference_mode(False), torch.no_grad():
             swapped = self._internals.changed()
             lost = self._internals.restore(swapped) if swapped else {}
@@ -248,7 +257,7 @@ class Snapshot:
             if any(group.has_new_internals for group in self._groups):
                 self._internals.refresh()
         if self._random is not None:
-            self._random.restore(own=own_stream)
+            self._random.restore(own=own_stream, looked=looked)
         torch.clear_autocast_cache()  # it holds casts of numbers that may be others now
         named = [(part.tensors, part.names) for part in self._parts]
         for tensors, names in (*named, (self._gradients, self._grad_names)):
@@ -269,9 +278,8 @@ class Snapshot:
         for part in self._parts:
             part.tensors.restore(looked=looked)
         for part in self._parts:
-            part.containers.restore(part.containers.changed())
-        for tensor, hooks in self._hooks:
-            restore_hooks(tensor, hooks, renew=renew_hooks)
+            part.containers.restore(part.containers.changed(looked=looked))
+        self._hooks.restore(renew=renew_hooks)
         for part in self._parts:
             (part.tensors.restore_versions if versions else part.tensors.advance_versions)()
 
@@ -281,21 +289,24 @@ class Snapshot:
 
     def _restore_gradients(self, *, looked: bool) -> None:
         self._gradients.restore(looked=looked)
-        for owner, grad in self._owners_and_grads():
-            if _grad_of(owner) is not grad:
-                owner.grad = grad
+        for _, owner, grad in self._owners_of_other_grads():
+            owner.grad = grad
         self._gradients.restore_versions()
 
-    def _remove_new_hooks(self) -> None:
-        """Remove hooks of hookline attached since, also those on no model; their handles clear all that belongs."""
+    def _remove_new_hooks(self) -> bool:
+        """Remove hooks of hookline attached since, also those on no model; their handles clear all that belongs.
+
+        Return False if none was attached anywhere.
+        """
         before, self._checked_order = self._checked_order, next_order()
         if self._checked_order == before + 1:
-            return  # none was attached anywhere
+            return False
         for where in (None, self.roots["model"], self.roots.get("optimizer")):
             if where is None or isinstance(where, nn.Module | torch.optim.Optimizer):
                 for handle in attached(where):
                     if handle._attachment.order > self._order:
                         handle.remove(quiet=True)
+        return True
 
 
 class PreEpochState:
@@ -363,10 +374,6 @@ def interrupts_deferred() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if received:
             signal.raise_signal(signal.SIGINT)
-
-
-def _grad_of(tensor: Tensor) -> Tensor | None:
-    return tensor.grad if tensor.is_leaf else None  # torch warns when it is asked about others
 
 
 def first_names(names: Sequence[str]) -> str:

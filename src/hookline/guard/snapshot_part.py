@@ -47,6 +47,11 @@ class SnapshotPart:
         self.kinds: list[str] = []
         """The kind of each tensor: "parameter", "state" (of the optimizer), "buffer" (anything else)."""
         self.names: list[str] = []
+        self.with_gradients: list[int] = []
+        """The indices of tensors that can have a gradient, unless they were computed: all but the optimizer's."""
+        self.parameters: list[Tensor] = []
+        self._chosen: dict[str, tuple[int, ...]] = {}
+        """The indices of the tensors that are copied, by ``which``."""
 
     @property
     def containers(self) -> ContainerTree:
@@ -70,9 +75,19 @@ class SnapshotPart:
             self.kinds = [_kind_of(tensor, tree, parent) for tensor, (parent, _) in pairs]
             self.names = [tree.path(*place) for place in tree.places]
             self.tensors.assign(tree.tensors, self.names)
-        wanted = _COPIED_KINDS[which]
-        self.tensors.take(which, tuple(index for index, kind in enumerate(self.kinds) if kind in wanted))
+            self._sort()
+        if which not in self._chosen:
+            wanted = _COPIED_KINDS[which]
+            self._chosen[which] = tuple(index for index, kind in enumerate(self.kinds) if kind in wanted)
+        self.tensors.take(which, self._chosen[which])
         return rebuild
+
+    def _sort(self) -> None:
+        """Note which tensors are of which kind; they are others than last time."""
+        kinds = list(enumerate(self.kinds))
+        self.with_gradients = [index for index, kind in kinds if kind != "state"]
+        self.parameters = [self.tensors.tensors[index] for index, kind in kinds if kind == "parameter"]
+        self._chosen.clear()
 
     def forget(self, *, everything: bool = False) -> None:
         """Let go of the tensors if one keeps a graph alive, or of ``everything``."""
@@ -80,6 +95,7 @@ class SnapshotPart:
             self._containers = None
             self.kinds, self.names = [], []
             self.tensors.assign([], [])
+            self._sort()
 
     def changes(self, *, bytewise: bool) -> list[StateChange]:
         """Return what is not as it was."""

@@ -8,7 +8,8 @@ that expects gradients of that shape for as long as a graph keeps it. Neither sh
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from operator import attrgetter, is_
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hookline.sites import _torch
 
-__all__ = ["TensorInternals", "hooks_of", "restore_hooks"]
+__all__ = ["TensorHooks", "TensorInternals"]
+
+_hooks: Final = attrgetter(*_torch.TENSOR_HOOKS)
+"""Returns the dictionaries of all kinds of hooks on a tensor; None for a kind that it never had."""
+_NO_HOOKS: Final[Any] = (None,) * len(_torch.TENSOR_HOOKS)
 
 
 class TensorInternals:
@@ -33,7 +38,12 @@ class TensorInternals:
         # To ask a plain tensor for its dictionary makes one; and isinstance takes 2 µs with a Parameter.
         pairs = zip(tensors, self._classes, strict=True)
         self._attributes = [None if cls is Tensor else vars(tensor) for tensor, cls in pairs]
-        found = {number: _live_node(tensors[number]) for number, count in enumerate(self._uses) if count > 1}
+        self._with_attributes = [
+            tensor for tensor, cls in zip(tensors, self._classes, strict=True) if cls is not Tensor
+        ]
+        self._own = [attributes for attributes in self._attributes if attributes is not None]
+        used = enumerate(self._uses if self._uses.count(1) < len(tensors) else ())
+        found = {number: _live_node(tensors[number]) for number, count in used if count > 1}
         self._nodes = {number: node for number, node in found.items() if node is not None}
         """The nodes that graphs of before refer to, 5 µs each; none where no graph is alive."""
         # A data-parallel model has hooked its nodes, so there are some.
@@ -50,8 +60,7 @@ class TensorInternals:
         ``swap_tensors`` exchanges class and attributes first, so that they are other ones where it then refuses.
         """
         now = list(map(_torch.identity_of, self._tensors))
-        same = zip(self._tensors, self._attributes, strict=True)
-        if now == self._before and all(own is None or vars(tensor) is own for tensor, own in same):
+        if now == self._before and all(map(is_, map(vars, self._with_attributes), self._own)):
             return []
         each = zip(now, self._before, self._tensors, self._attributes, self._classes, strict=True)
         return [
@@ -147,21 +156,37 @@ def _repair_accumulator(leaf: Tensor) -> None:
         _torch.forget_accumulator(leaf)
 
 
-def hooks_of(tensor: Tensor) -> tuple[Tensor, list[Any]]:
-    """Return a tensor, and of each kind of its hooks the dictionary with its items."""
-    hooks = [getattr(tensor, name) for name in _torch.TENSOR_HOOKS]
-    return tensor, [None if held is None else (held, tuple(held.items())) for held in hooks]
+class TensorHooks:
+    """The hooks of torch on some tensors, as they are when this is made."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._held = list(map(_hooks, tensors))
+        self._has_some = self._held.count(_NO_HOOKS) < len(tensors)
+        self._items = (
+            [[() if one is None else tuple(one.items()) for one in held] for held in self._held]
+            if self._has_some
+            else []
+        )
+        """What is in each dictionary, if there are any."""
+
+    def restore(self, *, renew: bool) -> None:
+        """Put the hooks back; ``renew``: internals may be others, which do not know their dictionary yet."""
+        if not self._has_some and list(map(_hooks, self._tensors)).count(_NO_HOOKS) == len(self._tensors):
+            return
+        nothing = [()] * len(_NO_HOOKS)
+        for number, tensor in enumerate(self._tensors):
+            _restore_hooks(tensor, self._held[number], self._items[number] if self._items else nothing, renew=renew)
 
 
-def restore_hooks(tensor: Tensor, hooks: Iterable[Any], *, renew: bool) -> None:
-    """Put the hooks of a tensor back; ``renew``: its internals may be others, which do not know the dictionary yet."""
-    for name, before in zip(_torch.TENSOR_HOOKS, hooks, strict=True):
+def _restore_hooks(tensor: Tensor, before: Iterable[Any], items: Iterable[Any], *, renew: bool) -> None:
+    for name, own, had in zip(_torch.TENSOR_HOOKS, before, items, strict=True):
         held = getattr(tensor, name)
-        if before is None:
+        if own is None:
             if held:
                 held.clear()
-        elif renew or held is not before[0] or tuple(held.items()) != before[1]:
-            before[0].clear()
-            before[0].update(before[1])
-            if renew or held is not before[0]:
-                setattr(tensor, name, before[0])
+        elif renew or held is not own or tuple(held.items()) != had:
+            own.clear()
+            own.update(had)
+            if renew or held is not own:
+                setattr(tensor, name, own)

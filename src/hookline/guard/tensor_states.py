@@ -8,8 +8,9 @@ once, without a line of Python for each: a model has hundreds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from operator import attrgetter, is_, ne
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -24,10 +25,30 @@ _address: Final = Tensor.data_ptr
 _nbytes: Final = torch.UntypedStorage.nbytes
 _begin: Final = torch.UntypedStorage.data_ptr
 _layout: Final = attrgetter("shape", "dtype")
-_flags: Final = attrgetter("requires_grad", "is_leaf")
+_requires_grad: Final = attrgetter("requires_grad")
+_is_leaf: Final = attrgetter("is_leaf")
 _version: Final = attrgetter("_version")
 _COMPUTED: Final = (True, False)
 """The flags of a tensor that has a graph."""
+
+
+class _Flags(NamedTuple):
+    """Whether tensors require gradients, and whether they are leaves; one that requires none is a leaf."""
+
+    requires: list[bool]
+    leaves: list[bool]
+    """Of those that require gradients: to ask all would take as long as all else that is asked of them."""
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> Self:
+        """Return the flags as they are now."""
+        requires = list(map(_requires_grad, tensors))
+        return cls(requires, list(map(_is_leaf, compress(tensors, requires))))
+
+    def by_tensor(self) -> list[tuple[bool, bool]]:
+        """Return both flags of each tensor."""
+        leaves = iter(self.leaves)
+        return [(requires, next(leaves) if requires else True) for requires in self.requires]
 
 
 class TensorStates:
@@ -39,8 +60,13 @@ class TensorStates:
         self._copies: dict[str, tuple[tuple[int, ...], MemoryCopies]] = {}
         self._current: MemoryCopies | None = None
         self._is_copied_back = False
-        self._looked: tuple[list[int], list[int]] | None = None
-        """The tensors that have moved, and those that have other flags, as `look` has found them."""
+        self._is_in_place = False
+        """Whether the memory was found where it was, and nothing but the guard has run since."""
+        self._is_unwritten = False
+        """Whether a `restore` that came at once after `look` had nothing to put back but numbers."""
+        self._looked: tuple[list[int], list[int], bool] | None = None
+        """The tensors that have moved, those that have other flags, and whether no counter has moved, as `look` has
+        found them."""
         self.stuck: list[int] = []
         """The indices of tensors that have a graph they did not have, and could not be detached."""
         self.replaced: list[int] = []
@@ -64,7 +90,7 @@ class TensorStates:
         # Complex numbers may be read with the other sign of their imaginary part.
         conj = (Tensor.is_conj,) if any(map(Tensor.is_complex, self._strided)) else ()
         self._layout_queries: tuple[Callable[[Tensor], Any], ...] = (_address, _layout, Tensor.stride, *conj)
-        self._layouts = self._layouts_now()
+        self._note_layouts()
         self._storages = [live.untyped_storage() for live in self._strided]
         self._memory = self._memory_now()
         with torch.no_grad():
@@ -77,7 +103,7 @@ class TensorStates:
     @property
     def has_graphs(self) -> bool:
         """Whether a tensor was computed from others, and so keeps a graph alive."""
-        return _COMPUTED in self._flags
+        return False in self._flags.leaves
 
     @property
     def nbytes(self) -> int:
@@ -92,19 +118,34 @@ class TensorStates:
     # -- saving --------------------------------------------------------------------------------------------------
 
     def begin(self, which: str) -> None:
-        """Start copying the tensors of last time, before it is known whether they are still all (GPUs go on)."""
+        """Start copying the tensors of last time, before it is known whether they are still all (GPUs go on).
+
+        It is enough that their storages are as they were: whether tensors still lie in them, `is_about` finds out.
+        """
         known = self._copies.get(which)
-        self._current = known[1] if known is not None and self._is_in_place() else None
-        if self._current is not None:
+        self._current, self._is_in_place = None, False
+        if known is not None and self._find_in_place(known[1]):
+            self._current = known[1]
             self._current.save()
 
     def is_about(self, tensors: list[Tensor]) -> bool:
-        """Return whether these are the tensors of last time, with their memory where it was."""
+        """Return whether these are the tensors of last time, with their memory where it was; after `begin`."""
         same = len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
         return same and not self._moved()
 
+    def _find_in_place(self, copies: MemoryCopies) -> bool:
+        """Return whether nothing keeps from copying: the memory is where it was and as long, or there is none to copy.
+
+        A storage shrunk twice may begin at the same address again.
+        """
+        if not copies.nbytes:
+            return True
+        self._is_in_place = self._memory_now() == self._memory
+        return self._is_in_place
+
     def take(self, which: str, chosen: tuple[int, ...]) -> None:
         """Note the states, and copy the numbers of the tensors at the indices ``chosen``, unless `begin` has."""
+        self._is_in_place = False
         key, copies = self._copies.get(which, (None, None))
         if copies is None or key != chosen:
             pool = self._pools.setdefault(which, BufferPool(self._where))
@@ -122,17 +163,13 @@ class TensorStates:
         sparse = [self._live[index] for index in chosen if self._live[index].layout is not torch.strided]
         with torch.no_grad():
             self._sparse = [(live, live.clone()) for live in sparse]
-        self._flags = list(map(_flags, self.tensors))
-        pairs = zip(self.tensors, self._flags, strict=True)
-        self._graphs = {index: tensor.grad_fn for index, (tensor, flags) in enumerate(pairs) if flags == _COMPUTED}
+        self._flags = _Flags.of(self.tensors)
+        flags = enumerate(self._flags.by_tensor() if self.has_graphs else ())
+        self._graphs = {index: self.tensors[index].grad_fn for index, each in flags if each == _COMPUTED}
         """The node that computed a tensor: a write in place gives it another one."""
         self._versions = list(map(_version, self._counters))
 
     # -- afterwards ----------------------------------------------------------------------------------------------
-
-    def _is_in_place(self) -> bool:
-        """Return whether the memory is where it was, and as long: a storage shrunk twice may begin there again."""
-        return list(map(_address, self._strided)) == self._layouts[0] and self._memory_now() == self._memory
 
     def _memory_now(self) -> tuple[list[int], list[int]]:
         """Return the lengths of the storages that the tensors had, and their addresses."""
@@ -142,11 +179,23 @@ class TensorStates:
         """Return the address and layout of every tensor with memory."""
         return [list(map(query, self._strided)) for query in self._layout_queries]
 
+    def _note_layouts(self) -> None:
+        self._layouts = self._layouts_now()
+        # Asked in one call, which takes a fifth of the time; it may say no where nothing is other.
+        self._layout_check = None if len(self._layouts) > 3 else _torch.layout_check(self._strided)
+
+    def _has_same_layouts(self) -> bool:
+        if self._layout_check is None or not self._layout_check():
+            return self._layouts_now() == self._layouts
+        return list(map(_address, self._strided)) == self._layouts[0]
+
     def _moved(self) -> list[int]:
         """Return the indices, in ``_strided``, of tensors that have other memory or another layout."""
-        now, memory = self._layouts_now(), self._memory_now()
-        if now == self._layouts and memory == self._memory:
+        is_in_place, self._is_in_place = self._is_in_place, False
+        memory = self._memory if is_in_place else self._memory_now()
+        if memory == self._memory and self._has_same_layouts():
             return []
+        now = self._layouts_now()
         return _different(zip(*now, *memory, strict=True), list(zip(*self._layouts, *self._memory, strict=True)))
 
     def look(self) -> tuple[list[int], list[int]]:
@@ -154,9 +203,10 @@ class TensorStates:
 
         A `restore` that comes at once uses what was seen here: asking 600 tensors takes half a millisecond.
         """
-        moved, flags = self._looked = self._moved(), self._with_other_flags()
+        moved, flags = self._moved(), self._with_other_flags()
         written = {self._dense[number] for number in moved}
         written.update(self._counted[number] for number in _different(map(_version, self._counters), self._versions))
+        self._looked = moved, flags, not written
         return sorted(written), flags
 
     def differing(self) -> list[int]:
@@ -171,12 +221,14 @@ class TensorStates:
 
     def _with_other_flags(self) -> list[int]:
         """Return the indices of tensors that require gradients and did not, or the other way round."""
-        return _different(map(_flags, self.tensors), self._flags)
+        now = _Flags.of(self.tensors)
+        return [] if now == self._flags else _different(now.by_tensor(), self._flags.by_tensor())
 
     def begin_restore(self) -> None:
-        """Start copying back, if all memory is where it was."""
-        self._is_copied_back = self._current is not None and self._is_in_place()
-        if self._is_copied_back and self._current is not None:
+        """Start copying back, if all memory is where it was; a tensor that has other memory now is put back into it."""
+        self._is_copied_back = self._is_in_place = False
+        if self._current is not None and self._find_in_place(self._current):
+            self._is_copied_back = True
             self._current.restore()
 
     def restore(self, *, looked: bool = False) -> None:
@@ -185,13 +237,15 @@ class TensorStates:
         ``looked``: nothing has happened since `look`.
         """
         seen, self._looked = self._looked, None
-        moved, flags = seen if looked and seen is not None else (self._moved(), None)
+        moved, flags, unwritten = seen if looked and seen is not None else (self._moved(), None, False)
+        self._is_unwritten = unwritten and not moved and not flags and not self._sparse
         self.replaced, self.has_new_internals = [], False
         for number in moved:
             self._restore_memory(number)
         self.moved = [self._strided[number] for number in moved]
         if moved:
-            self._layouts, self._memory = self._layouts_now(), self._memory_now()  # what was resized is elsewhere
+            self._note_layouts()  # what was resized is elsewhere
+            self._memory = self._memory_now()
         if not self._is_copied_back and self._current is not None:
             self._current.restore()
         self._is_copied_back = False
@@ -199,7 +253,8 @@ class TensorStates:
             for live, numbers in self._sparse:
                 live.copy_(numbers)
         others = self._with_other_flags() if flags is None or moved else flags  # moving may have changed some
-        self.stuck = [index for index in others if not self._restore_flags(index)]
+        before = self._flags.by_tensor() if others else []
+        self.stuck = [index for index in others if not self._restore_flags(index, *before[index])]
         self.stuck += [index for index, node in self._graphs.items() if self.tensors[index].grad_fn is not node]
 
     def _restore_memory(self, number: int) -> None:
@@ -225,9 +280,9 @@ class TensorStates:
         for _, copies in self._copies.values():
             copies.move(storage, fresh)
 
-    def _restore_flags(self, index: int) -> bool:
+    def _restore_flags(self, index: int, requires_grad: bool, was_leaf: bool) -> bool:
         """Put the flags of a tensor back; return False if it cannot be detached."""
-        tensor, (requires_grad, was_leaf) = self.tensors[index], self._flags[index]
+        tensor = self.tensors[index]
         # A view that was detached before, and is written with a graph again, calls itself a leaf.
         is_view = tensor._base is not None
         if was_leaf and (not tensor.is_leaf or (is_view and tensor.requires_grad and not requires_grad)):
@@ -249,6 +304,8 @@ class TensorStates:
 
         Only where the numbers were put back; a counter that was set back otherwise would hide that they are others.
         """
+        if self._is_unwritten:
+            return
         copied = set(self._chosen)
         numbers = _different(map(_version, self._counters), self._versions)
         pairs = [(self._counters[n], self._versions[n]) for n in numbers if self._counted[n] in copied]

@@ -1269,6 +1269,22 @@ flat: Final[Callable[[list[Tensor]], Tensor]] = torch._utils._flatten_dense_tens
 """Several tensors end to end, as one vector of its own; by hand it takes thrice as long."""
 
 
+def layout_check(tensors: list[Tensor]) -> Callable[[], bool] | None:
+    """Return a call that tells whether all tensors have the shapes, strides and dtypes that they have now; else None.
+
+    What guards of compiled code are checked by: 600 tensors in 40 µs, where asking for shapes alone takes 110. It also
+    says no if one requires gradients and did not, or a mode such as autocast is on that was not. On 2.11 and 2.13.
+    """
+    make: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+    if make is None or not tensors:
+        return None
+    try:
+        check = make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    except (TypeError, RuntimeError):
+        return None
+    return lambda: bool(check(*tensors))
+
+
 def set_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
     """Set the version counters of tensors back; right only where their numbers are those of that time."""
     if tensors:
@@ -1286,8 +1302,15 @@ TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 """Attributes of a tensor: None before the first hook, then a dictionary that its handles refer to weakly."""
 
 
-identity_of: Final[Callable[[Tensor], int]] = cast(Any, torch._C.TensorBase)._cdata.__get__
+identity_of: Final[Callable[[Tensor], int]] = operator.attrgetter("_cdata")
 """Which insides a tensor object has; ``torch.utils.swap_tensors`` exchanges those of two objects."""
+
+dict_version: Final[Callable[[dict[Any, Any]], int] | None] = getattr(
+    getattr(torch._C._dynamo, "guards", None), "dict_version", None
+)
+"""Return a number that is another one after any change of a plain dictionary (0.1 µs; guards of compiled code go by
+it): that of CPython itself up to 3.11, from 3.12 on one that torch keeps by CPython's watchers. None where torch has
+none. On 2.11 and 2.13."""
 
 use_count: Final[Callable[[Tensor], int]] = cast(Any, torch._C.TensorBase)._use_count
 """How many refer to the insides: the object itself, graphs that accumulate into it, views of it."""

@@ -1,0 +1,262 @@
+"""Rows of served decoding and of the guard on a GPU, for two versions of the package side by side.
+
+    python benchmarks/before_after.py --before OLD/src --seconds 130 --out page.md
+    python benchmarks/run.py --merge page.md
+
+One process for each version, which answer in turn: a round of one, a round of the other. Ratios are formed inside a
+round of one process. Each row tells three things: the wall time of a step up to a synchronize, which is mostly the
+host's; a step of ten without waiting between them (steady); and what kernels and copies alone take on the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import Row, spread, typical
+from report import console_line, write
+from subject import Setting
+
+_LAYERS = ["model.layers.#"]
+_SERVED = {"activation_stats": (1.05, 1.08), "nan_alarm": (None, None)}
+"""What is on every layer, and the targets, eager and compiled."""
+_GUARD = {
+    "guarded": ("by hand", "save, restore and check everything", "two multi-tensor copies of the same bytes", 1.1),
+    "reads": ("save", 'an intervention that declares `scope="reads"`', "a full save", None),
+}
+_Way = Callable[[], AbstractContextManager[object]]
+_Found = dict[str, float]
+
+
+class Subjects:
+    """All that is measured, by name: something to call, and what is on the model meanwhile."""
+
+    def __init__(self, parts: list[str]) -> None:
+        setting = Setting(torch.device("cuda", 0))
+        self.calls: dict[str, tuple[Callable[[], None], _Way]] = {}
+        self.models: dict[str, str] = {}
+        for how in ("eager", "compiled") if "serve" in parts else ():
+            self._add_served(setting, how)
+        if "guard" in parts:
+            self._add_guard(setting)
+
+    def _add_served(self, setting: Setting, how: str) -> None:
+        from serving import Served
+
+        served = Served(setting)
+        served.prefill()
+        if how == "compiled":
+            served.call = torch.compile(served.runner.model, dynamic=False)
+        self.models[how] = str(served.size)
+        for name in ("bare", "bare again"):
+            self.calls[f"{how} {name}"] = served.decode, nullcontext
+        for name in _SERVED:
+            self.calls[f"{how} {name}"] = served.decode, lambda name=name: served.hooked(name, _LAYERS, {})
+
+    def _add_guard(self, setting: Setting) -> None:
+        from guarding import Saved
+        from models import SMALL
+
+        saved = Saved(SMALL, setting)
+        self.models["guard"] = f"{SMALL.name}, AdamW: {saved.nbytes / 1e6:,.0f} MB in {len(saved.tensors)} tensors"
+        calls = {"guarded": saved.firing("trains"), "reads": saved.firing("reads")}
+        calls |= dict.fromkeys(("save", "save again"), saved.save)
+        calls |= dict.fromkeys(("by hand", "by hand again"), saved.by_hand)
+        self.calls |= {f"guard {name}": (call, nullcontext) for name, call in calls.items()}
+
+    def round(self, number: int) -> _Found:
+        """Wall and steady seconds of everything, in an order of its own."""
+        order, found = list(self.calls), {}
+        random.Random(number).shuffle(order)
+        for name in order:
+            call, on = self.calls[name]
+            with on():
+                for _ in range(3):
+                    call()
+                found[f"{name}, wall"] = min(_seconds(call, 1) for _ in range(5))
+                found[f"{name}, steady"] = min(_seconds(call, 10) for _ in range(2))
+        gc.collect()
+        return found
+
+    def kernels(self) -> _Found:
+        """Seconds of kernels and copies in a step, and how many there are."""
+        found = {}
+        for name, (call, on) in self.calls.items():
+            with on():
+                for _ in range(3):
+                    call()
+                found[f"{name}, kernels"], found[f"{name}, launches"] = _on_device(call)
+        return found
+
+
+def _seconds(call: Callable[[], None], steps: int) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / steps
+
+
+def _on_device(call: Callable[[], None], steps: int = 8) -> tuple[float, float]:
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as run:
+        for _ in range(steps):
+            call()
+        torch.cuda.synchronize()
+    events = [event for event in run.events() or () if event.device_type.name == "CUDA"]
+    return sum(event.time_range.elapsed_us() for event in events) * 1e-6 / steps, len(events) / steps
+
+
+def answer(parts: list[str]) -> None:
+    """Measure what is asked for on stdin: a number for a round, anything else for the kernels."""
+    torch.set_num_threads(1)
+    subjects = Subjects(parts)
+    subjects.round(-1)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    print(json.dumps(subjects.models), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(subjects.round(int(line)) if line.strip().isdigit() else subjects.kernels()), flush=True)
+
+
+class Version:
+    """A process with one version of the package, and what it has found."""
+
+    def __init__(self, source: Path, parts: list[str]) -> None:
+        command = [sys.executable, __file__, "--answer", "--only", *parts]
+        # Graphs that the compiler keeps on disk are of one version.
+        path = {"PYTHONPATH": str(source.resolve()), "TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp(prefix="graphs-")}
+        self._process: Any = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **path}
+        )
+        self.samples: dict[str, list[float]] = {}
+        self.kernels: _Found = {}
+
+    def read(self) -> dict[str, Any]:
+        """The next answer; other lines are shown."""
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                found: dict[str, Any] = json.loads(line)
+                return found
+            print(line, end="")
+        raise SystemExit("A process has ended before it answered.")
+
+    def ask(self, what: str) -> dict[str, Any]:
+        """The answer to a question."""
+        print(what, file=self._process.stdin, flush=True)
+        return self.read()
+
+    def add_round(self, number: int) -> None:
+        """One more sample of everything."""
+        for name, seconds in self.ask(str(number)).items():
+            self.samples.setdefault(name, []).append(seconds)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.stdin.close()
+        self._process.wait()
+
+    def ratios(self, name: str, base: str, column: str) -> list[float]:
+        """Round by round."""
+        pairs = zip(self.samples[f"{name}, {column}"], self.samples[f"{base}, {column}"], strict=True)
+        return [a / b for a, b in pairs]
+
+    def columns(self, name: str, base: str) -> str:
+        """The three columns in words."""
+        wall, steady = (spread(self.ratios(name, base, column)) for column in ("wall", "steady"))
+        device = self.kernels[f"{name}, kernels"] / self.kernels[f"{base}, kernels"]
+        counts = "{:.0f} / {:.0f}".format(*(self.kernels[f"{each}, launches"] for each in (name, base)))
+        return f"wall {wall}, steady {steady}, kernels alone {device:.3f} (launches {counts})"
+
+
+def rows(before: Version, after: Version, models: dict[str, str]) -> Iterator[Row]:
+    """Of the version after, with what the one before took."""
+    for how, model in models.items():
+        if how == "guard":
+            for name, (base, words, against, target) in _GUARD.items():
+                texts = f"guard, {name}", words, against, model
+                yield _row(before, after, (f"guard {name}", f"guard {base}"), texts, target)
+            yield _milliseconds(before, after, model)
+            continue
+        for name, targets in _SERVED.items():
+            words = f"{name} on every layer"
+            texts = f"served, {how} decode, {words}", words, "the same forward without hooks", model
+            yield _row(before, after, (f"{how} {name}", f"{how} bare"), texts, targets[how == "compiled"])
+
+
+def _row(
+    before: Version, after: Version, pair: tuple[str, str], texts: tuple[str, str, str, str], target: float | None
+) -> Row:
+    name, base = pair
+    times = " / ".join(f"{typical(after.samples, f'{each}, wall') * 1e3:.2f}" for each in pair)
+    told = f"{times} ms; {after.columns(name, base)}; before: {before.columns(name, base)}"
+    same = spread(after.ratios(f"{base} again", base, "wall"))
+    return Row(*texts, spread(after.ratios(name, base, "wall")), same, told, at_most=target)
+
+
+def _milliseconds(before: Version, after: Version, model: str) -> Row:
+    """A tenth of a save would be less than the answers of 600 tensors take in Python; a millisecond is not."""
+    own, other = ([each * 1e3 for each in version.samples["guard reads, wall"]] for version in (after, before))
+    return Row(
+        "guard, reads (ms)",
+        'an intervention that declares `scope="reads"`',
+        "1 ms",
+        model,
+        spread(own),
+        spread(after.ratios("guard save again", "guard save", "wall")),
+        f"before: {spread(other)}",
+        at_most=1.0,
+    )
+
+
+def main() -> None:
+    """Measure both, and write the page."""
+    parser = argparse.ArgumentParser(description="Measure two versions of hookline side by side on a GPU.")
+    parser.add_argument("--before", type=Path, help="the folder src of the other version")
+    parser.add_argument("--seconds", type=float, default=130, help="in all, with the start")
+    parser.add_argument("--only", nargs="*", choices=("serve", "guard"), default=["serve", "guard"])
+    parser.add_argument("--out", type=Path, help="a page to write the rows to")
+    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.answer:
+        answer(options.only)
+        return
+    began = time.monotonic()
+    sources = {"before": options.before, "after": Path(__file__).parent.parent / "src"}
+    versions = {name: Version(source, options.only) for name, source in sources.items()}
+    models = [version.read() for version in versions.values()][-1]
+    print(f"(both began after {time.monotonic() - began:.0f} s)", flush=True)
+    number = 0
+    while number < 4 or time.monotonic() - began < options.seconds:
+        for version in list(versions.values())[:: -1 if number % 2 else 1]:
+            version.add_round(number)
+        number += 1
+    for version in versions.values():
+        version.kernels = version.ask("kernels")
+        version.close()
+    found = list(rows(versions["before"], versions["after"], models))
+    print(f"({number} rounds)")
+    for row in found:
+        print(console_line(row), flush=True)
+    if options.out is not None:
+        write(options.out, "GPU", found, keep=True)
+
+
+if __name__ == "__main__":
+    main()
