@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from hookline.engines.hooks_in_worker import at_once, silent_sites
 from hookline.engines.sglang.forward_rows import table_of_batch
 from hookline.engines.sglang.sglang_options import SglangOptions
-from hookline.engines.worker_calls import at_once, silent_sites
 from hookline.factories.batch_rows import TokenBatch, serving
 from hookline.replace_file import replace_file
 from hookline.serve.generation.model_probe import hooks_suspended

@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hookline.engines.hooks_in_worker import at_once, silent_sites
 from hookline.engines.vllm.engine_facts import EngineFacts, Way, choose_way, way_words
 from hookline.engines.vllm.layer_sources import never_called
 from hookline.engines.vllm.request_flags import RequestFlags
@@ -20,10 +21,9 @@ from hookline.engines.vllm.request_options import request_options
 from hookline.engines.vllm.request_states import RequestStates
 from hookline.engines.vllm.start_options import StartOptions
 from hookline.engines.vllm.step_rows import BookedRequest, RequestBook, rows_of_runner, table_after_model, table_of_step
-from hookline.engines.worker_calls import at_once
 from hookline.factories.batch_rows import TokenBatch, set_batch
 from hookline.serve.live_hooks import LiveHook, LiveHooks, Origin
-from hookline.sites.receipt import likely_cause
+from hookline.sites.wrappers import submodule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -183,11 +183,12 @@ class WorkerHooks:
 
     def _silent(self, live: LiveHook) -> dict[str, str]:
         """Return the modules where a hook has not fired although the model ran, with the cause."""
-        attachment = live.handle._attachment
-        entries = [each for each in attachment.members() if not each.fired and each.counter.step > each.step_at_attach]
         absent = _absent(live)
-        entries = [each for each in entries if each.name not in absent]
-        return {each.name: never_called(each.container.module()) or likely_cause(each, attachment) for each in entries}
+        return {
+            name: never_called(submodule(self.model, name) if name else self.model) or cause
+            for name, cause in silent_sites(live).items()
+            if name not in absent
+        }
 
     # -- steps ------------------------------------------------------------------------------------------------
 
