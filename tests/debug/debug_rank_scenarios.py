@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
-from hookline.debug import find_bad_operations
+from hookline.debug import FlightRecorder, find_bad_operations
 
 KINDS = ("output", "parameter", "param_grad")
 DIMS = dict.fromkeys(("", "up", "act", "down", "head"), "b[dp] f")
@@ -90,7 +90,7 @@ def all_traced(folder: str) -> dict[str, Any]:
         train(model, data(), root / "split")
 
     def bad_step() -> list[Any]:
-        return bad_steps(part, rank)
+        return bad_steps(part, rank, root / "flight.json")
 
     def changes_nothing() -> list[bool]:
         ends = [trained_bits(part, watched) for watched in (False, True)]
@@ -122,7 +122,7 @@ def split() -> Net:
     return found
 
 
-def bad_steps(part: Tensor, rank: int) -> list[Any]:
+def bad_steps(part: Tensor, rank: int, to: Path) -> list[Any]:
     """Train with an infinite number in the batch of rank 1 in step 1; return what each report says."""
     model = DistributedDataParallel(made())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -134,7 +134,8 @@ def bad_steps(part: Tensor, rank: int) -> list[Any]:
         optimizer.step()
         return loss.detach()
 
-    with find_bad_operations(model, optimizer, step_fn=step) as check:
+    recorder = FlightRecorder(to=to, signals=())
+    with recorder.recording(model, optimizer), find_bad_operations(model, optimizer, step_fn=step) as check:
         for number in range(4):
             check.step(part * (float("inf") if (rank, number) == (1, 1) else 1.0), ids=[number])
     return [(each.step, each.verdict, each.batch, each.notes) for each in check.reports] + [check.bad_steps]

@@ -112,3 +112,19 @@ def test_wrappers_do_not_show_in_names_and_wrong_arguments_are_said() -> None:
         graph(lambda: 3, model)  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match="got a str"):
         graph(torch.ones(1), "model")  # type: ignore[arg-type]
+
+
+def test_a_function_that_is_called_leaves_the_run_as_it_was() -> None:
+    """Dropout draws and BatchNorm counts in it; streams and buffers are put back, and move if it is called plainly."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    x = torch.randn(8, 4)
+
+    def state() -> list[Tensor]:
+        return [torch.get_rng_state(), *(each.detach().clone() for each in (*model.parameters(), *model.buffers()))]
+
+    before = state()
+    graph(lambda: model(x).sum(), model)
+    assert all(map(torch.equal, before, state()))
+    model(x)  # the negative control
+    assert not all(map(torch.equal, before, state()))

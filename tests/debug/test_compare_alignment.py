@@ -218,3 +218,14 @@ def test_a_shape_that_differs_is_a_difference_and_has_its_reason() -> None:
 def test_default_rules_can_be_extended() -> None:
     """They are a plain tuple."""
     assert compare({"x": _random(2)}, {"y": _random(2)}, rules=[*DEFAULT_RULES, RenameRule("^y$", "x")]).ok
+
+
+def test_megatrons_order_of_queries_keys_and_values_is_taken_apart() -> None:
+    """Two groups of heads: in each the queries, then a key and a value; in the plain order nothing agrees."""
+    q, k, v = _random(3, 8), _random(3, 4), _random(3, 4)
+    parts = {"q_proj": q, "k_proj": k, "v_proj": v}
+    mixed = torch.cat([q[:, :4], k[:, :2], v[:, :2], q[:, 4:], k[:, 2:], v[:, 2:]], dim=-1)
+    names = ("q_proj", "k_proj", "v_proj")
+    rule = FusedRule("linear_qkv", names, groups=2)
+    assert compare(parts, {"linear_qkv": mixed}, rules=[rule]).ok
+    assert not compare(parts, {"linear_qkv": mixed}, rules=[FusedRule("linear_qkv", names)]).ok

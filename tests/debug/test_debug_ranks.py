@@ -11,6 +11,7 @@ from debug_rank_scenarios import all_traced, data, made, train
 from helpers_ranks import run_ranks
 
 import hookline as hl
+from hookline.debug import read_flight
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="needs gloo"
@@ -60,10 +61,13 @@ def test_one_rank_with_other_weights_is_found(ranks: Any, right: str, wrong: str
 
 def test_a_bad_step_of_one_rank_is_named_and_not_run_again(ranks: Any) -> None:
     """Rank 1 names its batch; rank 0 sees it one step later, in its weights. Nobody waits, and nothing is changed."""
-    _, (first, second) = ranks
+    folder, (first, second) = ranks
     (step, verdict, batch, (why,)), count = second["bad_step"]
     assert (step, verdict, batch, count) == (1, "not run again", "ids [1]", 3)
     assert why.startswith("there are other ranks")
     (step, verdict, batch, _), count = first["bad_step"]
     assert (step, verdict, batch, count) == (2, "not run again", "ids [2]", 2)
+    # The recorders of both have a file each, and the first bad step of each is in its own.
+    reasons = [read_flight(folder / name).reason for name in ("flight.json", "flight.rank_1.json")]
+    assert [reason.rpartition(" ")[2] for reason in reasons] == ["2", "1"]
     assert all(all(each["changes_nothing"]) for each in (first, second))

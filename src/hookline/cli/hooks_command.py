@@ -40,10 +40,11 @@ def hooks(arguments: Sequence[str]) -> int:
 
 def list_hooks() -> int:
     """Print all hooks, those for debugging too; a warning names those that cannot be loaded."""
-    from hookline.training.registry import HookRegistry
+    from hookline.training.registry import DEBUG_HOOKS, HookRegistry
 
     with messages():
         known = HookRegistry.get_all_info()
+        known |= {name: HookRegistry.get_info(name) for name in DEBUG_HOOKS}
     for role in ("observer", "intervention"):
         rows = [(name, _what(info)) for name, info in known.items() if info["kind"] == role]
         if rows:

@@ -217,7 +217,7 @@ class _Aligner:
             fused = whole[kind, site, leaf]
             if any(of.keys() != calls[0].keys() for of in calls):
                 continue
-            joined = [fuse_parts(fused[0], [of[key] for of in calls]) for key in calls[0]]
+            joined = [fuse_parts(fused[0], [of[key] for of in calls], rule.groups) for key in calls[0]]
             self.matcher.use(value for slot in slots for value in parts.pop(slot))
             pair: tuple[Any, Any] = whole.pop((kind, site, leaf)), joined
             self.matcher.match(*(pair if side == 0 else reversed(pair)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, TypeAlias
 
 import torch
@@ -41,6 +42,9 @@ class FusedRule:
     """The last part of the name of the fused module."""
     parts: tuple[str, ...]
     """The last parts of the names of the others, in the order of the fused output."""
+    groups: int = 1
+    """How many times that order repeats: Megatron's ``linear_qkv`` has queries, key and value of one group of heads
+    after the other, ``FusedRule("linear_qkv", ("q_proj", "k_proj", "v_proj"), groups=num_key_value_heads)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +121,13 @@ def fused_names(site: str, rule: FusedRule) -> list[str] | None:
     return [f"{head}{dot}{part}" for part in rule.parts]
 
 
-def fuse_parts(fused: RunValue, parts: Sequence[RunValue]) -> RunValue:
+def fuse_parts(fused: RunValue, parts: Sequence[RunValue], groups: int = 1) -> RunValue:
     """Return what the parts are together, to be compared with ``fused``."""
     names = "+".join(part.site.rpartition(".")[2] for part in parts)
     if fused.kind == "input":
         return replace(parts[0], site=fused.site, note=f"input of {names}")
-    along, join = (0, _cat_first) if fused.kind in ("parameter", "param_grad") else (-1, _cat_last)
+    along = 0 if fused.kind in ("parameter", "param_grad") else -1
+    join: Callable[[list[Tensor]], Tensor] = partial(_cat, along=along, groups=groups)
     if fused.kind == "input_grad":
         shape, join = parts[0].shape, _sum
     else:
@@ -140,12 +145,12 @@ def _combined(values: Sequence[RunValue], join: Callable[[list[Tensor]], Tensor]
     return (lambda: join([read() for read in readers])) if len(readers) == len(values) else None
 
 
-def _cat_last(tensors: list[Tensor]) -> Tensor:
-    return torch.cat(tensors, dim=-1)
-
-
-def _cat_first(tensors: list[Tensor]) -> Tensor:
-    return torch.cat(tensors, dim=0)
+def _cat(tensors: list[Tensor], *, along: int, groups: int) -> Tensor:
+    """Return the tensors one after the other, or, of each group of heads, its part of each."""
+    if groups == 1:
+        return torch.cat(tensors, dim=along)
+    of_groups = [torch.stack(tensor.chunk(groups, along), 0 if along == 0 else -2) for tensor in tensors]
+    return torch.cat(of_groups, dim=1).flatten(0, 1) if along == 0 else torch.cat(of_groups, dim=-1).flatten(-2)
 
 
 def _sum(tensors: list[Tensor]) -> Tensor:

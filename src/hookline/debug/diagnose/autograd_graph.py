@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import OptionError, TargetError
+from hookline.guard.guard import rollback
+from hookline.guard.rng import kept_rng
 from hookline.messages import type_name
 from hookline.sites.attach import attach
 from hookline.sites.functions.attach_function import attach_function
@@ -100,7 +102,8 @@ def graph(loss: Tensor | Callable[[], Tensor], model: nn.Module | None = None) -
 
     Args:
         loss: The loss; or a function that computes it, which is called once: then every node has the name of its
-            module, and the modules that cut the graph (``detach()``, ``no_grad``, ``.data``) are found.
+            module, and the modules that cut the graph (``detach()``, ``no_grad``, ``.data``) are found. Random streams
+            and the state of the model are put back afterwards.
         model: The model, for names and for the parameters that are not reached. From a loss alone, the nodes that
             read a parameter have the name of its module.
 
@@ -112,7 +115,8 @@ def graph(loss: Tensor | Callable[[], Tensor], model: nn.Module | None = None) -
     makers: dict[Any, str] = {}
     cuts: dict[str, str] = {}
     if not isinstance(loss, Tensor):
-        loss = _watched(loss, model, makers, cuts)
+        with rollback(model) if model is not None else kept_rng():  # dropout draws, BatchNorm counts
+            loss = _watched(loss, model, makers, cuts)
     if not isinstance(loss, Tensor) or loss.grad_fn is None:
         what = "a tensor without a graph" if isinstance(loss, Tensor) else type_name(loss)
         where = "; ".join(f"{name or '(the model)'} {how}" for name, how in cuts.items())

@@ -23,6 +23,7 @@ from hookline.debug.first_bad.bad_operation import describe_batch, find_ids, nam
 from hookline.debug.first_bad.flight_file import Streams, write_flight
 from hookline.debug.first_bad.loss_history import LossHistory
 from hookline.debug.first_bad.step_reader import BAD, StepReader, StepRows
+from hookline.distributed.ranks import this_rank
 from hookline.errors import OptionError
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_phase import phase
@@ -65,7 +66,8 @@ class FlightRecorder(TrainingHook):
     before".
 
     Args:
-        to: The file; by default ``flight_recorder.json`` in the folder of the run.
+        to: The file; by default ``flight_recorder.json`` in the folder of the run. Rank 1 of several writes
+            ``flight_recorder.rank_1.json`` beside it, and so on.
         keep: How many steps are kept.
         target: Which modules; by default the elements of the longest ``ModuleList`` of the model, else ``Sequential``.
         spike: How many times its usual value makes a loss a spike; None for never.
@@ -118,8 +120,10 @@ class FlightRecorder(TrainingHook):
 
     @property
     def path(self) -> Path | None:
-        """Where the file is written; None if nothing says where."""
-        return self._to or (None if self._folder is None else self._folder / FLIGHT_FILE)
+        """Where the file is written, of rank 1 and so on beside that of rank 0; None if nothing says where."""
+        path = self._to or (None if self._folder is None else self._folder / FLIGHT_FILE)
+        rank = this_rank()
+        return path if path is None or not rank else path.with_name(f"{path.stem}.rank_{rank}{path.suffix}")
 
     def set_run_context(self, **context: Any) -> None:
         """Learn where the run is kept."""

@@ -6,6 +6,7 @@ Specs and users make it. It hands outputs to a `TraceRecorder`, with whose rows 
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -21,11 +22,12 @@ from hookline.debug.trace.trace_record import RowTable
 from hookline.debug.trace.trace_recorder import TraceMoment, TraceRecorder
 from hookline.debug.trace.trace_rows import rows_of
 from hookline.distributed.ranks import rank_count, this_rank
-from hookline.errors import OptionError
+from hookline.errors import HooklineWarning, OptionError
 from hookline.factories.batch_rows import current_batch
 from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, number, path, whole, yes_or_no
 from hookline.factories.served_batch import STAGES, only_in_stage, output_tensor, request_names
 from hookline.sites import _torch
+from hookline.sites.targets import name_matcher
 from hookline.sites.tree import leaves
 
 if TYPE_CHECKING:
@@ -94,7 +96,8 @@ def trace_outputs(config: Mapping[str, Any] | None = None) -> TraceOutputs:
     recorder = TraceRecorder(
         writer, tables_of(seed, groups), hash_step=hash_step, budget=limit, wants_tensor=wants, dims_of=dims_of
     )
-    return hook(recorder, **settings)
+    patterns = [] if isinstance(options["tensors"], bool) else options["tensors"]
+    return hook(recorder, tensors=[patterns] if isinstance(patterns, str) else list(patterns), **settings)
 
 
 class _ForwardClock:
@@ -141,6 +144,7 @@ class TraceOutputs(Observer):
         self,
         recorder: TraceRecorder,
         *,
+        tensors: list[str],
         requests: tuple[str, ...] | None,
         every: int,
         add_residual: bool,
@@ -155,12 +159,18 @@ class TraceOutputs(Observer):
         self._names: ByModule[str] = ByModule(lambda name: name)
         self._clock = _ForwardClock()
         self._finalizer = weakref.finalize(self, recorder.close)
+        self._unseen = {pattern: name_matcher(pattern) for pattern in tensors}
+        """Patterns of ``tensors`` that no module has matched yet."""
+        self._seen: set[str] = set()
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
         """Take the output of a module."""
         if _torch.in_recomputation():  # it was taken the first time
             return
         name = site.name if site is not None else self._names.of(module, site)
+        if self._unseen and name not in self._seen:
+            self._seen.add(name)
+            self._unseen = {pattern: matches for pattern, matches in self._unseen.items() if not matches(name)}
         before = self._clock.forward
         call = self._clock.count(name, site)
         step = self._clock.forward
@@ -187,7 +197,16 @@ class TraceOutputs(Observer):
         return {"records": float(self._recorder.records), "bytes": float(self._recorder.bytes)}
 
     def close(self) -> None:
-        """Write what waits, and complete the trace."""
+        """Write what waits, and complete the trace; warn of names in ``tensors`` that no module had."""
+        if self._unseen and self._seen:
+            seen = ", ".join(map(repr, sorted(self._seen)[:3]))
+            warnings.warn(
+                f"{_NAME}: tensors={sorted(self._unseen)} matched no module that was called, so no tensor is "
+                f"stored for it; there were {seen}, …. Write names or patterns of modules that target_modules has.",
+                HooklineWarning,
+                stacklevel=2,
+            )
+            self._unseen = {}
         self._finalizer()
 
 
