@@ -34,6 +34,8 @@ from hookline.debug.compare.unshard_values import DimsOption, join_ranks
 __all__ = ["Alignment", "align"]
 
 _MAX_NOTES: Final = 3
+_FEW: Final = 0.25
+"""If less than this part of the values of both runs have a partner, they look like runs of other models."""
 _Slot: TypeAlias = tuple[str, str, str]
 """Kind, site, leaf."""
 _Slots: TypeAlias = dict[_Slot, list[RunValue]]
@@ -53,6 +55,8 @@ class Alignment:
     """Gradients of A that B does not have."""
     missing: list[str] = field(default_factory=list)
     """Notes about steps and calls that only one run has."""
+    has_few_partners: bool = False
+    """Whether so little is in both that they look like runs of other models."""
     notes: list[str] = field(default_factory=list)
     """What a reader has to know about how values were paired."""
 
@@ -87,7 +91,21 @@ def align(
         found.notes = [note for note in found.notes if not note.startswith(STEPS_LEFT)]
     found.missing = [note for note in found.notes if note.startswith(STEPS_LEFT) or CALLS_DIFFER in note]
     found.notes = _shortened(found.notes)
+    few = _few_partners(values_a, values_b, used)
+    found.has_few_partners = bool(few)
+    found.missing = few + found.missing
     return found
+
+
+def _few_partners(a: Sequence[RunValue], b: Sequence[RunValue], used: set[int]) -> list[str]:
+    """Return a line if both runs have mostly values that the other does not have."""
+    counts = [sum(id(value) in used for value in values) for values in (a, b)]
+    if not all(counts) or any(count >= _FEW * len(values) for count, values in zip(counts, (a, b), strict=True)):
+        return []
+    return [
+        f"only {counts[0]} of {len(a)} values of A, and {counts[1]} of {len(b)} of B, have a partner: they look like "
+        "runs of other models. Names can be made equal by rules=[RenameRule(pattern, replacement)]."
+    ]
 
 
 def _shortened(notes: list[str]) -> list[str]:

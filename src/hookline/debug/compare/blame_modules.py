@@ -209,9 +209,11 @@ class _BlameFinder:
             text = f"All that the modules inside of {name} make is the same; its own code differs."
             return Blame(first.site, text, first)
         given = [value for value in self.values if value.site == first.site and value.kind == takes]
+        now = [value for value in given if (value.step, value.call) == (first.step, first.call)]
+        is_known = (first.site, first.step, first.call) not in self.not_given and not any(one.is_unsure for one in now)
         other = "something of another shape" if first.other_shape else "something else"
-        if given and (first.site, first.step, first.call) not in self.not_given:
-            here = [value.errors for value in given if (value.step, value.call) == (first.step, first.call)]
+        if given and is_known:
+            here = [value.errors for value in now]
             how = "to the bit" if here and all(errors.is_equal for errors in here) else "up to rounding"
             what = f"is given the same {how} and returns {other}"
             if first.kind == "output" and first.step > self.start and self._had_equal_gradients(first):
@@ -220,9 +222,12 @@ class _BlameFinder:
             return Blame(first.site, text, first)
         caller = _caller(first.site, self.seen)
         text = (
-            f"{name} is the first that returns {other}. What it was given was not compared: with inputs in both "
-            f"traces, the code of {caller or 'the model'} around it could be told apart."
+            "What it was given was not compared: with inputs in both traces, the code of "
+            f"{caller or 'the model'} around it could be told apart."
         )
+        if now:
+            text = f"Not all that it was given is known to be the same: {caller or 'the model'} may be what is wrong."
+        text = f"{name} is the first that returns {other}. {text}"
         return Blame(first.site, text, first)
 
     def _blame_caller(self, first: ComparedValue) -> Blame:

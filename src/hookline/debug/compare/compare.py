@@ -85,6 +85,7 @@ def compare(
         found.unpaired,
         problems := [*run_a.problems, *run_b.problems],
         same_sketches=_has_same_sketches(run_a, run_b),
+        same_hashes=run_a.settings.get("hash_step") == run_b.settings.get("hash_step"),
         exact_hashes=not run_a.settings.get("hash_step"),
     )
     if not measured:
@@ -97,7 +98,7 @@ def compare(
     found.notes += [f"No site matches the threshold {pattern!r}." for pattern in allowed.unused_patterns()]
     return Comparison(
         values,
-        find_blame(values, found.unpaired, found.lost),
+        [] if found.has_few_partners else find_blame(values, found.unpaired, found.lost),
         found.only_a,
         found.only_b,
         found.unpaired,
@@ -131,7 +132,7 @@ def _name_of(source: RunSource, otherwise: str) -> str:
 
 
 def _has_same_sketches(a: RunValues, b: RunValues) -> bool:
-    return all(a.settings.get(key) == b.settings.get(key) for key in ("seed", "groups", "hash_step"))
+    return all(a.settings.get(key) == b.settings.get(key) for key in ("seed", "groups"))
 
 
 def _why_nothing(found: Alignment, a: RunValues, b: RunValues) -> str:
@@ -163,6 +164,8 @@ def _measured_noise(a: RunSource, rows: Any, noise: Any, notes: list[str], **opt
         other = read_run(source, f"noise run {number}", rows)
         found = align(reference, other, **options)
         measured.append(measure(found.pairs, [], other.problems, same_sketches=_has_same_sketches(reference, other)))
+        if measured[-1] and all(errors.is_equal for _, errors in measured[-1]):
+            notes.append(f"Noise run {number} is A to the bit: it measures no rounding. Give a run in float64.")
         if not measured[-1]:
             raise CompareError(f"Noise run {number} has no site in common with A: give another run of the same model.")
         notes += [f"Noise: {problem}" for problem in other.problems]

@@ -33,6 +33,7 @@ def measure(
     problems: list[str],
     *,
     same_sketches: bool,
+    same_hashes: bool = True,
     exact_hashes: bool = True,
 ) -> list[tuple[ValuePair, TensorErrors]]:
     """Return the errors of each pair, from tensors or else fingerprints.
@@ -60,9 +61,11 @@ def measure(
                 pair.b.fingerprint,
                 same_sketches=same_sketches,
                 same_dtype=pair.a.dtype == pair.b.dtype,
+                same_hashes=same_hashes,
                 exact_hashes=exact_hashes,
             )
-            found.append((pair, estimate))
+            # Norms alone say that something differs, not where it began.
+            found.append((pair if same_sketches else replace(pair, is_sure=False), estimate))
         else:
             unpaired.append(_unpaired(pair, _why_unreadable(pair)))
     if lost:

@@ -14,7 +14,16 @@ from typing import Any, Final, TypeAlias
 from hookline.debug.compare.cancellation import left_by_cancellation
 from hookline.debug.compare.compared_value import ComparedValue
 from hookline.debug.compare.match_calls import ValuePair
-from hookline.debug.compare.rounding import UNSURE, WITHIN, WRONG, RoundingModel, unit_of, verdict_on
+from hookline.debug.compare.rounding import (
+    NARROW,
+    UNSURE,
+    WITHIN,
+    WRONG,
+    RoundingModel,
+    names_around,
+    unit_of,
+    verdict_on,
+)
 from hookline.debug.compare.tensor_errors import TensorErrors
 
 __all__ = ["BACKWARD", "ErrorJudge", "MeasuredNoise", "NoiseFloors", "noise_floors", "value_key"]
@@ -48,9 +57,14 @@ _BY_TIE: Final = (
 )
 _FEW: Final = 0.25
 """Below this share, entries of whole numbers may have flipped by rounding."""
+_BY_ONE_OPERATION: Final = (
+    "it is given the same to the bit, and one operation rounds less than that; measure it with noise="
+)
+_ONE_OPERATION: Final = 3.0
+"""So many units of a 16-bit dtype one module may be off that is given the same; two times as many in one channel."""
 _BY_HASH: Final = (
-    "fingerprints do not tell it: there is NaN or infinity in both, or they were made with another seed, groups or "
-    "hash_step, so that only norms were compared; trace with the same settings, or with tensors="
+    "fingerprints do not tell it: there is NaN or infinity in both, or they were made with another seed or "
+    "other groups, so that only norms were compared; trace with the same settings, or with tensors="
 )
 
 
@@ -93,6 +107,7 @@ class ErrorJudge:
         for pair, errors in measured:
             if pair.a.kind == "input":
                 self._inputs[_call_of(pair)].append((pair, errors))
+        self._with_modules = {name for pair, _ in measured for name in names_around(pair.a.site)}
         self._history = {False: _History(), True: _History()}
         self._has_tie = False
         """Whether a whole number has flipped by rounding: rows that follow from it differ by any amount."""
@@ -124,9 +139,22 @@ class ErrorJudge:
                 value.verdict, value.doubt = UNSURE, _BY_TIE
         if value.verdict == WITHIN and errors.is_blind:
             value.verdict, value.doubt = UNSURE, _BY_HASH
+        if value.verdict == WITHIN and noise_of_parts is None and self._is_more_than_one_operation(pair, errors):
+            value.verdict, value.doubt = UNSURE, _BY_ONE_OPERATION
         if value.verdict in (WITHIN, UNSURE) and error == errors.rel_l2 and math.isfinite(error):
             history.add(errors)
         self._is_apart = self._is_apart or value.verdict not in (WITHIN, UNSURE)
+
+    def _is_more_than_one_operation(self, pair: ValuePair, errors: TensorErrors) -> bool:
+        """Return whether a 16-bit output is off by more than one operation rounds, of inputs that are the same.
+
+        The depth of the model does not matter then. Modules that call others are more than one operation.
+        """
+        unit, given = unit_of(pair.a.dtype), self._inputs.get(_call_of(pair), ())
+        if pair.a.kind != "output" or pair.a.dtype != pair.b.dtype or unit <= NARROW or not given:
+            return False
+        is_more = errors.rel_l2 > _ONE_OPERATION * unit or errors.part_rel > 2 * _ONE_OPERATION * unit
+        return is_more and pair.a.site not in self._with_modules and all(each.is_equal for _, each in given)
 
     def _floor(self, value: ComparedValue, modelled: float) -> tuple[float, float | None]:
         """Return the floor, and the noise of rows and channels if noise was measured."""

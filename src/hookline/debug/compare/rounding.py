@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from typing import Final
 
-__all__ = ["UNSURE", "WITHIN", "WRONG", "RoundingModel", "unit_of", "unseen_below", "verdict_on"]
+__all__ = [
+    "NARROW", "UNSURE", "WITHIN", "WRONG", "RoundingModel", "names_around", "unit_of", "unseen_below", "verdict_on",
+]  # fmt: skip
 
 WITHIN: Final = "within rounding"
 WRONG: Final = "wrong"
@@ -20,7 +22,7 @@ _UNITS: Final = {
     "float8_e5m2": 2.0**-3, "float8_e5m2fnuz": 2.0**-3,
 }  # fmt: skip
 """The largest relative error of rounding one number."""
-_NARROW: Final = 2.0**-12
+NARROW: Final = 2.0**-12
 """Dtypes with a unit above this are summed in float32, so that their errors grow less from operation to operation."""
 _ALLOWED: Final = 3.0
 """Up to this many times the floor is rounding: two runs each have their own, and the floor is of one."""
@@ -69,15 +71,16 @@ class RoundingModel:
             self._unit = max(self._unit, own)
         # Where its inputs were not compared, and for an input itself, the code around the module may be what rounds.
         around = site if kind == "output" and has_inputs else site.rpartition(".")[0]
-        for name in (site, *_names_around(site)):
+        for name in (site, *names_around(site)):
             self._inside[name] = max(self._inside.get(name, 0.0), own)
         unit = max(self._unit, own, self._inside.get(around, 0.0))
         self._place += 1
         growth = math.sqrt(self._place)
-        return unit * (2 + growth / 4 if unit > _NARROW else 4 + growth)
+        return unit * (2 + growth / 4 if unit > NARROW else 4 + growth)
 
 
-def _names_around(site: str) -> list[str]:
+def names_around(site: str) -> list[str]:
+    """Return the names of the modules around a site; the model's is empty."""
     parts = site.split(".")
     return [".".join(parts[:depth]) for depth in range(len(parts))]
 

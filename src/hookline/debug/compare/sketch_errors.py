@@ -20,16 +20,23 @@ _MEAN_OF_NORMAL: Final = math.sqrt(2 / math.pi)
 
 
 def sketch_errors(
-    a: Fingerprint, b: Fingerprint, *, same_sketches: bool, same_dtype: bool, exact_hashes: bool = True
+    a: Fingerprint,
+    b: Fingerprint,
+    *,
+    same_sketches: bool,
+    same_dtype: bool,
+    same_hashes: bool = True,
+    exact_hashes: bool = True,
 ) -> TensorErrors:
     """Return estimates: the norm of the difference from sketches, or, without, no less than the norms differ.
 
-    ``same_sketches`` says whether both were made with the same seed, ``same_dtype`` whether hashes can be compared, and
-    ``exact_hashes`` whether hashes are of all bits, not of rounded numbers.
+    ``same_sketches`` says whether both were made with the same seed, ``same_hashes`` and ``same_dtype`` whether hashes
+    can be compared, too, and ``exact_hashes`` whether hashes are of all bits, not of rounded numbers.
     ``max_abs`` is no more than a lower bound.
     """
     mismatched = abs(a.nan - b.nan) + abs(a.inf - b.inf)
-    if same_sketches and same_dtype and a.hash == b.hash and not mismatched:
+    can_hash = same_sketches and same_hashes and same_dtype
+    if can_hash and a.hash == b.hash and not mismatched:
         bad = a.nan + a.inf
         return TensorErrors(
             a.count, norm_a=a.norm, norm_b=b.norm, bad_a=bad, bad_b=bad, is_equal=exact_hashes, is_estimate=True
@@ -51,6 +58,6 @@ def sketch_errors(
         bad_b=b.nan + b.inf,
         mismatched=mismatched,
         is_estimate=True,
-        is_blind=(same_sketches and same_dtype and a.hash != b.hash and a.nan + a.inf > 0) or not same_sketches,
+        is_blind=(can_hash and a.nan + a.inf > 0) or not same_sketches,
     )
     return found

@@ -1,0 +1,81 @@
+"""Nothing is blamed, or called the same, by what cannot tell: other models, other sketches, no noise, depth."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hookline.debug.compare.compare import compare
+from hookline.debug.trace.start_trace import trace
+
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
+
+
+def _layers(count: int = 8) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(count)))
+
+
+def _traced(model: nn.Module, to: Path, x: Tensor = X, times: int = 1, **options: Any) -> Path:
+    options = {"kinds": ("input", "output"), "tensors": True, **options}
+    with trace(model, to=to, **options), torch.no_grad():
+        for _ in range(times):
+            model(x)
+    return to
+
+
+def test_runs_of_other_models_are_said_to_be_such_and_nothing_is_blamed() -> None:
+    """One name of many in common."""
+    a = {f"a.{place}": torch.ones(2) for place in range(9)} | {"head": torch.ones(2)}
+    b = {f"b.{place}": torch.ones(2) for place in range(9)} | {"head": torch.zeros(2)}
+    found = compare(a, b)
+    assert (found.ok, found.blame) == (False, None)
+    assert "only 1 of 10 values of A, and 1 of 10 of B, have a partner" in found.summary
+    assert compare(a, {"head": torch.zeros(2)}).blame == "head"  # all of B has a partner
+
+
+def test_sketches_with_other_settings_say_nothing(tmp_path: Path) -> None:
+    """The columns of a layer are turned round, which no norm shows; nobody is blamed for it. Hashes are not needed."""
+    wrong = _layers(4)
+    wrong[1].weight.data = wrong[1].weight.data.flip(0)
+    wrong[1].bias.data = wrong[1].bias.data.flip(0)
+    b = _traced(wrong, tmp_path / "b", tensors=False)
+    for options in ({"seed": 1}, {"groups": 8}):
+        a = _traced(_layers(4), tmp_path / str(options), tensors=False, **options)
+        found = compare(a, b)
+        assert (found.ok, found.blame) == (False, None)
+        assert {value.verdict for value in found.values if value.site == "1" and value.kind == "output"} == {"unsure"}
+        assert "only norms were compared" in found.summary
+    a = _traced(_layers(4), tmp_path / "hash", tensors=False, hash_step=0.01)
+    assert compare(a, b).blame == "1"
+
+
+def test_a_module_that_is_given_the_same_has_the_rounding_of_one_operation(tmp_path: Path) -> None:
+    """Two channels are 5 % off in bfloat16, after layers that would have rounded by more."""
+    right, wrong = _layers().bfloat16(), _layers().bfloat16()
+    wrong[6].weight.data[:2] *= 1.05
+    wrong[6].bias.data[:2] *= 1.05
+    x = X.bfloat16()
+    found = compare(_traced(right, tmp_path / "a", x), _traced(wrong, tmp_path / "b", x))
+    (value,) = [value for value in found.values if value.site == "6" and value.kind == "output"]
+    assert (found.ok, found.blame, value.verdict) == (False, None, "unsure")
+    assert "given the same to the bit" in value.doubt
+
+
+def test_a_repeated_run_that_is_equal_to_the_bit_measures_no_noise(tmp_path: Path) -> None:
+    """The floor is then the modelled one, or that of the other noise runs; a note says so."""
+    right = _layers()
+    nudged = copy.deepcopy(right)
+    nudged[2].weight.data *= 1 + 4e-7
+    a, b = _traced(right, tmp_path / "a"), _traced(nudged, tmp_path / "b")
+    repeated = _traced(right, tmp_path / "repeated")
+    exact = _traced(_layers().double(), tmp_path / "exact", X.double())
+    alone, measured = compare(a, b, noise=repeated), compare(a, b, noise=exact)
+    assert [value.floor for value in alone.values] == [value.floor for value in compare(a, b).values]
+    assert any("is A to the bit" in note for note in alone.notes)
+    both = compare(a, b, noise=[exact, repeated])
+    assert [value.floor for value in both.values] == [value.floor for value in measured.values]
