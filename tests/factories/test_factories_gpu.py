@@ -310,6 +310,7 @@ def test_scores_and_choices_are_those_of_the_cpu() -> None:
     """A probe flags the same tokens of the same requests, and a router is counted alike, from the same numbers."""
     notes, found = {device: RequestNotes() for device in ("cpu", "cuda")}, {}
     hidden = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0))
+    hidden[..., 0] = torch.tensor([[-1.0, 2.0, 1.0], [3.0, 3.0, 0.5]])  # two tokens of a, one of b, and padding
     for device, each in notes.items():
         hooks = [probe({"head": head_of(64), "action": "flag"}), moe_routing({"top_k": 2, "per_expert": True})]
         with serving(TWO), noting(each):
