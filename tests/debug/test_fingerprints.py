@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,7 +39,7 @@ def test_both_ways_and_torch_agree(name):
     value = VALUES[name]
     found = fingerprint_on_cpu(value, TABLES)
     row, mark = torch.zeros(21, dtype=torch.float64), torch.zeros((), dtype=torch.int64)
-    fingerprint_on_device(value, DeviceTables.on(torch.device("cpu"), TABLES), row, mark)
+    fingerprint_on_device(value, DeviceTables(torch.device("cpu"), TABLES), row, mark)
     true = torch.view_as_real(value).double() if value.is_complex() else value.double()
     finite = torch.nan_to_num(true, 0.0, 0.0, 0.0)
     norm = finite.norm().item()
@@ -48,6 +52,17 @@ def test_both_ways_and_torch_agree(name):
     assert int(mark) % (1 << 64) == found.hash
     if not value.is_contiguous():
         assert fingerprint_on_cpu(value.contiguous(), TABLES).hash == found.hash
+
+
+def test_the_programs_for_gpus_find_the_same(tmp_path: Path) -> None:
+    """Hash to the bit, numbers and sketch up to rounding, in Triton's interpreter: one process for all of them."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    file = Path(__file__).with_name("interpreted_fingerprints.py")
+    done = subprocess.run(
+        [sys.executable, str(file)], env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.stdout == "all agree\n", done.stderr[-3000:]
 
 
 def test_a_bit_a_swap_and_another_shape_change_the_hash_and_rounding_does_not_if_asked():

@@ -20,6 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hookline.debug.trace.fingerprint_kernel import can_launch, launch
+
 __all__ = ["DeviceTables", "FoundNumbers", "SketchTables", "fingerprint_on_cpu", "fingerprint_on_device"]
 
 _COLUMNS: Final = 1021
@@ -163,17 +165,22 @@ def _rounded(numbers: Tensor, step: float) -> Tensor:
 # -- other devices: no number comes to the host before it is asked for --------------------------------------------
 
 
-class DeviceTables(NamedTuple):
+class DeviceTables:
     """The tables of a seed, on one device."""
 
-    signs: Tensor
-    odd: Tensor
-    host: SketchTables
+    def __init__(self, device: torch.device, host: SketchTables) -> None:
+        self.host = host
+        self.signs: Tensor = torch.from_numpy(host.signs).to(device)
+        self.odd: Tensor = torch.from_numpy(host.odd.view(np.int64)).to(device)
+        self._block_signs: dict[int, Tensor] = {}
 
-    @classmethod
-    def on(cls, device: torch.device, host: SketchTables) -> DeviceTables:
-        """Return the tables on ``device``."""
-        return cls(torch.from_numpy(host.signs).to(device), torch.from_numpy(host.odd.view(np.int64)).to(device), host)
+    def block_signs(self, blocks: int) -> Tensor:
+        """Return the signs of so many blocks; copied to the device once."""
+        found = self._block_signs.get(blocks)
+        if found is None:
+            signs = torch.from_numpy(self.host.block_signs(blocks))
+            found = self._block_signs[blocks] = signs.to(self.odd.device)
+        return found
 
 
 def fingerprint_on_device(
@@ -184,10 +191,13 @@ def fingerprint_on_device(
     Only operators that do not wait for the device, and none that autocast would run in another precision.
     """
     flat = _flat(tensor)
+    if not flat.numel():
+        return
+    if can_launch(flat, tables, hash_step):
+        launch(flat, tables, numbers_out, hash_out)
+        return
     numbers = _as_real(flat)
     count = numbers.numel()
-    if not count:
-        return
     nan = numbers.isnan()
     inf = numbers.isinf()
     finite = torch.nan_to_num(numbers, 0.0, 0.0, 0.0)
@@ -215,8 +225,7 @@ def _device_sketch(numbers: Tensor, tables: DeviceTables) -> Tensor:
     groups = torch.nn.functional.pad(columns, (0, wide - _COLUMNS)).view(blocks, -1, host.width).sum(2)
     if blocks == 1:
         return groups[0]
-    signs = torch.from_numpy(host.block_signs(blocks)).to(numbers.device, non_blocking=True)
-    return (groups * signs).sum(0)
+    return (groups * tables.block_signs(blocks)).sum(0)
 
 
 def _device_hash(flat: Tensor, tables: DeviceTables) -> Tensor:

@@ -240,7 +240,7 @@ class TraceRecorder:
             self.flush()
             rows.used = 0
         if rows is None:
-            tables = DeviceTables.on(device, self._tables)
+            tables = DeviceTables(device, self._tables)
             width = 5 + len(self._tables.starts)
             numbers = torch.zeros(_DEVICE_ROWS, width, dtype=torch.float64, device=device)
             rows = _DeviceRows(tables, numbers, torch.zeros(_DEVICE_ROWS, dtype=torch.int64, device=device))

@@ -1,0 +1,72 @@
+"""Launch the programs of `triton_fingerprint`, which read a tensor on a GPU once for its whole fingerprint.
+
+`fingerprint_on_device` calls `launch` where `can_launch` says so; elsewhere torch's operators do the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hookline.debug.trace.fingerprints import DeviceTables
+
+__all__ = ["can_launch", "launch"]
+
+_READ: Final = (torch.float32, torch.bfloat16, torch.float16)
+_ROWS: Final = 32
+"""Rows of 1,021 numbers for each program: 130 KB of float32. A block of 256 rows has a whole number of programs."""
+_BLOCK_ROWS: Final = 256
+_COLUMNS: Final = 1021
+_GROUPS: Final = 16
+_WIDTH: Final = 64
+
+
+def can_launch(flat: Tensor, tables: DeviceTables, hash_step: float) -> bool:
+    """Return whether the programs can read this tensor: usual numbers, at an address of whole words, 16 groups."""
+    is_usual = flat.dtype in _READ and not hash_step and len(tables.host.starts) == _GROUPS
+    return is_usual and flat.device.type == "cuda" and _has_triton() and flat.data_ptr() % 8 == 0
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _programs() -> Any:
+    return importlib.import_module("hookline.debug.trace.triton_fingerprint")
+
+
+def launch(flat: Tensor, tables: DeviceTables, numbers_out: Tensor, hash_out: Tensor) -> None:
+    """Write the fingerprint of a flat tensor into a row, without waiting for the device."""
+    count, size = flat.numel(), flat.element_size()
+    programs = -(-count // (_ROWS * _COLUMNS))
+    found = torch.empty(programs, 32, dtype=torch.float64, device=flat.device)
+    hashes = torch.empty(programs, dtype=torch.int64, device=flat.device)
+    num_words, num_bytes = divmod(count * size, 8)
+    memory = flat.view(torch.uint8)
+    words = memory[: num_words * 8].view(torch.int64)
+    blocks = tables.block_signs(-(-count // (_BLOCK_ROWS * _COLUMNS)))
+    kernels = _programs()
+    with _on(flat.device):
+        kernels.read_rows[(programs,)](
+            flat, words, tables.signs, blocks, tables.odd, found, hashes, count, num_words,
+            ROWS=_ROWS, BLOCK_ROWS=_BLOCK_ROWS, GROUPS=_GROUPS, WIDTH=_WIDTH, WORDS=_ROWS * _COLUMNS * size // 8,
+        )  # fmt: skip
+        kernels.merge_programs[(1,)](
+            found, hashes, memory[num_words * 8 :] if num_bytes else memory, tables.odd, numbers_out, hash_out,
+            programs, count, num_words, num_bytes, ROWS=64,
+        )  # fmt: skip
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)

@@ -1,0 +1,34 @@
+"""Compare the fingerprints of the Triton programs with those of the CPU; run by a test with ``TRITON_INTERPRET=1``."""
+
+from __future__ import annotations
+
+import torch
+
+from hookline.debug.trace import fingerprint_kernel
+from hookline.debug.trace.fingerprints import DeviceTables, fingerprint_on_cpu, tables_of
+
+torch.manual_seed(0)
+host = tables_of(0, 16)
+tables = DeviceTables(torch.device("cpu"), host)
+several = torch.randn(257, 1021)
+several[3, 5], several[200, 7] = float("nan"), -float("inf")
+for value in (
+    torch.randn(1),
+    torch.randn(33 * 1021 + 5),
+    several,
+    torch.randn(40, 1021).bfloat16(),
+    torch.randn(4099).half(),
+    torch.full((5000,), 1e30),
+    torch.full((5000,), 1e-30),
+):
+    flat = value.reshape(-1)
+    numbers, mark = torch.zeros(21, dtype=torch.float64), torch.zeros((), dtype=torch.int64)
+    fingerprint_kernel.launch(flat, tables, numbers, mark)
+    known = fingerprint_on_cpu(value, host)
+    assert int(mark) % 2**64 == known.hash, (value.shape, int(mark), known.hash)
+    norm = known.numbers[1]
+    assert numbers[2:5].tolist() == list(known.numbers[2:]), value.shape
+    torch.testing.assert_close(float(numbers[1]), norm, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(float(numbers[0]), known.numbers[0], rtol=1e-4, atol=1e-6 * norm)
+    torch.testing.assert_close(numbers[5:], torch.from_numpy(known.sketch), rtol=1e-4, atol=1e-5 * norm)
+print("all agree")
