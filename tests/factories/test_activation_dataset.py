@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import hookline as hl
 from hookline.errors import OptionError
-from hookline.factories import ActivationDataset, export, export_activations, serving, train_probe
+from hookline.factories import ActivationDataset, export, export_activations, export_run, serving, train_probe
 
 SEQUENCES = [[3, 1, 4], [1, 5, 9, 2, 6], [5], [3, 5, 8, 9], [7, 9], [3, 2, 3, 8]]
 TOKENS = sum(map(len, SEQUENCES))
@@ -53,7 +55,7 @@ def items(folder: Path, module: str = "layers.1") -> dict[tuple[str, int], tuple
 
 
 def test_every_token_of_every_sequence_has_its_activation(tmp_path: Path) -> None:
-    """Also in padded batches; the model is left as it was."""
+    """Also in batches; the model is left as it was."""
     model = Reader()
     weights = pickle.dumps(model.state_dict())
     run = export_activations(model, "layers.#", SEQUENCES, folder=tmp_path, batch_size=4)
@@ -70,6 +72,121 @@ def test_every_token_of_every_sequence_has_its_activation(tmp_path: Path) -> Non
             assert torch.allclose(torch.tensor(activation), expected[position], atol=1e-6)
     assert pickle.dumps(model.state_dict()) == weights
     hl.assert_no_hooks(model, foreign=True)
+
+
+class Positions(nn.Module):
+    """A causal model that takes no mask: each token sees the mean of those before it, and its position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.places = nn.Embedding(10, WIDTH), nn.Embedding(10, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        count = torch.arange(input_ids.shape[1])
+        x = self.embed(input_ids).cumsum(1) / (count + 1)[:, None]
+        found: Tensor = self.layer(x + self.places(count))
+        return found
+
+
+class LatePositions(Positions):
+    """A model that takes a mask and positions, and whose own positions begin at 2, as those of RoBERTa."""
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        own = torch.arange(2, input_ids.shape[1] + 2) if position_ids is None else position_ids
+        seen = 1 if attention_mask is None else attention_mask[..., None]
+        found: Tensor = self.layer((self.embed(input_ids) * seen).cumsum(1) + self.places(own))
+        return found
+
+
+@pytest.mark.parametrize("make", [Positions, LatePositions])
+def test_activations_of_a_batch_are_those_of_each_sequence_alone(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
+    """Also of models that take no mask, or count positions in another way; lengths that repeat share a forward."""
+    model, module = make(), "layer"
+    batches: list[int] = []
+    with hl.attach(model, module, lambda layer, inputs, output: batches.append(len(inputs[0])), observe=True):
+        export_activations(model, module, SEQUENCES, folder=tmp_path, batch_size=4)
+    assert sorted(batches) == [1, 1, 1, 1, 2]
+    for number, ids in enumerate(SEQUENCES):
+        with torch.no_grad(), hl.capture(model, module) as cache:
+            model(torch.tensor([ids]))
+        mine = ActivationDataset(tmp_path, requests=f"sequence-{number}").tensors()[0]
+        torch.testing.assert_close(mine, cache[module].output[0])
+
+
+def test_sequences_of_many_lengths_do_not_wait_for_ever() -> None:
+    """A stream that never repeats a length is run as it comes, with a bounded number in memory."""
+    taken = 0
+
+    def stream() -> Iterator[tuple[str, list[int]]]:
+        nonlocal taken
+        for number in range(200):
+            taken += 1
+            yield f"sequence-{number}", [0] * (number + 1)
+
+    seen = [(taken, batch) for batch in export_run._batches(stream(), 2)]
+    assert seen[0][0] == export_run._WAITING * 2
+    assert [name for _, batch in seen for name, _ in batch] == [f"sequence-{number}" for number in range(200)]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "options"),
+    [
+        ([[3, 1, 5], *SEQUENCES[1:]], {}),
+        (SEQUENCES[1:], {}),
+        (SEQUENCES, {"positions": "last"}),
+        ([*SEQUENCES[:-1], [3, 2, 3, 8, 1]], {}),
+    ],
+)
+def test_other_data_does_not_continue_a_dataset(
+    tmp_path: Path, sequences: list[list[int]], options: dict[str, Any]
+) -> None:
+    """Other tokens, other lengths and other positions are told; the folder is left as it was."""
+    export_activations(Reader(), "layers.#", SEQUENCES, folder=tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(OptionError, match=r"sequence-\d is in the folder with other tokens or other positions"):
+        export_activations(Reader(), "layers.#", sequences, folder=tmp_path, **options)
+    after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert {name: after[name] for name in before} == before
+    with_more = export_activations(Reader(), "layers.#", [*SEQUENCES, [1, 2]], folder=tmp_path)
+    assert (with_more.sequences, with_more.skipped) == (1, len(SEQUENCES))
+
+
+def test_the_last_tokens_alone_are_continued_too(tmp_path: Path) -> None:
+    """And all positions of the same sequences do not continue them."""
+    for count in (3, len(SEQUENCES)):
+        export_activations(Reader(), "layers.1", SEQUENCES[:count], folder=tmp_path, positions="last")
+    assert len(ActivationDataset(tmp_path)) == len(SEQUENCES)
+    with pytest.raises(OptionError, match="other positions"):
+        export_activations(Reader(), "layers.1", SEQUENCES, folder=tmp_path)
+
+
+def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
+    """A second one is told who is there; afterwards the folder is free."""
+    model = Reader()
+    refused: list[OptionError] = []
+
+    def begin_another(*_: Any) -> None:
+        with pytest.raises(OptionError, match=f"process {os.getpid()}") as told:
+            export_activations(Reader(), "layers.1", SEQUENCES, folder=tmp_path)
+        refused.append(told.value)
+
+    with hl.attach(model, "layers.0", begin_another, observe=True):
+        export_activations(model, "layers.1", SEQUENCES[:1], folder=tmp_path)
+    assert len(refused) == 1
+    assert export_activations(model, "layers.1", SEQUENCES, folder=tmp_path).skipped == 1
+    assert not list(tmp_path.glob("*.lock")) + list(tmp_path.glob(".*"))
+
+
+def test_a_budget_counts_what_is_written_alone(tmp_path: Path) -> None:
+    """A long and a short sequence need room for their own tokens."""
+    run = export_activations(
+        Reader(), "layers.1", [[1] * 30, [2]], folder=tmp_path, batch_size=2, max_bytes=31 * WIDTH * 4
+    )
+    assert (run.sequences, run.is_full, run.written_bytes) == (2, False, 31 * WIDTH * 4)
 
 
 @pytest.mark.parametrize("budget", [1, 200, 500])
@@ -168,6 +285,9 @@ def test_mistakes_of_writers_are_told_before_or_instead_of_a_run(tmp_path: Path)
     export_activations(model, "layers.1", SEQUENCES[:1], folder=tmp_path)
     with pytest.raises(OptionError, match="holds an export already"):
         export_activations(model, "layers.1", SEQUENCES, folder=tmp_path, resume=False)
+    for wrong in (["ab"], [1, 2], [[1.5]]):
+        with pytest.raises(OptionError, match="a list of whole numbers"):
+            export_activations(model, "layers.1", wrong, folder=tmp_path / "other")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="no tokens"):
         export_activations(model, "layers.1", [[]], folder=tmp_path / "other")
     with pytest.raises(OptionError, match="batch_size"):

@@ -38,6 +38,7 @@ __all__ = [
     "open_shard",
     "pieces_of",
     "read_export",
+    "summary_of",
     "written_so_far",
 ]
 
@@ -350,11 +351,8 @@ class WrittenSoFar:
     bytes: int
     pieces: frozenset[tuple[str, str, int]]
     """Module, request and first position of every tensor that has them."""
-    begun: frozenset[tuple[str, str]]
-
-    def has_begun(self, module: str, request: str) -> bool:
-        """Return whether there are activations of ``module`` for ``request``."""
-        return (module, request) in self.begun
+    begun: dict[tuple[str, str], int]
+    """By module and request, the `summary_of` its first tensor."""
 
     def has(self, line: dict[str, Any]) -> bool:
         """Return whether the tensor that ``line`` describes is there."""
@@ -368,8 +366,13 @@ def written_so_far(folder: Path) -> WrittenSoFar:
     return WrittenSoFar(
         sum((folder / shard).stat().st_size - 8 - _ROOM for shard in shards),
         frozenset((line["module"], line["request"], line["positions"][0]) for line in lines),
-        frozenset((line["module"], line["request"]) for line in lines),
+        {(line["module"], line["request"]): summary_of(line["tokens"], line["positions"]) for line in reversed(lines)},
     )
+
+
+def summary_of(tokens: Sequence[int], positions: Sequence[int]) -> int:
+    """Return a number that differs for other tokens or positions: what is on disk may be too much to keep in memory."""
+    return hash((tuple(tokens), tuple(positions)))
 
 
 def open_shard(shard: Path) -> Any:

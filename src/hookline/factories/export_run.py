@@ -7,19 +7,21 @@ Users call `export_activations`; it attaches the hook of ``export`` and says by 
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
 from hookline.errors import OptionError
 from hookline.factories.batch_rows import BatchRows, serving
-from hookline.factories.export_files import written_so_far
+from hookline.factories.export_files import WrittenSoFar, summary_of, written_so_far
 from hookline.factories.exporting import export
 from hookline.factories.factory_hook import whole
+from hookline.file_lock import lock_holder, take_lock
 from hookline.sites.attach import attach
 from hookline.sites.targets import check_model, select
 from hookline.sites.wrappers import unwrap
@@ -34,6 +36,11 @@ __all__ = ["ExportedRun", "export_activations"]
 _NAME: Final = "export_activations"
 _QUEUE: Final = 1 << 30
 """Bytes that may wait to be written; the run waits for the disk between batches, so that nothing is dropped."""
+_WAITING: Final = 16
+"""Batches of sequences that may wait for others of their length."""
+_LOCK: Final = ".export_activations.lock"
+_NamedSequence: TypeAlias = tuple[str, list[int]]
+"""The name of the request, and the ids of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,56 +77,123 @@ def export_activations(
 
     Sequence n is the request ``"sequence-n"`` of the export. Called again with the same sequences, it continues where
     it was interrupted, by a kill or by the budget: what is complete on disk is not run again, nothing is written twice.
+    A sequence whose tokens or positions on disk are others is an error. Use the same model: that is not compared.
 
     Args:
         model: A model of ``transformers``, or one that is called as ``model(input_ids=…, attention_mask=…)``; it runs
             in the mode in which it is, without gradients.
         target: Which modules, as in ``attach``; each has to return a row for each token.
-        sequences: Token ids; shorter ones of a batch are padded on the left, which a mask hides from the model.
-        folder: Where to; it may hold an earlier part.
-        batch_size: Sequences in one forward.
-        max_bytes: How many bytes of activations the folder may hold in all.
+        sequences: Token ids. Those of one length run together, without padding, so the order on disk may be another.
+        folder: Where to; it may hold an earlier part. One run at a time writes to it.
+        batch_size: At most so many sequences in one forward.
+        max_bytes: How many bytes of activations the folder may hold in all; a batch that would pass it ends the run.
         resume: Continue; with False, a folder that holds an export is an error.
         positions: ``"all"``, or ``"last"``, the last token of each sequence.
     """
     check_model(model)
     whole(_NAME, "batch_size", batch_size)
-    earlier = written_so_far(Path(folder))
-    if not resume and earlier.bytes:
-        raise OptionError(f"{_NAME}: {folder} holds an export already; choose another folder, or resume=True.")
     names = [name for name, _ in select(model, target)]
-    hook = export(
-        {
-            "folder": str(folder),
-            "positions": positions,
-            "queue_bytes": _QUEUE,
-            "max_bytes": max_bytes,
-            "resume": True,
-        }
-    )
-    ran = skipped = 0
-    try:
-        with attach(model, target, hook, observe=True, name=_NAME):
-            for rows in _batches(sequences, batch_size):
-                due = [row for row in rows if not all(earlier.has_begun(name, row[0]) for name in names)]
-                skipped += len(rows) - len(due)
-                if due:
-                    _run(model, due)
+    options = {"folder": str(folder), "positions": positions, "queue_bytes": _QUEUE, "max_bytes": max_bytes}
+    with _only_writer(Path(folder)):
+        earlier = written_so_far(Path(folder))
+        if not resume and earlier.bytes:
+            raise OptionError(f"{_NAME}: {folder} holds an export already; choose another folder, or resume=True.")
+        due = _DueSequences(sequences, names, earlier, only_last=positions == "last")
+        hook = export({**options, "resume": True})
+        ran = 0
+        try:
+            with attach(model, target, hook, observe=True, name=_NAME):
+                for rows in _batches(due, batch_size):
+                    _run(model, rows)
                     hook.wait_until_written()
                     _check_dropped(hook.to_metrics(), batch_size)
                     if hook.is_full:
                         break
-                    ran += len(due)
-    finally:
-        hook.close()
-    return ExportedRun(ran, skipped, written_so_far(Path(folder)).bytes, hook.is_full)
+                    ran += len(rows)
+        finally:
+            hook.close()
+        return ExportedRun(ran, due.skipped, written_so_far(Path(folder)).bytes, hook.is_full)
 
 
-def _batches(sequences: Iterable[Sequence[int]], size: int) -> Iterator[list[tuple[str, list[int]]]]:
-    """Yield names and token ids of ``size`` sequences at a time."""
-    numbered = ((f"sequence-{number}", [int(each) for each in ids]) for number, ids in enumerate(sequences))
-    while some := list(islice(numbered, size)):
-        yield some
+@contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    """Hold the folder for one run: two at once would write every sequence twice."""
+    if folder.exists() and not folder.is_dir():
+        raise OptionError(f"{_NAME}: {folder} is a file, and folder has to be a folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / _LOCK
+    lock = take_lock(path)
+    if lock is None:
+        raise OptionError(
+            f"{_NAME}: another run (process {lock_holder(path)}) writes to {folder}; wait for its end, or choose "
+            "another folder."
+        )
+    with lock:
+        yield
+
+
+class _DueSequences:
+    """Give the sequences that have to be run, with their names; compare the others with what is on disk."""
+
+    def __init__(
+        self, sequences: Iterable[Sequence[int]], modules: list[str], earlier: WrittenSoFar, *, only_last: bool
+    ) -> None:
+        self._sequences = sequences
+        self._modules = modules
+        self._earlier = earlier
+        self._only_last = only_last
+        self.skipped = 0
+        """How many are on disk so far."""
+
+    def __iter__(self) -> Iterator[_NamedSequence]:
+        """Yield name and token ids."""
+        for number, given in enumerate(self._sequences):
+            name, ids = f"sequence-{number}", _token_ids(number, given)
+            if self._is_there(name, ids):
+                self.skipped += 1
+            else:
+                yield name, ids
+
+    def _is_there(self, name: str, ids: list[int]) -> bool:
+        first = len(ids) - 1 if self._only_last else 0
+        wanted = summary_of(ids[first:], range(first, len(ids)))
+        found = [self._earlier.begun.get((module, name)) for module in self._modules]
+        if any(each not in (None, wanted) for each in found):
+            raise OptionError(
+                f"{_NAME}: {name} is in the folder with other tokens or other positions than now. Give the sequences "
+                "and positions= of the first run, or choose another folder."
+            )
+        return None not in found
+
+
+def _token_ids(number: int, given: Any) -> list[int]:
+    try:
+        ids = [operator.index(each) for each in given]
+    except TypeError:
+        raise OptionError(
+            f"{_NAME}: a sequence is a list of whole numbers, the ids of its tokens; sequence {number} is "
+            f"{repr(given)[:80]}."
+        ) from None
+    if not ids:
+        raise OptionError(f"{_NAME}: sequence {number} has no tokens; leave it out.")
+    return ids
+
+
+def _batches(due: Iterable[_NamedSequence], size: int) -> Iterator[list[_NamedSequence]]:
+    """Yield batches of sequences of one length, which need no padding: not every model can be told what is padding."""
+    waiting: dict[int, list[_NamedSequence]] = {}
+    count = 0
+    for each in due:
+        same = waiting.setdefault(len(each[1]), [])
+        same.append(each)
+        count += 1
+        if len(same) < size:
+            if count < _WAITING * size:
+                continue
+            same = next(iter(waiting.values()))  # the longest wait; else memory would grow with the dataset
+        count -= len(same)
+        yield waiting.pop(len(same[0][1]))
+    yield from waiting.values()
 
 
 def _check_dropped(metrics: dict[str, float], batch_size: int) -> None:
@@ -132,24 +206,14 @@ def _check_dropped(metrics: dict[str, float], batch_size: int) -> None:
         )
 
 
-def _run(model: nn.Module, rows: list[tuple[str, list[int]]]) -> None:
-    """Run one batch, padded on the left."""
-    if not all(ids for _, ids in rows):
-        raise OptionError(f"{_NAME}: a sequence has no tokens; leave it out.")
-    width = max(len(ids) for _, ids in rows)
-    starts = tuple(width - len(ids) for _, ids in rows)
-    table = BatchRows(
-        tuple(name for name, _ in rows), starts, (0,) * len(rows), tuple(tuple(ids) for _, ids in rows), "prefill"
-    )
+def _run(model: nn.Module, rows: list[_NamedSequence]) -> None:
+    """Run one batch of sequences of one length."""
+    zeros = (0,) * len(rows)
+    table = BatchRows(tuple(name for name, _ in rows), zeros, zeros, tuple(tuple(ids) for _, ids in rows), "prefill")
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    ids = torch.tensor([[0] * start + ids for start, (_, ids) in zip(starts, rows, strict=True)], device=device)
-    columns = torch.arange(width, device=device).repeat(len(rows), 1)
-    real = columns >= torch.tensor(starts, device=device)[:, None]
-    offered: dict[str, Any] = {
-        "attention_mask": real.long(),
-        "position_ids": (columns - torch.tensor(starts, device=device)[:, None]).clamp_min(0),
-        "use_cache": False,
-    }
+    ids = torch.tensor([ids for _, ids in rows], device=device)
+    # No position_ids: models that count from another number than 0, as RoBERTa does, know it themselves.
+    offered: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "use_cache": False}
     with torch.no_grad(), serving(table):
         model(input_ids=ids, **dict(_accepted(model, offered)))
 
@@ -158,5 +222,5 @@ def _accepted(model: nn.Module, offered: dict[str, Any]) -> Iterator[tuple[str, 
     takes = inspect.signature(unwrap(model).forward).parameters
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
     for key, value in offered.items():
-        if key in takes or (takes_all and key != "position_ids"):
+        if key in takes or takes_all:
             yield key, value
