@@ -14,7 +14,7 @@ from helpers_training import differences, plain_step, train
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.errors import HooklineWarning, OptionError
+from hookline.errors import OptionError
 from hookline.factories import BatchRows, ProbeHead, probe, serving, steer, train_probe
 from hookline.factories.request_notes import RequestNotes, noting
 
@@ -184,14 +184,46 @@ def test_training_under_a_probe_ends_bit_for_bit_the_same() -> None:
     assert differences(plain, train(by_steering)) != []
 
 
-def test_a_probe_on_the_wrong_module_says_so_once_and_the_run_goes_on() -> None:
-    """The warning gives both widths; nothing is counted."""
-    model, hook = nn.Linear(4, 4), probe({"head": head_for(0)})
-    with hl.attach(model, hook):
-        with pytest.warns(HooklineWarning, match=r"for 8 features.*put it on the module"):
-            model(torch.ones(2, 4))
-        model(torch.ones(2, 4))  # a second warning would be an error
-    assert hook.to_metrics() == {}
+def test_a_probe_on_the_wrong_module_is_an_error_with_both_widths() -> None:
+    """One that should stop answers must not pass all of them."""
+    model, hook = nn.Linear(4, 4), probe({"head": head_for(0), "action": "stop"})
+    with hl.attach(model, hook), pytest.raises(OptionError, match=r"for 8 features.*\(2, 4\).*put it on the module"):
+        model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_token_without_a_score_is_flagged(value: float) -> None:
+    """NaN or infinity in an activation does not let a token pass; its neighbours keep their scores."""
+    hidden, notes = HIDDEN.clone(), RequestNotes()
+    hidden[1, 2, 3] = value
+    hidden[..., 0] = -2.0
+    hook = probe({"head": head_for(0), "action": "stop"})
+    with serving(PADDED), noting(notes):
+        hook(nn.Identity(), (), hidden)
+    assert {request: [flag.score for flag in flags] for request, flags in notes.read().items()} == {"b": [1.0]}
+    assert hook.to_metrics()["Identity.0/flagged"] == 1
+    with pytest.raises(OptionError, match="have NaN"):
+        ProbeHead([(torch.full((1, 8), value), torch.zeros(1))])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"held_out": 1.0}, "held_out is a share"),
+        ({"held_out": -1}, "held_out is a share"),
+        ({"hidden": -1}, "hidden is a whole number from 0"),
+        ({"hidden": 2.5}, "hidden is a whole number from 0"),
+        ({"threshold": float("nan")}, "threshold is a finite number"),
+        ({"threshold": 1.0}, "between 0 and 1"),
+        ({"weight_decay": float("nan")}, "weight_decay is a finite number"),
+        ({"weight_decay": -1.0}, "weight_decay is 0 or more"),
+        ({"labels": ["a"] * len(POINTS)}, "labels are 0 and 1"),
+    ],
+)
+def test_options_of_training_are_checked(options: dict[str, Any], says: str) -> None:
+    """Each is told before anything is computed."""
+    with pytest.raises(OptionError, match=says):
+        train_probe(POINTS, **{"labels": HALVES, **options})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from helpers_http import BEARER, served
 from helpers_serve import ask
 
 import hookline as hl
-from hookline.factories import train_probe
+from hookline.factories import ProbeHead, train_probe
 
 PROMPTS = ((5, 6, 7, 8), (20, 21, 22, 23, 24, 25))
 
@@ -64,6 +64,23 @@ def test_flags_are_in_the_answer_of_their_request_alone(
     assert live.errors == 0
     engine.hooks.remove(live.id)
     assert ask(engine, PROMPTS[0], max_tokens=2).wait().finished.flags == ()
+
+
+def test_a_probe_of_another_width_is_counted_as_an_error_and_switched_off(
+    engine: Any, answers: list[list[int]], tmp_path: Path
+) -> None:
+    """A served model answers on, and the list of hooks tells why the probe does nothing."""
+    width = 3
+    ProbeHead([(torch.zeros(1, width), torch.zeros(1))]).save(tmp_path / "probe.safetensors")
+    config = {"file": str(tmp_path / "probe.safetensors"), "action": "stop"}
+    live = engine.hooks.add(
+        {"target_modules": ["role:embed"], "hook_factory": "hookline.factories:probe", "config": config}
+    )
+    assert ask(engine, PROMPTS[0], max_tokens=8).wait().ids == answers[0]
+    assert live.errors == 1
+    assert live.off
+    assert f"for {width} features" in live.last_error
+    engine.hooks.remove(live.id)
 
 
 def test_a_probe_that_stops_ends_one_answer_before_the_next_token(

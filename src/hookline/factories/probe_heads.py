@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hookline.errors import OptionError
+from hookline.factories.factory_hook import number, whole
 
 __all__ = ["ProbeHead", "train_probe"]
 
@@ -23,6 +24,7 @@ _Layers: TypeAlias = list[tuple[Tensor, Tensor]]
 _IGNORED: Final = -100
 """The label of a token that has none, as in losses of language models."""
 _ITERATIONS: Final = 60
+_NAME: Final = "train_probe"
 
 
 class ProbeHead:
@@ -116,6 +118,8 @@ def _check_layers(layers: _Layers) -> None:
     fits = fits and all(one[0] == other[1] for one, other in pairwise(shapes))
     if not fits or any(bias.shape != weight.shape[:1] for weight, bias in layers):
         raise OptionError(f"The matrices of a probe lead from features to one number, got shapes {shapes}.")
+    if not all(bool(each.isfinite().all()) for pair in layers for each in pair):
+        raise OptionError("The matrices of a probe have NaN or infinity in them; train it again.")
 
 
 def train_probe(
@@ -150,6 +154,13 @@ def train_probe(
         threshold: The score above which a token is flagged.
         seed: For the choice of these rows, and for the first matrices.
     """
+    whole(_NAME, "hidden", hidden, least=0)
+    if not 0 <= number(_NAME, "held_out", held_out) < 1:
+        raise OptionError(f"{_NAME}: held_out is a share of the rows, from 0 to less than 1, got {held_out!r}.")
+    if number(_NAME, "weight_decay", weight_decay) < 0:
+        raise OptionError(f"{_NAME}: weight_decay is 0 or more, got {weight_decay!r}.")
+    if not 0 < number(_NAME, "threshold", threshold) < 1:
+        raise OptionError(f"{_NAME}: threshold is a probability between 0 and 1, got {threshold!r}.")
     with torch.inference_mode(False), torch.enable_grad():
         x, y = _rows(activations, labels)
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
@@ -173,7 +184,11 @@ def _rows(activations: Tensor, labels: Any) -> tuple[Tensor, Tensor]:
         raise OptionError(
             "train_probe takes activations as a tensor of (rows, features), or (batch, tokens, features)."
         )
-    y = torch.as_tensor(labels).detach().clone().reshape(-1).to(activations.device)
+    try:
+        given = torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError):
+        raise OptionError("train_probe: labels are 0 and 1; -100 leaves a row out.") from None
+    y = given.detach().clone().reshape(-1).to(activations.device)
     x = activations.detach().clone().reshape(-1, activations.shape[-1]).float()
     if len(x) != len(y):
         raise OptionError(f"train_probe takes a label for each row: there are {len(x)} rows and {len(y)} labels.")

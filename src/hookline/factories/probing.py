@@ -29,7 +29,6 @@ from hookline.factories.served_batch import (
 )
 from hookline.factories.token_owners import owners_of
 from hookline.observe.watch.stat_columns import Layout, as_metrics
-from hookline.observe.watch.watch_hooks import give_up
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -72,6 +71,9 @@ def probe(config: Mapping[str, Any] | None = None) -> Probe:
             request in each forward. ``requests``: names of requests, or patterns; others are not scored. ``phase``:
             ``"prefill"`` or ``"decode"`` alone. ``add_residual``: of an output that is a pair of tensors of one
             shape, as layers of SGLang and vLLM give, score the sum.
+
+    An output that the head does not fit is an error in the forward. A token with NaN or infinity in its score counts as
+    one of score 1.
     """
     options = checked_options(_NAME, config, _OPTIONS)
     head = _head(options["file"], options["head"])
@@ -132,19 +134,16 @@ class Probe(ActivationStats):
         super().__call__(module, inputs, output, site=site)
 
     def _take(self, seen: StreamedModule, tensor: Tensor, gathered: Gathered | None) -> bool:
-        """Score ``tensor``; return False if that failed."""
-        try:
-            local = measurable(tensor)
-            if local is not None:
-                self._score(seen, local)
-        except Exception as error:  # an observer must not end the run
-            give_up(seen.watched, tensor, error)
-            return False
+        """Score ``tensor``; raise if that fails: a probe that looks at nothing must not seem to find nothing."""
+        local = measurable(tensor)
+        if local is not None:
+            self._score(seen, local)
         return True
 
     def _score(self, seen: StreamedModule, tensor: Tensor) -> None:
         served: Served | None = self._running.served
-        scores = self.head.scores(tensor)
+        logits = self.head.logits(tensor)
+        scores = logits.sigmoid().masked_fill(~logits.isfinite(), 1.0)  # what has no score is flagged
         if served is None:
             self._add_unserved(seen, scores)
             return
