@@ -32,23 +32,23 @@ def model():
     return nn.Sequential(Pair())
 
 
-def run(model, rows=ROWS):
+def run(model, rows=ROWS, names=("a", "b", "c")):
     x = torch.arange(10.0).reshape(5, 2)
-    with torch.inference_mode(), serving(table_of_step(rows, [row.request_id for row in rows], {})):
+    with torch.inference_mode(), serving(table_of_step(rows, names, {})):
         return model(x)
 
 
 def test_an_edit_changes_the_rows_of_its_request_alone(model):
     plain, zeros = run(model)
     hooks = RequestHooks(_EngineLiveHooks(model))
-    hooks.open("b", "b", [STEER], None)
+    hooks.open("b", [STEER], None)
     assert hooks.is_active
     steered, second = run(model)
     assert torch.equal(second, zeros)
     changed = (steered != plain).any(1).tolist()
     assert changed == [False, True, True, True, False]
     assert torch.equal(steered[1:4], plain[1:4] + 10)
-    found = hooks.take("b", "b")
+    found = hooks.close("b")
     assert (found[0]["rows"], found[0]["errors"], found[0]["name"]) == (3, 0, "steer")
     assert not hooks.is_active
     assert all(torch.equal(one, other) for one, other in zip(run(model), (plain, zeros), strict=True))
@@ -57,34 +57,34 @@ def test_an_edit_changes_the_rows_of_its_request_alone(model):
 
 def test_two_requests_have_hooks_of_their_own(model):
     hooks = RequestHooks(_EngineLiveHooks(model))
-    hooks.open("a", "a", [STEER, STATS], None)
-    hooks.open("c", "c", [STATS], None)
+    hooks.open("a", [STEER, STATS], None)
+    hooks.open("c", [STATS], None)
     run(model)
-    hooks.close("a")
+    first = hooks.close("a")[1]
     run(model)  # a has ended, and is not in its metrics
-    first, second = hooks.take("a", "a")[1], hooks.take("c", "c")[0]
+    second = hooks.close("c")[0]
     assert first["metrics"]["0/mean"] == pytest.approx(0.5 + 1 + 10)  # row 0, behind its own edit
     assert second["metrics"]["0/mean"] == pytest.approx(8.5 + 1)  # row 4, untouched by the other's edit
     assert (first["rows"], second["rows"]) == (1, 2)
-    assert hooks.take("a", "a") == []
+    assert hooks.close("a") == []
 
 
 def test_a_request_that_is_not_in_the_step_is_left_alone(model):
     hooks = RequestHooks(_EngineLiveHooks(model))
-    hooks.open("x", "x", [STEER], None)
+    hooks.open("x", [STEER], None)
     plain = torch.arange(10.0).reshape(5, 2) + 1
     assert torch.equal(run(model)[0], plain)
     assert torch.equal(model(plain - 1)[0], plain)  # nobody says whose rows these are
-    hooks.drop("x", "x")
+    hooks.close("x")
     assert not model[0]._forward_hooks
 
 
 def test_a_hook_that_raises_is_switched_off_and_told(model):
     hooks = RequestHooks(_EngineLiveHooks(model))
-    hooks.open("b", "b", [{**STEER, "config": {"vector": [1.0, 2.0, 3.0]}}], None)
+    hooks.open("b", [{**STEER, "config": {"vector": [1.0, 2.0, 3.0]}}], None)
     plain = torch.arange(10.0).reshape(5, 2) + 1
     assert torch.equal(run(model)[0], plain)
-    found = hooks.take("b", "b")[0]
+    found = hooks.close("b")[0]
     assert found["errors"] == 1
     assert "3" in found["last_error"]
 
@@ -98,11 +98,34 @@ def test_a_hook_that_raises_is_switched_off_and_told(model):
         ({"hook_factory": "hookline.factories:steer", "config": {"file": "/etc/passwd"}}, NotAllowedError),
         ({"hook_factory": "hookline.factories:steer", "on": "forward_pre"}, OptionError),
         ({}, OptionError),
+        ({"hook_factory": "hookline.factories:steer", "on_error": "raise"}, OptionError),
+        ({"hook_factory": "hookline.factories:steer", "on_error": 3}, OptionError),
     ],
 )
 def test_what_a_request_may_not_ask_for(spec, error):
     with pytest.raises(error):
         confined_spec({"target_modules": ["0"], **spec}, "a", None)
+
+
+def test_names_that_clients_choose_do_not_decide_whose_rows_a_hook_gets(model):
+    plain = run(model)[0]
+    hooks = RequestHooks(_EngineLiveHooks(model))
+    hooks.open("b", [STEER], None)
+    changed = run(model, names=("b", "x", "b"))[0] != plain
+    assert changed.any(1).tolist() == [False, True, True, True, False]
+    hooks.clear()
+
+
+def test_a_refusal_names_what_a_request_can_use():
+    with pytest.raises(NotAllowedError, match="factories:steer") as refused:
+        confined_spec({"target_modules": ["0"], "hook_factory": "os:system"}, "a", None)
+    assert "export" not in str(refused.value)
+    assert "probe" not in str(refused.value)
+
+
+def test_an_error_of_a_request_never_leaves_the_forward():
+    for given, expected in (({}, "disable"), ({"on_error": None}, "disable"), ({"on_error": "warn"}, "warn")):
+        assert confined_spec({**STEER, **given}, "a", None).on_error == expected
 
 
 def test_an_allowed_prefix_lets_other_factories_in():
@@ -115,7 +138,7 @@ def test_an_allowed_prefix_lets_other_factories_in():
 def test_a_module_that_is_not_there_attaches_nothing(model):
     hooks = RequestHooks(_EngineLiveHooks(model))
     with pytest.raises(NoMatchError):
-        hooks.open("a", "a", [STEER, {**STEER, "target_modules": ["7"]}], None)
+        hooks.open("a", [STEER, {**STEER, "target_modules": ["7"]}], None)
     assert not hooks.is_active
     assert not model[0]._forward_hooks
 
@@ -124,3 +147,5 @@ def test_hooks_in_the_options_of_a_request():
     assert request_options({"hooks": [STEER]}).hooks == (STEER,)
     with pytest.raises(OptionError):
         request_options({"hooks": STEER})
+    with pytest.raises(OptionError, match="64"):
+        request_options({"hooks": [STEER] * 65})

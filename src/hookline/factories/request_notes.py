@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -36,6 +36,17 @@ class RequestFlag:
     """The highest score."""
     stops: bool
     """Whether the answer is to end."""
+
+    def to_plain(self, *, stopped: bool) -> dict[str, Any]:
+        """Return the flag as answers have it; ``stopped`` says whether the engine did end the answer."""
+        return {
+            "probe": self.probe,
+            "module": self.module,
+            "tokens": self.tokens,
+            "position": self.position,
+            "score": self.score,
+            "stopped": stopped,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ attributes of vLLM's configuration; nothing here imports vllm.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ class EngineFacts:
     tp_size: int
     pp_rank: int
     pp_size: int
+    has_random_ids: bool = True
+    """Whether the engine adds a random end to the ids that clients give."""
 
     @classmethod
     def of(cls, worker: Any) -> EngineFacts:
@@ -56,6 +59,7 @@ class EngineFacts:
             tp_size=tp_size,
             pp_rank=rank // tp_size % pp_size,
             pp_size=pp_size,
+            has_random_ids=os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") in ("", "0"),
         )
 
     @property

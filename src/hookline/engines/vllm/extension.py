@@ -69,15 +69,17 @@ class HookExtension:
 
     def hookline_take_states(self, key: str) -> dict[str, Any]:
         """Return what a request asked for, by its key or the id that the client gave; forget it."""
-        return _answer(self, lambda hooks: hooks.take(key))
+        flags = self.hookline_take_flags(key)  # told beside an error too: another pipeline stage may have the rest
+        return {**flags, **_answer(self, lambda hooks: hooks.take(key))}
 
-    def hookline_drop_states(self, key: str) -> dict[str, Any]:
-        """Forget what a request asked for, which may be running."""
-        return _answer(self, lambda hooks: {"dropped": hooks.drop(key)})
+    def hookline_drop_states(self, key: str | Sequence[str]) -> dict[str, Any]:
+        """Forget what a request asked for, or several by their keys; they may be running."""
+        keys = [key] if isinstance(key, str) else list(key)
+        return _answer(self, lambda hooks: {"dropped": sum(map(hooks.drop, keys)) > 0})
 
     def hookline_take_flags(self, key: str) -> dict[str, Any]:
         """Return what probes flagged in a request, by its key or the id that the client gave; forget it."""
-        return _answer(self, lambda hooks: {"flags": hooks.flags.take(key)})
+        return _answer(self, lambda hooks: {"flags": hooks.take_flags(key)})
 
 
 def _answer(worker: Any, act: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:

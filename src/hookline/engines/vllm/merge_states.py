@@ -16,7 +16,7 @@ from torch import Tensor
 from hookline.engines.vllm.merge_answers import error_of
 from hookline.serve.generation_request import StatesOfLayer
 
-__all__ = ["RequestAnswer", "merge_states", "request_answer"]
+__all__ = ["RequestAnswer", "merge_states", "merge_worker_flags", "request_answer"]
 
 _Answer = Mapping[str, Any]
 _ELSEWHERE: Final = "NoMatchError"
@@ -35,7 +35,7 @@ class RequestAnswer:
     hooks: list[dict[str, Any]]
     """What the hooks of this request did: name, modules, rows, errors, metrics."""
     flags: list[dict[str, Any]]
-    """What probes flagged in this request: probe, module, tokens, position, score."""
+    """What probes flagged in this request: probe, module, tokens, position, score, stopped."""
     silent: dict[str, str]
     """Layers that were asked for and did not fire, with the cause."""
 
@@ -89,7 +89,7 @@ def merge_states(answers: Sequence[_Answer]) -> dict[str, Any]:
         },
         "silent": {name: cause for name, cause in silent.items() if name not in names},
         "hooks": _hooks([answer["hooks"] for answer in good]),
-        "flags": good[0]["flags"],
+        "flags": merge_worker_flags(answers),
         "prompt_tokens": good[0]["prompt_tokens"],
         "not_computed": good[0]["not_computed"],
     }
@@ -116,6 +116,26 @@ def _hooks(workers: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any
         total = sum(each["errors"] for each in same)
         found.append({**same[0], "errors": total, "last_error": errors[0] if errors else None})
     return found
+
+
+def merge_worker_flags(answers: Sequence[_Answer]) -> list[dict[str, Any]]:
+    """Return the flags of a request, one for each probe and module; a module may be in several workers or in one.
+
+    Workers of one pipeline stage see the same tokens, so that nothing is added up.
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for answer in sorted(answers, key=lambda each: int(each["rank"])):
+        for flag in answer.get("flags", ()):
+            place = flag["probe"], flag["module"]
+            known = found.setdefault(place, flag)
+            positions = [each["position"] for each in (known, flag) if each["position"] is not None]
+            found[place] = {
+                **known,
+                "tokens": max(known["tokens"], flag["tokens"]),
+                "position": min(positions, default=None),
+                "score": max(known["score"], flag["score"]),
+            }
+    return list(found.values())
 
 
 def join_columns(

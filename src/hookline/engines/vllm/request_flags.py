@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hookline.factories.request_notes import RequestFlag, RequestNotes, merge_flags, set_notes
+
+if TYPE_CHECKING:
+    from hookline.engines.vllm.step_rows import StepTable
 
 __all__ = ["RequestFlags"]
 
@@ -16,31 +18,54 @@ _MOST_KEPT: Final = 4096
 """Requests whose flags wait to be taken; the oldest are dropped."""
 
 
+class _FlagsOfRequest(NamedTuple):
+    id: str
+    """The engine's own id: a name may come again."""
+    flags: list[RequestFlag]
+
+
 class RequestFlags:
     """The flags of requests in one worker."""
 
     def __init__(self) -> None:
         self._notes = RequestNotes()
-        self._by_request: dict[str, list[RequestFlag]] = {}
+        self._by_name: dict[str, _FlagsOfRequest] = {}
+
+    def begin(self, name: str) -> None:
+        """Begin with a request: drop what an earlier one of that name has left."""
+        self._by_name.pop(name, None)
 
     def begin_step(self) -> None:
         """Let the hooks of a step note what they find."""
         self._notes.clear()
         set_notes(self._notes)
 
-    def end_step(self) -> None:
+    def end_step(self, table: StepTable) -> None:
         """Read what the hooks have noted; waits for the device only if there is something."""
         set_notes(None)
-        for request, flags in self._notes.read().items():
-            self._by_request[request] = merge_flags([*self._by_request.pop(request, []), *flags])
-        while len(self._by_request) > _MOST_KEPT:
-            del self._by_request[next(iter(self._by_request))]
+        names = table.request_ids if isinstance(table.request_ids, tuple) else ()
+        ids = dict(zip(names, table.ids, strict=True))
+        for name, flags in self._notes.read().items():
+            known = self._by_name.pop(name, None)
+            earlier = known.flags if known is not None and known.id == ids[name] else []
+            self._by_name[name] = _FlagsOfRequest(ids[name], merge_flags([*earlier, *flags]))
+        while len(self._by_name) > _MOST_KEPT:
+            del self._by_name[next(iter(self._by_name))]
 
-    def take(self, request: str) -> list[dict[str, Any]]:
-        """Return the flags of a request as plain data, and forget them."""
-        return [asdict(flag) for flag in self._by_request.pop(request, [])]
+    def take(self, name: str, id: str | None = None) -> list[dict[str, Any]]:
+        """Return the flags of a request as plain data, and forget them.
+
+        Args:
+            name: What users call it.
+            id: The engine's own id, if it is known: flags of another request of that name stay.
+        """
+        known = self._by_name.get(name)
+        if known is None or id not in (None, known.id):
+            return []
+        del self._by_name[name]
+        return [flag.to_plain(stopped=False) for flag in known.flags]  # a worker cannot end an answer
 
     def clear(self) -> None:
         """Forget all flags."""
         set_notes(None)
-        self._by_request.clear()
+        self._by_name.clear()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
+from hookline.engines.vllm.step_rows import StepTable
 from hookline.errors import NotAllowedError, OptionError
 from hookline.factories import FILE_OPTIONS
 from hookline.factories.batch_rows import TokenBatch, current_batch, serving
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
     from hookline.serve.live_hooks import LiveHook, LiveHooks
     from hookline.sites.site_info import Site
 
-__all__ = ["RequestHooks", "confined_spec", "rows_of_request"]
+__all__ = ["RequestHooks", "confined_spec", "harmless_spec", "rows_of_request"]
 
-_READY = "hookline.factories"
+_READY: Final = "hookline.factories"
+_NEED_A_FILE: Final = ("probe",)
+"""Factories that a request cannot use, as all they know comes from a file."""
 
 
 class RequestHooks:
@@ -35,49 +38,50 @@ class RequestHooks:
 
     def __init__(self, live: LiveHooks) -> None:
         self._live = live
-        self._by_key: dict[str, list[LiveHook]] = {}
-        self._keys: dict[str, str] = {}
-        """The key of each running request, by the engine's own id."""
+        self._running: dict[str, list[LiveHook]] = {}
+        """The hooks of each running request, by the engine's own id."""
 
     @property
     def is_active(self) -> bool:
-        """Return whether a running request has hooks."""
-        return bool(self._keys)
+        """Return whether a running request has hooks that are on."""
+        return any(not live.off for hooks in self._running.values() for live in hooks)
 
-    def open(self, key: str, id: str, specs: Sequence[Mapping[str, Any]], allow: tuple[str, ...] | None) -> None:
-        """Attach the hooks of a request, all or none."""
-        confined = [confined_spec(spec, key, allow) for spec in specs]
-        self._by_key[key] = self._live.add_all(confined, allow=None, strict=True)
-        self._keys[id] = key
+    def open(self, id: str, specs: Sequence[Mapping[str, Any]], allow: tuple[str, ...] | None) -> None:
+        """Attach the hooks of a request, all or none.
 
-    def close(self, id: str) -> None:
-        """Remove the hooks of a request that has ended; what they found stays until it is taken."""
-        for live in self._by_key.get(self._keys.pop(id, ""), ()):
+        Args:
+            id: The engine's own id of the request. A name would not do: clients choose those.
+            specs: The hooks.
+            allow: What paths of other factories may begin with.
+        """
+        confined = [confined_spec(spec, id, allow) for spec in specs]
+        self._running[id] = self._live.add_all(confined, allow=None, strict=True)
+
+    def close(self, id: str) -> list[dict[str, Any]]:
+        """Remove the hooks of a request, and return what they did and found; nothing of them is kept."""
+        hooks = self._running.pop(id, [])
+        for live in hooks:
             self._live.remove(live.id)
-
-    def take(self, key: str, id: str) -> list[dict[str, Any]]:
-        """Return what the hooks of a request did and found, and forget them."""
-        self.close(id)
-        return [_found(live) for live in self._by_key.pop(key, ())]
+        return [_found(live) for live in hooks]
 
     def clear(self) -> None:
-        """Forget the hooks of all requests."""
-        for id, key in list(self._keys.items()):
-            self.drop(key, id)
-
-    def drop(self, key: str, id: str) -> None:
-        """Forget the hooks of a request, which may be running."""
-        self.close(id)
-        self._by_key.pop(key, None)
+        """Remove the hooks of all requests."""
+        for id in list(self._running):
+            self.close(id)
 
 
 def confined_spec(given: Mapping[str, Any], request: str, allow: tuple[str, ...] | None) -> HookSpec:
     """Return the spec of a hook that sees the rows of one request alone.
 
     Requests come from anybody, so a spec may name a factory of `hookline.factories`, without files, or one that starts
-    with an entry of ``allow``.
+    with an entry of ``allow``. An error in the hook never leaves the model's forward: it would end the engine.
+
+    Args:
+        given: The spec as it came.
+        request: The engine's own id of the request.
+        allow: What paths of other factories may begin with.
     """
-    checked = HookSpec.from_dict({"on_error": "disable", **given})
+    checked = HookSpec.from_dict(harmless_spec(given))
     path = checked.hook_factory
     if not isinstance(path, str):
         raise OptionError("A hook of a request needs hook_factory, such as 'hookline.factories:steer'.")
@@ -93,6 +97,14 @@ def confined_spec(given: Mapping[str, Any], request: str, allow: tuple[str, ...]
     return replace(checked, name=name, hook_factory=make)
 
 
+def harmless_spec(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a spec of a client with its ``on_error``, ``"disable"`` if left out; refuse what could stop the engine."""
+    on_error = given.get("on_error")
+    if on_error not in (None, "disable", "warn"):
+        raise OptionError(f"on_error is 'disable' or 'warn' for a hook of a client, got {on_error!r}.")
+    return {**given, "on_error": on_error or "disable"}
+
+
 def _check_allowed(path: str, config: Mapping[str, Any], allow: tuple[str, ...] | None) -> None:
     dotted = path.replace(":", ".")
     name = dotted.removeprefix(f"{_READY}.")
@@ -102,9 +114,10 @@ def _check_allowed(path: str, config: Mapping[str, Any], allow: tuple[str, ...] 
             raise NotAllowedError(f"{name} has files, and a hook of a request gets none; attach it to the engine.")
         return
     prefixes = [each.replace(":", ".") for each in allow or ()]
+    usable = [each for each, options in FILE_OPTIONS.items() if "folder" not in options and each not in _NEED_A_FILE]
     if not any(dotted == each or dotted.startswith(f"{each}.") for each in prefixes if each != _READY):
         raise NotAllowedError(
-            f"A request may not name {path!r}; it may name {', '.join(f'{_READY}:{each}' for each in FILE_OPTIONS)}"
+            f"A request may not name {path!r}; it may name {', '.join(f'{_READY}:{each}' for each in usable)}"
             f"{', or what begins with ' + ', '.join(prefixes) if prefixes else ''}."
         )
 
@@ -122,15 +135,11 @@ class _RequestRows:
 
 
 def rows_of_request(batch: Any, request: str) -> _RequestRows | None:
-    """Return the rows of a request in the flat batch of a step; None if it has none."""
-    if (
-        not isinstance(batch, TokenBatch)
-        or not isinstance(batch.request_ids, tuple)
-        or request not in batch.request_ids
-    ):
+    """Return the rows of a request in the flat batch of a step, by the engine's own id; None if it has none."""
+    if not isinstance(batch, StepTable) or request not in batch.ids or not isinstance(batch.request_ids, tuple):
         return None
-    row = batch.request_ids.index(request)
-    lengths = [1] * len(batch.request_ids) if batch.lengths is None else [int(each) for each in batch.lengths]
+    row = batch.ids.index(request)
+    lengths = [1] * len(batch.ids) if batch.lengths is None else [int(each) for each in batch.lengths]
     begin = sum(lengths[:row])
     end = begin + lengths[row]
     phase = batch.phase if batch.phases is None else batch.phases[row]
@@ -138,7 +147,7 @@ def rows_of_request(batch: Any, request: str) -> _RequestRows | None:
         input_ids=None if batch.input_ids is None else batch.input_ids[begin:end],
         positions=None if batch.positions is None else batch.positions[begin:end],
         lengths=(lengths[row],),
-        request_ids=(request,),
+        request_ids=(batch.request_ids[row],),
         phase=phase,
     )
     return _RequestRows(begin, end, sum(lengths), own)
@@ -223,7 +232,7 @@ def _found(live: LiveHook) -> dict[str, Any]:
     """Return what a hook did, and its metrics, as plain data."""
     hook = live.hook
     try:
-        metrics = hook.to_metrics()
+        metrics = {name: float(value) for name, value in hook.to_metrics().items()}
     except Exception as error:
         live.counted.policy.count(live.counted.name, error, "in to_metrics")
         metrics = {}
@@ -233,5 +242,5 @@ def _found(live: LiveHook) -> dict[str, Any]:
         "rows": hook.rows,
         "errors": live.errors,
         "last_error": live.last_error,
-        "metrics": {name: float(value) for name, value in metrics.items()},
+        "metrics": metrics,
     }

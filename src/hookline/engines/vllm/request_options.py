@@ -19,6 +19,8 @@ from hookline.serve.generation_request import StatesWanted
 __all__ = ["RequestOptions", "StatesPlan", "request_options"]
 
 _KEYS: Final = ("hidden_states", "hooks", "key")
+_MOST_HOOKS: Final = 64
+"""As over HTTP. Workers are the border: options reach them by other ways too."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class StatesPlan:
         for key in given:
             if key not in known:
                 raise OptionError(f"hidden_states has no option {key!r}{suggest(str(key), known) or '.'}")
-        if "layers" not in given:
+        if given.get("layers") is None:
             raise OptionError("hidden_states needs layers: names or patterns of modules, such as 'model.layers.#'.")
         rest = {key: value for key, value in given.items() if key != "window" and value is not None}
         window = _window(given.get("window"))
@@ -107,6 +109,8 @@ def _hooks(given: Any) -> tuple[Mapping[str, Any], ...]:
         return ()
     if not isinstance(given, list | tuple) or not all(isinstance(each, Mapping) for each in given):
         raise OptionError(f"hooks is a list of hook specs, got {given!r}.")
+    if len(given) > _MOST_HOOKS:
+        raise OptionError(f"A request may have {_MOST_HOOKS} hooks, got {len(given)}.")
     return tuple(given)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.engines.vllm.layer_sources import LayerSource, Shard, find_sources, never_called, shard_of, stream_of
+from hookline.engines.vllm.step_rows import BookedRequest, StepRow, key_of_answer
 from hookline.errors import HookNameError, OptionError
 from hookline.factories.batch_rows import sent_to_host
 from hookline.sites.attach import attach
@@ -23,7 +24,6 @@ from hookline.sites.wrappers import submodule
 
 if TYPE_CHECKING:
     from hookline.engines.vllm.request_options import StatesPlan
-    from hookline.engines.vllm.step_rows import BookedRequest, StepRow
     from hookline.sites.handle import HookHandle
 
 __all__ = ["RequestStates", "StatesOfRequest"]
@@ -49,6 +49,8 @@ class StatesOfRequest:
     nbytes: int = 0
     error: Exception | None = None
     has_ended: bool = False
+    hooks: list[dict[str, Any]] = field(default_factory=list)
+    """What the hooks of the request did and found, once it has ended."""
 
     def fail(self, error: Exception) -> None:
         """Give the states up, and keep the reason."""
@@ -128,16 +130,16 @@ class RequestStates:
 
     def open(
         self, key: str, booked: BookedRequest, plan: StatesPlan | None, error: Exception | None = None
-    ) -> StatesOfRequest | None:
+    ) -> StatesOfRequest:
         """Begin to collect for a request; what is wrong with its plan is kept for whoever takes the states.
 
-        Returns:
-            What is collected; None if another request has that key.
+        If another request has that key, it keeps it: the new one gets an error, under the engine's own id.
         """
-        key = self._own_key(key, booked.id)
-        if key in self._by_key:  # neither may get what is the other's
-            self._by_key[key].fail(OptionError(f"Two requests have the key {key!r}; give each a key of its own."))
-            return None
+        key = key_of_answer(key, booked.id, self.id_of(key))
+        if key in self._by_key:
+            error = error or OptionError(f"Another request has the key {key!r}; give each a key of its own.")
+            logger.warning("request %r: %s", booked.id, error)
+            key = booked.id
         states = StatesOfRequest(key, booked, plan, error=error)
         self._make_room(0)
         self._by_key[key] = self._by_id[booked.id] = states
@@ -154,23 +156,31 @@ class RequestStates:
             self._leave(states)
         return states
 
-    def _own_key(self, key: str, id: str) -> str:
-        """Return the key of one answer: of several to one prompt, those behind the first have a number in front."""
-        number, line, _ = id.partition("_")
-        return f"{number}_{key}" if line and number.isdecimal() and number != "0" and key in self._by_key else key
-
     def _observer(self, source: LayerSource) -> _StateObserver:
         place = source.module, source.of
         if place not in self._observers:
             self._observers[place] = _StateObserver(self._model, *place)
         return self._observers[place]
 
-    def close(self, id: str) -> None:
-        """Stop collecting for a request that has ended; its states stay until they are taken."""
+    def close(self, id: str, hooks: Sequence[dict[str, Any]] = ()) -> None:
+        """Stop collecting for a request that has ended; its states stay until they are taken, and so does ``hooks``."""
         states = self._by_id.pop(id, None)
         if states is not None:
             states.has_ended = True
+            states.hooks = list(hooks)
             self._leave(states)
+
+    def fail_running(self, error: Exception) -> None:
+        """Give up the states of all running requests: nobody knows which of a step's tokens were theirs."""
+        for states in list(self._by_id.values()):
+            self._give_up(states, error)
+
+    def _give_up(self, states: StatesOfRequest, error: Exception) -> None:
+        """Keep an error in place of states, and stop collecting: a compiled engine need not run eagerly for them."""
+        states.fail(error)
+        self._held -= states.nbytes
+        states.nbytes = 0
+        self._leave(states)
 
     def _leave(self, states: StatesOfRequest) -> None:
         for place, observer in list(self._observers.items()):
@@ -212,11 +222,14 @@ class RequestStates:
 
     def end_step(self) -> None:
         """Hand the copies of the step to their requests."""
-        for observer in self._observers.values():
+        for observer in list(self._observers.values()):
             copied, taken = observer.copied, observer.taken
             observer.copied, observer.taken = None, []
             for states, positions, start in taken:
-                sources = observer.users[states.booked.id]
+                sources = observer.users.get(states.booked.id, [])
+                if states.error is not None:
+                    self._give_up(states, states.error)
+                    continue
                 if copied is None:
                     states.silent.update(sources)
                     continue
@@ -230,7 +243,7 @@ class RequestStates:
                 f"Hidden states of all requests together may take {self._most_bytes} bytes (captured_bytes), and these "
                 "do not fit; ask for fewer layers or positions, or take those of earlier requests."
             )
-            states.fail(OptionError(text))
+            self._give_up(states, OptionError(text))
         if states.error is None:
             states.nbytes += size
             self._held += size
@@ -274,6 +287,7 @@ class RequestStates:
         return {
             "states": {source.name: _plain(states, source) for source in states.sources if source not in states.silent},
             "silent": silent,
+            "hooks": states.hooks,
             "prompt_tokens": states.booked.prompt,
             "not_computed": states.booked.not_computed,
         }
@@ -298,8 +312,13 @@ class RequestStates:
 
     def id_of(self, key: str) -> str | None:
         """Return the engine's own id of the request with that key; None if there is none."""
+        booked = self.booked_of(key)
+        return None if booked is None else booked.id
+
+    def booked_of(self, key: str) -> BookedRequest | None:
+        """Return what is known of the request with that key; None if there is none."""
         states = self._by_key.get(key)
-        return None if states is None else states.booked.id
+        return None if states is None else states.booked
 
 
 def _plain(states: StatesOfRequest, source: LayerSource) -> dict[str, Any]:

@@ -15,7 +15,16 @@ from torch import Tensor
 
 from hookline.factories.batch_rows import TokenBatch
 
-__all__ = ["BookedRequest", "RequestBook", "StepRow", "rows_of_runner", "table_after_model", "table_of_step"]
+__all__ = [
+    "BookedRequest",
+    "RequestBook",
+    "StepRow",
+    "StepTable",
+    "key_of_answer",
+    "rows_of_runner",
+    "table_after_model",
+    "table_of_step",
+]
 
 _RANDOM_END: Final = re.compile(r"-[0-9a-f]{8}$")
 """What vLLM adds to the id that a client gave, so that no two requests have the same."""
@@ -40,6 +49,14 @@ class StepRow:
         return "prefill" if self.first < self.prompt else "decode"
 
 
+@dataclass(frozen=True, slots=True)
+class StepTable(TokenBatch):
+    """The table of a step, with ids that no client has chosen: hooks of single requests find their rows by them."""
+
+    ids: tuple[str, ...] = ()
+    """The engine's own id of each request, in the order of ``request_ids``."""
+
+
 def rows_of_runner(runner: Any, batch: Any = None) -> list[StepRow]:
     """Return the rows of the step that a model runner is about to run, in the order of its flat batch.
 
@@ -59,7 +76,7 @@ def rows_of_runner(runner: Any, batch: Any = None) -> list[StepRow]:
     return [StepRow(name, firsts[row], bounds[row + 1] - bounds[row], lengths[row]) for row, name in enumerate(names)]
 
 
-def table_of_step(rows: Sequence[StepRow], names: Sequence[str], inputs: dict[str, Any]) -> TokenBatch:
+def table_of_step(rows: Sequence[StepRow], names: Sequence[str], inputs: dict[str, Any]) -> StepTable:
     """Return the table of a step: whose tokens are in its flat batch.
 
     Args:
@@ -70,19 +87,20 @@ def table_of_step(rows: Sequence[StepRow], names: Sequence[str], inputs: dict[st
     total = sum(row.count for row in rows)
     phases = tuple(row.phase for row in rows)
     counts = tuple(row.count for row in rows)
-    return TokenBatch(
+    return StepTable(
         input_ids=_first(inputs.get("input_ids"), total),
         positions=_first(inputs.get("positions"), total),
         lengths=None if all(count == 1 for count in counts) else counts,
         request_ids=tuple(names),
         phase=_phase(phases),
         phases=phases,
+        ids=tuple(row.request_id for row in rows),
     )
 
 
-def table_after_model(table: TokenBatch) -> TokenBatch:
+def table_after_model(table: StepTable) -> StepTable:
     """Return the table for what runs behind the model, on the last token of each request: the logits."""
-    return TokenBatch(None, None, None, table.request_ids, table.phase, table.phases)
+    return StepTable(None, None, None, table.request_ids, table.phase, table.phases, table.ids)
 
 
 def _phase(phases: Sequence[str]) -> str:
@@ -101,7 +119,8 @@ class BookedRequest:
     id: str
     """The engine's own id."""
     name: str
-    """What users call it: the id that the client gave, or the one in the options of the request."""
+    """What users call it: the id that the client gave, or the ``key`` in the options of the request; the engine's own
+    id if another running request has that name."""
     prompt: int
     """How many tokens its prompt has."""
     not_computed: int
@@ -115,37 +134,86 @@ class RequestBook:
     """The requests that are running, by the engine's own id."""
 
     running: dict[str, BookedRequest] = field(default_factory=dict)
+    has_random_ids: bool = True
+    """Whether the engine adds a random end to the ids that clients give."""
     prompt_tokens: int = 0
     """Of all requests so far."""
     not_computed: int = 0
     """How many of those came from the prefix cache."""
+    _holders: dict[str, str] = field(default_factory=dict)
+    """The engine's own id of the running request that has each name."""
 
     def note(self, scheduled: Any) -> tuple[list[BookedRequest], list[str]]:
         """Return the requests that begin with the step ``scheduled``, and the ids of those that have ended."""
-        ended = [
-            each for each in getattr(scheduled, "finished_req_ids", ()) if self.running.pop(each, None) is not None
-        ]
+        finished = getattr(scheduled, "finished_req_ids", ())
+        ended = [each for each in finished if self._ended(each)]
         listed = getattr(scheduled, "scheduled_new_reqs", ())
         # The V2 runner lists a request again after it was put off.
         return [self._booked(new) for new in listed if new.req_id not in self.running], ended
 
     def names(self, rows: Sequence[StepRow]) -> tuple[str, ...]:
         """Return what users call the requests of these rows."""
-        return tuple(
-            self.running[row.request_id].name if row.request_id in self.running else client_id(row.request_id)
-            for row in rows
-        )
+        found: list[str] = []
+        for row in rows:
+            booked = self.running.get(row.request_id)
+            name = self.client_name(row.request_id) if booked is None else booked.name
+            is_other = booked is None and (name in self._holders or name in found)
+            found.append(row.request_id if is_other else name)
+        return tuple(found)
+
+    def client_name(self, id: str) -> str:
+        """Return the id that the client gave to a request."""
+        return client_id(id) if self.has_random_ids else id
+
+    def holder(self, name: str) -> str | None:
+        """Return the engine's own id of the running request that has a name; None if none has."""
+        return self._holders.get(name)
+
+    def rename(self, booked: BookedRequest, name: str) -> bool:
+        """Give a request another name; return False, and change nothing, if another running request has it."""
+        if self._holders.get(name, booked.id) != booked.id:
+            return False
+        if self._holders.get(booked.name) == booked.id:
+            del self._holders[booked.name]
+        self._holders[name] = booked.id
+        booked.name = name
+        return True
+
+    def _ended(self, id: str) -> bool:
+        booked = self.running.pop(id, None)
+        if booked is not None and self._holders.get(booked.name) == id:
+            del self._holders[booked.name]
+        return booked is not None
 
     def _booked(self, new: Any) -> BookedRequest:
         tokens = new.prompt_token_ids
         prompt = len(tokens) if tokens is not None else int(getattr(new, "prompt_len", 0))
         cached = min(int(new.num_computed_tokens), prompt)
         extra = getattr(new.sampling_params, "extra_args", None) or {}
-        booked = BookedRequest(new.req_id, client_id(new.req_id), prompt, cached, extra.get("hookline"))
+        booked = BookedRequest(new.req_id, new.req_id, prompt, cached, extra.get("hookline"))
         self.running[new.req_id] = booked
+        self.rename(booked, self.client_name(new.req_id))
         self.prompt_tokens += prompt
         self.not_computed += cached
         return booked
+
+
+def key_of_answer(key: str, id: str, other: str | None) -> str:
+    """Return the key of one answer: of several to one prompt, those behind the first have a number in front.
+
+    Args:
+        key: What the request asks for.
+        id: The engine's own id.
+        other: That of the request which has ``key``, if there is one.
+
+    >>> key_of_answer("mine", "1_cmpl-7", "0_cmpl-7")
+    '1_mine'
+    >>> key_of_answer("mine", "1_cmpl-8", "0_cmpl-7")
+    'mine'
+    """
+    number, line, prompt = id.partition("_")
+    is_next = line and number.isdecimal() and other not in (None, id) and other.partition("_")[2] == prompt
+    return f"{number}_{key}" if is_next else key
 
 
 def client_id(request_id: str) -> str:

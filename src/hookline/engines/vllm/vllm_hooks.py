@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hookline.engines.vllm.merge_answers import check_answers, merge_added, merge_hook, merge_hooks, merge_metrics
-from hookline.engines.vllm.merge_states import RequestAnswer, merge_states, request_answer
+from hookline.engines.vllm.merge_states import RequestAnswer, merge_states, merge_worker_flags, request_answer
 
 __all__ = ["VllmHooks"]
 
@@ -90,8 +90,7 @@ class VllmHooks:
 
     def flags(self, key: str) -> _Found:
         """Return what probes flagged in a request that did not ask for anything itself, and forget it."""
-        found: _Found = self._checked("hookline_take_flags", key)[0]["flags"]
-        return found
+        return merge_worker_flags(self._checked("hookline_take_flags", key))
 
     def describe(self) -> _Found:
         """Return what each worker knows of the engine, and how many tokens came from the prefix cache."""

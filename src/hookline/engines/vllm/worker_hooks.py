@@ -16,12 +16,21 @@ from hookline.engines.hooks_in_worker import at_once, silent_sites
 from hookline.engines.vllm.engine_facts import EngineFacts, Way, choose_way, way_words
 from hookline.engines.vllm.layer_sources import never_called
 from hookline.engines.vllm.request_flags import RequestFlags
-from hookline.engines.vllm.request_hooks import RequestHooks
+from hookline.engines.vllm.request_hooks import RequestHooks, harmless_spec
 from hookline.engines.vllm.request_options import request_options
 from hookline.engines.vllm.request_states import RequestStates
 from hookline.engines.vllm.start_options import StartOptions
-from hookline.engines.vllm.step_rows import BookedRequest, RequestBook, rows_of_runner, table_after_model, table_of_step
-from hookline.factories.batch_rows import TokenBatch, set_batch
+from hookline.engines.vllm.step_rows import (
+    BookedRequest,
+    RequestBook,
+    StepTable,
+    key_of_answer,
+    rows_of_runner,
+    table_after_model,
+    table_of_step,
+)
+from hookline.errors import OptionError
+from hookline.factories.batch_rows import set_batch
 from hookline.serve.live_hooks import LiveHook, LiveHooks, Origin
 from hookline.sites.wrappers import submodule
 
@@ -45,7 +54,7 @@ class WorkerHooks:
         self.facts = EngineFacts.of(worker)
         self.options = options
         self.model: nn.Module = worker.get_model()
-        self.book = RequestBook()
+        self.book = RequestBook(has_random_ids=self.facts.has_random_ids)
         self.steps = 0
         """Real steps while there was a hook."""
         self.eager_steps = 0
@@ -59,7 +68,7 @@ class WorkerHooks:
         self._deferred: Any = []
         self._before_start: dict[str, dict[str, int]] = {}
         """How often hooks in the compiled code were met while the engine warmed up, by id and module."""
-        self._table: TokenBatch | None = None
+        self._table: StepTable | None = None
         self._batch: Any = None
         self._has_logged = False
         self._install()
@@ -84,7 +93,7 @@ class WorkerHooks:
         added: _Live = []
         start = self._live.made
         try:
-            for place, spec in enumerate(specs):
+            for place, spec in enumerate(specs if allow is None else [harmless_spec(each) for each in specs]):
                 self._live.made = start + place
                 new = self._live.add_all([spec], allow=allow, strict=strict, origin=origin)
                 added += new
@@ -206,11 +215,11 @@ class WorkerHooks:
             return
         begun, ended = self.book.note(scheduled)
         for id in ended:
-            self.states.close(id)
-            self.request_hooks.close(id)
+            self._close(id)
         for booked in begun:
             if booked.options is not None:
                 self._open(booked)
+            self.flags.begin(booked.name)
 
     @property
     def _has_requests(self) -> bool:
@@ -220,39 +229,53 @@ class WorkerHooks:
     def take(self, key: str) -> dict[str, Any]:
         """Return what a request asked for as plain data, and forget it."""
         id = self.states.id_of(key)
-        try:
-            found = self.states.take(key)
-        finally:
-            hooks = [] if id is None else self.request_hooks.take(key, id)
-        return {**found, "hooks": hooks, "flags": self.flags.take(key)}
+        if id is not None:
+            self._close(id)
+        return self.states.take(key)
+
+    def take_flags(self, key: str) -> _Shown:
+        """Return what probes flagged in a request, and forget it."""
+        booked = self.states.booked_of(key)
+        return self.flags.take(key) if booked is None else self.flags.take(booked.name, booked.id)
 
     def drop(self, key: str) -> bool:
         """Forget what a request asked for, which may be running; return whether it is known."""
         id = self.states.id_of(key)
         if id is not None:
-            self.request_hooks.drop(key, id)
+            self._close(id)
         return self.states.drop(key)
+
+    def _close(self, id: str) -> None:
+        """Stop with what a request has asked for; what was found stays in one store until it is taken."""
+        self.states.close(id, self.request_hooks.close(id))
 
     def _open(self, booked: BookedRequest) -> None:
         """Begin with what a request asks for; what is wrong with it, its answer tells."""
         try:
             asked = request_options(booked.options)
-            if asked.states is not None or asked.hooks:
-                choose_way(self.facts, before_compiling=False, edits=False)
+            if asked.key is not None:
+                self._name(booked, asked.key)
+            if asked.states is None and not asked.hooks:
+                return
+            choose_way(self.facts, before_compiling=False, edits=False)
+            if booked.name == booked.id != self.book.client_name(booked.id):
+                raise OptionError(f"Another request is called {self.book.client_name(booked.id)!r}; give each an id.")
         except Exception as error:
             logger.warning("request %r: %s", booked.name, error)
             self.states.open(booked.name, booked, None, error)
             return
-        booked.name = asked.key or booked.name
-        opened = self.states.open(booked.name, booked, asked.states) if asked.states or asked.hooks else None
-        if opened is None:
-            return
-        booked.name = opened.key
+        opened = self.states.open(booked.name, booked, asked.states)
         if asked.hooks and opened.error is None:
             try:
-                self.request_hooks.open(opened.key, booked.id, asked.hooks, self.options.allow)
+                self.request_hooks.open(booked.id, asked.hooks, self.options.allow)
             except Exception as error:
                 opened.fail(error)
+
+    def _name(self, booked: BookedRequest, key: str) -> None:
+        """Let users call a request by its key; raise if that is the name of another one."""
+        key = key_of_answer(key, booked.id, self.book.holder(key) or self.states.id_of(key))
+        if not self.book.rename(booked, key):
+            raise OptionError(f"key={key!r} is the name of another request; give each a key of its own.")
 
     def _note_batch(self, batch: Any) -> None:
         self._batch = batch
@@ -264,7 +287,9 @@ class WorkerHooks:
             return
         try:
             self._begin(kwargs)
-        except Exception:  # the engine lives on; hooks for single requests do nothing in this step
+        except Exception as error:  # the engine lives on; hooks for single requests do nothing in this step
+            self._table = None
+            self.states.fail_running(OptionError(f"The rows of a step could not be read ({error!r})."))
             self._log_once("the rows of a step could not be read; hooks do not know whose tokens they see")
         set_batch(self._table)
 
@@ -285,11 +310,16 @@ class WorkerHooks:
         self.flags.begin_step()
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._table is not None:
-            set_batch(table_after_model(self._table))
-            self._table = None
+        table, self._table = self._table, None
+        if table is None:
+            return
+        set_batch(table_after_model(table))
+        try:
+            self.flags.end_step(table)
             self.states.end_step()
-            self.flags.end_step()
+        except Exception as error:  # out of a hook of the root, it would end the engine
+            self.states.fail_running(OptionError(f"What hooks found in a step could not be read ({error!r})."))
+            self._log_once("what hooks found in a step could not be read")
 
     def _log_once(self, text: str) -> None:
         if not self._has_logged:

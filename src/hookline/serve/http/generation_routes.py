@@ -27,7 +27,6 @@ from hookline.serve.http.request_gate import AT_THE_END
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hookline.factories.request_notes import RequestFlag
     from hookline.serve.generation_request import StatesOfLayer
 
 __all__ = ["SAFETENSORS", "AnswerFormat", "CompletionFormat", "GenerateFormat", "answer", "stream", "usage_of"]
@@ -200,19 +199,8 @@ def _hooks(answer: AnswerSoFar, file: _SafetensorsFile | None = None, index: int
     if states is not None:
         found["hidden_states"] = _states_as_base64(states) if file is None else file.put(index, states)
     if answer.finished.flags:
-        found["flags"] = [_flag(each) for each in answer.finished.flags]
+        found["flags"] = [each.to_plain(stopped=each.stops) for each in answer.finished.flags]
     return found or None
-
-
-def _flag(flag: RequestFlag) -> dict[str, Any]:
-    return {
-        "probe": flag.probe,
-        "module": flag.module,
-        "tokens": flag.tokens,
-        "position": flag.position,
-        "score": flag.score,
-        "stopped": flag.stops,
-    }
 
 
 def usage_of(asked: ParsedRequest, answers: Sequence[AnswerSoFar]) -> dict[str, int]:

@@ -1,0 +1,161 @@
+"""Test what a request cannot do in a worker of vLLM: touch another one, stop the engine, or stay in its memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_vllm_worker import PROMPTS, STATS, Engine, Worker
+from torch import nn
+
+from hookline.engines.vllm import VllmHooks, request_flags, request_states, worker_hooks
+from hookline.errors import HookNameError, OptionError
+from hookline.factories.probe_heads import ProbeHead
+from hookline.factories.request_notes import set_notes
+
+STEER = {
+    "target_modules": ["layers.1"],
+    "hook_factory": "hookline.factories:steer",
+    "config": {"vector": [1.0] * 4},
+}
+BOTH = {"a-00000001": 3, "b-00000002": 2}
+
+
+def test_no_request_takes_the_name_of_another(context):
+    engine = Engine(Worker(context))
+    hooks = VllmHooks(engine)
+    plain = engine.step(BOTH)
+    asked = {"key": "a", "hooks": [STEER, {**STATS, "target_modules": ["layers.0"]}]}
+    assert torch.equal(engine.step(BOTH, {"b-00000002": asked, "a-00000001": None}), plain)  # in either order
+    with pytest.raises(OptionError, match="another request"):
+        hooks.states("b")
+    with pytest.raises(HookNameError):
+        hooks.states("a")
+    engine.step({}, finished=list(BOTH))
+    changed = engine.step(BOTH, {"b-00000002": {**asked, "key": "mine"}, "a-00000001": None}) != plain
+    assert changed.any(1).tolist() == [False, False, False, True, True]  # negative control
+    assert [each["rows"] for each in hooks.states("mine").hooks] == [2, 2]
+
+
+def test_a_request_whose_name_is_a_key_in_use_is_called_by_the_id_of_the_engine(context):
+    engine = Engine(Worker(context))
+    hooks = VllmHooks(engine)
+    plain = engine.step(BOTH)
+    hooks.add({**STEER, "config": {"vector": [1.0] * 4, "requests": ["a"]}})
+    engine.step({"b-00000002": 2}, {"b-00000002": {"key": "a", "hidden_states": {"layers": ["layers.0"]}}})
+    changed = engine.step(BOTH, {"a-00000001": {"hidden_states": {"layers": ["layers.0"]}}}) != plain
+    assert changed.any(1).tolist() == [False, False, False, True, True]
+    assert len(hooks.states("a").states["layers.0"].positions) == 2
+    with pytest.raises(OptionError, match="Another request"):
+        hooks.states("a-00000001")
+
+
+@pytest.mark.parametrize("on_error", ["raise", "disable", "warn"])
+def test_a_client_cannot_stop_the_engine(context, on_error):
+    engine = Engine(Worker(context))
+    hooks = VllmHooks(engine)
+    plain = engine.step(BOTH)
+    bad = {**STEER, "config": {"vector": [1.0] * 7}, "on_error": on_error}
+    assert torch.equal(engine.step(BOTH, {"a-00000001": {"hooks": [bad]}, "b-00000002": None}), plain)
+    if on_error == "raise":
+        with pytest.raises(OptionError, match="on_error"):
+            hooks.states("a")
+        answer = engine.workers[0].hookline_add([bad], ["hookline.factories"])  # as it comes over HTTP
+        assert "on_error" in answer["error"]["message"]
+    else:
+        assert hooks.states("a").hooks[0]["errors"] == 1
+
+
+def test_what_requests_leave_has_one_bound(context, monkeypatch):
+    monkeypatch.setattr(request_states, "_MOST_KEPT", 2)
+    engine = Engine(Worker(context))
+    hooks = VllmHooks(engine)
+    kept = []
+    for number in range(4):
+        name = f"r{number}-0000000{number}"
+        monkeypatch.setitem(PROMPTS, name, 2)
+        engine.step({name: 2}, {name: {"hooks": [STEER]}})
+        kept.append(engine.workers[0].__dict__["_hookline_hooks"].request_hooks)
+        engine.step({}, finished=[name])
+    assert not kept[0]._running
+    assert not engine.workers[0].get_model().layers[1]._forward_hooks
+    for number in range(2):
+        with pytest.raises(HookNameError):
+            hooks.states(f"r{number}")
+    assert [hooks.states(f"r{number}").hooks[0]["rows"] for number in (2, 3)] == [2, 2]
+
+
+def probe(**config):
+    head = ProbeHead([(torch.zeros(1, 4), torch.tensor([5.0]))], threshold=0.5)
+    spec = {"target_modules": ["layers.1"], "hook_factory": "hookline.factories:probe"}
+    return {**spec, "config": {"head": head, "name": "p", "action": "flag", **config}}
+
+
+def test_flags_are_of_one_request_though_its_name_comes_again(context, monkeypatch):
+    engine = Engine(Worker(context))
+    hooks = VllmHooks(engine)
+    added = hooks.add(probe(action="stop"))
+    engine.step(BOTH, dict.fromkeys(BOTH))
+    engine.step({}, finished=list(BOTH))
+    later = {"a-00000003": 1, "b-00000004": 1}
+    for name in later:
+        monkeypatch.setitem(PROMPTS, name, 1)
+    engine.step(later, dict.fromkeys(later))
+    hooks.remove(added["id"])
+    (flag,) = hooks.flags("a")
+    assert (flag["tokens"], flag["stopped"]) == (1, False)
+    engine.step({}, finished=list(later))
+    engine.step(BOTH, dict.fromkeys(BOTH))  # negative control: nothing is flagged in these
+    assert hooks.flags("b") == []
+
+
+def test_flags_come_from_all_workers(context):
+    engine = Engine(Worker(context), Worker(context, rank=1))
+    hooks = VllmHooks(engine)
+    engine.workers[1].get_model().layers.append(nn.Identity())  # a layer of a later pipeline stage
+    engine.workers[1].get_model().layers.append(nn.Identity())
+    hooks.add({**probe(), "target_modules": ["layers.3"]})
+    hooks.add(probe(name="q"))
+    asked = {"hidden_states": {"layers": ["layers.0"]}}
+    engine.step(BOTH, {"a-00000001": asked, "b-00000002": None})
+    expected = [("q", "layers.1"), ("p", "layers.3")]
+    for flags, tokens in ((hooks.states("a").flags, 3), (hooks.flags("b"), 2)):
+        assert sorted((each["probe"], each["module"], each["tokens"]) for each in flags) == sorted(
+            (*place, tokens) for place in expected
+        )
+
+
+def test_an_error_behind_a_step_is_told_and_the_engine_lives_on(context, monkeypatch, caplog):
+    engine = Engine(Worker(context))
+    hooks = VllmHooks(engine)
+    plain = engine.step(BOTH)
+
+    def fail(self, table):
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(request_flags.RequestFlags, "end_step", fail)
+    try:
+        asked = {"hidden_states": {"layers": ["layers.0"]}}
+        assert torch.equal(engine.step(BOTH, {"a-00000001": asked, "b-00000002": None}), plain)
+    finally:
+        set_notes(None)
+    assert "could not be read" in caplog.text
+    with pytest.raises(OptionError, match="lost"):
+        hooks.states("a")
+
+
+def test_a_step_whose_rows_cannot_be_read_fails_the_states_of_running_requests(context, monkeypatch):
+    engine = Engine(Worker(context))
+    hooks = VllmHooks(engine)
+    asked = {"hidden_states": {"layers": ["layers.0"]}}
+    engine.step(BOTH, {"a-00000001": asked, "b-00000002": None})
+
+    def fail(runner, batch=None):
+        raise RuntimeError("moved")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_hooks, "rows_of_runner", fail)
+        engine.step({"a-00000001": 1}, computed={"a-00000001": 3})
+    engine.step({"a-00000001": 1}, computed={"a-00000001": 4})
+    assert not context.skip_compiled  # nobody waits for states any more
+    with pytest.raises(OptionError, match="moved"):
+        hooks.states("a")
