@@ -12,7 +12,7 @@ from helpers_engine_trees import SGLANG, VLLM, build_tree
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.errors import NoMatchError, TargetError
+from hookline.errors import NoMatchError, OptionError, TargetError
 from hookline.observe import check_roles, role_check
 from hookline.sites import find_roles
 
@@ -206,6 +206,72 @@ def test_a_rank_with_some_of_the_experts_or_layers_has_its_roles() -> None:
     assert len(find_roles(model)["router"]) == 2
     model.model.layers[1] = nn.Identity()  # PPMissingLayer holds nothing either
     assert find_roles(model)["resid"] == ["model.layers.0"]
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter of low rank beside it, by hand and as PEFT builds it."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        layer = self.base_layer = base_layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, layer.out_features, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+def test_a_layer_with_an_adapter_has_the_role_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand on head and MLP; the control: the adapter alone as the head is a fault in a run."""
+    model = own()
+    plain = find_roles(model)
+    model.out = Adapted(model.out)
+    for block in model.stack:
+        block.two = Adapted(block.two)
+    assert find_roles(model) == plain
+    assert check_roles(model, IDS).faults == []
+    monkeypatch.setattr(role_check, "find_roles", lambda _: {**plain, "head": ["out.lora_B.default"]})
+    (fault,) = check_roles(model, IDS).faults
+    assert fault == "head: 'out.lora_B.default' does not return the logits, or only a part of them"
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("opt", {"target_modules": ["fc1", "fc2", "q_proj"]}),
+        ("bert", {"target_modules": ["dense", "query"]}),
+        ("llama", {"target_modules": ["q_proj", "lm_head"]}),
+        ("llama", {"target_modules": "all-linear", "modules_to_save": ["embed_tokens", "lm_head"]}),
+    ],
+)
+def test_models_of_peft_have_the_roles_of_the_model_inside(family: str, options: dict[str, Any]) -> None:
+    """Also where LoRA, or a copy to be trained, stands in the place of head, MLP or embedding."""
+    peft = pytest.importorskip("peft")
+    model = make(family)
+    plain = find_roles(model)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=2, **options)).eval()
+    assert find_roles(tuned) == plain
+    assert check_roles(tuned, **inputs(model)).faults == []
+    with torch.no_grad(), hl.capture(tuned, role="head") as cache:
+        logits = tuned(**inputs(model)).logits
+    assert torch.equal(cache[plain["head"][0]].output, logits)
+
+
+def test_a_compiled_model_is_checked_uncompiled_and_one_token_is_too_few() -> None:
+    """The error says what to give."""
+    model = own()
+    assert check_roles(torch.compile(model, backend="eager"), IDS).faults == []
+    with pytest.raises(OptionError, match="several"):
+        check_roles(model, IDS[:, :1])
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def test_blocks_without_a_word_for_attention_are_the_outermost_list() -> None:
+    """Lists inside of a block, as heads of attention, are not taken for the blocks."""
+    heads = [nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)) for _ in range(2)]
+    blocks = nn.Sequential(*(nn.ModuleDict({"sa": each, "net": nn.Linear(8, 8)}) for each in heads))
+    model = nn.ModuleDict({"tokens": nn.Embedding(20, 8), "blocks": blocks})
+    assert find_roles(model)["resid"] == ["blocks.0", "blocks.1"]
 
 
 class Block(nn.Module):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hookline.errors import NoMatchError
+from hookline.errors import NoMatchError, OptionError
 from hookline.observe.capture.capture import capture
 from hookline.observe.patch.edited_tensor import find_main_input
 from hookline.observe.patch.patch import patch
+from hookline.sites import _torch
 from hookline.sites.attach import attach
 from hookline.sites.roles import find_roles
 from hookline.sites.targets import check_model, select
@@ -45,11 +46,13 @@ def check_roles(model: nn.Module, /, *args: Any, **kwargs: Any) -> RoleCheck:
 
     The output of each block has to be the input of the next. Attention has to carry a change of the first token to the
     last one of a sequence, an MLP must not; so give it a sequence of several tokens. The embedding has to be called
-    with token ids before the first block, the head after the last. A router has to return a number for each expert and
-    token. The model runs in evaluation mode, without gradients, one time and once more for each class of attention and
-    MLP; afterwards it is as it was.
+    with token ids before the first block, the head after the last; with zeros in place of what the head returns, the
+    logits of all tokens have to be the same. A router has to return a number for each expert and token. The model runs
+    in evaluation mode, without gradients and uncompiled, one time and once more for the head and for each class of
+    attention and MLP; afterwards it is as it was.
 
     Raises:
+        OptionError: (a ValueError) the run had one token.
         NoMatchError: (a KeyError) no roles were found.
     """
     check_model(model)
@@ -59,7 +62,10 @@ def check_roles(model: nn.Module, /, *args: Any, **kwargs: Any) -> RoleCheck:
             f"No roles were found in this {type(model).__name__}: it has no list of blocks with attention and an MLP "
             "in each. Name modules instead; see all: print(hookline.find(model))."
         )
-    with _evaluating(model):
+    parts = model.modules()
+    is_compiled = any(_torch.is_compiled(each) or _torch.is_compiled_function(each.forward) for each in parts)
+    eagerly = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    with _evaluating(model), eagerly:
         run = _Run(model, names, args, kwargs)
         faults = {role: list(dict.fromkeys(_CHECKS[role](run, run.of(role)))) for role in names}
     return RoleCheck(names, {role: run.shape(role) for role in names}, faults)
@@ -166,6 +172,12 @@ class _Run:
                 found.setdefault(type(submodule(self._model, name)), name)
         return list(found.values())
 
+    def without(self, name: str) -> Any:
+        """Return what the model returns with zeros in place of the output of ``name``."""
+        where = select(self._model, name)[0][1]
+        with patch(self._model, {where: torch.zeros_like}, scope="context", name="check_roles"):
+            return self._model(*self._args, **self._kwargs)
+
     def reach(self, name: str) -> tuple[bool, bool]:
         """Return whether a change of the first token in the input of ``name`` changes its own output, and the last."""
         before = self.calls[name].output
@@ -188,17 +200,23 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 def _with_other_first(hidden: Tensor) -> Tensor:
     """Return hidden states whose first token is another; not by the same number in all units, which a norm removes."""
     changed = hidden.clone()
-    first = changed[0] if hidden.dim() == 2 else changed[:, 0]
-    first[..., ::2] += 1.0
+    _by_token(changed)[0, ..., ::2] += 1.0
     return changed
 
 
+def _by_token(tensor: Tensor) -> Tensor:
+    """Return a view whose first dimension are the tokens of a sequence: that of (tokens, features), and of most others
+    the second; XLNet has (tokens, 1, features).
+    """
+    return tensor if tensor.dim() == 2 or tensor.shape[1] == 1 else tensor.transpose(0, 1)
+
+
 def _first(tensor: Tensor) -> Tensor:
-    return tensor[0] if tensor.dim() == 2 else tensor[0, 0]
+    return _by_token(tensor)[0]
 
 
 def _last(tensor: Tensor) -> Tensor:
-    return tensor[-1] if tensor.dim() == 2 else tensor[0, -1]
+    return _by_token(tensor)[-1]
 
 
 # -- what each role promises -----------------------------------------------------------------------------------------
@@ -220,6 +238,8 @@ def _check_part(run: _Run, role: str, *, mixes: bool) -> Iterator[str]:
         if call.output is None or call.output.shape[-1] not in widths:
             yield f"{call.name!r} does not return the width of the residual stream"
             return
+    if any(call.output is not None and len(_by_token(call.output)) < 2 for call in run.of(role)):
+        raise OptionError("check_roles was given one token; give a sequence of several: one has to change another.")
     for name in run.one_of_each_class(role):
         own, last = run.reach(name)
         if not own:
@@ -250,6 +270,15 @@ def _check_head(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
     for call in calls:
         if call.order < last:
             yield f"{call.name!r} is called before the last block"
+        elif call.output is not None and not _gives_logits(call.output, run.without(call.name)):
+            yield f"{call.name!r} does not return the logits, or only a part of them"
+
+
+def _gives_logits(head: Tensor, output: Any) -> bool:
+    """Return whether the logits in an output, of which those of the head were zeros, are the same for all tokens."""
+    found = [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.dim() >= 2]
+    rows = [each.flatten(0, -2) for each in found if each.is_floating_point() and each.shape[-1] == head.shape[-1]]
+    return not rows or any(torch.equal(each, each[:1].expand_as(each)) for each in rows)
 
 
 def _check_router(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:

@@ -35,6 +35,8 @@ _EXPERT_PARAMETER: Final = 3
 """Dimensions of a parameter that holds the matrices of all experts."""
 _ALL_EXPERTS: Final = ("global_num_experts", "num_experts")
 """Where vLLM and SGLang say how many experts there are on all ranks, of which one may hold a few."""
+_ADAPTED: Final = ("base_layer", "original_module")
+"""Under which names an adapter (PEFT, vLLM) keeps the layer in whose place it is called."""
 
 
 def role_target(role: str) -> str:
@@ -109,17 +111,26 @@ def _is_below(name: str, above: str) -> bool:
 
 
 class _Tree:
-    """Hold the modules of a model by their clean names, and which of them have matrices of their own."""
+    """Hold the modules of a model by their clean names, and which of them have matrices of their own.
+
+    A layer with an adapter, as LoRA, is one module: it is called in the place of the layer, and returns the sum.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: dict[str, nn.Module] = {}
         self._children: dict[str, list[str]] = {}
+        left_out: set[str] = set()
         for name, module, inner, _ in walk(model):
-            if inner is None and name not in self.modules:
+            above = name.rpartition(".")[0]
+            if name and above in left_out:
+                left_out.add(name)
+            elif inner is None and name not in self.modules:
                 self.modules[name] = module
                 if name:
-                    self._children.setdefault(name.rpartition(".")[0], []).append(name)
-        self.holders = [name for name, module in self.modules.items() if _has_matrix(module)]
+                    self._children.setdefault(above, []).append(name)
+                if _is_adapted(module):
+                    left_out.add(name)
+        self.holders = [name for name, module in self.modules.items() if _has_matrix(_core(module))]
         self._below: dict[str, list[str]] = {}
         for holder in self.holders:
             for above in _and_above(holder):
@@ -155,6 +166,10 @@ class _Tree:
         """Return the last part of a name and the class of the module, in which its purpose is written."""
         return f"{self.key(name)} {type(self.modules[name]).__name__}"
 
+    def is_embedding(self, name: str) -> bool:
+        """Return whether a module looks up rows of its matrix."""
+        return "Embedding" in type(_core(self.modules[name])).__name__
+
     def key(self, name: str) -> str:
         """Return the last part of a name."""
         return name.rpartition(".")[2]
@@ -174,6 +189,18 @@ def _and_above(name: str) -> Iterator[str]:
         yield name
         name = name.rpartition(".")[0]
     yield ""
+
+
+def _core(module: nn.Module) -> nn.Module:
+    """Return the layer in whose place an adapter is called; a module without one is that itself."""
+    inner = next((module._modules[key] for key in _ADAPTED if module._modules.get(key) is not None), None)
+    return module if inner is None else _core(inner)
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Return whether that is an adapter in the place of one layer; not, if in that of a part with layers in it."""
+    core = _core(module)
+    return core is not module and (_has_matrix(core) or not core._modules)
 
 
 def _has_matrix(module: nn.Module) -> bool:
@@ -200,7 +227,7 @@ def _stacks(tree: _Tree) -> list[str]:
 def _blocks_without_attention(tree: _Tree) -> list[str]:
     """Return the elements of the first list whose elements are of one class, and hold several matrices each."""
     for name, module in tree.modules.items():
-        if not isinstance(module, nn.ModuleList):
+        if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         blocks = tree.blocks(name)
         is_uniform = len({type(tree.modules[block]) for block in blocks}) == 1
@@ -218,8 +245,7 @@ class _Parts:
         rest = [
             name
             for name in tree.holders_in(block)
-            if not any(name == mixer or _is_below(name, mixer) for mixer in mixers)
-            and "Embedding" not in type(tree.modules[name]).__name__
+            if not any(name == mixer or _is_below(name, mixer) for mixer in mixers) and not tree.is_embedding(name)
         ]
         self.attention = attention and tree.innermost(attention, tree.holders_in(attention))
         self.mlp = _mlp(tree, block, rest) if rest else None
@@ -275,7 +301,7 @@ def _router(tree: _Tree, mlp: str | None) -> str | None:
 
 def _expert_count(tree: _Tree, name: str) -> int:
     """Return how many experts ``name`` holds; 0 if it holds none."""
-    module = tree.modules[name]
+    module = _core(tree.modules[name])
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return len(tree.blocks(name)) if _EXPERTS.search(tree.words(name)) and len(module) > 1 else 0
     sizes = [len(each) for each in _made(module).values() if each.dim() == _EXPERT_PARAMETER]
@@ -294,7 +320,7 @@ def _routes(tree: _Tree, name: str, experts: str, count: int) -> bool:
 
 def _embeddings(tree: _Tree, outside: list[str]) -> list[str]:
     """Return the embeddings of tokens: the first, and those that share its matrix, as an encoder and a decoder do."""
-    found = [name for name in outside if "Embedding" in type(tree.modules[name]).__name__]
+    found = [name for name in outside if tree.is_embedding(name)]
     words = [name for name in found if not _NO_TOKENS.search(name)]
     if not words:
         return []
@@ -309,13 +335,13 @@ def _heads(tree: _Tree, outside: list[str], embed: list[str]) -> list[str]:
 
     In vLLM and SGLang nobody calls the matrix: a ``LogitsProcessor`` does the product, and is called.
     """
-    called = [name for name, module in tree.modules.items() if type(module).__name__ == "LogitsProcessor"]
+    called = [name for name, module in tree.modules.items() if type(_core(module)).__name__ == "LogitsProcessor"]
     if called:
         return called[-1:]
     matrices = [
         (name, weight)
         for name in outside
-        if "Embedding" not in type(tree.modules[name]).__name__ and (weight := _weight(tree, name)) is not None
+        if not tree.is_embedding(name) and (weight := _weight(tree, name)) is not None
     ]
     table = _weight(tree, embed[0]) if embed else None
     rows, width = (-1, -1) if table is None else (len(table), table.shape[-1])
@@ -325,4 +351,4 @@ def _heads(tree: _Tree, outside: list[str], embed: list[str]) -> list[str]:
 
 
 def _weight(tree: _Tree, name: str) -> Tensor | None:
-    return _made(tree.modules[name]).get("weight")
+    return _made(_core(tree.modules[name])).get("weight")
