@@ -94,6 +94,7 @@ def test_a_trigger_in_a_loop_of_ones_own_and_options_that_cannot_work() -> None:
     hl.assert_no_hooks(model)
     for options, match in (
         ({"when": "nam", "do": Counted()}, "did you mean 'nan'"),
+        ({"when": None, "do": Counted()}, "got None"),
         ({"when": "nan", "do": []}, "do= is empty"),
         ({"when": "nan", "do": Counted(), "steps": 0}, "steps="),
         ({"when": "nan", "do": "hessian"}, "cannot be switched on"),

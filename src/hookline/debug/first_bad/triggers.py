@@ -58,9 +58,10 @@ def on_trigger(
         steps: For how many steps. What happens again meanwhile counts from there.
         spike: How many times its usual value makes a loss a spike.
     """
-    if isinstance(when, str) and when not in _EVENTS:
+    if when not in _EVENTS and not callable(when):
         known = ", ".join(map(repr, _EVENTS))
-        raise OptionError(f"when= is one of {known}, or a function; got {when!r}{suggest(when, _EVENTS) or '.'}")
+        near = suggest(when, _EVENTS) if isinstance(when, str) else ""
+        raise OptionError(f"when= is one of {known}, or a function; got {when!r}{near or '.'}")
     if not isinstance(steps, int) or steps < 1:
         raise OptionError(f"steps= is a number of steps, 1 or more; got {steps!r}.")
     given = list(do) if isinstance(do, Iterable) and not isinstance(do, str | type) else [do]

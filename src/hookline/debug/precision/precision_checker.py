@@ -6,7 +6,6 @@ Users make one. It attaches observers (`attach_everywhere`, `attach_function`), 
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections import defaultdict, deque
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PrecisionChecker"]
 
-logger = logging.getLogger(__name__)
 
 _KEPT: Final = 100_000
 """Records kept in memory; a record is about 400 bytes."""
@@ -341,11 +339,7 @@ class PrecisionChecker:
         return record
 
     def _keep(self, record: PrecisionRecord, plain: Tensor) -> None:
-        is_first = self._files.folder is None
-        self._files.write_line(str(record))
-        self._files.write_tensor(record.stem, plain)
-        if is_first:
-            logger.info("[PrecisionCheck] Output: %s", self._files.folder)
+        self._files.write(str(record), record.stem, plain)
         with self._lock:
             self.records.append(record)
             if record.is_error and len(self.errors) < _KEPT:

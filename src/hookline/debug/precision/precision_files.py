@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 from collections import defaultdict
@@ -22,6 +23,8 @@ from hookline.distributed.ranks import first_of_ranks, this_rank
 
 __all__ = ["PrecisionFiles"]
 
+logger = logging.getLogger(__name__)
+
 _NUMBERS: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 """Counts the checks of this process by their path: the nth check of each rank has one folder."""
 
@@ -36,8 +39,31 @@ class PrecisionFiles:
         self._lock = threading.Lock()
         self.folder: Path | None = None
         """Where this check writes; None before its first line."""
+        self._has_failed = False
 
-    def write_line(self, text: str) -> None:
+    def write(self, line: str, stem: str, plain: Tensor) -> None:
+        """Write the line of a tensor, and the tensor if that was asked for; a full disk ends the files, not the run."""
+        if self._has_failed:
+            return
+        is_first = self.folder is None
+        try:
+            self._write_line(line)
+            self._write_tensor(stem, plain)
+        except OSError as error:
+            if is_first:  # a path that never worked is a mistake, and nothing is lost yet
+                raise
+            self._has_failed = True
+            logger.warning(
+                "[PrecisionCheck] no more lines and tensors are written to %s, because of %s; the run goes on, and the "
+                "records are kept in memory. Next: make room there, or give another path=",
+                self.folder,
+                error,
+            )
+        else:
+            if is_first:
+                logger.info("[PrecisionCheck] Output: %s", self.folder)
+
+    def _write_line(self, text: str) -> None:
         """Append a line, and flush it: a process that is killed leaves all lines but the last."""
         with self._lock:
             if self._log is None:
@@ -47,7 +73,7 @@ class PrecisionFiles:
             self._log.write(f"{text}\n")
             self._log.flush()
 
-    def write_tensor(self, stem: str, plain: Tensor) -> None:
+    def _write_tensor(self, stem: str, plain: Tensor) -> None:
         """Write a tensor, if that was asked for, in the place of an older one of that name."""
         if not self._save:
             return
