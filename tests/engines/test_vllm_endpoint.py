@@ -2,138 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
-from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 import torch
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from helpers_endpoint import ASKED, BEARER, HOOKED, STATS, TOKEN, WANTED, Server, hook, states
 
-from hookline.engines.vllm.endpoint_plugin import HookEndpoints, endpoint_settings
-from hookline.engines.vllm.hooks_middleware import read_request
+from hookline.engines.vllm.asked_hooks import read_request
+from hookline.engines.vllm.endpoint_plugin import endpoint_settings
 from hookline.errors import OptionError
 from hookline.serve.http.error_answers import Refused
-
-TOKEN = "a-token-for-tests"
-BEARER = {"Authorization": f"Bearer {TOKEN}"}
-STATS = {"target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:activation_stats"}
-WANTED = {"layers": ["model.norm"]}
-ASKED = {"hidden_states": WANTED}
-HOOKED = {"name": "stats", "matched": ["model.layers.0"], "rows": 9, "errors": 0, "last_error": None, "metrics": {}}
-
-
-def hook(rank: int, **values: Any) -> dict[str, Any]:
-    """A hook as one worker tells of it."""
-    return {
-        "id": "h1", "name": "stats", "hook_factory": "hookline.factories:activation_stats", "on": "forward",
-        "target_modules": ["model.layers.#"], "config": {}, "matched": ["model.layers.0"], "origin": "http",
-        "fired": 3, "last_step": 2, "cost_us": 1.5, "errors": 0, "off": False, "last_error": None, "rank": rank,
-        "way": "eager", "sites": {"model.layers.0": 3}, "silent": {}, **values,
-    }  # fmt: skip
-
-
-def states(value: float, **values: Any) -> dict[str, Any]:
-    """What a worker has gathered for one answer."""
-    data = torch.full((1, 2), value).numpy().tobytes()
-    layer = {"dtype": "float32", "shape": [1, 2], "positions": [0], "data": data, "part": None, "shard": None}
-    return {
-        "states": {"model.norm": layer},
-        "silent": {},
-        "hooks": [],
-        "flags": [],
-        "prompt_tokens": 5,
-        "not_computed": 4,
-        **values,
-    }
-
-
-class Workers:
-    """Stands for vLLM's engine client with two workers."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.answers: dict[str, Any] = {
-            "hookline_describe": {
-                "engine": {
-                    "compiled": False,
-                    "version": "0.32.0",
-                    "runner": "V1",
-                    "steps": 7,
-                    "eager_steps": 0,
-                    "prompt_tokens": 30,
-                    "not_computed": 20,
-                    "captured_bytes": 64,
-                }
-            },
-            "hookline_list": lambda rank: {"hooks": [hook(rank)]},
-            "hookline_add": lambda rank: {"hooks": [hook(rank)]},
-            "hookline_remove": lambda rank: {"hook": hook(rank)},
-            "hookline_metrics": {"metrics": {"h1": {"mean": 0.5}}},
-            "hookline_take_states": lambda rank: states(float(self.calls[-1][1][0][0] == "1")),
-            "hookline_drop_states": {},
-        }
-
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        self.calls.append((method, args))
-        answer = self.answers[method]
-        if isinstance(answer, Exception):
-            raise answer
-        return [{"rank": rank, **(answer(rank) if callable(answer) else answer)} for rank in (0, 1)]
-
-    def of(self, method: str) -> list[tuple[Any, ...]]:
-        """The arguments of each call of `method`."""
-        return [args for name, args in self.calls if name == method]
-
-
-class Server:
-    """vLLM's app with the plugin in it; `bodies` are those that reached vLLM's own route."""
-
-    def __init__(self, additional: Any = None) -> None:
-        self.workers = Workers()
-        self.bodies: list[Any] = []
-        self.names: list[str] = []
-        self.events: list[Any] = []
-        app = FastAPI()
-        app.state.args = SimpleNamespace(additional_config=additional)
-        app.add_api_route("/v1/completions", self._complete, methods=["POST"])
-        app.add_api_route("/v1/chat/completions", self._complete, methods=["POST"])
-        app.add_api_route("/metrics", lambda: PlainTextResponse("vllm_requests 5\n"), methods=["GET"])
-        app.add_api_route("/health", lambda: {}, methods=["GET"])
-        plugin = HookEndpoints()
-        plugin.attach_router(app)
-        asyncio.run(plugin.init_state(self.workers, app.state, app.state.args))
-        self._app = app
-
-    async def _complete(self, request: Request) -> Any:
-        body = await request.json()
-        self.bodies.append(body)
-        self.names.append(request.headers.get("x-request-id", ""))
-        if body.get("prompt") == "bad":
-            return JSONResponse({"error": {"message": "no"}}, 400)
-        if not body.get("stream"):
-            places = range(body.get("n", 1))
-            return {"choices": [{"index": place, "text": "w5", "finish_reason": "length"} for place in places]}
-        return StreamingResponse(self._pieces(), media_type="text/event-stream")
-
-    async def _pieces(self) -> Any:
-        text = "".join(f"data: {each if isinstance(each, str) else json.dumps(each)}\n\n" for each in self.events)
-        for start in range(0, len(text), 7):  # pieces end anywhere
-            yield text[start : start + 7].encode()
-
-    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """Send one request."""
-
-        async def send() -> httpx.Response:
-            transport = httpx.ASGITransport(self._app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://vllm") as client:
-                return await client.request(method, path, **options)
-
-        return asyncio.run(send())
 
 
 @pytest.fixture
@@ -258,7 +138,9 @@ def test_hooks_of_one_request_go_to_the_workers(server: Server) -> None:
     """Also without hidden states; what they did comes back in the choice."""
     server.workers.answers["hookline_take_states"] = states(1.0, states={}, hooks=[HOOKED])
     answer = server.ask("POST", "/v1/completions", json={"prompt": "w5", "hooks": {"hooks": [STATS]}})
-    assert json.loads(server.bodies[0]["vllm_xargs"]["hookline"]) == {"hooks": [STATS]}
+    assert json.loads(server.bodies[0]["vllm_xargs"]["hookline"]) == {
+        "hooks": [{**STATS, "on_error": "disable", "config": {}}]
+    }
     found = answer.json()["choices"][0]["hooks"]
     assert (found["hidden_states"], [each["rows"] for each in found["hooks"]]) == ({}, [9])
 
@@ -316,7 +198,12 @@ def test_who_fails_gets_no_states_and_leaves_none_behind(server: Server) -> None
     """A request that vLLM refuses, and one whose layer no worker has, whole and streamed."""
     refused = server.ask("POST", "/v1/completions", json={"prompt": "bad", "hooks": ASKED})
     assert (refused.status_code, refused.json()) == (400, {"error": {"message": "no"}})
-    assert len(server.workers.of("hookline_drop_states")) == 1
+    assert not server.workers.of("hookline_drop_states")  # it never began
+    # With several prompts some may have begun; whatever fails inside has. Each drops all its keys in one call.
+    for prompt, copies in ((["w5", "bad"], 2), ("broken", 3)):
+        server.ask("POST", "/v1/completions", json={"prompt": prompt, "n": copies, "hooks": ASKED})
+    [[several], [broken]] = server.workers.of("hookline_drop_states")
+    assert (len(set(several)), len(set(broken))) == (4, 3)
     unknown = {"error": {"type": "NoMatchError", "message": "'model.nrm' matches nothing"}}
     server.workers.answers["hookline_take_states"] = unknown
     answer = server.ask("POST", "/v1/completions", json={"prompt": "w5", "hooks": ASKED})

@@ -37,6 +37,8 @@ class AnswerWriter:
         self._keys = keys
         self._as = states_as
         self._send = send
+        self.status: int | None = None
+        """Of vLLM's answer, once it has begun."""
         self._start: Message = {}
         self._is_stream = False
         self._rest = b""
@@ -47,6 +49,7 @@ class AnswerWriter:
         """Take a message of vLLM's app."""
         if message["type"] == "http.response.start":
             self._start = message
+            self.status = int(message["status"])
             kind = dict(message["headers"]).get(b"content-type", b"")
             self._is_stream = kind.startswith(b"text/event-stream")
             if self._is_stream:

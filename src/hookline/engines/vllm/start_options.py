@@ -42,6 +42,8 @@ class StartOptions:
     """The folder for files of hooks that come over HTTP; without it such hooks get no files."""
     protect: str = "hooks"
     """Which routes need the token: ``"hooks"`` or ``"everything"``."""
+    max_body: int = 64 << 20
+    """The largest body over HTTP in bytes; more than that of ``hookline serve``, as vLLM takes pictures as text."""
 
     def __post_init__(self) -> None:
         if self.hooks is not None and (not isinstance(self.hooks, str) or not self.hooks):
@@ -52,6 +54,8 @@ class StartOptions:
             object.__setattr__(self, "allow", tuple(self.allow))
         if self.protect not in ("hooks", "everything"):
             raise OptionError(f"protect is 'hooks' or 'everything', got {self.protect!r}.")
+        if type(self.max_body) is not int or self.max_body < 1024:
+            raise OptionError(f"max_body is a whole number from 1024 on, got {self.max_body!r}.")
         if not isinstance(self.in_graph, bool):
             raise OptionError(f"in_graph is true or false, got {self.in_graph!r}.")
         if type(self.captured_bytes) is not int or self.captured_bytes < 0:

@@ -116,10 +116,9 @@ class WorkerCalls:
         return await self._call("hookline_take_states", key)
 
     async def drop_states(self, keys: Iterable[str]) -> None:
-        """Forget what workers have gathered: the client has gone, or the request has failed."""
+        """Forget what workers have gathered, in one call: the client has gone, or the request has failed."""
         try:
-            for key in keys:
-                await self._call("hookline_drop_states", key)
+            await self._call("hookline_drop_states", [*keys])
         except Refused as refused:
             logger.warning("states of a request that is over could not be dropped: %s", refused.message)
 

@@ -15,7 +15,7 @@ from typing import Final, Literal
 from hookline.errors import OptionError
 from hookline.serve.http.error_answers import Refused
 
-__all__ = ["Settings", "check_access", "is_loopback", "needs_token"]
+__all__ = ["Settings", "check_access", "check_answers_wanted", "is_loopback", "needs_token"]
 
 Protect = Literal["hooks", "everything"]
 
@@ -92,6 +92,12 @@ def needs_token(settings: Settings, method: str, path: str) -> bool:
         return True
     is_hooks = path == _HOOKS or path.startswith(f"{_HOOKS}/")
     return is_hooks and method not in ("GET", "HEAD", "OPTIONS")
+
+
+def check_answers_wanted(settings: Settings, count: int) -> None:
+    """Raise if a request asks for more than `Settings.max_sequences` answers; called before work goes into them."""
+    if count > settings.max_sequences:
+        raise Refused(400, f"This asks for {count} answers at once, and {settings.max_sequences} is the most.")
 
 
 def is_loopback(host: str) -> bool:

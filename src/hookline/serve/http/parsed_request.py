@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from hookline.serve.generation_request import GenerationRequest, StatesWanted
 from hookline.serve.http.engine_state import Serving
 from hookline.serve.http.error_answers import Refused
-from hookline.serve.http.http_settings import Settings
+from hookline.serve.http.http_settings import Settings, check_answers_wanted
 from hookline.serve.http.request_bodies import (
     ChatBody,
     ChatMessage,
@@ -193,9 +193,7 @@ def _states(wanted: HiddenStatesBody | None) -> StatesWanted | None:
 def _check_count(given: Any, copies: int, settings: Settings) -> None:
     """Raise for too many answers, before work goes into the prompts."""
     is_one = isinstance(given, str) or isinstance(given[0], int)
-    count = copies * (1 if is_one else len(given))
-    if count > settings.max_sequences:
-        raise Refused(400, f"This asks for {count} answers at once, and {settings.max_sequences} is the most.")
+    check_answers_wanted(settings, copies * (1 if is_one else len(given)))
 
 
 async def _prompts(given: Any, serving: Serving) -> list[tuple[int, ...]]:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from hookline.serve.http.error_answers import Refused, error_body, to_json
 from hookline.serve.http.http_settings import Settings, check_access
 
-__all__ = ["AT_THE_END", "Gate"]
+__all__ = ["AT_THE_END", "Gate", "LimitedBody"]
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -65,7 +65,7 @@ class Gate:
             self._observe(scope["method"], _route(scope), status, time.perf_counter() - start)
 
     async def _through(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = _Body(receive, self._settings)
+        body = LimitedBody(receive, self._settings)
         try:
             check_access(self._settings, scope["method"], scope["path"], _header(scope, b"authorization"))
             body.check_announced(_header(scope, b"content-length"))
@@ -88,11 +88,15 @@ class Gate:
             await _answer(send, body.refused)
 
 
-class _Body:
-    """Read the body of a request, and bound its size and time."""
+class LimitedBody:
+    """Read the body of a request, and bound its size and time.
 
-    def __init__(self, receive: Receive, settings: Settings) -> None:
+    Recipe: ``message = await LimitedBody(receive, settings).receive()``.
+    """
+
+    def __init__(self, receive: Receive, settings: Settings, *, option: str = "--max-body") -> None:
         self._receive = receive
+        self._option = option
         self._limit = settings.max_body
         self._patience_s = settings.body_s
         self._seen = 0
@@ -144,7 +148,7 @@ class _Body:
         return Refused(
             413,
             f"The body is larger than {self._limit} bytes. Send less at once, or start the server with a larger "
-            "--max-body.",
+            f"{self._option}.",
             headers={"Connection": "close"},
         )
 
