@@ -9,13 +9,12 @@ import functools
 import importlib
 import importlib.util
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from hookline.debug.trace.fingerprints import DeviceTables
+from hookline.debug.trace.sketch_tables import DeviceTables
 
 __all__ = ["can_launch", "launch"]
 

@@ -21,12 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.debug.trace.fingerprint_kernel import can_launch, launch
+from hookline.debug.trace.sketch_tables import BLOCK, COLUMNS, ROWS, DeviceTables, SketchTables
 
 __all__ = ["DeviceTables", "FoundNumbers", "SketchTables", "fingerprint_on_cpu", "fingerprint_on_device"]
 
-_COLUMNS: Final = 1021
-_ROWS: Final = 256
-_BLOCK: Final = _COLUMNS * _ROWS
 _TINY: Final = 1e-30
 """Sums of squares below this may have lost numbers that are too small to be squared in float32."""
 
@@ -38,28 +36,6 @@ class FoundNumbers(NamedTuple):
     """Mean, norm, absmax, NaN, Inf."""
     hash: int
     sketch: NDArray[np.float64]
-
-
-class SketchTables:
-    """The random signs of a seed, and how many groups a sketch has; one for all traces of a seed."""
-
-    def __init__(self, seed: int, groups: int) -> None:
-        made = np.random.Generator(np.random.Philox(seed))
-        self.seed, self.groups = seed, groups
-        self.signs: NDArray[np.float32] = (made.integers(0, 2, (_ROWS, _COLUMNS)) * 2 - 1).astype(np.float32)
-        self.odd: NDArray[np.uint64] = made.integers(0, 1 << 64, _COLUMNS, dtype=np.uint64) | np.uint64(1)
-        self.width = -(-_COLUMNS // groups)
-        """How many neighbouring columns make a group."""
-        self.starts: NDArray[np.intp] = np.arange(0, _COLUMNS, self.width)
-        self.signs_double: NDArray[np.float64] = self.signs.astype(np.float64)
-
-    @functools.cache  # noqa: B019  # one object for each seed lives as long as the process
-    def block_signs(self, blocks: int) -> NDArray[np.float64]:
-        """Return a sign for each of so many blocks and each group."""
-        made = np.random.Generator(np.random.Philox(key=self.seed + (1 << 64)))
-        signs: NDArray[np.float64] = (made.integers(0, 2, (blocks, len(self.starts))) * 2 - 1).astype(np.float64)
-        signs[0] = 1.0
-        return signs
 
 
 tables_of = functools.cache(SketchTables)
@@ -90,7 +66,7 @@ def fingerprint_on_cpu(tensor: Tensor, tables: SketchTables, hash_step: float = 
 def _moments(numbers: Tensor, absmax: float) -> tuple[float, float]:
     """Return sum and sum of squares."""
     total = squares = 0.0
-    for block in (numbers,) if numbers.numel() <= _BLOCK else torch.split(numbers, _BLOCK):
+    for block in (numbers,) if numbers.numel() <= BLOCK else torch.split(numbers, BLOCK):
         total += block.sum().item()
         squares += torch.dot(block, block).item()
     if numbers.dtype is not torch.float64 and (squares < _TINY or not math.isfinite(squares + total)) and absmax:
@@ -100,34 +76,34 @@ def _moments(numbers: Tensor, absmax: float) -> tuple[float, float]:
 
 def _sketch(numbers: NDArray[np.floating], tables: SketchTables) -> NDArray[np.float64]:
     count = numbers.size
-    if count <= _BLOCK:
+    if count <= BLOCK:
         return _sketch_of_block(numbers, tables)
-    signs = tables.block_signs(-(-count // _BLOCK))
-    blocks = range(0, count, _BLOCK)
-    found = [_sketch_of_block(numbers[begin : begin + _BLOCK], tables) for begin in blocks]
+    signs = tables.block_signs(-(-count // BLOCK))
+    blocks = range(0, count, BLOCK)
+    found = [_sketch_of_block(numbers[begin : begin + BLOCK], tables) for begin in blocks]
     return np.asarray((np.stack(found) * signs).sum(0))
 
 
 def _sketch_of_block(numbers: NDArray[np.floating], tables: SketchTables) -> NDArray[np.float64]:
     signs = tables.signs if numbers.dtype == np.float32 else tables.signs_double
-    rows, rest = divmod(numbers.size, _COLUMNS)
+    rows, rest = divmod(numbers.size, COLUMNS)
     if rows:
-        whole = numbers[: rows * _COLUMNS].reshape(rows, _COLUMNS)
+        whole = numbers[: rows * COLUMNS].reshape(rows, COLUMNS)
         columns = np.einsum("rc,rc->c", whole, signs[:rows])
     else:
-        columns = np.zeros(_COLUMNS, numbers.dtype)
+        columns = np.zeros(COLUMNS, numbers.dtype)
     if rest:
-        columns[:rest] += numbers[rows * _COLUMNS :] * signs[rows, :rest]
+        columns[:rest] += numbers[rows * COLUMNS :] * signs[rows, :rest]
     return np.add.reduceat(columns, tables.starts, dtype=np.float64)
 
 
 def _hash(flat: Tensor, tables: SketchTables) -> int:
     words = _words(flat)
-    rows, rest = divmod(words.size, _COLUMNS)
+    rows, rest = divmod(words.size, COLUMNS)
     if not rows:
         return int(np.dot(words, tables.odd[:rest]))
-    columns = np.add.reduce(words[: rows * _COLUMNS].reshape(rows, _COLUMNS), axis=0)
-    columns[:rest] += words[rows * _COLUMNS :]
+    columns = np.add.reduce(words[: rows * COLUMNS].reshape(rows, COLUMNS), axis=0)
+    columns[:rest] += words[rows * COLUMNS :]
     return int(np.dot(columns, tables.odd))
 
 
@@ -165,24 +141,6 @@ def _rounded(numbers: Tensor, step: float) -> Tensor:
 # -- other devices: no number comes to the host before it is asked for --------------------------------------------
 
 
-class DeviceTables:
-    """The tables of a seed, on one device."""
-
-    def __init__(self, device: torch.device, host: SketchTables) -> None:
-        self.host = host
-        self.signs: Tensor = torch.from_numpy(host.signs).to(device)
-        self.odd: Tensor = torch.from_numpy(host.odd.view(np.int64)).to(device)
-        self._block_signs: dict[int, Tensor] = {}
-
-    def block_signs(self, blocks: int) -> Tensor:
-        """Return the signs of so many blocks; copied to the device once."""
-        found = self._block_signs.get(blocks)
-        if found is None:
-            signs = torch.from_numpy(self.host.block_signs(blocks))
-            found = self._block_signs[blocks] = signs.to(self.odd.device)
-        return found
-
-
 def fingerprint_on_device(
     tensor: Tensor, tables: DeviceTables, numbers_out: Tensor, hash_out: Tensor, hash_step: float = 0.0
 ) -> None:
@@ -217,12 +175,12 @@ def fingerprint_on_device(
 
 def _device_sketch(numbers: Tensor, tables: DeviceTables) -> Tensor:
     count, host = numbers.numel(), tables.host
-    blocks = -(-count // _BLOCK)
-    rows = min(_ROWS, -(-count // _COLUMNS))
-    padded = torch.nn.functional.pad(numbers, (0, blocks * rows * _COLUMNS - count))
-    columns = (padded.view(blocks, rows, _COLUMNS) * tables.signs[:rows]).sum(1, dtype=torch.float64)
+    blocks = -(-count // BLOCK)
+    rows = min(ROWS, -(-count // COLUMNS))
+    padded = torch.nn.functional.pad(numbers, (0, blocks * rows * COLUMNS - count))
+    columns = (padded.view(blocks, rows, COLUMNS) * tables.signs[:rows]).sum(1, dtype=torch.float64)
     wide = len(host.starts) * host.width
-    groups = torch.nn.functional.pad(columns, (0, wide - _COLUMNS)).view(blocks, -1, host.width).sum(2)
+    groups = torch.nn.functional.pad(columns, (0, wide - COLUMNS)).view(blocks, -1, host.width).sum(2)
     if blocks == 1:
         return groups[0]
     return (groups * tables.block_signs(blocks)).sum(0)
@@ -230,5 +188,5 @@ def _device_sketch(numbers: Tensor, tables: DeviceTables) -> Tensor:
 
 def _device_hash(flat: Tensor, tables: DeviceTables) -> Tensor:
     memory = flat.view(torch.uint8)
-    words = torch.nn.functional.pad(memory, (0, -memory.numel() % (8 * _COLUMNS))).view(torch.int64)
-    return (words.view(-1, _COLUMNS).sum(0) * tables.odd).sum()
+    words = torch.nn.functional.pad(memory, (0, -memory.numel() % (8 * COLUMNS))).view(torch.int64)
+    return (words.view(-1, COLUMNS).sum(0) * tables.odd).sum()

@@ -92,7 +92,7 @@ class RequestHooksMiddleware:
 
     async def _read(self, scope: Scope, receive: Receive) -> tuple[list[Message], bytes]:
         """Return the messages of the body, to its end or to that of the connection, and what they say together."""
-        body = LimitedBody(receive, Settings(), option="max_body in --additional-config")
+        body = LimitedBody(receive, self._settings, option="max_body in --additional-config")
         try:
             body.check_announced(dict(scope["headers"]).get(b"content-length"))
             messages = [await body.receive()]
