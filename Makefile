@@ -63,7 +63,7 @@ check: setup ## lint, format, types, layers
 	@$(BIN)/python -m mypy --strict
 	@$(BIN)/lint-imports --no-logo
 
-# vLLM pins packages that `make setup` installs newer, so it has an environment and constraints of its own: 4 GB, ten minutes.
+# vLLM pins packages that `make setup` installs newer, so it has an environment and constraints of its own: 2 GB, ten minutes.
 VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.stamp
 VLLM_PIP   := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -q
