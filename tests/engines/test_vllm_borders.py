@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from helpers_vllm_worker import PROMPTS, STATS, Engine, Worker
 from torch import nn
 
-from hookline.engines.vllm import VllmHooks, request_flags, request_states, worker_hooks
+from hookline.engines.vllm import VllmHooks, extension, request_flags, request_states, step_rows, worker_hooks
 from hookline.errors import HookNameError, OptionError
 from hookline.factories.probe_heads import ProbeHead
 from hookline.factories.request_notes import set_notes
@@ -159,3 +161,59 @@ def test_a_step_whose_rows_cannot_be_read_fails_the_states_of_running_requests(c
     assert not context.skip_compiled  # nobody waits for states any more
     with pytest.raises(OptionError, match="moved"):
         hooks.states("a")
+
+
+def test_a_hook_that_is_switched_off_lets_the_engine_run_compiled(context, caplog):
+    engine = Engine(Worker(context))
+    hooks = VllmHooks(engine)
+    hooks.add({**STEER, "config": {"vector": [1.0] * 7}})
+    eager = []
+    for _ in range(2):
+        engine.step(BOTH)
+        eager.append(context.skip_compiled)
+    assert hooks.list()[0]["off"]
+    assert eager == [True, False]
+    hooks.add(probe(action="stop"))
+    assert "ends no answer" in caplog.text
+
+
+@pytest.mark.parametrize("graphs", ["PIECEWISE", "FULL"])
+def test_hooks_are_not_put_into_cuda_graphs(context, graphs, tmp_path, monkeypatch, caplog):
+    file = tmp_path / "hooks.json"
+    file.write_text('[{"target_modules": ["layers.#"], "hook_factory": "hookline.factories:activation_stats"}]')
+    worker = Worker(context, hooks=str(file), in_graph=True)
+    worker.vllm_config.compilation_config.cudagraph_mode = graphs
+    monkeypatch.delenv("VLLM_DISABLE_COMPILE_CACHE", raising=False)
+    if graphs == "FULL":
+        with pytest.raises(OptionError, match="enforce-eager"):
+            extension._start(worker)
+        return
+    extension._start(worker)
+    assert "in_graph is left out" in caplog.text
+    worker.compile_or_warm_up_model()
+    assert VllmHooks(Engine(worker)).list()[0]["way"] == "on_demand"
+    assert "VLLM_DISABLE_COMPILE_CACHE" not in os.environ
+
+
+def test_ids_without_a_random_end_stay_whole(context, monkeypatch):
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    engine = Engine(Worker(context))
+    hooks = VllmHooks(engine)
+    names = {"run-deadbeef": 2, "run-cafebabe": 2}
+    for name in names:
+        monkeypatch.setitem(PROMPTS, name, 2)
+    engine.step(names, {name: {"hidden_states": {"layers": ["layers.0"]}} for name in names})
+    for name in names:
+        assert hooks.states(name).states["layers.0"].positions == [0, 1]
+
+
+def test_a_step_that_cannot_be_booked_is_logged_once(context, caplog, monkeypatch):
+    engine = Engine(Worker(context))
+
+    def fail(self, scheduled):
+        raise RuntimeError("other")
+
+    monkeypatch.setattr(step_rows.RequestBook, "note", fail)
+    for _ in range(3):
+        engine.step(BOTH)
+    assert sum("could not be read" in record.message for record in caplog.records) == 1

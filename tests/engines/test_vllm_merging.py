@@ -84,8 +84,28 @@ def test_the_way_to_fire():
     assert choose_way(facts(), before_compiling=True, edits=False) == "in_graph"
     assert choose_way(facts(), before_compiling=True, edits=True) == "on_demand"
     assert choose_way(facts(graphs="piecewise"), before_compiling=False, edits=True) == "on_demand"
-    with pytest.raises(OptionError, match="enforce-eager"):
-        choose_way(facts(graphs="full"), before_compiling=False, edits=False)
+    assert choose_way(facts(graphs="piecewise"), before_compiling=True, edits=False) == "on_demand"
+    for before in (False, True):
+        with pytest.raises(OptionError, match="enforce-eager"):
+            choose_way(facts(graphs="full"), before_compiling=before, edits=False)
+
+
+def test_an_extension_without_a_module_is_refused():
+    with pytest.raises(OptionError, match="dotted path"):
+        engine_options(combine_with="Foo")
+
+
+@pytest.mark.parametrize("value", ["0", "false", "False", "off", "no", ""])
+def test_the_plugin_can_be_switched_off(monkeypatch, value):
+    class EngineArgs:
+        def create_engine_config(self):
+            return None
+
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", SimpleNamespace(EngineArgs=EngineArgs))
+    monkeypatch.delenv("HOOKLINE_VLLM_HOOKS", raising=False)
+    monkeypatch.setenv("HOOKLINE_VLLM", value)
+    register()
+    assert not hasattr(EngineArgs.create_engine_config, "_hookline_wraps")
 
 
 def test_an_unknown_version_is_told():

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from hookline.engines.vllm.engine_live_hooks import EngineLiveHooks
 from hookline.engines.vllm.request_hooks import RequestHooks, confined_spec
 from hookline.engines.vllm.request_options import request_options
 from hookline.engines.vllm.step_rows import StepRow, table_of_step
-from hookline.engines.vllm.worker_hooks import _EngineLiveHooks
 from hookline.errors import NoMatchError, NotAllowedError, OptionError
 from hookline.factories.batch_rows import serving
 
@@ -40,7 +40,7 @@ def run(model, rows=ROWS, names=("a", "b", "c")):
 
 def test_an_edit_changes_the_rows_of_its_request_alone(model):
     plain, zeros = run(model)
-    hooks = RequestHooks(_EngineLiveHooks(model))
+    hooks = RequestHooks(EngineLiveHooks(model))
     hooks.open("b", [STEER], None)
     assert hooks.is_active
     steered, second = run(model)
@@ -56,7 +56,7 @@ def test_an_edit_changes_the_rows_of_its_request_alone(model):
 
 
 def test_two_requests_have_hooks_of_their_own(model):
-    hooks = RequestHooks(_EngineLiveHooks(model))
+    hooks = RequestHooks(EngineLiveHooks(model))
     hooks.open("a", [STEER, STATS], None)
     hooks.open("c", [STATS], None)
     run(model)
@@ -70,7 +70,7 @@ def test_two_requests_have_hooks_of_their_own(model):
 
 
 def test_a_request_that_is_not_in_the_step_is_left_alone(model):
-    hooks = RequestHooks(_EngineLiveHooks(model))
+    hooks = RequestHooks(EngineLiveHooks(model))
     hooks.open("x", [STEER], None)
     plain = torch.arange(10.0).reshape(5, 2) + 1
     assert torch.equal(run(model)[0], plain)
@@ -80,7 +80,7 @@ def test_a_request_that_is_not_in_the_step_is_left_alone(model):
 
 
 def test_a_hook_that_raises_is_switched_off_and_told(model):
-    hooks = RequestHooks(_EngineLiveHooks(model))
+    hooks = RequestHooks(EngineLiveHooks(model))
     hooks.open("b", [{**STEER, "config": {"vector": [1.0, 2.0, 3.0]}}], None)
     plain = torch.arange(10.0).reshape(5, 2) + 1
     assert torch.equal(run(model)[0], plain)
@@ -109,7 +109,7 @@ def test_what_a_request_may_not_ask_for(spec, error):
 
 def test_names_that_clients_choose_do_not_decide_whose_rows_a_hook_gets(model):
     plain = run(model)[0]
-    hooks = RequestHooks(_EngineLiveHooks(model))
+    hooks = RequestHooks(EngineLiveHooks(model))
     hooks.open("b", [STEER], None)
     changed = run(model, names=("b", "x", "b"))[0] != plain
     assert changed.any(1).tolist() == [False, True, True, True, False]
@@ -136,7 +136,7 @@ def test_an_allowed_prefix_lets_other_factories_in():
 
 
 def test_a_module_that_is_not_there_attaches_nothing(model):
-    hooks = RequestHooks(_EngineLiveHooks(model))
+    hooks = RequestHooks(EngineLiveHooks(model))
     with pytest.raises(NoMatchError):
         hooks.open("a", [STEER, {**STEER, "target_modules": ["7"]}], None)
     assert not hooks.is_active

@@ -335,6 +335,7 @@ def test_what_a_request_may_say():
         {"key": ""},
         {"hidden_states": []},
         {"hidden_states": {}},
+        {"hidden_states": {"layers": None}},
         {"hidden_states": {"layers": ["a"], "windw": 1}},
         {"hidden_states": {"layers": ["a"], "window": [1]}},
         {"hidden_states": {"layers": ["a"], "window": [0, 1], "positions": "last"}},

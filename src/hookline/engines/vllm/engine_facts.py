@@ -88,7 +88,8 @@ def choose_way(facts: EngineFacts, *, before_compiling: bool, edits: bool) -> Wa
         before_compiling: Whether the hook comes before the engine compiles the model, and is to be in that code.
         edits: Whether the hook may change what flows.
     """
-    if before_compiling and facts.is_compiled and not edits:
+    # A replayed CUDA graph calls no Python: a hook in it would be silent, and nobody would be told.
+    if before_compiling and facts.is_compiled and not edits and facts.graphs == "none":
         return "in_graph"
     if facts.graphs == "full":
         raise OptionError(

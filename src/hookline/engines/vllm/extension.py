@@ -146,6 +146,7 @@ def watch_loading() -> None:
 def _start(worker: Any) -> None:
     """Attach the hooks that the engine was started with: now, or when it has warmed up."""
     from hookline.config.hook_files import specs_of_file
+    from hookline.engines.vllm.engine_facts import choose_way
     from hookline.engines.vllm.worker_hooks import keep_compiled_code_fresh
 
     try:
@@ -157,7 +158,12 @@ def _start(worker: Any) -> None:
         return
     options = hooks.options
     specs = [] if options.hooks is None else specs_of_file(options.hooks)
-    if options.in_graph and hooks.facts.is_compiled and specs:
+    way = choose_way(hooks.facts, before_compiling=options.in_graph, edits=False) if specs else "eager"
+    if options.in_graph and way == "on_demand":
+        logger.warning(
+            "in_graph is left out: no hook fires in the CUDA graphs that this engine replays; hooks fire on demand"
+        )
+    if way == "in_graph":
         keep_compiled_code_fresh()
         hooks.add_in_graph(specs)
         specs = []

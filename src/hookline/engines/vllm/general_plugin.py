@@ -17,7 +17,8 @@ __all__ = ["register"]
 
 def register() -> None:
     """Have every engine that this process configures use `HookExtension`, beside another extension if it has one."""
-    if os.environ.get("HOOKLINE_VLLM") in (None, "", "0") and not os.environ.get("HOOKLINE_VLLM_HOOKS"):
+    is_on = os.environ.get("HOOKLINE_VLLM", "").lower() not in ("", "0", "false", "no", "off")
+    if not is_on and not os.environ.get("HOOKLINE_VLLM_HOOKS"):
         return
     import functools
     import sys

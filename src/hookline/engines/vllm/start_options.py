@@ -120,4 +120,6 @@ def engine_options(
 
 def combined_path(other: str) -> str:
     """Return the path of a class that is `HookExtension` and the class at the dotted path ``other`` in one."""
+    if not other.rpartition(".")[0]:
+        raise OptionError(f"An extension class has a dotted path such as 'package.module.Class', got {other!r}.")
     return f"hookline.engines.vllm.combined.{other.replace('.', '/')}"

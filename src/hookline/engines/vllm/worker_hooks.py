@@ -12,8 +12,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hookline.engines.hooks_in_worker import at_once, silent_sites
+from hookline.engines.hooks_in_worker import silent_sites
 from hookline.engines.vllm.engine_facts import EngineFacts, Way, choose_way, way_words
+from hookline.engines.vllm.engine_live_hooks import EngineLiveHooks
 from hookline.engines.vllm.layer_sources import never_called
 from hookline.engines.vllm.request_flags import RequestFlags
 from hookline.engines.vllm.request_hooks import RequestHooks, harmless_spec
@@ -31,7 +32,7 @@ from hookline.engines.vllm.step_rows import (
 )
 from hookline.errors import OptionError
 from hookline.factories.batch_rows import set_batch
-from hookline.serve.live_hooks import LiveHook, LiveHooks, Origin
+from hookline.serve.live_hooks import LiveHook, Origin
 from hookline.sites.wrappers import submodule
 
 if TYPE_CHECKING:
@@ -60,10 +61,10 @@ class WorkerHooks:
         self.eager_steps = 0
         """How many of them a compiled engine ran eagerly, for the hooks."""
         self.states = RequestStates(self.model, tp_size=self.facts.tp_size, most_bytes=options.captured_bytes)
-        self.request_hooks = RequestHooks(_EngineLiveHooks(self.model))
+        self.request_hooks = RequestHooks(EngineLiveHooks(self.model))
         self.flags = RequestFlags()
         self._runner = worker.model_runner
-        self._live = _EngineLiveHooks(self.model)
+        self._live = EngineLiveHooks(self.model)
         self._ways: dict[str, Way] = {}
         self._deferred: Any = []
         self._before_start: dict[str, dict[str, int]] = {}
@@ -106,6 +107,9 @@ class WorkerHooks:
             self._live.made = start + len(specs)
         if added:
             logger.info("%d hooks attached: %s", len(added), way_words([way]))
+        for live in added:
+            if live.spec.config.get("action") == "stop":
+                logger.warning("hook %r has action='stop': a worker of vLLM flags, and ends no answer", live.name)
         return added
 
     def add_in_graph(self, specs: Sequence[Mapping[str, Any]]) -> None:
@@ -300,7 +304,7 @@ class WorkerHooks:
         if context.attn_metadata is None:  # a run that warms up
             return
         self.steps += 1
-        if "on_demand" in self._ways.values() or (self.facts.is_compiled and self._has_requests):
+        if self._needs_eager():
             context.skip_compiled = True
             self.eager_steps += 1
         batch, self._batch = self._batch, None
@@ -308,6 +312,12 @@ class WorkerHooks:
         self._table = table_of_step(rows, self.book.names(rows), kwargs)
         self.states.begin_step(rows)
         self.flags.begin_step()
+
+    def _needs_eager(self) -> bool:
+        """Return whether a hook that is on, or a request, needs this step of a compiled engine run eagerly."""
+        if self.facts.is_compiled and self._has_requests:
+            return True
+        return any(self._ways.get(live.id) == "on_demand" and not live.off for live in self._live.list())
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         table, self._table = self._table, None
@@ -332,49 +342,17 @@ def keep_compiled_code_fresh() -> None:
     os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"
 
 
-class _EngineLiveHooks(LiveHooks):
-    """The hooks on the model of one worker. All calls come between two steps, on the worker's only thread."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, at_once, allow=None)
-        self._is_compiled = False
-        self._in_graph: set[str] = set()
-
-    @property
-    def made(self) -> int:
-        """Return how many numbers of hooks are used up."""
-        return self._made
-
-    @made.setter
-    def made(self, count: int) -> None:
-        self._made = count
-
-    def add_for_graph(self, spec: Mapping[str, Any]) -> _Live:
-        """Attach a hook that the compiler is going to meet."""
-        self._is_compiled = True
-        try:
-            added = self.add_all([spec])
-        finally:
-            self._is_compiled = False
-        self._in_graph |= {live.id for live in added if not live.counted.in_graph}
-        return added
-
-    def _remove(self, id: str) -> Any:
-        if id not in self._in_graph:
-            return super()._remove(id)
-        self._in_graph.discard(id)
-        live = self._live.pop(id)
-        live.counted.off = True  # never off the module: compiled code without guards finds its hooks by their place
-        return live, self._not_on([live])
-
-
 def _before_call(function: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+    logged: list[bool] = []  # once: such an error comes with every step
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             note(*args, **kwargs)
         except Exception:
-            logger.exception("a step of the engine could not be read")
+            if not logged:
+                logged.append(True)
+                logger.exception("a step of the engine could not be read")
         return function(*args, **kwargs)
 
     return call
