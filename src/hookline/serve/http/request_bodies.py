@@ -100,15 +100,11 @@ class StreamOptions(_RequestBody):
     """One more event before the end, with the usage."""
 
 
-class CompletionBody(_RequestBody):
-    """``POST /v1/completions``: the body of OpenAI's completions, and ``hooks``."""
+class _GenerationBody(_RequestBody):
+    """What completions and chat completions share of OpenAI's bodies, and ``hooks``."""
 
     model: str | None = None
     """The served model's name, or nothing."""
-    prompt: Text | Texts | Tokens | ManyTokens
-    """A text, a list of texts, a list of token ids, or a list of such lists."""
-    max_tokens: Length | None = None
-    """The longest answer, in tokens; 16 if left out. 0 runs the prompt alone, for its hidden states."""
     temperature: Temperature | None = None
     """0 is greedy; 1 if left out."""
     top_p: Probability | None = None
@@ -125,10 +121,6 @@ class CompletionBody(_RequestBody):
     """Server-sent events, one for each piece of text, then ``data: [DONE]``."""
     stream_options: StreamOptions | None = None
     """How to stream."""
-    echo: bool | None = None
-    """Put the prompt before the answer."""
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    """Log-probabilities of the chosen tokens, and of so many of the likeliest."""
     user: str | None = None
     """Taken and not used."""
     ignore_eos: bool | None = None
@@ -136,14 +128,28 @@ class CompletionBody(_RequestBody):
     hooks: RequestHooks | None = None
     """Hooks of this request. (Not of OpenAI.)"""
     # What OpenAI's clients may send, and means nothing here: only the value that asks for nothing is taken.
-    best_of: Literal[1] | None = None
-    """Not done: 1 or nothing."""
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     """Not done: 0 or nothing."""
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     """Not done: 0 or nothing."""
     logit_bias: NoBias | None = None
     """Not done: empty or nothing."""
+
+
+class CompletionBody(_GenerationBody):
+    """``POST /v1/completions``: the body of OpenAI's completions, and ``hooks``."""
+
+    prompt: Text | Texts | Tokens | ManyTokens
+    """A text, a list of texts, a list of token ids, or a list of such lists."""
+    max_tokens: Length | None = None
+    """The longest answer, in tokens; 16 if left out. 0 runs the prompt alone, for its hidden states."""
+    echo: bool | None = None
+    """Put the prompt before the answer."""
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    """Log-probabilities of the chosen tokens, and of so many of the likeliest."""
+    # What OpenAI's clients may send, and means nothing here: only the value that asks for nothing is taken.
+    best_of: Literal[1] | None = None
+    """Not done: 1 or nothing."""
     suffix: Annotated[str, StringConstraints(max_length=0)] | None = None
     """Not done: empty or nothing."""
 
@@ -189,56 +195,26 @@ class ResponseFormat(_RequestBody):
     """Not done: any form but text."""
 
 
-class ChatBody(_RequestBody):
+class ChatBody(_GenerationBody):
     """``POST /v1/chat/completions``: the body of OpenAI's chat completions, and ``hooks``."""
 
-    model: str | None = None
-    """The served model's name, or nothing."""
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096, fail_fast=True)]
     """The conversation, which the model's own chat template turns into a prompt."""
     max_completion_tokens: Length | None = None
     """The longest answer, in tokens; as many as the model has room for if left out."""
     max_tokens: Length | None = None
     """The older name of ``max_completion_tokens``."""
-    temperature: Temperature | None = None
-    """0 is greedy; 1 if left out."""
-    top_p: Probability | None = None
-    """Sample from the likeliest tokens that together have this probability."""
-    top_k: Annotated[int, Field(ge=0, lt=_LIMIT)] | None = None
-    """Sample from so many of the likeliest tokens; 0 from all. (Not of OpenAI.)"""
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    """How many answers; with a seed, the i-th has seed + i."""
-    stop: Stop | Stops | None = None
-    """The answer ends before any of these texts."""
-    seed: Seed | None = None
-    """Makes sampling repeatable."""
-    stream: bool | None = None
-    """Server-sent events, one for each piece of text, then ``data: [DONE]``."""
-    stream_options: StreamOptions | None = None
-    """How to stream."""
     logprobs: bool | None = None
     """Add the log-probabilities of the chosen tokens."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """And of so many of the likeliest; needs ``logprobs``."""
     chat_template_kwargs: Variables | None = None
     """More variables for the chat template, such as ``enable_thinking``. (Not of OpenAI.)"""
-    user: str | None = None
-    """Taken and not used."""
     metadata: Labels | None = None
     """Taken and not used."""
-    ignore_eos: bool | None = None
-    """Go on after the end-of-text token. (Not of OpenAI.)"""
-    hooks: RequestHooks | None = None
-    """Hooks of this request. (Not of OpenAI.)"""
     # What OpenAI's clients may send, and means nothing here: only the value that asks for nothing is taken.
     response_format: ResponseFormat | None = None
     """Not done: text or nothing."""
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    """Not done: 0 or nothing."""
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    """Not done: 0 or nothing."""
-    logit_bias: NoBias | None = None
-    """Not done: empty or nothing."""
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     """Not done: empty or nothing."""
     tool_choice: Literal["none", "auto"] | None = None
