@@ -63,6 +63,62 @@ def test_the_choice_that_a_router_returns_is_the_one_that_counts() -> None:
     assert plain.to_metrics() != hook.to_metrics()
 
 
+class ChosenAlone(nn.Module):
+    """Return the chosen experts and their weights, without logits, as the router of DeepSeek's own code does."""
+
+    def __init__(self, **told: Any) -> None:
+        super().__init__()
+        for name, value in told.items():
+            setattr(self, name, value)
+
+    def forward(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        return chosen, torch.rand(chosen.shape)
+
+
+@pytest.mark.parametrize(
+    "told", [{"weight": nn.Parameter(torch.zeros(8, 4))}, {"num_experts": 8}, {"n_routed_experts": 8}]
+)
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_the_weights_of_chosen_experts_are_no_logits(told: dict[str, Any], is_turned: bool) -> None:
+    """Experts 5 and 7 of 8 get all tokens; nobody knows how undecided the router was."""
+    router, hook = ChosenAlone(**told), moe_routing({"per_expert": True})
+    output = router(torch.tensor([[5, 7]] * 6))
+    hook(router, (), tuple(reversed(output)) if is_turned else output)
+    found = {key.partition("/")[2]: value for key, value in hook.to_metrics().items()}
+    load = {f"load/{expert}": 0.5 * (expert in (5, 7)) for expert in range(8)}
+    wanted = {"tokens": 6, "load_max": 4.0, "load_entropy": 1 / 3, "dead_experts": 6.0, **load}
+    assert found == pytest.approx(wanted)
+    analysis, model = MoeRoutingHook(targets="0"), nn.Sequential(router)
+    analysis.start(model)
+    model(torch.tensor([[5, 7]] * 6))
+    report = analysis.compute(hl.RunDataContext(hl.HookPoint.POST_EPOCH, 0, model=model))
+    assert report is not None
+    assert (report["load_max"], "router_entropy" in report) == (4.0, False)
+    analysis.finish()
+
+
+def test_a_router_that_cannot_be_read_is_told_once() -> None:
+    """Chosen experts of an unknown number, and their weights: no figure would be right."""
+    hook, router = moe_routing({}), ChosenAlone()
+    with pytest.warns(HooklineWarning, match=r"no chosen experts of a known number.*num_experts"):
+        hook(router, (), router(torch.tensor([[5, 7]] * 6)))
+    hook(router, (), router(torch.tensor([[5, 7]] * 6)))  # a second warning would be an error
+    assert hook.to_metrics() == {}
+
+
+def test_tokens_without_finite_logits_are_no_choices() -> None:
+    """NaN and infinity are counted apart, and change no other figure; an expert at -inf is only left out."""
+    bad = torch.tensor([[torch.nan, 1, 2, 3], [torch.inf, 1, 2, 3], [-torch.inf] * 4])
+    masked = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]])
+    hook, clean = (moe_routing({"top_k": 1, "per_expert": True}) for _ in range(2))
+    hook(nn.Identity(), (), torch.cat([LOGITS, bad, masked]))
+    clean(nn.Identity(), (), torch.cat([LOGITS, masked]))
+    assert hook.to_metrics() == {**clean.to_metrics(), "Identity.0/nonfinite": 3.0}
+    alone = moe_routing({"top_k": 1})
+    alone(nn.Identity(), (), bad)
+    assert alone.to_metrics() == {"Identity.0/nonfinite": 3.0}
+
+
 def test_padding_of_a_served_batch_is_not_counted() -> None:
     """Two requests in one batch, the second padded by two; routers give out all rows in one dimension."""
     hook = moe_routing({"top_k": 1, "phase": "prefill"})

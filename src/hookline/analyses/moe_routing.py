@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
@@ -46,10 +46,18 @@ class MoeRoutingHook(Analysis):
         ("{layer}/load_entropy", "how evenly tokens are spread in one layer", "H(load) / ln E", "1: even"),
         ("{layer}/router_entropy", "how undecided one router is", "mean H(p) / ln E"),
         ("{layer}/dead_experts", "experts of one layer that got no token", "count of load 0"),
+        ("{layer}/nonfinite", "tokens whose logits had NaN or infinity, which are not counted; left out if 0"),
         ("{layer}/load/{expert}", "the share of choices that one expert got", "choices / all", "1/E is even"),
     )
     reduce = MappingProxyType(
-        {"dead_experts": "min", "*/dead_experts": "min", "load_max": "max", "*/load_max": "max", "*/tokens": "sum"}
+        {
+            "dead_experts": "min",
+            "*/dead_experts": "min",
+            "load_max": "max",
+            "*/load_max": "max",
+            "*/tokens": "sum",
+            "*/nonfinite": "sum",
+        }
     )
 
     def __init__(
@@ -73,7 +81,7 @@ class MoeRoutingHook(Analysis):
             self.turn_off("looked for routers of experts (name others by targets='layers.*.gate') and found none")
             return
         routers = [module for _, module in select(model, names, exclude=self.exclude)]
-        during = During(TRAINING, self._counts.clear)
+        during = During(TRAINING, self._count_from_zero)
 
         def count(module: nn.Module, args: Any, output: Any, *, site: Site) -> None:
             if not site.recompute and during.count_forward(site.training, site.gradients, site.step):
@@ -84,6 +92,10 @@ class MoeRoutingHook(Analysis):
 
     def _of(self, name: str) -> RoutingCounts:
         return self._counts.setdefault(name, RoutingCounts(name, self.top_k))
+
+    def _count_from_zero(self) -> None:
+        for counts in self._counts.values():  # which know what they have warned of
+            counts.row = None
 
     def finish(self) -> None:
         """Remove the hooks; what was counted stays."""
@@ -99,7 +111,7 @@ class MoeRoutingHook(Analysis):
             self.start(ctx.model)
         seen = [(name, counts.row) for name, counts in self._counts.items() if counts.row is not None]
         rows = [row.tolist() for row in on_host(row for _, row in seen)]
-        self._counts.clear()
+        self._count_from_zero()
         layers = {
             name: found
             for (name, _), row in zip(seen, rows, strict=True)
@@ -129,9 +141,11 @@ class MoeRoutingHook(Analysis):
 
 
 def _summary(layers: list[dict[str, float]]) -> dict[str, float]:
-    return {
-        "load_max": max(found["load_max"] for found in layers),
-        "load_entropy": mean_of([found["load_entropy"] for found in layers]),
-        "router_entropy": mean_of([found["router_entropy"] for found in layers]),
-        "dead_experts": sum(found["dead_experts"] for found in layers),
-    }
+    """Return the figures of all layers; one that no layer has is left out."""
+    read = {key: [found[key] for found in layers if key in found] for key in _READ}
+    return {key: _READ[key](values) for key, values in read.items() if values}
+
+
+_READ: Final[Mapping[str, Callable[[list[float]], float]]] = MappingProxyType(
+    {"load_max": max, "load_entropy": mean_of, "router_entropy": mean_of, "dead_experts": sum}
+)
