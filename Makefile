@@ -19,7 +19,7 @@ WORKERS ?= 3
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm test-sglang check bench docs clean
+.PHONY: help setup run test test-vllm test-sglang check bench docs site clean
 # `make -j` must not mix the output of check, docs and the tests.
 .NOTPARALLEL:
 
@@ -106,6 +106,11 @@ bench: setup ## measure, and print each cost as a ratio
 
 docs: setup ## check every link of the pages
 	@$(BIN)/python docs/check.py
+
+# The builder tells on every run which product its authors would rather sell.
+site: setup ## build the documentation site into build/site; fails at a dead link
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q
+	@echo "build/site/index.html; to read it with search: $(BIN)/python -m http.server -d build/site"
 
 clean: ## remove .venv, caches and builds
 	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_DIR) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .schemathesis

@@ -16,7 +16,7 @@ import pytest
 from hookline.testing.model_hooks import HOOK_CALLS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 _BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
@@ -31,7 +31,7 @@ def _blocks(page: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_blocks_of_a_page_run_in_order_and_print_what_they_show(page: Path) -> None:
     """Every python block runs, in one namespace per page; a text block after it is its exact output."""
     namespace: dict[str, object] = {"__name__": "__page__"}
