@@ -24,7 +24,7 @@ FUNCTIONS = _named(
     {
         "hookline": """
         assert_no_hooks attach attach_everywhere attach_function attach_node attach_optimizer attach_tensor
-        attached capture clip_gradients compare doctor epoch_loop find follow freeze graph load_run load_runs patch
+        attached audit capture clip_gradients compare doctor epoch_loop find follow freeze load_run load_runs patch
         profile record register_hooks rollback saved_tensors step_loop trace watch write_report
     """,
         "debug": """
@@ -99,7 +99,7 @@ CLASSES = _named(
         Fingerprint MeshPlacement RowKey RowKeys Trace TraceFolder TraceRecord
         BadOperation BadOperations BadStep TensorSummary
         FirstBadOperation AutogradGraph Diagnosis FoundHook GraphNode SilentSite
-        Bisection Blame ComparedValue Comparison FusedRule PairRule RenameRule
+        Audit Bisection Blame ComparedValue Comparison Culprit FusedRule PairRule RenameRule
         Flight FlightRecorder Replay TriggeredHooks
     """,
         "distributed": """

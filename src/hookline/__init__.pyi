@@ -18,8 +18,8 @@ from hookline import sites as sites
 from hookline import specs as specs
 from hookline import testing as testing
 from hookline import training as training
+from hookline.debug.audit.audit import audit as audit
 from hookline.debug.compare.compare import compare as compare
-from hookline.debug.diagnose.autograd_graph import graph as graph
 from hookline.debug.diagnose.diagnosis import doctor as doctor
 from hookline.debug.precision.precision_checker import PrecisionChecker as PrecisionChecker
 from hookline.debug.trace.start_trace import trace as trace

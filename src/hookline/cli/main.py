@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-__all__ = ["COMMANDS", "DONE", "FAILED", "RunFailed", "main", "own_text"]
+__all__ = ["COMMANDS", "DONE", "FAILED", "WRONG_USE", "RunFailed", "main", "own_text"]
 
 DONE: Final = 0
 FAILED: Final = 1
@@ -29,6 +29,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "hooks": ("hookline.cli.hooks_command", "list the hooks there are, or describe some"),
     "find": ("hookline.cli.find_command", "show the modules of a model that a pattern matches"),
     "doctor": ("hookline.cli.doctor_command", "say who hooks what in a model, and where no hook would fire"),
+    "audit": ("hookline.cli.audit_command", "train with and without hooks, and say which hook changes the run"),
     "check": ("hookline.cli.check_command", "check a run file, or a file of hooks"),
     "schema": ("hookline.cli.schema_command", "print the JSON schema of such files, for editors"),
     "serve": ("hookline.cli.serve_command", "serve a model over HTTP, with hooks"),
@@ -59,6 +60,7 @@ examples:
   hookline run mod_arithmetic --resume
   hookline run --hooks norms -- python train.py --lr 1e-3
   hookline find my_file.py:make_model 'layers.#.mlp'
+  hookline audit my_run.yaml --steps 50
 
 exit codes:
   0 done   1 the run failed   2 wrong use   130, 143 stopped by Ctrl-C or SIGTERM, after saving

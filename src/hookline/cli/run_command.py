@@ -29,7 +29,7 @@ from hookline.cli.run_sinks import sink_files, sink_maker
 from hookline.cli.screen import Screen, messages
 from hookline.errors import OptionError
 
-__all__ = ["run"]
+__all__ = ["prepare_run", "run"]
 
 _STOPPED: Final = {"SIGINT": 130, "SIGTERM": 143}
 
@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     if request.settings.command:
         return _run_script(arguments)
     with messages(prefix=rank_prefix()):
-        prepared = _prepare(request, arguments)
+        prepared = prepare_run(request, arguments)
         if request.options.output.dry_run:
             from hookline.cli.dry_run import dry_run
 
@@ -76,7 +76,7 @@ def _show_hooks(options: Any) -> int:
     return hooks.describe_hooks(options.hook.hooks_describe)
 
 
-def _prepare(request: Request, arguments: Sequence[str]) -> Prepared:
+def prepare_run(request: Request, arguments: Sequence[str]) -> Prepared:
     """Check everything that can be wrong, before anything is trained or written."""
     options, found, settings = request.options, request.found, request.settings
     if options.training.threads is not None and options.training.threads < 1:

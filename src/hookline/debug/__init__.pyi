@@ -1,5 +1,7 @@
 """The public names of ``hookline.debug``, each with the module it lives in."""
 
+from hookline.debug.audit.audit_result import Audit as Audit
+from hookline.debug.audit.blame_hooks import Culprit as Culprit
 from hookline.debug.bisect_runs import Bisection as Bisection
 from hookline.debug.bisect_runs import bisect as bisect
 from hookline.debug.compare.compared_value import Blame as Blame

@@ -35,6 +35,7 @@ __all__ = [
     "set_numpy_state",
     "set_state",
     "state_of",
+    "stream_states",
 ]
 
 GENERATOR_TYPES: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -175,8 +176,8 @@ class RandomStates:
         """Return the names of the streams that have moved since."""
         now = {name: state_of(stream) for name, stream in _global_streams().items()}
         moved = [name for name, state in now.items() if name not in self._states or not self._is_at(name, state)]
-        names = [f"random stream of {'Python' if name == 'python' else name}" for name in moved]
-        names += [] if _is_same(numpy_state(), self._numpy) else ["random stream of NumPy"]
+        names = [_spoken(name) for name in moved]
+        names += [] if _is_same(numpy_state(), self._numpy) else [_spoken("NumPy")]
         names += [
             f"generator {number} ({type(generator).__name__})"
             for number, (generator, state) in enumerate(self._others)
@@ -187,6 +188,12 @@ class RandomStates:
 
     def _is_at(self, name: str, state: Any) -> bool:
         return _is_same(self._states[name][1], state)
+
+
+def stream_states() -> dict[str, Any]:
+    """Return the states of the streams of torch, Python, NumPy and every CUDA device in use, by name."""
+    states = {_spoken(name): state_of(stream) for name, stream in _global_streams().items()}
+    return states | {_spoken("NumPy"): numpy_state()}
 
 
 def run_seed() -> int:
@@ -224,6 +231,10 @@ def _global_streams() -> dict[str, Any]:
     """Return the streams of torch, Python and every CUDA device in use; to ask does not begin to use CUDA."""
     cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     return {"torch": torch.default_generator, "python": random} | {f"cuda:{i}": one for i, one in enumerate(cuda)}
+
+
+def _spoken(name: str) -> str:
+    return f"random stream of {'Python' if name == 'python' else name}"
 
 
 def _seed(stream: Any, seed: int) -> None:

@@ -78,6 +78,11 @@ class TorchSwitches:
         self.lost: dict[str, str] = {}
         """The switches that `restore` could not set back, and why."""
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The switches by name."""
+        return dict(self._before)
+
     def changed(self) -> list[str]:
         """Return the names of the switches that differ now."""
         return [name for name, (read, _) in _SWITCHES.items() if read() != self._before[name]]

@@ -97,8 +97,8 @@ def graph(loss: Tensor | Callable[[], Tensor], model: nn.Module | None = None) -
 
     Recipe::
 
-        print(hookline.graph(loss, model))
-        print(hookline.graph(lambda: loss_of(model(x)), model).detached)
+        print(hookline.debug.graph(loss, model))
+        print(hookline.debug.graph(lambda: loss_of(model(x)), model).detached)
 
     Args:
         loss: The loss; or a function that computes it, which is called once: then every node has the name of its

@@ -1,0 +1,1 @@
+"""Audit hooks: train with and without them, and say which one changes the run."""

@@ -1,0 +1,357 @@
+"""Audits: train with and without hooks; name the first step that differs, what differs there, and the guilty hook."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hookline as hl
+from hookline.cli.main import main
+from hookline.debug.audit.run_state import run_state
+from hookline.errors import OptionError
+from hookline.guard.rng import stream_states
+
+STEPS = 4
+
+
+def make() -> tuple[nn.Sequential, torch.optim.Optimizer, torch.Generator]:
+    """Dropout, BatchNorm, AdamW, from the same seeds each time."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3), nn.Linear(6, 2))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), torch.Generator().manual_seed(1)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Generator) -> None:
+    """A few steps."""
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(5, 4, generator=data)), torch.randint(2, (5,), generator=data)).backward()
+        optimizer.step()
+
+
+def train() -> None:
+    """Train a model that is made here."""
+    steps(*make())
+
+
+def look(module: nn.Module, args: Any, output: Any) -> None:
+    """A torch hook that changes nothing."""
+    output.detach().norm()
+
+
+def at_step(step: int, act: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> Callable[..., Any]:
+    """A function that puts on a hook which acts once, before the forward of a step."""
+
+    def put_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        calls: list[int] = []
+
+        def hook(module: nn.Module, args: Any) -> None:
+            calls.append(1)
+            if len(calls) == step:  # it is put on in the first forward, whose own hooks torch has listed already
+                act(model, optimizer)
+
+        return model.register_forward_pre_hook(hook)
+
+    return put_on
+
+
+@contextlib.contextmanager
+def block() -> Iterator[None]:
+    """A context manager around the training."""
+    with torch.autograd.set_detect_anomaly(False):
+        yield
+
+
+class CountHook(hl.TrainingHook):
+    """Counts steps, and draws from the streams that hooks have."""
+
+    name = "counter"
+    hook_points = frozenset({hl.HookPoint.POST_STEP})
+
+    def compute(self, ctx: hl.RunDataContext) -> dict[str, float]:
+        """Draw."""
+        return {"drawn": float(torch.rand(1))}
+
+
+class LateHook(CountHook):
+    """Fires at epoch ends alone, and this loop has no loader to tell of them before it is stopped."""
+
+    name = "late"
+    hook_points = frozenset({hl.HookPoint.SNAPSHOT})
+    step_schedule = None
+
+
+def test_hooks_of_every_form_change_nothing_and_the_audit_leaves_no_trace():
+    """Lifecycle hooks, a spec, a torch hook, functions of the model, blocks; the process is as before."""
+    spec = {
+        "name": "shape",
+        "target_modules": ["0"],
+        "hook_factory": "hookline.testing.model_hooks:dummy_hook_factory",
+        "config": {"tag": "audited"},
+    }
+    put_on: list[nn.Module] = []
+
+    def watch(model: nn.Module) -> Any:
+        put_on.append(model)
+        return hl.watch(model, stats=["norm"])
+
+    torch.manual_seed(9)
+    init, before = torch.optim.Optimizer.__init__, stream_states()
+    found = hl.audit(train, ["norms", CountHook, spec, look, look, watch, block, LateHook], steps=3)
+    after = stream_states()
+    assert found.ok
+    assert found.verdict == "same"
+    assert found.first_step is None
+    assert not found.culprits
+    assert found.hooks == ("norms", "counter", "shape", "look", "look 2", "watch", "block", "late")
+    assert (found.steps, found.trainings, len(put_on), found.silent) == (3, 4, 1, ("late", "norms"))
+    assert "did not fire" in str(found)
+    assert "<table>" in found._repr_html_()
+    assert json.loads(json.dumps(found.to_dict()))["ok"] is True
+    assert torch.equal(before["random stream of torch"], after["random stream of torch"])
+    assert before["random stream of Python"] == after["random stream of Python"]
+    assert torch.optim.Optimizer.__init__ is init
+    hl.assert_no_hooks(put_on[0])
+
+
+def test_a_training_under_audit_ends_with_the_same_bits():
+    """The auditor is inert; negative control: a training that draws one number more."""
+    left: list[Any] = []
+
+    def noting(hooks: list[Any]) -> None:
+        model, optimizer, data = make()
+        torch.rand(len(hooks))
+        steps(model, optimizer, data)
+        left.append(run_state([model], [optimizer]))
+
+    noting([])
+    noting([1])
+    assert not hl.audit(noting, ["draws"], blame=False).ok
+    plain, drawn, audited = left[0], left[1], left[2]
+    assert plain == audited
+    assert plain == left[3] == left[5]
+    assert drawn == left[4] != plain
+
+
+def _nudge(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] += 1e-6
+
+
+def _age(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[next(model.parameters())]["exp_avg"][0, 0] += 1e-6
+
+
+@pytest.mark.parametrize(
+    ("act", "first"),
+    [
+        (lambda model, optimizer: torch.rand(1), "random stream of torch"),
+        (lambda model, optimizer: random.random(), "random stream of Python"),
+        (lambda model, optimizer: np.random.rand(), "random stream of NumPy"),
+        (lambda model, optimizer: model[3].eval(), "random stream of torch"),
+        (lambda model, optimizer: model[2].eval(), "mode of 2"),
+        (lambda model, optimizer: model(torch.zeros(5, 4)), "random stream of torch"),
+        (lambda model, optimizer: model[1].running_mean.add_(1), "buffer 1.running_mean"),
+        (lambda model, optimizer: model[4].bias.requires_grad_(False), "requires_grad of 4.bias"),
+        (_nudge, "buffer 1.running_mean"),
+        (_age, "weight 0.weight"),
+        (lambda model, optimizer: optimizer.param_groups[0].update(lr=0.02), "weight 0.weight"),
+    ],
+)
+def test_what_differs_first_is_named_with_its_step(act, first):
+    """At step 2, before the forward; the innocent hooks beside it are told as such."""
+    found = hl.audit(train, {"quiet": look, "acts": at_step(2, act), "norms": "norms"})
+    assert not found.ok
+    assert found.first_step == 2
+    assert first in found.difference.names[:2], found.difference.names
+    assert [culprit.hooks for culprit in found.culprits] == [("acts",)]
+    assert found.culprits[0].difference.step == 2
+    assert "step 2" in str(found)
+    assert str(found).count("changes nothing") == 2
+
+
+def test_two_hooks_that_change_the_run_only_together_are_an_interaction():
+    """Neither half of the hooks changes anything; the third culprit acts alone, and later."""
+    armed: list[int] = []
+
+    def arms(model: nn.Module) -> Any:
+        armed.append(1)
+        handles = contextlib.ExitStack()
+        handles.callback(armed.clear)
+        return handles
+
+    def fires(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        return at_step(1, lambda *_: torch.rand(1) if armed else None)(model, optimizer)
+
+    hooks = {"a": look, "arms": arms, "b": look, "fires": fires, "late": at_step(3, lambda *_: random.random())}
+    found = hl.audit(train, hooks)
+    assert [(one.hooks, one.difference.step) for one in found.culprits] == [(("arms", "fires"), 1), (("late",), 3)]
+    assert found.culprits[0].is_interaction
+    assert not found.culprits[1].is_interaction
+    assert "only together with fires" in str(found)
+    assert "only together with arms" in str(found)
+
+
+def test_a_hook_that_raises_is_found_and_shown():
+    """The error is what differs, at the step that was not finished."""
+
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    found = hl.audit(train, [look, at_step(2, fails), "norms"])
+    assert found.first_step == 2
+    assert found.difference.first == "error: ZeroDivisionError: on purpose"
+    assert found.culprits[0].hooks == ("put_on",)
+    assert "raises" in str(found)
+
+
+def test_a_training_that_does_not_repeat_is_said_and_no_hook_is_blamed():
+    """Data that nobody seeded; a model that is made outside."""
+    outside = make()
+    fresh = np.random.default_rng()
+
+    def unseeded() -> None:
+        model, optimizer, data = make()
+        steps(model, optimizer, data.manual_seed(int(fresh.integers(2**40))))
+
+    found = hl.audit(unseeded, [look])
+    assert found.verdict == "not repeatable"
+    assert not found.ok
+    assert not found.culprits
+    assert found.trainings == 2
+    assert found.not_repeatable.first == "first input of the step"
+    assert found.not_repeatable.step in (-1, 0)
+    assert "seed" in str(found)
+    found = hl.audit(lambda: steps(*outside), [look])
+    assert found.not_repeatable.step == -1
+    assert "weight 0.weight" in found.not_repeatable.names
+
+
+def test_what_hooks_leave_in_the_process_is_seen():
+    """A hook of every module that nobody takes off draws in later trainings too."""
+    kept: list[Any] = []
+
+    def global_hook() -> None:
+        kept.append(nn.modules.module.register_module_forward_hook(lambda *_: torch.rand(1) and None))
+
+    try:
+        found = hl.audit(train, [global_hook])
+    finally:
+        for handle in kept:
+            handle.remove()
+    assert found.left_behind is not None
+    assert not found.ok
+    assert not found.culprits
+    assert "not known" in str(found)
+    assert "process of its own" in str(found)
+
+
+def test_a_training_may_put_the_hooks_on_itself():
+    """As a trainer takes its callbacks; a step that was not made is a difference; a model is not needed."""
+
+    def plain(hooks: list[Any]) -> None:
+        weight = torch.ones(3, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for step in range(3 - ("stops" in hooks)):
+            (weight**2).sum().backward()
+            if step == 1 and "scales" in hooks:
+                weight.grad.mul_(2)
+            optimizer.step()
+
+    found = hl.audit(plain, ["scales", "nothing"])
+    assert found.culprits[0].hooks == ("scales",)
+    assert found.difference.step == 1
+    assert found.difference.names[0] == "weight parameter 0 of group 0"
+    assert hl.audit(plain, ["stops"]).difference.first == "number of steps (3, then 2)"
+    with pytest.raises(OptionError, match="write train_fn"):
+        hl.audit(lambda: plain([]), [look])
+
+
+def test_mistakes_are_errors_that_say_what_to_do():
+    """No hooks, no steps, a block that can be entered once, what cannot be put on."""
+    cases = [
+        (train, [], "no hooks"),
+        (lambda: None, [look], "made no step"),
+        (train, [block()], "without calling it"),
+        (train, [3], "lambda model"),
+        (train, [lambda a, b, c, d: None], "needs 4 arguments"),
+        (train, ["normz"], "norms"),
+    ]
+    for train_fn, hooks, text in cases:
+        with pytest.raises(hl.HooklineError, match=text):
+            hl.audit(train_fn, hooks)
+    with pytest.raises(OptionError, match="at least 1"):
+        hl.audit(train, [look], steps=0)
+    with pytest.raises(ZeroDivisionError) as raised:
+        hl.audit(lambda: 1 / 0, [look])
+    assert "without any hooks" in raised.value.__notes__[0]
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+def draws(module, args, output):
+    torch.rand(1)
+
+def look(module, args, output):
+    pass
+
+if __name__ == "__main__":
+    torch.manual_seed(int(sys.argv[1]))
+    model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(5):
+        model(torch.rand(3, 2)).sum().backward()
+        optimizer.step()
+    print("trained")
+    sys.exit(0)
+"""
+
+
+def test_the_command_audits_scripts_functions_and_run_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Exit codes 0, 1 and 2; the answer on the standard output alone."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "audited_script.py"
+    script.write_text(SCRIPT)
+
+    def hookline(*words: str) -> tuple[int, str]:
+        code = main(["audit", *words])
+        return code, capsys.readouterr().out
+
+    code, out = hookline("--hooks", "norms", f"{script}:look", "--", "python", str(script), "3")
+    assert code == 0
+    assert out.startswith("Same: 5 steps")
+    assert "trained" not in out
+    code, out = hookline("--hooks", f"{script}:look", f"{script}:draws", "--json", "--", str(script), "3")
+    assert code == 1
+    assert json.loads(out)["culprits"][0]["hooks"] == ["draws"]
+    experiments = Path(__file__).parent.parent / "cli" / "experiments.py"
+    run_file = tmp_path / "run.json"
+    spec = {"name": "shape", "target_modules": ["*"], "hook_factory": "hookline.testing.model_hooks:dummy_hook_factory"}
+    hooks = {"names": ["norms", "hessian"]}
+    run_file.write_text(json.dumps({"experiment": f"{experiments}:Tiny", "hooks": hooks, "specs": [spec]}))
+    code, out = hookline(str(run_file), "--steps", "3", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["hooks"] == ["training_metrics", "norms", "hessian", "shape"]
+    assert found["steps"] == 3
+    assert "hessian" in found["silent"]
+    assert not (tmp_path / "runs").exists()
+    assert hookline()[0] == 2
+    assert hookline("--train", f"{script}:look")[0] == 2
