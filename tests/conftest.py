@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 from helpers_products import cases
+from helpers_warm import SHARED
 
 if TYPE_CHECKING:
     from hookline.training.registry import HookRegistry
@@ -55,8 +58,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(tuple(mark.kwargs), found)
 
 
-def pytest_configure() -> None:
-    """Ctrl-C raises, also where whoever started the tests has it ignored, as a shell does in the background."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Ctrl-C raises, also where whoever started the tests has it ignored, as a shell does in the background.
+
+    Workers inherit the folder of `helpers_warm`, so that one process imports torch for all of them.
+    """
+    if SHARED not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="hookline-warm-", ignore_cleanup_errors=True)
+        os.environ[SHARED] = folder.name
+        config.add_cleanup(folder.cleanup)
+        config.add_cleanup(lambda: os.environ.pop(SHARED))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

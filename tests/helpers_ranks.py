@@ -1,7 +1,7 @@
 """Run a function in several real processes that talk over gloo, and collect what each returns.
 
-Tests of ranks call `run_ranks`. Importing torch takes seconds in each process, so one launch should make many checks:
-a function that returns a dictionary with one entry per check, or `run_cases`.
+Tests of ranks call `run_ranks`. Ranks are forked where torch is imported already, but meeting takes them half a second,
+so one launch should make many checks: a function that returns a dictionary with one entry per check, or `run_cases`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers_waiting import PATIENCE
+from helpers_warm import WarmPopen
 
 _TESTS = Path(__file__).resolve().parent
 
@@ -33,13 +34,14 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
     initialize: bool = True,
     may_fail: Iterable[int] = (),
+    imports: Iterable[str] = (),
 ) -> list[Any]:
     """Call ``function(*args)`` on each of ``ranks`` processes, and return what each returned, by rank.
 
     Recipe: ``first, second = run_ranks(check_something, 7, ranks=2)``.
 
-    The processes are forked from one that has imported torch and hookline, which halves the time. Each has the
-    variables of torchrun, one torch thread, and a process group over gloo.
+    The processes are forked from one that has imported torch and hookline. Each has the variables of torchrun, one
+    torch thread, and a process group over gloo.
 
     Args:
         function: A function at the top of a file, or ``"path/to/file.py:name"``. Its file is imported by path, with
@@ -50,12 +52,13 @@ def run_ranks(
         environment: More variables.
         initialize: Whether ``init_process_group`` is called before the function.
         may_fail: Ranks that may end without a result (killed, for instance); theirs is None.
+        imports: Modules that all ranks need and that take seconds: imported once, before the processes are forked.
     """
     where = function if isinstance(function, str) else f"{function.__code__.co_filename}:{function.__name__}"
     with tempfile.TemporaryDirectory() as folder:
         request = Path(folder, "request")
-        request.write_bytes(pickle.dumps((where, args, ranks, initialize)))
-        done = subprocess.Popen(
+        request.write_bytes(pickle.dumps((where, args, ranks, initialize, tuple(imports))))
+        done = WarmPopen(
             [sys.executable, str(Path(__file__).resolve()), folder],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -147,16 +150,15 @@ def _work(rank: int, folder: str, call: tuple[Any, ...], ranks: int, initialize:
 
 
 def _main(folder: str) -> None:
+    import importlib
     import multiprocessing
 
-    where, args, ranks, initialize = pickle.loads(Path(folder, "request").read_bytes())
-    sys.path.insert(0, str(_TESTS))
     import torch
-    import torch._dynamo  # imported once here, not once in every process
-    import torch.distributed.fsdp
 
-    import hookline  # noqa: F401
-
+    where, args, ranks, initialize, imports = pickle.loads(Path(folder, "request").read_bytes())
+    sys.path.insert(0, str(_TESTS))
+    for name in imports:
+        importlib.import_module(name)
     call = _load(where), args
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]

@@ -6,12 +6,11 @@ import contextlib
 import io
 import os
 import re
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers_warm import run_warm
 
 from hookline.testing.model_hooks import HOOK_CALLS
 
@@ -48,52 +47,17 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_they_show(page: Path) 
             printed = None
 
 
-_FORKING = """
-import os, runpy, sys, torch, torch._dynamo, hookline
-
-for line in sys.stdin:
-    path, folder = line.rstrip().split("\\t")
-    child = os.fork()
-    if not child:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(os.open(f"{folder}/out", os.O_WRONLY | os.O_CREAT), 1)
-        os.dup2(os.open(f"{folder}/err", os.O_WRONLY | os.O_CREAT), 2)
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-else:
-    sys.exit()
-sys.argv, sys.path[0] = [path], os.path.dirname(path)
-runpy.run_path(path, run_name="__main__")
-"""
-
-
-@pytest.fixture(scope="module")
-def forking() -> Iterator[subprocess.Popen[str]]:
-    """A process that has loaded torch, which takes seconds, and forks one for each example that it is told."""
-    environment = {**os.environ, "COLUMNS": "100"}
-    command = [sys.executable, "-c", _FORKING]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        yield process
-
-
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
-def test_an_example_runs_and_says_something(example: Path, forking: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_an_example_runs_and_says_something(example: Path) -> None:
     """Each example ends well in a process of its own, prints something and warns of nothing."""
-    assert forking.stdin is not None
-    assert forking.stdout is not None
-    forking.stdin.write(f"{example}\t{tmp_path}\n")
-    forking.stdin.flush()
-    code = forking.stdout.readline().strip()
-    complaint = (tmp_path / "err").read_text()
-    assert code == "0", complaint
-    assert (tmp_path / "out").read_text().strip()
-    assert "Warning" not in complaint
+    done = run_warm([sys.executable, example], capture_output=True, text=True, env={**os.environ, "COLUMNS": "100"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    assert "Warning" not in done.stderr
 
 
-def test_an_example_that_fails_is_noticed(forking: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_an_example_that_fails_is_noticed(tmp_path: Path) -> None:
     """Control: the code with which a forked process ends is told, and so is what it said."""
     (tmp_path / "fails.py").write_text("raise SystemExit('of its own')")
     with pytest.raises(AssertionError, match="of its own"):
-        test_an_example_runs_and_says_something(tmp_path / "fails.py", forking, tmp_path)
+        test_an_example_runs_and_says_something(tmp_path / "fails.py")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from helpers_waiting import PATIENCE
+from helpers_warm import run_warm
 
 EXPERIMENTS = Path(__file__).parent / "experiments.py"
 TINY = f"{EXPERIMENTS}:Tiny"
@@ -18,7 +19,7 @@ TINY = f"{EXPERIMENTS}:Tiny"
 def hookline(*arguments: str | Path, cwd: Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """``hookline ...`` in a process of its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
-    return subprocess.run(
+    return run_warm(
         [sys.executable, "-m", "hookline", *map(str, arguments)],
         cwd=cwd,
         env=environment,

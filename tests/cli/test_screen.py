@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers_cli import TINY, facts_of, records_of, run_here, same_weights
+from helpers_warm import WarmPopen
 
 from hookline.cli.screen import mode_of
 from hookline.config.run_options import OutputOptions
@@ -115,10 +116,13 @@ def test_no_hooks_is_said(name, capsys, tmp_path):
 
 def on_terminal(*arguments: str, until: bytes, then: int | None = None) -> tuple[bytes, int]:
     """``hookline ...`` on a terminal of 80 by 24; what it wrote, and its exit code. ``then`` is a signal, once."""
-    child, terminal = pty.fork()
-    if child == 0:
-        environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", "OMP_NUM_THREADS": "1"}
-        os.execve(sys.executable, [sys.executable, "-m", "hookline", *arguments], environment)
+    terminal, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24", "OMP_NUM_THREADS": "1"}
+    child = WarmPopen(
+        [sys.executable, "-m", "hookline", *arguments],
+        stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
     found, sent = b"", then is None
     while True:
         ready, _, _ = select.select([terminal], [], [], 120)  # a safety net
@@ -131,11 +135,10 @@ def on_terminal(*arguments: str, until: bytes, then: int | None = None) -> tuple
         found += part
         if not sent and until in found:
             sent = True
-            os.kill(child, then)
-    _, status = os.waitpid(child, 0)
+            child.send_signal(then)
     os.close(terminal)
     assert until in found, found[-2000:]
-    return found, os.waitstatus_to_exitcode(status)
+    return found, child.wait()
 
 
 HIDE, SHOW = b"\x1b[?25l", b"\x1b[?25h"

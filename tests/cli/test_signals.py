@@ -12,20 +12,20 @@ from pathlib import Path
 import pytest
 from helpers_cli import TINY, facts_of, hookline, records_of, same_weights
 from helpers_waiting import PATIENCE
+from helpers_warm import WarmPopen
 
 FLAGS = ("--epochs", "30", "--hooks", "norms", "path_length", "--hook-csv", "--silent", "--no-report")
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     """A run with slow steps, once it has written its first records."""
-    process = subprocess.Popen(
+    process = WarmPopen(
         [sys.executable, "-m", "hookline", "run", TINY, *FLAGS, "--pause", "0.02", *arguments],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=_hears_ctrl_c,
     )
     log = folder / "runs" / "tiny" / "forward" / "records.jsonl"
     deadline = time.monotonic() + PATIENCE
@@ -34,11 +34,6 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return process
-
-
-def _hears_ctrl_c() -> None:
-    """Also where whoever started the tests has it ignored, as a shell does in the background."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 from helpers_first_bad import Run, log_of_negative
 from helpers_house import House, differences, fingerprint, house_batch
+from helpers_warm import run_warm
 from torch import Tensor, nn
 
 import hookline as hl
@@ -117,7 +117,7 @@ def test_real_signals_leave_a_file(tmp_path: Path) -> None:
     """SIGTERM writes and then ends the process as ever; kill -9 leaves the file that was written last."""
     paths = [str(tmp_path / name) for name in ("term.json", "kill.json")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, "-c", _CHILD, *paths], capture_output=True, text=True, env=environment, timeout=300, check=True
     )
     assert done.stdout.split() == [str(-signal.SIGTERM), str(-signal.SIGKILL)]

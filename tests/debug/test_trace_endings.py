@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
 import sys
 import warnings
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_waiting import PATIENCE
+from helpers_warm import run_warm
 from torch import Tensor, nn
 
 import hookline as hl
@@ -59,7 +59,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_killed_process_leaves_the_steps_before_the_last_one(tmp_path):
     """``kill -9`` in the third step leaves two at least, whatever a step is and whatever is traced."""
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, "-c", KILLED, str(tmp_path), " ".join(MODES), " ".join(KINDS)],
         capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip

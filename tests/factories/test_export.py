@@ -17,6 +17,7 @@ import torch
 from helpers_factories import PADDED, exported
 from helpers_threads import in_threads
 from helpers_waiting import PATIENCE, until
+from helpers_warm import WarmPopen
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -310,7 +311,7 @@ for call in range(int(sys.argv[2])):
 def run(folder: Path, calls: int) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", RUN, str(folder), str(calls)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    return WarmPopen(command, stdout=subprocess.PIPE, text=True, env=environment, takes_down=True)
 
 
 def test_a_process_that_ends_has_written_everything(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import pytest
 import torch
 import vandals
 from helpers_waiting import PATIENCE
+from helpers_warm import run_warm
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -327,7 +327,7 @@ def test_nothing_is_lost_and_nothing_is_silent_in_random_vandalism():
     # From a process without threads: a fork of this one, where other tests have started some, may wait for ever.
     code = "import json, vandals; print(json.dumps(vandals.run_all(90, batch=45)))"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    run = subprocess.run(
+    run = run_warm(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True, env=environment
     )
     verdicts, dead = json.loads(run.stdout.splitlines()[-1])

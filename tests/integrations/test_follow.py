@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from helpers_follow import Counting, Loop, Seen
 from helpers_training import nested_differences
-from helpers_waiting import PATIENCE
+from helpers_warm import run_warm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -397,7 +396,7 @@ if len(sys.argv) > 2:
 def test_a_script_that_never_closes_it_loses_nothing(fails: bool, tmp_path: Any) -> None:
     file = tmp_path / "out.jsonl"
     command = [sys.executable, "-c", SCRIPT, str(file), *(["fail"] if fails else [])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = run_warm(command, capture_output=True, text=True, takes_down=True)
     assert done.returncode == int(fails), done.stderr
     assert ("ends/loss" in file.read_text() if file.exists() else False) is not fails
 

@@ -19,7 +19,8 @@ from hookline.errors import HooklineWarning
 def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found in every case."""
     folder: Path = tmp_path_factory.mktemp("hosts")
-    found = run_ranks(save_and_resume, str(folder), ranks=2, initialize=False)
+    trainers = ("accelerate", "lightning", "transformers.trainer")
+    found = run_ranks(save_and_resume, str(folder), ranks=2, initialize=False, imports=trainers)
     for one in found:
         assert not [text for text in one.values() if isinstance(text, str)], "\n".join(map(str, one.values()))
     return found

@@ -18,7 +18,9 @@ from hookline.sinks import MemorySink
 
 def test_under_ddp_the_run_stays_the_same_and_names_are_plain(tmp_path: Path) -> None:
     """Two processes, 20 steps: equal weights with and without hooks, on both ranks; names without ``module.``."""
-    first, second = run_ranks(train_with_and_without, str(tmp_path), ranks=2, initialize=False)
+    first, second = run_ranks(
+        train_with_and_without, str(tmp_path), ranks=2, initialize=False, imports=["transformers.trainer"]
+    )
     for found in (first, second):
         digest, wrapper, steps = found["hooked"]
         assert wrapper == "DistributedDataParallel"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed
 from helpers_waiting import PATIENCE
+from helpers_warm import run_warm
 
 SCRIPT = Path(__file__).with_name("trackers_distributed.py")
 
@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("trackers_distributed.py")
 @pytest.mark.variant
 def test_a_wrapped_policy_has_the_numbers_of_a_plain_one_in_each_process(tmp_path):
     """Two processes, different data: activations and gradients are local, before anybody averages or shards them."""
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, str(SCRIPT), str(tmp_path / "meet")],
         capture_output=True,
         text=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import subprocess
 import sys
 import textwrap
 import threading
@@ -21,6 +20,7 @@ from helpers_serve import (
     started,
 )
 from helpers_waiting import PATIENCE, until
+from helpers_warm import run_warm
 
 import hookline as hl
 from hookline.errors import EngineBusy, EngineClosed
@@ -253,7 +253,7 @@ def test_a_program_that_ends_without_closing_flushes_its_hooks(folder, tmp_path)
         while len(told) < 3:
             time.sleep(0.001)
     """
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr

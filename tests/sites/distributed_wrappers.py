@@ -5,9 +5,6 @@ Rank 0 prints one JSON object; both ranks have to have seen the same.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -264,8 +261,8 @@ def weak_hooks(parameter: Tensor) -> dict[int, Any]:
     return parameter._post_accumulate_grad_hooks
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def all_wrapped() -> dict[str, Any]:
+    """Run every case; what this rank has seen, and of what differs, what each has seen."""
     found = {
         "ddp names": ddp_names(),
         "ddp run": ddp_run(),
@@ -277,14 +274,5 @@ def main() -> None:
     }
     everybody: list[Any] = [None, None]
     dist.all_gather_object(everybody, found)
-    if dist.get_rank() == 0:
-        differ = {part: [rank[part] for rank in everybody] for part in found if everybody[1][part] != found[part]}
-        print(json.dumps({**found, "differ": differ}))
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    # Once in some fifty runs torch aborts while its threads are taken down; what was to be told has been told.
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+    differ = {part: [rank[part] for rank in everybody] for part in found if everybody[0][part] != everybody[1][part]}
+    return {**found, "differ": differ}

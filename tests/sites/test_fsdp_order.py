@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import textwrap
 
 import pytest
 import torch.distributed
 from helpers_waiting import PATIENCE
+from helpers_warm import run_warm
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="needs gloo"
@@ -84,7 +84,7 @@ dist.destroy_process_group()
 @pytest.fixture(scope="module", params=["early", "late"])
 def outcome(request):
     """What a process with one rank sees, with our hooks attached before or after ``fully_shard``."""
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), request.param],
         capture_output=True,
         text=True,

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed
-from helpers_waiting import PATIENCE
+from helpers_ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="needs gloo"
@@ -21,15 +17,9 @@ CASES = [f"{wrapper} {with_optimizer}" for wrapper in ("ddp", "fsdp2") for with_
 
 @pytest.fixture(scope="module")
 def outcome() -> dict[str, Any]:
-    """What rank 0 of `distributed_watch` has seen, started by torchrun on the loopback."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = Path(__file__).with_name("distributed_watch.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, str(script)], capture_output=True, text=True, timeout=PATIENCE, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    """What rank 0 of `distributed_watch` has seen."""
+    first, _ = run_ranks(f"{Path(__file__).with_name('distributed_watch.py')}:all_watched")
+    return first
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers_loops import left_by, linear_experiment, rich_experiment
 from helpers_training import differences
+from helpers_warm import WarmPopen
 from torch import nn
 
 import hookline as hl
@@ -378,7 +379,7 @@ def test_the_lock_of_a_process_that_died_is_taken_over(tmp_path):
     held = "import sys, time\nfrom pathlib import Path\n"
     held += "from hookline.training.checkpoints.checkpoints import lock_folder\n"
     held += "lock = lock_folder(Path(sys.argv[1]))\nprint('held', flush=True)\ntime.sleep(60)\n"
-    process = subprocess.Popen([sys.executable, "-c", held, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = WarmPopen([sys.executable, "-c", held, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline().strip() == "held"
         with pytest.raises(ResumeError, match=rf"process {process.pid} writes"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers_loops import linear_experiment, noting
 from helpers_waiting import PATIENCE
+from helpers_warm import run_warm
 
 import hookline as hl
 
@@ -138,7 +139,7 @@ def ended(tmp_path_factory) -> dict[str, tuple[int, str, str]]:
     folder = tmp_path_factory.mktemp("interrupted")
     command = [sys.executable, "-W", "ignore", "-c", _INTERRUPTED, str(folder), *_PLACES]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=PATIENCE, env=environment, check=True)
+    done = run_warm(command, stdout=subprocess.PIPE, text=True, timeout=PATIENCE, env=environment, check=True)
     codes = dict(line.split() for line in done.stdout.splitlines())
     return {
         where: (int(codes[where]), (folder / f"{where}.out").read_text(), (folder / f"{where}.err").read_text())

@@ -17,6 +17,7 @@ from helpers_loops import left_by, linear_experiment
 from helpers_resume import make, outcome, read_points, train
 from helpers_training import differences
 from helpers_waiting import PATIENCE
+from helpers_warm import WarmPopen, run_warm
 
 import hookline as hl
 from hookline.errors import ResumeError
@@ -219,9 +220,7 @@ def test_a_process_with_workers_that_is_told_to_stop_is_resumed_as_if_it_never_w
     """The press goes to the whole group, as from a terminal; two runs in one folder are kept apart meanwhile."""
     program = [sys.executable, helpers_resume.__file__, str(tmp_path / "run"), "epoch", str(workers)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    first = subprocess.Popen(
-        [*program, "0.05"], stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
-    )
+    first = WarmPopen([*program, "0.05"], stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment)
     try:
         _wait_for(first, tmp_path / "run" / "checkpoints", steps=4)
         with pytest.raises(ResumeError, match=rf"process {first.pid} writes"):
@@ -232,7 +231,7 @@ def test_a_process_with_workers_that_is_told_to_stop_is_resumed_as_if_it_never_w
         first.kill()
     assert output.strip() == signal.Signals(number).name
     assert first.returncode == 0
-    subprocess.run([*program, "0"], check=True, timeout=PATIENCE, env=environment, stdout=subprocess.DEVNULL)
+    run_warm([*program, "0"], check=True, timeout=PATIENCE, env=environment, stdout=subprocess.DEVNULL)
     whole = tmp_path / "whole"
     whole.mkdir()
     experiment, manager = make(whole, workers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 import time
 import warnings
@@ -374,3 +376,11 @@ def raises_in_the_data() -> str:
             sys.stdout.flush()
         return text
     return "went on"
+
+
+def command_line(*arguments: str) -> tuple[int, str]:
+    """``hookline ...`` on this rank; its exit code and what it printed."""
+    from hookline.cli.main import main
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        return main(list(arguments)), printed.getvalue()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -210,20 +207,15 @@ def test_the_example_ends_alike_on_both_ranks():
     assert first.steps == 32
 
 
-def test_torchrun_hookline_run_writes_one_log_and_one_page(tmp_path):
-    """The embedded experiment under torchrun: rank 0 prints and writes, and nothing is written twice."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hookline"]
+def test_hookline_run_on_two_ranks_writes_one_log_and_one_page(tmp_path):
+    """The embedded experiment, with the variables of torchrun: rank 0 prints and writes, and nothing is written twice.
+
+    Those that torchrun itself sets are used in tests/cli/test_run_script.py.
+    """
     options = ["--with-hooks", "minimal", "--epochs", "2", "--output-dir", str(tmp_path), "--console", "lines"]
-    done = subprocess.run(
-        [*command, "run", "mod_arithmetic", *options],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("mod_arithmetic/random finished: 10 steps") == 1
+    found = run_ranks(f"{SCENARIOS}:command_line", "run", "mod_arithmetic", *options, initialize=False)
+    assert [code for code, _ in found] == [0, 0]
+    assert [printed.count("mod_arithmetic/random finished: 10 steps") for _, printed in found] == [1, 0]
     folder = tmp_path / "mod_arithmetic" / "random"
     files = {path.name for path in folder.iterdir() if path.is_file()}
     assert {"records.jsonl", "run.json", "report.html"} <= files
