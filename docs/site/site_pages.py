@@ -36,6 +36,8 @@ COPIED = {
 FOLDERS_IN_NAV = ("recipes", "examples", "analyses", "reference")
 """Entries of `nav` that stand for all pages of a folder."""
 
+HOW_TO = "How to"
+
 WITH_FIGURES = ("index.md", "compatibility.md")
 """Pages on which `{{ CPU: row }}`, `{{ GPU: row }}` and `{{ pin: package }}` stand for a figure of another file."""
 
@@ -48,8 +50,11 @@ FIGURE = re.compile(r"\{\{ *(.+?) *\}\}")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the folders of `nav`."""
+    """Fill the folders of `nav`, and put pages that it does not name at the end of the how-tos."""
     config.nav = [_filled(entry) for entry in config.nav or []]
+    named = str(config.nav)
+    unnamed = [file.name for file in sorted((ROOT / "docs").glob("*.md")) if f"'{file.name}'" not in named]
+    next(entry for entry in config.nav if HOW_TO in entry)[HOW_TO] += unnamed
     return config
 
 
