@@ -216,6 +216,8 @@ def test_a_runner_without_hooks_replays_its_graphs(modules: Any, runner: Any) ->
         ("record_mean", {}),
         ("steer", {"vector": [1.0] * 8}),
         ("export", {"folder": "exported"}),
+        ("probe", {"head": {"layers": [{"weight": [[1.0] * 8], "bias": [0.0]}]}, "add_residual": True}),
+        ("moe_routing", {"top_k": 2}),
     ],
 )
 def test_our_factories_work_through_its_hook_manager(
@@ -235,4 +237,5 @@ def test_our_factories_work_through_its_hook_manager(
     assert torch.equal(found, plain) is (factory != "steer")
     for layer in model.model.layers:
         for hook in layer._forward_hooks.values():
+            assert not hasattr(hook, "to_metrics") or hook.to_metrics(), "it saw nothing, and so proves nothing"
             getattr(hook, "close", lambda: None)()

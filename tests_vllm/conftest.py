@@ -37,10 +37,10 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(tiny: Path, exports: Path) -> Iterator[VllmServer]:
-    """One eager server for all tests over HTTP, with the hook paths, a prefix cache, and an allow-list."""
+    """One eager server for all tests over HTTP, with the hook paths, a prefix cache, an allow-list, behind a proxy."""
     options = {"allow": ["hookline.factories", "helpers_vllm"], "export_dir": str(exports)}
     with running_server(
-        tiny, "--enforce-eager", "--block-size", "32", "--enable-prefix-caching",
+        tiny, "--enforce-eager", "--block-size", "32", "--enable-prefix-caching", "--root-path", "/proxy",
         "--additional-config", json.dumps({"hookline": options}),
         HOOKLINE_VLLM="1", VLLM_PLUGINS="hookline", HOOKLINE_SERVE_TOKEN=TOKEN,
     ) as found:  # fmt: skip

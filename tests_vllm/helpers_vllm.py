@@ -116,6 +116,26 @@ def row_error(found: Any, expected: Any) -> float:
     return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
+def head_for(rows: Any, token: int, width: int = 128) -> dict[str, Any]:
+    """A linear head as data for a probe, which scores row `token` of `rows` over a half, and all others below.
+
+    The direction in which that row lies farther out than any other one is found by the difference from their mean.
+    """
+    import torch
+
+    rows = rows.double()
+    others = torch.cat([rows[:token], rows[token + 1 :]])
+    centred = others - others.mean(0)
+    spread = centred.T @ centred / len(others) + 1e-3 * torch.eye(width, dtype=rows.dtype)
+    direction = torch.linalg.solve(spread, rows[token] - others.mean(0))
+    heights = rows @ direction
+    top, next_one = heights[token], torch.cat([heights[:token], heights[token + 1 :]]).max()
+    assert top > next_one, "the rows cannot be told apart, which would prove nothing"
+    scale = 20 / (top - next_one)
+    bias = -scale * (top + next_one) / 2
+    return {"layers": [{"weight": [(scale * direction).tolist()], "bias": [float(bias)]}], "threshold": 0.5}
+
+
 def raising_hook(config: dict[str, Any] | None = None) -> Any:
     """A factory whose hook raises in a worker."""
 

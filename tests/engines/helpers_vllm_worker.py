@@ -27,12 +27,23 @@ class Model(nn.Module):
         return x
 
 
+class Sampler(nn.Module):
+    """Choose token 7 for every request, and say how likely it was."""
+
+    def forward(self, count):
+        told = SimpleNamespace(logprob_token_ids=torch.full((count, 3), 7), logprobs=torch.full((count, 3), -2.0))
+        return SimpleNamespace(sampled_token_ids=torch.full((count, 1), 7, dtype=torch.int32), logprobs_tensors=told)
+
+
 class Runner:
     """A stand-in for the V1 runner: it runs the prompts of all requests in the first step, then a token of each."""
 
     def __init__(self, model, context):
         self.model, self.context = model, context
         self.input_batch = None
+        self.sampler = Sampler()
+        self.sampled = None
+        self.requests = {}
 
     def execute_model(self, scheduled):
         names = list(scheduled.counts)
@@ -47,7 +58,9 @@ class Runner:
         self.context.attn_metadata, self.context.skip_compiled = {}, False
         ids = torch.arange(1.0, 1 + sum(counts))
         with torch.inference_mode():
-            return self.model(input_ids=ids, positions=torch.arange(sum(counts)))
+            output = self.model(input_ids=ids, positions=torch.arange(sum(counts)))
+            self.sampled = self.sampler(len(names))
+            return output
 
 
 class Worker(HookExtension):

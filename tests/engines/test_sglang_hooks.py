@@ -164,6 +164,23 @@ def test_a_hook_that_raises_is_switched_off_and_the_engine_goes_on(attached: Any
     bad, stats = hooks.list()
     assert (bad.off, bad.errors, stats.fired) == (True, 1, 4)
     assert "stock is empty" in caplog.text
+    assert hooks.needs_eager
+    hooks.remove(stats.id)
+    assert not hooks.needs_eager  # the one that is off needs no step without graphs
+
+
+def test_a_probe_that_would_stop_answers_is_refused(attached: Any, caplog: Any) -> None:
+    """Nobody reads flags here: a probe that flags counts, and says so."""
+    head = {"layers": [{"weight": [[1.0] * 8], "bias": [0.0]}]}
+    spec = {"target_modules": LAYERS, "hook_factory": "hookline.factories:probe"}
+    runner, hooks = attached(
+        *({**spec, "name": action, "config": {"head": head, "action": action}} for action in ("stop", "flag"))
+    )
+    assert [live.name for live in hooks.list()] == ["flag"]
+    assert "'stop' is not attached" in caplog.text
+    assert "tokens are counted" in caplog.text
+    runner.run(_steps()[0])
+    assert all(live.fired for live in hooks.list())
 
 
 def breaks(config: dict[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,7 +96,7 @@ def probe(**config):
 def test_flags_are_of_one_request_though_its_name_comes_again(context, monkeypatch):
     engine = Engine(Worker(context))
     hooks = VllmHooks(engine)
-    added = hooks.add(probe(action="stop"))
+    added = hooks.add(probe())
     engine.step(BOTH, dict.fromkeys(BOTH))
     engine.step({}, finished=list(BOTH))
     later = {"a-00000003": 1, "b-00000004": 1}
@@ -163,7 +164,7 @@ def test_a_step_whose_rows_cannot_be_read_fails_the_states_of_running_requests(c
         hooks.states("a")
 
 
-def test_a_hook_that_is_switched_off_lets_the_engine_run_compiled(context, caplog):
+def test_a_hook_that_is_switched_off_lets_the_engine_run_compiled(context):
     engine = Engine(Worker(context))
     hooks = VllmHooks(engine)
     hooks.add({**STEER, "config": {"vector": [1.0] * 7}})
@@ -173,8 +174,6 @@ def test_a_hook_that_is_switched_off_lets_the_engine_run_compiled(context, caplo
         eager.append(context.skip_compiled)
     assert hooks.list()[0]["off"]
     assert eager == [True, False]
-    hooks.add(probe(action="stop"))
-    assert "ends no answer" in caplog.text
 
 
 @pytest.mark.parametrize("graphs", ["PIECEWISE", "FULL"])
@@ -217,3 +216,72 @@ def test_a_step_that_cannot_be_booked_is_logged_once(context, caplog, monkeypatc
     for _ in range(3):
         engine.step(BOTH)
     assert sum("could not be read" in record.message for record in caplog.records) == 1
+
+
+def ends(eos=1, stop=(), every=()):
+    params = SimpleNamespace(eos_token_id=eos, stop_token_ids=list(stop), all_stop_token_ids=set(every))
+    return SimpleNamespace(sampling_params=params)
+
+
+@pytest.mark.parametrize(
+    ("request_state", "token"), [(ends(), 1), (ends(None, [9, 2]), 9), (ends(None, (), {4}), 4), (ends(None), 0)]
+)
+@pytest.mark.parametrize("own", [False, True])
+def test_a_probe_that_stops_ends_the_answer_of_its_request_alone(context, request_state, token, own):
+    engine = Engine(Worker(context))
+    hooks, runner = VllmHooks(engine), engine.workers[0].model_runner
+    runner.requests = dict.fromkeys(BOTH, request_state)
+    head = ProbeHead([(torch.zeros(1, 4), torch.tensor([5.0]))], threshold=0.5)
+    spec = probe(action="stop", head=head.to_plain())  # data alone, as it comes over HTTP
+    if own:
+        options = {"a-00000001": {"hooks": [spec]}, "b-00000002": None}
+    else:
+        hooks.add({**spec, "config": {**spec["config"], "requests": ["a"]}})
+        options = dict.fromkeys(BOTH)
+    engine.step(BOTH, options)
+    sampled = [runner.sampled.sampled_token_ids.flatten().tolist()]
+    assert runner.sampled.logprobs_tensors.logprob_token_ids[:, 0].tolist() == sampled[0]
+    assert runner.sampled.logprobs_tensors.logprobs[:, 0].tolist() == [0.0, -2.0]
+    engine.step({"b-00000002": 1, "a-00000001": 1})  # it was a piece of a prompt, say: what was sampled did not count
+    sampled.append(runner.sampled.sampled_token_ids.flatten().tolist())
+    assert sampled == [[token, 7], [7, token]]
+    (flag,) = hooks.states("a").flags if own else hooks.flags("a")
+    assert (flag["stopped"], flag["tokens"]) == (True, 4)
+    assert hooks.flags("b") == []
+    engine.step({"b-00000002": 1}, finished=["a-00000001"])
+    assert not engine.workers[0].__dict__["_hookline_hooks"].ends._ids
+
+
+def test_two_probes_of_one_name_are_two_flags(context):
+    engine = Engine(Worker(context), Worker(context, rank=1))
+    hooks = VllmHooks(engine)
+    for _ in range(2):
+        hooks.add(probe())
+    engine.step(BOTH, dict.fromkeys(BOTH))
+    assert [flag["tokens"] for flag in hooks.flags("a")] == [3, 3]
+
+
+@pytest.mark.parametrize("kind", ["sampler", "drafts", "stages"])
+def test_an_engine_that_cannot_end_answers_refuses_to_stop(context, kind):
+    worker = Worker(context)
+    if kind == "sampler":
+        worker.model_runner.sampler = None
+    elif kind == "drafts":
+        worker.vllm_config.speculative_config = object()
+    else:
+        worker.vllm_config.parallel_config.pipeline_parallel_size = 2
+    hooks = VllmHooks(Engine(worker))
+    with pytest.raises(OptionError, match=r"action='stop' cannot end an answer.*action='flag'"):
+        hooks.add(probe(action="stop"))
+    if kind != "sampler":
+        Engine(worker).step(BOTH, {"a-00000001": {"hooks": [probe(action="stop")]}, "b-00000002": None})
+        with pytest.raises(OptionError, match="cannot end an answer"):
+            hooks.states("a")
+    assert hooks.list() == []
+    hooks.add(probe())
+
+
+@pytest.mark.parametrize("head", [{}, {"layers": 3}, {"layers": [{"weight": [1.0], "bias": "x"}]}, {"layers": []}, 3])
+def test_a_head_that_is_no_data_of_a_head_is_refused(context, head):
+    with pytest.raises(OptionError, match=r"head|matrices"):
+        VllmHooks(Engine(Worker(context))).add(probe(head=head))

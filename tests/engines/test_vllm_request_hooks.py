@@ -120,7 +120,7 @@ def test_a_refusal_names_what_a_request_can_use():
     with pytest.raises(NotAllowedError, match="factories:steer") as refused:
         confined_spec({"target_modules": ["0"], "hook_factory": "os:system"}, "a", None)
     assert "export" not in str(refused.value)
-    assert "probe" not in str(refused.value)
+    assert "hookline.factories:probe" in str(refused.value)
 
 
 def test_an_error_of_a_request_never_leaves_the_forward():

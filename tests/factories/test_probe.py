@@ -232,7 +232,7 @@ def test_options_of_training_are_checked(options: dict[str, Any], says: str) -> 
         ({}, "got neither"),
         ({"file": "a", "head": head_for(0)}, "got both"),
         ({"file": "nowhere.safetensors"}, "holds no probe"),
-        ({"head": [1.0]}, "head is what train_probe returns"),
+        ({"head": [1.0]}, "head is what train_probe"),
         ({"head": head_for(0), "threshold": 1.5}, "between 0 and 1"),
         ({"head": head_for(0), "action": "warn"}, "action is one of"),
         ({"head": head_for(0), "requests": "a"}, "requests is a list"),

@@ -1,20 +1,20 @@
-"""Help hooks live in the worker of an engine: run acts between its steps, and tell where a hook is silent.
+"""Help hooks live in the worker of an engine: run acts between its steps, tell where a hook is silent.
 
 The folders of the engines call these beside the server's `LiveHooks`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hookline.sites.receipt import likely_cause
 
 if TYPE_CHECKING:
     from hookline.serve.live_hooks import LiveHook
 
-__all__ = ["at_once", "silent_sites"]
+__all__ = ["at_once", "probe_action", "silent_sites"]
 
 T = TypeVar("T")
 
@@ -34,3 +34,9 @@ def silent_sites(live: LiveHook) -> dict[str, str]:
     attachment = live.handle._attachment
     entries = [each for each in attachment.members() if not each.fired and each.counter.step > each.step_at_attach]
     return {each.name: likely_cause(each, attachment) for each in entries}
+
+
+def probe_action(spec: Mapping[str, Any]) -> str | None:
+    """Return the ``action`` of a spec whose factory is ``probe``; None for any other."""
+    is_probe = str(spec.get("hook_factory")).replace(":", ".").rpartition(".")[2] == "probe"
+    return (spec.get("config") or {}).get("action") if is_probe else None

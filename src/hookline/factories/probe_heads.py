@@ -91,6 +91,26 @@ class ProbeHead:
         about = {**self.facts, "threshold": repr(self.threshold)}
         save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, str(path), metadata=about)
 
+    def to_plain(self) -> dict[str, Any]:
+        """Return the head as data for a spec: ``{"head": head.to_plain()}`` is a config of ``probe`` without a file."""
+        layers = [{key: each.tolist() for key, each in zip(_KEYS, pair, strict=True)} for pair in self.layers]
+        return {"layers": layers, "threshold": self.threshold}
+
+    @classmethod
+    def from_plain(cls, given: Mapping[str, Any]) -> ProbeHead:
+        """Return the head that `to_plain` has described."""
+        try:
+            layers = [
+                (torch.tensor(each["weight"], dtype=torch.float32), torch.tensor(each["bias"], dtype=torch.float32))
+                for each in given["layers"]
+            ]
+            return cls(layers, threshold=float(given.get("threshold", 0.5)))
+        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise OptionError(
+                "A head as data is {'layers': [{'weight': rows of numbers, 'bias': numbers}, …], 'threshold': 0.5}, as "
+                f"ProbeHead.to_plain returns it ({type(error).__name__}: {str(error)[:120]})."
+            ) from None
+
     @classmethod
     def load(cls, path: str | Path) -> ProbeHead:
         """Return the head in a file that `save` has written."""

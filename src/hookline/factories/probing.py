@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
@@ -64,13 +65,13 @@ def probe(config: Mapping[str, Any] | None = None) -> Probe:
         hook.to_metrics()  # {"model.layers.8/score": …, "model.layers.8/flagged": …, …}
 
     Args:
-        config: ``file``: what ``train_probe(…).save`` has written; from Python, ``head`` may be the `ProbeHead` itself.
-            ``name``: for answers and logs. ``threshold``: the score above which a token is flagged, if not that of the
-            file. ``action``: ``"metric"`` counts flagged tokens; ``"flag"`` also says so in the answer of their
-            request; ``"stop"`` also ends that answer. ``positions``: ``"all"``, or ``"last"``, the last token of each
-            request in each forward. ``requests``: names of requests, or patterns; others are not scored. ``phase``:
-            ``"prefill"`` or ``"decode"`` alone. ``add_residual``: of an output that is a pair of tensors of one
-            shape, as layers of SGLang and vLLM give, score the sum.
+        config: ``file``: what ``train_probe(…).save`` has written; or ``head``: what its ``to_plain`` returns, or the
+            `ProbeHead` itself. ``name``: for answers and logs. ``threshold``: the score above which a token is
+            flagged, if not that of the head. ``action``: ``"metric"`` counts flagged tokens; ``"flag"`` also says so in
+            the answer of their request; ``"stop"`` also ends that answer. ``positions``: ``"all"``, or ``"last"``,
+            the last token of each request in each forward. ``requests``: names of requests, or patterns; others are
+            not scored. ``phase``: ``"prefill"`` or ``"decode"`` alone. ``add_residual``: of an output that is a pair
+            of tensors of one shape, as layers of SGLang and vLLM give, score the sum.
 
     An output that the head does not fit is an error in the forward. A token with NaN or infinity in its score counts as
     one of score 1.
@@ -97,9 +98,14 @@ def _head(file: Any, given: Any) -> ProbeHead:
     if (file is None) == (given is None):
         what = "neither" if file is None else "both"
         raise OptionError(f"{_NAME} takes a file that train_probe(…).save has written, or a head, got {what}.")
-    if given is not None and not isinstance(given, ProbeHead):
-        raise OptionError(f"{_NAME}: head is what train_probe returns, got {given!r}.")
-    return ProbeHead.load(path(_NAME, "file", file)) if given is None else given
+    if given is None:
+        return ProbeHead.load(path(_NAME, "file", file))
+    if isinstance(given, Mapping):
+        with torch.inference_mode(False):
+            return ProbeHead.from_plain(given)
+    if not isinstance(given, ProbeHead):
+        raise OptionError(f"{_NAME}: head is what train_probe(…).to_plain returns, got {str(given)[:80]!r}.")
+    return given
 
 
 class Probe(ActivationStats):
@@ -155,7 +161,9 @@ class Probe(ActivationStats):
             self._streaming.take(seen, chosen)
             notes = current_notes() if self._action != "metric" else None
             if notes is not None:
-                notes.add(self.label, seen.name, owners, chosen, self.threshold, stops=self._action == "stop")
+                notes.add(
+                    self.label, seen.name, owners, chosen, self.threshold, stops=self._action == "stop", hook=id(self)
+                )
 
     def _add_unserved(self, seen: StreamedModule, scores: Tensor) -> None:
         """Add scores of a forward without requests."""

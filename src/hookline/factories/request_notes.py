@@ -36,6 +36,8 @@ class RequestFlag:
     """The highest score."""
     stops: bool
     """Whether the answer is to end."""
+    hook: int = 0
+    """Which hook it was: two may have one name."""
 
     def to_plain(self, *, stopped: bool) -> dict[str, Any]:
         """Return the flag as answers have it; ``stopped`` says whether the engine did end the answer."""
@@ -57,6 +59,7 @@ class _Scores:
     values: Tensor
     threshold: float
     stops: bool
+    hook: int
 
 
 class RequestNotes:
@@ -69,10 +72,18 @@ class RequestNotes:
         self._scores: list[_Scores] = []
 
     def add(
-        self, probe: str, module: str, owners: TokenOwners, values: Tensor, threshold: float, *, stops: bool
+        self,
+        probe: str,
+        module: str,
+        owners: TokenOwners,
+        values: Tensor,
+        threshold: float,
+        *,
+        stops: bool,
+        hook: int = 0,
     ) -> None:
-        """Note the scores of tokens, one for each of ``owners``."""
-        self._scores.append(_Scores(probe, module, owners, values, threshold, stops))
+        """Note the scores of tokens, one for each of ``owners``; ``hook`` tells probes of one name apart."""
+        self._scores.append(_Scores(probe, module, owners, values, threshold, stops, hook))
 
     def clear(self) -> None:
         """Drop the notes of a forward that failed."""
@@ -106,16 +117,17 @@ def _on_host(tensors: list[Tensor]) -> list[list[float]]:
 def _flags(scores: _Scores, values: list[float]) -> Iterator[tuple[str, RequestFlag]]:
     for request, position, value in zip(scores.owners.requests, scores.owners.positions, values, strict=True):
         if value > scores.threshold:
-            yield request, RequestFlag(scores.probe, scores.module, 1, position, value, scores.stops)
+            yield request, RequestFlag(scores.probe, scores.module, 1, position, value, scores.stops, scores.hook)
 
 
 def merge_flags(flags: list[RequestFlag]) -> list[RequestFlag]:
-    """Return one flag for each probe and module, in the order in which they came."""
-    found: dict[tuple[str, str], RequestFlag] = {}
+    """Return one flag for each hook and module, in the order in which they came."""
+    found: dict[tuple[int, str, str], RequestFlag] = {}
     for flag in flags:
-        known = found.setdefault((flag.probe, flag.module), flag)
+        place = flag.hook, flag.probe, flag.module
+        known = found.setdefault(place, flag)
         if known is not flag:
-            found[flag.probe, flag.module] = replace(
+            found[place] = replace(
                 known,
                 tokens=known.tokens + flag.tokens,
                 score=max(known.score, flag.score),

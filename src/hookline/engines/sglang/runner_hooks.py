@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.engines.hooks_in_worker import at_once, silent_sites
+from hookline.engines.hooks_in_worker import at_once, probe_action, silent_sites
 from hookline.engines.sglang.forward_rows import table_of_batch
 from hookline.engines.sglang.sglang_options import SglangOptions
+from hookline.errors import OptionError
 from hookline.factories.batch_rows import TokenBatch, serving
 from hookline.replace_file import replace_file
 from hookline.serve.generation.model_probe import hooks_suspended
@@ -65,6 +66,7 @@ class SglangHooks:
         added: _Live = []
         for spec in specs:
             try:
+                _check_action(spec)
                 added += self._live.add_all([spec])
             except Exception as error:
                 logger.error("hook %r is not attached: %s: %s", spec.get("name"), type(error).__name__, error)
@@ -92,7 +94,12 @@ class SglangHooks:
     @property
     def needs_eager(self) -> bool:
         """Return whether forwards have to run without CUDA graphs, in which hooks do not fire."""
-        return bool(self._live.list()) and not self._options.in_graph
+        return self._has_hooks and not self._options.in_graph
+
+    @property
+    def _has_hooks(self) -> bool:
+        """Return whether a hook is on; one that raised is switched off."""
+        return any(not live.off for live in self._live.list())
 
     @contextmanager
     def during_capture(self) -> Iterator[None]:
@@ -106,7 +113,7 @@ class SglangHooks:
     @contextmanager
     def during_forward(self, batch: Any) -> Iterator[None]:
         """Tell hooks whose tokens are in ``batch`` for the block, which runs it."""
-        if not self._live.list():
+        if not self._has_hooks:
             yield
             return
         with serving(self._table(batch)):
@@ -157,6 +164,17 @@ class SglangHooks:
         if not self._has_logged:
             self._has_logged = True
             logger.warning("%s", words)
+
+
+def _check_action(spec: Mapping[str, Any]) -> None:
+    """Refuse a probe that is to end answers, and say that nobody reads the flags of others."""
+    action = probe_action(spec)
+    if action == "stop":
+        raise OptionError("action='stop' ends no answer on SGLang; use action='metric' and read the report.")
+    if action == "flag":
+        logger.warning(
+            "hook %r has action='flag': answers of SGLang have no flags; tokens are counted", spec.get("name")
+        )
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

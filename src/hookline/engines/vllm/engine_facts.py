@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from hookline.engines.hooks_in_worker import probe_action
 from hookline.errors import OptionError
 
-__all__ = ["TESTED_VERSIONS", "EngineFacts", "Way", "choose_way", "way_words"]
+__all__ = ["TESTED_VERSIONS", "EngineFacts", "Way", "check_stop", "choose_way", "way_words"]
 
 Way = Literal["eager", "on_demand", "in_graph"]
 """How a hook fires: the model runs eagerly anyway; each step with hooks is run eagerly; it is in the compiled code."""
@@ -38,6 +39,8 @@ class EngineFacts:
     tp_size: int
     pp_rank: int
     pp_size: int
+    why_no_stop: str | None = None
+    """Why no probe can end an answer in this engine; None if one can."""
     has_random_ids: bool = True
     """Whether the engine adds a random end to the ids that clients give."""
 
@@ -59,6 +62,7 @@ class EngineFacts:
             tp_size=tp_size,
             pp_rank=rank // tp_size % pp_size,
             pp_size=pp_size,
+            why_no_stop=_why_no_stop(worker, pp_size),
             has_random_ids=os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") in ("", "0"),
         )
 
@@ -99,6 +103,15 @@ def choose_way(facts: EngineFacts, *, before_compiling: bool, edits: bool) -> Wa
     return "on_demand" if facts.is_compiled else "eager"
 
 
+def check_stop(facts: EngineFacts, spec: Mapping[str, Any]) -> None:
+    """Raise if a spec has a probe that is to end answers, and this engine cannot do that."""
+    if facts.why_no_stop is not None and probe_action(spec) == "stop":
+        raise OptionError(
+            f"action='stop' cannot end an answer on this engine: {facts.why_no_stop}. Use action='flag', ask for "
+            "the flags, and cancel the request by its id."
+        )
+
+
 def way_words(ways: Sequence[Way]) -> str:
     """Return a sentence on how these hooks fire, for the log."""
     words = {
@@ -107,6 +120,16 @@ def way_words(ways: Sequence[Way]) -> str:
         "in_graph": "hooks are in the compiled code, and can be switched off but not removed",
     }
     return "; ".join(words[way] for way in dict.fromkeys(ways))
+
+
+def _why_no_stop(worker: Any, pp_size: int) -> str | None:
+    """Return why `AnswerEnds` cannot end an answer."""
+    sampler = getattr(getattr(worker, "model_runner", None), "sampler", None)
+    if getattr(worker, "use_v2_model_runner", False) or not callable(getattr(sampler, "register_forward_hook", None)):
+        return "its model runner has a sampler that hookline does not know"
+    if getattr(worker.vllm_config, "speculative_config", None) is not None:
+        return "it samples several tokens at once (speculative decoding)"
+    return "the pipeline stage that samples knows nothing of the layers of others" if pp_size > 1 else None
 
 
 def _graphs(mode: Any) -> str:

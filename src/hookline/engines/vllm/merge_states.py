@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,12 +122,17 @@ def _hooks(workers: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any
 def merge_worker_flags(answers: Sequence[_Answer]) -> list[dict[str, Any]]:
     """Return the flags of a request, one for each probe and module; a module may be in several workers or in one.
 
+    Of two probes of one name, the first is the first in every worker.
+
     Workers of one pipeline stage see the same tokens, so that nothing is added up.
     """
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    found: dict[tuple[str, str, int], dict[str, Any]] = {}
     for answer in sorted(answers, key=lambda each: int(each["rank"])):
+        seen: Counter[tuple[str, str]] = Counter()
         for flag in answer.get("flags", ()):
-            place = flag["probe"], flag["module"]
+            named = flag["probe"], flag["module"]
+            place = *named, seen[named]
+            seen[named] += 1
             known = found.setdefault(place, flag)
             positions = [each["position"] for each in (known, flag) if each["position"] is not None]
             found[place] = {
@@ -134,6 +140,7 @@ def merge_worker_flags(answers: Sequence[_Answer]) -> list[dict[str, Any]]:
                 "tokens": max(known["tokens"], flag["tokens"]),
                 "position": min(positions, default=None),
                 "score": max(known["score"], flag["score"]),
+                "stopped": known["stopped"] or flag["stopped"],
             }
     return list(found.values())
 

@@ -27,7 +27,8 @@ class _FlagsOfRequest(NamedTuple):
 class RequestFlags:
     """The flags of requests in one worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, can_stop: bool = False) -> None:
+        self._can_stop = can_stop
         self._notes = RequestNotes()
         self._by_name: dict[str, _FlagsOfRequest] = {}
 
@@ -40,17 +41,24 @@ class RequestFlags:
         self._notes.clear()
         set_notes(self._notes)
 
-    def end_step(self, table: StepTable) -> None:
-        """Read what the hooks have noted; waits for the device only if there is something."""
+    def end_step(self, table: StepTable) -> list[str]:
+        """Read what the hooks have noted, and return the ids of requests whose answers are to end.
+
+        Waits for the device only if there is something.
+        """
         set_notes(None)
         names = table.request_ids if isinstance(table.request_ids, tuple) else ()
         ids = dict(zip(names, table.ids, strict=True))
+        ending: list[str] = []
         for name, flags in self._notes.read().items():
+            if self._can_stop and any(flag.stops for flag in flags):
+                ending.append(ids[name])
             known = self._by_name.pop(name, None)
             earlier = known.flags if known is not None and known.id == ids[name] else []
             self._by_name[name] = _FlagsOfRequest(ids[name], merge_flags([*earlier, *flags]))
         while len(self._by_name) > _MOST_KEPT:
             del self._by_name[next(iter(self._by_name))]
+        return ending
 
     def take(self, name: str, id: str | None = None) -> list[dict[str, Any]]:
         """Return the flags of a request as plain data, and forget them.
@@ -63,7 +71,7 @@ class RequestFlags:
         if known is None or id not in (None, known.id):
             return []
         del self._by_name[name]
-        return [flag.to_plain(stopped=False) for flag in known.flags]  # a worker cannot end an answer
+        return [flag.to_plain(stopped=flag.stops and self._can_stop) for flag in known.flags]
 
     def clear(self) -> None:
         """Forget all flags."""

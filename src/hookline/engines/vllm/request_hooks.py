@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["RequestHooks", "confined_spec", "harmless_spec", "rows_of_request"]
 
 _READY: Final = "hookline.factories"
-_NEED_A_FILE: Final = ("probe",)
-"""Factories that a request cannot use, as all they know comes from a file."""
 
 
 class RequestHooks:
@@ -114,7 +112,7 @@ def _check_allowed(path: str, config: Mapping[str, Any], allow: tuple[str, ...] 
             raise NotAllowedError(f"{name} has files, and a hook of a request gets none; attach it to the engine.")
         return
     prefixes = [each.replace(":", ".") for each in allow or ()]
-    usable = [each for each, options in FILE_OPTIONS.items() if "folder" not in options and each not in _NEED_A_FILE]
+    usable = [each for each, options in FILE_OPTIONS.items() if "folder" not in options]
     if not any(dotted == each or dotted.startswith(f"{each}.") for each in prefixes if each != _READY):
         raise NotAllowedError(
             f"A request may not name {path!r}; it may name {', '.join(f'{_READY}:{each}' for each in usable)}"

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hookline.engines.hooks_in_worker import silent_sites
-from hookline.engines.vllm.engine_facts import EngineFacts, Way, choose_way, way_words
+from hookline.engines.vllm.answer_ends import AnswerEnds
+from hookline.engines.vllm.engine_facts import EngineFacts, Way, check_stop, choose_way, way_words
 from hookline.engines.vllm.engine_live_hooks import EngineLiveHooks
 from hookline.engines.vllm.layer_sources import never_called
 from hookline.engines.vllm.request_flags import RequestFlags
@@ -62,7 +63,8 @@ class WorkerHooks:
         """How many of them a compiled engine ran eagerly, for the hooks."""
         self.states = RequestStates(self.model, tp_size=self.facts.tp_size, most_bytes=options.captured_bytes)
         self.request_hooks = RequestHooks(EngineLiveHooks(self.model))
-        self.flags = RequestFlags()
+        self.flags = RequestFlags(can_stop=self.facts.why_no_stop is None)
+        self.ends = None if self.facts.why_no_stop else AnswerEnds(worker.model_runner)
         self._runner = worker.model_runner
         self._live = EngineLiveHooks(self.model)
         self._ways: dict[str, Way] = {}
@@ -96,6 +98,7 @@ class WorkerHooks:
         try:
             for place, spec in enumerate(specs if allow is None else [harmless_spec(each) for each in specs]):
                 self._live.made = start + place
+                check_stop(self.facts, spec)
                 new = self._live.add_all([spec], allow=allow, strict=strict, origin=origin)
                 added += new
                 self._ways.update({live.id: way for live in new})
@@ -107,14 +110,12 @@ class WorkerHooks:
             self._live.made = start + len(specs)
         if added:
             logger.info("%d hooks attached: %s", len(added), way_words([way]))
-        for live in added:
-            if live.spec.config.get("action") == "stop":
-                logger.warning("hook %r has action='stop': a worker of vLLM flags, and ends no answer", live.name)
         return added
 
     def add_in_graph(self, specs: Sequence[Mapping[str, Any]]) -> None:
         """Attach hooks before the engine compiles; keep edits for `add_deferred`, as none can be switched off there."""
         for spec in specs:
+            check_stop(self.facts, spec)
             for live in self._live.add_for_graph(spec):
                 live.counted.off = True  # until the engine has warmed up: those numbers are no one's
                 if live.counted.in_graph:  # it edits
@@ -220,6 +221,8 @@ class WorkerHooks:
         begun, ended = self.book.note(scheduled)
         for id in ended:
             self._close(id)
+            if self.ends is not None:
+                self.ends.forget(id)
         for booked in begun:
             if booked.options is not None:
                 self._open(booked)
@@ -262,6 +265,8 @@ class WorkerHooks:
             if asked.states is None and not asked.hooks:
                 return
             choose_way(self.facts, before_compiling=False, edits=False)
+            for spec in asked.hooks:
+                check_stop(self.facts, spec)
             if booked.name == booked.id != self.book.client_name(booked.id):
                 raise OptionError(f"Another request is called {self.book.client_name(booked.id)!r}; give each an id.")
         except Exception as error:
@@ -325,7 +330,9 @@ class WorkerHooks:
             return
         set_batch(table_after_model(table))
         try:
-            self.flags.end_step(table)
+            ending = self.flags.end_step(table)
+            if self.ends is not None:
+                self.ends.end(ending)
             self.states.end_step()
         except Exception as error:  # out of a hook of the root, it would end the engine
             self.states.fail_running(OptionError(f"What hooks found in a step could not be read ({error!r})."))

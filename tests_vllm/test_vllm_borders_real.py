@@ -1,0 +1,174 @@
+"""What a client of a real vLLM server cannot do: touch another request, stop the engine, pass checks; and probes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from helpers_vllm import BEARER, VllmServer, head_for
+from helpers_waiting import PATIENCE
+
+import hookline as hl
+
+PROMPT = [5, 6, 7, 8, 9]
+LAYER = "model.layers.1"
+STATES = {"hidden_states": {"layers": [LAYER]}}
+VECTOR = [40.0 if place % 2 else -40.0 for place in range(128)]
+STEER = {"target_modules": [LAYER], "hook_factory": "hookline.factories:steer", "config": {"vector": VECTOR}}
+
+
+@pytest.fixture
+def client(server: VllmServer, reference: Any) -> Iterator[httpx.Client]:
+    """A client; whatever a test did, the engine lives, no hook is left, and answers are as before."""
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as found:
+        yield found
+        for hook in found.get("/hooks").json()["hooks"]:
+            found.delete(f"/hooks/{hook['id']}", headers=BEARER)
+        assert tokens(ask(found)) == alone(reference, PROMPT)
+
+
+def ask(client: httpx.Client, prompt: Any = PROMPT, *, hooks: Any = None, name: str = "", **options: Any) -> Any:
+    """The answer to one prompt, greedy."""
+    body = {
+        "prompt": prompt,
+        "max_tokens": 6,
+        "temperature": 0,
+        "return_token_ids": True,
+        "ignore_eos": True,
+        **options,
+    }
+    headers = {"X-Request-Id": name} if name else {}
+    return client.post("/v1/completions", json=body if hooks is None else {**body, "hooks": hooks}, headers=headers)
+
+
+def tokens(answer: Any) -> list[int]:
+    """The ids of the first answer."""
+    assert answer.status_code == 200, answer.text
+    found: list[int] = answer.json()["choices"][0]["token_ids"]
+    return found
+
+
+def alone(reference: Any, prompt: list[int], length: int = 6) -> list[int]:
+    """What transformers answers."""
+    found = reference.generate(torch.tensor([prompt]), max_new_tokens=length, do_sample=False, eos_token_id=None)
+    return [int(each) for each in found[0, len(prompt) :]]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"hooks": {"hooks": [{**STEER, "on_error": "raise"}]}}, "on_error"),
+        ({"hooks": {**STATES, "key": "cmpl-victim-0"}}, "X-Request-Id"),
+        ({"hooks": {"hooks": [{**STEER, "hook_factory": "os:system"}]}}, "os:system"),
+        ({"hooks": {"hooks": [STEER] * 65}}, "64"),
+        ({"hooks": STATES, "n": 1_000_000_000}, "answers"),
+        ({"hooks": STATES, "prompt": [[5]] * 100_000}, "answers"),
+        ({"vllm_xargs": {"hookline": json.dumps({"key": "cmpl-victim-0", **STATES})}}, "X-Request-Id"),
+        ({"vllm_xargs": {"hookline": json.dumps({"hooks": [{**STEER, "on_error": "raise"}]})}}, "on_error"),
+        ({"vllm_xargs": "x", "hooks": STATES}, "vllm_xargs"),
+        ({"hooks": STATES, "vllm_xargs": {"hookline": "{"}}, "one of the two"),
+    ],
+)
+@pytest.mark.parametrize("is_escaped", [False, True])
+def test_what_no_client_may_ask_is_refused(client: httpx.Client, asked: Any, words: str, is_escaped: bool) -> None:
+    """At once, by a 400 or 403 that says why, however the keys are spelled."""
+    body = {"prompt": PROMPT, "max_tokens": 2, **asked}
+    if is_escaped and len(str(body)) < 10_000:
+        names = {key: value for key, value in body.items() if key in ("hooks", "vllm_xargs")}
+        hidden = b", ".join(_escaped_key(key) + b": " + json.dumps(value).encode() for key, value in names.items())
+        rest = json.dumps({key: value for key, value in body.items() if key not in names}).encode()
+        content = rest[:-1] + b", " + hidden + b"}"
+        assert b"hooks" not in content.split(b": ")[0]
+    else:
+        content = json.dumps(body).encode()
+    answer = client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert (answer.status_code in (400, 403), words in answer.text) == (True, True), answer.text[:500]
+
+
+def _escaped_key(key: str) -> bytes:
+    return ('"' + "".join(f"\\u{ord(each):04x}" for each in key) + '"').encode()
+
+
+def test_a_body_that_lies_too_deep_is_refused(client: httpx.Client) -> None:
+    content = b'{"prompt": [5], "hooks": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    answer = client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text[:500]
+
+
+def test_one_name_for_all_and_everybody_has_their_own(client: httpx.Client, reference: Any) -> None:
+    """Clients that give the id of another: who asks to be steered is, and who asks for states gets their own."""
+    prompts = [[60 + place, 6, 7] for place in range(6)]
+
+    def one(place: int) -> Any:
+        hooks = (STATES, {"hooks": [STEER]}, None)[place % 3]
+        return ask(client, prompts[place], hooks=hooks, name="victim")
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(one, range(6)))
+    for place, answer in enumerate(answers):
+        plain = alone(reference, prompts[place])
+        assert (tokens(answer) == plain) == (place % 3 != 1)
+        found = answer.json()["choices"][0].get("hooks")
+        if place % 3 == 0:
+            assert found["hidden_states"][LAYER]["positions"] == list(range(8))
+        elif place % 3 == 1:
+            assert found["hooks"][0]["rows"] == 8
+        else:
+            assert found is None
+
+
+def test_a_hook_of_a_request_that_raises_ends_no_engine(client: httpx.Client, reference: Any) -> None:
+    """A vector of the wrong width, with a neighbour in the batch: told in the one answer, and nowhere else."""
+    bad = {**STEER, "config": {"vector": [1.0] * 7}}
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(ask, client, hooks={"hooks": [bad]}), pool.submit(ask, client, [70, 6])
+    assert tokens(first.result()) == alone(reference, PROMPT)
+    assert tokens(second.result()) == alone(reference, [70, 6])
+    (found,) = first.result().json()["choices"][0]["hooks"]["hooks"]
+    assert found["errors"] == 1
+    assert "7" in found["last_error"]
+
+
+def test_behind_a_proxy_the_token_is_asked_for_all_the_same(client: httpx.Client) -> None:
+    """With ``--root-path`` paths come with the proxy's prefix and without it."""
+    body = {"target_modules": [LAYER], "hook_factory": "hookline.factories:activation_stats"}
+    assert client.post("/proxy/hooks", json=body).status_code == 401
+    assert client.post("/proxy/hooks", json=body, headers=BEARER).status_code == 201
+    assert len(client.get("/proxy/hooks").json()["hooks"]) == 1
+    sent = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "hooks": STATES}
+    answer = client.post("/proxy/v1/completions", json=sent)
+    assert LAYER in answer.json()["choices"][0]["hooks"]["hidden_states"], answer.text[:500]
+    sent["hooks"] = {**STATES, "key": "x"}
+    assert client.post("/proxy/v1/completions", json=sent).status_code == 400
+
+
+@pytest.mark.parametrize("action", ["flag", "stop"])
+@pytest.mark.parametrize("ignores_end", [False, True])
+def test_a_request_brings_its_own_probe(client: httpx.Client, reference: Any, action: str, ignores_end: bool) -> None:
+    """The head comes as data. Stopped, the answer has nothing behind the flagged token; its neighbour goes on."""
+    plain = alone(reference, PROMPT)
+    with torch.no_grad(), hl.capture(reference, LAYER) as cache:
+        reference(torch.tensor([[*PROMPT, *plain[:-1]]]))
+    token = len(PROMPT) + 2  # the third token of the answer
+    config = {"head": head_for(cache[LAYER].output[0], token), "action": action, "add_residual": True}
+    spec = {"target_modules": [LAYER], "hook_factory": "hookline.factories:probe", "config": config}
+    options = {"ignore_eos": ignores_end, "min_tokens": 0, "logprobs": 1}
+    with ThreadPoolExecutor(2) as pool:
+        own = pool.submit(ask, client, hooks={"hooks": [spec]}, **options)
+        other = pool.submit(ask, client, [71, 6])
+    assert tokens(other.result()) == alone(reference, [71, 6])
+    [choice] = own.result().json()["choices"]
+    [flag] = choice["hooks"]["flags"]
+    assert (flag["module"], flag["position"], flag["stopped"]) == (LAYER, token, action == "stop")
+    assert choice["hooks"]["hooks"][0]["errors"] == 0
+    if action == "flag":
+        assert (flag["tokens"], choice["token_ids"]) == (1, plain)
+    elif ignores_end:  # it goes on, and says nothing more
+        assert choice["token_ids"] == [*plain[:3], 1, 1, 1]
+    else:
+        assert (choice["finish_reason"], choice["token_ids"]) == ("stop", [*plain[:3], 1])
