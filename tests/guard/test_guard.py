@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ from hookline.errors import GuardError, OptionError
 from hookline.guard import snapshot_part as part
 from hookline.guard import tensor_copies as copies
 from hookline.guard.guard import Guard, rollback
+from hookline.sites import _torch
 
 # -- scopes ---------------------------------------------------------------------------------------------------------
 
@@ -278,6 +280,30 @@ def test_memory_is_used_again_and_let_go_of_with_the_guard(monkeypatch):
     made.clear()
     del guard
     assert [ref() for ref in refs] == [None, None, None]
+
+
+def test_a_release_keeps_no_gradient_batch_or_graph_alive():
+    """What is remembered for the next save is of model and optimizer alone. Before the release they are alive."""
+    run = Run()
+    guard = guard_of(run)
+    for _ in range(2):
+        run.model.zero_grad()
+        loss = run.model(torch.ones(4, 5)).sum()
+        loss.backward(retain_graph=True)
+        batch = {"x": torch.ones(3)}
+        parameters = list(run.model.parameters())
+        refs = [weakref.ref(batch["x"]), *(weakref.ref(p.grad) for p in parameters if p.grad is not None)]
+        guard.save(batch=batch)
+        with guard.protecting("any"):
+            pass
+        run.model.zero_grad(set_to_none=True)
+        del batch, loss
+        assert all(ref() is not None for ref in refs)
+        assert max(map(_torch.use_count, parameters)) > 1  # by the nodes of the graph
+        guard.release()
+        gc.collect()
+        assert all(ref() is None for ref in refs)
+        assert max(map(_torch.use_count, parameters)) == 1
 
 
 def test_a_scaler_in_use_does_not_have_the_model_gone_through_again(monkeypatch):

@@ -278,3 +278,17 @@ def test_the_epoch_of_a_distributed_sampler_comes_back():
     with rollback(nn.ReLU(), loader=loader):
         sampler.set_epoch(7)
     assert sampler.epoch == 0
+
+
+def test_every_bit_of_a_nan_comes_back():
+    """Of signalling NaNs, which a copy as floats may make quiet."""
+    kinds = ((torch.float32, torch.int32, 0x7F800001), (torch.bfloat16, torch.int16, 0x7F81))
+    kinds += ((torch.float16, torch.int16, 0x7C01), (torch.float64, torch.int64, 0x7FF0000000000001))
+    model = nn.Module()
+    for number, (dtype, integers, pattern) in enumerate(kinds):
+        model.register_buffer(f"b{number}", torch.full((5,), pattern, dtype=integers).view(dtype))
+    with rollback(model):
+        for buffer in model.buffers():
+            buffer.zero_()
+    for buffer, (_, integers, pattern) in zip(model.buffers(), kinds, strict=True):
+        assert (buffer.view(integers) == pattern).all()

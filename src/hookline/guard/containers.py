@@ -26,7 +26,7 @@ from torch.utils.data import Sampler
 
 from hookline.errors import GuardError
 from hookline.guard.rng import GENERATOR_TYPES
-from hookline.guard.tensor_states import can_be_saved
+from hookline.guard.saveable import can_be_saved
 from hookline.sites import _torch
 
 __all__ = ["ContainerTree"]
@@ -97,6 +97,7 @@ class ContainerTree:
             if root is not None:
                 for attributes in self._enter(root, -1, name):
                     self._walk(attributes, name)
+        self.is_empty = not self._objects
         # Most containers of a model are hook tables with nothing in them.
         self._empty = [container.held for container in self.containers if not container.held]
         self._dicts = [container.held for container in self.containers if container.held and container.is_dict]

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from hookline.errors import GuardError, OptionError
+from hookline.guard.interrupts import interrupts_deferred
 from hookline.guard.loaders import DatasetCheck
-from hookline.guard.snapshot import Snapshot, first_names, interrupts_deferred, roots_of, unrestored_message
+from hookline.guard.snapshot import Snapshot, first_names, roots_of, unrestored_message
 from hookline.guard.snapshot_part import StateChange
 from hookline.guard.tensor_copies import Where
 from hookline.guard.torch_switches import TorchSwitches

@@ -89,6 +89,8 @@ def generators_of_dataset(dataset: Any) -> list[Any]:
 
 def generators_of_loader(loader: Any) -> list[Any]:
     """Return the generators of a loader, its samplers and its dataset, in the same order in every process."""
+    if loader is None:
+        return []
     found = [one for part in (loader, *samplers_of(loader).values()) for one in generators_on(part)]
     if isinstance(loader, DataLoader):
         found += generators_of_dataset(loader.dataset)

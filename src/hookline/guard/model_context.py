@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from hookline.errors import GuardError, NoMatchError, OptionError
 from hookline.guard.guard import Guard
+from hookline.guard.interrupts import interrupts_deferred
 from hookline.guard.loaders import call_loader_factory, copy_loader, private_generator
-from hookline.guard.snapshot import PreEpochState, Snapshot, interrupts_deferred, roots_of
+from hookline.guard.snapshot import PreEpochState, Snapshot, roots_of
 from hookline.messages import nearest_names
 from hookline.sites import _torch
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
@@ -342,8 +343,7 @@ class ModelDataContext:
 
     def _mean_gradients(self, batches: Iterable[Any], step: Callable[[Any], Any]) -> dict[str, Tensor]:
         """Return the mean over the batches of the gradients after each ``step``."""
-        totals: dict[str, Tensor] = {}
-        num_batches = 0
+        totals, num_batches = dict[str, Tensor](), 0
         for batch in batches:
             step(batch)
             num_batches += 1

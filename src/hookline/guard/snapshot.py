@@ -6,14 +6,9 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import is_
-from types import FrameType
+from operator import attrgetter, is_
 from typing import Any, Final, Self
 
 import torch
@@ -21,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hookline.errors import GuardError
+from hookline.guard.interrupts import interrupts_deferred
 from hookline.guard.loaders import generators_of_dataset, generators_on, samplers_of
 from hookline.guard.rng import RandomStates
 from hookline.guard.snapshot_part import NOTHING_SAVED, SnapshotPart, StateChange
@@ -31,9 +27,10 @@ from hookline.sites.find import attached
 from hookline.sites.hook_at_site import next_order
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 
-__all__ = ["PreEpochState", "Snapshot", "first_names", "interrupts_deferred", "roots_of", "unrestored_message"]
+__all__ = ["PreEpochState", "Snapshot", "first_names", "roots_of", "unrestored_message"]
 
 _LARGE: Final = ("model", "optimizer")
+_grad: Final = attrgetter("grad")
 _GRAPH: Final = "written with a graph"
 """Why a tensor cannot be put back: it is a view, or was computed, and has another graph now."""
 _OTHER_MEMORY: Final = "its memory was shrunk, and shown to NumPy, so it has other memory now"
@@ -80,17 +77,22 @@ class Snapshot:
         self._rest = SnapshotPart({name: root for name, root in roots.items() if name not in _LARGE}, where)
         self._batch = _Root(None)
         self._data = SnapshotPart({"batch_data": self._batch}, where)
-        self._parts = self._main, self._rest, self._data
         self._gradients = TensorStates(where)
-        self._groups = *(part.tensors for part in self._parts), self._gradients
+        self._groups = self._main.tensors, self._rest.tensors, self._data.tensors, self._gradients
+        self._parts: list[SnapshotPart] = []
+        """Those that have something in them."""
         self._is_saved = False
         self._random: RandomStates | None = None
         self._internals: TensorInternals | None = None
         self._owners: list[int] = []
         """The indices of those tensors that can have a gradient."""
+        self._owning: list[Tensor] = []
+        """These tensors."""
         self._grads: list[Tensor | None] = []
         """The gradient of each of them, the tensor itself."""
         self._grad_names: list[str] = []
+        self._other_grads: list[int] = []
+        """The numbers of the owners that `changes` has found with another gradient."""
         self._hooks = TensorHooks([])
         self._order = self._checked_order = 0
         """The order number of hooks when it was taken, and when it last looked for hooks attached since."""
@@ -135,23 +137,39 @@ class Snapshot:
         generators = self._main.containers.generators + self._rest.containers.generators
         self._random = RandomStates(generators) if random else None
         self._order = self._checked_order = next_order()
-        tensors = list(chain.from_iterable(group.tensors for group in self._groups))
-        self._internals = TensorInternals(tensors, self.names + self._grad_names, self._model)
+        self._take_internals()
         self._is_saved = True
+
+    def _take_internals(self) -> None:
+        tensors = [group.tensors for group in self._groups]
+        if self._internals is not None and self._internals.is_about(tensors):
+            self._internals.note()
+        else:
+            self._internals = TensorInternals(tensors, lambda: self.names + self._grad_names, self._model)
 
     def _take_batch(self, batch: Any, which: str) -> None:
         """Copy the tensors of a batch that were not met elsewhere; there is another batch at every step."""
-        is_other = batch is not None or self._batch._held is not None
-        self._batch._held = batch
-        known: set[int] = set()
-        if is_other:
+        held, self._batch._held = self._batch._held, batch
+        self._parts = [part for part in (self._main, self._rest) if not part.containers.is_empty]
+        if batch is not None:
             known = {id(grad) for grad in self._grads} | self._main.containers.seen | self._rest.containers.seen
-        self._data.take("nothing" if which == "nothing" else "all", known, rebuild=is_other)
+            self._data.take("nothing" if which == "nothing" else "all", known, rebuild=True)
+            self._parts.append(self._data)
+        elif held is not None:
+            self._data.forget(everything=True)
 
     def _take_gradients(self, *, copied: bool) -> None:
         tensors, names = self._main.containers.tensors, self._main.names
-        self._owners = [index for index in self._main.with_gradients if tensors[index].is_leaf]
-        self._grads = [tensors[index].grad for index in self._owners]
+        self._owners = self._main.with_gradients
+        if self._main.tensors.has_graphs:
+            self._owners = [index for index in self._owners if tensors[index].is_leaf]
+        self._owning = [tensors[index] for index in self._owners]
+        self._grads = list(map(_grad, self._owning))
+        if self._grads.count(None) == len(self._grads):
+            if self._gradients.tensors:
+                self._gradients.assign([], [])
+            self._gradients.take("gradients", ())
+            return
         known = set(map(id, tensors))
         named = {
             id(grad): (grad, f"{names[index]}.grad")
@@ -173,34 +191,37 @@ class Snapshot:
 
     def park_gradients(self) -> None:
         """Take the gradients off the tensors; they come back at `restore`."""
-        for owner, grad in self._owners_and_grads():
+        for owner, grad in zip(self._owning, self._grads, strict=True):
             if grad is not None:
                 owner.grad = None
 
-    def _owners_and_grads(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        tensors = self._main.containers.tensors
-        return ((tensors[index], grad) for index, grad in zip(self._owners, self._grads, strict=True))
-
-    def _owners_of_other_grads(self) -> list[tuple[int, Tensor, Tensor | None]]:
-        """Return the index and tensor of each owner whose gradient is another object now, and the one it had."""
-        tensors = self._main.containers.tensors
-        owners = [tensors[index] for index in self._owners]
-        now = [owner.grad if owner.is_leaf else None for owner in owners]  # torch warns when it is asked about others
+    def _owners_of_other_grads(self) -> list[int]:
+        """Return the numbers of the owners whose gradient is another object now."""
+        owners = self._owning
+        if self._main.tensors.is_as_seen:
+            now = list(map(_grad, owners))
+        else:
+            now = [owner.grad if owner.is_leaf else None for owner in owners]  # torch warns when asked about others
         if all(map(is_, now, self._grads)):
             return []
-        each = zip(self._owners, owners, now, self._grads, strict=True)
-        return [(index, owner, grad) for index, owner, found, grad in each if found is not grad]
+        return [number for number, (found, grad) in enumerate(zip(now, self._grads, strict=True)) if found is not grad]
 
     def forget(self) -> None:
         """Let go of what was saved; keep the memory, and what is known about a run that has not changed since."""
-        self._is_saved, self._random, self._internals = False, None, None
-        self._owners, self._grads, self._hooks = [], [], TensorHooks([])
-        self._gradients.assign([], [])
+        self._is_saved, self._random, self._hooks = False, None, TensorHooks([])
+        self._owners, self._owning, self._grads = [], [], []
+        if self._gradients.tensors:
+            self._gradients.assign([], [])
         self._main.forget()
         self._rest.forget()
+        self._parts = []
         if self._batch._held is not None:
             self._batch._held = None
             self._data.forget(everything=True)
+        if self._internals is not None:
+            self._internals.forget()
+            if not self._internals.is_about([group.tensors for group in self._groups]):
+                self._internals = None  # it would keep gradients, or a batch
 
     # -- afterwards ----------------------------------------------------------------------------------------------
 
@@ -212,8 +233,9 @@ class Snapshot:
         if bytewise:
             grads.update(self._gradients.differing())
         changes += [StateChange("gradient", self._grad_names[index]) for index in sorted(grads)]
-        for index, _, _ in self._owners_of_other_grads():
-            changes.append(StateChange("other gradient", f"{self._main.names[index]}.grad"))
+        self._other_grads = self._owners_of_other_grads()
+        for number in self._other_grads:
+            changes.append(StateChange("other gradient", f"{self._main.names[self._owners[number]]}.grad"))
         if random and self._random is not None:
             changes += [StateChange("random", name) for name in self._random.changed()]
         return list(dict.fromkeys(changes))
@@ -247,11 +269,13 @@ class Snapshot:
         assert self._internals is not None
         looked = not (hooks and self._remove_new_hooks()) and looked
         with torch.inference_mode(False), torch.no_grad():
-            swapped = self._internals.changed()
+            is_as_seen = looked and all(group.is_as_seen for group in self._groups)
+            swapped = self._internals.changed(everything=not is_as_seen)
             lost = self._internals.restore(swapped) if swapped else {}
-            self._restore_parts(versions=versions, looked=looked and not swapped, renew_hooks=bool(swapped))
+            looked = looked and not swapped
+            self._restore_parts(versions=versions, looked=looked, renew_hooks=bool(swapped))
             if gradients:
-                self._restore_gradients(looked=looked and not swapped)
+                self._restore_gradients(looked=looked, is_as_seen=is_as_seen and not swapped)
             moved = [tensor for group in self._groups for tensor in group.moved]
             lost |= self._internals.repair_accumulators(swapped, moved)
             if any(group.has_new_internals for group in self._groups):
@@ -287,10 +311,10 @@ class Snapshot:
         if not self._is_saved:
             raise GuardError(NOTHING_SAVED)
 
-    def _restore_gradients(self, *, looked: bool) -> None:
+    def _restore_gradients(self, *, looked: bool, is_as_seen: bool) -> None:
         self._gradients.restore(looked=looked)
-        for _, owner, grad in self._owners_of_other_grads():
-            owner.grad = grad
+        for number in self._other_grads if is_as_seen else self._owners_of_other_grads():
+            self._owning[number].grad = self._grads[number]
         self._gradients.restore_versions()
 
     def _remove_new_hooks(self) -> bool:
@@ -354,26 +378,6 @@ class PreEpochState:
     def saved_bytes(self) -> int:
         """How many bytes were copied."""
         return self._snapshot.nbytes
-
-
-@contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Deliver an interrupt (Ctrl-C) that comes inside the block after it (8 µs).
-
-    Only the main thread is sent interrupts, so do nothing in others; nor where a handler was not set from Python, since
-    it could not be set again.
-    """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
-        yield
-        return
-    received: list[FrameType | None] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(frame))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if received:
-            signal.raise_signal(signal.SIGINT)
 
 
 def first_names(names: Sequence[str]) -> str:

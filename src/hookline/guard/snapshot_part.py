@@ -65,6 +65,8 @@ class SnapshotPart:
 
         They are walked if something has changed or ``rebuild`` says so, except those whose ids are ``known``.
         """
+        if not rebuild and self._containers is not None and self._containers.is_empty:
+            return False
         self.tensors.begin(which)
         rebuild = rebuild or self._containers is None or not self._containers.refresh()
         if rebuild:
@@ -105,6 +107,8 @@ class SnapshotPart:
         written = set(indices)
         if bytewise:
             written.update(self.tensors.differing())
+        if not written and not flags:
+            return changes
         written |= self._moving_averages(written)
         changes += [StateChange(self.kinds[index], self.names[index]) for index in sorted(written)]
         return changes + [StateChange("structure", f"{self.names[index]}.requires_grad") for index in flags]

@@ -23,7 +23,11 @@ Where: TypeAlias = Literal["auto", "device", "host"]
 
 _ALIGNED: Final = 64
 """Bytes; kernels that copy 16 or 32 at once want their addresses to be a multiple of that."""
-_WIDE: Final = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
+_WIDE: Final = ((4, torch.int32), (2, torch.int16), (1, torch.uint8))
+"""Integers, since a multi-tensor copy of half-precision floats on CUDA makes other NaNs of some. Those of four bytes
+are the fastest: on an H200 1.14 ms for 1.96 GB, as float32; of eight bytes 1.40, of two 1.44, of sixteen 1.90."""
+_LARGE: Final = 32 * 2**20
+"""Bytes, from which on a piece on a device is copied by itself and first: 1.08 ms instead of 1.14, 10 µs a launch."""
 _SHARE: Final = 0.9
 """The share of a device's free memory that copies may take; the rest is for what the run is going to do."""
 
@@ -102,16 +106,21 @@ class MemoryCopies:
             groups[piece.live.device, piece.live.dtype].append(piece.live)
         self.nbytes = sum(piece.live.nbytes for piece in self._pieces)
         self._lists = _buffers_for(groups, pool)
+        self._large, self._small = _split(self._lists)
 
     def save(self) -> None:
         """Copy from the tensors, without waiting: later work on the device comes after the copy."""
-        for live, copies in self._lists:
-            _torch.copy_all(copies, live, non_blocking=True)
+        for live, copy in self._large:
+            copy.copy_(live, non_blocking=True)
+        for pieces, copies in self._small:
+            _torch.copy_all(copies, pieces, non_blocking=True)
 
     def restore(self) -> None:
         """Copy into the tensors; autograd does not notice."""
-        for live, copies in self._lists:
-            _torch.copy_all(live, copies, non_blocking=True)
+        for live, copy in self._large:
+            live.copy_(copy, non_blocking=True)
+        for pieces, copies in self._small:
+            _torch.copy_all(pieces, copies, non_blocking=True)
 
     def move(self, old: torch.UntypedStorage, new: torch.UntypedStorage) -> None:
         """Use the storage ``new`` for what lay in ``old``."""
@@ -144,6 +153,20 @@ def _buffers_for(
             begin[device] = at + _aligned(piece.nbytes)
         lists.append((pieces, copies))
     return lists
+
+
+def _split(
+    lists: list[tuple[list[Tensor], list[Tensor]]],
+) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[list[Tensor], list[Tensor]]]]:
+    """Return the pairs of large pieces on a device and their copies, and the lists without them."""
+    pairs = [list(zip(live, copies, strict=True)) for live, copies in lists]
+    large = [pair for each in pairs for pair in each if _is_large(pair[0])]
+    rest = [[pair for pair in each if not _is_large(pair[0])] for each in pairs]
+    return large, [([live for live, _ in each], [copy for _, copy in each]) for each in rest if each]
+
+
+def _is_large(piece: Tensor) -> bool:
+    return piece.nbytes >= _LARGE and piece.device.type != "cpu"
 
 
 def _aligned(nbytes: int) -> int:

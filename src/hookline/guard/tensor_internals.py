@@ -7,7 +7,8 @@ that expects gradients of that shape for as long as a graph keeps it. Neither sh
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, Final
 
@@ -27,47 +28,73 @@ _NO_HOOKS: Final[Any] = (None,) * len(_torch.TENSOR_HOOKS)
 class TensorInternals:
     """The internals of some tensors, as they are when this is made.
 
-    ``names`` are those of the ``tensors``; ``model`` may be data-parallel, which hooks their nodes.
+    ``groups`` are lists of tensors, ``names`` returns the names of all; ``model`` may be data-parallel, which hooks
+    their nodes. `note` keeps what was worked out about the tensors, as long as the lists are the same.
     """
 
-    def __init__(self, tensors: list[Tensor], names: list[str], model: nn.Module) -> None:
-        self._tensors = tensors
-        self._names = names
+    def __init__(self, groups: Sequence[list[Tensor]], names: Callable[[], list[str]], model: nn.Module) -> None:
+        self._groups, self._names, self._model = tuple(groups), names, model
+        self._tensors = list(chain.from_iterable(groups))
+        self._classes = list(map(type, self._tensors))
+        # A plain tensor is asked only where something else is other: torch refuses to swap one that anything refers to,
+        # and swapping gives it other memory. To ask it for its dictionary would make one.
+        each = enumerate(zip(self._tensors, self._classes, strict=True))
+        self._numbers = [n for n, (one, cls) in each if cls is not Tensor or one.layout is not torch.strided]
+        self._asked = [self._tensors[number] for number in self._numbers]
+        self._with_attributes = [number for number in self._numbers if self._classes[number] is not Tensor]
+        self._holders = [self._tensors[number] for number in self._with_attributes]
         self.refresh()
-        self._classes = list(map(type, tensors))
-        # To ask a plain tensor for its dictionary makes one; and isinstance takes 2 µs with a Parameter.
-        pairs = zip(tensors, self._classes, strict=True)
-        self._attributes = [None if cls is Tensor else vars(tensor) for tensor, cls in pairs]
-        self._with_attributes = [
-            tensor for tensor, cls in zip(tensors, self._classes, strict=True) if cls is not Tensor
-        ]
-        self._own = [attributes for attributes in self._attributes if attributes is not None]
-        used = enumerate(self._uses if self._uses.count(1) < len(tensors) else ())
-        found = {number: _live_node(tensors[number]) for number, count in used if count > 1}
-        self._nodes = {number: node for number, node in found.items() if node is not None}
+        self.note()
+
+    def is_about(self, groups: Sequence[list[Tensor]]) -> bool:
+        """Return whether these are the lists of tensors of last time."""
+        return all(map(is_, groups, self._groups))
+
+    def note(self) -> None:
+        """Note the internals as they are now; those of plain tensors are the ones they had."""
+        asked = list(map(_torch.identity_of, self._asked))
+        if asked != self._asked_before:
+            self.refresh()
+        for number, tensor in zip(self._with_attributes, self._holders, strict=True):
+            self._classes[number] = type(tensor)
+        self._attributes = list(map(vars, self._holders))
+        self._uses = list(map(_torch.use_count, self._asked))
+        self._nodes: dict[int, Any] = {}
         """The nodes that graphs of before refer to, 5 µs each; none where no graph is alive."""
+        if self._uses.count(1) < len(self._uses):
+            used = [number for number, count in zip(self._numbers, self._uses, strict=True) if count > 1]
+            found = {number: _live_node(self._tensors[number]) for number in used}
+            self._nodes = {number: node for number, node in found.items() if node is not None}
         # A data-parallel model has hooked its nodes, so there are some.
-        self._is_parallel = bool(self._nodes) and _is_parallel(model)
+        self._is_parallel = bool(self._nodes) and _is_parallel(self._model)
 
     def refresh(self) -> None:
-        """Note the internals as they are now, after a restore that had to replace some."""
+        """Note which internals all tensors have now, after a restore that had to replace some."""
         self._before = list(map(_torch.identity_of, self._tensors))
-        self._uses = list(map(_torch.use_count, self._tensors))
+        self._asked_before = [self._before[number] for number in self._numbers]
+        self._uses = list(map(_torch.use_count, self._asked))
 
-    def changed(self) -> list[int]:
+    def forget(self) -> None:
+        """Let go of the nodes, which keep graphs alive."""
+        self._nodes = {}
+
+    def changed(self, *, everything: bool) -> list[int]:
         """Return the numbers of the tensors that have other internals, attributes or another class now.
 
         ``swap_tensors`` exchanges class and attributes first, so that they are other ones where it then refuses.
+        ``everything``: also plain tensors. Not where no tensor has another address, layout, counter or flag.
         """
-        now = list(map(_torch.identity_of, self._tensors))
-        if now == self._before and all(map(is_, map(vars, self._with_attributes), self._own)):
+        is_same = list(map(_torch.identity_of, self._asked)) == self._asked_before
+        is_same = is_same and all(map(is_, map(vars, self._holders), self._attributes))
+        if is_same and not everything:
             return []
-        each = zip(now, self._before, self._tensors, self._attributes, self._classes, strict=True)
-        return [
-            number
-            for number, (a, b, tensor, own, cls) in enumerate(each)
-            if a != b or type(tensor) is not cls or (own is not None and vars(tensor) is not own)
-        ]
+        each = enumerate(zip(map(_torch.identity_of, self._tensors), self._before, strict=True))
+        changed = {number for number, (now, before) in each if now != before}
+        attributes = zip(self._with_attributes, self._holders, self._attributes, strict=True)
+        for number, tensor, own in attributes:
+            if type(tensor) is not self._classes[number] or vars(tensor) is not own:
+                changed.add(number)
+        return sorted(changed)
 
     def restore(self, changed: Iterable[int]) -> dict[str, str]:
         """Give each its own internals again; return the names of those that cannot have them, and why."""
@@ -75,6 +102,7 @@ class TensorInternals:
         holders = {_torch.identity_of(tensor): tensor for tensor in self._tensors}
         holders |= {self._before[number]: node.variable for number, node in self._nodes.items()}
         changed = list(changed)
+        uses = dict(zip(self._numbers, self._uses, strict=True))
         for number in changed:
             tensor, own = self._tensors[number], self._before[number]
             now = _torch.identity_of(tensor)
@@ -86,27 +114,29 @@ class TensorInternals:
                 continue
             # Hooks of autograd sit in the internals. New ones have none; numbers and flags are put back into them.
             _torch.swap_insides(tensor, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-            if self._uses[number] > 1:
-                lost[self._names[number]] = "swap_tensors() gave its insides, which something refers to, away"
+            if uses.get(number, 1) > 1:
+                lost[self._names()[number]] = "swap_tensors() gave its insides, which something refers to, away"
+        own_attributes = dict(zip(self._with_attributes, self._attributes, strict=True))
         for number in changed:
-            tensor, attributes = self._tensors[number], self._attributes[number]
+            tensor, attributes = self._tensors[number], own_attributes.get(number)
             if type(tensor) is not self._classes[number]:
                 tensor.__class__ = self._classes[number]
             if attributes is not None and vars(tensor) is not attributes:
                 tensor.__dict__ = attributes
         return lost
 
-    def repair_accumulators(self, swapped: Iterable[int], moved: Iterable[Tensor]) -> dict[str, str]:
+    def repair_accumulators(self, swapped: Collection[int], moved: Collection[Tensor]) -> dict[str, str]:
         """Give old and new graphs the right nodes; return the names of parameters for which that fails, and why.
 
         Only those can be wrong that were ``swapped`` or ``moved``, that have more references, or that had a node.
         """
         for node in self._nodes.values():
             _torch.allow_accumulator(node)
-        uses = list(map(_torch.use_count, self._tensors))
+        uses = list(map(_torch.use_count, self._asked))
+        if not swapped and not moved and not self._nodes and uses == self._uses:
+            return {}
         suspects = {id(self._tensors[number]) for number in swapped} | {id(tensor) for tensor in moved}
-        pairs = enumerate(zip(self._tensors, uses, self._uses, strict=True))
-        for number, (tensor, count, before) in pairs if suspects or uses != self._uses or self._nodes else ():
+        for number, tensor, count, before in zip(self._numbers, self._asked, uses, self._uses, strict=True):
             is_suspect = count > before or number in self._nodes or id(tensor) in suspects
             if is_suspect and count > 1 and _can_accumulate(tensor):
                 _repair_accumulator(tensor)
@@ -114,8 +144,8 @@ class TensorInternals:
 
     def _with_unhooked_node(self) -> dict[str, str]:
         """Return the names of parameters that have another node than the one a data-parallel model has hooked."""
-        pairs = [(self._names[number], self._tensors[number], node) for number, node in self._nodes.items()]
-        names = [name for name, tensor, node in pairs if _torch.accumulator_of(tensor) is not node]
+        pairs = [(number, self._tensors[number], node) for number, node in self._nodes.items()]
+        names = [self._names()[number] for number, tensor, node in pairs if _torch.accumulator_of(tensor) is not node]
         return dict.fromkeys(names, "DistributedDataParallel would not see its gradients any more")
 
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from operator import attrgetter, is_, ne
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hookline.errors import GuardError
+from hookline.guard.saveable import check_saveable
 from hookline.guard.tensor_copies import BufferPool, MemoryCopies, Where
 from hookline.sites import _torch
 
-__all__ = ["TensorStates", "can_be_saved"]
+__all__ = ["TensorStates"]
 
 _address: Final = Tensor.data_ptr
 _nbytes: Final = torch.UntypedStorage.nbytes
@@ -39,12 +39,6 @@ class _Flags(NamedTuple):
     leaves: list[bool]
     """Of those that require gradients: to ask all would take as long as all else that is asked of them."""
 
-    @classmethod
-    def of(cls, tensors: list[Tensor]) -> Self:
-        """Return the flags as they are now."""
-        requires = list(map(_requires_grad, tensors))
-        return cls(requires, list(map(_is_leaf, compress(tensors, requires))))
-
     def by_tensor(self) -> list[tuple[bool, bool]]:
         """Return both flags of each tensor."""
         leaves = iter(self.leaves)
@@ -62,6 +56,8 @@ class TensorStates:
         self._is_copied_back = False
         self._is_in_place = False
         """Whether the memory was found where it was, and nothing but the guard has run since."""
+        self._is_displaced = False
+        """Whether the memory that is copied was found elsewhere when a save began."""
         self._is_unwritten = False
         """Whether a `restore` that came at once after `look` had nothing to put back but numbers."""
         self._looked: tuple[list[int], list[int], bool] | None = None
@@ -82,28 +78,39 @@ class TensorStates:
         self._current, self.tensors = None, []
         self._copies.clear()
         for tensor, name in zip(tensors, names, strict=True):
-            _check(tensor, name)
+            check_saveable(tensor, name)
         # What has the memory is the tensor itself, or a part of it; sparse ones have none of the usual kind.
         self._live: list[Tensor] = [_torch.own_part(tensor) for tensor in tensors]
         self._dense = [index for index, live in enumerate(self._live) if live.layout is torch.strided]
         self._strided = [self._live[index] for index in self._dense]
+        self._sparse_indices = set(range(len(tensors))).difference(self._dense)
+        self._is_plain = self._dense == list(range(len(tensors))) and all(map(is_, self._live, tensors))
+        """Whether each tensor has its memory itself, so that one check of them all tells their flags, too."""
         # Complex numbers may be read with the other sign of their imaginary part.
         conj = (Tensor.is_conj,) if any(map(Tensor.is_complex, self._strided)) else ()
         self._layout_queries: tuple[Callable[[Tensor], Any], ...] = (_address, _layout, Tensor.stride, *conj)
+        self.tensors = tensors
         self._note_layouts()
-        self._storages = [live.untyped_storage() for live in self._strided]
-        self._memory = self._memory_now()
-        with torch.no_grad():
-            self._aliases = [live.detach() for live in self._strided]
+        self._note_memory()
         self._counted = [index for index, tensor in enumerate(tensors) if not tensor.is_inference()]
         self._counters = [tensors[index] for index in self._counted]
-        self.tensors = tensors
         self._note(())
+
+    def _note_memory(self) -> None:
+        self._storages = [live.untyped_storage() for live in self._strided]
+        self._sizes, self._begins = self._sizes_now(), self._begins_now()
+        with torch.no_grad():
+            self._aliases = [live.detach() for live in self._strided]
 
     @property
     def has_graphs(self) -> bool:
         """Whether a tensor was computed from others, and so keeps a graph alive."""
         return False in self._flags.leaves
+
+    @property
+    def is_as_seen(self) -> bool:
+        """Whether the latest `look` has found nothing other: no address, layout, counter or flag."""
+        return not self.tensors or self._looked == ([], [], True)
 
     @property
     def nbytes(self) -> int:
@@ -123,15 +130,23 @@ class TensorStates:
         It is enough that their storages are as they were: whether tensors still lie in them, `is_about` finds out.
         """
         known = self._copies.get(which)
-        self._current, self._is_in_place = None, False
-        if known is not None and self._find_in_place(known[1]):
+        self._current, self._is_in_place, self._is_displaced = None, False, False
+        if known is None:
+            return
+        self._is_displaced = not self._find_in_place(known[1])
+        if not self._is_displaced:
             self._current = known[1]
             self._current.save()
 
     def is_about(self, tensors: list[Tensor]) -> bool:
         """Return whether these are the tensors of last time, with their memory where it was; after `begin`."""
-        same = len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
-        return same and not self._moved()
+        if tensors is not self.tensors and not _are_same(tensors, self.tensors):
+            return False
+        if self._is_displaced or self._moved():
+            return False
+        if tensors and not self._is_checked:
+            self._note_layouts()  # a flag or a mode is another one: the next check is to be quick again
+        return True
 
     def _find_in_place(self, copies: MemoryCopies) -> bool:
         """Return whether nothing keeps from copying: the memory is where it was and as long, or there is none to copy.
@@ -140,7 +155,7 @@ class TensorStates:
         """
         if not copies.nbytes:
             return True
-        self._is_in_place = self._memory_now() == self._memory
+        self._is_in_place = self._sizes_now() == self._sizes and self._begins_now() == self._begins
         return self._is_in_place
 
     def take(self, which: str, chosen: tuple[int, ...]) -> None:
@@ -150,6 +165,7 @@ class TensorStates:
         if copies is None or key != chosen:
             pool = self._pools.setdefault(which, BufferPool(self._where))
             wanted = set(chosen)
+            self._note_memory()  # only saves with copies ask where storages begin
             copies = MemoryCopies([self._live[index] for index in self._dense if index in wanted], pool)
             self._copies[which] = chosen, copies
             self._current = None
@@ -159,11 +175,12 @@ class TensorStates:
         self._note(chosen)
 
     def _note(self, chosen: tuple[int, ...]) -> None:
-        self._chosen = chosen
-        sparse = [self._live[index] for index in chosen if self._live[index].layout is not torch.strided]
-        with torch.no_grad():
-            self._sparse = [(live, live.clone()) for live in sparse]
-        self._flags = _Flags.of(self.tensors)
+        self._chosen, self._looked, self._sparse = chosen, None, []
+        if self._sparse_indices:
+            sparse = [self._live[index] for index in chosen if index in self._sparse_indices]
+            with torch.no_grad():
+                self._sparse = [(live, live.clone()) for live in sparse]
+        self._flags = self._flags_now()
         flags = enumerate(self._flags.by_tensor() if self.has_graphs else ())
         self._graphs = {index: self.tensors[index].grad_fn for index, each in flags if each == _COMPUTED}
         """The node that computed a tensor: a write in place gives it another one."""
@@ -171,9 +188,13 @@ class TensorStates:
 
     # -- afterwards ----------------------------------------------------------------------------------------------
 
-    def _memory_now(self) -> tuple[list[int], list[int]]:
-        """Return the lengths of the storages that the tensors had, and their addresses."""
-        return list(map(_nbytes, self._storages)), list(map(_begin, self._storages))
+    def _sizes_now(self) -> list[int]:
+        """Return the lengths of the storages that the tensors had."""
+        return list(map(_nbytes, self._storages))
+
+    def _begins_now(self) -> list[int]:
+        """Return the addresses of these storages."""
+        return list(map(_begin, self._storages))
 
     def _layouts_now(self) -> list[list[Any]]:
         """Return the address and layout of every tensor with memory."""
@@ -181,28 +202,51 @@ class TensorStates:
 
     def _note_layouts(self) -> None:
         self._layouts = self._layouts_now()
+        self._requires = list(map(_requires_grad, self.tensors))
+        self._requiring = list(compress(self.tensors, self._requires))
         # Asked in one call, which takes a fifth of the time; it may say no where nothing is other.
         self._layout_check = None if len(self._layouts) > 3 else _torch.layout_check(self._strided)
+        self._is_checked = self._layout_check is not None
+        """Whether the latest check has found all layouts, and all that requires gradients, as they were noted."""
 
     def _has_same_layouts(self) -> bool:
-        if self._layout_check is None or not self._layout_check():
+        self._is_checked = self._layout_check is not None and self._layout_check()
+        if not self._is_checked:
             return self._layouts_now() == self._layouts
         return list(map(_address, self._strided)) == self._layouts[0]
 
+    def _flags_now(self) -> _Flags:
+        """Return the flags; what requires gradients, the check of the layouts has told where it found nothing other."""
+        requires, requiring = self._requires, self._requiring
+        if not (self._is_checked and self._is_plain):
+            requires = list(map(_requires_grad, self.tensors))
+            requiring = list(compress(self.tensors, requires))
+        return _Flags(requires, list(map(_is_leaf, requiring)))
+
     def _moved(self) -> list[int]:
-        """Return the indices, in ``_strided``, of tensors that have other memory or another layout."""
-        is_in_place, self._is_in_place = self._is_in_place, False
-        memory = self._memory if is_in_place else self._memory_now()
-        if memory == self._memory and self._has_same_layouts():
+        """Return the indices, in ``_strided``, of tensors that have other memory or another layout.
+
+        Where nothing is copied, nobody asks where storages begin: the tensors' own addresses tell nearly as much.
+        """
+        is_in_place, self._is_in_place, self._is_checked = self._is_in_place, False, False
+        if not self._strided:
             return []
-        now = self._layouts_now()
-        return _different(zip(*now, *memory, strict=True), list(zip(*self._layouts, *self._memory, strict=True)))
+        sizes = self._sizes if is_in_place else self._sizes_now()
+        begins = self._begins if is_in_place or not self.nbytes else self._begins_now()
+        if sizes == self._sizes and begins == self._begins and self._has_same_layouts():
+            return []
+        self._is_checked = False
+        before = list(zip(*self._layouts, self._sizes, self._begins, strict=True))
+        return _different(zip(*self._layouts_now(), sizes, begins, strict=True), before)
 
     def look(self) -> tuple[list[int], list[int]]:
         """Return the indices of tensors written, as far as counters and addresses tell, and of those with other flags.
 
         A `restore` that comes at once uses what was seen here: asking 600 tensors takes half a millisecond.
         """
+        if not self.tensors:
+            self._looked = [], [], True
+            return [], []
         moved, flags = self._moved(), self._with_other_flags()
         written = {self._dense[number] for number in moved}
         written.update(self._counted[number] for number in _different(map(_version, self._counters), self._versions))
@@ -215,19 +259,19 @@ class TensorStates:
             return []
         wanted = set(self._chosen)
         copied = [index for index in self._dense if index in wanted]
-        if self._memory_now() != self._memory:
+        if (self._sizes_now(), self._begins_now()) != (self._sizes, self._begins):
             return copied  # some reach beyond their memory, and nothing of them can be read
         return [copied[number] for number in sorted(self._current.differing())]
 
     def _with_other_flags(self) -> list[int]:
         """Return the indices of tensors that require gradients and did not, or the other way round."""
-        now = _Flags.of(self.tensors)
+        now = self._flags_now()
         return [] if now == self._flags else _different(now.by_tensor(), self._flags.by_tensor())
 
     def begin_restore(self) -> None:
         """Start copying back, if all memory is where it was; a tensor that has other memory now is put back into it."""
         self._is_copied_back = self._is_in_place = False
-        if self._current is not None and self._find_in_place(self._current):
+        if self.nbytes and self._current is not None and self._find_in_place(self._current):
             self._is_copied_back = True
             self._current.restore()
 
@@ -245,7 +289,7 @@ class TensorStates:
         self.moved = [self._strided[number] for number in moved]
         if moved:
             self._note_layouts()  # what was resized is elsewhere
-            self._memory = self._memory_now()
+            self._sizes, self._begins = self._sizes_now(), self._begins_now()
         if not self._is_copied_back and self._current is not None:
             self._current.restore()
         self._is_copied_back = False
@@ -258,7 +302,7 @@ class TensorStates:
         self.stuck += [index for index, node in self._graphs.items() if self.tensors[index].grad_fn is not node]
 
     def _restore_memory(self, number: int) -> None:
-        storage, nbytes = self._storages[number], self._memory[0][number]
+        storage, nbytes = self._storages[number], self._sizes[number]
         if storage.nbytes() != nbytes:
             try:
                 storage.resize_(nbytes)
@@ -314,6 +358,10 @@ class TensorStates:
             _torch.set_versions(tensors, versions)
 
 
+def _are_same(tensors: list[Tensor], others: list[Tensor]) -> bool:
+    return len(tensors) == len(others) and all(map(is_, tensors, others))
+
+
 def _different(now: Iterable[Any], before: list[Any]) -> list[int]:
     """Return the positions at which two sequences of the same length differ."""
     values = list(now)
@@ -338,28 +386,5 @@ def _detach(tensor: Tensor) -> bool:
     try:
         torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
     except RuntimeError:
-        return False
-    return True
-
-
-def _check(tensor: Tensor, name: str) -> None:
-    if torch.nn.parameter.is_lazy(tensor):
-        raise GuardError(f"{name} has no numbers yet, so there is nothing to save. Next: run the model once.")
-    if tensor.device.type == "meta":
-        raise GuardError(f"{name} is on the meta device, where nothing can be saved. Next: to_empty() gives it memory.")
-    if not _torch.has_numbers(tensor):
-        raise GuardError(f"{name} stands for other tensors (a trace, a transform), and cannot be saved there.")
-    if hasattr(type(_torch.own_part(tensor)), "__tensor_flatten__"):
-        kind = type(tensor).__name__
-        raise GuardError(
-            f"{name} is a {kind}, which wraps other tensors that would not be saved. Next: guard it unwrapped."
-        )
-
-
-def can_be_saved(tensor: Tensor) -> bool:
-    """Return whether a tensor has numbers of its own that can be copied."""
-    try:
-        _check(tensor, "")
-    except GuardError:
         return False
     return True

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hookline.debug.first_bad.state_marks import StateMarks
+from hookline.guard.interrupts import interrupts_deferred
 from hookline.guard.rng import RandomStates
-from hookline.guard.snapshot import Snapshot, interrupts_deferred, roots_of
+from hookline.guard.snapshot import Snapshot, roots_of
 from hookline.guard.tensor_copies import Where
 
 __all__ = ["KeptStep", "KeptSteps", "RunParts"]
