@@ -69,7 +69,7 @@ def test_a_run_that_nobody_changed_is_asked_little(scope: str, monkeypatch: pyte
     main = guard._snapshot._main
     large = (main.containers, main.tensors)  # model and optimizer; the other parts of this run are empty
     spy(_torch, "copy_all")
-    for name in ("set_state", "_set_position", "numpy_state", "set_numpy_position"):
+    for name in ("set_state", "_set_position", "numpy_state", "_set_numpy_position"):
         spy(rng, name)
     for name in ("refresh", "changed", "_values_now", "_keys_now"):
         spy(ContainerTree, name)

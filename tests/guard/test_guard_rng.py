@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.guard import stream_memory
+from hookline.guard import rng
 from hookline.guard.rng import RandomStates, hook_rng, hook_stream, kept_rng, set_hook_stream
 
 
@@ -38,8 +38,8 @@ def _seed() -> None:
 @pytest.fixture
 def by_verbs(monkeypatch):
     """As where the memory of the streams is not found."""
-    monkeypatch.setattr(stream_memory, "_PYTHON", None)
-    monkeypatch.setattr(stream_memory, "_STORED", None)
+    monkeypatch.setattr(rng, "PYTHON_STREAM", None)
+    monkeypatch.setattr(rng, "STORED_NORMAL", None)
 
 
 @pytest.mark.parametrize("normals", [0, 1, 2, 3])

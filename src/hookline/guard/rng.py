@@ -10,25 +10,17 @@ and generators that are passed. What hooks draw depends on the seeds of the run,
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import random
 import zlib
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from hookline.guard.stream_memory import (
-    numpy_position,
-    numpy_state,
-    python_position,
-    set_numpy_position,
-    set_python_position,
-    set_stored_normal,
-    stored_normal,
-    twister_bytes,
-)
+from hookline.guard.stream_memory import PYTHON_STREAM, STORED_NORMAL, TWISTER_BYTES
 
 __all__ = [
     "GENERATOR_TYPES",
@@ -53,6 +45,8 @@ GENERATOR_TYPES: Final = (torch.Generator, np.random.Generator, np.random.Random
 _Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _NUMPY: Final[Any] = np.random
 """NumPy's annotations leave out the functions that exchange its global stream."""
+_PYTHON: Final[Any] = random.random.__self__  # type: ignore[attr-defined]
+"""The generator behind the functions of the module ``random``."""
 
 
 class _HookStreams:
@@ -113,7 +107,6 @@ class hook_rng(kept_rng):
     torch and Python go on from where the run is, so that a forward with dropout drops what the next step would. Where
     the run has not drawn since hooks did (a run of full batches never does), those would be the same numbers again:
     then the stream is seeded by where the run is and how often hooks have been there.
-    It takes twice as long as `kept_rng`, and about 4 times where it has to seed.
     """
 
     __slots__ = ("_begin", "_outer_seed", "_repeats", "_undone")
@@ -132,7 +125,8 @@ class hook_rng(kept_rng):
             mark, repeats = _HookStreams.marks.get(name, (None, 0))
             if mark is not None and (mark == _digest(state) if isinstance(mark, int) else _is_same(mark, state)):
                 self._repeats[name] = repeats + 1
-                _seed(self._streams[name], _hashed(name, _digest(state), repeats + 1))
+                stream, seed = self._streams[name], _hashed(name, _digest(state), repeats + 1)
+                (stream.manual_seed if isinstance(stream, torch.Generator) else stream.seed)(seed)
         self._begin = self._states_now() if self._repeats and not self._undone else self._states
 
     def __exit__(self, *exc_info: object) -> None:
@@ -154,7 +148,7 @@ class RandomStates:
     def __init__(self, generators: Iterable[_Generator] = ()) -> None:
         self._is_where_it_was = False
         self._states = {name: (stream, _position_of(stream)) for name, stream in _global_streams().items()}
-        self._numpy = numpy_position()
+        self._numpy = _numpy_position()
         self._is_of_hooks = any(self._numpy.stream is stream for stream in _HookStreams.in_use)
         self._others = [(generator, state_of(generator)) for generator in generators]
 
@@ -172,21 +166,22 @@ class RandomStates:
         if _HookStreams.in_use and not self._is_of_hooks:
             # Saved outside of the firing: hooks get its numbers, the run's own stream stays where it is.
             _NUMPY.set_bit_generator(type(self._numpy.stream)())
-            set_numpy_position(self._numpy)
+            _set_numpy_position(self._numpy)
             return
         if _NUMPY.get_bit_generator() is not self._numpy.stream:
             _NUMPY.set_bit_generator(self._numpy.stream)
         elif is_there:
             return
         if own or not self._is_of_hooks:
-            set_numpy_position(self._numpy)
+            _set_numpy_position(self._numpy)
 
     def changed(self) -> list[str]:
         """Return the names of the streams that have moved since."""
         now = {name: _position_of(stream) for name, stream in _global_streams().items()}
-        moved = [name for name, state in now.items() if name not in self._states or not self._is_at(name, state)]
+        before = {name: state for name, (_, state) in self._states.items()}
+        moved = [name for name, state in now.items() if name not in before or not _is_same(before[name], state)]
         names = [_spoken(name) for name in moved]
-        numpy = numpy_position()
+        numpy = _numpy_position()
         is_same = _is_same(numpy.numbers, self._numpy.numbers) and numpy.stored == self._numpy.stored
         names += [] if is_same else [_spoken("NumPy")]
         names += [
@@ -196,9 +191,6 @@ class RandomStates:
         ]
         self._is_where_it_was = not names
         return names
-
-    def _is_at(self, name: str, state: Any) -> bool:
-        return _is_same(self._states[name][1], state)
 
 
 def stream_states() -> dict[str, Any]:
@@ -248,10 +240,6 @@ def _spoken(name: str) -> str:
     return f"random stream of {'Python' if name == 'python' else name}"
 
 
-def _seed(stream: Any, seed: int) -> None:
-    (stream.manual_seed if isinstance(stream, torch.Generator) else stream.seed)(seed)
-
-
 def _digest(state: Any) -> int:
     """Return a number for a state of torch or Python, the same in every process; a number stays as it is."""
     if isinstance(state, int):
@@ -285,14 +273,12 @@ def set_cuda_states(states: Iterable[torch.Tensor]) -> None:
 
 
 def _exchange_numpy() -> tuple[Any, Any]:
-    """Let NumPy draw from a stream of ours; return its own, and whether it had a normal number in store, and which.
-
-    NumPy makes normal numbers in pairs and forgets the second when its stream is exchanged.
-    """
-    own, stored = _NUMPY.get_bit_generator(), stored_normal()
+    """Let NumPy draw from a stream of ours; return its own, and the second normal number of a pair, which it forgets."""
+    own = _NUMPY.get_bit_generator()
+    stored = numpy_state() if STORED_NORMAL is None else STORED_NORMAL.raw
     is_twister = type(own) is np.random.MT19937
     if _HookStreams.numpy is None:
-        _HookStreams.base = _hashed(torch.initial_seed(), twister_bytes(own) if is_twister else own.state)
+        _HookStreams.base = _hashed(torch.initial_seed(), _twister_bytes(own) if is_twister else own.state)
         _HookStreams.numpy = np.random.MT19937(_HookStreams.base)
     ours = _HookStreams.numpy
     if not is_twister or own is ours:
@@ -306,7 +292,15 @@ def _exchange_numpy() -> tuple[Any, Any]:
 def _exchange_numpy_back(own: Any, stored: Any) -> None:
     _HookStreams.in_use.pop()
     _NUMPY.set_bit_generator(own)
-    set_stored_normal(stored)
+    if STORED_NORMAL is None:
+        _set_numpy(stored)
+    else:
+        STORED_NORMAL.raw = stored
+
+
+def numpy_state() -> Any:
+    """Return the state of NumPy's global stream."""
+    return np.random.get_state(legacy=False)
 
 
 def set_numpy_state(state: Any) -> None:
@@ -314,10 +308,46 @@ def set_numpy_state(state: Any) -> None:
     kind = state["bit_generator"]
     if _NUMPY.get_bit_generator().state["bit_generator"] != kind:
         _NUMPY.set_bit_generator(getattr(np.random, kind)())
-    if kind == "MT19937":
+    _set_numpy(state)
+
+
+def _set_numpy(state: Any) -> None:
+    if state["bit_generator"] == "MT19937":
         np.random.set_state(state)
     else:
         _NUMPY.get_bit_generator().state = state
+
+
+class _NumpyPosition(NamedTuple):
+    """Where NumPy's global stream is, and the normal number it has in store."""
+
+    stream: Any
+    numbers: Any
+    """The memory of a Mersenne twister; the state of another one."""
+    stored: Any
+
+
+def _numpy_position() -> _NumpyPosition:
+    stream = _NUMPY.get_bit_generator()
+    if STORED_NORMAL is None or type(stream) is not np.random.MT19937:
+        return _NumpyPosition(stream, numpy_state(), None)
+    with stream.lock:
+        return _NumpyPosition(stream, _twister_bytes(stream), STORED_NORMAL.raw)
+
+
+def _set_numpy_position(position: _NumpyPosition) -> None:
+    """Set the stream that NumPy's global functions draw from now, which is of the same kind."""
+    if not isinstance(position.numbers, bytes):
+        _set_numpy(position.numbers)
+        return
+    stream = _NUMPY.get_bit_generator()
+    with stream.lock:
+        (ctypes.c_char * TWISTER_BYTES).from_address(stream.ctypes.state_address).raw = position.numbers
+        STORED_NORMAL.raw = position.stored
+
+
+def _twister_bytes(stream: Any) -> bytes:
+    return ctypes.string_at(stream.ctypes.state_address, TWISTER_BYTES)
 
 
 # -- generators ----------------------------------------------------------------------------------------------------
@@ -346,14 +376,18 @@ def set_state(generator: Any, state: Any) -> None:
 
 def _position_of(stream: Any) -> Any:
     """Return where one of the global streams is."""
-    return python_position() if stream is random else stream.get_state()
+    if stream is not random:
+        return stream.get_state()
+    return random.getstate() if PYTHON_STREAM is None else (PYTHON_STREAM.raw, _PYTHON.gauss_next)
 
 
 def _set_position(stream: Any, position: Any) -> None:
-    if stream is random:
-        set_python_position(position)
-    else:
+    if stream is not random:
         stream.set_state(position)
+    elif PYTHON_STREAM is None:
+        random.setstate(position)
+    else:
+        PYTHON_STREAM.raw, _PYTHON.gauss_next = position
 
 
 def _is_same(one: Any, other: Any) -> bool:
