@@ -273,7 +273,7 @@ def set_cuda_states(states: Iterable[torch.Tensor]) -> None:
 
 
 def _exchange_numpy() -> tuple[Any, Any]:
-    """Let NumPy draw from a stream of ours; return its own, and the second normal number of a pair, which it forgets."""
+    """Let NumPy draw from a stream of ours; return its own, and the second number of a pair, which it forgets."""
     own = _NUMPY.get_bit_generator()
     stored = numpy_state() if STORED_NORMAL is None else STORED_NORMAL.raw
     is_twister = type(own) is np.random.MT19937
