@@ -35,6 +35,8 @@ Raised everywhere, caught nowhere in the library. Each is also the built-in a ca
 
 from __future__ import annotations
 
+from typing import Any, Final
+
 __all__ = [
     "CaptureError",
     "CheckpointError",
@@ -68,9 +70,22 @@ __all__ = [
     "UnhookableError",
 ]
 
+DOCUMENTATION: Final = "https://github.com/hookline/hookline/blob/main/docs"
+"""Where the pages are. The one place that says so: change it when they move."""
+
+
+def help_line(error: type[BaseException] | type[Warning]) -> str:
+    """Return the line that leads to the page about ``error``, or about the nearest of its bases that has one."""
+    known = next(base.__name__ for base in error.__mro__ if base.__module__ == __name__)
+    return f"See {DOCUMENTATION}/errors/{known}.md"
+
 
 class HooklineError(Exception):
-    """Base of every error that hookline raises on purpose."""
+    """Base of every error that hookline raises on purpose; a traceback ends with the address of its page."""
+
+    def __init__(self, *args: object, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.add_note(help_line(type(self)))  # a note: str(error) stays one sentence, for logs and answers over HTTP
 
 
 class NoMatchError(HooklineError, KeyError):

@@ -185,7 +185,7 @@ def test_state_kinds_are_the_four_of_saving_and_loading(name):
 
 def test_the_kinds_of_nodes_are_listed_as_they_are_written():
     """By their short names, also among the nearest."""
-    with pytest.raises(hl.errors.KindError, match=r"Nearest: 'pre'\. Kinds: pre, post\.$"):
+    with pytest.raises(hl.errors.KindError, match=r"Nearest: 'pre'\. Kinds: pre, post\.\n"):
         Kind.parse("pre_", NODE)
 
 

@@ -141,7 +141,7 @@ def test_the_error_shows_what_was_returned_without_its_numbers() -> None:
     """A tensor is a tensor, not a thousand digits."""
     optimizer = make()
     attach_optimizer(optimizer, lambda *args: (torch.ones(9), 3), on="step_pre")
-    with pytest.raises(hl.errors.HookReturnError, match=r"but got \(a Tensor, 3\)\.$"):
+    with pytest.raises(hl.errors.HookReturnError, match=r"but got \(a Tensor, 3\)\.\n"):
         optimizer.step()
 
 
@@ -740,18 +740,18 @@ class Bare(Wrapper):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (lambda: nn.Linear(1, 1), r"takes a torch.optim.Optimizer, got a Linear\.$"),
-        (lambda: None, r"takes a torch.optim.Optimizer, got a NoneType\.$"),
-        (lambda: SGD, r"takes a torch.optim.Optimizer, got the class SGD\.$"),
+        (lambda: nn.Linear(1, 1), r"takes a torch.optim.Optimizer, got a Linear\.\n"),
+        (lambda: None, r"takes a torch.optim.Optimizer, got a NoneType\.\n"),
+        (lambda: SGD, r"takes a torch.optim.Optimizer, got the class SGD\.\n"),
         (
             lambda: torch.optim.lr_scheduler.StepLR(make(), 1),
-            r"got a StepLR\. Pass the optimizer inside it: its \.optimizer\.$",
+            r"got a StepLR\. Pass the optimizer inside it: its \.optimizer\.\n",
         ),
         (
             lambda: Hidden(make()),
-            r"Hidden has no place for hooks.*Pass the optimizer inside it: its \.the_real_one\.$",
+            r"Hidden has no place for hooks.*Pass the optimizer inside it: its \.the_real_one\.\n",
         ),
-        (lambda: Bare(), r"Bare has no place for hooks.*Pass the optimizer inside it\.$"),
+        (lambda: Bare(), r"Bare has no place for hooks.*Pass the optimizer inside it\.\n"),
     ],
 )
 def test_what_is_no_optimizer_is_refused_with_the_way_out(given: Callable[[], Any], message: str) -> None:

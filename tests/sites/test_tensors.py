@@ -245,9 +245,9 @@ def test_swapped_arguments_are_told_as_such() -> None:
         hl.errors.HookSignatureError, match=r"^The arguments are swapped: write attach_tensor\(tensor, hook\)"
     ):
         hl.attach_tensor(print, leaf())
-    with pytest.raises(hl.errors.HookSignatureError, match=r"^A hook has to be callable, got a Tensor\.$"):
+    with pytest.raises(hl.errors.HookSignatureError, match=r"^A hook has to be callable, got a Tensor\.\n"):
         hl.attach_tensor(leaf(), torch.ones(2))
-    with pytest.raises(hl.errors.UnhookableError, match=r"got an int\.$"):
+    with pytest.raises(hl.errors.UnhookableError, match=r"got an int\.\n"):
         hl.attach_tensor(3, print)
 
 

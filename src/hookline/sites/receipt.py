@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.errors import HookNeverFired
+from hookline.errors import HookNeverFired, help_line
 from hookline.messages import caller_stacklevel
 from hookline.sites import _torch
 from hookline.sites.compiled import recompile_guard
@@ -174,7 +174,7 @@ def warn_if_never_fired(attachment: Attachment) -> None:
     warnings.warn(
         f"{attachment.kind.value} hook {attachment.name!r} never fired on {len(silent)} of "
         f"{len(attachment.entries)} {attachment.site_type.noun}s{', although the model ran' if model_ran else ''}. "
-        f"{reasons}.",
+        f"{reasons}.\n{help_line(HookNeverFired)}",
         HookNeverFired,
         stacklevel=caller_stacklevel(),
     )

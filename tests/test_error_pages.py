@@ -1,0 +1,68 @@
+"""Every error has a page, every page has an error, and the error leads there."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline import errors
+from hookline.cli import main as command_line
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs" / "errors"
+
+
+def test_every_error_has_its_page_and_every_page_its_error() -> None:
+    """By name; and the overview has a row for each, with its page."""
+    named = {page.stem for page in PAGES.glob("*.md")} - {"README"}
+    assert named == set(errors.__all__)
+    overview = (PAGES / "README.md").read_text(encoding="utf-8")
+    for name in errors.__all__:
+        assert f"| [{name}]({name}.md) |" in overview
+        assert (PAGES / f"{name}.md").read_text(encoding="utf-8").startswith(f"# {name}\n")
+
+
+def test_an_error_leads_to_its_page_and_its_text_stays_as_it_is() -> None:
+    """The address is a note, also of a class of somebody else's that derives from one of ours."""
+
+    class Theirs(errors.OptionError):
+        pass
+
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        address = f"{errors.DOCUMENTATION}/errors/{name}.md"
+        assert errors.help_line(kind) == f"See {address}"
+        if issubclass(kind, errors.HooklineError):
+            error = kind("what was asked")
+            assert str(error) == "what was asked"
+            assert traceback.format_exception_only(error)[-1] == f"See {address}\n"
+    assert Theirs("x").__notes__ == [errors.help_line(errors.OptionError)]
+    assert (ROOT / "docs" / "errors" / "OptionError.md").is_file()
+
+
+def test_the_warning_of_a_hook_that_never_fired_leads_to_its_page() -> None:
+    """In its text, as warnings have no notes."""
+    model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    handle = hl.attach(model, "1", lambda module, args, output: None)
+    model[0](torch.ones(1))
+    model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
+    model(torch.ones(1))
+    with pytest.warns(errors.HookNeverFired, match=errors.help_line(errors.HookNeverFired)):
+        handle.remove()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_command_line_shows_the_address_on_a_terminal_alone(
+    is_terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log and a program that reads the line get the sentence."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    assert command_line.main(["find", "no_such_model"]) != 0
+    said = capsys.readouterr().err
+    assert said.startswith("hookline: ")
+    assert ("\nSee https://" in said) == is_terminal
