@@ -18,6 +18,7 @@ import inspect
 import logging
 import random
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -72,6 +73,12 @@ def show_speed(options: argparse.Namespace, clients: int) -> None:
                     starts.setdefault(name, time.perf_counter() - begun)
                     row = f"{name}{', statistics on every layer' if hooked else ''}"
                     found.setdefault(row, []).append(speed(model, run, asked, options.tokens, hooked=hooked))
+                    took = time.perf_counter() - begun
+                    print(
+                        f"  {row}: {found[row][-1]:.0f} tokens/s, {took:.1f} s with the start",
+                        file=sys.stderr,
+                        flush=True,
+                    )
     base = statistics.median(found["hookline"])
     print(f"{clients} clients, prompts of 4 to {options.longest} tokens, answers of {options.tokens}")
     for row, speeds in found.items():

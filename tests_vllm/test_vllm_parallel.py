@@ -1,4 +1,4 @@
-"""Two workers with tensor parallelism, and hookline's extension beside that of somebody else."""
+"""Two workers with tensor parallelism, and hookline's extension beside those of others, TRL's own among them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_vllm import ROUNDING, greedy, row_error, running_engine
+from helpers_vllm import ROUNDING, greedy, head_for, row_error, running_engine
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
 
 import hookline as hl
 from hookline.engines.vllm import VllmHooks, engine_options
@@ -20,8 +22,8 @@ STATS = {"target_modules": ["model.layers.#"], "hook_factory": "hookline.factori
 
 @pytest.fixture(scope="module")
 def llm(tiny: Path) -> Iterator[Any]:
-    """An eager engine of two ranks, with both extensions in one class."""
-    options = engine_options(combine_with="helpers_vllm.PlainExtension")
+    """An eager engine of two ranks, with all extensions in one class."""
+    options = engine_options(combine_with="helpers_trl.TrlExtension")
     with running_engine(tiny, tensor_parallel_size=2, **options) as found:
         yield found
 
@@ -61,6 +63,39 @@ def test_the_other_extension_works_beside_ours(llm: Any, expected: list[list[int
     counts = llm.collective_rpc("forwards")
     fired = VllmHooks(llm).remove(added["id"])["fired"]
     assert (counts[0], fired) == (counts[1], 4 * counts[0])
+
+
+def test_trl_loads_weights_beside_our_hooks(llm: Any, expected: list[list[int]]) -> None:
+    """Its own `update_named_param` changes a weight on both ranks while statistics are on; then it changes it back."""
+    added = VllmHooks(llm).add(STATS)
+    weight = ("model.layers.1.input_layernorm.weight", "torch.float32", (128,))
+    answers = []
+    for value in (3.0, 1.0):  # all ones in a random Llama
+        llm.collective_rpc("connect_client", args=(value,))
+        llm.collective_rpc("update_named_param", args=weight)
+        llm.collective_rpc("close_communicator")
+        answers.append(greedy(llm, PROMPTS))
+    assert answers[0] != expected
+    assert answers[1] == expected
+    removed = VllmHooks(llm).remove(added["id"])
+    assert (removed["fired"] > 0, removed["errors"]) == (True, 0)
+
+
+def test_one_answer_ends_on_both_ranks(llm: Any, expected: list[list[int]], reference: Any) -> None:
+    """A probe of one request stops it behind the second token of its answer; the others go on."""
+    layer = "model.layers.2"
+    with torch.no_grad(), hl.capture(reference, layer) as cache:
+        reference(torch.tensor([[*PROMPTS[1], *expected[1][:-1]]]))
+    head = head_for(cache[layer].output[0], len(PROMPTS[1]) + 1)
+    config = {"head": head, "action": "stop", "add_residual": True}
+    spec = {"target_modules": [layer], "hook_factory": "hookline.factories:probe", "config": config}
+    asked = [None, {"hookline": {"key": "stopped", "hooks": [spec]}}, None]
+    params = [SamplingParams(max_tokens=8, temperature=0, ignore_eos=not each, extra_args=each) for each in asked]
+    done = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in PROMPTS], params, use_tqdm=False)
+    found = [list(each.outputs[0].token_ids) for each in done]
+    assert found == [expected[0], [*expected[1][:2], 1], expected[2]]
+    [flag] = VllmHooks(llm).states("stopped").flags
+    assert (flag["position"], flag["stopped"]) == (len(PROMPTS[1]) + 1, True)
 
 
 def test_columns_of_both_ranks_are_put_together(llm: Any, reference: Any) -> None:

@@ -251,7 +251,9 @@ def test_an_export_of_a_served_model_is_read_by_request(tmp_path: Path) -> None:
     dataset = ActivationDataset(tmp_path)
     found = [(item["request"], item["token"], item["position"]) for item in map(dataset.__getitem__, range(4))]
     assert found == [("a", 1, 0), ("a", 2, 1), ("a", 3, 2), ("b", 9, 0)]
-    assert ActivationDataset(tmp_path, requests="b*")[0]["activation"].tolist() == [20.0, 21.0, 22.0, 23.0]
+    for names in ("b*", ["b*"], ("nobody", "b")):
+        found = ActivationDataset(tmp_path, requests=names)
+        assert found[0]["activation"].tolist() == [20.0, 21.0, 22.0, 23.0]
 
 
 def test_the_hook_itself_continues_an_export_if_asked(tmp_path: Path) -> None:
@@ -295,3 +297,21 @@ def test_mistakes_of_writers_are_told_before_or_instead_of_a_run(tmp_path: Path)
     with pytest.raises(KeyError, match="nearest"):
         export_activations(model, "layer.1", SEQUENCES, folder=tmp_path / "other")
     hl.assert_no_hooks(model, foreign=True)
+
+
+def test_a_folder_that_somebody_has_changed_is_told(tmp_path: Path) -> None:
+    """A lost file ends a resume, a broken line of the index also a reader."""
+    export_activations(Reader(), "layers.1", SEQUENCES, folder=tmp_path)
+    [shard] = tmp_path.glob("*.safetensors")
+    [index] = tmp_path.glob("*.jsonl")
+    shard.rename(tmp_path / "elsewhere")
+    with pytest.raises(OptionError, match=r"in the index, and lost"):
+        export_activations(Reader(), "layers.1", SEQUENCES, folder=tmp_path)
+    (tmp_path / "elsewhere").rename(shard)
+    index.write_bytes(b"{broken\n" + index.read_bytes())
+    for act in (
+        lambda: ActivationDataset(tmp_path),
+        lambda: export_activations(Reader(), "layers.1", SEQUENCES, folder=tmp_path),
+    ):
+        with pytest.raises(OptionError, match="has a broken line"):
+            act()

@@ -6,6 +6,7 @@ Users make an `ActivationDataset` of a folder that ``export`` or `export_activat
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path
@@ -48,10 +49,12 @@ class ActivationDataset(Dataset[ActivationItem]):
     Args:
         folder: What an export has written; files that it is still writing are not seen.
         module: Which module, by name or pattern; may be left out if there is one.
-        requests: Names of requests, or patterns, to choose among them.
+        requests: The name of a request or a pattern, or several, to choose among them.
     """
 
-    def __init__(self, folder: str | Path, *, module: str | None = None, requests: str | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, *, module: str | None = None, requests: str | Sequence[str] | None = None
+    ) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise OptionError(f"ActivationDataset({str(folder)!r}): there is no such folder.")
@@ -61,10 +64,12 @@ class ActivationDataset(Dataset[ActivationItem]):
         )
         """The modules that are in it."""
         self._check_modules(module, sorted({line["module"] for line in lines}))
+        names = [requests] if isinstance(requests, str) else requests
         self._lines = [
             line
             for line in lines
-            if line["module"] in self.modules and (requests is None or fnmatchcase(line["request"], requests))
+            if line["module"] in self.modules
+            and (names is None or any(fnmatchcase(line["request"], each) for each in names))
         ]
         self._ends = list(accumulate(len(line["positions"]) for line in self._lines))
         self._shards: dict[str, Any] = {}

@@ -363,8 +363,12 @@ def written_so_far(folder: Path) -> WrittenSoFar:
     """Return what earlier exports have left in a folder; nothing if there is none."""
     lines = [line for line in index_lines(folder) if line["request"] is not None and line["positions"]]
     shards = {line["shard"] for line in index_lines(folder)}
+    try:
+        written = sum((folder / shard).stat().st_size - 8 - _ROOM for shard in shards)
+    except OSError as error:
+        raise OptionError(f"A file of the export is in the index, and lost ({error}); choose another folder.") from None
     return WrittenSoFar(
-        sum((folder / shard).stat().st_size - 8 - _ROOM for shard in shards),
+        written,
         frozenset((line["module"], line["request"], line["positions"][0]) for line in lines),
         {(line["module"], line["request"]): summary_of(line["tokens"], line["positions"]) for line in reversed(lines)},
     )
@@ -388,4 +392,7 @@ def open_shard(shard: Path) -> Any:
 def _lines(index: Path) -> Iterator[dict[str, Any]]:
     for line in index.read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):  # else it is still being written, or never will be
-            yield json.loads(line)
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise OptionError(f"{index} has a broken line ({error}); it is not as the export wrote it.") from None
