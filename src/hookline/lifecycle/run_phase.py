@@ -12,10 +12,11 @@ from typing import Any, ClassVar, Final
 
 from hookline.errors import OptionError
 
-__all__ = ["ENTERED", "PHASES", "During", "Phases", "in_phase", "known_phase", "phase", "validate_phases"]
+__all__ = ["ALL_PHASES", "ENTERED", "PHASES", "During", "Phases", "in_phase", "known_phase", "phase", "validate_phases"]
 
 PHASES: Final = ("train", "eval", "intervention")
 Phases = frozenset[str]
+ALL_PHASES: Final[Phases] = frozenset(PHASES)
 
 
 class _Entered:
@@ -67,6 +68,8 @@ class in_phase:
 
 def validate_phases(during: str | Iterable[str]) -> Phases:
     """Return the phases that ``during=`` names."""
+    if during is PHASES:
+        return ALL_PHASES
     names = frozenset([during] if isinstance(during, str) else during)
     unknown = sorted(names - set(PHASES))
     if unknown or not names:

@@ -119,16 +119,20 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
 def add_torch_hook(module: nn.Module, attribute: str, torch_hook: Any, *, first: bool) -> int:
     """Register a forward hook that takes keyword arguments, at either end of its queue; return its id.
 
-    What ``register_forward_hook`` does, without the handle, which costs more than all the rest together.
+    What ``register_forward_hook`` does, without the handle, which costs more than all the rest together. Ids of ours
+    are negative, so that none is ever one of torch's: to count torch's on would change its class each time, and throw
+    away what Python remembers of that class and of our handles.
     """
     hooks: OrderedDict[int, Any] = getattr(module, attribute)
-    hook_id = RemovableHandle.next_id
-    RemovableHandle.next_id += 1
+    hook_id = -_next_hook_id()
     hooks[hook_id] = torch_hook
     getattr(module, HOOK_DICTS[attribute][0])[hook_id] = True
     if len(hooks) > 1:
         (place_first if first else place_last)(hooks, hook_id)
     return hook_id
+
+
+_next_hook_id: Final = itertools.count(1).__next__
 
 
 def drop_hook(module: nn.Module, attribute: str, hook_id: int) -> None:
@@ -137,14 +141,19 @@ def drop_hook(module: nn.Module, attribute: str, hook_id: int) -> None:
         getattr(module, name).pop(hook_id, None)
 
 
+def drop_torch_hook(module: nn.Module, attribute: str, hook_id: int) -> None:
+    """Take off what `add_torch_hook` has registered, which is in two dictionaries and no others."""
+    getattr(module, attribute).pop(hook_id, None)
+    getattr(module, HOOK_DICTS[attribute][0]).pop(hook_id, None)
+
+
 def hook_tensor(tensor: Tensor, hook: Callable[[Any], Any]) -> None:
     """Do what ``tensor.register_hook`` does for a tensor that some node made, without the handle (7 → 5 µs)."""
     hooks = tensor._backward_hooks
     if hooks is None:
         hooks = tensor._backward_hooks = OrderedDict()
         tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
-    hooks[RemovableHandle.next_id] = hook
-    RemovableHandle.next_id += 1
+    hooks[-_next_hook_id()] = hook
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
@@ -209,8 +218,15 @@ def in_transform() -> bool:
 
 def in_run() -> bool:
     """Return whether a forward or backward is under way in this thread; walks the stack, so not for hot paths."""
+    if graph_task_id() != -1:
+        return True
     code = nn.Module._call_impl.__code__
-    return graph_task_id() != -1 or any(frame.f_code is code for frame in _frames())
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:  # a loop of its own: a generator costs five times as much per frame
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _frames() -> Iterator[FrameType]:
@@ -1145,7 +1161,7 @@ def never_recomputed() -> Iterator[None]:
 def compiled_code() -> list[CodeType]:
     """Return the code objects of this process that have compiled versions."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
-    if frames is None:
+    if frames is None or not frames.input_codes.seen:
         return []
     seen = filter(None, (ref() for ref in list(frames.input_codes.seen)))
     return [code for code in seen if torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)]

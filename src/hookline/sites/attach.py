@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 import weakref
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack, overload
 
 import torch
@@ -35,7 +36,7 @@ from hookline.sites.modules.registration_hooks import hold_registrations
 from hookline.sites.per_site_hook import PerSiteHook
 from hookline.sites.receipt import parameter_versions
 from hookline.sites.roles import with_role
-from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value, what_it_reads
+from hookline.sites.signature import changes_in_place, examine_hook, hook_name
 from hookline.sites.targets import Named, check_model, describe, select, without_scripted
 from hookline.sites.tensors.parameter_hooks import attach_to_parameters, select_parameters
 from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
@@ -183,6 +184,7 @@ def new_attachment(
 ) -> Attachment:
     """Return the attachment that is asked for, on nothing yet; raise if something is wrong with it."""
     options.check(kind)
+    traits = examine_hook(hook, kind, site_type=site_type, with_kwargs=options.with_kwargs)
     attachment = Attachment(
         hook=hook,
         kind=kind,
@@ -190,21 +192,21 @@ def new_attachment(
         options=options,
         order_group=options.order_group,
         site_type=site_type,
-        wants_site=check_hook(hook, kind, site_type=site_type, with_kwargs=options.with_kwargs),
+        wants_site=traits.wants_site,
         everywhere=everywhere,
-        may_edit=may_return_value(hook),
-        reads=what_it_reads(hook, with_kwargs=options.with_kwargs),
+        may_edit=traits.may_edit,
+        reads=traits.reads,
         context=open_context() if options.scope == "context" else None,
     )
-    if isinstance(hook, PerSiteHook) and hook.is_per_site and kind is Kind.FORWARD and site_type is MODULE:
+    if kind is Kind.FORWARD and site_type is MODULE and type(hook) is not FunctionType:
         _call_per_site(attachment, hook)
     return attachment
 
 
-def _call_per_site(attachment: Attachment, hook: PerSiteHook) -> None:
-    """Have each site call a function of its own, if the hook gets nothing but arguments and output."""
+def _call_per_site(attachment: Attachment, hook: Any) -> None:
+    """Have each site call a function of its own, if the hook has such and gets nothing but arguments and output."""
     options = attachment.options
-    if options.with_kwargs:
+    if options.with_kwargs or not isinstance(hook, PerSiteHook) or not hook.is_per_site:
         return
     attachment.for_site, attachment.wants_site = hook.for_site, False
     if not (options.profile or options.always_call or options.scope == "context" or attachment.everywhere):

@@ -6,6 +6,7 @@ The verbs make a `HookHandle`; users call ``remove()`` and ``report()``.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any, Self
@@ -18,12 +19,18 @@ from hookline.sites.modules.module_hooks import LOCK, release_counters, sweep
 from hookline.sites.receipt import Receipt, Receipts, receipt_of, warn_if_never_fired
 from hookline.tables import OFF, ON
 
+_NO_HOOKS: OrderedDict[int, Any] = OrderedDict()
+_NO_HOOKS_REF = weakref.ref(_NO_HOOKS)
+
 
 class _Handle(RemovableHandle):
     """Base of both handles: a ``with`` block that removes."""
 
-    def __init__(self) -> None:
-        super().__init__(_NO_HOOKS)  # torch's wants a dictionary to point at; ours are in tables
+    # What torch's own __init__ sets, which counts ids on by a change of its class, and so makes Python look everything
+    # up anew. It wants a dictionary to point at; ours are in tables.
+    id = -1
+    hooks_dict_ref = _NO_HOOKS_REF
+    extra_dict_ref = ()
 
     def remove(self, *, quiet: bool = False) -> None:
         """Take off; warn, unless ``quiet``, of hooks that never fired although their model ran."""
@@ -54,7 +61,7 @@ class HookHandle(_Handle):
     """Kept by the class: while the interpreter ends, the names of this module may be gone already."""
 
     def __init__(self, attachment: Attachment) -> None:
-        super().__init__()
+        self.id = attachment.order
         self._attachment = attachment
 
     def remove(self, *, quiet: bool = False) -> None:
@@ -138,7 +145,6 @@ class HandleSet(_Handle):
     """
 
     def __init__(self, handles: Iterable[RemovableHandle] = ()) -> None:
-        super().__init__()
         self._handles = list(handles)
 
     def add(self, handle: RemovableHandle) -> None:
@@ -199,6 +205,3 @@ def _is_on(handle: RemovableHandle) -> bool:
 
 def _removed_handle(name: str, kind: str) -> HookHandle:
     return HookHandle(Attachment(print, Kind(kind), name, removed=True))
-
-
-_NO_HOOKS: OrderedDict[int, Any] = OrderedDict()

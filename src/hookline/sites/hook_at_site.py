@@ -54,7 +54,7 @@ def open_context() -> int:
     number = next(_NUMBERS)
     _LIVE.add(number)
     known = _OPEN.get()
-    _OPEN.set((known if _torch.in_run() else known & _LIVE) | {number})
+    _OPEN.set((known if known <= _LIVE or _torch.in_run() else known & _LIVE) | {number})
     return number
 
 
@@ -119,7 +119,7 @@ class StandIn(NamedTuple):
 class ForwardCounter:
     """Counts the forwards of one model, and the calls in each; lives while a hook is attached through the model."""
 
-    __slots__ = ("_counter", "_forward", "hooked", "leaves", "model", "stand_in", "step", "users")
+    __slots__ = ("_counter", "here", "hooked", "leaves", "model", "stand_in", "step", "users")
 
     on_uncalled: ClassVar[Callable[[ForwardCounter], None]]
     """Looks for a part that stands in for the model; set by ``attach``, which is above this file."""
@@ -137,12 +137,8 @@ class ForwardCounter:
         """Moves hooks on parameters to the ones that replaced them; there while there are such hooks."""
         self.stand_in: StandIn | None = None
         self._counter = itertools.count()
-        self._forward = _ThreadForward()
-
-    @property
-    def here(self) -> Any:
+        self.here = _ThreadForward()
         """The forward of this thread, with its ``step``; for whoever asks too often to call `moment`."""
-        return self._forward
 
     def begin(self, gradients: bool | None = None, *, by_part: bool = False) -> None:
         """Begin a forward in this thread, with ``gradients`` on; as they are now, if left out.
@@ -151,7 +147,7 @@ class ForwardCounter:
         """
         if _torch.graph_task_id() != -1:
             return  # activation checkpointing repeats one
-        current = self._forward
+        current = self.here
         current.step = self.step = next(self._counter)
         current.calls = {}
         current.by_part = by_part
@@ -172,7 +168,7 @@ class ForwardCounter:
         Where parts of the model are called without it, its mode decides: gradients may be off for one part alone (a
         frozen one, or one that is checkpointed).
         """
-        current, training = self._forward, self.training_now()
+        current, training = self.here, self.training_now()
         if current.training is training:
             return training, current.gradients
         return training, training or torch.is_grad_enabled()
@@ -189,7 +185,7 @@ class ForwardCounter:
 
     def moment(self, key: Hashable) -> tuple[int, int]:
         """Count one more call of ``key``; return the step of this thread and how many calls were before it."""
-        current = self._forward
+        current = self.here
         if current.step == -1:
             self.find_stand_in()
         calls = current.calls_in(_torch.graph_task_id())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import operator
 import re
 import warnings
 from collections import defaultdict
@@ -160,8 +161,13 @@ def receipt_of(attachment: Attachment) -> Receipt:
     )
 
 
+_TIMES_FIRED: Final = operator.attrgetter("fired")
+
+
 def warn_if_never_fired(attachment: Attachment) -> None:
     """Warn once of the sites where the hook never ran, though the model did, with the likely cause."""
+    if all(map(_TIMES_FIRED, attachment.members())):
+        return
     silent = _silent(attachment)
     if not silent or _torch.in_run():  # while the model runs, there is no telling yet
         return

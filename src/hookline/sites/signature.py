@@ -9,7 +9,7 @@ import dis
 import functools
 import inspect
 from types import CodeType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torch import Tensor
 
@@ -19,6 +19,42 @@ from hookline.sites.kinds import MODULE, Kind, SiteType
 
 if TYPE_CHECKING:
     from hookline.hook_types import Hook
+
+
+class HookTraits(NamedTuple):
+    """What the signature and the bytecode of a hook tell."""
+
+    wants_site: bool
+    may_edit: bool
+    reads: str
+
+
+_TRAITS: Final[dict[tuple[Any, ...], HookTraits]] = {}
+_MOST_TRAITS: Final = 512
+
+
+def examine_hook(hook: Any, kind: Kind, *, site_type: SiteType = MODULE, with_kwargs: bool = False) -> HookTraits:
+    """Check a hook as `check_hook` does, and return whether it declares ``site``, may edit, and what it reads.
+
+    All of that follows from the code of a plain function and from which parameters have defaults, so it is remembered
+    by these: 45 calls of Python the first time, none the second.
+    """
+    if type(hook) is not FunctionType or hook.__dict__:  # what decorators leave there can change the signature
+        return _examine(hook, kind, site_type, with_kwargs)
+    defaults = len(hook.__defaults__ or ()), tuple(hook.__kwdefaults__ or ())
+    key = (hook.__code__, *defaults, kind, site_type.args[kind], with_kwargs)
+    traits = _TRAITS.get(key)
+    if traits is None:
+        traits = _examine(hook, kind, site_type, with_kwargs)
+        if len(_TRAITS) >= _MOST_TRAITS:
+            _TRAITS.clear()
+        _TRAITS[key] = traits
+    return traits
+
+
+def _examine(hook: Any, kind: Kind, site_type: SiteType, with_kwargs: bool) -> HookTraits:
+    wants_site = check_hook(hook, kind, site_type=site_type, with_kwargs=with_kwargs)
+    return HookTraits(wants_site, may_return_value(hook), what_it_reads(hook, with_kwargs=with_kwargs))
 
 
 def check_hook(hook: Any, kind: Kind, *, site_type: SiteType = MODULE, with_kwargs: bool = False) -> bool:

@@ -85,18 +85,14 @@ def _by_name(model: nn.Module, target: Target) -> Named | None:
     module, above = model, {id(model)}
     for part in target.split("."):
         children = module._modules
-        if not isinstance(children, dict) or _is_wrapper(module):
+        if not isinstance(children, dict) or (not WRAPPER_KEYS.isdisjoint(children) and inner_key(module) is not None):
             return None  # TorchScript, or a wrapper
         child = children.get(part)
         if child is None or id(child) in above:
             return None  # no such name, or a module that contains itself
         module = child
         above.add(id(child))
-    return None if _is_wrapper(module) else (target, module)
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return not WRAPPER_KEYS.isdisjoint(module._modules.keys()) and inner_key(module) is not None
+    return (target, module) if inner_key(module) is None else None
 
 
 _GLOB: Final = frozenset("*?[#")
@@ -104,6 +100,8 @@ _GLOB: Final = frozenset("*?[#")
 
 def without_scripted(chosen: list[Named], target: Target) -> list[Named]:
     """Leave out TorchScript modules that were not asked for one by one, with one warning; return the others."""
+    if len(chosen) == 1:
+        return chosen
     scripted = [named for named in chosen if isinstance(named[1], torch.jit.ScriptModule)]
     if not scripted or len(scripted) == len(chosen) or any(_is_asked_for(named, target) for named in scripted):
         return chosen  # where one is asked for, the error comes when it is hooked

@@ -181,8 +181,10 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         """Take the hooks off; what was captured stays. Warn, unless ``quiet``, of modules that were never called."""
         silent, self._is_closed = False, True
         try:
-            for kind in sorted(self.handles, key=_WARN_IN_ORDER.index):
-                handle = self.handles[kind]
+            for kind in _WARN_IN_ORDER:
+                handle = self.handles.get(kind)
+                if handle is None:
+                    continue
                 handle.remove(quiet=quiet or silent or kind is Kind.FORWARD_PRE)
                 # One warning for what was not called: it has no gradient either.
                 silent = len(self.handles) > 1 and bool(handle.report().silent)

@@ -5,6 +5,7 @@ Users call `capture`. It checks the options, puts the hooks of a `CaptureRecorde
 
 from __future__ import annotations
 
+import functools
 import re
 import weakref
 from typing import TYPE_CHECKING, Any, Final
@@ -25,7 +26,7 @@ from hookline.sites.roles import with_role
 from hookline.sites.targets import Named, check_model, choose
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from torch import nn
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["capture"]
 
+_PLAIN: Final = AttachOptions(observe=True, name="capture")
+_WITH_KWARGS: Final = AttachOptions(observe=True, with_kwargs=True, name="capture")
 _UNITS: Final = {"": 1, "b": 1}
 _UNITS.update({f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)})
 _UNITS.update({f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)})
@@ -115,12 +118,12 @@ def capture(
     if scope not in ("context", "process"):
         raise OptionError(f"scope= is 'context' or 'process', got {scope!r}.")
     store = ValueStore(
-        index=_parse_index(index),
+        index=None if index is None else _parse_index(index),
         detach=detach,
-        dtype=_parse_dtype(dtype),
-        device=_parse_device(device),
+        dtype=None if dtype is None else _parse_dtype(dtype),
+        device=None if device is None else _parse_device(device),
         clone=clone,
-        limit=_parse_limit(limit),
+        limit=None if limit is None else _parse_limit(limit),
     )
     recorder = CaptureRecorder(store, inputs=inputs, grads=grads, stop=stop, during=validate_phases(during))
     chosen = choose(model, targets if role is None else with_role(targets, role), exclude, strict=strict)
@@ -153,7 +156,7 @@ def _attach(cache: Cache, recorder: CaptureRecorder, model: nn.Module, chosen: l
     hooks[Kind.FORWARD] = _end, "o"
     for kind, (hook, reads) in hooks.items():
         with_kwargs, is_plain = kind is Kind.FORWARD_PRE, kind is Kind.FORWARD and not recorder.opens_calls
-        attachment = new_attachment(hook, kind, AttachOptions(observe=True, with_kwargs=with_kwargs, name="capture"))
+        attachment = new_attachment(hook, kind, _WITH_KWARGS if with_kwargs else _PLAIN)
         if reads is not None:
             attachment.reads = reads
         attachment.context = None if is_plain else cache.scope  # a plain hook checks it by itself
@@ -166,35 +169,29 @@ def _attach(cache: Cache, recorder: CaptureRecorder, model: nn.Module, chosen: l
             elif kind is Kind.FORWARD_PRE:
                 entry.hook = recorder.begin_hook(entry)
             if kind is Kind.FORWARD:
-                cache.reasons[entry.name] = _reason(entry, recorder)
+                cache.reasons[entry.name] = functools.partial(_reason, entry, recorder)
 
 
-def _reason(entry: HookAtSite, recorder: CaptureRecorder) -> Callable[[], str]:
-    """Return a function that says why nothing was captured."""
-
-    def why() -> str:
-        attachment = entry.attachment
-        if entry.name in recorder.left_out:
-            return recorder.left_out[entry.name]
-        if entry.counter.step <= entry.step_at_attach and not entry.fired:
-            return "the model has not run since" if not attachment.removed else "the model did not run meanwhile"
-        if entry.fired:
-            return (
-                "no call was made in the thread, or asyncio task, that opened the capture; scope='process' captures "
-                "those of others too, and cache.clear() forgets"
-            )
-        return likely_cause(entry, attachment)
-
-    return why
+def _reason(entry: HookAtSite, recorder: CaptureRecorder) -> str:
+    """Return why nothing was captured."""
+    attachment = entry.attachment
+    if entry.name in recorder.left_out:
+        return recorder.left_out[entry.name]
+    if entry.counter.step <= entry.step_at_attach and not entry.fired:
+        return "the model has not run since" if not attachment.removed else "the model did not run meanwhile"
+    if entry.fired:
+        return (
+            "no call was made in the thread, or asyncio task, that opened the capture; scope='process' captures "
+            "those of others too, and cache.clear() forgets"
+        )
+    return likely_cause(entry, attachment)
 
 
 # -- options -------------------------------------------------------------------------------------------------
 
 
-def _parse_limit(limit: Any) -> int | None:
+def _parse_limit(limit: Any) -> int:
     """Return a number of bytes, or a text such as "2GB", as bytes."""
-    if limit is None:
-        return None
     if isinstance(limit, str):
         found = _SIZE.fullmatch(limit)
         if found is None or found[2].lower() not in _UNITS:
@@ -207,10 +204,8 @@ def _parse_limit(limit: Any) -> int | None:
     return limit
 
 
-def _parse_device(device: Any) -> torch.device | None:
+def _parse_device(device: Any) -> torch.device:
     """Return a device that this process has; raise for others."""
-    if device is None:
-        return None
     try:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -221,10 +216,8 @@ def _parse_device(device: Any) -> torch.device | None:
     return found
 
 
-def _parse_dtype(dtype: Any) -> torch.dtype | None:
+def _parse_dtype(dtype: Any) -> torch.dtype:
     """Return a dtype of real numbers to keep floating-point tensors in."""
-    if dtype is None:
-        return None
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise OptionError(
@@ -236,7 +229,7 @@ def _parse_dtype(dtype: Any) -> torch.dtype | None:
 
 def _parse_index(index: Any) -> Any:
     """Return what can index a tensor, with lists and arrays as tensors; or a function, as it is."""
-    if index is None or callable(index):
+    if callable(index):
         return index
     parts = index if isinstance(index, tuple) else (index,)
     try:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import OptionError
-from hookline.lifecycle.run_phase import PHASES, Phases, known_phase
+from hookline.lifecycle.run_phase import ALL_PHASES, Phases, known_phase
 from hookline.observe.capture.captured_calls import CapturedCall
 from hookline.observe.capture.stored_value import NoNumbers, StoredValue, ValueStore, each_tensor
 from hookline.sites import _torch
@@ -58,17 +58,23 @@ class _OpenCalls(threading.local):
         """The innermost call last; a call that raised is dropped at the next one."""
 
 
+_NONE_OPEN: Final = _OpenCalls()
+"""For recorders that open no calls: to make one takes 2 µs."""
+
+
 class CaptureRecorder:
     """Records calls, in the order they end."""
 
     def __init__(
-        self, store: ValueStore, *, inputs: bool, grads: bool, stop: bool, during: Phases = frozenset(PHASES)
+        self, store: ValueStore, *, inputs: bool, grads: bool, stop: bool, during: Phases = ALL_PHASES
     ) -> None:
         self.store = store
         self.takes_inputs = inputs
         self.takes_grads = grads
+        self.opens_calls = inputs or grads
+        """Whether calls are opened and closed, and not just noted at their end."""
         self.stops = stop
-        self.during = None if during == frozenset(PHASES) else during
+        self.during = None if during == ALL_PHASES else during
         """The phases of a run whose calls are kept; None for all."""
         self.left_out: dict[str, str] = {}
         """For each module of which a call was not kept, why."""
@@ -78,16 +84,11 @@ class CaptureRecorder:
         """Calls that were not read yet, oldest first; shared by all threads."""
         self._ahead: set[str] = set()
         self._sites: set[str] = set()
-        self._open = _OpenCalls()
+        self._open = _OpenCalls() if inputs or grads else _NONE_OPEN
         self._awaiting: dict[_Key, list[CapturedCall]] = {}
         self._without_graph: dict[str, list[CapturedCall]] = defaultdict(list)
         self._counts: dict[tuple[str, int], int] = {}
         """How many calls of each module were noted in each step."""
-
-    @property
-    def opens_calls(self) -> bool:
-        """Whether calls are opened and closed, and not just noted at their end."""
-        return self.takes_inputs or self.takes_grads
 
     def expect(self, name: str, module: nn.Module) -> None:
         """Add a site; the last one to be called may stop the forward."""
@@ -113,7 +114,8 @@ class CaptureRecorder:
         """
         self._awaiting.clear()
         self._without_graph.clear()
-        self._open = _OpenCalls()  # that of every thread
+        if self.opens_calls:
+            self._open = _OpenCalls()  # that of every thread
 
     def take_calls(self) -> list[CapturedCall]:
         """Return the calls since the last time, oldest first."""

@@ -56,18 +56,16 @@ class ValueStore:
         self._device = device
         self._clone = clone
         self._limit = limit
+        self.is_plain = (
+            not (detach or clone) and (index is None and dtype is None) and (device is None and limit is None)
+        )
+        """Whether values are kept unchanged."""
         self._used = 0
         self._charged: dict[int, int] = {}
         """Address and size of shared memory that counts already: a block's output is the next one's input. Ids would be
         wrong: a tensor that is kept detached dies, and the next one gets its id."""
         self._streams: set[Any] = set()
         """CUDA streams that may still be copying into pinned memory."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether values are kept unchanged."""
-        asked = (self._index, self._dtype, self._device, self._limit)
-        return not (self._detach or self._clone) and all(option is None for option in asked)
 
     def keep(self, value: Any, what: str) -> StoredValue:
         """Return a value of any structure as it is to be kept; ``what`` names it in errors. Raise `NoNumbers`."""

@@ -38,22 +38,6 @@ def is_compiler_used() -> bool:
     return _WATCH.compiled
 
 
-def watch_compiler(on_compile: Callable[[], None]) -> None:
-    """Call ``on_compile`` when something is compiled for the first time; there are hooks from now on."""
-    _WATCH.begin(on_compile)
-
-
-def check_compiler() -> None:
-    """Check whether anything has been compiled meanwhile (0.1 µs, once something has)."""
-    if not _WATCH.compiled:
-        _WATCH.tend()
-
-
-def stop_watching() -> None:
-    """Stop watching the compiler: there are no hooks any more."""
-    _WATCH.end()
-
-
 def add_own_forward(module: nn.Module) -> None:
     """Give the module a ``forward`` of its own: code that was compiled while it had no hooks does not fit any more."""
     own = module.__dict__.get(_FORWARD)
@@ -151,6 +135,7 @@ class _Watch:
         self._told = _torch.Compilations(self._compiles)
 
     def begin(self, on_compile: Callable[[], None]) -> None:
+        """Call ``on_compile`` when something is compiled for the first time; there are hooks from now on."""
         if self._held:
             return
         self._held = True
@@ -169,7 +154,9 @@ class _Watch:
         self.tend()
 
     def tend(self) -> None:
-        """Ask for the call again: ``torch.compiler.reset()`` forgets it."""
+        """Check whether anything has been compiled meanwhile; ask for the call again, which ``torch.compiler.reset()``
+        forgets.
+        """
         if not self.compiled and self._on_compile is not None and not self._told.is_on():
             if _torch.compiled_code():
                 self._compiles()
@@ -183,9 +170,11 @@ class _Watch:
                 self._on_compile()
 
     def end(self) -> None:
+        """Stop watching the compiler: there are no hooks any more."""
         self._held = False
         self._on_compile = None
-        self._drop_finder()
+        if self._finder is not None:
+            self._drop_finder()
         self._told.stop()
 
     def _drop_finder(self) -> None:
@@ -235,3 +224,6 @@ class _Telling(Loader):
 
 
 _WATCH: Final = _Watch()
+watch_compiler: Final = _WATCH.begin
+check_compiler: Final = _WATCH.tend
+stop_watching: Final = _WATCH.end

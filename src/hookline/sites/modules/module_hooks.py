@@ -1,83 +1,51 @@
-"""Keep all hooks of ours on one module, and register with torch exactly those torch hooks that they need.
+"""Keep all hooks of ours on one module.
 
-``attach`` and the other verbs add entries and remove them. A module without hooks has none of ours in torch's
-dictionaries.
+``attach`` and the other verbs add entries and remove them; `RegisteredHooks` tells torch. A module
+without hooks has none of ours in torch's dictionaries.
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import nn
 
 from hookline.errors import UnhookableError
-from hookline.sites import _torch
 from hookline.sites.compiled import recompile_guard
-from hookline.sites.compiled.compiled_gradients import plan_of
 from hookline.sites.compiled.op_schemas import new_key
-from hookline.sites.gradients.gradient_hooks import USE_INPUT_ONCE
-from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup
+from hookline.sites.hook_at_site import ForwardCounter, HookAtSite
 from hookline.sites.kinds import Kind
-from hookline.sites.modules.call_guard import AroundCall, HookedModule
-from hookline.sites.modules.torch_hooks import (
-    CALLED_FROM_ELSEWHERE,
-    LEFT_BEHIND,
-    OTHERS,
-    QUEUES,
-    FirstForwardHook,
-    FirstPreHook,
-    LastForwardHook,
-    LastHook,
-    LastPreHook,
-    StateHook,
-    TorchHook,
-    back,
-    drop_left_behind,
-    drop_stale,
-    front,
-)
+from hookline.sites.modules.registered_hooks import LOCK as LOCK
+from hookline.sites.modules.registered_hooks import RegisteredHooks
+from hookline.sites.modules.torch_hooks import LEFT_BEHIND, FirstPreHook, StateHook, drop_left_behind, drop_stale
 
 if TYPE_CHECKING:
     from hookline.sites.hook_at_site import Attachment
-
-LOCK: Final = threading.RLock()
-"""Held while hooks come or go; firing takes no lock, it reads tuples that are replaced whole."""
+    from hookline.sites.modules.call_guard import AroundCall
 
 # Weak, so that a hook which refers to its own model does not keep it alive: the torch hooks on the module hold these.
 # (A WeakValueDictionary does the same at three times the price.)
 _HOOKED: dict[int, weakref.ref[ModuleHooks]] = {}
-# Looking an enum member up by its class costs 0.2 µs, ten times over for every module that is hooked.
-_FORWARD_PRE: Final = Kind.FORWARD_PRE
-_FORWARD: Final = Kind.FORWARD
-_FULL_BACKWARD: Final = Kind.FULL_BACKWARD
-_OBSERVE: Final = OrderGroup.OBSERVE
-_GRADIENT_KINDS: Final = (Kind.BACKWARD_PRE, Kind.BACKWARD)
-_Slot: TypeAlias = type[TorchHook] | Kind
-_Position: TypeAlias = tuple[dict[int, Any], int, bool]
-"""One of torch's dictionaries, the id of our torch hook in it, and whether that has to be first or last."""
+_FORWARD: Final = Kind.FORWARD  # looking an enum member up by its class costs 0.2 µs
+_FORWARD_KINDS: Final = (Kind.FORWARD, Kind.FORWARD_PRE)
 ON_SWEEP: Final[list[Callable[[], None]]] = []
 """Called by `sweep`."""
 
 
-class ModuleHooks(HookedModule):
+class ModuleHooks(RegisteredHooks):
     """The hooks of one module."""
 
-    _full_backward_flag: Any = None
-    _positions: tuple[_Position, ...] | None = None
-    _has_own_forward = False
     covered = -1
     """Up to which generation of process-wide hooks the module has them all."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = _ModuleRef(module, _forget)
-        if recompile_guard.is_compiler_used():
-            self.key = new_key(self)
+        self._module = ref = _ModuleRef(module, _forget)
+        ref.key = id(module)
         self._by_kind = {}
         self._torch_hooks = {}
 
@@ -89,24 +57,18 @@ class ModuleHooks(HookedModule):
             torch_hook.prepare()
         self._sync_plan()
 
-    def sync_compiled(self) -> None:
-        """Show compiled code whether the module has hooks that a compiled call runs."""
-        module = self._module()
-        if module is not None and LastPreHook in self._torch_hooks:
-            self._sync_pre(module)
-        needed = not self._torch_hooks.keys().isdisjoint(QUEUES)
-        if module is not None and needed is not self._has_own_forward:
-            self._has_own_forward = needed
-            (recompile_guard.add_own_forward if needed else recompile_guard.drop_own_forward)(module)
-        if needed:  # compiled code keeps no places: the counter does
-            for entry in self.entries():
-                entry.counter.hooked.add(self)
-
     # -- coming and going, under LOCK --------------------------------------------------------------------
 
     def add(self, entry: HookAtSite) -> None:
         """Put a hook in its place."""
-        kind = entry.attachment.kind
+        attachment = entry.attachment
+        kind = attachment.kind
+        if kind is _FORWARD and not self._torch_hooks and self.key is None and not attachment.options.always_call:
+            module = self._module()
+            if module is not None:
+                self._by_kind[kind] = (entry,)
+                self._put_only(module, entry)
+                return
         hooks = self._by_kind.get(kind)
         self._by_kind[kind] = (entry,) if hooks is None else _with(hooks, entry)
         self._sync(entry)
@@ -115,7 +77,8 @@ class ModuleHooks(HookedModule):
 
     def discard(self, entry: HookAtSite) -> None:
         """Take a hook off; do nothing if it is off already."""
-        kind = entry.attachment.kind
+        attachment = entry.attachment
+        kind = attachment.kind
         hooks = self._by_kind.get(kind, ())
         if entry not in hooks:
             return
@@ -123,21 +86,39 @@ class ModuleHooks(HookedModule):
             del self._by_kind[kind]
         else:
             self._by_kind[kind] = tuple(other for other in hooks if other is not entry)
-        self._sync(entry)
-        own = self._keeps_own_places() and not self._has_own_forward
-        if own or not any(other.counter is entry.counter for other in self.entries()):
-            entry.counter.hooked.discard(self)
-        self._drop_if_empty()
+        module = self._module()
+        if self._by_kind or self.counter is not None or self.key is not None or module is None:
+            self._sync(entry)
+            own = self._keeps_own_places() and not self._has_own_forward
+            if own or not any(other.counter is entry.counter for other in self.entries()):
+                entry.counter.hooked.discard(self)
+            self._drop_if_empty()
+            return
+        if kind not in _FORWARD_KINDS or attachment.options.always_call:
+            self._sync(entry)
+        else:
+            self._take_all_off(module)
+        entry.counter.hooked.discard(self)
+        self._drop(module)
 
     def set_counter(self, counter: ForwardCounter | None) -> None:
         """Begin or end counting this module's forwards."""
         self.counter = counter
         module = self._module()
-        if module is not None:
-            self._sync_pre(module)
-            self._positions = None
-            if recompile_guard.is_compiler_used():
-                self.sync_compiled()
+        if module is None:
+            return
+        if self.key is None and not self._by_kind and self.around is None:  # no hooks beside it: see `_put_only`
+            if counter is None:
+                self._take_all_off(module)
+                self._drop(module)
+            elif not self._torch_hooks:
+                self._put_one(module, FirstPreHook, ())
+                self._torch_hooks[FirstPreHook].ticks = "t"
+            return
+        self._sync_pre(module)
+        self._positions = None
+        if recompile_guard.is_compiler_used():
+            self.sync_compiled()
         self._drop_if_empty()
 
     def set_around(self, around: AroundCall | None) -> None:
@@ -148,154 +129,22 @@ class ModuleHooks(HookedModule):
             self.sync_guard(module)
             self._sync_pre(module)
 
-    def keep_places(self) -> None:
-        """Put our edits before, and our observers after, hooks that others have registered since."""
-        positions = self._positions
-        if positions is None:
-            module, own = self._module(), self._torch_hooks
-            positions = self._positions = tuple(
-                (getattr(module, name), hook.hook_id, first)
-                for cls, (name, first) in (QUEUES.items() if module is not None else ())
-                if (hook := own.get(cls)) is not None  # one lookup: another thread may remove it meanwhile
-            )
-        for hooks, hook_id, first in positions:
-            if len(hooks) == 1:
-                continue
-            try:
-                in_place = next(iter(hooks) if first else reversed(hooks), None) == hook_id
-            except RuntimeError:  # another thread changes it; there is another call
-                continue
-            if not in_place:
-                with LOCK:
-                    if hook_id in hooks:
-                        (_torch.place_first if first else _torch.place_last)(hooks, hook_id)
-
-    def _sync(self, changed: HookAtSite) -> None:
-        """Register and remove torch hooks as the hooks need it, after one has come or gone."""
-        module = self._module()
-        if module is None:
-            return
-        attachment = changed.attachment
-        kind = attachment.kind
-        if kind in _GRADIENT_KINDS:
-            self._sync_gradients(module)
-        elif kind is _FORWARD_PRE:
-            self._sync_pre(module)
-        elif kind is _FORWARD:
-            self._sync_post(module)
-        else:
-            if kind is _FULL_BACKWARD and not attachment.removed and not attachment.everywhere:
-                # torch notes at the forward which hooks it will call: a new one keeps new hooks out of old calls.
-                self._sync_torch_hook(module, kind, ())
-            self._sync_torch_hook(module, kind, self._by_kind.get(kind, ()))
-        if attachment.options.always_call:
-            self.sync_guard(module)
-        self._positions = None
-        if recompile_guard.is_compiler_used():
-            self.sync_compiled()
-
-    def _sync_pre(self, module: nn.Module) -> None:
-        hooks = self._by_kind.get(_FORWARD_PRE, ())
-        counts = self.counter is not None and self.around is None
-        self._sync_torch_hook(module, FirstPreHook, front(hooks), needed=counts)
-        first = self._torch_hooks.get(FirstPreHook)
-        if first is not None:
-            first.ticks = "t" if counts else ""
-            if self.key is not None:
-                first.write_recipe()
-        # A module with observers keeps their place at the start of each call, whoever makes it. Where there is compiled
-        # code, that would be one more guard, so there the counter does it (and `LastForwardHook`).
-        needed = LastForwardHook in self._torch_hooks and (self.has_gradients or not recompile_guard.is_compiler_used())
-        self._sync_torch_hook(module, LastPreHook, back(hooks), needed=needed)
-
-    def _sync_post(self, module: nn.Module) -> None:
-        hooks = self._by_kind.get(_FORWARD, ())
-        last = back(hooks)
-        always = bool(last) and any(entry.attachment.options.always_call for entry in last)
-        self._sync_torch_hook(module, FirstForwardHook, front(hooks), needed=always)
-        if last or self.has_gradients or LastForwardHook in self._torch_hooks:
-            self._sync_torch_hook(module, LastForwardHook, last, needed=self.has_gradients)
-            self._sync_pre(module)
-
-    def _sync_gradients(self, module: nn.Module) -> None:
-        self.set_gradient_hooks(*map(self.hooks_of_kind, _GRADIENT_KINDS))
-        self.uses_input_once = type(module) in USE_INPUT_ONCE and not recompile_guard.is_forward_replaced(module)
-        self._sync_post(module)
-        if self.key is not None:
-            self._sync_plan()
-
-    def _sync_plan(self) -> None:
-        """Write the plan of the gradient hooks, as compiled calls read it, into the last hooks."""
-        self.plan = plan_of(self)
-        for torch_hook in self._torch_hooks.values():
-            if isinstance(torch_hook, LastHook):
-                torch_hook.plan = self.plan
-                torch_hook.write_recipe()
-
-    def _sync_torch_hook(
-        self, module: nn.Module, slot: _Slot, entries: tuple[HookAtSite, ...], *, needed: bool = False
-    ) -> None:
-        """Register one torch hook in ``slot`` while it has entries or is needed for something else; none otherwise."""
-        torch_hook = self._torch_hooks.get(slot)
-        if entries or needed:
-            if torch_hook is None:
-                torch_hook = self._torch_hooks[slot] = self._register(module, slot)
-            torch_hook.put(entries)
-        elif torch_hook is not None:
-            del self._torch_hooks[slot]
-            if slot is not _FULL_BACKWARD:
-                torch_hook.put(())
-            self._take_off(module, slot, torch_hook)
-
-    def _register(self, module: nn.Module, slot: _Slot) -> TorchHook:
-        if not isinstance(slot, Kind):
-            torch_hook = slot(self)
-            attribute, first = QUEUES[slot]
-            torch_hook.hook_id = _torch.add_torch_hook(module, attribute, torch_hook, first=first)
-            return torch_hook
-        make, _, register = OTHERS[slot]
-        torch_hook = make(self)
-        if slot is _FULL_BACKWARD:
-            self._full_backward_flag = getattr(module, _torch.FULL_BACKWARD_FLAG)
-        torch_hook.hook_id = getattr(module, register)(torch_hook).id
-        return torch_hook
-
-    def _take_off(self, module: nn.Module, slot: _Slot, torch_hook: TorchHook) -> None:
-        """Remove a torch hook from torch's dictionary, unless torch may be iterating over that very dictionary.
-
-        torch takes a snapshot of the forward and backward hooks it is about to run, but walks its state-dict
-        hooks live: while one of ours runs, only the last of the queue may go. Any other stays, empty, until the next
-        hook comes or goes anywhere.
-        """
-        attribute = OTHERS[slot][1] if isinstance(slot, Kind) else QUEUES[slot][0]
-        is_last = next(reversed(getattr(module, attribute)), None) == torch_hook.hook_id
-        if isinstance(torch_hook, StateHook) and StateHook.running and not is_last:
-            LEFT_BEHIND.append((self._module, attribute, torch_hook.hook_id))
-            return
-        _torch.drop_hook(module, attribute, torch_hook.hook_id)
-        if slot is _FULL_BACKWARD and not module._backward_hooks:
-            setattr(module, _torch.FULL_BACKWARD_FLAG, self._full_backward_flag)
-
-    def _keeps_own_places(self) -> bool:
-        """Return whether no torch hook has a place to keep, or only the last ones, which do so themselves."""
-        if self._torch_hooks.keys() <= CALLED_FROM_ELSEWHERE:
-            return True
-        pre = self._torch_hooks.get(LastPreHook)
-        return pre is not None and not pre.entries and set(self._torch_hooks) == {LastPreHook, LastForwardHook}
-
     def _drop_if_empty(self) -> None:
         module = self._module()
         if module is not None and not self._by_kind and self.counter is None:
-            _HOOKED.pop(id(module), None)
-            if not _HOOKED:
-                recompile_guard.stop_watching()
+            self._drop(module)
+
+    def _drop(self, module: nn.Module) -> None:
+        _HOOKED.pop(id(module), None)
+        if not _HOOKED:
+            recompile_guard.stop_watching()
 
 
 def existing_hooks(module: nn.Module) -> ModuleHooks | None:
     """Return the hooks of a module, if it has any."""
     ref = _HOOKED.get(id(module))
     hooks = ref() if ref is not None else None
-    return hooks if hooks is not None and hooks.module() is module else None
+    return hooks if hooks is not None and hooks._module() is module else None
 
 
 def hooks_of_module(module: nn.Module) -> ModuleHooks:
@@ -310,8 +159,9 @@ def hooks_of_module(module: nn.Module) -> ModuleHooks:
         drop_stale(module)
         if not _HOOKED:
             recompile_guard.watch_compiler(_prepare_all)
-        recompile_guard.check_compiler()
         hooks = ModuleHooks(module)
+        if recompile_guard.is_compiler_used():
+            hooks.key = new_key(hooks)
         _HOOKED[id(module)] = weakref.ref(hooks)
     return hooks
 
@@ -327,6 +177,7 @@ def _prepare_all() -> None:
 
 def counter_of(model: nn.Module) -> ForwardCounter:
     """Return the counter of a model's forwards, for one more attachment; `release_counters` gives it back."""
+    recompile_guard.check_compiler()
     hooks = hooks_of_module(model)
     if hooks.counter is None:
         hooks.set_counter(ForwardCounter(model))
@@ -343,8 +194,9 @@ def release_counters(attachment: Attachment) -> None:
         if counter.users == 0 and counter.stand_in is not None:
             counter.stand_in.remove()
             counter.stand_in = None
-        if counter.users == 0 and model is not None:
-            hooks_of_module(model).set_counter(None)
+        hooks = existing_hooks(model) if counter.users == 0 and model is not None else None
+        if hooks is not None:
+            hooks.set_counter(None)
 
 
 def _with(hooks: tuple[HookAtSite, ...], entry: HookAtSite) -> tuple[HookAtSite, ...]:
@@ -375,11 +227,6 @@ class _ModuleRef(weakref.ref[nn.Module]):
     __slots__ = ("key",)
 
     key: int
-
-    def __new__(cls, module: nn.Module, callback: Callable[[_ModuleRef], None]) -> Self:
-        ref = super().__new__(cls, module, callback)
-        ref.key = id(module)
-        return ref
 
 
 def _forget(

@@ -7,8 +7,9 @@ that was taken off in the middle of a call may be called without the keyword arg
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
     from hookline.sites.hook_at_site import HookAtSite
     from hookline.sites.modules.call_guard import HookedModule
 
+_Entries: TypeAlias = "tuple[HookAtSite, ...]"
 _ABSENT: Any = object()
-_WHERE_STALE = (*_torch.HOOK_DICTS, _torch.CALL_IMPL)
+_HOOK_DICTS_OF: Final = operator.itemgetter(*_torch.HOOK_DICTS)
 _EDIT: Final = OrderGroup.EDIT  # looking an enum member up by its class costs 0.2 µs
 _OBSERVE: Final = OrderGroup.OBSERVE
 
@@ -82,7 +84,10 @@ class StaleHook:
 
 def drop_stale(module: nn.Module) -> None:
     """Take what is left of copied hooks off a module, outside of torch's own iterations over them."""
-    if not any(map(module.__dict__.get, _WHERE_STALE)):
+    try:
+        if not any(_HOOK_DICTS_OF(module.__dict__)) and _torch.CALL_IMPL not in module.__dict__:
+            return  # 0.3 µs; looked up one by one, they take 0.9
+    except KeyError:  # made without super().__init__()
         return
     for attribute, hook_id, hook in _torch.hooks_of(module):
         if isinstance(hook, StaleHook) and not (StateHook.running and "state_dict" in attribute):
@@ -137,7 +142,8 @@ class LastHook(TorchHook):
     def __init__(self, module_hooks: HookedModule) -> None:
         super().__init__(module_hooks)
         self.plan = module_hooks.plan
-        self.write_recipe()
+        if self.key is not None:
+            self.write_recipe()
         self._held: tuple[int, tuple[HookAtSite, ...], int] | None = None
 
     def hold(self, entries: tuple[HookAtSite, ...], began: int = -1, *, changed: bool = False) -> None:
@@ -309,9 +315,7 @@ def run_one_pre(entry: HookAtSite, module: nn.Module, args: tuple[Any, ...], kwa
     return entry.call(module, (args, kwargs) if entry.attachment.options.with_kwargs else (args,))
 
 
-def run_one_post(
-    entry: HookAtSite, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> Any:
+def run_one_post(entry: HookAtSite, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """Run one forward hook; return what it returns."""
     if entry.simple:
         entry.fired += 1  # entry.count(), without the call: this is the hot path
@@ -345,18 +349,14 @@ def _new_arguments(entry: HookAtSite, result: Any, kwargs: dict[str, Any]) -> tu
     )
 
 
-def front(hooks: tuple[HookAtSite, ...]) -> tuple[HookAtSite, ...]:
-    """Return those of the hooks that run at the front of the queue: raw observers and edits."""
+def split_queue(hooks: _Entries) -> tuple[_Entries, _Entries]:
+    """Return the hooks for the front of the queue (raw observers and edits) and for its end (observers)."""
     if not hooks or hooks[-1].attachment.order_group is not _OBSERVE:
-        return hooks
-    return tuple(entry for entry in hooks if entry.attachment.order_group is not _OBSERVE)
-
-
-def back(hooks: tuple[HookAtSite, ...]) -> tuple[HookAtSite, ...]:
-    """Return those of the hooks that run at the end of the queue: observers."""
-    if not hooks or hooks[-1].attachment.order_group is not _OBSERVE:
-        return ()
-    return tuple(entry for entry in hooks if entry.attachment.order_group is _OBSERVE)
+        return hooks, ()
+    if hooks[0].attachment.order_group is _OBSERVE:  # they are sorted by group
+        return (), hooks
+    at = next(at for at, entry in enumerate(hooks) if entry.attachment.order_group is _OBSERVE)
+    return hooks[:at], hooks[at:]
 
 
 # -- where torch keeps each of them --------------------------------------------------------------------------------
