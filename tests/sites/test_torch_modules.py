@@ -73,8 +73,8 @@ def test_add_torch_hook_does_what_torchs_own_registration_does(attribute, regist
     for name in (attribute, *_torch.HOOK_DICTS[attribute]):
         assert list(getattr(theirs, name).values()) == list(getattr(ours, name).values())
         assert list(getattr(ours, name)) in ([hook_id], [])
-    for drop in (_torch.drop_torch_hook, _torch.drop_hook):
-        drop(ours, attribute, hook_id)
+    for _ in range(2):
+        _torch.drop_hook(ours, attribute, hook_id)
         for name in (attribute, *_torch.HOOK_DICTS[attribute]):
             assert not getattr(ours, name)
 

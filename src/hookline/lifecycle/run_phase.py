@@ -68,8 +68,6 @@ class in_phase:
 
 def validate_phases(during: str | Iterable[str]) -> Phases:
     """Return the phases that ``during=`` names."""
-    if during is PHASES:
-        return ALL_PHASES
     names = frozenset([during] if isinstance(during, str) else during)
     unknown = sorted(names - set(PHASES))
     if unknown or not names:

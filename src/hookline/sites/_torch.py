@@ -141,12 +141,6 @@ def drop_hook(module: nn.Module, attribute: str, hook_id: int) -> None:
         getattr(module, name).pop(hook_id, None)
 
 
-def drop_torch_hook(module: nn.Module, attribute: str, hook_id: int) -> None:
-    """Take off what `add_torch_hook` has registered, which is in two dictionaries and no others."""
-    getattr(module, attribute).pop(hook_id, None)
-    getattr(module, HOOK_DICTS[attribute][0]).pop(hook_id, None)
-
-
 def hook_tensor(tensor: Tensor, hook: Callable[[Any], Any]) -> None:
     """Do what ``tensor.register_hook`` does for a tensor that some node made, without the handle (7 → 5 µs)."""
     hooks = tensor._backward_hooks
@@ -1212,14 +1206,14 @@ class Compilations:
         handler = sys.modules["torch._dynamo.callback"].callback_handler
         if not isinstance(handler.start_callbacks, _Callbacks):
             handler.start_callbacks = _Callbacks(handler.start_callbacks)
-        handler.register_start_callback(self)
+        handler.start_callbacks.append(self)  # as register_start_callback does (torch 2.11 to 2.13)
 
     def stop(self) -> None:
         """Ask torch to call this no more."""
-        if self.is_on():
-            handler = sys.modules["torch._dynamo.callback"].callback_handler
-            handler.remove_start_callback(self)
-            handler.start_callbacks = list(handler.start_callbacks)
+        handler = sys.modules.get("torch._dynamo.callback")
+        callbacks = handler.callback_handler.start_callbacks if handler is not None else ()
+        if handler is not None and self in callbacks:
+            handler.callback_handler.start_callbacks = [each for each in callbacks if each is not self]
 
 
 class _Callbacks(list[Any]):

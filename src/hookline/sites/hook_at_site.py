@@ -152,7 +152,8 @@ class ForwardCounter:
         current.calls = {}
         current.by_part = by_part
         current.order = next_order()
-        current.training = self.training_now()
+        model = self.model()
+        current.training = model is None or model.training
         current.gradients = torch.is_grad_enabled() if gradients is None else gradients
         for hooks in tuple(self.hooked):
             hooks.keep_places()

@@ -105,7 +105,8 @@ def walk(model: nn.Module) -> Iterator[Place]:
         for key, child in reversed(children.items()):
             if child is None or (id(child) in seen and _in_chain(child, chain)):
                 continue
-            stack.append((name if key == inner else _join(name, key), child, key, chain))
+            below = name if key == inner else f"{name}.{key}" if name else key  # `_join`, without the call
+            stack.append((below, child, key, chain))
 
 
 def parameter_place(place: Place, key: str, parameter: Any) -> Place:

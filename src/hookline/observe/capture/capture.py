@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from hookline.errors import OptionError
-from hookline.lifecycle.run_phase import PHASES, validate_phases
+from hookline.lifecycle.run_phase import ALL_PHASES, PHASES, validate_phases
 from hookline.observe.capture.cache import Cache
 from hookline.observe.capture.capture_hooks import CaptureRecorder
 from hookline.observe.capture.stored_value import ValueStore
@@ -125,7 +125,9 @@ def capture(
         clone=clone,
         limit=None if limit is None else _parse_limit(limit),
     )
-    recorder = CaptureRecorder(store, inputs=inputs, grads=grads, stop=stop, during=validate_phases(during))
+    recorder = CaptureRecorder(
+        store, inputs=inputs, grads=grads, stop=stop, during=ALL_PHASES if during is PHASES else validate_phases(during)
+    )
     chosen = choose(model, targets if role is None else with_role(targets, role), exclude, strict=strict)
     cache = Cache(recorder, weakref.ref(model), open_context() if scope == "context" else None)
     try:

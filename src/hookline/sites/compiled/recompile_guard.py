@@ -140,16 +140,14 @@ class _Watch:
             return
         self._held = True
         if _COMPILER in sys.modules:
-            self._wait_for_work(on_compile)
+            self._on_compile = on_compile
+            self.tend()
         else:
             self._finder = _Finder(lambda: self._loaded(on_compile))
             sys.meta_path.insert(0, self._finder)
 
     def _loaded(self, on_compile: Callable[[], None]) -> None:
         self._drop_finder()
-        self._wait_for_work(on_compile)
-
-    def _wait_for_work(self, on_compile: Callable[[], None]) -> None:
         self._on_compile = on_compile
         self.tend()
 

@@ -1,0 +1,125 @@
+"""How many Python functions of ours a capture, an attachment and a firing run: times vary, these numbers do not."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hookline as hl
+from hookline.errors import NoMatchError
+from hookline.sites import _torch
+from hookline.sites.compiled import recompile_guard
+from hookline.sites.modules import module_hooks
+
+_OURS = str(Path(hl.__file__).parent)
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Count the calls of functions of hookline in this thread."""
+    calls: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(_OURS):
+            calls[frame.f_code.co_qualname] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(before)
+
+
+def calls_of(act: Callable[[], Any]) -> Counter[str]:
+    """Count what the third time of ``act`` calls: what the first ones remember, it finds."""
+    act()
+    act()
+    with counting() as calls:
+        act()
+    return calls
+
+
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what other tests have done: where something is compiled, hooks are prepared for that, and each kind of
+    hook that was used once is swept with the others.
+    """
+    monkeypatch.setattr(module_hooks, "ON_SWEEP", [])
+    monkeypatch.setattr(_torch, "compiled_code", list)
+    monkeypatch.setattr(recompile_guard._WATCH, "compiled", False)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+def make_model(blocks: int = 3) -> nn.Sequential:
+    return nn.Sequential(*[Block() for _ in range(blocks)])
+
+
+def ignore(module: nn.Module, args: Any, output: Any) -> None:
+    """Do nothing."""
+
+
+def test_a_capture_of_one_module_by_name() -> None:
+    """Enter, one forward, leave, read: no more calls than these, however large the model is."""
+    counts = set()
+    for blocks in (3, 40):
+        model, x = make_model(blocks), torch.ones(1, 2)
+
+        def capture(model: nn.Module = model, x: torch.Tensor = x) -> None:
+            with hl.capture(model, "1.inner") as cache:
+                model(x)
+            assert cache["1.inner"].output.shape == (1, 2)
+
+        calls = calls_of(capture)
+        assert calls["walk"] == 0
+        counts.add(calls.total())
+    assert len(counts) == 1
+    assert counts.pop() <= 106
+
+
+def test_a_tree_that_has_changed_is_seen() -> None:
+    """Nothing is remembered about names: a module that was replaced, or is gone, is not captured under its old one."""
+    model, x = make_model(), torch.ones(1, 2)
+    for _ in range(2):
+        model[1].inner = nn.Linear(2, 2)
+        with hl.capture(model, "1.inner") as cache:
+            model(x)
+        torch.testing.assert_close(cache["1.inner"].output, model[1].inner(model[0](x)))
+    del model[2]
+    with pytest.raises(NoMatchError):
+        hl.capture(model, "2.inner")
+
+
+@pytest.mark.parametrize(("observe", "attaching", "removing"), [(False, 16, 2), (True, 21, 2)])
+def test_each_module_that_is_hooked(observe: bool, attaching: int, removing: int) -> None:
+    """What one module more adds to attaching (finding it included) and to removing; the same for each."""
+    totals: dict[int, tuple[int, int]] = {}
+    for blocks in (20, 120):
+        model = make_model(blocks)
+        for _ in range(2):
+            with counting() as attached:
+                handle = hl.attach(model, "*.inner", ignore, observe=observe)
+            with counting() as removed:
+                handle.remove()
+        totals[blocks] = attached.total(), removed.total()
+    # A block is two modules to walk over, and one to hook.
+    assert totals[120][0] - totals[20][0] <= 100 * attaching
+    assert totals[120][1] - totals[20][1] <= 100 * removing
+    hl.assert_no_hooks(model, foreign=True)
