@@ -319,7 +319,7 @@ def test_every_state_is_a_tracker():
 
 def test_an_unknown_activation_is_refused_in_the_words_of_metta():
     """By the tracker, the builder and the statistics of weights alike."""
-    text = "^Unsupported activation 'gelu'. Expected 'tanh' or 'sigmoid'.\n"
+    text = r"^Unsupported activation 'gelu'\. Expected 'tanh' or 'sigmoid'\.(\n|$)"
     with pytest.raises(ValueError, match=text):
         hl.metta.SaturatedActivationState("gelu")
     with pytest.raises(ValueError, match=text):
