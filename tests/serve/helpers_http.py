@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 from helpers_waiting import PATIENCE, until
+from helpers_warm import WarmPopen
 
 TOKEN = "a-token-for-tests"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -50,7 +51,7 @@ class ServerProcess:
         path = os.pathsep.join(
             [str(Path(__file__).parent), str(Path(__file__).parents[1]), known.get("PYTHONPATH", "")]
         ).rstrip(os.pathsep)
-        self.process = subprocess.Popen(
+        self.process = WarmPopen(
             [sys.executable, *(command or ("-m", "hookline", "serve", "--port", "0")), *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**known, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
