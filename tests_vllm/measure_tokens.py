@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import random
 import statistics
 import tempfile
@@ -31,7 +32,8 @@ from report import console_line, write
 CLIENTS = 8
 TOKENS = 64
 LAYER = "model.layers.2"
-MODEL = f"Llama of 4 layers of 128, vLLM 0.32.0 on a CPU, eager, {CLIENTS} clients, answers of {TOKENS}"
+ENGINE = f"vLLM 0.32.0 on a CPU ({platform.machine()}), eager"
+MODEL = f"Llama of 4 layers of 128, {ENGINE}, {CLIENTS} clients, answers of {TOKENS}"
 GOALS = {"idle extension": 1.01, "hidden states of one layer, all tokens": 1.10}
 
 
