@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import math
 import operator
 import sys
 import time
@@ -873,143 +872,64 @@ def open_late(op: Any, meaning: Callable[..., Any]) -> None:
     lowering.register_lowering(op, type_promotion_kind=None)(lowered)
 
 
-def move_late(find: Any, sink: Any, sinks: Any) -> None:
-    """Let inductor look at these operators last when it divides the graph that it is about to make.
+def join_late(op: Any) -> None:
+    """Let inductor write what ``op(parts, kinds)`` joins into slices of one buffer for each kind, without a copy.
 
-    It decides what to keep for the backward by the order of the forward: what comes behind an operator that it cannot
-    join with others is not to be computed again. Ours would be such, and have it keep other tensors than without one.
-    Then all calls of ``sink`` in the forward become one of ``sinks``, and so do those in the backward.
+    Joined are every ``kinds``-th of the parts, beginning with each of the first ``kinds``. As `open_late` otherwise.
+    """
+    lowering: Any = sys.modules.get("torch._inductor.lowering")
+    ir: Any = sys.modules.get("torch._inductor.ir")
+    known = getattr(lowering, "lowerings", None)
+    if known is None or ir is None or op in known:
+        return
 
-    The switch (``joint_custom_pre_pass``, documented) is borrowed for one graph, and what was there is called; a graph
-    that comes from the disk leaves it for the next. On 2.11 and 2.13.
+    def lowered(parts: Any, kinds: int) -> Any:
+        for part in parts:
+            part.realize()
+        return [ir.TensorBox(ir.ConcatKernel.create(list(parts[kind::kinds]), 0)) for kind in range(kinds)]
+
+    lowering.register_lowering(op, type_promotion_kind=None)(lowered)
+
+
+def lend_pass(switch: str, version: str, ours: Callable[[Any], bool]) -> bool:
+    """Have inductor call ``ours`` with each graph at a switch of its configuration, until that returns True.
+
+    The switches (``joint_custom_pre_pass``, ``post_grad_custom_pre_pass``, documented) are borrowed for some graphs,
+    and what was there is called first; a graph that comes from the disk leaves it for the next. Return False if ours is
+    there already, or there is no inductor. On 2.11 and 2.13.
     """
     passes: Any = sys.modules.get("torch._inductor.custom_graph_pass")
     config: Any = sys.modules.get("torch._inductor.config")
-    before: Any = getattr(config, "joint_custom_pre_pass", None)
+    before: Any = getattr(config, switch, None)
     if passes is None or config is None or getattr(before, "is_ours", False):
-        return
+        return False
 
     several = isinstance(before, list | tuple)  # since 2.13
     theirs: Any = before if several else [] if before is None else [before]
 
-    class MoveLate(passes.CustomGraphPass):  # type: ignore[misc]
+    class Lent(passes.CustomGraphPass):  # type: ignore[misc]
         is_ours = True
 
         def __call__(self, graph: Any) -> None:
-            config.joint_custom_pre_pass = before
+            setattr(config, switch, before)
             for each in theirs:
                 each(graph)
-            small = _small_sinks(graph, sink)
-            _move_late(graph, find, sink, small)
-            for some in _sides(graph, find, sink, small):
-                _gather(graph, some, sinks)
+            if not ours(graph):
+                setattr(config, switch, self)
 
         def uuid(self) -> Any:
             # None, for one that has none, keeps the graph from the disk, as it would without ours.
             known = [each.uuid() if hasattr(each, "uuid") else None for each in theirs]
-            return ("hookline 4", *known) if all(known) else None
+            return (f"hookline {version}", *known) if all(known) else None
 
-    config.joint_custom_pre_pass = MoveLate()
-
-
-_SMALL_SINK: Final = 1 << 20
-_SMALL_SINKS: Final = 64 << 20
-"""Bytes of a tensor that is handed over whole together with others, at the end of a graph, and of all of them."""
+    setattr(config, switch, Lent())
+    return True
 
 
-def _small_sinks(graph: Any, sink: Any) -> frozenset[Any]:
-    """Return the calls of ``sink`` that are handed whole tensors, so small that they can wait for the last of them."""
-    found: set[Any] = set()
-    left: float = _SMALL_SINKS
-    for node in graph.nodes:
-        if node.target is sink and node.args[3] == 1:
-            size = sum(_num_bytes(part) for part in node.args[2])
-            if size <= min(_SMALL_SINK, left):
-                left -= size
-                found.add(node)
-    return frozenset(found)
-
-
-def _num_bytes(node: Any) -> float:
-    """Return the bytes of a tensor in a graph; of an open size as in the call that is being compiled."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return math.inf
-    sizes = [size if isinstance(size, int) else getattr(size.node, "hint", None) for size in value.shape]
-    return math.inf if None in sizes else math.prod(sizes) * value.element_size()
-
-
-def _move_late(graph: Any, find: Any, sink: Any, small: frozenset[Any]) -> None:
-    """Put the calls of these operators, and what only unpacks them, behind the rest of the forward.
-
-    In front of the backward: what has effects and stands behind its first step is done in the backward, too, if that
-    has its inputs. And in front of what writes to an input of the graph (``copy_``), which they may have to read first.
-    Where there is no backward, nothing is kept for it, and large tensors are handed over where they are made.
-    """
-    for_backward = any(node.op == "placeholder" and _is_tangent(node) for node in graph.nodes)
-    tangents: set[Any] = set()
-    late: dict[Any, None] = {}
-    last: Any = None
-    for node in graph.nodes:
-        inputs = node.all_input_nodes
-        if node.op == "placeholder":
-            tangents |= {node} if _is_tangent(node) else set()
-        elif _writes(node) or not tangents.isdisjoint(inputs):
-            break
-        elif node.target is sink:
-            if for_backward or node in small or all(_comes_from(find, part) for part in node.args[2]):
-                late[node] = None
-        elif node.target is find or (node.target is operator.getitem and inputs[0] in late):
-            late[node] = None
-        elif node.op == "call_function":
-            last = node
-    for node in late if last is not None else ():
-        last.append(node)
-        last = node
-
-
-def _is_tangent(node: Any) -> bool:
-    return "tangents" in str(node.target)
-
-
-def _sides(graph: Any, find: Any, sink: Any, small: frozenset[Any]) -> list[list[Any]]:
-    """Return the calls of ``sink`` that are handed what ``find`` has found, or small tensors: those of the forward, and
-    of the backward.
-
-    Between the first and the last of a side, nothing that is handed over changes: the graph is functional, but for what
-    it writes to its inputs. Other sinks are handed whole tensors, which must not be held that long.
-    """
-    backward: set[Any] = set()
-    sides: tuple[list[Any], list[Any]] = ([], [])
-    for node in graph.nodes:
-        inputs = node.all_input_nodes
-        if (node.op == "placeholder" and _is_tangent(node)) or not backward.isdisjoint(inputs):
-            backward.add(node)
-        if node in small or (node.target is sink and all(_comes_from(find, part) for part in node.args[2])):
-            sides[node in backward].append(node)
-    return [side for side in sides if len(side) > 1]
-
-
-def _comes_from(op: Any, node: Any) -> bool:
-    return node.target is operator.getitem and node.args[0].target is op
-
-
-def _gather(graph: Any, calls: list[Any], sinks: Any) -> None:
-    """Put one call in place of these, where the last of them is."""
-    keys, lines, found, each = zip(*(node.args for node in calls), strict=True)
-    parts = [part for some in found for part in some]
-    numbers = [len(some) for some in found]
-    with graph.inserting_after(calls[-1]):
-        one = graph.call_function(sinks, (list(keys), "\n".join(lines), parts, numbers, list(each)))
-    # Of one operator's arguments, where it was traced; without it, the compiler may lay ours out as it likes.
-    one.meta.update({name: value for name, value in calls[-1].meta.items() if name != "eager_input_vals"})
-    for node in calls:
-        graph.erase_node(node)
-
-
-def _writes(node: Any) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
+def records_graphs() -> bool:
+    """Return whether inductor is compiling for CUDA graphs (``mode="reduce-overhead"``); False where it cannot say."""
+    config: Any = sys.modules.get("torch._inductor.config")
+    return bool(getattr(getattr(config, "triton", None), "cudagraphs", False))
 
 
 def is_known_to_be_at_most(size: Any, most: int) -> bool:

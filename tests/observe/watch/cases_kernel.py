@@ -14,14 +14,17 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hookline.observe.watch import graph_handover
 from hookline.observe.watch import graph_stats as by_rows
 from hookline.observe.watch import stat_kernel as kernels
+from hookline.observe.watch.graph_handover import AddressTable, GraphKernel, RowTable
 from hookline.observe.watch.graph_stats import add_up, as_columns
 from hookline.observe.watch.pending_tensors import PendingTensors
 from hookline.observe.watch.stat_columns import Layout
 from hookline.observe.watch.stat_kernel import FoundByRow, Kernel, KernelInput, Tuning, readable
 from hookline.observe.watch.stat_rows import DeviceRows, StatRow
 from hookline.observe.watch.stats_engine import StatsEngine
+from hookline.sites.compiled.op_schemas import Share
 
 # numpy, which the interpreter computes with, warns of NaN and Inf.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -186,14 +189,7 @@ def test_rows_of_many_tensors_add_up_as_those_of_each(monkeypatch: pytest.Monkey
     for number, count in enumerate((3, 700, 0, 256, 257, 1, 3)):
         found, each = by_rows.find_in(torch.randn(count, 32) + number, layout)
         items.append((found, each, number % 6, torch.tensor(3.0) if number % 2 else None))
-    launches: list[str] = []
-    launch = together._launch
-
-    def spy(name: str, key: Any, grid: Any, told: Any, **options: Any) -> None:
-        launches.append(name)
-        launch(name, key, grid, told, **options)
-
-    monkeypatch.setattr(together, "_launch", spy)
+    launches = _spied(together, monkeypatch)
     together.take_rows([FoundByRow(found, each, rows[at], scale) for found, each, at, scale in items])
     assert launches == ["fold_parts", "merge_slots"] * 3  # four, two, and the one whose row comes again
     for found, each, at, scale in items:
@@ -202,6 +198,81 @@ def test_rows_of_many_tensors_add_up_as_those_of_each(monkeypatch: pytest.Monkey
     assert np.array_equal(cells[:6], cells[6:])
     assert cells[1][0] == 1
     assert cells[0][0] == 2
+
+
+@pytest.mark.parametrize("name", sorted(name for name, layout in LAYOUTS.items() if layout.fits_one_read))
+def test_joined_rows_add_up_as_by_torch_in_one_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fold_table finds what as_columns does, NaN, Inf and nothing at all included; one place may come twice."""
+    monkeypatch.setattr(graph_handover, "_ROWS_AT_A_TIME", 16)
+    monkeypatch.setattr(by_rows, "_BY_ROW", frozenset({"cpu"}))
+    layout = LAYOUTS[name]
+    state, rows = _rows(layout, 10)
+    torch.manual_seed(0)
+    usual = torch.randn(37, 32).relu()
+    some = [usual, usual.index_fill(0, torch.tensor(1), math.nan), usual - 100, torch.empty(0, 32), usual / 0, usual]
+    places = [0, 1, 2, 3, 4, 0]
+    found, shares, begin = [], [], 0
+    for place, x in zip(places, some, strict=True):
+        parts, each = by_rows.find_in(x, layout)
+        found.append(parts)
+        shares.append((rows[place], Share(begin, len(x), each)))
+        begin += len(x)
+    table = RowTable(GraphKernel(layout, CPU, SMALL), shares)
+    launches = _spied(table._kernel, monkeypatch)
+    for scale in (None, torch.tensor(8.0)):
+        table.take([torch.cat(kind) for kind in zip(*found, strict=True)], scale)
+        for place, parts in zip(places, found, strict=True):
+            if parts[0].numel():
+                rows[5 + place].take(as_columns(add_up(parts, 32, layout), layout, scale))
+            else:
+                rows[5 + place].added[0] += 1
+    assert (
+        launches == ["fold_table"] * 4
+    )  # the place that comes twice has a launch of its own, with and without a scale
+    cells = state.read()
+    assert np.allclose(cells[:5], cells[5:], rtol=1e-12, equal_nan=True)
+
+
+def test_tensors_that_moved_are_found_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are worked out once; only where two tensors share memory no longer are they worked out again."""
+    layout = LAYOUTS["default"]
+    state, rows = _rows(layout, 8)
+    shares = [
+        (rows[0], Share(0, 0, 1)),
+        (rows[1], Share(1, 0, 1)),
+        (rows[2], Share(1, 0, 1)),
+        (rows[3], Share(2, 0, 1)),
+    ]
+    table = AddressTable(GraphKernel(layout, CPU, SMALL), shares)
+    launches = _spied(table._kernel, monkeypatch)
+    torch.manual_seed(0)
+    kept, counts = [], []
+    for number in range(4):
+        one, other = torch.randn(30), torch.randn(9).bfloat16()
+        found = [one, other, one.view(3, 10) if number < 3 else torch.randn(3, 10)]
+        if number == 1:
+            found = kept[-1]
+        kept.append(found)
+        scale = torch.tensor(4.0) if number == 2 else None
+        table.take(found, scale)
+        _kernel(layout).take([KernelInput(found[at], rows[4 + row], scale) for row, at in enumerate((0, 1, 1, 2))])
+        counts.append((table.worked_out, table.moved))
+    assert counts == [(1, 0), (1, 0), (1, 1), (2, 1)]
+    assert launches == ["reduce_chunks", "reduce_chunks", "merge_slots"] * 4  # one for each type
+    cells = state.read()
+    assert np.array_equal(cells[:4], cells[4:])
+
+
+def _spied(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    launches: list[str] = []
+    launch = kernel._launch
+
+    def spy(name: str, key: Any, grid: Any, told: Any, **options: Any) -> None:
+        launches.append(name)
+        launch(name, key, grid, told, **options)
+
+    monkeypatch.setattr(kernel, "_launch", spy)
+    return launches
 
 
 def test_an_engine_that_defers_gives_the_metrics_of_one_that_does_not() -> None:

@@ -19,7 +19,7 @@ from hookline.observe.watch import graph_stats as rows
 from hookline.observe.watch.graph_stats import summarize
 from hookline.observe.watch.stat_columns import DEFAULT_STATS, Layout
 from hookline.observe.watch.stats_engine import StatsEngine
-from hookline.observe.watch.watch_hooks import ModuleStatsHook
+from hookline.sites.compiled import op_runtime
 
 ALL = (*DEFAULT_STATS, "nan", "inf", "finite_min", "finite_max", "over:0.5", "over:2")
 
@@ -58,9 +58,7 @@ def test_rows_tell_what_the_whole_does(dtype: torch.dtype, shape: tuple[int, ...
         x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)).relu() + ratio).to(dtype)
         x = x.transpose(0, -1).contiguous().transpose(0, -1) if strided else x
         found, each = rows.find_in(x, layout)
-        assert each == {(2, 1): 1, (7, 1031): 1, (3, 8200): 1, (5, 3072): 1024, (2, 5, 12, 12): 144}.get(
-            shape, shape[-1]
-        )
+        assert each == {(2, 1): 1, (7, 1031): 1, (3, 8200): 1, (5, 3072): 1, (2, 5, 12, 12): 144}.get(shape, shape[-1])
         engine = StatsEngine(layout)
         engine.take_found([(engine.place("x", ""), found if each > 1 else [x], each, None)])
         metrics = {name.removeprefix("x/"): value for name, value in engine.to_metrics().items()}
@@ -125,31 +123,48 @@ def test_the_compiler_keeps_for_the_backward_what_it_would_have_kept(monkeypatch
     """Watched or not, the same bytes; and the switch that was borrowed for it is back."""
     bare = _kept_for_backward(watched=False)
     assert _kept_for_backward(watched=True) == bare
-    assert inductor.joint_custom_pre_pass is None
-    monkeypatch.setattr("hookline.sites._torch._move_late", lambda *given: None)
+    assert (inductor.joint_custom_pre_pass, inductor.post_grad_custom_pre_pass) == (None, None)
+    monkeypatch.setattr("hookline.sites.compiled.graph_passes.move_late", lambda *given: None)
     assert _kept_for_backward(watched=True) != bare  # the negative control
 
 
+class Handovers:
+    """Counts the operators that hand something over, and what each of them is handed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[int, list[Tensor], list[str]]] = []
+        receivers = op_runtime._Receivers.__init__
+
+        def spy(this: Any, keys: list[Tensor], what: str) -> None:
+            receivers(this, keys, what)
+            takes = this.takes
+
+            def take(found: list[Tensor]) -> None:
+                self.calls.append((len(keys), found, what.split("\n")))
+                for each in takes:
+                    each(found)
+
+            this.takes = [take]
+
+        monkeypatch.setattr(op_runtime._Receivers, "__init__", spy)
+
+
 def test_a_graph_hands_over_all_that_it_found_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for the forward, one for the backward, whatever else a graph hands over; with the numbers of each module."""
-    received: list[tuple[bool, int]] = []
-    receive = ModuleStatsHook.receive
-
-    def spy(self: ModuleStatsHook, items: Any) -> None:
-        received.append((self._is_forward, len(items)))
-        receive(self, items)
-
-    monkeypatch.setattr(ModuleStatsHook, "receive", spy)
+    """One for the forward and one for the backward of what is found by row, and one each for whole tensors."""
+    handovers = Handovers(monkeypatch)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), Widened(64), nn.LayerNorm(64), nn.Linear(64, 10))
     with hl.watch(model, "*") as watch:
         x = torch.randn(48, 64)
-        torch.compile(model, fullgraph=True)(x).sum().backward()
+        run = torch.compile(model, fullgraph=True)
+        for _ in range(2):
+            run(x).sum().backward()
         found = watch.to_metrics()
     # The model and its last layer give out rows of 10, which are too short: these small tensors are handed over whole.
-    assert sorted(received) == [(False, 9), (True, 9)]
+    assert [len(lines) for _, _, lines in handovers.calls] == [7, 2, 2, 7] * 2
+    assert [len(tensors) for _, tensors, _ in handovers.calls] == [5, 1, 1, 5] * 2
     wide = model[1].wide(model[1].norm(model[0](x)))
-    assert found["1.wide/forward/norm"] == pytest.approx(wide.norm().item(), rel=1e-5)
+    assert found["1.wide/forward/norm"] == pytest.approx(2**0.5 * wide.norm().item(), rel=1e-5)
 
 
 class Rewritten(nn.Module):
@@ -226,7 +241,7 @@ def test_passes_of_the_user_are_called_before_ours_and_stay(monkeypatch: pytest.
     import torch._inductor.custom_graph_pass as passes
 
     called: list[str] = []
-    monkeypatch.setattr("hookline.sites._torch._move_late", lambda *given: called.append("ours"))
+    monkeypatch.setattr("hookline.sites.compiled.graph_passes.move_late", lambda *given: called.append("ours"))
     several = [lambda graph: called.append("a"), lambda graph: called.append("b")]
     cases: list[tuple[Any, list[str]]] = [(several[0], ["a", "ours"]), (None, ["ours"])]
     if hasattr(passes, "get_custom_graph_passes"):  # lists are taken since 2.13

@@ -1,7 +1,7 @@
 """Add partial results to rows on the GPU: programs in Triton, which `stat_kernel` launches and nothing else imports.
 
 ``merge_slots`` adds what ``reduce_chunks`` of `triton_reduce` has left to rows. ``fold_parts`` first adds up what a
-compiled graph has found by row.
+compiled graph has found by row; ``fold_table`` does both at once for what a graph has joined in buffers.
 """
 # mypy: ignore-errors
 # No `from __future__ import annotations`: Triton reads the types of arguments.
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from hookline.observe.watch.triton_reduce import FIELDS, INF, higher, is_finite, lower
 
-__all__ = ["fold_parts", "merge_slots"]
+__all__ = ["fold_parts", "fold_table", "merge_slots"]
 
 _FOLD_FIELDS = tl.constexpr(7)
 """Of a job of ``fold_parts``: first program, addresses of sums, squares, lows, highs and zeros, number of rows."""
@@ -171,3 +171,78 @@ def fold_parts(
         tl.store(column + 4 * num_slots, tl.sum(none, 0).to(tl.float64))
         tl.store(column + 6 * num_slots, tl.full((), 0.0, tl.float64))
         tl.store(column + 7 * num_slots, tl.full((), 0.0, tl.float64))
+
+
+@triton.jit(do_not_specialize=range(8))
+def fold_table(
+    table: tl.int64,
+    sums: tl.int64,
+    squares: tl.int64,
+    lows: tl.int64,
+    highs: tl.int64,
+    zeros: tl.int64,
+    scale: tl.int64,
+    num_added: tl.int64,
+    MOMENTS: tl.constexpr,
+    EXTREMES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Add what was found for one place to its row: sums, extremes and zeros by one program each.
+
+    The table has four numbers for a place: the address of its row, its first row in the buffers, how many are its own,
+    and how many numbers each stands for. It stays while the graph is used; only the addresses of the buffers change.
+    """
+    entry = table.to(tl.pointer_type(tl.int64)) + 4 * tl.program_id(0)
+    part = tl.program_id(1)
+    row = tl.load(entry).to(tl.pointer_type(tl.float64))
+    begin = tl.load(entry + 1)
+    count = tl.load(entry + 2)
+    end = begin + count
+    lanes = tl.arange(0, WIDTH)
+    factor = _factor(scale)
+    if part == 0:
+        total = tl.zeros([WIDTH], tl.float64)
+        power = tl.zeros([WIDTH], tl.float64)
+        if MOMENTS:
+            for at in range(begin, end, WIDTH):
+                inside = at + lanes < end
+                total += tl.load(sums.to(tl.pointer_type(tl.float64)) + at + lanes, mask=inside, other=0.0)
+                power += tl.load(squares.to(tl.pointer_type(tl.float64)) + at + lanes, mask=inside, other=0.0)
+        sum_ = tl.sum(total, 0)
+        spread = tl.sum(power, 0)
+        size = count * tl.load(entry + 3)
+        tl.store(row, tl.load(row) + 1.0)  # fires
+        tl.store(row + 1, tl.load(row + 1) + size.to(tl.float64))
+        tl.store(row + 2, tl.load(row + 2) + sum_ * factor)
+        tl.store(row + 3, tl.load(row + 3) + spread * factor * factor)
+        if not EXTREMES:
+            finite = is_finite(sum_) & is_finite(spread)
+            tl.store(row + 5, tl.load(row + 5) + tl.where(finite, 0.0, 1.0).to(tl.float64))
+    elif part == 1:
+        if EXTREMES:
+            least = tl.full([WIDTH], INF, tl.float32)
+            most = tl.full([WIDTH], -INF, tl.float32)
+            for at in range(begin, end, WIDTH):
+                inside = at + lanes < end
+                low = tl.load(lows.to(tl.pointer_type(tl.float32)) + at + lanes, mask=inside, other=INF)
+                high = tl.load(highs.to(tl.pointer_type(tl.float32)) + at + lanes, mask=inside, other=-INF)
+                least = lower(least, low)
+                most = higher(most, high)
+            low_ = -tl.reduce(least, 0, lower).to(tl.float64)
+            high_ = tl.reduce(most, 0, higher).to(tl.float64)
+            finite = is_finite(low_) & is_finite(high_)
+            tl.store(row + 5, tl.load(row + 5) + tl.where(finite | (count == 0), 0.0, 1.0).to(tl.float64))
+            # Of a place with something else than numbers, the rest was not looked at.
+            good_low = tl.where(finite, low_, -INF).to(tl.float64)
+            good_high = tl.where(finite, high_, -INF).to(tl.float64)
+            kept = row + num_added
+            tl.store(kept, higher(tl.load(kept), low_ * factor))
+            tl.store(kept + 1, higher(tl.load(kept + 1), high_ * factor))
+            tl.store(kept + 2, higher(tl.load(kept + 2), good_low * factor))
+            tl.store(kept + 3, higher(tl.load(kept + 3), good_high * factor))
+    elif ZEROS:
+        none = tl.zeros([WIDTH], tl.int64)
+        for at in range(begin, end, WIDTH):
+            none += tl.load(zeros.to(tl.pointer_type(tl.int32)) + at + lanes, mask=at + lanes < end, other=0)
+        tl.store(row + 4, tl.load(row + 4) + tl.sum(none, 0).to(tl.float64))

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from hookline.errors import HooklineWarning, NoMatchError, OptionError
 from hookline.messages import caller_stacklevel, suggest, type_name
+from hookline.observe.watch.graph_handover import GraphHandover
 from hookline.observe.watch.graph_stats import find_in
 from hookline.observe.watch.local_gradients import LOCAL_GRADIENT, LocalGradients
 from hookline.observe.watch.watch_steps import BackwardPasses, CountingRules, ForwardSteps
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from hookline.hook_types import Target
     from hookline.observe.watch.stat_columns import Layout
     from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
-    from hookline.sites.compiled.op_schemas import Found, Handed
+    from hookline.sites.compiled.op_schemas import Found, Handed, Share
     from hookline.sites.tensors.parameter_hooks import NamedParameter
 
 __all__ = ["MODULE_KINDS", "ModuleStatsHook", "ParameterReader", "WatchSites", "checked_kinds", "give_up"]
@@ -85,8 +86,8 @@ class ModuleStatsHook(Summary):
         self._use(engine.layout)
 
     def _use(self, layout: Layout) -> None:
-        self.make = _maker(layout)
-        self.number = zlib.crc32(repr(layout).encode())
+        self.make = _maker(layout, not self._is_forward)
+        self.number = zlib.crc32(f"{layout!r} {self._is_forward}".encode())
 
     def look_closer(self) -> None:
         """Count NaN and Inf in compiled code as well, once it is compiled anew."""
@@ -127,6 +128,21 @@ class ModuleStatsHook(Summary):
         except Exception as error:
             for place, found, _, _ in known:
                 give_up(place, found[0], error)
+
+    def prepare(self, sites: Sequence[tuple[str, nn.Module, Share]]) -> Callable[[list[Tensor]], None]:
+        """Return what takes the summaries of one operator in a graph: rows and launches are worked out once."""
+        places = self._places
+        shares = [(places[id(module)], share) for _, module, share in sites if id(module) in places]
+        return functools.partial(self._take_handed, GraphHandover(self._engine, shares))
+
+    def _take_handed(self, handover: GraphHandover, found: list[Tensor]) -> None:
+        if not self._is_due() or (self._is_forward and _torch.in_recomputation()):
+            return
+        try:
+            handover.take(found, self._scale())
+        except Exception as error:
+            for place, share in handover.shares:
+                give_up(place, share.of(found)[0], error)
 
     def _note(self, module: nn.Module, tensor: Any) -> bool:
         """Note the tensor for later, as most firings on a GPU allow; return False if that cannot be done."""
@@ -169,12 +185,12 @@ def give_up(place: WatchedPlace, tensor: Tensor, error: Exception) -> None:
 
 
 @functools.cache
-def _maker(layout: Layout) -> Callable[[list[Tensor]], Found | None]:
+def _maker(layout: Layout, is_gradient: bool) -> Callable[[list[Tensor]], Found | None]:
     """Return what summarizes the main one of several tensors; one per layout, so that compiled code can be reused."""
 
     def make(tensors: list[Tensor]) -> Found | None:
         main = main_of(tensors)
-        return None if main is None else find_in(main, layout)
+        return None if main is None else find_in(main, layout, is_gradient=is_gradient)
 
     return make
 

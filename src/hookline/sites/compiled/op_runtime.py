@@ -208,6 +208,49 @@ def _sinks(keys: list[Tensor], what: str, found: list[Tensor], numbers: list[int
         summary.receive(items)
 
 
+class _Receivers:
+    """The hooks behind one ``sink_all`` and what takes its tensors, worked out once until hooks come or go."""
+
+    def __init__(self, keys: list[Tensor], what: str) -> None:
+        self.changes = ops.HookChanges.count
+        self._keys = keys  # kept, so that their ids stay theirs
+        self.entries: list[HookAtSite] = []
+        by_summary: dict[Summary, list[tuple[str, Any, ops.Share]]] = {}
+        for line in what.split("\n"):
+            number, share, text = ops.read_line(line)
+            module_hooks: ModuleHooks | None = hooks_with_key(keys[number])
+            module = module_hooks.module() if module_hooks is not None else None
+            if module_hooks is None or module is None:
+                continue
+            for entry in _made_for(text).entries(module_hooks):
+                summary = entry.attachment.summary
+                if summary is not None:
+                    self.entries.append(entry)
+                    by_summary.setdefault(summary, []).append((entry.name, module, share))
+        self.takes = [summary.prepare(sites) for summary, sites in by_summary.items()]
+
+
+@ops.behind(ops.SINK_ALL, _nothing)
+def _sink_all(keys: list[Tensor], what: str, found: list[Tensor]) -> None:
+    """Hand over what a whole side of a graph has found; ``what`` has a line for each site (``ops.read_line``)."""
+    module_hooks: ModuleHooks | None = hooks_with_key(keys[0])
+    known: dict[Any, _Receivers] = {} if module_hooks is None else module_hooks.receivers
+    at = (what, *map(id, keys))
+    receivers = known.get(at)
+    if receivers is None or receivers.changes != ops.HookChanges.count:
+        if len(known) >= _GRAPHS:
+            known.clear()
+        receivers = known[at] = _Receivers(list(keys), what)
+    for entry in receivers.entries:
+        entry.count()
+    for take in receivers.takes:
+        take(found)
+
+
+_GRAPHS: Final = 64
+"""So many graphs of a model are remembered; more are compiled only where something goes wrong."""
+
+
 class _MadeFor:
     """The hooks that a summary in a graph is for, read from its text."""
 
@@ -224,6 +267,9 @@ class _MadeFor:
             return [entry for entry in module_hooks.backward_pre if _number_of(entry) == self._gradients]
         entry = self._shown.hook_at(module_hooks)
         return () if entry is None or entry.attachment.removed else (entry,)
+
+
+_made_for: Final = functools.lru_cache(maxsize=4096)(_MadeFor)
 
 
 @functools.lru_cache(maxsize=1024)

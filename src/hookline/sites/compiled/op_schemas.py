@@ -11,6 +11,8 @@ on at that moment count, so removal takes effect at once.
 ``count``  a hook that edits, and is therefore part of the graph itself, has run
 ``sink``   a summary that the graph has made for a hook, in the forward or the backward
 ``sinks``  many of them in one call: on an H200 each ``sink`` takes 95 µs of the host, next to a launch of 9 µs
+``sink_all``  the same, of sizes that are known when the graph is made: what is behind it is worked out once per graph
+           (``graph_passes`` puts it in)
 ``enter``, ``leave``  watch the gradients of one call (``compiled_gradients``); gone from the graph once it is traced
 ``note``   notes, in the forward, which call this is; its result goes with the gradients
 ``grads``, ``edit``  gradient hooks that watch, or may return gradients; each takes in the result of the one before,
@@ -50,6 +52,34 @@ class Handed(NamedTuple):
     """The number of `Found`."""
 
 
+class Share(NamedTuple):
+    """What one site has of the tensors that ``sink_all`` is handed."""
+
+    first: int
+    """The first of its rows in each of the tensors; where it has a whole one, the number of that."""
+    rows: int
+    """How many rows are its own."""
+    each: int
+    """How many numbers each row stands for; 1 if the site has a whole tensor."""
+
+    def of(self, found: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of this site alone."""
+        if self.each == 1:
+            return [found[self.first]]
+        return [part[self.first : self.first + self.rows] for part in found]
+
+
+def line_of(key: int, share: Share, text: str) -> str:
+    """Return what `read_line` reads: the number of the key, the share, the text of the ``sink``."""
+    return f"{key} {share.first} {share.rows} {share.each} {text}"
+
+
+def read_line(line: str) -> tuple[int, Share, str]:
+    """Return the number of the key, the share, and the text of the ``sink``."""
+    key, first, rows, each, text = line.split(" ", 4)
+    return int(key), Share(int(first), int(rows), int(each)), text
+
+
 class Summary(ABC):
     """Stands for an observer in compiled code: the graph makes small tensors, which it receives.
 
@@ -65,6 +95,19 @@ class Summary(ABC):
     @abstractmethod
     def receive(self, items: Sequence[Handed]) -> None:
         """Take for each module what was found: the graph has run so far, and soon uses the memory again."""
+
+    def prepare(self, sites: Sequence[tuple[str, Any, Share]]) -> Callable[[list[Tensor]], None]:
+        """Return what takes the tensors of every call of one ``sink_all``; ``sites`` are names, modules and shares.
+
+        It is used until any hook comes or goes.
+        """
+        known = [(name, weakref.ref(module), share) for name, module, share in sites]
+
+        def take(found: list[Tensor]) -> None:
+            items = [Handed(name, module(), share.of(found), share.each) for name, module, share in known]
+            self.receive([item for item in items if item.module is not None])
+
+        return take
 
 
 # A number would be a constant of the graph, and twelve blocks would need twelve graphs; a tensor is one of its inputs.
@@ -82,6 +125,12 @@ def new_key(hooks: Any) -> Tensor:
         return torch.tensor(number, device="cpu")
 
 
+class HookChanges:
+    """How often hooks have come to modules or gone, in this process: what was worked out for them holds until then."""
+
+    count = 0
+
+
 def hooks_with_key(key: Tensor) -> Any:
     """Return the `ModuleHooks` of that key, unless they are gone."""
     ref = _BY_KEY.get(int(key))
@@ -96,6 +145,7 @@ _SCHEMAS: Final = {
     "count": "(Tensor key, str what) -> ()",
     "sink": "(Tensor key, str what, Tensor[] found, int each) -> ()",
     "sinks": "(Tensor[] keys, str what, Tensor[] found, int[] numbers, int[] each) -> ()",
+    "sink_all": "(Tensor[] keys, str what, Tensor[] found) -> ()",
     "enter": "(Tensor key, str plan, Tensor[] tensors) -> Tensor[]",
     "leave": "(Tensor key, str plan, Tensor[] tensors) -> Tensor[]",
     "note": "(Tensor key, int serial) -> Tensor",
@@ -118,6 +168,7 @@ FIRE_WITH: Final = _define("fire_with")
 COUNT: Final = _define("count")
 SINK: Final = _define("sink")
 SINKS: Final = _define("sinks")
+SINK_ALL: Final = _define("sink_all")
 ENTER: Final = _define("enter")
 LEAVE: Final = _define("leave")
 NOTE: Final = _define("note")

@@ -58,9 +58,17 @@ class HookedModule(GradientHooks):
     """When the latest call that gradient hooks take part in began."""
     key: Tensor | None = None
     """By which compiled code finds the hooks; there is none before anything is compiled."""
+    _receivers: dict[Any, Any] | None = None
     _module: Callable[[], nn.Module | None]
     _by_kind: dict[Kind, tuple[HookAtSite, ...]]
     _torch_hooks: dict[Any, Any]
+
+    @property
+    def receivers(self) -> dict[Any, Any]:
+        """What takes the summaries of compiled graphs whose first key is that of this module, by their text."""
+        if self._receivers is None:
+            self._receivers = {}
+        return self._receivers
 
     def module(self) -> nn.Module | None:
         """Return the module, unless it is gone."""

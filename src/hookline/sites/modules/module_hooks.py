@@ -19,7 +19,7 @@ from torch import nn
 from hookline.errors import UnhookableError
 from hookline.sites import _torch
 from hookline.sites.compiled import recompile_guard
-from hookline.sites.compiled.op_schemas import new_key
+from hookline.sites.compiled.op_schemas import HookChanges, new_key
 from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup
 from hookline.sites.kinds import Kind
 from hookline.sites.modules.registered_hooks import GRADIENT_KINDS, RegisteredHooks, Slot
@@ -196,6 +196,7 @@ class ModuleHooks(RegisteredHooks):
 
     def _sync(self, changed: HookAtSite) -> None:
         """Register and remove torch hooks as the hooks need it, after one has come or gone."""
+        HookChanges.count += 1
         module = self._module()
         if module is None:
             return

@@ -1,0 +1,308 @@
+"""Arrange in the compiler's graphs what they hand over: few operators, each reduction where its tensor is made.
+
+`hand_over_late` of ``graph_stats`` calls `arrange` while a graph is traced. Inductor then calls `_arrange_joint` with
+the graph of forward and backward, before it divides that, and `_arrange_side` with either side afterwards.
+
+Before the division ours come last in the forward: the compiler decides what to keep for the backward by the order of
+the forward, and what comes behind an operator that it cannot join with others is not to be computed again. What was
+found by row in all tensors of a side is joined in one buffer for each statistic, and one ``sink_all`` takes these (five
+hundred small tensors took 2 ms of the host). Tensors that are handed over whole are taken together as well, as far as
+they may be held. After the division each reduction moves to where its tensor is made, since inductor joins neighbours
+alone, and whole tensors are handed over as soon as the last of a group is there.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, Final, NamedTuple
+
+from torch import Tensor
+
+from hookline.sites import _torch
+from hookline.sites.compiled import op_schemas as ops
+
+__all__ = ["arrange"]
+
+_VERSION: Final = "5"
+"""Part of what the compiler knows graphs on the disk by: another for each change of this file."""
+_SMALL: Final = 1 << 20
+_SMALL_TOGETHER: Final = 64 << 20
+"""Bytes of a tensor that is handed over whole together with others where there is no backward, and of all of them."""
+_HELD: Final = 1 << 30
+_HELD_IN_GRAPHS: Final = 384 << 20
+"""Bytes of whole tensors that are held to be handed over together, where a backward keeps most of them anyway; and
+with CUDA graphs, whose memory is not shared with anything else."""
+_MOST_ROWS: Final = 1 << 18
+"""One program adds up all rows of a tensor; of more, several should."""
+_NOT_KEPT: Final = ("eager_input_vals", "val", "tensor_meta")
+"""Of the notes on one operator in a graph, what does not hold for the one that takes its place."""
+
+
+class _Found(NamedTuple):
+    """The operators that find statistics by row, and join what was found."""
+
+    find: Any
+    join: Any
+
+
+def arrange(find: Any, join: Any) -> None:
+    """Arrange the graph that is being traced; ``find`` finds statistics of a tensor by row, ``join`` joins these."""
+    found = _Found(find, join)
+
+    def joint(graph: Any) -> bool:
+        _arrange_joint(graph, found)
+        return True
+
+    _torch.lend_pass("joint_custom_pre_pass", _VERSION, joint)
+
+
+def _arrange_joint(graph: Any, found: _Found) -> None:
+    has_backward = any(node.op == "placeholder" and _is_tangent(node) for node in graph.nodes)
+    small = _small_sinks(graph)
+    move_late(graph, found.find, small, has_backward)
+    sides = 0
+    for calls in _sides(graph, found.find):
+        by_row = [node for node in calls if _is_by_row(node, found.find)]
+        joined = [node for node in by_row if 0 <= _num_rows(node) <= _MOST_ROWS]
+        whole = [node for node in calls if _is_whole(node) and (has_backward or node in small)]
+        groups = _held_groups([node for node in whole if _num_bytes_of(node) < math.inf])
+        sides += bool(joined or groups)
+        for some in _of_one_kind(joined):
+            _join_rows(graph, some, found.join)
+        for some in groups:
+            _hand_over(graph, some)
+        done = {*joined, *(node for some in groups for node in some)}
+        rest = [node for node in (*by_row, *(node for node in whole if node in small)) if node not in done]
+        if len(rest) > 1:
+            _gather(graph, sorted(rest, key=calls.index))
+    if sides:
+        _Early.begin(found.find, sides)
+
+
+class _Early:
+    """Moves reductions to where tensors are made, in as many graphs as are to come."""
+
+    left = 0
+
+    @classmethod
+    def begin(cls, find: Any, sides: int) -> None:
+        if _torch.lend_pass("post_grad_custom_pre_pass", _VERSION, lambda graph: cls._arrange(graph, find)):
+            cls.left = 0
+        cls.left += sides
+
+    @classmethod
+    def _arrange(cls, graph: Any, find: Any) -> bool:
+        if any(node.target is ops.SINK_ALL for node in graph.nodes):
+            _arrange_side(graph, find)
+            cls.left -= 1
+        return cls.left <= 0
+
+
+def _arrange_side(graph: Any, find: Any) -> None:
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for node in [node for node in graph.nodes if node.target is find]:
+        made = node.args[0]
+        if made.op != "placeholder":
+            last = made
+            for each in (node, *sorted(node.users, key=order.__getitem__)):
+                if each.target is operator.getitem or each is node:
+                    last.append(each)
+                    last = each
+    for node in [node for node in graph.nodes if node.target is ops.SINK_ALL]:
+        last = max((each for each in node.args[2]), key=order.__getitem__)
+        if last.op != "placeholder" and last.target is not operator.getitem:
+            last.append(node)
+
+
+# -- what belongs together ------------------------------------------------------------------------------------
+
+
+def _is_tangent(node: Any) -> bool:
+    return "tangents" in str(node.target)
+
+
+def _is_whole(node: Any) -> bool:
+    """Return whether a call hands over a tensor as it is, or nothing but that there was an output."""
+    return bool(node.args[3] == 1)
+
+
+def _is_by_row(node: Any, find: Any) -> bool:
+    return node.args[3] > 1 and all(_comes_from(find, part) for part in node.args[2])
+
+
+def _comes_from(op: Any, node: Any) -> bool:
+    return node.target is operator.getitem and node.args[0].target is op
+
+
+def _small_sinks(graph: Any) -> frozenset[Any]:
+    """Return the calls of ``sink`` that are handed whole tensors, so small that they can wait for the last of them."""
+    found: set[Any] = set()
+    left: float = _SMALL_TOGETHER
+    for node in graph.nodes:
+        if node.target is ops.SINK and _is_whole(node):
+            size = sum(map(_hinted_bytes, node.args[2]))
+            if size <= min(_SMALL, left):
+                left -= size
+                found.add(node)
+    return frozenset(found)
+
+
+def _hinted_bytes(node: Any) -> float:
+    """Return the bytes of a tensor in a graph; of an open size as in the call that is being compiled."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return math.inf
+    sizes = [size if isinstance(size, int) else getattr(size.node, "hint", None) for size in value.shape]
+    return math.inf if None in sizes else math.prod(sizes) * value.element_size()
+
+
+def _num_bytes_of(call: Any) -> float:
+    """Return the bytes of the tensor that a call hands over whole; infinitely many if there is none of a known size."""
+    value: Any = call.args[2][0].meta.get("val") if call.args[2] else None
+    is_known = isinstance(value, Tensor) and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+    return math.prod(value.shape) * value.element_size() if is_known else math.inf
+
+
+def _num_rows(call: Any) -> int:
+    """Return how many rows a call hands over what was found in; -1 if that is open."""
+    value = call.args[2][0].meta.get("val")
+    return value.numel() if isinstance(value, Tensor) and all(isinstance(size, int) for size in value.shape) else -1
+
+
+def move_late(graph: Any, find: Any, small: frozenset[Any], has_backward: bool) -> None:
+    """Put the calls of our operators, and what only unpacks them, behind the rest of the forward.
+
+    In front of the backward: what has effects and stands behind its first step is done in the backward, too, if that
+    has its inputs. And in front of what writes to an input of the graph (``copy_``), which they may have to read first.
+    Where there is no backward, nothing is kept for it, and large tensors are handed over where they are made.
+    """
+    tangents: set[Any] = set()
+    late: dict[Any, None] = {}
+    last: Any = None
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "placeholder":
+            tangents |= {node} if _is_tangent(node) else set()
+        elif _writes(node) or not tangents.isdisjoint(inputs):
+            break
+        elif node.target is ops.SINK:
+            if has_backward or node in small or all(_comes_from(find, part) for part in node.args[2]):
+                late[node] = None
+        elif node.target is find or (node.target is operator.getitem and inputs[0] in late):
+            late[node] = None
+        elif node.op == "call_function":
+            last = node
+    for node in late if last is not None else ():
+        last.append(node)
+        last = node
+
+
+def _writes(node: Any) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _sides(graph: Any, find: Any) -> list[list[Any]]:
+    """Return the calls of ``sink`` in the forward, and those in the backward, as far as they can be taken together.
+
+    Between the first and the last of a side, nothing that is handed over changes: the graph is functional, but for what
+    it writes to its inputs.
+    """
+    backward: set[Any] = set()
+    sides: tuple[list[Any], list[Any]] = ([], [])
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if (node.op == "placeholder" and _is_tangent(node)) or not backward.isdisjoint(inputs):
+            backward.add(node)
+        if node.target is ops.SINK and (_is_whole(node) or _is_by_row(node, find)):
+            sides[node in backward].append(node)
+    return [side for side in sides if side]
+
+
+def _of_one_kind(calls: list[Any]) -> list[list[Any]]:
+    """Return the calls that hand over the same statistics; two watches may count different ones."""
+    kinds: dict[Any, list[Any]] = {}
+    for node in calls:
+        kinds.setdefault(tuple(node.args[2][0].args[0].args[2:]), []).append(node)
+    return list(kinds.values())
+
+
+def _held_groups(calls: list[Any]) -> list[list[Any]]:
+    """Divide calls that hand over whole tensors into groups that do not hold too much memory."""
+    most = _HELD_IN_GRAPHS if _torch.records_graphs() else _HELD
+    groups: list[list[Any]] = []
+    left = -1.0
+    for node in calls:
+        left -= _num_bytes_of(node)
+        if left < 0:
+            groups.append([])
+            left = most - _num_bytes_of(node)
+        groups[-1].append(node)
+    return groups
+
+
+# -- one call in place of many --------------------------------------------------------------------------------
+
+
+def _gather(graph: Any, calls: list[Any]) -> None:
+    """Put one call of ``sinks`` in place of these, where the last of them is."""
+    keys, lines, found, each = zip(*(node.args for node in calls), strict=True)
+    parts = [part for some in found for part in some]
+    numbers = [len(some) for some in found]
+    _replace(graph, calls, ops.SINKS, (list(keys), "\n".join(lines), parts, numbers, list(each)), calls[-1])
+
+
+def _hand_over(graph: Any, calls: list[Any]) -> None:
+    """Put one call of ``sink_all`` in place of these, which hand over whole tensors; each is handed over once."""
+    places: dict[Any, int] = {}
+    shares = [ops.Share(places.setdefault(node.args[2][0], len(places)), 0, 1) for node in calls]
+    _sink_all(graph, calls, shares, list(places), calls[-1])
+
+
+def _join_rows(graph: Any, calls: list[Any], join: Any) -> None:
+    """Join what was found by row in one buffer for each statistic; put one call of ``sink_all`` in place of these."""
+    begins: dict[Any, int] = {}
+    parts: list[Any] = []
+    shares: list[ops.Share] = []
+    rows = 0
+    for node in calls:
+        find, count = node.args[2][0].args[0], _num_rows(node)
+        if find not in begins:
+            begins[find] = rows
+            rows += count
+            parts += node.args[2]
+        shares.append(ops.Share(begins[find], count, node.args[3]))
+    kinds = len(calls[0].args[2])
+    firsts = [part.meta["val"] for part in parts[:kinds]]
+    with firsts[0].fake_mode:
+        fakes = [first.new_empty([rows]) for first in firsts]
+    last = joined = _put(graph, join, (parts, kinds), fakes, calls[-1], calls[-1])
+    buffers = []
+    for number, fake in enumerate(fakes):
+        last = _put(graph, operator.getitem, (joined, number), fake, last, calls[-1])
+        buffers.append(last)
+    _sink_all(graph, calls, shares, buffers, last)
+
+
+def _sink_all(graph: Any, calls: list[Any], shares: list[ops.Share], found: list[Any], after: Any) -> None:
+    keys: dict[Any, int] = {}
+    lines = [
+        ops.line_of(keys.setdefault(node.args[0], len(keys)), share, node.args[1])
+        for node, share in zip(calls, shares, strict=True)
+    ]
+    _replace(graph, calls, ops.SINK_ALL, (list(keys), "\n".join(lines), found), after)
+
+
+def _replace(graph: Any, calls: list[Any], target: Any, args: tuple[Any, ...], after: Any) -> None:
+    _put(graph, target, args, None, after, calls[-1])
+    for node in calls:
+        graph.erase_node(node)
+
+
+def _put(graph: Any, target: Any, args: tuple[Any, ...], value: Any, after: Any, like: Any) -> Any:
+    with graph.inserting_after(after):
+        node = graph.call_function(target, args)
+    # Of one operator's arguments, where it was traced; without it, the compiler may lay ours out as it likes.
+    node.meta.update({name: note for name, note in like.meta.items() if name not in _NOT_KEPT}, val=value)
+    return node
