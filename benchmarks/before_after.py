@@ -1,4 +1,4 @@
-"""Rows of served decoding and of the guard on a GPU, for two versions of the package side by side.
+"""Rows of served decoding, the guard and compiled training on a GPU, for two versions of the package side by side.
 
     python benchmarks/before_after.py --before OLD/src --seconds 130 --out page.md
     python benchmarks/run.py --merge page.md
@@ -36,6 +36,10 @@ _GUARD = {
     "guarded": ("by hand", "save, restore and check everything", "two multi-tensor copies of the same bytes", 1.1),
     "reads": ("save", 'an intervention that declares `scope="reads"`', "a full save", None),
 }
+_TRAINED = [(8, None), (32, None), (8, "reduce-overhead")]
+"""Batch and mode of compiled training steps."""
+_TRAINED_TARGET = 1.08
+"""With ``reduce-overhead``."""
 _Way = Callable[[], AbstractContextManager[object]]
 _Found = dict[str, float]
 
@@ -47,10 +51,15 @@ class Subjects:
         setting = Setting(torch.device("cuda", 0))
         self.calls: dict[str, tuple[Callable[[], None], _Way]] = {}
         self.models: dict[str, str] = {}
+        self.peaks: _Found = {}
+        """The most memory that a step takes, in GiB."""
+        self._kept: list[object] = []
         for how in ("eager", "compiled") if "serve" in parts else ():
             self._add_served(setting, how)
         if "guard" in parts:
             self._add_guard(setting)
+        for batch, mode in _TRAINED if "train" in parts else ():
+            self._add_trained(setting, batch, mode)
 
     def _add_served(self, setting: Setting, how: str) -> None:
         from serving import Served
@@ -64,6 +73,25 @@ class Subjects:
             self.calls[f"{how} {name}"] = served.decode, nullcontext
         for name in _SERVED:
             self.calls[f"{how} {name}"] = served.decode, lambda name=name: served.hooked(name, _LAYERS, {})
+
+    def _add_trained(self, setting: Setting, batch: int, mode: str | None) -> None:
+        from gpu_statistics import HUNDRED, Training, compiled_own
+
+        import hookline as hl
+
+        how = _trained_name(batch, mode)
+        ways = {"bare": (), "forward": ("forward",), "forward + gradient": ("forward", "backward")}
+        for name, kinds in ways.items():
+            if mode is not None and name == "forward":
+                continue  # what there is to see shows in both
+            training = Training(setting, batch)
+            if kinds:
+                self._kept.append(hl.watch(training.model, HUNDRED, on=kinds, optimizer=training.optimizer))
+            training.run = compiled_own(training.model, mode)
+            self.peaks[f"{how} {name}"] = training.peak(nullcontext)
+            self.calls[f"{how} {name}"] = training.step, nullcontext
+            self.models[how] = f"{training.shape}, bf16 autocast, fused AdamW"
+        self.calls[f"{how} bare again"] = self.calls[f"{how} bare"]
 
     def _add_guard(self, setting: Setting) -> None:
         from guarding import Saved
@@ -83,16 +111,17 @@ class Subjects:
         for name in order:
             call, on = self.calls[name]
             with on():
-                for _ in range(3):
+                trains = name in self.peaks or name.endswith("bare again")  # steps that take long enough as they are
+                for _ in range(2 if trains else 3):
                     call()
-                found[f"{name}, wall"] = min(_seconds(call, 1) for _ in range(5))
-                found[f"{name}, steady"] = min(_seconds(call, 10) for _ in range(2))
+                found[f"{name}, wall"] = min(_seconds(call, 1) for _ in range(3 if trains else 5))
+                found[f"{name}, steady"] = min(_seconds(call, 10) for _ in range(1 if trains else 2))
         gc.collect()
         return found
 
     def kernels(self) -> _Found:
         """Seconds of kernels and copies in a step, and how many there are."""
-        found = {}
+        found = {f"{name}, peak": each for name, each in self.peaks.items()}
         for name, (call, on) in self.calls.items():
             with on():
                 for _ in range(3):
@@ -182,7 +211,9 @@ class Version:
         wall, steady = (spread(self.ratios(name, base, column)) for column in ("wall", "steady"))
         device = self.kernels[f"{name}, kernels"] / self.kernels[f"{base}, kernels"]
         counts = "{:.0f} / {:.0f}".format(*(self.kernels[f"{each}, launches"] for each in (name, base)))
-        return f"wall {wall}, steady {steady}, kernels alone {device:.3f} (launches {counts})"
+        peaks = [self.kernels.get(f"{each}, peak") for each in (name, base)]
+        memory = "" if None in peaks else "; peak {:.2f} / {:.2f} GiB".format(*peaks)
+        return f"wall {wall}, steady {steady}, kernels alone {device:.3f} (launches {counts}){memory}"
 
 
 def rows(before: Version, after: Version, models: dict[str, str]) -> Iterator[Row]:
@@ -194,10 +225,30 @@ def rows(before: Version, after: Version, models: dict[str, str]) -> Iterator[Ro
                 yield _row(before, after, (f"guard {name}", f"guard {base}"), texts, target)
             yield _milliseconds(before, after, model)
             continue
+        if how.startswith("compiled, "):
+            yield from _trained_rows(before, after, how, model)
+            continue
         for name, targets in _SERVED.items():
             words = f"{name} on every layer"
             texts = f"served, {how} decode, {words}", words, "the same forward without hooks", model
             yield _row(before, after, (f"{how} {name}", f"{how} bare"), texts, targets[how == "compiled"])
+
+
+def _trained_name(batch: int, mode: str | None) -> str:
+    return f"compiled, {mode or 'default'}, batch {batch}:"
+
+
+def _trained_rows(before: Version, after: Version, how: str, model: str) -> Iterator[Row]:
+    from gpu_statistics import COMPILED
+
+    (batch, mode), *_ = (each for each in _TRAINED if _trained_name(*each) == how)
+    for name in ("forward", "forward + gradient"):
+        if f"{how} {name}, wall" in after.samples:
+            words = f"`hl.watch` of {name}{'' if mode is None else f', `mode={mode!r}`'}"
+            where = f"batch {batch}" if mode is None else f"batch {batch}, {mode}"
+            texts = f"compiled, {name} statistics, GPT-2 small step, {where}", words, "the bare step", model
+            target = _TRAINED_TARGET if mode is not None else COMPILED[name, batch]
+            yield _row(before, after, (f"{how} {name}", f"{how} bare"), texts, target)
 
 
 def _row(
@@ -230,7 +281,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure two versions of hookline side by side on a GPU.")
     parser.add_argument("--before", type=Path, help="the folder src of the other version")
     parser.add_argument("--seconds", type=float, default=130, help="in all, with the start")
-    parser.add_argument("--only", nargs="*", choices=("serve", "guard"), default=["serve", "guard"])
+    parser.add_argument("--only", nargs="*", choices=("serve", "guard", "train"), default=["serve", "guard"])
     parser.add_argument("--out", type=Path, help="a page to write the rows to")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -19,6 +19,7 @@ from hookline.factories.copy_ring import SLOTS, CopyRing
 from hookline.observe.watch.pending_tensors import Streams
 from hookline.observe.watch.stats_engine import StatsEngine
 from hookline.sites import _torch
+from hookline.sites.compiled import graph_passes
 
 STATS = ["mean", "std", "norm", "min", "max", "absmax", "zero_fraction", "over:1", "nonfinite", "nan", "inf"]
 CPU = torch.device("cpu")
@@ -166,7 +167,7 @@ def test_compiled_code_hands_all_layers_over_by_one_call(calls: HostCalls, monke
     assert handed == [3] * 21
     assert calls.together == [3] * 19  # the first forward makes rows, the second shows that the shape stays
     check(hook, reference(model, [*given, given[0]]))
-    monkeypatch.setattr(_torch, "_SMALL_SINK", 0)
+    monkeypatch.setattr(graph_passes, "_SMALL", 0)
     torch._dynamo.reset()
     handed.clear()
     with hl.attach(model, "layers.#", activation_stats({}), observe=True):

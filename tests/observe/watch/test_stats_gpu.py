@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.errors import HooklineWarning
+from hookline.observe.watch import graph_handover
 from hookline.observe.watch import stat_kernel as kernels
 from hookline.observe.watch.graph_stats import as_columns, find_in, summarize
 from hookline.observe.watch.stat_columns import Layout
@@ -367,6 +368,48 @@ def test_a_compiled_model_tells_what_an_eager_one_does(mode: str) -> None:
     for key, value in eager.items():
         scale = abs(eager[key.rpartition("/")[0] + "/absmax"])
         assert compiled_[key] == pytest.approx(value, rel=1e-3, abs=1e-4 * scale), key
+
+
+@pytest.mark.slow
+def test_a_compiled_step_takes_few_launches_that_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By row one launch a side; whole tensors one for each type, and one that merges; more layers take no more."""
+    made: list[graph_handover.AddressTable] = []
+    init = graph_handover.AddressTable.__init__
+
+    def spy(self: graph_handover.AddressTable, *given: Any) -> None:
+        init(self, *given)
+        made.append(self)
+
+    monkeypatch.setattr(graph_handover.AddressTable, "__init__", spy)
+    counts = []
+    for layers in (2, 4):
+        torch.compiler.reset()
+        made.clear()
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 2048), nn.GELU(), nn.Linear(2048, 256), nn.LayerNorm(256))
+                                for _ in range(layers))).to(DEVICE)  # fmt: skip
+        run = torch.compile(model, fullgraph=True)
+
+        def step(run: Any = run, model: nn.Module = model) -> None:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = run(torch.randn(64, 256, device=DEVICE)).float().square().mean()
+            loss.backward()
+            model.zero_grad()
+
+        with hl.watch(model, "*", on=("forward", "backward")):
+            for _ in range(3):
+                step()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run_of_one:
+                step()
+                torch.cuda.synchronize()
+        names = [event.name for event in run_of_one.events() if event.device_type.name == "CUDA"]
+        counts.append(
+            {name: names.count(name) for name in ("fold_table", "reduce_chunks", "merge_slots", "fold_parts")}
+        )
+        assert [table.worked_out for table in made] == [1, 1]
+    assert counts[0] == counts[1]
+    assert counts[0]["fold_table"] == 2
+    assert counts[0]["merge_slots"] == 2
+    assert counts[0]["fold_parts"] == 0
 
 
 def test_a_side_stream_is_followed() -> None:

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
+from hookline.sites._torch import compiled_code, guards_of
 
 STATS = ("mean", "std", "norm", "rms", "min", "max", "absmax", "zero_fraction", "nonfinite", "over:0.5", "nan")
 
@@ -312,3 +313,30 @@ def test_a_pause_holds_in_compiled_code():
             called(data(1))
         called(data(2))
     assert watch.report()["fired"] == {"head/forward": 2}
+
+
+def test_a_watch_adds_few_guards_and_one_input_for_each_module():
+    """The compiler checks them at every call; what hooks it stands for is in a text, and nobody asks attachments."""
+    guards: dict[bool, list[str]] = {}
+    inputs: dict[bool, int] = {}
+    for watched in (False, True):
+        torch.compiler.reset()
+        model = make_net()
+
+        def keep(graph: torch.fx.GraphModule, given: Any, watched: bool = watched) -> Any:
+            inputs[watched] = len(given)
+            return graph.forward
+
+        watch = hl.watch(model, "*", on=("forward", "backward")) if watched else None
+        torch.compile(model, backend=keep, fullgraph=True)(data(0))
+        guards[watched] = "\n".join(text for code in compiled_code() for text in guards_of(code)).splitlines()
+        if watch is not None:
+            watch.remove()
+    count = len(list(make_net().modules())) - 2  # the model's own hooks run outside of the graph, lists have none
+    assert inputs[True] - inputs[False] == count
+    assert not any("attachment" in line or ".steps" in line for line in guards[True])
+    in_python = [sum("LAMBDA_GUARD" in line for line in guards[watched]) for watched in (False, True)]
+    assert (
+        in_python[1] - in_python[0] <= 2 * count + 12
+    )  # of each module its forward and its key; the rest are of imports
+    assert len(guards[True]) - len(guards[False]) <= 50 * count + 250

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,8 @@ from hookline.sites import _torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
     from hookline.observe.watch.stat_rows import StatRow
     from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
@@ -111,17 +114,24 @@ class GraphKernel(Kernel):
         with self._on_device():
             return self._launches_of(jobs, [])
 
-    def run(self, launches: list[Any]) -> None:
-        """Launch what `work_out` has returned."""
+    def run(self, launches: list[Any], ready: list[Any]) -> None:
+        """Launch what `work_out` has returned; ``ready`` is empty before the first time, and has what was compiled."""
         with self._on_device():
-            self._run(launches)
+            for launch, arguments in ready:
+                launch(*arguments)
+            if not ready:
+                self._run(launches)
+                known = [self._ready.get(each[:2]) for each in launches]
+                if None not in known:  # the interpreter, which tests use, compiles nothing
+                    pairs = zip(known, launches, strict=True)
+                    ready.extend((one[0][each[2]], (*each[3], *one[1])) for one, each in pairs if one is not None)
 
     def upload(self, numbers: list[int]) -> Tensor:
         """Copy numbers to the device without waiting."""
         with self._on_device():
             return self._upload(numbers)
 
-    def replace(self, table: Tensor, numbers: list[int]) -> None:
+    def replace(self, table: Tensor, numbers: NDArray[np.int64]) -> None:
         """Write numbers over a table on the device, behind all launches that read it."""
         pinned = torch.empty(len(numbers), dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda")
         pinned.numpy()[:] = numbers
@@ -176,8 +186,9 @@ class AddressTable:
         self._jobs: list[list[int]] = []
         """For each job, the numbers of its tensors: views of one memory are read once."""
         self._launches: list[Any] = []
+        self._ready: list[Any] = []
         self._held: list[Tensor] = []
-        self._numbers: list[int] = []
+        self._numbers = np.zeros(0, np.int64)
         self.worked_out = self.moved = 0
         """How often the launches were worked out, and new addresses went up."""
 
@@ -188,19 +199,22 @@ class AddressTable:
         at.append(0 if divisor is None else divisor.data_ptr())
         if at != self._at and not self._move(at):
             self._work_out(found, at)
-        self._kernel.run(self._launches)
+        self._kernel.run(self._launches, self._ready)
 
     def _move(self, at: list[int]) -> bool:
         """Upload new addresses; return False if they do not fit the launches."""
         before, numbers = self._at, self._numbers
         if not before:
             return False
-        for job, members in enumerate(self._jobs):
+        for members in self._jobs:
             address = at[members[0]]
-            if any(at[each] != address for each in members[1:]) or (address - before[members[0]]) % _ALIGNMENT:
+            if (address - before[members[0]]) % _ALIGNMENT:
                 return False
-            numbers[job * _FIELDS + _ADDRESS] = address
-            numbers[job * _FIELDS + _SCALE] = at[-1]
+            if len(members) > 1 and any(at[each] != address for each in members):
+                return False
+        jobs = numbers[: len(self._jobs) * _FIELDS].reshape(-1, _FIELDS)
+        jobs[:, _ADDRESS] = [at[members[0]] for members in self._jobs]
+        jobs[:, _SCALE] = at[-1]
         self._kernel.replace(self._held[-1], numbers)
         self._at = at
         self.moved += 1
@@ -216,7 +230,8 @@ class AddressTable:
             groups.setdefault(group, {}).setdefault(job, []).extend(rows)
             members.setdefault(group, {}).setdefault(job, []).append(number)
         self._launches, self._held = self._kernel.work_out(groups)
-        self._numbers = self._kernel.latest
+        self._ready = []
+        self._numbers = np.array(self._kernel.latest, np.int64)
         self._jobs = [numbers for jobs in members.values() for numbers in jobs.values()]
         self._at = at
         self.worked_out += 1

@@ -26,10 +26,7 @@ from hookline.sites.gradients.call_gradients import GradientCall
 from hookline.sites.gradients.gradient_hooks import GradientHooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hookline.hook_types import Grads
-    from hookline.sites.compiled.op_schemas import Found
     from hookline.sites.gradients.call_gradients import CallState
 
 GRADIENTS: Final = "gradients"
@@ -50,9 +47,7 @@ def plan_of(hooks: GradientHooks) -> str:
         return ""
     once = hooks.uses_input_once and hooks.watches_inputs
     summaries = [entry.attachment.summary for entry in hooks.backward_pre if entry.attachment.summary is not None]
-    for summary in summaries:
-        _MAKERS[summary.number] = summary.make
-    numbers = "".join(f"+{number}" for number in sorted({summary.number for summary in summaries}))
+    numbers = "".join(f"+{number}" for number in sorted({ops.keep_maker(summary) for summary in summaries}))
     letters = {
         "p": len(summaries) < len(hooks.backward_pre),
         "b": bool(hooks.backward),
@@ -63,11 +58,6 @@ def plan_of(hooks: GradientHooks) -> str:
         "s": hooks.tells_sites,
     }
     return f"{_version()}{numbers} {''.join(letter for letter, is_so in letters.items() if is_so)}"
-
-
-_MAKERS: Final[dict[int, Callable[[list[Tensor]], Found | None]]] = {}
-"""What makes the summary of each number: the graph's own text has the number alone. There are as many as there are sets
-of statistics in use."""
 
 
 @functools.cache
@@ -153,7 +143,7 @@ class _TracedCall(GradientCall):
 
     def _summarize(self, grads: list[Tensor]) -> None:
         for number in self._traced_hooks.summaries:
-            found = _MAKERS[number](grads) if number in _MAKERS else None
+            found = ops.MAKERS[number](grads) if number in ops.MAKERS else None
             if found is not None:
                 ops.SINK(self._key, f"{GRADIENTS} {number}|{_serial_on(self._key)}", *found)
 

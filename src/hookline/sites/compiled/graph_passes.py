@@ -17,6 +17,7 @@ import math
 import operator
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hookline.sites import _torch
@@ -29,10 +30,10 @@ _VERSION: Final = "5"
 _SMALL: Final = 1 << 20
 _SMALL_TOGETHER: Final = 64 << 20
 """Bytes of a tensor that is handed over whole together with others where there is no backward, and of all of them."""
-_HELD: Final = 1 << 30
+_HELD: Final = 64
 _HELD_IN_GRAPHS: Final = 384 << 20
-"""Bytes of whole tensors that are held to be handed over together, where a backward keeps most of them anyway; and
-with CUDA graphs, whose memory is not shared with anything else."""
+"""Whole tensors that are held to be handed over together, where a backward keeps most of them anyway: this part of the
+memory of a GPU; with CUDA graphs, whose memory is not shared with anything else, at most so many bytes."""
 _MOST_ROWS: Final = 1 << 18
 """One program adds up all rows of a tensor; of more, several should."""
 _NOT_KEPT: Final = ("eager_input_vals", "val", "tensor_meta")
@@ -230,7 +231,7 @@ def _of_one_kind(calls: list[Any]) -> list[list[Any]]:
 
 def _held_groups(calls: list[Any]) -> list[list[Any]]:
     """Divide calls that hand over whole tensors into groups that do not hold too much memory."""
-    most = _HELD_IN_GRAPHS if _torch.records_graphs() else _HELD
+    most = _most_held(calls[0].args[2][0].meta["val"].device) if calls else 0
     groups: list[list[Any]] = []
     left = -1.0
     for node in calls:
@@ -240,6 +241,11 @@ def _held_groups(calls: list[Any]) -> list[list[Any]]:
             left = most - _num_bytes_of(node)
         groups[-1].append(node)
     return groups
+
+
+def _most_held(device: torch.device) -> int:
+    most = torch.cuda.get_device_properties(device).total_memory // _HELD if device.type == "cuda" else 1 << 30
+    return min(most, _HELD_IN_GRAPHS) if _torch.records_graphs() else most
 
 
 # -- one call in place of many --------------------------------------------------------------------------------

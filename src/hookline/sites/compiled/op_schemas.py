@@ -110,6 +110,17 @@ class Summary(ABC):
         return take
 
 
+MAKERS: Final[dict[int, Callable[[list[Tensor]], Found | None]]] = {}
+"""What makes the summary of each number: graphs have the number alone. There are as many as there are sets of
+statistics in use."""
+
+
+def keep_maker(summary: Summary) -> int:
+    """Return the number of a summary, by which `MAKERS` has what makes it."""
+    MAKERS[summary.number] = summary.make
+    return summary.number
+
+
 # A number would be a constant of the graph, and twelve blocks would need twelve graphs; a tensor is one of its inputs.
 _NUMBERS: Final = itertools.count()
 _BY_KEY: Final[dict[int, weakref.ref[Any]]] = {}

@@ -4,7 +4,7 @@ The torch hooks of a module call `run_pre` and `run_post`. Everything in there i
 possible: each attribute it reads becomes a guard. `CompiledSteps` says in its ``recipe`` what is to happen, in order:
 "w" for hooks that only watch, which one operator runs all together, "e" for a hook that edits, whose own code becomes
 part of the graph, "s" for one that receives a summary, which the graph makes; then what the observers read, the plan
-for gradients (`plan_of`), and whether the model counts its forwards here.
+for gradients (`plan_of`), whether the model counts its forwards here, and the numbers of the summaries.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ class CompiledSteps:
         steps = "".join(
             ["w" if step is None else "e" if step.attachment.summary is None else "s" for step in self.steps]
         )
-        self.recipe = f"{steps}/{self.reads}/{self.plan}/{self.ticks}"
+        # The number of each summary, since to ask the hook itself for it would be three guards, and one in Python.
+        summaries = [None if step is None else step.attachment.summary for step in self.steps]
+        numbers = ",".join("" if each is None else str(ops.keep_maker(each)) for each in summaries)
+        self.recipe = f"{steps}/{self.reads}/{self.plan}/{self.ticks}/{numbers}"
 
     def group(self, steps: str, place: int) -> tuple[HookAtSite, ...]:
         """Return the observers at one step of a compiled call that has those ``steps``."""
@@ -167,18 +170,18 @@ def run_pre(hook: CompiledSteps, module: nn.Module, args: Any, kwargs: Any) -> t
     if hook.key is None:  # we were not told that something is being compiled; at its next forward the counter sees it
         return None
     changed = False
-    steps, reads, plan, ticks = hook.recipe.split("/")
+    steps, reads, plan, ticks, numbers = hook.recipe.split("/")
     if ticks and not _without_operators():
         ops.BEGIN(hook.key, _serial(), torch.is_grad_enabled())
     for place, step in enumerate(steps):
         if step == "w":
             _fire(hook, steps, place, reads, args, kwargs, ())
             continue
+        if step == "s":
+            _summarize(hook, steps, place, numbers, args)
+            continue
         entry = hook.steps[place]
         assert entry is not None
-        if step == "s":
-            _summarize(hook, steps, place, entry, args)
-            continue
         result = _edit(
             hook, steps, place, entry, module, (args, kwargs) if entry.attachment.options.with_kwargs else (args,)
         )
@@ -197,16 +200,16 @@ def run_post(hook: CompiledSteps, module: nn.Module, args: Any, kwargs: Any, out
     """Trace the forward hooks; return the output to go on with."""
     if hook.key is None:
         return output
-    steps, reads, plan, _ = hook.recipe.split("/")
+    steps, reads, plan, _, numbers = hook.recipe.split("/")
     for place, step in enumerate(steps):
         if step == "w":
             _fire(hook, steps, place, reads, args, kwargs, (output,))
             continue
+        if step == "s":
+            _summarize(hook, steps, place, numbers, output)
+            continue
         entry = hook.steps[place]
         assert entry is not None
-        if step == "s":
-            _summarize(hook, steps, place, entry, output)
-            continue
         more = (args, kwargs, output) if entry.attachment.options.with_kwargs else (args, output)
         result = _edit(hook, steps, place, entry, module, more)
         if result is not None:
@@ -233,14 +236,12 @@ def _fire(
         ops.FIRE(hook.key, what, parts.tensors)
 
 
-def _summarize(hook: CompiledSteps, steps: str, place: int, entry: HookAtSite, value: Any) -> None:
+def _summarize(hook: CompiledSteps, steps: str, place: int, numbers: str, value: Any) -> None:
     if _without_operators():
         return
     tensors: list[Tensor] = []
     collect(value, tensors)
-    summary = entry.attachment.summary
-    assert summary is not None
-    found = summary.make(tensors)
+    found = ops.MAKERS[int(numbers.split(",")[place])](tensors)
     if found is not None:
         ops.SINK(hook.key, f"{_serial()}|{hook.slot}|{steps}|{place}||", *found)
 
