@@ -22,7 +22,7 @@ LAYERS := $(BIN)/lint-imports --no-logo
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm test-sglang check bench docs site clean
+.PHONY: help setup run test test-vllm test-sglang check bench torture docs site clean
 # `make -j` must not mix the output of check, docs and the tests.
 .NOTPARALLEL:
 
@@ -118,6 +118,9 @@ $(SGLANG_STAMP): $(STAMP) tests_sglang/requirements.txt
 
 bench: setup ## measure, and print each cost as a ratio
 	@$(BIN)/python benchmarks/run.py
+
+torture: setup ## break runs, sinks, threads and requests at random for an hour, and count what is lost
+	@$(BIN)/python torture/run.py --out benchmarks/RELIABILITY.md
 
 docs: setup ## check every link of the pages
 	@$(BIN)/python docs/check.py

@@ -1,25 +1,17 @@
 """Vandalize guarded runs at random, and tell what is lost, what is said and what is silent.
 
 A case is a number: it decides the model, the optimizer, and one to four blocks of nasty acts. Its run is made twice,
-with the guarded blocks and without, and both are trained on. Cases run in child processes, so that one that kills the
-interpreter is counted and named. From the repository's root::
+with the guarded blocks and without, and both are trained on. From the repository's root::
 
-    python tests/guard/vandals.py --cases 10000          # a quarter of an hour
-    python tests/guard/vandals.py --only 4711            # one case, in this process
+    python torture/run.py --parts interventions              # a quarter of an hour
+    python torture/run.py --parts interventions --only 4711  # one case, in this process
 """
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import functools
-import json
-import os
 import random
-import sys
-import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -27,6 +19,7 @@ from typing import Any, NoReturn
 import helpers_guard
 import numpy as np
 import torch
+from helpers_cases import Case, Part
 from helpers_guard import OPTIMIZERS, Stop, Tied, bytes_of, differing, guard_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -34,7 +27,7 @@ from torch.nn.utils import parametrize
 import hookline as hl
 from hookline.guard.guard import Guard
 
-__all__ = ["ACTS", "VandalizedRun", "Verdict", "portrait", "run_all", "run_case", "switches"]
+__all__ = ["ACTS", "PART", "VandalizedRun", "Verdict", "portrait", "run_case", "switches"]
 
 # -- runs -----------------------------------------------------------------------------------------------------------
 
@@ -508,77 +501,21 @@ def _errors(train: Callable[[], Any], expected: Any = None) -> list[str]:
         return [f"training afterwards: {type(error).__name__}: {error}"]
 
 
-# -- batches --------------------------------------------------------------------------------------------------------
+# -- for the torture ------------------------------------------------------------------------------------------------
 
 
-def run_batch(first: int, count: int) -> tuple[list[dict[str, Any]], int | None]:
-    """Run cases in a child process; return their verdicts, and the number of the case that killed it, if one did.
-
-    The child is forked: importing torch again takes four seconds, a case 40 ms.
-    """
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(ours)
-        _child(first, count, theirs)
-    os.close(theirs)
-    with open(ours) as lines:
-        verdicts = [json.loads(line) for line in lines if line.endswith("\n")]
-    status = os.waitpid(child, 0)[1]
-    if status == 0 and len(verdicts) == count:
-        return verdicts, None
-    print(f"case {first + len(verdicts)} ended its process, status {status}", file=sys.stderr)
-    return verdicts, first + len(verdicts)
+def _tell(number: int) -> Case:
+    verdict = run_case(number)
+    return Case(number, len(verdict.acts), verdict.wrong, verdict.said, {"runs": 1})
 
 
-def _child(first: int, count: int, pipe: int) -> NoReturn:
-    faulthandler.enable()
-    status = 1
-    try:
-        with open(pipe, "w") as out:
-            for number in range(first, first + count):
-                print(json.dumps(vars(run_case(number))), file=out, flush=True)
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
-
-
-def run_all(cases: int, first: int = 0, batch: int = 250) -> tuple[list[dict[str, Any]], list[int]]:
-    """Run many cases, continuing after each that kills its process; return the verdicts and the numbers of those."""
-    VandalizedRun("tied", "adam")  # what torch imports late, it imports once
-    verdicts: list[dict[str, Any]] = []
-    dead: list[int] = []
-    at, end = first, first + cases
-    while at < end:
-        found, died = run_batch(at, min(batch, end - at))
-        verdicts += found
-        at = at + min(batch, end - at) if died is None else died + 1
-        dead += [] if died is None else [died]
-        print(f"{at - first} of {cases}", file=sys.stderr, flush=True)
-    return verdicts, dead
-
-
-def main() -> int:
-    """Run what the command line asks for; return 1 if something was lost or silent."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=10_000)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--only", type=int)
-    options = parser.parse_args()
-    if options.only is not None:
-        print(json.dumps(vars(run_case(options.only)), indent=2))
-        return 0
-    verdicts, dead = run_all(options.cases, options.first)
-    wrong = [verdict for verdict in verdicts if verdict["wrong"]]
-    said = Counter(verdict["said"].split(" has ")[-1][:80] for verdict in verdicts if verdict["said"])
-    print(f"{len(verdicts)} cases, {sum(len(v['acts']) for v in verdicts)} acts: {len(wrong)} wrong, {len(dead)} dead")
-    print(f"said: {sum(said.values())} {said.most_common(8)}")
-    for verdict in wrong[:40]:
-        print(json.dumps(verdict)[:600])
-    return 1 if wrong or dead else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+PART = Part(
+    name="interventions",
+    does="nasty acts inside guarded blocks (retype, resize, swap, train, load, hook, raise …), then train on",
+    holds="bits",
+    goal=10_000,
+    quick=350,
+    run_case=_tell,
+    prepare=lambda: VandalizedRun("tied", "adam"),  # what torch imports late, it imports once
+    batch=250,
+)

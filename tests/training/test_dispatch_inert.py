@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from helpers_hooks import intervention, observer
 from helpers_training import differences, plain_step, train
 
+import hookline as hl
 from hookline.errors import HooklineWarning
 from hookline.guard.guard import Guard
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
 from hookline.sinks.memory_sink import MemorySink
+from hookline.training import metric_output
 from hookline.training.manager import HookManager
 from hookline.training.training_hook import TrainingHook
 
@@ -95,6 +97,40 @@ def test_ten_observers_that_draw_random_numbers_leave_the_run_as_it_is():
     sink = MemorySink()
     assert differences(plain_run(), run(observed(HookManager(hooks=hooks(), sinks=[sink])))) == []
     assert len(sink.series("hook9/norm")) == 48
+
+
+class DrawingSink(hl.MetricSink):
+    """Draws from all three streams at every call, and fails at some records."""
+
+    def __init__(self):
+        self.records = 0
+
+    def write(self, record):
+        draw(self.records % 10)()
+        self.records += 1
+        if self.records % 5 == 0:
+            raise ValueError("on purpose")
+
+    def flush(self):
+        draw(0)(), draw(3)()
+
+
+def test_a_sink_that_draws_random_numbers_leaves_the_run_as_it_is(monkeypatch):
+    """Also one that fails after it has drawn; without the streams kept it would be noticed (negative control)."""
+
+    def train_beside(sink):
+        manager = HookManager(hooks=hooks(), sinks=[sink])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", HooklineWarning)
+            left = run(observed(manager))
+            manager.close()
+        return left
+
+    sink = DrawingSink()
+    assert differences(plain_run(), train_beside(sink)) == []
+    assert sink.records > 20
+    monkeypatch.setattr(metric_output, "kept_rng", nullcontext)
+    assert differences(plain_run(), train_beside(DrawingSink())) != []
 
 
 @pytest.mark.parametrize("number", range(10))

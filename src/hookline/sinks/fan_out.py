@@ -11,6 +11,7 @@ import os
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,6 +49,9 @@ class FanOut:
 
     is_silent = False
     """Whether it writes nothing: this is a process of a distributed run, and not the first."""
+    keep_streams: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Around each call of a sink that is not one of ours, which may draw random numbers: a manager sets it to what
+    gives the run its streams back. It is not imported here, as the helper process has no torch."""
 
     def __init__(
         self, sinks: Iterable[Any] = (), log: str | Path | RecordLog | None = None, *, patience: float = 30.0
@@ -111,11 +115,7 @@ class FanOut:
             return
         if self._log is not None:
             record = self._log.append(record)
-        for sink in self._local:
-            try:
-                sink.write(record)
-            except Exception as error:
-                self._note_failure(sink.name, "take metrics", error)
+        self._each("take metrics", lambda sink: sink.write(record))
         if self._helper is not None:
             self._helper.keep_running()
 
@@ -198,7 +198,11 @@ class FanOut:
     def _each(self, what: str, act: Callable[[RetryingSink], None]) -> None:
         for sink in self._local:
             try:
-                act(sink)
+                if sink.is_foreign:
+                    with self.keep_streams():
+                        act(sink)
+                else:
+                    act(sink)
             except Exception as error:
                 self._note_failure(sink.name, what, error)
 
@@ -235,6 +239,8 @@ class RetryingSink:
 
     def __init__(self, name: str, sink: Any) -> None:
         self.name, self.sink = name, sink
+        self.is_foreign = not type(sink).__module__.startswith("hookline.")
+        """Whether somebody else wrote it. Ours draw nothing, which a test of each holds."""
         self._waiting: deque[Record] = deque()
         self._back_off = BackOff()
         self._num_lost = 0

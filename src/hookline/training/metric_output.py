@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import LifecycleError, MetricError, OptionError, RankError
+from hookline.guard.rng import kept_rng
 from hookline.lifecycle.points import HookPoint
 from hookline.sinks.fan_out import FanOut, own_rank
 from hookline.sinks.metric_values import JsonCleaner, dumps
@@ -237,6 +238,7 @@ def make_fan_out(sinks: Iterable[Any] | FanOut | None, log: Any, step_log: str |
         out = sinks
     else:
         out = FanOut(() if sinks is None else sinks, log)
+    out.keep_streams = kept_rng
     if step_log:
         out.add(StepLog(step_log))
     return out
