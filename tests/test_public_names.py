@@ -116,7 +116,7 @@ CLASSES = _named(
         ReLUGradientFlowState SaturatedActivationState StatsReporter Tracker TrainTool Trainer
     """,
         "observe": """
-        Cache Captured Patch Profile ProfileRow RoleCheck StepAlarm Trouble Watch
+        Budget Cache Captured Patch Profile ProfileRow RoleCheck StepAlarm Trouble Watch
     """,
         "report": """
         LoadedRun
@@ -135,7 +135,7 @@ CLASSES = _named(
         HookSpec
     """,
         "training": """
-        CheckpointProfiler Checkpoints DebugInterventionHook Experiment FiringReceipt HookManager HookRegistry
+        Budget CheckpointProfiler Checkpoints DebugInterventionHook Experiment FiringReceipt HookManager HookRegistry
         InterventionHook LoopResult MetricInfo Plan StepResult TrackerHook TrainingHook
     """,
     }

@@ -355,3 +355,20 @@ def test_the_command_audits_scripts_functions_and_run_files(
     assert not (tmp_path / "runs").exists()
     assert hookline()[0] == 2
     assert hookline("--train", f"{script}:look")[0] == 2
+
+
+def test_an_instrument_may_use_transforms_of_torch_func():
+    """The auditor sees forwards inside of them, whose tensors have no numbers."""
+
+    def curvature(model: nn.Module) -> Any:
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            handle.remove()
+            module.eval()
+            weights = dict(module.named_parameters())
+            torch.func.grad(lambda w: torch.func.functional_call(module, w, args).sum())(weights)
+            module.train()
+
+        handle = model.register_forward_hook(look)
+        return handle
+
+    assert hl.audit(train, [curvature, at_step(3, lambda *_: None)]).ok

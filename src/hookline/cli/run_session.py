@@ -174,6 +174,7 @@ class Session:
             profile_hooks=self.request.options.hook.profile_hooks,
             loop_type=made.loop,
             on_error=self.request.options.hook.on_hook_error,
+            budget=self.request.options.hook.hook_budget,
         )
         prepared.hooks[:] = manager.hooks.values()
         made.report_trackers_to(manager)

@@ -55,6 +55,7 @@ class HooksOfFile:
         self.options: dict[str, Any] = {
             "offload_state": flags["hook_offload_state"],
             "profile_hooks": flags["profile_hooks"],
+            "budget": flags["hook_budget"],
             "reference_weights": reference,
         }
         """Other options of the manager."""

@@ -1,5 +1,6 @@
 """The public names of ``hookline.observe``, each with the module it lives in."""
 
+from hookline.lifecycle.overhead_budget import Budget as Budget
 from hookline.observe.capture.cache import Cache as Cache
 from hookline.observe.capture.cache import Captured as Captured
 from hookline.observe.patch.patch import Patch as Patch

@@ -49,6 +49,12 @@ function hookShare(run) {
   return costs.length && seconds ? costs.reduce((a, b) => a + b, 0) / 1000 / seconds : null;
 }
 
+/** What the hooks of a step were allowed, and what they took of it in the last steps; undefined without a budget. */
+function budgetOf(run) {
+  const asked = lastOf(run, "budget/asked"), actual = lastOf(run, "budget/actual");
+  return typeof asked === "number" ? `${shownShare(asked)}, took ${typeof actual === "number" ? shownShare(actual) : "?"}` : undefined;
+}
+
 function tilesOf(run) {
   const result = run.facts.result ?? {}, share = hookShare(run);
   const figures = Object.entries(result.metrics ?? {}).filter(([, value]) => typeof value === "number").slice(0, 3);
@@ -60,6 +66,7 @@ function tilesOf(run) {
     ["Duration", duration(run) ? shownDuration(duration(run)) : undefined],
     ["Parameters", run.facts.model?.parameters],
     ["Hooks took", share === null ? undefined : shownShare(share)],
+    ["Budget of hooks", budgetOf(run)],
   ].filter(([, value]) => value !== undefined && value !== null);
   return tiles.map(([name, value]) => [name.charAt(0).toUpperCase() + name.slice(1), shown(value)]);
 }

@@ -1,5 +1,6 @@
 """The public names of ``hookline.training``, each with the module it lives in."""
 
+from hookline.lifecycle.overhead_budget import Budget as Budget
 from hookline.training.checkpoint_profiler import CheckpointProfiler as CheckpointProfiler
 from hookline.training.checkpoints.checkpoints import Checkpoints as Checkpoints
 from hookline.training.choose_hooks import TrackerHook as TrackerHook

@@ -18,7 +18,7 @@ from hookline.training.training_hook import TrainingHook
 if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext
 
-__all__ = ["TrackerHook", "choose_hooks", "find_excluded", "split_config"]
+__all__ = ["TrackerHook", "checked_interval", "choose_hooks", "find_excluded", "split_config"]
 
 Config = Mapping[str, Mapping[str, Any]]
 
@@ -160,3 +160,10 @@ class TrackerHook(TrainingHook):
 def is_tracker(thing: Any) -> bool:
     """Return whether it has ``to_metrics`` and ``reset``."""
     return all(callable(getattr(thing, method, None)) for method in ("to_metrics", "reset"))
+
+
+def checked_interval(steps: int | None) -> int | None:
+    """Return ``flush_every=``, if it is one."""
+    if steps is None or (isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1):
+        return steps
+    raise OptionError(f"flush_every= is a number of steps, 1 or more, or None; got {steps!r}.")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import weakref
 
     from hookline.training.checkpoint_profiler import CheckpointProfiler
+    from hookline.training.hook_budget import HookBudget
     from hookline.training.hook_state import Offload
     from hookline.training.metric_output import MetricOutput
     from hookline.training.plan import PlannedHook, PointHooks
@@ -77,6 +78,8 @@ class FiringEngine:
         self._check = ObserverCheck() if strict else None
         self._has_reference: set[str] = set()
         self._warned: set[str] = set()
+        self.budget: HookBudget | None = None
+        """Leaves out firings where hooks cost too much."""
         self.has_met = False
         """Whether it is known if there are other ranks."""
         self.ranks: RankSync | None = None
@@ -85,6 +88,8 @@ class FiringEngine:
     def reset(self) -> None:
         """Forget the last run."""
         self.done = ()
+        if self.budget is not None:
+            self.budget.reset()
         self.reference.reset()
         self._has_reference.clear()
 
@@ -101,6 +106,9 @@ class FiringEngine:
     ) -> dict[str, Any]:
         """Run the hooks that are due at a point; return their metrics."""
         due = hooks.due(global_step)
+        budget = self.budget if hooks.is_step and self.current is None else None
+        if budget is not None:
+            due = budget.choose(due, global_step)
         if due and hooks.is_windowed:
             now = self._window_number(None, epoch, global_step)
             if now is None:
@@ -109,6 +117,7 @@ class FiringEngine:
             due = tuple([planned for planned in due if planned.is_open_at(now)])
         if not due:
             return {}
+        before = None if budget is None else budget.mark()
         ctx = self._make_context(hooks, run_ctx)
         step = global_step if global_step >= 0 else (ctx.step or 0)
         firing = Firing(hooks, ctx, step, self._profiler, self.errors, self._check, self.ranks)
@@ -130,6 +139,8 @@ class FiringEngine:
         if self.ranks is not None:
             self._hold(firing, raised, self.ranks)
         metrics = self._finish(firing, outer, global_step)
+        if budget is not None and before is not None:
+            budget.charge(firing.done, before)
         if self.ranks is not None:
             self.settle(raised)
             # At a step the other ranks are training: an error of a hook waits until the ranks meet.
@@ -147,6 +158,11 @@ class FiringEngine:
         if not self.has_met:
             self.has_met = True
             self.ranks = join_ranks(hooks, flush_every) if has_ranks() else None
+            if self.ranks is not None and self.budget is not None:
+                raise OptionError(
+                    "budget= is for one process: every rank would decide by its own clock, and hooks of several ranks "
+                    "fire together. Next: give the hooks a step_schedule."
+                )
         return self.ranks
 
     def together(self, what: str, act: Callable[[], None]) -> None:

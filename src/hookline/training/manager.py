@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hookline.errors import HooklineWarning, HookNameError, LifecycleError, OptionError
 from hookline.guard.rng import kept_rng, restart_hook_stream
+from hookline.lifecycle.overhead_budget import Budget
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
 from hookline.messages import caller_stacklevel
 from hookline.training.checkpoint_profiler import CheckpointProfiler
-from hookline.training.choose_hooks import choose_hooks, find_excluded, split_config
+from hookline.training.choose_hooks import checked_interval, choose_hooks, find_excluded, split_config
 from hookline.training.firing import FiringReceipts, receipt_of
 from hookline.training.firing_engine import FiringEngine, parse_moment
+from hookline.training.hook_budget import HookBudget
 from hookline.training.hook_metrics import copy_metric
 from hookline.training.hook_state import ManagedHooks
 from hookline.training.metric_output import MetricOutput, make_fan_out, set_recorder
@@ -73,6 +75,7 @@ class HookManager(PlanQueries, RankMember):
         log: A file that gets every record before the sinks do: the record log, which survives a kill.
         flush_every: How many steps from one flush of the step metrics to the next; None: when the epoch ends, or the
             loop says so. What is not flushed dies with the process, or is in its checkpoint.
+        budget: What the hooks of steps may cost, as a share of a step (0.02), or a `Budget`; see ``manager.budget``.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class HookManager(PlanQueries, RankMember):
         reference_weights: Any = None,
         log: str | Path | RecordLog | None = None,
         flush_every: int | None = None,
+        budget: Budget | float | None = None,
     ) -> None:
         super().__init__()
         config, reference_path = split_config(hook_config)
@@ -101,7 +105,7 @@ class HookManager(PlanQueries, RankMember):
         self.profiler = CheckpointProfiler(profile_hooks)
         """Times each hook."""
         self.strict = strict
-        self._flush_every = _checked_interval(flush_every)
+        self._flush_every = checked_interval(flush_every)
         self._self = weakref.ref(self)
         self._managed = ManagedHooks(self.hooks, offload_state=offload_state)
         self._output = MetricOutput(make_fan_out(sinks, log, step_metrics_log))
@@ -115,6 +119,7 @@ class HookManager(PlanQueries, RankMember):
             reference=reference_path if reference_weights is None else reference_weights,
         )
         self._engine.loop_type = self._made_for = loop_type
+        self._engine.budget = None if budget is None else HookBudget(budget)
         for hook in self.hooks.values():
             hook.manager = self
         self.set_capabilities(capabilities)
@@ -170,6 +175,8 @@ class HookManager(PlanQueries, RankMember):
                 epoch = before
             self._flush(self._output.position or 0 if epoch is None else epoch, before)
         set_recorder(self._self)
+        if self.budget is not None and (decided := self.budget.begin_step(self._global_step)):
+            self._output.steps.add(HookPoint.POST_STEP, self._global_step, decided)
         if self._engine.ranks is not None:
             self._check_ranks(self._engine.ranks)
         return self._global_step
@@ -261,20 +268,11 @@ class HookManager(PlanQueries, RankMember):
         self._engine.reset()
         self._managed.reset(firing=self._engine.current is not None)
 
-    def continue_from(self, step: int) -> None:
-        """Let ``step`` be the last one that was made: the next ``advance_step()`` begins the one after it."""
-        self._set_step(step)
-
     def set_run_context(self, **context: Any) -> None:
         """Tell hooks and sinks which run this is: ``strategy=``, ``output_dir=``, ``experiment_name=``, …"""
         self._engine.run_context |= context
         self._managed.set_run_context(context)
         self._output.set_run_context(context)
-
-    def _set_step(self, step: int) -> None:
-        self._global_step = step
-        for hooks in self._plan.points.values():
-            hooks.next_due = -2  # it was worked out from a later step
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run has to know: the step, what is buffered, and the state of every hook."""
@@ -284,6 +282,7 @@ class HookManager(PlanQueries, RankMember):
             "step_metrics": self._output.steps.state_dict(),
             "disabled": sorted(self._engine.errors.disabled),
             "sinks": self.fan_out.state_dict(),
+            **({} if self.budget is None else {"budget": self.budget.state_dict()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -302,6 +301,8 @@ class HookManager(PlanQueries, RankMember):
         self.fan_out.load_state_dict(state.get("sinks", {}))
         self.fan_out.warn_pending()
         self._engine.errors.disabled = set(state.get("disabled", ())) & set(self.hooks)
+        if self.budget is not None and "budget" in state:
+            self.budget.load_state_dict(state["budget"])
         self._make_plan()
         self._set_step(state["global_step"])
         if self._global_step >= 0:  # a run that goes on before its next step may evaluate, and record
@@ -336,6 +337,11 @@ class HookManager(PlanQueries, RankMember):
     def fired(self) -> Counter[str]:
         """The number of calls of each hook."""
         return self._engine.calls
+
+    @property
+    def budget(self) -> HookBudget | None:
+        """What hooks may cost and do cost, and the decisions; prints as a table. None without ``budget=``."""
+        return self._engine.budget
 
     @property
     def receipts(self) -> FiringReceipts:
@@ -392,9 +398,3 @@ class HookManager(PlanQueries, RankMember):
     def _repr_html_(self) -> str:
         fired = ", ".join(f"{name} {count}" for name, count in self.fired.items()) or "none yet"
         return self._plan._table().with_foot(f"step {self._global_step}; fired: {fired}").html()
-
-
-def _checked_interval(steps: int | None) -> int | None:
-    if steps is None or (isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1):
-        return steps
-    raise OptionError(f"flush_every= is a number of steps, 1 or more, or None; got {steps!r}.")

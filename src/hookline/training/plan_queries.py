@@ -38,6 +38,15 @@ class PlanQueries:
         """The current step of the run, counted from 0; -1 before the first."""
         return self._global_step
 
+    def continue_from(self, step: int) -> None:
+        """Let ``step`` be the last one that was made: the next ``advance_step()`` begins the one after it."""
+        self._set_step(step)
+
+    def _set_step(self, step: int) -> None:
+        self._global_step = step
+        for hooks in self._plan.points.values():
+            hooks.next_due = -2  # it was worked out from a later step
+
     def will_fire(self, points: Iterable[HookPoint]) -> tuple[str, ...]:
         """Return a sentence for each hook that never fires if the run has only these points."""
         there = [point for point in HookPoint if point in {HookPoint.of(given) for given in points}]

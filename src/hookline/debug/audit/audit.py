@@ -80,7 +80,7 @@ def audit(train_fn: Callable[..., Any], hooks: Any, *, steps: int | None = None,
 def _compare(hooks: list[AuditedHook], trainings: Trainings, *, blame: bool) -> Audit:
     plain = trainings.train()
     names, length = tuple(hook.name for hook in hooks), len(plain.recorded.states)
-    unstable = plain.difference(trainings.train())
+    unstable = plain.difference(trainings.train(), with_batch=True)
     if unstable is not None:
         return Audit(names, length, trainings.count, not_repeatable=unstable, notes=[_NEXT_REPEATABLE])
     hooked = trainings.train(hooks)

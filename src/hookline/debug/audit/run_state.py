@@ -72,18 +72,23 @@ def run_state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], batc
 
 
 def tensor_digests(values: Any) -> bytes | None:
-    """Return one digest of all tensors in ``values``; None if there are none."""
+    """Return one digest of all tensors in ``values``; None if there are none, or they stand for others."""
+    if torch.compiler.is_compiling() or _torch.in_transform():
+        return None
+    found = [leaf for _, leaf in leaves(values) if isinstance(leaf, Tensor) and _torch.has_numbers(leaf)]
     with torch.no_grad():
-        return b"".join(_tensor_digest(leaf) for _, leaf in leaves(values) if isinstance(leaf, Tensor)) or None
+        return b"".join(map(_tensor_digest, found)) or None
 
 
-def first_difference(before: RunState, after: RunState) -> tuple[str, ...]:
+def first_difference(before: RunState, after: RunState, *, with_batch: bool = False) -> tuple[str, ...]:
     """Return the names of what differs between two states, in the order of the first; empty if nothing does.
 
     Two things explain a difference and are none themselves: a switch of torch, which instruments set while they look
-    (anomaly detection), and the first input of a step, which may be the sample of an instrument.
+    (anomaly detection), and the first input of a step. With hooks on that may be the sample of an instrument, so it is
+    named only ``with_batch``.
     """
     names = tuple(name for name in {**before, **after} if before.get(name) != after.get(name))
+    names = names if with_batch else tuple(name for name in names if name != _BATCH)
     return names if any(not name.startswith(_EXPLAINS) for name in names) else ()
 
 

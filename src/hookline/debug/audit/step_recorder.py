@@ -103,13 +103,18 @@ class StepRecorder:
         """Take the state that is left when the training has come to its own end."""
         self.end = self._now()
 
-    def difference(self, other: StepRecorder) -> Difference | None:
-        """Return where ``other`` first differs from this training; None if nowhere."""
-        names = first_difference(self.start, other.start)
+    def difference(self, other: StepRecorder, *, with_batch: bool = False) -> Difference | None:
+        """Return where ``other`` first differs from this training; None if nowhere.
+
+        Args:
+            other: The other training.
+            with_batch: Whether to name the first input of a step, too.
+        """
+        names = first_difference(self.start, other.start, with_batch=with_batch)
         if names:
             return Difference(-1, names)
         for step, (mine, theirs) in enumerate(zip(self.states, other.states, strict=False)):
-            names = first_difference(mine, theirs)
+            names = first_difference(mine, theirs, with_batch=with_batch)
             if names:
                 return Difference(step, names)
         counts = len(self.states), len(other.states)
@@ -117,7 +122,7 @@ class StepRecorder:
             return Difference(min(counts), (f"number of steps ({counts[0]}, then {counts[1]})",))
         if self.end is None or other.end is None:
             return None
-        names = first_difference(self.end, other.end)
+        names = first_difference(self.end, other.end, with_batch=with_batch)
         return Difference(counts[0] - 1, names, is_end=True) if names else None
 
     # -- while it trains ---------------------------------------------------------------------------------------

@@ -42,9 +42,9 @@ class Training:
     recorded: StepRecorder
     error: Exception | None
 
-    def difference(self, other: Training) -> Difference | None:
+    def difference(self, other: Training, *, with_batch: bool = False) -> Difference | None:
         """Return where ``other`` first differs from this one, an error that it raised included; None if nowhere."""
-        found = self.recorded.difference(other.recorded)
+        found = self.recorded.difference(other.recorded, with_batch=with_batch)
         if other.error is None:
             return found
         step = len(other.recorded.states)

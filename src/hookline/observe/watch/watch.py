@@ -16,15 +16,17 @@ from torch import Tensor, nn
 
 from hookline.distributed.ranks import is_distributed
 from hookline.errors import OptionError
+from hookline.lifecycle.overhead_budget import Budget
 from hookline.lifecycle.run_phase import During, validate_phases
 from hookline.lifecycle.schedule import StepSchedule
 from hookline.messages import type_name
+from hookline.observe.watch.budgeted_schedule import BudgetedSchedule, make_schedule
 from hookline.observe.watch.rank_stats import DeclaredShards, RankStats, rank_in_words, same_on_ranks
 from hookline.observe.watch.saved_rows import load_rows, saved_rows
 from hookline.observe.watch.stat_columns import Layout, table_of
 from hookline.observe.watch.stats_engine import StatsEngine
 from hookline.observe.watch.watch_hooks import WatchSites, checked_kinds
-from hookline.observe.watch.watch_steps import CountingRules, ForwardSteps, ManualSteps, OptimizerSteps
+from hookline.observe.watch.watch_steps import CountingRules, ForwardSteps, ManualSteps, OptimizerSteps, Schedule
 from hookline.sites.roles import with_role
 from hookline.sites.targets import check_model
 from hookline.sites.wrappers import unwrap
@@ -54,6 +56,7 @@ def watch(
     replicated: Target = None,
     sharded: Target = None,
     role: str | None = None,
+    budget: Budget | float | None = None,
 ) -> Watch:
     """Keep streaming statistics of a model.
 
@@ -100,6 +103,7 @@ def watch(
             nor ``sharded`` names a module, ranks compare their numbers when they first exchange them.
         sharded: Modules of whose activations each rank of a tensor-parallel group has a part.
         role: In place of a target, the role of the modules in a language model, such as ``"resid"``; see ``attach``.
+        budget: What the watch may cost, as a share of a step (0.02), or a `Budget`; it looks at fewer steps then.
 
     Without an optimizer, a step is whatever lies between two calls of ``watch.step()``; if you never call it, one
     outermost forward of the model, and gradients of parameters are read at the end of each backward pass through it.
@@ -112,7 +116,7 @@ def watch(
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "scale")):
         raise OptionError(f"scaler= takes a torch.amp.GradScaler, got {type_name(scaler)}.")
     layout = _layout_of(stats if stats is None or isinstance(stats, str) else tuple(stats))
-    found = Watch(unwrap(model), layout, StepSchedule.of(every), validate_phases(during), scaler)
+    found = Watch(unwrap(model), layout, make_schedule(every, budget), validate_phases(during), scaler)
     declares = replicated is not None or sharded is not None
     declared = DeclaredShards.of(found._model, replicated, sharded) if declares else None
     found._between_ranks = lambda: RankStats(
@@ -129,14 +133,14 @@ def watch(
 class Watch(ShownAsTable):
     """The statistics of one ``watch``; prints as a table.
 
-    Recipe: ``watch = hookline.watch(model)``; then ``print(watch)``, ``watch.to_metrics()``, ``watch.reset()``.
-    Comes off by ``watch.remove()``, or at the end of a ``with`` block; what was counted stays.
+    Recipe: ``watch = hookline.watch(model)``; then ``print(watch)``, ``watch.to_metrics()``, ``watch.reset()``; comes
+    off by ``watch.remove()``, or at the end of a ``with`` block; what was counted stays.
     """
 
     name = "watch"
 
     def __init__(
-        self, model: nn.Module, layout: Layout, schedule: StepSchedule, during: frozenset[str], scaler: Any
+        self, model: nn.Module, layout: Layout, schedule: Schedule, during: frozenset[str], scaler: Any
     ) -> None:
         self._model = model
         self._layout = layout
@@ -173,6 +177,7 @@ class Watch(ShownAsTable):
             metrics = self._engine.to_metrics(snapshot)
         else:
             metrics = self._over_ranks().to_metrics(snapshot)
+        metrics |= {} if self.budget is None else self.budget.to_metrics()
         self._sites.look_closer(snapshot.rows)
         if per_rank:
             return self._over_ranks().per_rank(metrics, self._engine.to_metrics(snapshot))
@@ -195,6 +200,11 @@ class Watch(ShownAsTable):
             place = self._engine.place(name, "")
             self._engine.take(place, tensor)
             self._engine.take_beside(place, tensor)
+
+    @property
+    def budget(self) -> BudgetedSchedule | None:
+        """The decisions about the budget, and what the watch costs; None without ``budget=``."""
+        return None if isinstance(self._schedule, StepSchedule) else self._schedule
 
     @property
     def steps(self) -> int:
@@ -226,8 +236,9 @@ class Watch(ShownAsTable):
         }
 
     def _table(self) -> Table:
-        table = table_of(self.to_metrics(local=True))
-        return replace(table, foot=(*table.foot, *self._rules.in_words(), *rank_in_words()))
+        table = table_of({key: value for key, value in self.to_metrics(local=True).items() if key[:7] != "budget/"})
+        words = rank_in_words() if self.budget is None else (*rank_in_words(), self.budget.in_words())
+        return replace(table, foot=(*table.foot, *self._rules.in_words(), *words))
 
     def _state(self) -> str:
         return OFF if self._removed else ON
@@ -262,13 +273,16 @@ class Watch(ShownAsTable):
         """Return what a resumed run has to know: all that was counted, and the step it is in."""
         by_hand = isinstance(self._rules.steps, ManualSteps)
         steps, during = self._rules.steps.state_dict(), self._rules.during.state_dict()
-        return {"counted": saved_rows(self._engine), "by_hand": by_hand, "steps": steps, "during": during}
+        found = {"counted": saved_rows(self._engine), "by_hand": by_hand, "steps": steps, "during": during}
+        return found if self.budget is None else {**found, "budget": self.budget.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` gave."""
         if state["by_hand"] and isinstance(self._rules.steps, ForwardSteps):
             self._count_by_hand()  # or the first step from now on would begin the count anew
         load_rows(self._engine, state["counted"])
+        if self.budget is not None and "budget" in state:
+            self.budget.load_state_dict(state["budget"])
         self._rules.steps.load_state_dict(state["steps"])
         if "during" in state:
             self._rules.during.load_state_dict(state["during"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -33,11 +33,24 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.lifecycle.run_phase import During
+    from hookline.observe.watch.budgeted_schedule import BudgetedSchedule
     from hookline.observe.watch.stats_engine import WatchedPlace
     from hookline.sites.handle import HookHandle
     from hookline.sites.hook_at_site import Attachment, StandIn
 
-__all__ = ["BackwardPasses", "CountingRules", "ForwardSteps", "ManualSteps", "OptimizerSteps", "StepCounter"]
+__all__ = [
+    "BackwardPasses",
+    "CountingRules",
+    "ForwardSteps",
+    "ManualSteps",
+    "OptimizerSteps",
+    "Schedule",
+    "StepCounter",
+]
+
+
+Schedule: TypeAlias = "StepSchedule | BudgetedSchedule"
+"""Says which steps are due; asked once for each, when it begins."""
 
 
 class StepCounter:
@@ -46,7 +59,7 @@ class StepCounter:
     what = ""
     """What a step is, in words."""
 
-    def __init__(self, schedule: StepSchedule) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
         self._handles = HandleSet()
         self._set(0)
@@ -95,7 +108,7 @@ class OptimizerSteps(StepCounter):
 
     def __init__(
         self,
-        schedule: StepSchedule,
+        schedule: Schedule,
         optimizer: Optimizer | Sequence[Optimizer],
         before: Callable[[Optimizer], None],
         over: Callable[[], None],
@@ -140,7 +153,7 @@ class ForwardSteps(StepCounter):
 
     def __init__(
         self,
-        schedule: StepSchedule,
+        schedule: Schedule,
         model: nn.Module,
         counts: Callable[[], bool],
         over: Callable[[], None],

@@ -1,0 +1,197 @@
+"""Keep the hooks of a manager inside a budget: time them at each step, and leave out firings where they cost too much.
+
+`HookManager` makes a `HookBudget` for ``budget=``; its `FiringEngine` asks which hooks may fire, and tells of firings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+from hookline.lifecycle.overhead_budget import Budget, BudgetDecision, Need, TimeMark, stretch
+from hookline.tables import ShownAsTable, Table
+
+if TYPE_CHECKING:
+    from hookline.training.firing import Done
+    from hookline.training.plan import PlannedHook
+
+__all__ = ["HookBudget"]
+
+
+@dataclass(slots=True)
+class _TimedStep:
+    """The marks of one step: its beginning, that of the next one, and around each firing."""
+
+    begin: TimeMark
+    end: TimeMark | None = None
+    firings: list[tuple[dict[str, float], TimeMark, TimeMark]] = field(default_factory=list)
+    """For each firing the part of every hook in it, by the clock of the host."""
+
+    def costs(self) -> tuple[float, dict[str, float]] | None:
+        """Return the seconds of the step without hooks, and those of each hook; None until all have arrived."""
+        whole = None if self.end is None else self.begin.seconds_until(self.end)
+        times = [(parts, before.seconds_until(after)) for parts, before, after in self.firings]
+        if whole is None:
+            return None
+        spent: dict[str, float] = {}
+        for parts, seconds in times:
+            if seconds is None:
+                return None
+            for name, part in parts.items():
+                spent[name] = spent.get(name, 0.0) + seconds * part
+        return max(0.0, whole - sum(spent.values())), spent
+
+
+class HookBudget(ShownAsTable):
+    """Decide how often each hook of a manager fires; ``manager.budget``, prints as a table of the decisions.
+
+    It is about the hooks at the points of a step. A hook that has several of them fires at all or none of a step.
+    """
+
+    def __init__(self, budget: Budget | float) -> None:
+        budget = budget if isinstance(budget, Budget) else Budget(budget)
+        self.asked = budget.share
+        """The share that was asked for."""
+        self.actual: float | None = None
+        """The share that hooks took since the last decision; None before the first window is over."""
+        self.decisions: list[BudgetDecision] = []
+        """Every decision so far."""
+        self._budget = budget
+        self._given = {} if budget.decisions is None else _by_step(budget.decisions)
+        self._every: dict[str, int] = {}
+        self._due: Counter[str] = Counter()
+        self._is_on: dict[str, tuple[int, bool]] = {}
+        self._cost: dict[str, float] = {}
+        self._steps: deque[_TimedStep] = deque()
+        self._spent = self._trained = 0.0
+        """Seconds of hooks, and of the steps without them, since the last decision."""
+        self._clear_window()
+
+    def _clear_window(self) -> None:
+        self._bare: list[float] = []
+        self._seconds: dict[str, list[float]] = {}
+        self._asked: Counter[str] = Counter()
+        self._ended = 0
+
+    def reset(self) -> None:
+        """Forget the last run."""
+        self.__init__(self._budget)  # type: ignore[misc]
+
+    # -- at each step ------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> dict[str, float]:
+        """Begin a step; return metrics if something was decided or a window is over."""
+        mark = TimeMark(self._budget.clock)
+        if self._steps:
+            self._steps[-1].end = mark
+            self._ended += 1
+        self._steps.append(_TimedStep(mark))
+        self._settle()
+        if len(self._bare) < self._budget.window and step not in self._given:
+            return {}
+        self._spent += sum(map(sum, self._seconds.values()))
+        self._trained += sum(self._bare)
+        if self._trained > 0:
+            self.actual = self._spent / self._trained
+        found = self._decide(step)
+        if self.actual is not None:
+            found |= {"budget/asked": self.asked, "budget/actual": self.actual}
+        if len(found) > 2:  # what was measured at other intervals says nothing of these
+            self._spent = self._trained = 0.0
+        self._clear_window()
+        return found
+
+    def choose(self, due: tuple[PlannedHook, ...], step: int) -> tuple[PlannedHook, ...]:
+        """Return the hooks of ``due`` that may fire in this step."""
+        chosen = tuple([planned for planned in due if self._may_fire(planned.name, step)])
+        return due if len(chosen) == len(due) else chosen
+
+    def mark(self) -> TimeMark:
+        """Return the moment, for `charge`."""
+        return TimeMark(self._budget.clock)
+
+    def charge(self, done: Sequence[Done], before: TimeMark) -> None:
+        """Take what a firing took since ``before``, for the hooks that it called."""
+        if not self._steps or not done:
+            return
+        whole = sum(seconds for _, seconds, _, _ in done)
+        parts: dict[str, float] = {}
+        for planned, seconds, _, _ in done:
+            part = seconds / whole if whole > 0 else 1 / len(done)
+            parts[planned.name] = parts.get(planned.name, 0.0) + part
+        self._steps[-1].firings.append((parts, before, self.mark()))
+
+    def _may_fire(self, name: str, step: int) -> bool:
+        at, is_on = self._is_on.get(name, (-1, False))
+        if at != step:
+            is_on = self._due[name] % self._every.get(name, 1) == 0
+            self._due[name] += 1
+            self._asked[name] += 1
+            self._is_on[name] = step, is_on
+        return is_on
+
+    # -- decisions ---------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Take the steps whose times have arrived, the oldest first."""
+        while self._steps and (found := self._steps[0].costs()) is not None:
+            self._steps.popleft()
+            self._bare.append(found[0])
+            for name, seconds in found[1].items():
+                self._seconds.setdefault(name, []).append(seconds)
+
+    def _decide(self, step: int) -> dict[str, float]:
+        self._cost |= {name: fmean(times) for name, times in self._seconds.items()}
+        step_seconds = median(self._bare) if self._bare else 0.0
+        if self._budget.decisions is not None:
+            wanted = {one.name: one.every for one in self._given.get(step, ())}
+        else:
+            needs = {
+                name: Need(self._cost[name], self._asked[name] / self._ended)
+                for name in self._cost
+                if self._asked[name]
+            }
+            wanted = stretch(needs, step_seconds, self._budget, self._every)
+        found: dict[str, float] = {}
+        for name, every in wanted.items():
+            if every != self._every.get(name, 1):
+                self._every[name] = every
+                cost_ms = self._cost.get(name, 0.0) * 1e3
+                self.decisions.append(BudgetDecision(step, name, every, cost_ms, step_seconds * 1e3))
+                found |= {f"budget/{name}/every": float(every), f"budget/{name}/cost_ms": cost_ms}
+        return found
+
+    # -- a resumed run -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run has to know: the intervals, where each hook is in its own, the decisions."""
+        return {
+            "every": dict(self._every),
+            "due": dict(self._due),
+            "cost": dict(self._cost),
+            "decisions": [tuple(one) for one in self.decisions],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned; what was measured of a window is measured anew."""
+        self.reset()
+        self._every, self._due = dict(state["every"]), Counter(state["due"])
+        self._cost = dict(state["cost"])
+        self.decisions = [BudgetDecision(*one) for one in state["decisions"]]
+
+    def _table(self) -> Table:
+        actual = "not known yet" if self.actual is None else f"{self.actual:.2%}"
+        rows = [(str(d.step), d.name, str(d.every), f"{d.cost_ms:.3f}", f"{d.step_ms:.3f}") for d in self.decisions]
+        title = f"asked {self.asked:.2%}, actual {actual}"
+        header = ("from step", "hook", "every", "cost ms", "step ms")
+        return Table(header if rows else (), rows, numbers=(0, 2, 3, 4), title=title)
+
+
+def _by_step(decisions: Sequence[BudgetDecision]) -> dict[int, list[BudgetDecision]]:
+    found: dict[int, list[BudgetDecision]] = {}
+    for one in decisions:
+        found.setdefault(one.step, []).append(one)
+    return found

@@ -1,0 +1,263 @@
+"""Budgets of hooks and watches, by a clock that only the test moves: intervals, decisions, records, resumed runs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hookline as hl
+from hookline.errors import OptionError
+from hookline.lifecycle.overhead_budget import Need, TimeMark, stretch
+from hookline.training import Budget
+
+PRE, POST = hl.HookPoint.PRE_STEP, hl.HookPoint.POST_STEP
+
+
+class FakeClock:
+    """Stands still until the test moves it; counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.now, self.asked = 0.0, 0
+
+    def __call__(self) -> float:
+        self.asked += 1
+        return self.now
+
+
+class CostlyHook(hl.TrainingHook):
+    """Takes some seconds of the clock, and notes its steps."""
+
+    pure = True
+
+    def __init__(self, name: str, clock: FakeClock, cost: float, *points: hl.HookPoint) -> None:
+        self.name, self.hook_points = name, frozenset(points)
+        self.clock, self.cost = clock, cost
+        self.steps: list[int] = []
+
+    def compute(self, ctx: hl.RunDataContext) -> None:
+        """Take time."""
+        self.steps.append(self.manager.global_step)
+        self.clock.now += self.cost
+
+
+def run(manager: hl.HookManager, clock: FakeClock, steps: int) -> None:
+    """Steps of one second."""
+    for _ in range(steps):
+        manager.advance_step(0)
+        manager.fire(PRE, epoch=0)
+        clock.now += 1.0
+        manager.fire(POST, epoch=0)
+
+
+def hooks_of(clock: FakeClock, costly: float = 0.2) -> tuple[CostlyHook, CostlyHook]:
+    """One that costs much before the step, one that costs little after it."""
+    return CostlyHook("costly", clock, costly, PRE), CostlyHook("cheap", clock, 0.001, POST)
+
+
+def managed(clock: FakeClock, costly: float = 0.2, **budget: Any) -> tuple[hl.HookManager, CostlyHook, CostlyHook, Any]:
+    """A manager of these two with a budget of two percent."""
+    hooks, sink = hooks_of(clock, costly), hl.sinks.MemorySink()
+    limit = Budget(0.02, **{"window": 5, "clock": clock, **budget})
+    return hl.HookManager(hooks=hooks, sinks=[sink], budget=limit), *hooks, sink
+
+
+def test_the_interval_of_a_costly_hook_stretches_until_the_budget_holds():
+    """The cheap one keeps its own; each decision is a record, with what was asked and what it is."""
+    clock = FakeClock()
+    manager, costly, cheap, sink = managed(clock)
+    run(manager, clock, 120)
+    assert cheap.steps == list(range(120))
+    (decision,) = manager.budget.decisions
+    assert decision.name == "costly"
+    assert decision.every == 11  # 0.2 s into what the cheap one leaves of 0.02 s
+    assert decision.cost_ms == pytest.approx(200)
+    assert decision.step_ms == pytest.approx(1000)
+    # Measured while it fired at every step; from the decision on, at every eleventh.
+    gaps = [after - before for before, after in itertools.pairwise(costly.steps)]
+    assert set(gaps[:4]) == {1}
+    assert set(gaps[decision.step :]) == {11}
+    assert manager.budget.actual <= 0.2 / 5 + 0.0011  # a window of five has one firing at most
+    manager.flush_step_metrics(0)
+    metrics = {name: value for record in sink.records for name, value in record.metrics.items()}
+    assert metrics["budget/costly/every"] == [11.0]
+    assert set(metrics["budget/asked"]) == {0.02}
+    assert metrics["budget/actual"][0] == pytest.approx(0.201)
+    spent = len(costly.steps[6:]) * 0.2 + len(cheap.steps[6:]) * 0.001
+    assert spent / 114 < 0.02
+    assert "asked 2.00%" in str(manager.budget)
+
+
+def test_intervals_end_at_the_floor_and_shrink_when_there_is_room():
+    """With at most 4 steps between two looks; when the hook costs next to nothing, it is as asked again."""
+    clock = FakeClock()
+    manager, costly, _, _ = managed(clock, at_least_every=4)
+    run(manager, clock, 20)
+    assert [one.every for one in manager.budget.decisions] == [4]
+    assert costly.steps[-1] - costly.steps[-2] == 4
+    costly.cost = 0.002
+    run(manager, clock, 20)
+    assert [one.every for one in manager.budget.decisions] == [4, 1]
+    assert costly.steps[-1] - costly.steps[-2] == 1
+
+
+def test_a_hook_fires_at_all_points_of_a_step_or_at_none():
+    """It may keep something from one to the other."""
+    clock = FakeClock()
+    both = CostlyHook("both", clock, 0.1, PRE, POST)
+    manager = hl.HookManager(hooks=[both], budget=Budget(0.02, window=5, clock=clock))
+    run(manager, clock, 60)
+    assert manager.budget.decisions
+    assert set(hl_counts(both.steps).values()) == {2}
+
+
+def hl_counts(steps: list[int]) -> dict[int, int]:
+    """How often each step occurs."""
+    return {step: steps.count(step) for step in steps}
+
+
+def test_decisions_can_be_made_again_and_a_resumed_run_goes_on_with_them():
+    """Another clock, the same steps; and in two halves."""
+    clock = FakeClock()
+    manager, costly, _, _ = managed(clock)
+    run(manager, clock, 40)
+    decisions = manager.budget.decisions
+    other = FakeClock()
+    again, replayed, _, _ = managed(other, 5.0, decisions=decisions)
+    run(again, other, 17)
+    assert replayed.steps == costly.steps[: len(replayed.steps)]
+    third = FakeClock()
+    resumed, rest, _, _ = managed(third, 5.0, decisions=decisions)
+    resumed.load_state_dict(again.state_dict())
+    run(resumed, third, 23)
+    assert replayed.steps + rest.steps == costly.steps
+    assert [tuple(one)[:3] for one in resumed.budget.decisions] == [tuple(one)[:3] for one in decisions]
+    fresh, unaware, _, _ = managed(third, 5.0, decisions=decisions)  # negative control: nothing is loaded
+    fresh.continue_from(16)
+    run(fresh, third, 23)
+    assert replayed.steps + unaware.steps != costly.steps
+
+
+def test_every_instrument_gets_an_equal_part_and_what_is_left_goes_to_the_others():
+    """Three that need 1, 10 and 40 of a budget of 30; intervals do not swing by less than a quarter."""
+    needs = {"c": Need(0.40, 0.1), "a": Need(0.001, 1.0), "b": Need(0.01, 1.0)}
+    budget = Budget(0.03)
+    assert stretch(needs, 1.0, budget, {}) == {"a": 1, "b": 1, "c": 3}
+    assert stretch(needs, 1.0, budget, {"c": 4}) == {"a": 1, "b": 1, "c": 3}
+    assert stretch(needs, 1.0, budget, {"c": 3, "b": 1}) == {"a": 1, "b": 1, "c": 3}
+    assert stretch({"c": Need(0.07, 1)}, 1.0, budget, {"c": 2})["c"] == 3
+    assert stretch({"c": Need(0.10, 1)}, 1.0, budget, {"c": 5})["c"] == 5  # 4 would do
+    assert stretch({"c": Need(0.10, 0.0015)}, 1e-9, budget, {})["c"] == 1  # is asked for less often than at_least_every
+
+
+def test_times_of_a_device_are_read_when_they_have_arrived():
+    """An event that has not come yet gives None, and nobody waits for it."""
+
+    class Event:
+        def __init__(self, at: float) -> None:
+            self.at, self.is_over = at, False
+
+        def query(self) -> bool:
+            return self.is_over
+
+        def elapsed_time(self, later: Event) -> float:
+            return later.at - self.at
+
+    begin, end = TimeMark(FakeClock()), TimeMark(FakeClock())
+    begin._event, end._event = Event(1000.0), Event(3500.0)
+    assert begin.seconds_until(end) is None
+    begin._event.is_over = True
+    assert begin.seconds_until(end) is None
+    end._event.is_over = True
+    assert begin.seconds_until(end) == 2.5
+
+
+@pytest.mark.parametrize("share", [0, -1, True, "0.02", None])
+def test_a_budget_is_a_share(share):
+    """Others are errors that show one; None is no budget."""
+    if share is None:
+        assert hl.HookManager(budget=None).budget is None
+        return
+    with pytest.raises(OptionError, match=r"0\.02"):
+        hl.HookManager(budget=share)
+    with pytest.raises(OptionError, match=r"0\.02"):
+        hl.watch(nn.Linear(1, 1), budget=share)
+
+
+def watched(clock: FakeClock, steps: int, first: Any = None, **budget: Any) -> tuple[Any, list[int]]:
+    """Steps of one second, and of 0.3 more where the watch looks; which these were."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = hl.watch(model, "", optimizer=optimizer, budget=Budget(0.02, **{"window": 8, "clock": clock, **budget}))
+    if first is not None:
+        watch.load_state_dict(first)
+    looked = []
+    for step in range(watch.steps, watch.steps + steps):
+        fired = watch.report()["fired"].values()
+        clock.now += 1.0
+        before = sum(fired)
+        model(torch.ones(1, 2)).sum().backward()
+        if sum(watch.report()["fired"].values()) > before:
+            looked.append(step)
+            clock.now += 0.3
+        optimizer.step()
+    watch.remove()
+    return watch, looked
+
+
+def test_a_watch_looks_at_as_many_steps_as_its_budget_allows():
+    """Every second step is compared with the others first; then one look in fifteen steps; the floor; a resumed run."""
+    clock = FakeClock()
+    watch, looked = watched(clock, 60)
+    (decision,) = watch.budget.decisions
+    assert (decision.name, decision.every) == ("watch", 15)
+    assert decision.cost_ms == pytest.approx(300)
+    assert looked[: decision.step // 2] == list(range(0, decision.step, 2))
+    late = [step for step in looked if step >= decision.step]
+    assert late
+    assert {step % 15 for step in late} == {0}
+    metrics = watch.to_metrics()
+    assert metrics["budget/asked"] == 0.02
+    assert metrics["budget/actual"] == pytest.approx(0.02)
+    assert metrics["budget/every"] == 15
+    assert "budget: asked 2.00%, actual 2.00%; looks at 1 of 15 steps" in str(watch)
+    assert watched(FakeClock(), 40, at_least_every=6)[0].budget.decisions[-1].every == 6
+    parts = watched(FakeClock(), 23, decisions=watch.budget.decisions)
+    rest = watched(FakeClock(), 37, parts[0].state_dict(), decisions=watch.budget.decisions)
+    assert parts[1] + rest[1] == looked
+    assert "budget/asked" not in hl.watch(nn.Linear(1, 1)).to_metrics()
+
+
+def test_a_run_with_a_budget_ends_with_the_same_bits():
+    """An audit of a manager and a watch that skip steps; negative control: a hook that draws, and says it does not."""
+
+    class Drawing(CostlyHook):
+        def compute(self, ctx: hl.RunDataContext) -> None:
+            torch.rand(1)
+
+    def train(hooks: list[str]) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        clock = FakeClock()
+        limit = Budget(0.02, window=3, clock=clock)
+        watch = hl.watch(model, optimizer=optimizer, budget=limit) if "watch" in hooks else None
+        kind = Drawing if "drawing" in hooks else CostlyHook
+        chosen = [kind("costly", clock, 0.2, POST)] if {"drawing", "manager"} & set(hooks) else []
+        manager = hl.HookManager(hooks=chosen, budget=limit)
+        for step in range(12):
+            manager.advance_step(0)
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.randn(5, 4)), torch.randint(2, (5,))).backward()
+            optimizer.step()
+            clock.now += 1 + 0.5 * (step % 2)
+            manager.fire(POST, epoch=0, model=model)
+        decided = [manager.budget.decisions, watch.budget.decisions if watch is not None else [1]]
+        assert not hooks or all(decided) or "manager" not in hooks
+
+    assert hl.audit(train, ["manager", "watch"]).ok
+    assert [one.hooks for one in hl.audit(train, ["watch", "drawing"]).culprits] == [("drawing",)]
