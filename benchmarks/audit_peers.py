@@ -196,13 +196,6 @@ def backpack_pass() -> Callable[..., Any]:
     return use
 
 
-def summary() -> Callable[..., Any]:
-    """torchtnt's table of modules, with activation sizes, which it runs the model for."""
-    from torchtnt.utils.module_summary import get_module_summary
-
-    return lambda model, x, y: get_module_summary(model, (x,))
-
-
 def forward_log() -> Callable[..., Any]:
     """torchlens' log of one forward."""
     import torchlens
@@ -362,7 +355,6 @@ INSTRUMENTS = {
         "curvlinops, H·v, model without BatchNorm", "curvlinops-for-pytorch", without_batch_norm, curvature
     ),
     "backpack": Instrument("BackPACK, `BatchGrad` in an extra pass", "backpack-for-pytorch", with_use, backpack_pass),
-    "summary": Instrument("torchtnt, `get_module_summary`", "torchtnt", with_use, summary),
     "torchlens": Instrument("torchlens, log of a forward", "torchlens", with_use, forward_log),
     "nnsight": Instrument("nnsight, `trace`", "nnsight", with_use, nnsight_trace),
     "captum": Instrument("captum, `IntegratedGradients`", "captum", with_use, attributions),
@@ -427,7 +419,11 @@ def cells(found: dict[str, Any]) -> tuple[str, str, str]:
         return ("no", "", "") if left is None else ("leaves something behind", "", left["names"][0])
     names = difference["names"]
     if names[0].startswith("error"):
-        return "raises", f"step {difference['step']}", names[0].removeprefix("error: ")[:80].replace("|", "/")
+        return (
+            "raises",
+            f"step {difference['step']}",
+            names[0].removeprefix("error: ").partition(",")[0][:80].replace("|", "/"),
+        )
     is_final = any(name.startswith("weight ") for name in found["end_differs"])
     where = "the start" if difference["step"] < 0 else f"step {difference['step']}"
     return ("**yes**" if is_final else "yes, not the weights"), where, names[0]

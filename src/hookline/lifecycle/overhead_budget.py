@@ -64,11 +64,6 @@ class Budget:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise OptionError(f"{name}= of a Budget is a number of steps of at least 1; got {value!r}.")
 
-    @classmethod
-    def of(cls, budget: Budget | float | None) -> Budget | None:
-        """Return what ``budget=`` means: a share, or a budget; None for none."""
-        return budget if budget is None or isinstance(budget, Budget) else cls(budget)
-
 
 class TimeMark:
     """A moment, on the host, and in the stream of the current CUDA device where one is in use."""

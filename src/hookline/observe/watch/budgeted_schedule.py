@@ -16,7 +16,7 @@ from hookline.errors import OptionError
 from hookline.lifecycle.overhead_budget import Budget, BudgetDecision, Need, TimeMark, stretch
 from hookline.lifecycle.schedule import StepSchedule
 
-__all__ = ["BudgetedSchedule", "make_schedule"]
+__all__ = ["BudgetedSchedule", "budgeted"]
 
 _LEFT_OUT: Final = 64
 """A watch that the budget lets look at every step still leaves one of so many out, to go on comparing."""
@@ -24,14 +24,11 @@ _LEAST: Final = 4
 """How many steps of each kind a decision needs."""
 
 
-def make_schedule(every: StepSchedule | int, budget: Budget | float | None) -> StepSchedule | BudgetedSchedule:
+def budgeted(every: StepSchedule | int, budget: Budget | float) -> BudgetedSchedule:
     """Return the schedule that ``every=`` and ``budget=`` of a watch mean."""
-    schedule, limit = StepSchedule.of(every), Budget.of(budget)
-    if limit is None:
-        return schedule
     if is_distributed():
         raise OptionError("budget= is for one process: every rank would decide by its own clock. Next: give every=.")
-    return BudgetedSchedule(schedule, limit)
+    return BudgetedSchedule(StepSchedule.of(every), budget if isinstance(budget, Budget) else Budget(budget))
 
 
 class BudgetedSchedule:

@@ -20,7 +20,7 @@ from hookline.lifecycle.overhead_budget import Budget
 from hookline.lifecycle.run_phase import During, validate_phases
 from hookline.lifecycle.schedule import StepSchedule
 from hookline.messages import type_name
-from hookline.observe.watch.budgeted_schedule import BudgetedSchedule, make_schedule
+from hookline.observe.watch.budgeted_schedule import BudgetedSchedule, budgeted
 from hookline.observe.watch.rank_stats import DeclaredShards, RankStats, rank_in_words, same_on_ranks
 from hookline.observe.watch.saved_rows import load_rows, saved_rows
 from hookline.observe.watch.stat_columns import Layout, table_of
@@ -116,7 +116,8 @@ def watch(
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "scale")):
         raise OptionError(f"scaler= takes a torch.amp.GradScaler, got {type_name(scaler)}.")
     layout = _layout_of(stats if stats is None or isinstance(stats, str) else tuple(stats))
-    found = Watch(unwrap(model), layout, make_schedule(every, budget), validate_phases(during), scaler)
+    schedule = StepSchedule.of(every) if budget is None else budgeted(every, budget)
+    found = Watch(unwrap(model), layout, schedule, validate_phases(during), scaler)
     declares = replicated is not None or sharded is not None
     declared = DeclaredShards.of(found._model, replicated, sharded) if declares else None
     found._between_ranks = lambda: RankStats(
@@ -145,6 +146,8 @@ class Watch(ShownAsTable):
         self._model = model
         self._layout = layout
         self._schedule = schedule
+        self.budget = schedule if isinstance(schedule, BudgetedSchedule) else None
+        """The decisions about the budget, and what the watch costs; None without ``budget=``."""
         self._scaler = scaler
         self._engine = StatsEngine(layout)
         self._rules = CountingRules(model, During(during, self._forget), ManualSteps(schedule))
@@ -200,11 +203,6 @@ class Watch(ShownAsTable):
             place = self._engine.place(name, "")
             self._engine.take(place, tensor)
             self._engine.take_beside(place, tensor)
-
-    @property
-    def budget(self) -> BudgetedSchedule | None:
-        """The decisions about the budget, and what the watch costs; None without ``budget=``."""
-        return None if isinstance(self._schedule, StepSchedule) else self._schedule
 
     @property
     def steps(self) -> int:
