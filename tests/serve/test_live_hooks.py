@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from hookline.errors import (
 )
 from hookline.factories import current_rows
 from hookline.serve.http.hook_routes import hook_to_json
+from hookline.serve.live_hooks import LiveHooks
 from hookline.serve.serving_engine import Engine
 
 LAYER = "model.layers.0"
@@ -341,3 +343,62 @@ def test_a_factory_that_writes_into_its_configuration_does_not_change_what_is_li
     assert given["config"] == {"layers": ["a"]}
     for hook in hooks:
         engine.hooks.remove(hook.id)
+
+
+class _Three(torch.nn.Sequential):
+    """As few layers as show whether they are handed over together."""
+
+    def __init__(self) -> None:
+        super().__init__(*(torch.nn.Linear(4, 4) for _ in range(3)))
+
+
+def _at_once(act):
+    done = Future()
+    done.set_result(act())
+    return done
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_statistics_of_a_served_model_take_the_short_way(compiles, monkeypatch, caplog) -> None:
+    """No site is made for a module, and compiled code hands outputs over without a call; calls and errors are counted.
+
+    The control: the metrics are those of the same hook attached by itself.
+    """
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, x = _Three(), torch.randn(2, 4)
+    hooks, alone_hook = LiveHooks(model, _at_once, allow=None), hl.factories.activation_stats({"stats": ["mean"]})
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+    with torch.inference_mode():
+        with hl.attach(model, "#", alone_hook):
+            for _ in range(2):
+                model(x)
+        live = hooks.add({"target_modules": ["#"], "hook_factory": "hookline.factories:activation_stats",
+                          "config": {"stats": ["mean"]}})  # fmt: skip
+        received = []
+        if compiles:
+            real = live.handle._attachment.summary._receive
+            live.handle._attachment.summary._receive = lambda items: (received.append(len(items)), real(items))
+        for _ in range(2):
+            call(x)
+    assert live.handle._attachment.wants_site is False
+    assert sum(received) == (6 if compiles else 0)
+    assert live.fired == 6
+    assert live.cost_us > 0
+    assert hooks.metrics()[live.id] == pytest.approx(alone_hook.to_metrics())
+
+    def fail(*args):
+        raise ArithmeticError("enough")
+
+    monkeypatch.setattr(type(live.hook), "_receive" if compiles else "_fire", fail)
+    other = hooks.add({"target_modules": ["#"], "hook_factory": "hookline.factories:activation_stats"})
+    with torch.inference_mode():
+        call(x)
+        call(x)
+    assert other.off
+    assert other.errors == 1
+    assert "enough" in other.last_error
+    assert "on 0" in caplog.text
+    hooks.close()
+    hl.assert_no_hooks(model, foreign=True)
+    torch._dynamo.reset()

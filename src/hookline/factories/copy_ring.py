@@ -82,11 +82,11 @@ class CopyRing:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def is_like(self, tensor: Tensor) -> bool:
-        """Return whether an output is on the device, and of a kind that can be copied; whatever its shape."""
+    def keep_like(self, name: str, tensor: Tensor) -> bool:
+        """Copy an output of a module of which one was copied before; return False if this one is of another kind."""
         if type(tensor) is not Tensor or tensor.get_device() != self._index or tensor.layout is not torch.strided:
             return False
-        return not _torch.is_wrapped(tensor)
+        return not _torch.is_wrapped(tensor) and self.keep(name, tensor)
 
     def keep(self, name: str, tensor: Tensor) -> bool:
         """Copy an output of the module ``name``; return False if that cannot be done."""

@@ -121,7 +121,8 @@ class StreamingObserver(Observer, PerSiteHook, Generic[ModuleT]):
         count = seen.calls
         seen.calls = count + 1
         if count % self._every == 0:
-            tensor = output_tensor(output, self._add_residual)
+            plain = type(output) is Tensor and not self._add_residual
+            tensor = output if plain else output_tensor(output, self._add_residual)
             if tensor is None:
                 seen.watched.unread = "there is no tensor in its output"
             else:
@@ -230,7 +231,7 @@ class Streaming:
         """Add the statistics of a tensor, now or later; with ``gathered``, the tensor lasts as long as the call."""
         self._since += 1
         ring = module.ring
-        if ring is not None and gathered is None and ring.is_like(tensor) and ring.keep(module.name, tensor):
+        if ring is not None and gathered is None and ring.keep_like(module.name, tensor):
             return
         if self._since > _LONG * self._modules + 16:  # the first module is not called again: an encoder, say
             self.begin_forward()

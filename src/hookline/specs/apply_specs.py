@@ -264,9 +264,9 @@ class ErrorHandlingHook:
     def _invoke(self, args: tuple[Any, ...], site: Any) -> Any:
         return self.hook(*args, site=site) if self._wants_site else self.hook(*args)
 
-    def _handle(self, error: Exception, site: Any) -> bool:
-        """Count the error; return whether it stays inside."""
-        goes_on = self.policy.handle(self.name, error, f"on {site.name or 'the model'}")
+    def _handle(self, error: Exception, where: str) -> bool:
+        """Count the error of a call on the module named ``where``; return whether it stays inside."""
+        goes_on = self.policy.handle(self.name, error, f"on {where or 'the model'}")
         self.off = self.name in self.policy.disabled
         return goes_on
 
@@ -291,7 +291,7 @@ class _ScheduledHook(ErrorHandlingHook):
         try:
             return self._invoke(args, site)
         except Exception as error:
-            self._handle(error, site)
+            self._handle(error, site.name)
             return None
 
 
