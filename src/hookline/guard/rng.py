@@ -45,6 +45,7 @@ GENERATOR_TYPES: Final = (torch.Generator, np.random.Generator, np.random.Random
 _Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _NUMPY: Final[Any] = np.random
 """NumPy's annotations leave out the functions that exchange its global stream."""
+_CPU_STREAMS: Final[dict[str, Any]] = {"torch": torch.default_generator, "python": random}
 _PYTHON: Final[Any] = random.random.__self__  # type: ignore[attr-defined]
 """The generator behind the functions of the module ``random``."""
 
@@ -79,26 +80,25 @@ class kept_rng:
     others go on from where they are. May be nested.
     """
 
-    __slots__ = ("_generators", "_numpy", "_others", "_states", "_streams")
+    __slots__ = ("_generators", "_numpy", "_others", "_states")
 
     def __init__(self, *, generators: Iterable[_Generator] = ()) -> None:
         self._generators = tuple(generators)
 
     def __enter__(self) -> None:
-        self._streams = _global_streams()
-        self._states = self._states_now()
+        self._states = _positions()
         self._others = [(generator, state_of(generator)) for generator in self._generators]
         self._numpy = _exchange_numpy()
 
     def __exit__(self, *exc_info: object) -> None:
+        self._put_back(self._states)
+
+    def _put_back(self, states: Mapping[str, Any]) -> None:
         _exchange_numpy_back(*self._numpy)
-        for name, stream in self._streams.items():
-            _set_position(stream, self._states[name])
+        for name, state in states.items():
+            _set_position(name, state)
         for generator, state in self._others:
             set_state(generator, state)
-
-    def _states_now(self) -> dict[str, Any]:
-        return {name: _position_of(stream) for name, stream in self._streams.items()}
 
 
 class hook_rng(kept_rng):
@@ -125,19 +125,19 @@ class hook_rng(kept_rng):
             mark, repeats = _HookStreams.marks.get(name, (None, 0))
             if mark is not None and (mark == _digest(state) if isinstance(mark, int) else _is_same(mark, state)):
                 self._repeats[name] = repeats + 1
-                stream, seed = self._streams[name], _hashed(name, _digest(state), repeats + 1)
+                stream, seed = _stream(name), _hashed(name, _digest(state), repeats + 1)
                 (stream.manual_seed if isinstance(stream, torch.Generator) else stream.seed)(seed)
-        self._begin = self._states_now() if self._repeats and not self._undone else self._states
+        self._begin = _positions() if self._repeats and not self._undone else self._states
 
     def __exit__(self, *exc_info: object) -> None:
         drawn = self._states
         if not self._undone:  # a firing that draws nothing changes nothing for the next
-            now = self._states_now()
+            now = _positions()
             drawn = {name: state for name, state in drawn.items() if not _is_same(now[name], self._begin[name])}
-        # Not in __enter__, since a firing inside has left its own marks.
-        _HookStreams.marks.update({name: (state, self._repeats.get(name, 0)) for name, state in drawn.items()})
+        for name, state in drawn.items():  # not in __enter__, since a firing inside has left its own marks
+            _HookStreams.marks[name] = state, self._repeats.get(name, 0)
         _HookStreams.run_seed = self._outer_seed
-        super().__exit__(*exc_info)
+        self._put_back(self._states if self._repeats else drawn)
 
 
 class RandomStates:
@@ -147,7 +147,7 @@ class RandomStates:
 
     def __init__(self, generators: Iterable[_Generator] = ()) -> None:
         self._is_where_it_was = False
-        self._states = {name: (stream, _position_of(stream)) for name, stream in _global_streams().items()}
+        self._states = _positions()
         self._numpy = _numpy_position()
         self._is_of_hooks = any(self._numpy.stream is stream for stream in _HookStreams.in_use)
         self._others = [(generator, state_of(generator)) for generator in generators]
@@ -159,8 +159,8 @@ class RandomStates:
         undone at every firing would draw the same from it for ever.
         """
         is_there = looked and self._is_where_it_was
-        for stream, position in () if is_there else self._states.values():
-            _set_position(stream, position)
+        for name, position in () if is_there else self._states.items():
+            _set_position(name, position)
         for generator, state in () if is_there else self._others:
             set_state(generator, state)
         if _HookStreams.in_use and not self._is_of_hooks:
@@ -177,8 +177,7 @@ class RandomStates:
 
     def changed(self) -> list[str]:
         """Return the names of the streams that have moved since."""
-        now = {name: _position_of(stream) for name, stream in _global_streams().items()}
-        before = {name: state for name, (_, state) in self._states.items()}
+        now, before = _positions(), self._states
         moved = [name for name, state in now.items() if name not in before or not _is_same(before[name], state)]
         names = [_spoken(name) for name in moved]
         numpy = _numpy_position()
@@ -195,7 +194,7 @@ class RandomStates:
 
 def stream_states() -> dict[str, Any]:
     """Return the states of the streams of torch, Python, NumPy and every CUDA device in use, by name."""
-    states = {_spoken(name): state_of(stream) for name, stream in _global_streams().items()}
+    states = {_spoken(name): state_of(_stream(name)) for name in _positions()}
     return states | {_spoken("NumPy"): numpy_state()}
 
 
@@ -230,10 +229,9 @@ def restart_hook_stream() -> None:
         set_hook_stream({"numpy": None, "others": 0})
 
 
-def _global_streams() -> dict[str, Any]:
-    """Return the streams of torch, Python and every CUDA device in use; to ask does not begin to use CUDA."""
-    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    return {"torch": torch.default_generator, "python": random} | {f"cuda:{i}": one for i, one in enumerate(cuda)}
+def _stream(name: str) -> Any:
+    """Return the stream of torch, Python or a CUDA device."""
+    return _CPU_STREAMS[name] if name in _CPU_STREAMS else torch.cuda.default_generators[int(name[len("cuda:") :])]
 
 
 def _spoken(name: str) -> str:
@@ -374,16 +372,17 @@ def set_state(generator: Any, state: Any) -> None:
         generator.setstate(state)
 
 
-def _position_of(stream: Any) -> Any:
-    """Return where one of the global streams is."""
-    if stream is not random:
-        return stream.get_state()
-    return random.getstate() if PYTHON_STREAM is None else (PYTHON_STREAM.raw, _PYTHON.gauss_next)
+def _positions() -> dict[str, Any]:
+    """Return where the streams of torch, Python and every CUDA device in use are; to ask begins to use none."""
+    python = random.getstate() if PYTHON_STREAM is None else (PYTHON_STREAM.raw, _PYTHON.gauss_next)
+    cuda = cuda_states() or ()
+    found = {"torch": torch.default_generator.get_state(), "python": python}
+    return found | {f"cuda:{index}": state for index, state in enumerate(cuda)} if cuda else found
 
 
-def _set_position(stream: Any, position: Any) -> None:
-    if stream is not random:
-        stream.set_state(position)
+def _set_position(name: str, position: Any) -> None:
+    if name != "python":
+        _stream(name).set_state(position)
     elif PYTHON_STREAM is None:
         random.setstate(position)
     else:
@@ -391,10 +390,10 @@ def _set_position(stream: Any, position: Any) -> None:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):  # as bytes: torch.equal takes 8 µs for the 5,056 of a generator
-        return bool(one.numpy().tobytes() == other.numpy().tobytes())
-    if isinstance(one, bytes | tuple) or type(one) is not type(other):
+    if type(one) is tuple or type(one) is not type(other):
         return bool(one == other)
+    if isinstance(one, torch.Tensor):  # as bytes: torch.equal takes 8 µs for the 5,056 of a generator
+        return ctypes.string_at(one.data_ptr(), one.numel()) == ctypes.string_at(other.data_ptr(), other.numel())
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
     return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
