@@ -25,6 +25,7 @@ from helpers_functions import (
     patched_classes,
 )
 from helpers_waiting import PATIENCE
+from helpers_warm import run_warm
 from torch import Tensor, nn
 
 import hookline as hl
@@ -396,7 +397,7 @@ def test_kernels_that_work_in_several_threads_do_not_wait_for_the_interpreter() 
         "        attend(q, k, v, is_causal=True).sum().backward()\n"
         "print(handle.report().fired > 50)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = run_warm([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "True", done.stderr
 
 
