@@ -31,6 +31,7 @@ def test_the_site_builds_without_a_network_and_is_whole(tmp_path: Path) -> None:
     check_that_every_page_is_there(pages)
     check_that_nothing_is_loaded_from_another_host(pages, [style.read_text() for style in tmp_path.rglob("*.css")])
     check_that_figures_stand_where_their_names_stood(pages["index.html"])
+    check_that_llms_text_names_every_page((tmp_path / "llms.txt").read_text(encoding="utf-8"), pages)
     check_that_the_reference_has_every_public_name(pages["reference/index.html"])
 
 
@@ -61,6 +62,14 @@ def check_that_figures_stand_where_their_names_stood(first: str) -> None:
     results = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
     row = next(line for line in results.splitlines() if line.startswith("| twelve empty forward hooks |"))
     assert f"<td>{row.split(' | ')[4].split(' ')[0]}</td>" in first
+
+
+def check_that_llms_text_names_every_page(text: str, pages: dict[str, str]) -> None:
+    """Each address of the list is a page, and each page is in the list."""
+    listed = {
+        f"{address}/index.html".lstrip("/") for address in re.findall(r"^- \[.+?\]\(/(.*?)/?\)", text, re.MULTILINE)
+    }
+    assert listed == set(pages) - {"404.html"}
 
 
 def check_that_the_reference_has_every_public_name(reference: str) -> None:

@@ -33,7 +33,7 @@ COPIED = {
 }
 """Pages that lie outside docs/, and where the site has them."""
 
-FOLDERS_IN_NAV = ("recipes", "errors", "examples", "analyses", "reference")
+FOLDERS_IN_NAV = ("recipes", "errors", "migrate", "examples", "analyses", "reference")
 """Entries of `nav` that stand for all pages of a folder."""
 
 HOW_TO = "How to"
@@ -73,6 +73,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "\n".join(_relinked(markdown, source, page.file.src_uri))
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write llms.txt: every page with its first sentence, for programs that read documentation."""
+    Path(config.site_dir, "llms.txt").write_text(llms_text(), encoding="utf-8")
+
+
 # -- pages ----------------------------------------------------------------------------------------------------------
 
 
@@ -84,6 +89,36 @@ def made_pages() -> Iterator[tuple[str, str]]:
         code = example.read_text(encoding="utf-8")
         yield f"examples/{example.stem}.md", f"# {example.name}\n\n```python\n{code}```\n"
     yield from reference_pages()
+
+
+def llms_text() -> str:
+    """Return the list of all pages by folder, in the form of llmstxt.org; addresses lead from the root of the site."""
+    pages = {path: (ROOT / "docs" / path).read_text(encoding="utf-8") for path in _written_pages()} | dict(made_pages())
+    sections: dict[str, list[str]] = {}
+    for path, text in sorted(pages.items()):
+        folder = posixpath.dirname(path) or "pages"
+        address = re.sub(r"(^|/)(index|README)\.md$", r"\1", path).removesuffix(".md")
+        about = _first_sentence(text)
+        sections.setdefault(folder, []).append(f"- [{_title(text)}](/{address}){f': {about}' if about else ''}")
+    lines = ["# hookline", "", "> One hook system for PyTorch: hooks on any place of a model or any moment of its run."]
+    for folder, rows in sorted(sections.items(), key=lambda item: (item[0] != "pages", item[0])):
+        lines += ["", f"## {folder}", "", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def _written_pages() -> list[str]:
+    return [file.relative_to(ROOT / "docs").as_posix() for file in (ROOT / "docs").rglob("*.md")]
+
+
+def _title(text: str) -> str:
+    return text.partition("\n")[0].removeprefix("# ").strip()
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first sentence of prose, without links and marks; nothing if the page begins otherwise."""
+    paragraph = next((part for part in text.split("\n\n")[1:] if re.match(r"[\w`*]", part)), "")
+    plain = LINK.sub(lambda match: match[1].lstrip("!")[1:-2], " ".join(paragraph.split())).replace("**", "")
+    return re.split(r"(?<=[.!?]) ", plain)[0]
 
 
 def reference_pages() -> Iterator[tuple[str, str]]:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from tyro.conf import Positional
 
+from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE, FAILED, WRONG_USE
 from hookline.cli.parse import parse
 from hookline.cli.screen import messages, tell
@@ -63,7 +63,10 @@ def audit(arguments: Sequence[str]) -> int:
     # What the training prints is not the answer.
     with messages(), contextlib.redirect_stdout(sys.stderr):
         found = _audited(options, command)
-    tell(json.dumps(found.to_dict(), indent=1) if options.json else str(found))
+    if options.json:
+        tell_json("audit", found.to_dict())
+    else:
+        tell(str(found))
     return _EXIT_CODES[found.verdict]
 
 

@@ -6,13 +6,16 @@ also makes the model.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional
 
+from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
 from hookline.cli.named_model import model_at
 from hookline.cli.parse import parse
@@ -46,6 +49,8 @@ class CheckOptions:
     """The file: .yaml, .toml, .json."""
     model: Annotated[str | None, flag("FILE:MODEL")] = None
     """Show what the patterns match in this model."""
+    json: bool = False
+    """Print JSON; what is said otherwise goes to the standard error."""
 
 
 def check(arguments: Sequence[str]) -> int:
@@ -58,34 +63,40 @@ def check(arguments: Sequence[str]) -> int:
 
     document = read_document(options.config)
     add_current_folder_to_path()
-    warnings = _Warnings()
-    model = None if options.model is None else model_at(options.model)
-    if isinstance(document.values, list):
-        _show_specs(_valid_list(document), model, warnings)
-    elif is_server_file(document.values):
-        _check_server(document, model, warnings)
-    else:
-        request = _check_run(options.config)
-        _show_specs(request.settings.specs, model, warnings)
-        _check_trackers(request.hook_objects(), model)
-    tell(f"{options.config}: nothing is wrong with it{warnings.summary()}.")
+    report = _Report()
+    with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+        model = None if options.model is None else model_at(options.model)
+        if isinstance(document.values, list):
+            _show_specs(_valid_list(document), model, report)
+        elif is_server_file(document.values):
+            _check_server(document, model, report)
+        else:
+            request = _check_run(options.config)
+            _show_specs(request.settings.specs, model, report)
+            _check_trackers(request.hook_objects(), model, report)
+        tell(f"{options.config}: nothing is wrong with it{report.summary()}.")
+    if options.json:
+        tell_json("check", {"file": options.config, **vars(report)})
     return DONE
 
 
-class _Warnings:
-    """Print and count warnings: about what is allowed, but probably a mistake."""
+class _Report:
+    """Keep what was found; print warnings: about what is allowed, but probably a mistake."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self.hooks: list[dict[str, Any]] = []
+        self.trackers: list[dict[str, Any]] = []
+        self.warnings: list[str] = []
 
-    def add(self, text: str) -> None:
-        """Print the warning ``text``, and count it."""
+    def warn(self, text: str) -> None:
+        """Print the warning ``text``, and keep it."""
         tell(f"warning: {text}")
-        self._count += 1
+        self.warnings.append(text)
 
     def summary(self) -> str:
-        """Return how many there were, for the last line."""
-        return f", but see the {self._count} warning{'s' * (self._count > 1)} above" if self._count else ""
+        """Return how many warnings there were, for the last line."""
+        count = len(self.warnings)
+        return f", but see the {count} warning{'s' * (count > 1)} above" if count else ""
 
 
 # -- a run file ------------------------------------------------------------------------------------------------
@@ -110,12 +121,15 @@ def _check_run(path: str) -> Request:
     return request
 
 
-def _check_trackers(objects: HookObjects, model: Any) -> None:
+def _check_trackers(objects: HookObjects, model: Any, report: _Report) -> None:
     """Print a table of the trackers; raise if one finds nothing to count in ``model``."""
     rows = []
     for one in objects.trackers:
         matches = "(no --model given)" if model is None else ", ".join(one.check(model)) or "the layers of its kind"
         rows.append((one.name, one.tracker, ", ".join(one.targets) or "–", matches))
+        report.trackers.append(
+            {"name": one.name, "counts": one.tracker, "target_modules": list(one.targets), "matches": matches}
+        )
     if rows:
         print_table("", ("tracker", "counts", "target modules", "matches"), rows)
 
@@ -135,7 +149,7 @@ def _valid_list(document: Document) -> list[dict[str, Any]]:
     return specs
 
 
-def _check_server(document: Document, model: Any, warnings: _Warnings) -> None:
+def _check_server(document: Document, model: Any, report: _Report) -> None:
     from hookline.config.mistakes import Mistakes
     from hookline.config.spec_files import server_settings
 
@@ -145,29 +159,33 @@ def _check_server(document: Document, model: Any, warnings: _Warnings) -> None:
     for key, specs in lists.items():
         check_specs(specs if isinstance(specs, list) else (), (key,), mistakes)
     mistakes.check()
-    _show_specs([spec for specs in lists.values() for spec in specs or ()], model, warnings)
+    _show_specs([spec for specs in lists.values() for spec in specs or ()], model, report)
     if settings.get("hooks") and not settings.get("enable_hooks"):
-        warnings.add("a server attaches none of 'hooks' unless it says enable_hooks: true.")
+        report.warn("a server attaches none of 'hooks' unless it says enable_hooks: true.")
     if settings.get("enable_hooks") and not settings.get("hooks"):
-        warnings.add("enable_hooks=True but no 'hooks' specified in server_args.")
+        report.warn("enable_hooks=True but no 'hooks' specified in server_args.")
     others = [str(key) for key in settings if key not in ("enable_hooks", "hooks", "forward_hooks")]
     if others:
         tell(f"kept for the server, unchecked: {', '.join(others)}")
 
 
-def _show_specs(specs: Sequence[Mapping[str, Any]], model: Any, warnings: _Warnings) -> None:
+def _show_specs(specs: Sequence[Mapping[str, Any]], model: Any, report: _Report) -> None:
     """Print a table of ``specs``, which are checked already, with the modules of ``model`` that each matches."""
     from hookline.specs.hook_spec import HookSpec
 
     rows = []
     for entry in specs:
         spec = HookSpec.from_dict(entry)
-        rows.append((spec.name, spec.on, ", ".join(spec.target_modules), _matches(model, spec, warnings)))
+        matches = _matches(model, spec, report)
+        rows.append((spec.name, spec.on, ", ".join(spec.target_modules), matches))
+        report.hooks.append(
+            {"name": spec.name, "on": str(spec.on), "target_modules": list(spec.target_modules), "matches": matches}
+        )
     if rows:
         print_table("", ("hook", "on", "target modules", "matches"), rows)
 
 
-def _matches(model: Any, spec: HookSpec, warnings: _Warnings) -> str:
+def _matches(model: Any, spec: HookSpec, report: _Report) -> str:
     if not spec.enabled:
         return "(not enabled)"
     if model is None:
@@ -180,9 +198,9 @@ def _matches(model: Any, spec: HookSpec, warnings: _Warnings) -> str:
         raise ConfigError(f"Hook {spec.name!r}: {error}") from error
     if places is None:
         patterns = ", ".join(map(repr, spec.target_modules))
-        warnings.add(f"hook {spec.name!r} would go nowhere: nothing matches {patterns}.")
+        report.warn(f"hook {spec.name!r} would go nowhere: nothing matches {patterns}.")
         return "nothing"
     for pattern in spec.target_modules:
         if find_sites(model, replace(spec, target_modules=(pattern,), exclude=None)) is None:
-            warnings.add(f"hook {spec.name!r}: nothing matches {pattern!r}.")
+            report.warn(f"hook {spec.name!r}: nothing matches {pattern!r}.")
     return ", ".join(name or "(the model)" for name in places.names)

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from tyro.conf import Positional
 
+from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE, FAILED
 from hookline.cli.parse import parse
 from hookline.cli.screen import tell
@@ -75,7 +75,10 @@ def compare(arguments: Sequence[str]) -> int:
         mesh=_mesh(options.mesh),
         tensors_only=options.tensors,
     )
-    tell(json.dumps(found.to_json(), indent=1, allow_nan=False) if options.json else str(found))
+    if options.json:
+        tell_json("compare", found.to_json())
+    else:
+        tell(str(found))
     if options.html is not None:
         try:
             page = found.write_html(options.html)

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from tyro.conf import Positional
 
+from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE, FAILED
 from hookline.cli.named_model import model_at
 from hookline.cli.parse import parse
@@ -50,5 +50,8 @@ def doctor(arguments: Sequence[str]) -> int:
     model = model_at(options.model)
     sample = None if options.inputs is None else load_object(options.inputs, wanted="sample inputs")
     found = examine(model, sample() if callable(sample) else sample)
-    tell(json.dumps(found.to_dict(), indent=1) if options.json else f"{found}\n\n{found.cost_text()}")
+    if options.json:
+        tell_json("doctor", found.to_dict())
+    else:
+        tell(f"{found}\n\n{found.cost_text()}")
     return FAILED if found.problems else DONE

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional
 
+from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
 from hookline.cli.named_model import model_at, with_shell_command
 from hookline.cli.parse import parse
 from hookline.cli.screen import tell
 from hookline.config.run_options import flag
 from hookline.errors import NoMatchError
+
+if TYPE_CHECKING:
+    from hookline.sites.find import Sites
+    from hookline.sites.site_info import Site
 
 __all__ = ["FindOptions", "find"]
 
@@ -37,6 +42,8 @@ class FindOptions:
     """Which modules; all if left out."""
     exclude: Annotated[str | None, flag("PATTERN")] = None
     """Which of these not."""
+    json: bool = False
+    """Print JSON."""
 
 
 def find(arguments: Sequence[str]) -> int:
@@ -46,7 +53,15 @@ def find(arguments: Sequence[str]) -> int:
 
     model = model_at(options.model)
     try:
-        tell(repr(sites.find(model, options.pattern, exclude=options.exclude)))
+        found = sites.find(model, options.pattern, exclude=options.exclude)
     except NoMatchError as error:
         raise NoMatchError(with_shell_command(error, options.model)) from None
+    if options.json:
+        tell_json("find", {"modules": [_plain(found, site) for site in found]})
+    else:
+        tell(repr(found))
     return DONE
+
+
+def _plain(found: Sites, site: Site) -> dict[str, Any]:
+    return {"name": site.name, "type": site.type, "parameters": site.num_parameters, "hooks": found.hooks(site)}

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional
 
+from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
 from hookline.cli.parse import parse
 from hookline.cli.screen import messages, print_table, tell
@@ -26,25 +27,56 @@ class HooksOptions:
     Examples:
       hookline hooks
       hookline hooks norms hessian
+      hookline hooks --json
     """
 
     names: Annotated[Positional[tuple[str, ...]], flag("[NAME ...]")] = ()
     """Hooks to describe, or all, observers, interventions, with_debug; also file.py:Class."""
+    json: bool = False
+    """Print options and metrics of these hooks, or of all, as JSON."""
 
 
 def hooks(arguments: Sequence[str]) -> int:
     """List all hooks, or describe those that are named."""
     options = parse(HooksOptions, arguments, "hooks")
+    if options.json:
+        return _tell_hooks(options.names)
     return describe_hooks(options.names) if options.names else list_hooks()
+
+
+def _tell_hooks(names: Sequence[str]) -> int:
+    """Print everything that is known of the hooks ``names``, or of all, as JSON."""
+    from hookline.training.registry import HookRegistry
+
+    with messages():
+        found = _resolved(names) if names else list(_all_hooks())
+        tell_json("hooks", {"hooks": [{"name": name, **_plain(name, HookRegistry.get(name))} for name in found]})
+    return DONE
+
+
+def _plain(name: str, cls: type) -> dict[str, Any]:
+    from hookline.training.registry import HookRegistry
+
+    return {
+        **HookRegistry.get_info(name),
+        "options": [{"name": one, "type": hint, "default": default} for one, hint, default in _parameters(cls)],
+        "metrics": [
+            {"name": m.name, "description": m.description, "formula": m.formula, "sign_info": m.sign_info}
+            for m in HookRegistry.describe(name)
+        ],
+    }
+
+
+def _all_hooks() -> dict[str, Any]:
+    from hookline.training.registry import DEBUG_HOOKS, HookRegistry
+
+    return HookRegistry.get_all_info() | {name: HookRegistry.get_info(name) for name in DEBUG_HOOKS}
 
 
 def list_hooks() -> int:
     """Print all hooks, those for debugging too; a warning names those that cannot be loaded."""
-    from hookline.training.registry import DEBUG_HOOKS, HookRegistry
-
     with messages():
-        known = HookRegistry.get_all_info()
-        known |= {name: HookRegistry.get_info(name) for name in DEBUG_HOOKS}
+        known = _all_hooks()
     for role in ("observer", "intervention"):
         rows = [(name, _what(info)) for name, info in known.items() if info["kind"] == role]
         if rows:
@@ -69,14 +101,18 @@ def _needs(info: Any) -> str:
 
 def describe_hooks(names: Sequence[str]) -> int:
     """Print the options and metrics of each hook; of all but those for debugging if none is named."""
+    with messages():
+        for name in _resolved(names):
+            _describe(name)
+    return DONE
+
+
+def _resolved(names: Sequence[str]) -> list[str]:
+    """Return the hooks that ``names`` stand for; all but those for debugging if none is named."""
     from hookline.config.named_hooks import known_name
     from hookline.training.registry import HookRegistry
 
-    with messages():
-        found = HookRegistry.resolve([known_name(name) for name in names]) if names else HookRegistry.list_all()
-        for name in found:
-            _describe(name)
-    return DONE
+    return HookRegistry.resolve([known_name(name) for name in names]) if names else HookRegistry.list_all()
 
 
 def _describe(name: str) -> None:
@@ -95,15 +131,26 @@ def _describe(name: str) -> None:
 
 
 def _options(cls: type) -> list[str]:
+    shown = []
+    for name, hint, default in _parameters(cls):
+        after = f" (default: {default})" if default else ""
+        shown.append(f"--hook-config {getattr(cls, 'name', '')}.{name}=…{f': {hint}' if hint else ''}{after}")
+    return shown
+
+
+def _parameters(cls: type) -> list[tuple[str, str, str]]:
+    """Return name, type and default of each option of a hook as text; empty where there is none."""
     import inspect
 
-    shown = []
-    for one in inspect.signature(cls).parameters.values():
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
-            default = "" if one.default is one.empty else f" (default: {one.default})"
-            hint = "" if one.annotation is one.empty else f": {_text(one.annotation)}"
-            shown.append(f"--hook-config {getattr(cls, 'name', '')}.{one.name}=…{hint}{default}")
-    return shown
+    return [
+        (
+            one.name,
+            "" if one.annotation is one.empty else _text(one.annotation),
+            "" if one.default is one.empty else str(one.default),
+        )
+        for one in inspect.signature(cls).parameters.values()
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
 
 
 def _text(annotation: Any) -> str:
