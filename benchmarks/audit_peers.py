@@ -422,7 +422,7 @@ def cells(found: dict[str, Any]) -> tuple[str, str, str]:
         return (
             "raises",
             f"step {difference['step']}",
-            names[0].removeprefix("error: ").partition(",")[0][:80].replace("|", "/"),
+            names[0].removeprefix("error: ").partition(":")[0],
         )
     is_final = any(name.startswith("weight ") for name in found["end_differs"])
     where = "the start" if difference["step"] < 0 else f"step {difference['step']}"
