@@ -36,8 +36,9 @@ _GUARD = {
     "guarded": ("by hand", "save, restore and check everything", "two multi-tensor copies of the same bytes", 1.1),
     "reads": ("save", 'an intervention that declares `scope="reads"`', "a full save", None),
 }
-_TRAINED = [(8, None), (32, None), (8, "reduce-overhead")]
+_TRAINED = {"train-8": (8, None), "train-32": (32, None), "train-graphs": (8, "reduce-overhead")}
 """Batch and mode of compiled training steps."""
+_PARTS = ("serve", "guard", *_TRAINED)
 _TRAINED_TARGET = 1.08
 """With ``reduce-overhead``."""
 _Way = Callable[[], AbstractContextManager[object]]
@@ -58,8 +59,9 @@ class Subjects:
             self._add_served(setting, how)
         if "guard" in parts:
             self._add_guard(setting)
-        for batch, mode in _TRAINED if "train" in parts else ():
-            self._add_trained(setting, batch, mode)
+        for part, (batch, mode) in _TRAINED.items():
+            if part in parts:
+                self._add_trained(setting, batch, mode)
 
     def _add_served(self, setting: Setting, how: str) -> None:
         from serving import Served
@@ -241,7 +243,7 @@ def _trained_name(batch: int, mode: str | None) -> str:
 def _trained_rows(before: Version, after: Version, how: str, model: str) -> Iterator[Row]:
     from gpu_statistics import COMPILED
 
-    (batch, mode), *_ = (each for each in _TRAINED if _trained_name(*each) == how)
+    (batch, mode), *_ = (each for each in _TRAINED.values() if _trained_name(*each) == how)
     for name in ("forward", "forward + gradient"):
         if f"{how} {name}, wall" in after.samples:
             words = f"`hl.watch` of {name}{'' if mode is None else f', `mode={mode!r}`'}"
@@ -281,7 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure two versions of hookline side by side on a GPU.")
     parser.add_argument("--before", type=Path, help="the folder src of the other version")
     parser.add_argument("--seconds", type=float, default=130, help="in all, with the start")
-    parser.add_argument("--only", nargs="*", choices=("serve", "guard", "train"), default=["serve", "guard"])
+    parser.add_argument("--only", nargs="*", choices=_PARTS, default=["serve", "guard"])
     parser.add_argument("--out", type=Path, help="a page to write the rows to")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

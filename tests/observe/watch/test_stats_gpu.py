@@ -398,7 +398,8 @@ def test_a_compiled_step_takes_few_launches_that_are_worked_out_once(monkeypatch
         with hl.watch(model, "*", on=("forward", "backward")):
             for _ in range(3):
                 step()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as run_of_one:
+            activities = [torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=activities, acc_events=True) as run_of_one:
                 step()
                 torch.cuda.synchronize()
         names = [event.name for event in run_of_one.events() if event.device_type.name == "CUDA"]

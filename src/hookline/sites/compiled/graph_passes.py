@@ -31,7 +31,7 @@ _SMALL: Final = 1 << 20
 _SMALL_TOGETHER: Final = 64 << 20
 """Bytes of a tensor that is handed over whole together with others where there is no backward, and of all of them."""
 _HELD: Final = 64
-_HELD_IN_GRAPHS: Final = 384 << 20
+_HELD_IN_GRAPHS: Final = 512 << 20
 """Whole tensors that are held to be handed over together, where a backward keeps most of them anyway: this part of the
 memory of a GPU; with CUDA graphs, whose memory is not shared with anything else, at most so many bytes."""
 _MOST_ROWS: Final = 1 << 18
