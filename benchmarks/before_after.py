@@ -38,6 +38,8 @@ _GUARD = {
 }
 _TRAINED = {"train-8": (8, None), "train-32": (32, None), "train-graphs": (8, "reduce-overhead")}
 """Batch and mode of compiled training steps."""
+_GRADIENTS_TOO = "BENCHMARK_GRADIENTS_TOO"
+"""Set it to leave out compiled steps whose forward alone is watched: each takes half a minute to compile."""
 _PARTS = ("serve", "guard", *_TRAINED)
 _TRAINED_TARGET = 1.08
 """With ``reduce-overhead``."""
@@ -84,7 +86,7 @@ class Subjects:
         how = _trained_name(batch, mode)
         ways = {"bare": (), "forward": ("forward",), "forward + gradient": ("forward", "backward")}
         for name, kinds in ways.items():
-            if mode is not None and name == "forward":
+            if name == "forward" and (mode is not None or os.environ.get(_GRADIENTS_TOO)):
                 continue  # what there is to see shows in both
             training = Training(setting, batch)
             if kinds:
