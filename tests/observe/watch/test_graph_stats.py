@@ -162,7 +162,7 @@ def test_a_graph_hands_over_all_that_it_found_in_one_call(monkeypatch: pytest.Mo
         found = watch.to_metrics()
     # The model and its last layer give out rows of 10, which are too short: these small tensors are handed over whole.
     assert [len(lines) for _, _, lines in handovers.calls] == [7, 2, 2, 7] * 2
-    assert [len(tensors) for _, tensors, _ in handovers.calls] == [5, 1, 1, 5] * 2
+    assert [len(tensors) for _, tensors, _ in handovers.calls] == [5, 2, 2, 5] * 2
     wide = model[1].wide(model[1].norm(model[0](x)))
     assert found["1.wide/forward/norm"] == pytest.approx(2**0.5 * wide.norm().item(), rel=1e-5)
 
