@@ -78,20 +78,12 @@ def alone(reference: Any, prompt: list[int], length: int = 6) -> list[int]:
 def test_what_no_client_may_ask_is_refused(client: httpx.Client, asked: Any, words: str, is_escaped: bool) -> None:
     """At once, by a 400 or 403 that says why, however the keys are spelled."""
     body = {"prompt": PROMPT, "max_tokens": 2, **asked}
-    if is_escaped and len(str(body)) < 10_000:
-        names = {key: value for key, value in body.items() if key in ("hooks", "vllm_xargs")}
-        hidden = b", ".join(_escaped_key(key) + b": " + json.dumps(value).encode() for key, value in names.items())
-        rest = json.dumps({key: value for key, value in body.items() if key not in names}).encode()
-        content = rest[:-1] + b", " + hidden + b"}"
-        assert b"hooks" not in content.split(b": ")[0]
-    else:
-        content = json.dumps(body).encode()
+    content = json.dumps(body).encode()
+    if is_escaped:
+        content = content.replace(b"h", b"\\u0068")  # in texts alone: true, false and null have none
+        assert b"hook" not in content
     answer = client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
     assert (answer.status_code in (400, 403), words in answer.text) == (True, True), answer.text[:500]
-
-
-def _escaped_key(key: str) -> bytes:
-    return ('"' + "".join(f"\\u{ord(each):04x}" for each in key) + '"').encode()
 
 
 def test_a_body_that_lies_too_deep_is_refused(client: httpx.Client) -> None:
