@@ -22,6 +22,11 @@ import hookline as hl
 
 __all__ = ["attaching", "importing", "twelve"]
 
+_REMOVE_AT_MOST = 5.5
+"""torch deletes one item of one dictionary, in 0.77 µs a module. Ours takes back two items of torch's, the table in the
+list of hooked modules and in the counter's: these deletions alone, in one loop without a call, take 3.2 µs, which is
+4.1 of torch's. The whole takes 4.0."""
+
 
 def attaching(setting: Setting) -> Iterator[Row]:
     """Attaching to, and removing from, many modules by glob."""
@@ -46,7 +51,7 @@ def attaching(setting: Setting) -> Iterator[Row]:
             spread(ratios(samples, ours, torchs)),
             spread(ratios(samples, f"torch again: {done}", torchs)),
             f"{typical(samples, ours) * 1e3:.1f} / {typical(samples, torchs) * 1e3:.1f} ms",
-            at_most=2.0 if done == "attach" else None,
+            at_most=1.5 if done == "attach" else _REMOVE_AT_MOST,
         )
         yield Row(
             f"{act} 10,000 modules, linearity",

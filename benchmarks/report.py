@@ -65,8 +65,20 @@ def sections_of(path: Path) -> dict[str, str]:
 def merged(old: str, new: str) -> str:
     """The old section with the rows of the new one, each where it was or at the end."""
     head, old_rows = apart(old)
-    _, new_rows = apart(new)
+    new_head, new_rows = apart(new)
+    machine_of = re.compile(r"^- machine: (.+)$", re.MULTILINE).search
+    where, there = machine_of("\n".join(new_head)), machine_of("\n".join(head))
+    if where is not None and there is not None and where[1] != there[1]:
+        new_rows = {key: with_machine(text, where[1], new_head) for key, text in new_rows.items()}
     return "\n".join([*head, *{**old_rows, **new_rows}.values()])
+
+
+def with_machine(text: str, where: str, head: Sequence[str]) -> str:
+    """The row with a note of the machine and the day, in its cell of what was measured: the head names another."""
+    cells = text.split(" | ")
+    day = next((part.removeprefix("- date: ") for part in head if part.startswith("- date: ")), "")
+    cells[6] += f"; on {where}, {day}"
+    return " | ".join(cells)
 
 
 def apart(section: str) -> tuple[list[str], dict[tuple[str, str], str]]:

@@ -123,3 +123,24 @@ def test_each_module_that_is_hooked(observe: bool, attaching: int, removing: int
     assert totals[120][0] - totals[20][0] <= 100 * attaching
     assert totals[120][1] - totals[20][1] <= 100 * removing
     hl.assert_no_hooks(model, foreign=True)
+
+
+@pytest.mark.parametrize(("target", "bound"), [("#.inner", 18), ("#", 27)])
+def test_each_firing_of_a_gradient_observer(target: str, bound: int) -> None:
+    """What one module more adds to a step: forward, backward and the firing; a leaf, and a block whose graph is
+    walked.
+    """
+    totals = {}
+    for blocks in (4, 14):
+        model, x, fired = make_model(blocks), torch.ones(1, 2, requires_grad=True), []
+
+        def step(model: nn.Module = model, x: torch.Tensor = x) -> None:
+            model(x * 1).sum().backward()
+
+        def observe(module: nn.Module, grad_input: Any, grad_output: Any, fired: list[Any] = fired) -> None:
+            fired.append(grad_input)
+
+        with hl.attach(model, target, observe, on="backward", observe=True):
+            totals[blocks] = calls_of(step).total()
+        assert len(fired) == 3 * blocks
+    assert totals[14] - totals[4] <= 10 * bound
