@@ -65,7 +65,7 @@ test: export PYTEST_PLUGINS := xdist.plugin,pytest_timeout,pytest_rerunfailures,
 test: setup lint docs ## set up, then lint, types, layers, links and all tests
 	@{ $(TYPES) && $(LAYERS); } >$(VENV)/checks.log 2>&1 & checks=$$!; \
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS); tests=$$?; \
-	wait $$checks; checks=$$?; cat $(VENV)/checks.log; exit $$(( tests ? tests : checks ))
+	wait $$checks; checks=$$?; [ $$checks = 0 ] || cat $(VENV)/checks.log; exit $$(( tests ? tests : checks ))
 
 check: lint ## lint, format, types, layers
 	@$(TYPES)
