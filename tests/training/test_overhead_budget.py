@@ -105,6 +105,31 @@ def test_intervals_end_at_the_floor_and_shrink_when_there_is_room():
     assert costly.steps[-1] - costly.steps[-2] == 1
 
 
+@pytest.mark.parametrize(("stride", "floor"), [(1, 50), (7, 50), (20, 100), (100, 300)])
+def test_the_floor_holds_for_hooks_that_are_asked_for_rarely(stride, floor):
+    """A window of five steps has one of every twentieth or none: their share of steps is that of the whole run."""
+    clock = FakeClock()
+    manager, costly, cheap, _ = managed(clock, costly=500.0, at_least_every=floor)
+    costly.step_schedule = hl.StepSchedule.of(stride)
+    manager = hl.HookManager(hooks=[costly, cheap], budget=manager.budget._budget)
+    run(manager, clock, 4000)
+    gaps = [after - before for before, after in itertools.pairwise(costly.steps)]
+    assert floor - stride < max(gaps[-5:]) <= floor
+    assert max(gaps) <= floor
+    assert {after - before for before, after in itertools.pairwise(cheap.steps[-20:])} == {1}
+
+
+def test_a_hook_that_is_asked_for_rarely_gets_the_whole_budget():
+    """Three percent of a step at every hundredth step: two percent allow every second of these."""
+    clock = FakeClock()
+    _, costly, _, _ = managed(clock, costly=3.0)
+    costly.step_schedule = hl.StepSchedule.of(100)
+    manager = hl.HookManager(hooks=[costly], budget=Budget(0.02, window=5, clock=clock))
+    run(manager, clock, 6000)
+    assert {after - before for before, after in itertools.pairwise(costly.steps[-10:])} == {200}
+    assert len(manager.budget.decisions) < 30
+
+
 def test_a_hook_fires_at_all_points_of_a_step_or_at_none():
     """It may keep something from one to the other."""
     clock = FakeClock()
@@ -217,9 +242,10 @@ def test_a_watch_looks_at_as_many_steps_as_its_budget_allows():
     assert (decision.name, decision.every) == ("watch", 15)
     assert decision.cost_ms == pytest.approx(300)
     assert looked[: decision.step // 2] == list(range(0, decision.step, 2))
+    before = [step for step in looked if step < decision.step]
     late = [step for step in looked if step >= decision.step]
-    assert late
-    assert {step % 15 for step in late} == {0}
+    assert {after - step for step, after in itertools.pairwise([before[-1], *late])} == {15}
+    assert len(late) > 1
     metrics = watch.to_metrics()
     assert metrics["budget/asked"] == 0.02
     assert metrics["budget/actual"] == pytest.approx(0.02)

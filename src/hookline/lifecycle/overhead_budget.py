@@ -16,7 +16,7 @@ import torch
 
 from hookline.errors import OptionError
 
-__all__ = ["Budget", "BudgetDecision", "Need", "TimeMark", "stretch"]
+__all__ = ["Budget", "BudgetDecision", "LookInterval", "Need", "TimeMark", "stretch"]
 
 
 class BudgetDecision(NamedTuple):
@@ -63,6 +63,41 @@ class Budget:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise OptionError(f"{name}= of a Budget is a number of steps of at least 1; got {value!r}.")
+
+
+class LookInterval:
+    """Say at which of the steps that an instrument is asked for it looks: one of ``every``, and never past the floor.
+
+    Steps are counted from the last look. So a new interval holds from there, and the floor holds whatever is decided.
+    """
+
+    def __init__(self, at_least_every: int) -> None:
+        self.every = 1
+        self.num_asked = 0
+        """How many steps it was asked for."""
+        self._at_least_every = at_least_every
+        self._waited: int | None = None
+        """For how many steps it was asked since the last look; None before the first."""
+        self._looked_at = self._asked_at = -1
+
+    def ask(self, step: int) -> bool:
+        """Return whether it looks at ``step``, which it is asked for."""
+        next_step = step + max(1, step - self._asked_at) if self.num_asked else step + 1  # as far as one can tell
+        is_late = next_step - self._looked_at > self._at_least_every
+        is_due = self._waited is None or self._waited + 1 >= self.every or is_late
+        self._waited = 0 if is_due or self._waited is None else self._waited + 1
+        self._asked_at = step
+        self._looked_at = step if is_due else self._looked_at
+        self.num_asked += 1
+        return is_due
+
+    def state_dict(self) -> dict[str, int | None]:
+        """Return what a resumed run has to know."""
+        return {name: value for name, value in vars(self).items() if name != "_at_least_every"}
+
+    def load_state_dict(self, state: Mapping[str, int | None]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        vars(self).update(state)
 
 
 class TimeMark:

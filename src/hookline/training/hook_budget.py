@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from hookline.lifecycle.overhead_budget import Budget, BudgetDecision, Need, TimeMark, stretch
+from hookline.lifecycle.overhead_budget import Budget, BudgetDecision, LookInterval, Need, TimeMark, stretch
 from hookline.tables import ShownAsTable, Table
 
 if TYPE_CHECKING:
@@ -61,8 +61,9 @@ class HookBudget(ShownAsTable):
         """Every decision so far."""
         self._budget = budget
         self._given = {} if budget.decisions is None else _by_step(budget.decisions)
-        self._every: dict[str, int] = {}
-        self._due: Counter[str] = Counter()
+        self._intervals: defaultdict[str, LookInterval] = defaultdict(lambda: LookInterval(budget.at_least_every))
+        self._num_steps = 0
+        """Those of the run that are over; a hook of stride 100 is asked for in a hundredth of them, in a window never."""
         self._is_on: dict[str, tuple[int, bool]] = {}
         self._cost: dict[str, float] = {}
         self._steps: deque[_TimedStep] = deque()
@@ -73,8 +74,6 @@ class HookBudget(ShownAsTable):
     def _clear_window(self) -> None:
         self._bare: list[float] = []
         self._seconds: dict[str, list[float]] = {}
-        self._asked: Counter[str] = Counter()
-        self._ended = 0
 
     def reset(self) -> None:
         """Forget the last run."""
@@ -87,7 +86,7 @@ class HookBudget(ShownAsTable):
         mark = TimeMark(self._budget.clock)
         if self._steps:
             self._steps[-1].end = mark
-            self._ended += 1
+            self._num_steps += 1
         self._steps.append(_TimedStep(mark))
         self._settle()
         if len(self._bare) < self._budget.window and step not in self._given:
@@ -127,13 +126,15 @@ class HookBudget(ShownAsTable):
     def _may_fire(self, name: str, step: int) -> bool:
         at, is_on = self._is_on.get(name, (-1, False))
         if at != step:
-            is_on = self._due[name] % self._every.get(name, 1) == 0
-            self._due[name] += 1
-            self._asked[name] += 1
+            is_on = self._intervals[name].ask(step)
             self._is_on[name] = step, is_on
         return is_on
 
     # -- decisions ---------------------------------------------------------------------------------------------
+
+    def _rate(self, name: str) -> float:
+        """Return in which share of the steps of the run a hook was asked for."""
+        return min(1.0, self._intervals[name].num_asked / max(1, self._num_steps))
 
     def _settle(self) -> None:
         """Take the steps whose times have arrived, the oldest first."""
@@ -150,15 +151,15 @@ class HookBudget(ShownAsTable):
             wanted = {one.name: one.every for one in self._given.get(step, ())}
         else:
             needs = {
-                name: Need(self._cost[name], self._asked[name] / self._ended)
-                for name in self._cost
-                if self._asked[name]
+                name: Need(cost, min(1.0, self._intervals[name].num_asked / max(1, self._num_steps)))
+                for name, cost in self._cost.items()
             }
-            wanted = stretch(needs, step_seconds, self._budget, self._every)
+            before = {name: interval.every for name, interval in self._intervals.items()}
+            wanted = stretch(needs, step_seconds, self._budget, before)
         found: dict[str, float] = {}
         for name, every in wanted.items():
-            if every != self._every.get(name, 1):
-                self._every[name] = every
+            if every != self._intervals[name].every:
+                self._intervals[name].every = every
                 cost_ms = self._cost.get(name, 0.0) * 1e3
                 self.decisions.append(BudgetDecision(step, name, every, cost_ms, step_seconds * 1e3))
                 found |= {f"budget/{name}/every": float(every), f"budget/{name}/cost_ms": cost_ms}
@@ -169,8 +170,8 @@ class HookBudget(ShownAsTable):
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run has to know: the intervals, where each hook is in its own, the decisions."""
         return {
-            "every": dict(self._every),
-            "due": dict(self._due),
+            "intervals": {name: interval.state_dict() for name, interval in self._intervals.items()},
+            "num_steps": self._num_steps,
             "cost": dict(self._cost),
             "decisions": [tuple(one) for one in self.decisions],
         }
@@ -178,7 +179,9 @@ class HookBudget(ShownAsTable):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned; what was measured of a window is measured anew."""
         self.reset()
-        self._every, self._due = dict(state["every"]), Counter(state["due"])
+        for name, interval in state["intervals"].items():
+            self._intervals[name].load_state_dict(interval)
+        self._num_steps = state["num_steps"]
         self._cost = dict(state["cost"])
         self.decisions = [BudgetDecision(*one) for one in state["decisions"]]
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, Final, Self
 from weakref import WeakSet
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
@@ -128,7 +129,8 @@ class StepRecorder:
     # -- while it trains ---------------------------------------------------------------------------------------
 
     def _see_forward(self, module: nn.Module, args: Any) -> None:
-        if phase() == "intervention":
+        # Compiled code would be guarded by what is read here, and compiled anew at every step.
+        if torch.compiler.is_compiling() or phase() == "intervention":
             return
         if self._batch is None:
             self._batch = tensor_digests(args)

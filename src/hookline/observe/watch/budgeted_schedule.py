@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from hookline.distributed.ranks import is_distributed
 from hookline.errors import OptionError
-from hookline.lifecycle.overhead_budget import Budget, BudgetDecision, Need, TimeMark, stretch
+from hookline.lifecycle.overhead_budget import Budget, BudgetDecision, LookInterval, Need, TimeMark, stretch
 from hookline.lifecycle.schedule import StepSchedule
 
 __all__ = ["BudgetedSchedule", "budgeted"]
@@ -43,53 +43,53 @@ class BudgetedSchedule:
         self.actual: float | None = None
         """The share that the watch takes; None before it is known."""
         self._schedule, self._budget = schedule, budget
-        self._asked = 0
-        """The steps that the schedule had, before the one under way."""
+        self._interval = LookInterval(budget.at_least_every)
+        self._interval.every = 2
+        self._kept = self._interval.state_dict()
+        """The interval before the step under way, which a resumed run asks for again."""
+        self._num_steps = 0
+        """Steps of the run before the one under way."""
         self._every: int | None = None
-        self._open: tuple[int, bool, bool, TimeMark] | None = None
-        """The step under way: its number, whether the schedule has it, whether it is due, and its beginning."""
-        self._ended: deque[tuple[bool, bool, TimeMark, TimeMark]] = deque()
+        self._open: tuple[int, bool, TimeMark] | None = None
+        """The step under way: its number, whether it is due, and its beginning."""
+        self._ended: deque[tuple[bool, TimeMark, TimeMark]] = deque()
         self._clear_window()
 
     def _clear_window(self) -> None:
         self._times: dict[bool, list[float]] = {True: [], False: []}
-        self._steps = self._had = 0
+        self._steps = 0
 
     def is_active(self, step: int) -> bool:
         """Return whether ``step``, which begins now, is due."""
         mark = TimeMark(self._budget.clock)
         if self._open is not None:
-            number, had, was_due, begun = self._open
+            number, was_due, begun = self._open
             if number == step:
                 return was_due
             if step == number + 1:
-                self._asked += had
-                self._ended.append((had, was_due, begun, mark))
+                self._num_steps += 1
+                self._kept = self._interval.state_dict()
+                self._ended.append((was_due, begun, mark))
             self._open = None
         self._settle()
         self._decide(step)
-        has = self._schedule.is_active(step)
-        is_due = has and self._may_look()
-        self._open = step, has, is_due, mark
+        self._interval.load_state_dict({**self._kept, "every": self._interval.every})
+        is_due = self._schedule.is_active(step) and self._interval.ask(step)
+        if self._interval.every == 1 and self._interval.num_asked % _LEFT_OUT == 0:
+            is_due = False
+        self._open = step, is_due, mark
         return is_due
-
-    def _may_look(self) -> bool:
-        every = 2 if self._every is None else self._every
-        if every == 1:
-            return self._asked % _LEFT_OUT != _LEFT_OUT - 1
-        return self._asked % every == 0
 
     def _settle(self) -> None:
         """Take the steps whose times have arrived."""
         while self._ended:
-            had, was_due, begun, over = self._ended[0]
+            was_due, begun, over = self._ended[0]
             seconds = begun.seconds_until(over)
             if seconds is None:
                 return
             self._ended.popleft()
             self._times[was_due].append(seconds)
             self._steps += 1
-            self._had += had
 
     def _decide(self, step: int) -> None:
         given = self._budget.decisions
@@ -102,7 +102,7 @@ class BudgetedSchedule:
             return
         bare = median(self._times[False])
         cost = max(0.0, median(self._times[True]) - bare)
-        rate = self._had / self._steps
+        rate = min(1.0, self._interval.num_asked / self._num_steps)
         before = {} if self._every is None else {"watch": self._every}
         every = stretch({"watch": Need(cost, rate)}, bare, self._budget, before)["watch"]
         self.actual = cost * rate / every / bare if bare > 0 else None
@@ -111,7 +111,7 @@ class BudgetedSchedule:
         self._clear_window()
 
     def _take(self, decision: BudgetDecision) -> None:
-        self._every = decision.every
+        self._every = self._interval.every = decision.every
         self.decisions.append(decision)
 
     def to_metrics(self) -> dict[str, float]:
@@ -131,12 +131,15 @@ class BudgetedSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run has to know."""
-        return {"asked": self._asked, "every": self._every, "decisions": [tuple(one) for one in self.decisions]}
+        interval = {**self._kept, "every": self._interval.every}
+        decisions = [tuple(one) for one in self.decisions]
+        return {"interval": interval, "steps": self._num_steps, "every": self._every, "decisions": decisions}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned; the step under way is asked for again."""
         self._open = None
         self._ended.clear()
         self._clear_window()
-        self._asked, self._every = state["asked"], state["every"]
+        self._kept, self._num_steps, self._every = dict(state["interval"]), state["steps"], state["every"]
+        self._interval.load_state_dict(self._kept)
         self.decisions = [BudgetDecision(*one) for one in state["decisions"]]
