@@ -204,6 +204,41 @@ def test_two_hooks_that_change_the_run_only_together_are_an_interaction():
     assert "only together with arms" in str(found)
 
 
+def test_a_hook_that_counts_over_trainings_is_no_interaction_with_an_innocent_one():
+    """It draws at its third call of the process, and never again: nobody can be blamed, and why is said."""
+    calls: list[int] = []
+
+    def counts(module: nn.Module, args: Any, output: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            torch.rand(1)
+
+    found = hl.audit(train, [counts, look])
+    assert not found.ok
+    assert found.culprits == []
+    assert "keeps something from one training to the next" in str(found)
+
+
+def test_a_compiled_model_can_be_audited():
+    """More steps than the compiler compiles anew: nothing that the audit reads is in the compiled code."""
+
+    def train_compiled() -> None:
+        torch.compiler.reset()
+        model, optimizer, data = make()
+        model.compile(backend="eager", fullgraph=True)
+        for _ in range(3):
+            steps(model, optimizer, data)
+
+    def draw_late(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+        """Draw in the tenth step."""
+        calls = iter(range(99))
+        return optimizer.register_step_pre_hook(lambda *_: torch.rand(1) and None if next(calls) == 9 else None)
+
+    assert hl.audit(train_compiled, [lambda model: hl.attach(model, "0", look, observe=True)]).ok
+    (culprit,) = hl.audit(train_compiled, [draw_late]).culprits
+    assert culprit.difference.step == 9
+
+
 def test_a_hook_that_raises_is_found_and_shown():
     """The error is what differs, at the step that was not finished."""
 

@@ -63,7 +63,7 @@ class HookBudget(ShownAsTable):
         self._given = {} if budget.decisions is None else _by_step(budget.decisions)
         self._intervals: defaultdict[str, LookInterval] = defaultdict(lambda: LookInterval(budget.at_least_every))
         self._num_steps = 0
-        """Those of the run that are over; a hook of stride 100 is asked for in a hundredth of them, in a window never."""
+        """Those of the run that are over; a hook of stride 100 is asked for in one of a hundred, in a window never."""
         self._is_on: dict[str, tuple[int, bool]] = {}
         self._cost: dict[str, float] = {}
         self._steps: deque[_TimedStep] = deque()

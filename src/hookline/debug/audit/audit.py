@@ -26,6 +26,11 @@ _NEXT_LEFT_BEHIND: Final = (
     "can be blamed here. Next: audit them one at a time, each in a process of its own."
 )
 
+_NEXT_STATE: Final = (
+    "Trained again with the same hooks the run did not differ: a hook keeps something from one training to the next, "
+    "so none can be blamed. Next: give a function that makes the hook anew."
+)
+
 
 def audit(train_fn: Callable[..., Any], hooks: Any, *, steps: int | None = None, blame: bool = True) -> Audit:
     """Train with and without hooks, and say whether and where they change the run, and which one does.
@@ -90,6 +95,9 @@ def _compare(hooks: list[AuditedHook], trainings: Trainings, *, blame: bool) -> 
     culprits = []
     if difference is not None and left_behind is None and blame:
         culprits = find_culprits(hooks, difference, lambda some: plain.difference(trainings.train(some, plain)))
+        # One that counts over trainings looks like an interaction: it did it once, and none of the halves did.
+        if any(one.is_interaction for one in culprits) and plain.difference(trainings.train(hooks, plain)) is None:
+            culprits, notes = [], [*notes, _NEXT_STATE]
     return Audit(
         names,
         length,
