@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -33,11 +34,14 @@ def counting() -> Iterator[Counter[str]]:
             calls[frame.f_code.co_qualname] += 1
 
     before = sys.getprofile()
+    gc.collect()
+    gc.disable()  # what other tests have left would be taken down in here, which calls ours
     sys.setprofile(note)
     try:
         yield calls
     finally:
         sys.setprofile(before)
+        gc.enable()
 
 
 def calls_of(act: Callable[[], Any]) -> Counter[str]:

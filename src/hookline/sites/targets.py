@@ -92,7 +92,7 @@ def _by_name(model: nn.Module, target: Target) -> Named | None:
             return None  # no such name, or a module that contains itself
         module = child
         above.add(id(child))
-    return (target, module) if WRAPPER_KEYS.isdisjoint(module._modules) or inner_key(module) is None else None
+    return (target, module) if WRAPPER_KEYS.isdisjoint(module._modules.keys()) or inner_key(module) is None else None
 
 
 _GLOB: Final = frozenset("*?[#")

@@ -193,13 +193,15 @@ def test_a_thousand_cycles_leave_nothing() -> None:
     tracemalloc.start()
     cycle(500)
     gc.collect()
-    before = tracemalloc.get_traced_memory()[0]
-    cycle(500)
-    gc.collect()
-    grown = tracemalloc.get_traced_memory()[0] - before
+    grown = []
+    for _ in range(3):  # a table that doubles, or what another thread makes, is in one of these; a leak in each
+        before = tracemalloc.get_traced_memory()[0]
+        cycle(500)
+        gc.collect()
+        grown.append(tracemalloc.get_traced_memory()[0] - before)
     tracemalloc.stop()
     assert modes() == []
-    assert grown < 20_000  # forty bytes a cycle, of which tracemalloc itself keeps some
+    assert min(grown) < 20_000  # forty bytes a cycle, of which tracemalloc itself keeps some
 
 
 # -- among the modes of others -----------------------------------------------------------------------------
