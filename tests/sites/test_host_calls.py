@@ -116,13 +116,15 @@ def test_each_module_that_is_hooked(observe: bool, attaching: int, removing: int
     """What one module more adds to attaching (finding it included) and to removing; the same for each."""
     totals: dict[int, tuple[int, int]] = {}
     for blocks in (20, 120):
-        model = make_model(blocks)
-        for _ in range(2):
+        model, counts = make_model(blocks), []
+        for _ in range(5):
             with counting() as attached:
                 handle = hl.attach(model, "*.inner", ignore, observe=observe)
             with counting() as removed:
                 handle.remove()
-        totals[blocks] = attached.total(), removed.total()
+            counts.append((attached.total(), removed.total()))
+        # The least: now and then an attachment also sweeps up what other tests have left, a few calls in all.
+        totals[blocks] = min(one for one, _ in counts), min(other for _, other in counts)
     # A block is two modules to walk over, and one to hook.
     assert totals[120][0] - totals[20][0] <= 100 * attaching
     assert totals[120][1] - totals[20][1] <= 100 * removing
