@@ -126,7 +126,8 @@ def test_each_module_that_is_hooked(observe: bool, attaching: int, removing: int
         # The least: now and then an attachment also sweeps up what other tests have left, a few calls in all.
         totals[blocks] = min(one for one, _ in counts), min(other for _, other in counts)
     # A block is two modules to walk over, and one to hook.
-    assert totals[120][0] - totals[20][0] <= 100 * attaching
+    # One call more for each module would be a hundred; ten are for what other tests have left behind.
+    assert totals[120][0] - totals[20][0] <= 100 * attaching + 10
     assert totals[120][1] - totals[20][1] <= 100 * removing
     hl.assert_no_hooks(model, foreign=True)
 
