@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
+import threading
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
 import hookline as hl
+from hookline.sites.functions import function_mode
 
 
 class Counting(TorchFunctionMode):
@@ -436,3 +439,32 @@ def test_after_a_hook_removed_itself_the_next_hook_goes_on_and_off_as_ever() -> 
     torch.exp(torch.ones(1))
     assert events == ["once", "exp"]
     assert modes() == []
+
+
+def test_threads_begin_while_another_goes_through_the_hooks_of_all() -> None:
+    """Without the lock this ends in "Set changed size during iteration" nearly always."""
+    stop, errors = threading.Event(), []
+
+    def go_through() -> None:
+        try:
+            while not stop.is_set():
+                list(function_mode.unbound_attachments())
+        except RuntimeError as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    reader = threading.Thread(target=go_through)
+    reader.start()
+    try:
+        for _ in range(100):
+            threads = [threading.Thread(target=function_mode.anywhere) for _ in range(10)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        stop.set()
+        reader.join()
+        sys.setswitchinterval(interval)
+    assert errors == []

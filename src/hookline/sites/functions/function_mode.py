@@ -294,7 +294,7 @@ class _State:
 def publish() -> None:
     """Give every thread a new table for its next call, since hooks have come or gone; under LOCK."""
     _State.published += 1
-    for mode in list(_MODES):
+    for mode in _modes():
         mode.refresh()
     _LOCAL.mode.settle()
 
@@ -306,7 +306,7 @@ def anywhere() -> FunctionsOfThread:
 
 def unbound_attachments() -> Iterator[Attachment]:
     """Return what is put on functions of torch, by any thread that is still there, and bound to no model."""
-    for mode in list(_MODES):
+    for mode in _modes():
         yield from tuple(mode.anywhere.attachments)
 
 
@@ -320,7 +320,14 @@ class _Local(threading.local):
 
     def __init__(self) -> None:
         self.mode = _Mode()
-        _MODES.add(self.mode)
+        with LOCK:  # another thread may be going through them
+            _MODES.add(self.mode)
+
+
+def _modes() -> list[_Mode]:
+    """Return the modes of all threads that are still there."""
+    with LOCK:
+        return list(_MODES)
 
 
 _MODES: Final[weakref.WeakSet[_Mode]] = weakref.WeakSet()
