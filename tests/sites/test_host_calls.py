@@ -54,13 +54,19 @@ def calls_of(act: Callable[[], Any]) -> Counter[str]:
 
 
 @pytest.fixture(autouse=True)
-def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def same_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget what other tests have done: where something is compiled, hooks are prepared for that, and each kind of
     hook that was used once is swept with the others.
     """
+    # The first hook of a process begins to watch for compilations, and the last one that goes ends it: three calls that
+    # are made or not, as a model of another test is gone or not. This one is here all the time.
+    kept = nn.Linear(1, 1)
+    handle = hl.attach(kept, "", ignore)
     monkeypatch.setattr(module_hooks, "ON_SWEEP", [])
     monkeypatch.setattr(_torch, "compiled_code", list)
     monkeypatch.setattr(recompile_guard._WATCH, "compiled", False)
+    yield
+    handle.remove(quiet=True)
 
 
 class Block(nn.Module):
@@ -95,7 +101,7 @@ def test_a_capture_of_one_module_by_name() -> None:
         assert calls["walk"] == 0
         counts.add(calls.total())
     assert len(counts) == 1
-    assert counts.pop() <= 106
+    assert counts.pop() <= 95
 
 
 def test_a_tree_that_has_changed_is_seen() -> None:
@@ -116,18 +122,15 @@ def test_each_module_that_is_hooked(observe: bool, attaching: int, removing: int
     """What one module more adds to attaching (finding it included) and to removing; the same for each."""
     totals: dict[int, tuple[int, int]] = {}
     for blocks in (20, 120):
-        model, counts = make_model(blocks), []
-        for _ in range(5):
+        model = make_model(blocks)
+        for _ in range(2):
             with counting() as attached:
                 handle = hl.attach(model, "*.inner", ignore, observe=observe)
             with counting() as removed:
                 handle.remove()
-            counts.append((attached.total(), removed.total()))
-        # The least: now and then an attachment also sweeps up what other tests have left, a few calls in all.
-        totals[blocks] = min(one for one, _ in counts), min(other for _, other in counts)
+        totals[blocks] = attached.total(), removed.total()
     # A block is two modules to walk over, and one to hook.
-    # One call more for each module would be a hundred; ten are for what other tests have left behind.
-    assert totals[120][0] - totals[20][0] <= 100 * attaching + 10
+    assert totals[120][0] - totals[20][0] <= 100 * attaching
     assert totals[120][1] - totals[20][1] <= 100 * removing
     hl.assert_no_hooks(model, foreign=True)
 
