@@ -116,7 +116,7 @@ CLASSES = _named(
         ReLUGradientFlowState SaturatedActivationState StatsReporter Tracker TrainTool Trainer
     """,
         "observe": """
-        Budget Cache Captured Patch Profile ProfileRow RoleCheck StepAlarm Trouble Watch
+        Budget Cache Captured HeatMap Patch Profile ProfileRow RoleCheck StepAlarm Trouble Watch
     """,
         "report": """
         LoadedRun

@@ -1,21 +1,26 @@
 """Tables of text that objects show of themselves: aligned in a terminal, HTML in a notebook; without torch.
 
 Objects of every folder make a `Table` of their cells. Those that are shown as one derive from `ShownAsTable`, which
-gives them ``__str__``, ``__repr__`` and ``_repr_html_``.
+gives them ``__str__``, ``__repr__`` and ``_repr_html_``. `notebook_html` draws what is more than cells.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import Final
+from typing import Final, Literal, Protocol
 
-__all__ = ["OFF", "ON", "ShownAsTable", "Table", "number_text"]
+from hookline.notebook_html import line, shade_style
+
+__all__ = ["OFF", "ON", "THE_MODEL", "HasTable", "ShownAsTable", "Table", "number_text"]
 
 ON: Final = "on, .remove() takes it off"
 """How an object says that its hooks are on."""
 OFF: Final = "off"
+THE_MODEL: Final = "(the model)"
+"""How tables name a model itself, whose name is empty."""
 
 _MAX_HTML_ROWS: Final = 500
 """A notebook keeps what it has shown, and a browser slows down on large tables."""
@@ -54,6 +59,12 @@ class Table:
     """Lines below the table."""
     rule: bool = True
     """Whether a line is drawn under the header, in text."""
+    most: int | None = None
+    """How many rows are shown, with a line on the others before the foot; None for all, in HTML 500."""
+    rest: str = " more"
+    """What that line says after the number of rows that are left out."""
+    heat: Literal["", "column", "table"] = ""
+    """Whether HTML shades numbers: by the largest of their column, or by the largest of all."""
 
     def with_foot(self, line: str) -> Table:
         """Return the table with one more line below it; the same table if ``line`` is empty."""
@@ -63,12 +74,16 @@ class Table:
         """Return the table in aligned columns."""
         lines = [self.title] if self.title else []
         if self.header:
-            cells = [tuple(self.header), *map(tuple, self.rows)]
+            cells = [tuple(self.header), *map(tuple, self.rows[: self.most])]
             widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
             if self.rule:
                 cells.insert(1, tuple("─" * width for width in self._rule(widths)))
             lines += [self._line(row, widths) for row in cells]
-        return "\n".join([*lines, *self.foot])
+        return "\n".join([*lines, *self._left_out(self.most), *self.foot])
+
+    def _left_out(self, most: int | None) -> list[str]:
+        more = 0 if most is None else len(self.rows) - most
+        return [f"… and {more:,}{self.rest}"] if more > 0 else []
 
     def _rule(self, widths: Sequence[int]) -> Sequence[int]:
         """Return how long the rule of each column is: words in the last column may run far beyond its name."""
@@ -84,23 +99,67 @@ class Table:
 
     def html(self) -> str:
         """Return the table as HTML, of at most 500 rows."""
-        parts = [f"<div>{escape(self.title)}</div>"] if self.title else []
-        foot = list(self.foot)
+        parts = [line(self.title)]
         if self.header:
-            body = [self._html_row("td", row) for row in self.rows[:_MAX_HTML_ROWS]]
+            most = min(self.most or _MAX_HTML_ROWS, _MAX_HTML_ROWS)
+            shares = self.shares()
+            body = [self._html_row("td", row, shares[index]) for index, row in enumerate(self.rows[:most])]
             parts += ["<table>", f"<thead>{self._html_row('th', self.header)}</thead>", "<tbody>", *body, "</tbody>"]
             parts.append("</table>")
-            if len(self.rows) > _MAX_HTML_ROWS:
-                foot.insert(0, f"… and {len(self.rows) - _MAX_HTML_ROWS:,} more rows; print() shows all")
-        parts += [f"<div>{escape(line)}</div>" for line in foot]
-        return "\n".join(parts)
+            hint = " rows; print() shows all" if self.most is None else ""
+            parts += [line(text + hint) for text in self._left_out(most)]
+        parts += map(line, self.foot)
+        return "\n".join(filter(None, parts))
 
-    def _html_row(self, tag: str, row: Sequence[str]) -> str:
-        cells = [
-            f'<{tag} style="text-align: {"right" if column in self.numbers else "left"}">{escape(cell)}</{tag}>'
-            for column, cell in enumerate(row)
-        ]
+    def _html_row(self, tag: str, row: Sequence[str], shares: Sequence[float | None] = ()) -> str:
+        cells = []
+        for column, cell in enumerate(row):
+            share = shares[column] if shares else None
+            style = f"text-align: {'right' if column in self.numbers else 'left'}"
+            style += f"; {shade_style(share)}" if share is not None else ""
+            cells.append(f'<{tag} style="{style}">{escape(cell)}</{tag}>')
         return f"<tr>{''.join(cells)}</tr>"
+
+    def shares(self) -> list[list[float | None]]:
+        """Return each cell as a share of the largest number beside it, by ``heat``; None for what is not shaded."""
+        if not self.heat:
+            return [[None] * len(row) for row in self.rows]
+        numbers = [
+            [_number(cell) if column in self.numbers else None for column, cell in enumerate(row)] for row in self.rows
+        ]
+        columns = [*zip(*numbers, strict=True)]
+        scales = [_scale(column) for column in columns]
+        if self.heat == "table":
+            scales = [_scale([number for column in columns for number in column])] * len(columns)
+        return [
+            [None if number is None else _share(number, scale) for number, scale in zip(row, scales, strict=True)]
+            for row in numbers
+        ]
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return float(cell.replace(",", ""))
+    except ValueError:
+        return None
+
+
+def _scale(numbers: Sequence[float | None]) -> float:
+    """Return the largest size among ``numbers``; 0 if all are the same, and there is nothing to tell apart."""
+    finite = [number for number in numbers if number is not None and math.isfinite(number)]
+    return max(map(abs, finite)) if len(set(finite)) > 1 else 0.0
+
+
+def _share(number: float, scale: float) -> float | None:
+    if not math.isfinite(number):
+        return number
+    return number / scale if scale else None
+
+
+class HasTable(Protocol):
+    """What is shown as a table."""
+
+    def _table(self) -> Table: ...
 
 
 class ShownAsTable:

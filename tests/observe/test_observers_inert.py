@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -145,7 +146,26 @@ def profiling(**options: Any) -> Observer:
     return run
 
 
+@contextmanager
+def showing(model: nn.Module, **tools: Any) -> Iterator[Any]:
+    """Show all that a notebook can show, after every fifth step, as trees, tables and pictures."""
+    steps = itertools.count()
+
+    @contextmanager
+    def step() -> Iterator[None]:
+        if next(steps) % 5:
+            yield
+            return
+        with hl.capture(model, "*", grads=True) as cache, hl.watch(model) as watch, hl.profile(model) as prof:
+            yield
+            shown = [hl.find(model).beside(watch, cache, prof), watch, cache, cache["head"], prof, hl.doctor(model)]
+            assert all("<" in thing._repr_html_() for thing in (*shown, hl.observe.HeatMap(cache["head"].output)))
+
+    yield step
+
+
 OBSERVERS = {
+    "shown in a notebook": showing,
     "watch": watching(),
     "watch of outputs": watching(on="forward"),
     "watch of gradients": watching(on=("backward", "param_grad")),

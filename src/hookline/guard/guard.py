@@ -63,10 +63,9 @@ class GuardReceipt(ShownAsTable):
             f"{1e3 * self.seconds:.2f} ms, {self.saved_bytes / 1e6:,.1f} MB saved"
         )
         restored = set(self.restored)
-        rows = [(name, "yes" if name in restored else "no") for name in self.touched[:_MAX_ROWS]]
-        more = len(self.touched) - len(rows)
-        foot = (f"… and {more:,} more; all of them are in .touched",) if more else ()
-        return Table(("touched", "put back"), rows, title=title, foot=foot) if rows else Table(title=title)
+        rows = [(name, "yes" if name in restored else "no") for name in self.touched]
+        header, rest = ("touched", "put back"), " more; all of them are in .touched"
+        return Table(header, rows, title=title, most=_MAX_ROWS, rest=rest) if rows else Table(title=title)
 
 
 class Guard:

@@ -3,6 +3,7 @@
 from hookline.lifecycle.overhead_budget import Budget as Budget
 from hookline.observe.capture.cache import Cache as Cache
 from hookline.observe.capture.cache import Captured as Captured
+from hookline.observe.heat_map import HeatMap as HeatMap
 from hookline.observe.patch.patch import Patch as Patch
 from hookline.observe.profile.profile import Profile as Profile
 from hookline.observe.profile.profile import ProfileRow as ProfileRow

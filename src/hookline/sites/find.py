@@ -5,12 +5,15 @@ Users call these; they read the hooks of every site type.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, overload
 
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hookline.errors import HooksLeftError
+from hookline.notebook_html import TreeLine, folding_tree, line
 from hookline.sites import _torch
 from hookline.sites.functions.function_mode import unbound_attachments
 from hookline.sites.functions.function_overrides import function_classes, operators
@@ -27,7 +30,7 @@ from hookline.sites.site_info import Site
 from hookline.sites.targets import check_model, select
 from hookline.sites.tensors.parameter_hooks import LeafHook, parameter_entries
 from hookline.sites.wrappers import walk
-from hookline.tables import ShownAsTable, Table
+from hookline.tables import THE_MODEL, HasTable, ShownAsTable, Table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,15 +38,30 @@ if TYPE_CHECKING:
     from hookline.hook_types import Target
     from hookline.sites.hook_at_site import Attachment, HookAtSite
 
+Facts: TypeAlias = dict[tuple[str, str], tuple[str, float | None]]
+"""What was observed at a site: by kind and column, the text and how strongly it is shaded."""
+_MAX_SHAPES: Final = 4
+"""Parameters of one module whose shapes are shown."""
+
 
 class Sites(ShownAsTable, Sequence[Site]):
-    """The sites a target matches; prints as a table, reads as a list.
+    """The sites a target matches; prints as a table, shows as a folding tree in a notebook, reads as a list.
 
-    Recipe: ``print(hookline.find(model, "layers.#"))``.
+    Recipe: ``print(hookline.find(model, "layers.#"))``; ``hookline.find(model).beside(watch, cache)`` at the end of a
+    cell.
     """
 
-    def __init__(self, sites: Sequence[Site]) -> None:
+    def __init__(self, sites: Sequence[Site], beside: Sequence[HasTable] = ()) -> None:
         self._sites = list(sites)
+        self._beside = tuple(beside)
+
+    def beside(self, *observed: HasTable) -> Sites:
+        """Return the same sites with what was observed at them beside each: shapes, statistics, firings, times.
+
+        Args:
+            observed: A watch, a cache, a profile, the report of a handle. They are read when the sites are shown.
+        """
+        return Sites(self._sites, (*self._beside, *observed))
 
     @property
     def names(self) -> list[str]:
@@ -63,15 +81,55 @@ class Sites(ShownAsTable, Sequence[Site]):
     def __getitem__(self, index: slice) -> Sites: ...
     def __getitem__(self, index: int | slice) -> Site | Sites:
         if isinstance(index, slice):
-            return Sites(self._sites[index])
+            return Sites(self._sites[index], self._beside)
         return self._sites[index]
 
     def _table(self) -> Table:
+        facts = self._facts()
+        names = list(dict.fromkeys(name for row in facts.values() for name in row))
         rows = [
-            (site.name or "(the model)", site.type, f"{site.num_parameters:,}", ", ".join(self.hooks(site)))
+            (
+                *(site.name or THE_MODEL, site.type, f"{site.num_parameters:,}"),
+                *(facts[site.name].get(name, ("", None))[0] for name in names),
+                ", ".join(self.hooks(site)),
+            )
             for site in self._sites
         ]
-        return Table(("name", "type", "parameters", "hooks"), rows, numbers=(2,), foot=(_counted(self.names),))
+        numbers = range(2, 3 + len(names))
+        return Table(
+            ("name", "type", "parameters", *(" ".join(filter(None, name)) for name in names), "hooks"),
+            rows,
+            numbers=numbers,
+            foot=(_counted(self.names),),
+        )
+
+    def _repr_html_(self) -> str:
+        facts = self._facts()
+        lines = {site.name: self._line(site, facts[site.name]) for site in self._sites}
+        return folding_tree(lines, THE_MODEL) + line(_counted(self.names))
+
+    def _line(self, site: Site, facts: Facts) -> TreeLine:
+        count = site.num_parameters
+        words = [site.type, f"{count:,} parameters" if count else "", *_shapes(site.module)]
+        hooks = dict.fromkeys(text.rpartition(" (")[0] for text in self.hooks(site))
+        marks: list[tuple[str, float | None]] = [(f"hooks: {', '.join(hooks)}", None)] if hooks else []
+        for kind, columns in itertools.groupby(facts.items(), key=lambda fact: fact[0][0]):
+            marks += [(f"· {kind}", None)] * bool(marks or kind)
+            marks += [(f"{column} {text}", share) for (_, column), (text, share) in columns]
+        return TreeLine(", ".join(filter(None, words)), marks)
+
+    def _facts(self) -> dict[str, Facts]:
+        """Return what was observed at each site, by its name."""
+        facts: dict[str, Facts] = {name: {} for name in self.names}
+        for observed in self._beside:
+            table = observed._table()
+            for row, shares in zip(table.rows, table.shares(), strict=True):
+                name = row[0] if row[0] != THE_MODEL else ""
+                name, kind = (name, "") if name in facts else name.rpartition("/")[::2]
+                for column, text, share in zip(table.header[1:], row[1:], shares[1:], strict=True):
+                    if text and name in facts and column != "type":
+                        facts[name][kind, column] = text, share
+        return facts
 
 
 def find(model: nn.Module, target: Target = "*", *, exclude: Target = None, role: str | None = None) -> Sites:
@@ -146,7 +204,7 @@ def assert_no_hooks(model: nn.Module, *, foreign: bool = False) -> None:
         seen.add(id(module))
         drop_stale(module)
         hooks = _hooks_on(module) if foreign else _own_hooks(module)
-        left += [f"{name or '(the model)'}: {text}" for text in hooks]
+        left += [f"{name or THE_MODEL}: {text}" for text in hooks]
     if left:
         shown = "; ".join(left[:8]) + (f"; and {len(left) - 8} more" if len(left) > 8 else "")
         raise HooksLeftError(f"{len(left)} hooks are still attached: {shown}. See hookline.attached(model).")
@@ -177,6 +235,12 @@ def _foreign_hooks(module: nn.Module) -> Iterator[str]:
         if not isinstance(hook, TorchHook | LeafHook):
             home = getattr(hook, "__module__", None) or type(hook).__module__
             yield f"foreign {home}.{hook_name(hook)} ({where})"
+
+
+def _shapes(module: nn.Module) -> Iterator[str]:
+    """Yield name and shape of the module's own parameters, of the first four."""
+    for name, parameter in itertools.islice(module.named_parameters(recurse=False), _MAX_SHAPES):
+        yield f"{name} {'of no shape yet' if is_lazy(parameter) else tuple(parameter.shape)}"
 
 
 def _counted(names: list[str]) -> str:

@@ -111,11 +111,10 @@ class Receipt:
             return Table(title=f"{self}, on {self.sites[0].name!r}")
         rows = [
             (site.name or "(the model)", f"{site.fired:,}", _or_dash(site.last_step), _or_dash(site.cost_us, ".1f"))
-            for site in self.sites[:_MAX_SITES]
+            for site in self.sites
         ]
-        more = len(self.sites) - len(rows)
-        foot = (f"… and {more:,} more; all of them are in .sites",) if more else ()
-        return Table(("site", "fired", "last step", "µs each"), rows, numbers=(1, 2, 3), title=str(self), foot=foot)
+        header, rest = ("site", "fired", "last step", "µs each"), " more; all of them are in .sites"
+        return Table(header, rows, numbers=(1, 2, 3), title=str(self), most=_MAX_SITES, rest=rest)
 
 
 class Receipts(ShownAsTable, tuple[Receipt, ...]):

@@ -168,11 +168,9 @@ class Comparison(ShownAsTable):
         return [*lines, *self.notes, *self.left_out, *self.problems]
 
     def _table(self) -> Table:
-        shown = self.worst
-        rows = [_cells(value) for value in shown[:_MAX_ROWS]]
-        foot = [f"… and {len(shown) - _MAX_ROWS} more"] if len(shown) > _MAX_ROWS else []
+        rows = [_cells(value) for value in self.worst]
         header = ("site", "kind", "call", "max abs", "rel L2", "rounding", "verdict")
-        return Table(header, rows, numbers=(3, 4, 5), title=self.summary, foot=foot)
+        return Table(header, rows, numbers=(3, 4, 5), title=self.summary, most=_MAX_ROWS)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain data; what is not finite is text."""

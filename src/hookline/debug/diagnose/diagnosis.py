@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final
@@ -81,19 +80,25 @@ class Diagnosis:
         return {**plain, "problems": self.problems}
 
     def __str__(self) -> str:
-        parts = [self._headline()]
-        if self.hooks:
-            rows = [(h.place, h.kind, h.name, h.owner, h.where) for h in self.hooks]
-            parts.append(_text(("site", "hook", "name", "whose", "where"), rows))
-        if self.silent:
-            sites = [(site.name or "(the model)", site.type, site.reason) for site in self.silent]
-            parts.append(_text(("no hook fires on", "type", "why"), sites))
-        for title, lines in (("Problems", self.problems), ("Notes", self.notes)):
-            if lines:
-                parts.append("\n".join([f"{title}:", *(f"- {line}" for line in lines)]))
-        return "\n\n".join(parts)
+        return "\n\n".join(table.text() for table in self._tables())
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return "\n".join(table.html() for table in self._tables())
+
+    def _tables(self) -> list[Table]:
+        parts = [Table(title=self._headline())]
+        if self.hooks:
+            rows = [(h.place, h.kind, h.name, h.owner, h.where) for h in self.hooks]
+            parts.append(Table(("site", "hook", "name", "whose", "where"), rows, most=_SHOWN))
+        if self.silent:
+            sites = [(site.name or "(the model)", site.type, site.reason) for site in self.silent]
+            parts.append(Table(("no hook fires on", "type", "why"), sites, most=_SHOWN))
+        for title, lines in (("Problems:", self.problems), ("Notes:", self.notes)):
+            if lines:
+                parts.append(Table(title=title, foot=[f"- {line}" for line in lines]))
+        return parts
 
     def _headline(self) -> str:
         whose = Counter(hook.owner for hook in self.hooks)
@@ -190,8 +195,3 @@ def _least(probe: nn.Module, x: torch.Tensor) -> float:
             probe(x)
         best = min(best, (perf_counter() - began) / _CALLS * 1e6)
     return best
-
-
-def _text(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    more = len(rows) - _SHOWN
-    return Table(header, rows[:_SHOWN], foot=(f"… and {more} more",) if more > 0 else ()).text()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hookline.errors import CaptureError, NoMatchError
 from hookline.messages import nearest_names
+from hookline.notebook_html import line
 from hookline.observe.capture.capture_hooks import CaptureRecorder, CaptureStopped
 from hookline.observe.capture.captured_calls import CapturedCall
 from hookline.observe.capture.stored_value import (
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["Cache", "Captured"]
 
 _MAX_ROWS: Final = 60
+_MAX_MAPS: Final = 12
+"""Heat maps that a notebook shows at once: 10 kB each at most."""
 _PICKLED: Final = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, Unseen)
 _CHANGED: Final = -1
 """A version that no tensor has: reading a copy of what was overwritten raises, as with the original."""
@@ -99,6 +102,10 @@ class Captured:
 
     def __repr__(self) -> str:
         return f"<Captured {self.name!r}, {len(self.calls)} call{'' if len(self.calls) == 1 else 's'}>"
+
+    def _repr_html_(self) -> str:
+        more = line(f"… and {len(self.calls) - _MAX_MAPS:,} more calls") if len(self.calls) > _MAX_MAPS else ""
+        return line(repr(self)) + "".join(call._repr_html_() for call in self.calls[:_MAX_MAPS]) + more
 
 
 class Cache(ShownAsTable, Mapping[str, Captured]):
@@ -165,11 +172,17 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         calls = self._sorted()
         if not calls:
             return Table(title=f"Cache of {len(self.reasons)} modules, none captured yet")
-        rows = [_cells(*item) for item in [*calls.items()][:_MAX_ROWS]]
+        rows = [_cells(*item) for item in calls.items()]
         foot = [f"{len(calls)} modules, {sum(map(len, calls.values()))} calls, {size_text(self.bytes)}"]
-        if len(calls) > _MAX_ROWS:
-            foot.insert(0, f"… and {len(calls) - _MAX_ROWS} more")
-        return Table(("name", "output", "dtype", "calls", "size"), rows, numbers=(3, 4), foot=foot)
+        header = ("name", "output", "dtype", "calls", "size")
+        return Table(header, rows, numbers=(3, 4), foot=foot, most=_MAX_ROWS)
+
+    def _repr_html_(self) -> str:
+        """Return the table and, folded, heat maps of the first modules; to draw these waits for their device."""
+        first = [*self._sorted().values()][:_MAX_MAPS]
+        maps = "".join(calls[0]._repr_html_() for calls in first)
+        folded = f"<details><summary>heat maps</summary>{maps}</details>" if maps else ""
+        return super()._repr_html_() + folded
 
     def _state(self) -> str:
         """Return whether it captures, and how to have it stop."""

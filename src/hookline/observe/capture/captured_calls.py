@@ -9,7 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import CaptureError
+from hookline.notebook_html import line
 from hookline.observe.capture.stored_value import StoredValue
+from hookline.observe.heat_map import heat_maps_of
+from hookline.sites.tree import main_tensor
+from hookline.tables import THE_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,6 +172,16 @@ class CapturedCall:
 
     def __repr__(self) -> str:
         return f"<CapturedCall {self.name!r}, step {self.step}, call {self.call}>"
+
+    def _repr_html_(self) -> str:
+        """Return heat maps of the main tensors of the output and of its gradients; waits for their device."""
+        name = f"{self.name or THE_MODEL}, step {self.step}, call {self.call}"
+        try:
+            values = {f"{name}: output": self.output}
+            values |= {f"{name}: gradient": grad for grad in (self.grads if self.takes_grads else ())}
+        except CaptureError as error:
+            return line(str(error))
+        return heat_maps_of({what: x for what, value in values.items() if (x := main_tensor(value)) is not None})
 
 
 def _call_with(name: str, step: int, call: int, mixed: bool, takes_grads: bool, kept: dict[str, Any]) -> CapturedCall:

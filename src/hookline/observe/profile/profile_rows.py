@@ -279,16 +279,16 @@ def table_of(rows: Sequence[ProfileRow], device: str, wall_ms: float, dropped: i
     header = ("name", "type", "calls", "forward ms", "own", "backward ms", "own", "output MiB", "allocated MiB")
     ordered = sorted(rows, key=lambda row: -(row.forward_ms + row.backward_ms))
     columns = len(header) if on_gpu else len(header) - 1
-    cells = [_cells(row)[:columns] for row in ordered[:_MAX_ROWS]]
-    foot = []
-    if len(rows) > _MAX_ROWS:
-        foot.append(f"… and {len(rows) - _MAX_ROWS} that took less; all of them are in .rows")
+    cells = [_cells(row)[:columns] for row in ordered]
     forward, backward = (sum(getattr(row, f"{way}_own_ms") for row in rows) for way in ("forward", "backward"))
     sums = f"{forward:,.2f} ms forward and {backward:,.2f} ms backward, of {wall_ms:,.2f} ms ({device})"
-    foot.append(f"own times add up to {sums}")
+    foot = [f"own times add up to {sums}"]
     if dropped:
         foot.append(f"{dropped:,} more calls were left out; raise max_spans=.")
-    return Table(header[:columns], cells, numbers=range(2, columns), foot=foot)
+    rest = " that took less; all of them are in .rows"
+    return Table(
+        header[:columns], cells, numbers=range(2, columns), foot=foot, most=_MAX_ROWS, rest=rest, heat="column"
+    )
 
 
 def _cells(row: ProfileRow) -> tuple[str, ...]:

@@ -285,4 +285,4 @@ def table_of(metrics: dict[str, Any]) -> Table:
         return Table(title="nothing watched yet")
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
     cells = [[place, *(row.get(name, "") for name in names)] for place, row in rows.items()]
-    return Table(["", *names], cells, numbers=range(1, len(names) + 1), rule=False)
+    return Table(["", *names], cells, numbers=range(1, len(names) + 1), rule=False, heat="column")

@@ -1,0 +1,132 @@
+"""Draw numbers as a heat map for a notebook: a tensor, or a table with names.
+
+Users make a `HeatMap`; captures show themselves by `heat_maps_of`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hookline.errors import OptionError
+from hookline.messages import type_name
+from hookline.notebook_html import line, picture
+from hookline.observe.host_values import countable
+from hookline.tables import ShownAsTable, Table
+
+__all__ = ["HeatMap", "heat_maps_of"]
+
+_MAX_ROWS: Final = 64
+_MAX_COLUMNS: Final = 120
+"""Pixels of a picture: 10 kB of text at most."""
+_MAX_READ: Final = 1 << 20
+"""Numbers that are brought to the host; of a larger tensor, evenly spaced rows and columns."""
+_MAX_NAMED: Final = 40
+"""Named columns of a table."""
+
+
+class HeatMap(ShownAsTable):
+    """Numbers as colours: red above zero, blue below, yellow where one is NaN or Inf.
+
+    Recipe: ``hookline.observe.HeatMap(tensor)`` at the end of a cell, or, with a number in each cell,
+    ``HeatMap(effects, rows=layers, columns=tokens, title="effect of a patch")``.
+
+    Of more than two dimensions the first entry of each leading one is drawn. A picture has 64 rows and 120 columns at
+    most: a pixel of a larger tensor has the strongest of the numbers that it stands for. Making one reads the numbers,
+    which waits for the device of the tensor; nothing else is done to it.
+
+    Args:
+        values: A tensor, an array, or rows of numbers.
+        rows: The names of the rows.
+        columns: The names of the columns.
+        title: A line above it.
+    """
+
+    def __init__(self, values: Any, *, rows: Sequence[Any] = (), columns: Sequence[Any] = (), title: str = "") -> None:
+        tensor = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+        matrix, note = _matrix(tensor)
+        if matrix is None:
+            raise OptionError(f"A heat map takes real numbers in memory, got {type_name(values)}: {note}.")
+        for names, count, what in ((rows, len(matrix), "rows"), (columns, matrix.shape[1], "columns")):
+            if len(names) not in (0, count):
+                raise OptionError(f"{what}= has {len(names)} names, and the heat map has {count} {what}.")
+        self._matrix, self._names = matrix, ([*map(str, rows)], [*map(str, columns)])
+        self._words = " · ".join(filter(None, (title, f"{tuple(tensor.shape)}{note}", _range_of(matrix))))
+        self._title = title
+
+    def _table(self) -> Table:
+        rows, columns = self._names
+        if not rows and not columns:
+            return Table(title=self._words)
+        rows = rows or [*map(str, range(len(self._matrix)))]
+        columns = columns or [*map(str, range(self._matrix.shape[1]))]
+        cells = [[name, *(f"{x:.3g}" for x in row[:_MAX_NAMED])] for name, row in zip(rows, self._matrix, strict=True)]
+        foot = [f"… and {len(columns) - _MAX_NAMED} more columns"] if len(columns) > _MAX_NAMED else []
+        header = ["", *columns[:_MAX_NAMED]]
+        return Table(header, cells, range(1, len(header)), self._title, foot, most=_MAX_ROWS, heat="table")
+
+    def _repr_html_(self) -> str:
+        if any(self._names):
+            return self._table().html()
+        strongest = _strongest(self._matrix)
+        largest = _largest(strongest)
+        shares = (strongest / largest if largest else strongest).tolist()
+        return line(self._words) + picture(shares, self._words)
+
+
+def heat_maps_of(tensors: dict[str, Tensor]) -> str:
+    """Return a heat map for each of ``tensors`` that has one, under its name."""
+    found = []
+    for name, tensor in tensors.items():
+        try:
+            found.append(HeatMap(tensor, title=name)._repr_html_())
+        except OptionError:
+            found.append(line(f"{name} · {tuple(tensor.shape)} · {str(tensor.dtype).removeprefix('torch.')}"))
+    return "\n".join(found)
+
+
+def _matrix(tensor: Tensor) -> tuple[NDArray[np.float64] | None, str]:
+    """Return the numbers that are drawn, in two dimensions, and what they are of ``tensor``; None, and why not."""
+    whole = not tensor.is_floating_point() and not tensor.is_complex()
+    real = tensor.detach() if whole and tensor.layout is torch.strided and not tensor.is_meta else countable(tensor)
+    if real is None or not real.numel():
+        return None, "it is empty, complex, sparse, or has no memory"
+    with torch.no_grad():
+        leading = real.dim() - 2
+        flat = real[(0,) * leading] if leading > 0 else real.reshape(1, -1) if leading < 0 else real
+        note = f", [{', '.join(['0'] * leading)}]" if leading > 0 and real.shape[:leading].numel() > 1 else ""
+        stride = math.ceil(math.sqrt(max(1, flat.numel() / _MAX_READ)))
+        if stride > 1:
+            flat, note = flat[::stride, ::stride], f"{note}, one in {stride} of its rows and columns"
+        numbers: NDArray[np.float64] = flat.to(device="cpu", dtype=torch.float64).numpy()
+    return numbers, note
+
+
+def _strongest(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return a matrix of at most 64 by 120: each number is the one of the largest size in its part of ``matrix``."""
+    for axis, most in ((0, _MAX_ROWS), (1, _MAX_COLUMNS)):
+        size = matrix.shape[axis]
+        if size > most:
+            starts = np.arange(most) * size // most
+            high, low = (reduce(matrix, starts, axis=axis) for reduce in (np.maximum.reduceat, np.minimum.reduceat))
+            matrix = np.where(np.abs(low) > np.abs(high), low, high)  # NaN stays: both have it
+    return matrix
+
+
+def _largest(matrix: NDArray[np.float64]) -> float:
+    finite = matrix[np.isfinite(matrix)]
+    return float(np.abs(finite).max()) if finite.size else 0.0
+
+
+def _range_of(matrix: NDArray[np.float64]) -> str:
+    """Return the smallest and the largest number, and how many are not finite, in words."""
+    finite = matrix[np.isfinite(matrix)]
+    bad = matrix.size - finite.size
+    span = f"{finite.min():.3g} to {finite.max():.3g}" if finite.size else ""
+    return " · ".join(filter(None, (span, f"{bad:,} not finite" if bad else "")))

@@ -1,0 +1,196 @@
+"""What notebooks show beyond rows of text: trees that fold, heat maps, shaded cells."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+import struct
+import zlib
+from typing import Any
+
+import pytest
+import torch
+from test_tables import Cells, model_and_data
+from torch import nn
+
+import hookline as hl
+from hookline.notebook_html import TreeLine, folding_tree, picture, shade_style
+from hookline.tables import Table
+
+ZERO, BAD = 127, 255
+"""Places in the palette of a picture."""
+
+
+def pixels(html: str) -> list[list[int]]:
+    """Return the places in the palette, row by row, of the only picture in ``html``."""
+    (data,) = re.findall(r'src="data:image/png;base64,([^"]+)"', html)
+    raw, chunks, at = base64.b64decode(data), {}, 8
+    while at < len(raw):
+        size, kind = struct.unpack(">I4s", raw[at : at + 8])
+        body = raw[at + 8 : at + 8 + size]
+        assert struct.unpack(">I", raw[at + 8 + size : at + 12 + size]) == (zlib.crc32(kind + body),)
+        chunks[kind], at = body, at + 12 + size
+    width, height = struct.unpack(">II", chunks[b"IHDR"][:8])
+    assert (len(chunks[b"PLTE"]), len(chunks[b"tRNS"])) == (3 * 256, 256)
+    rows = zlib.decompress(chunks[b"IDAT"])
+    return [list(rows[1 + row * (width + 1) : (row + 1) * (width + 1)]) for row in range(height)]
+
+
+def test_ten_thousand_modules_fold_into_a_small_tree() -> None:
+    """400 lines, the ones near the root first, and each branch says how many it hides; every name is escaped."""
+    block = nn.Sequential(*(nn.Sequential(*(nn.Identity() for _ in range(9))) for _ in range(10)))
+    model = nn.ModuleDict({f"<b>{number}": block if number == 0 else nn.Sequential() for number in range(100)})
+    for number in range(1, 100):
+        model[f"<b>{number}"].extend(nn.Sequential(*(nn.Identity() for _ in range(9))) for _ in range(10))
+    found = hl.find(model)
+    assert len(found) > 10_000
+    html = found._repr_html_()
+    assert len(html) < 100_000
+    assert Cells(html).open == []
+    assert html.count("<strong>") == 400
+    assert html.count("&lt;b&gt;") == 100
+    hidden = [int(count.replace(",", "")) for count in re.findall(r"and ([\d,]+) more inside", html)]
+    assert sum(hidden) + 400 == len(found)
+
+
+def test_a_small_tree_is_open_and_a_large_one_is_folded() -> None:
+    """So that one sees a small model at once, and of a large one its first level."""
+    small = folding_tree({"a": TreeLine("A"), "a.b": TreeLine("B")}, "m")
+    assert (small.count("<details open>"), small.count("<details>")) == (2, 0)
+    large = folding_tree({f"a{number}.b": TreeLine("B") for number in range(30)}, "m")
+    assert (large.count("<details open>"), large.count("<details>")) == (1, 30)
+
+
+def test_a_tree_has_shapes_hooks_and_what_was_observed_beside_each_module() -> None:
+    """A watch, a cache, a profile and a receipt, each at its own module, in the tree and in the table."""
+    model, x = model_and_data()
+    handle = hl.attach(model, "0", lambda module, args, output: None, name="mine")
+    with hl.watch(model, on="forward", stats=("std",)) as watch, hl.capture(model, "2") as cache:
+        model(x)
+        found = hl.find(model).beside(watch, cache, handle.report(), hl.attach(model, "#", print).report())
+        hl.attached(model)[-1].remove(quiet=True)
+        lines = re.findall(r"<strong>(.*?)</strong> (.*?)(?:</div>|</summary>)", found._repr_html_())
+        shown = {name: re.sub(r"<[^>]*>", " ", text) for name, text in lines}
+    metrics = watch.to_metrics()
+    assert shown["0"].startswith("Linear, 20 parameters, weight (4, 4), bias (4,) ")
+    assert "hooks: mine, watch" in shown["0"]
+    assert f"std {metrics['0/forward/std']:.4g}" in shown["0"]
+    assert f"std {metrics['forward/std']:.4g}" in shown["(the model)"]
+    assert "output (8, 1)" in shown["2"]
+    assert "output" not in shown["1"]
+    handle.remove()
+    header = str(found).splitlines()[0].split()
+    assert header[:5] == ["name", "type", "parameters", "forward", "std"]
+    assert [row.split()[3] for row in str(found).splitlines()[3:6]] == [
+        f"{metrics[f'{n}/forward/std']:.4g}" for n in "012"
+    ]
+
+
+def test_a_lazy_module_has_no_shape_yet() -> None:
+    """It is shown all the same."""
+    assert "weight of no shape yet" in hl.find(nn.Sequential(nn.LazyLinear(2)))._repr_html_()
+
+
+def test_a_picture_has_a_pixel_for_each_number() -> None:
+    """From the lowest place of the palette to the highest, zero in the middle, and one place for NaN and Inf."""
+    html = picture([[-1.0, 0.0, 1.0], [math.nan, -math.inf, 5.0]], '"quoted" <b>')
+    assert pixels(html) == [[0, ZERO, 2 * ZERO], [BAD, BAD, 2 * ZERO]]
+    assert 'alt="&quot;quoted&quot; &lt;b&gt;" width="48" height="32"' in html
+
+
+def test_a_heat_map_of_a_large_tensor_shows_the_strongest_of_each_part() -> None:
+    """One number among many is seen, whatever its sign; NaN too; and the picture stays small."""
+    values = torch.full((3, 640, 1200), 1e-6)
+    values[0, 320, 600] = -2.0
+    values[0, 0, 1199] = math.nan
+    html = hl.observe.HeatMap(values, title="<b>")._repr_html_()
+    drawn = pixels(html)
+    assert (len(drawn), len(drawn[0])) == (64, 120)
+    assert [(row, column) for row in range(64) for column in range(120) if drawn[row][column] == 0] == [(32, 60)]
+    assert drawn[0][119] == BAD
+    assert len(html) < 5_000
+    assert "&lt;b&gt; · (3, 640, 1200), [0]" in html
+
+
+def test_of_a_huge_tensor_some_rows_and_columns_are_read() -> None:
+    """No more than a million numbers come to the host, and the words say so."""
+    shown = str(hl.observe.HeatMap(torch.zeros(1).expand(1 << 14, 1 << 14)))
+    assert shown == "(16384, 16384), one in 16 of its rows and columns · 0 to 0"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (torch.tensor(2.0), "() · 2 to 2"),
+        (torch.arange(3), "(3,) · 0 to 2"),
+        (torch.tensor([True, False]), "(2,) · 0 to 1"),
+        (torch.ones(2, 2, dtype=torch.bfloat16), "(2, 2) · 1 to 1"),
+        ([[math.nan]], "(1, 1) · 1 not finite"),
+    ],
+    ids=["number", "whole", "bool", "bfloat16", "nan"],
+)
+def test_what_can_be_drawn(values: Any, words: str) -> None:
+    """Real numbers of every kind."""
+    found = hl.observe.HeatMap(values)
+    assert str(found) == words
+    assert pixels(found._repr_html_())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [torch.empty(0), torch.ones(2, dtype=torch.complex64), torch.ones(2, 2).to_sparse(), torch.ones(2, device="meta")],
+    ids=["empty", "complex", "sparse", "meta"],
+)
+def test_what_cannot_be_drawn_is_an_error_that_says_so(values: torch.Tensor) -> None:
+    """A cache that holds it says what it is instead."""
+    with pytest.raises(hl.errors.OptionError, match="takes real numbers"):
+        hl.observe.HeatMap(values)
+
+
+def test_names_of_a_heat_map_have_to_fit() -> None:
+    """One for each row and column, or none."""
+    with pytest.raises(hl.errors.OptionError, match=r"columns= has 1 names, and the heat map has 2 columns\."):
+        hl.observe.HeatMap([[1, 2]], columns=["a"])
+
+
+def test_a_heat_map_with_names_is_a_table_of_numbers() -> None:
+    """Shaded by the largest of all; in text the same numbers."""
+    found = hl.observe.HeatMap([[1.0, -2.0], [0.0, math.inf]], rows=["a", "b"], columns=["x", "y"], title="effects")
+    assert found._repr_html_().count(shade_style(0.5)) == 1
+    assert found._repr_html_().count(shade_style(-1.0)) == 1
+    assert found._repr_html_().count(shade_style(math.inf)) == 1
+    assert str(found).splitlines() == ["effects", "   x    y", "─  ─  ───", "a  1   -2", "b  0  inf"]
+
+
+def test_cells_are_shaded_by_column_and_a_column_without_differences_is_not() -> None:
+    """Thousands have commas; words and empty cells have no shade."""
+    table = Table(("n", "a", "b"), [("x", "1,000", "3"), ("y", "-500", "3"), ("z", "", "3")], (1, 2), heat="column")
+    assert table.shares() == [[None, 1.0, None], [None, -0.5, None], [None, None, None]]
+    assert table.html().count("background-color") == 2
+    assert "background-color" not in Table(("a",), [("1",), ("2",)], (0,)).html()
+
+
+def test_a_captured_module_shows_outputs_and_gradients_or_why_not() -> None:
+    """A tensor that was changed in place since is not drawn: what is there now is not what flowed."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
+    with hl.capture(model, "#", grads=True) as cache:
+        model(torch.ones(4, 2)).sum().backward()
+    assert re.findall(r"<div>(2, step 0, call 0: \w+ · \S+ \S+)", cache["2"]._repr_html_()) == [
+        "2, step 0, call 0: output · (4, 1)",
+        "2, step 0, call 0: gradient · (4, 1)",
+    ]
+    assert "changed in place" in cache["0"]._repr_html_()
+    assert cache._repr_html_().count("<img") == 4
+    assert cache._repr_html_().count("changed in place") == 1
+
+
+def test_a_cache_draws_some_modules_and_lists_the_rest() -> None:
+    """Twelve pictures; a module that was called often shows twelve calls."""
+    model = nn.Sequential(*(nn.Identity() for _ in range(20)))
+    with hl.capture(model, "#") as cache:
+        for _ in range(14):
+            model(torch.ones(2, dtype=torch.complex64) if len(cache.names) == 0 else torch.ones(2))
+    assert cache._repr_html_().count("step 0, call 0: output · (2,) · complex64") == 12
+    assert cache["3"]._repr_html_().count("<img") == 11
+    assert "… and 2 more calls" in cache["3"]._repr_html_()
