@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from hookline.observe.watch.pending_tensors import Note, limit_of, streams_of
+from hookline.observe.watch.device_streams import streams_of
+from hookline.observe.watch.pending_tensors import Note, limit_of
 from hookline.sites import _torch
 
 if TYPE_CHECKING:

@@ -22,6 +22,8 @@ ALL_PHASES: Final[Phases] = frozenset(PHASES)
 class _Entered:
     # Of the process, not of a context: on CUDA the backward runs in a thread that has no context of ours.
     phase = "train"
+    changes = 0
+    """How often a phase was entered or left: as long as it is the same, so is what follows from the phase."""
     stack: ClassVar[list[list[str]]] = []
     """The phases that were entered and not left, oldest first; each in a list of its own, so that a block finds its
     own one."""
@@ -29,7 +31,7 @@ class _Entered:
 
 
 ENTERED: Final = _Entered
-"""Has the `phase` as an attribute, for what runs at every step of someone else's loop: a call takes 1.5 µs there."""
+"""Has the `phase` and its `changes` as attributes, for what runs at every step or firing: a call takes 1.5 µs there."""
 
 
 def phase() -> str:
@@ -55,6 +57,7 @@ class in_phase:
         with _Entered.lock:
             _Entered.stack.append(self._mine)
             _Entered.phase = self._mine[0]
+            _Entered.changes += 1
 
     def __exit__(self, *exc_info: object) -> None:
         with _Entered.lock:
@@ -64,6 +67,7 @@ class in_phase:
                 place -= 1
             del entered[place]
             _Entered.phase = entered[-1][0] if entered else "train"
+            _Entered.changes += 1
 
 
 def validate_phases(during: str | Iterable[str]) -> Phases:

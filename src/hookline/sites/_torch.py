@@ -963,6 +963,8 @@ def local_tensor(tensor: Any) -> Any:
     return tensor.to_local() if _has_local_part(type(tensor)) else None
 
 
+transforms_active: Final[Callable[[], bool]] = torch._C._are_functorch_transforms_active
+"""Whether a transform of ``torch.func`` is at work in this thread (0.07 µs; to ask `is_wrapped` takes 0.5)."""
 is_wrapped: Final = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor stands for others inside a transform of ``torch.func``, and has no numbers of its own."""
 

@@ -179,7 +179,7 @@ def test_rows_of_many_tensors_add_up_as_those_of_each(monkeypatch: pytest.Monkey
     """To the last bit; also where one row comes twice, and with scales, and where there are more than fit a launch."""
     monkeypatch.setattr(kernels, "_FOLDED", 256)
     monkeypatch.setattr(kernels, "_FOLDED_AT_A_TIME", 128)
-    monkeypatch.setattr(kernels, "_JOBS", 4)
+    monkeypatch.setattr(kernels, "JOBS", 4)
     monkeypatch.setattr(by_rows, "_BY_ROW", frozenset({"cpu"}))
     layout = LAYOUTS["default"]
     state, rows = _rows(layout, 12)

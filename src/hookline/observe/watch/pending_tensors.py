@@ -16,25 +16,28 @@ them, and otherwise makes a new one of the same numbers.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar, cast
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from hookline.errors import HooklineWarning
 from hookline.messages import caller_stacklevel
+from hookline.observe.watch.device_streams import streams_of
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
     from hookline.observe.watch.stats_engine import WatchedPlace
 
-__all__ = ["Note", "PendingTensors", "Streams", "limit_of", "streams_of"]
+__all__ = ["Note", "PendingTensors", "limit_of"]
 
 _CPU: Final = torch.device("cpu")
+_STRIDED: Final = torch.strided
 _SHARE: Final = 64
 _LEAST: Final = 64 << 20
 _MOST_CHECKS: Final = 4096
@@ -63,50 +66,10 @@ class Note(NamedTuple):
     """Divide its numbers by this."""
 
 
+_note: Final[Callable[[tuple[Any, ...]], Note]] = functools.partial(tuple.__new__, Note)
+"""Return a tuple as a `Note`, without a call of Python's."""
 _Kept: TypeAlias = "tuple[int, WatchedPlace, Tensor, Any, int, int]"
 """Stream, place, tensor, its scale, and the versions of both."""
-
-
-class Streams:
-    """The streams of a device, by number; this class is for a device that has none."""
-
-    now: Callable[[], int] = staticmethod(lambda: 0)
-    """Return the current stream."""
-
-    def on(self, number: int) -> AbstractContextManager[Any]:
-        """Return a block whose work is put on stream ``number``."""
-        return nullcontext() if number == self.now() else self._on_other(number)
-
-    def _on_other(self, number: int) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def join(self, number: int) -> None:
-        """Make the current stream wait for stream ``number``."""
-
-
-class _CudaStreams(Streams):
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.now = _torch.current_stream_of(torch.cuda.current_device() if device.index is None else device.index)
-
-    def _on_other(self, number: int) -> AbstractContextManager[Any]:
-        context: Any = torch.cuda.stream
-        return cast(AbstractContextManager[Any], context(self._stream(number)))
-
-    def join(self, number: int) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._stream(number))
-
-    def _stream(self, number: int) -> torch.cuda.Stream:
-        other: Any = torch.cuda.ExternalStream
-        # Given 0, ExternalStream would be any stream.
-        return (
-            cast(torch.cuda.Stream, other(number, self._device)) if number else torch.cuda.default_stream(self._device)
-        )
-
-
-def streams_of(device: torch.device) -> Streams:
-    """Return the streams of a device."""
-    return _CudaStreams(device) if device.type == "cuda" else Streams()
 
 
 class PendingTensors:
@@ -148,30 +111,35 @@ class PendingTensors:
         if not (self._stays.get(place) and self.note(place, tensor, scale)):
             self._take_at_once(place, tensor, scale)
 
-    def note(self, place: WatchedPlace, tensor: Tensor, scale: Any = None) -> bool:
+    def note(self, place: WatchedPlace, tensor: Any, scale: Any = None, task: int | None = None) -> bool:
         """Keep a tensor for later; return False if that cannot be done.
 
-        One function without helpers: a call costs a microsecond here, where nothing is in the CPU's cache.
+        ``task`` is the backward pass that is running, if that is known.
+
+        One function without helpers: a call costs a microsecond here, where nothing is in the CPU's cache. What can be
+        asked of the tensor later is asked when it is reduced.
         """
         if (
             type(tensor) is not Tensor
             or tensor.get_device() != self._index
-            or tensor.layout is not torch.strided
+            or tensor.layout is not _STRIDED
             or tensor.is_nested
-            or tensor.is_quantized
-            or tensor.is_inference()
-            or _torch.is_wrapped(tensor)
+            or (_torch.transforms_active() and _torch.is_wrapped(tensor))
         ):
             return False
         stream = self._streams.now()
         if stream and _torch.capturing():  # CUDA records no graph on the stream of number 0, and asking it takes 2 µs
             return False
-        scale_version = 0 if scale is None else _version_of(scale)
-        self._notes.append((stream, place, tensor, scale, tensor._version, scale_version))
-        self._bytes += tensor.untyped_storage().nbytes()  # a view holds all that it is a view of
+        try:
+            version = tensor._version
+        except RuntimeError:  # of inference mode, which keeps none
+            return False
+        self._notes.append((stream, place, tensor, scale, version, 0 if scale is None else _version_of(scale)))
+        # A view holds all that it is a view of; to ask for that takes four times as long.
+        self._bytes += tensor.nbytes if tensor._base is None else tensor.untyped_storage().nbytes()
         if self._bytes > self._limit:
             self.reduce_noted()
-        elif _torch.graph_task_id() != self._task:
+        elif task != self._task or task is None:
             self._await_end()
         return True
 
@@ -189,11 +157,16 @@ class PendingTensors:
         """Reduce all notes."""
         self._bytes = 0
         by_stream: dict[int, list[Note]] = {}
-        for stream, place, tensor, scale, version, scale_version in _taken(self._notes):
-            if tensor._version != version or (scale is not None and _version_of(scale) != scale_version):
-                self._lose(place)
-            else:
-                by_stream.setdefault(stream, []).append(Note(place, tensor, scale))
+        pop = self._notes.popleft  # one step, which no other thread can divide
+        with suppress(IndexError):
+            while True:
+                stream, place, tensor, scale, version, scale_version = pop()
+                if tensor._version != version or (scale is not None and _version_of(scale) != scale_version):
+                    self._lose(place)
+                elif stream in by_stream:
+                    by_stream[stream].append(_note((place, tensor, scale)))
+                else:
+                    by_stream[stream] = [_note((place, tensor, scale))]
         for stream, notes in by_stream.items():
             with self._streams.on(stream):
                 self._follow()
@@ -245,9 +218,10 @@ class PendingTensors:
 
     def _await_end(self) -> None:
         """Flush at the end of the backward pass, if one is running."""
-        task = self._task = _torch.graph_task_id()
-        if task != -1:
+        task = _torch.graph_task_id()
+        if task not in (-1, self._task):
             _torch.queue_end_of_backward(self.flush)
+        self._task = task
 
     def _lose(self, place: WatchedPlace) -> None:
         self._stays[place] = False

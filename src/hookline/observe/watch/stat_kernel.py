@@ -12,14 +12,25 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from hookline.observe.watch.device_streams import streams_of
+from hookline.observe.watch.kernel_tables import (
+    ALIGNMENT,
+    FIELDS,
+    JOBS,
+    Group,
+    KernelTable,
+    KernelTables,
+    Tuning,
+    Use,
+    in_parts,
+)
 from hookline.observe.watch.readable_numbers import HALVES, READ, readable
 from hookline.sites import _torch
 
@@ -29,14 +40,10 @@ if TYPE_CHECKING:
 
 __all__ = ["FoundByRow", "Kernel", "KernelInput", "Tuning", "is_available", "readable"]
 
-_JOBS: Final = 256
-"""How many tensors fit one launch: a program finds its own by looking at the table in one go, two entries a thread."""
 _OVERS: Final = 4
 """How many thresholds one launch counts; each four more take one more launch that reads the tensors again."""
-_FIELDS: Final = 6
 _OVER_AT: Final = 8
 """The column of the first threshold."""
-_ALIGNMENT: Final = 16
 _FOLDED: Final = 32768
 _FOLDED_AT_A_TIME: Final = 8192
 _FOLDING_WARPS: Final = 16
@@ -53,6 +60,10 @@ class KernelInput(NamedTuple):
     """Divide the numbers by this: a tensor of one number, unread, or a number."""
 
 
+kernel_input: Final[Callable[[tuple[Any, ...]], KernelInput]] = functools.partial(tuple.__new__, KernelInput)
+"""Return a tuple as a `KernelInput`, without a call of Python's."""
+
+
 class FoundByRow(NamedTuple):
     """Statistics that a compiled graph has found in a tensor by row, and the row they go to."""
 
@@ -64,36 +75,6 @@ class FoundByRow(NamedTuple):
     scale: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """The division of work, by device; none of it changes a number by more than rounding."""
-
-    warps: int = 4
-    """Per program."""
-    threads: int = 128
-    """Per program: 32 per warp. Each reads 16 bytes at a time."""
-    least_tiles: int = 4
-    """A tile is what a program reads at a time (8 KiB for four warps). Fewer, and starting programs takes the time."""
-    most_programs: int = 2048
-    """For one tensor. More, and merging their slots takes long."""
-    merged: int = 256
-    """How many slots a merging program takes at a time."""
-
-    def width(self, element_size: int) -> int:
-        """Return how many numbers a program reads by one instruction."""
-        return max(self.threads * _ALIGNMENT // element_size, 32)
-
-    def division(self, size: int, element_size: int) -> tuple[int, int]:
-        """Return how many programs read a tensor of ``size`` numbers, and how many tiles each."""
-        num_tiles = -(-size // (4 * self.width(element_size)))
-        tiles = max(self.least_tiles, -(-num_tiles // self.most_programs))
-        return -(-num_tiles // tiles), tiles
-
-
-_Job: TypeAlias = tuple[int, int, int, torch.dtype]
-"""One tensor to read: its address and size, the address of its scale or 0, its type."""
-_Group: TypeAlias = tuple[torch.dtype, bool]
-"""Tensors of one type, aligned or not, are read by the same launch."""
 _Launch: TypeAlias = tuple[str, Any, tuple[int, int, int], tuple[Any, ...]]
 """The name of a program, what it is compiled for, its grid and arguments."""
 
@@ -106,7 +87,8 @@ class Kernel:
         self._device = device
         self._tuning = tuning or Tuning()
         self._num_added = len(layout.added)
-        self._division = functools.lru_cache(maxsize=4096)(self._tuning.division)
+        self._stream = streams_of(device).now
+        self._tables = KernelTables(self._tuning, lambda numbers: self._upload(numbers))
         self._ready: dict[Any, Any] = {}
         """Compiled programs by all that they were compiled for: launching one takes a third of finding it."""
 
@@ -149,7 +131,7 @@ class Kernel:
         """Add what `find_in` has found by row, at once: a graph soon uses its memory again."""
         with self._on_device():
             for batch in _rounds(items):
-                for some in _parts(batch, 1 if _torch.capturing() else _JOBS):
+                for some in in_parts(batch, 1 if _torch.capturing() else JOBS):
                     if len(some) == 1:
                         self._fold_one(some[0])
                     else:
@@ -158,7 +140,7 @@ class Kernel:
     def _fold_one(self, item: FoundByRow) -> None:
         held, addresses, count = self._addresses(item.found)
         divisor = self._scale(item.scale)
-        at, row = 0 if divisor is None else divisor.data_ptr(), item.row.added.data_ptr()
+        at, row = 0 if divisor is None else divisor.data_ptr(), item.row.address
         programs = max(-(-count // _FOLDED), 1)
         slots = self._slots(programs)
         arguments = (0, 0, *addresses, count, slots.data_ptr(), programs, self._num_added)
@@ -181,7 +163,7 @@ class Kernel:
             programs = max(-(-count // _FOLDED), 1)
             folds += (slot, *addresses, count)
             jobs += (slot, programs, 0, count * each, 0, 0 if scale is None else divisors[id(scale)].data_ptr())
-            uses += (row.added.data_ptr(), number)
+            uses += (row.address, number)
             held.append(kept)
             slot += programs
         slots = self._slots(slot)
@@ -205,11 +187,11 @@ class Kernel:
         flat, row, scale = item
         divisor = self._scale(scale)
         address, size, at = flat.data_ptr(), flat.numel(), 0 if divisor is None else divisor.data_ptr()
-        programs, tiles = self._division(size, flat.element_size())
+        programs, tiles = self._tables.division(size, flat.element_size())
         slots = self._slots(programs)
         arguments = (0, 0, address, size, tiles, at, slots.data_ptr(), programs, 0)
-        reduced = self._reduce((flat.dtype, address % _ALIGNMENT == 0), programs, arguments, single=True)
-        merged = (0, 0, row.added.data_ptr(), size, programs, at, slots.data_ptr(), programs)
+        reduced = self._reduce((flat.dtype, address % ALIGNMENT == 0), programs, arguments, single=True)
+        merged = (0, 0, row.address, size, programs, at, slots.data_ptr(), programs)
         self._run([*reduced, self._merge(1, merged, single=True)])
 
     def _take_many(self, items: Sequence[KernelInput]) -> None:
@@ -220,55 +202,35 @@ class Kernel:
     def _launches(self, items: Sequence[KernelInput]) -> tuple[list[_Launch], list[Tensor]]:
         """Return the launches for several tensors, and the memory that they use."""
         divisors: dict[int, Tensor] = {}
-        groups: dict[_Group, dict[_Job, list[int]]] = {}
+        uses: list[Use] = []
         for flat, row, scale in items:
             at = 0
             if scale is not None:
                 if id(scale) not in divisors:
                     divisors[id(scale)] = self._as_divisor(scale)
                 at = divisors[id(scale)].data_ptr()
-            address, dtype = flat.data_ptr(), flat.dtype
-            jobs = groups.setdefault((dtype, address % _ALIGNMENT == 0), {})
-            # Several places often see the same tensor: it is read once.
-            jobs.setdefault((address, flat.numel(), at, dtype), []).append(row.added.data_ptr())
-        return self._launches_of(groups, [*divisors.values()])
+            uses.append((flat.data_ptr(), flat.numel(), at, flat.dtype, row.address))
+        table = self._tables.of(uses, self._stream())
+        return self._launches_of(table, [*divisors.values()])
 
-    def _launches_of(
-        self, groups: dict[_Group, dict[_Job, list[int]]], held: list[Tensor]
-    ) -> tuple[list[_Launch], list[Tensor]]:
-        table: list[int] = []
-        uses: list[int] = []
-        parts: list[tuple[_Group, int, int, int, int]] = []
-        slot = number = 0
-        for group, jobs in groups.items():
-            size_of_one = group[0].itemsize
-            for some in _parts(list(jobs.items()), _JOBS):
-                begin, first = number, slot
-                for (address, size, scale, _), rows in some:
-                    programs, tiles = self._division(size, size_of_one)
-                    table += (slot, programs, address, size, tiles, scale)
-                    for row in rows:
-                        uses += (row, number)
-                    slot += programs
-                    number += 1
-                parts.append((group, begin, len(some), first, slot - first))
-        slots = self._slots(slot)
-        uploaded = self._upload(table + uses)
-        at = uploaded.data_ptr()
+    def _launches_of(self, table: KernelTable, held: list[Tensor]) -> tuple[list[_Launch], list[Tensor]]:
+        uploaded, parts, size, uses, num_slots = table
+        slots = self._slots(num_slots)
+        at, to = uploaded.data_ptr(), slots.data_ptr()
         launches: list[_Launch] = []
         for group, begin, count, first, programs in parts:
-            arguments = (at + begin * _FIELDS * 8, count, 0, 0, 0, 0, slots.data_ptr(), slot, first)
+            arguments = (at + begin * FIELDS * 8, count, 0, 0, 0, 0, to, num_slots, first)
             launches += self._reduce(group, programs, arguments, single=False)
-        merged = (at, at + len(table) * 8, 0, 0, 0, 0, slots.data_ptr(), slot)
-        return [*launches, self._merge(len(uses) // 2, merged, single=False)], [*held, slots, uploaded]
+        merged = (at, at + size * 8, 0, 0, 0, 0, to, num_slots)
+        return [*launches, self._merge(uses, merged, single=False)], [*held, slots, uploaded]
 
     # -- launching ---------------------------------------------------------------------------------------
 
-    def _reduce(self, group: _Group, programs: int, arguments: tuple[int, ...], *, single: bool) -> list[_Launch]:
+    def _reduce(self, group: Group, programs: int, arguments: tuple[int, ...], *, single: bool) -> list[_Launch]:
         if not programs:
             return []  # empty tensors
         layout, first, launches = self._layout, True, []
-        for thresholds in _parts(layout.thresholds, _OVERS) if layout.thresholds else [()]:
+        for thresholds in in_parts(layout.thresholds, _OVERS) if layout.thresholds else [()]:
             key = (group, single, first, len(thresholds))
             numbers = (*thresholds, 0.0, 0.0, 0.0, 0.0)[:_OVERS]
             over_at = _OVER_AT + (0 if first else layout.thresholds.index(thresholds[0]))
@@ -305,14 +267,14 @@ class Kernel:
             return program, (key, self._tuning.merged)
         if name == "fold_parts":
             flags = (self._layout.moments, self._layout.extremes, self._layout.zeros)
-            return program, (*flags, key, _JOBS, _FOLDED_AT_A_TIME, _FOLDED)
+            return program, (*flags, key, JOBS, _FOLDED_AT_A_TIME, _FOLDED)
         (dtype, aligned), single, first, overs = key
         element, wide = _types()[dtype]
         layout = self._layout
         moments, extremes, zeros = layout.moments and first, layout.extremes and first, layout.zeros and first
         width = self._tuning.width(dtype.itemsize)
         pairs = _pairs(self._device) if aligned and dtype in HALVES else 0
-        constants = (element, wide, aligned, pairs, single, moments, extremes, zeros, overs, first, _JOBS, width)
+        constants = (element, wide, aligned, pairs, single, moments, extremes, zeros, overs, first, JOBS, width)
         return program, constants
 
     # -- memory ------------------------------------------------------------------------------------------
@@ -391,8 +353,3 @@ def _rounds(items: Sequence[_Either]) -> Iterable[Sequence[_Either]]:
             rounds.append([])
         rounds[number].append(item)
     return rounds
-
-
-def _parts(whole: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    for start in range(0, len(whole), size):
-        yield whole[start : start + size]

@@ -28,7 +28,7 @@ _BLOCK: Final = 256
 class StatRow:
     """The numbers of one place on one device."""
 
-    __slots__ = ("added", "cells", "kept", "number", "start")
+    __slots__ = ("added", "address", "cells", "kept", "number", "start")
 
     def __init__(
         self, number: int, values: Tensor, num_added: int, cells: memoryview[float] | None, start: int
@@ -37,6 +37,7 @@ class StatRow:
         """Its position among the rows of the device."""
         self.added = values[:num_added]
         """The columns that are added up."""
+        self.address = values.data_ptr()
         self.kept = values[num_added:]
         """The columns of which the largest number is kept."""
         self.cells = cells

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -17,21 +17,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.distributed.shards import Placed, arrived, placed
 from hookline.errors import HooklineWarning
 from hookline.messages import caller_stacklevel, type_name
 from hookline.observe.host_values import fetch
 from hookline.observe.watch.cpu_stats import add, measure
 from hookline.observe.watch.graph_stats import add_up, as_columns, as_numbers, summarize
 from hookline.observe.watch.pending_tensors import Note, PendingTensors
+from hookline.observe.watch.readable_numbers import READ, numbers_of, readable
 from hookline.observe.watch.stat_columns import MetricTable
-from hookline.observe.watch.stat_kernel import FoundByRow, Kernel, KernelInput, is_available, readable
+from hookline.observe.watch.stat_kernel import FoundByRow, Kernel, KernelInput, is_available, kernel_input
 from hookline.observe.watch.stat_rows import AliveUnits, DeviceRows, ExponentBins, StatRow
-from hookline.sites import _torch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from hookline.distributed.shards import Placed
     from hookline.observe.watch.stat_columns import Layout
 
 __all__ = ["StatsEngine", "StatsSnapshot", "WatchedPlace"]
@@ -42,13 +42,6 @@ _READ_ON_HOST: Final = ("cpu", "mps")
 _AT_ONCE: Final = ("param", "param_grad", "param_grad_local")
 """Kinds that the next step changes in place."""
 _BY_UNIT: Final[dict[str, type[AliveUnits | ExponentBins]]] = {kind.name: kind for kind in (AliveUnits, ExponentBins)}
-
-
-_PLAIN: Final = (Tensor, torch.nn.Parameter)
-_PARTIAL: Final = (
-    "its DTensor is Partial: each rank has a summand, whose statistics mean nothing. Redistribute it to Replicate() or "
-    "Shard(), or watch what comes after the reduction"
-)
 
 
 class WatchedPlace:
@@ -150,7 +143,7 @@ class StatsEngine:
         deferred = place.deferred
         if deferred is not None and deferred.note(place, tensor, scale):
             return
-        local = _numbers_of(tensor, place)
+        local = numbers_of(tensor, place)
         if local is None:
             place.unread = place.silent or f"{type_name(tensor)} on {tensor.device} has no numbers to look at"
             return
@@ -169,7 +162,7 @@ class StatsEngine:
         """Add the statistics of several tensors, each with its place and scale; those on a GPU in one launch."""
         notes: dict[torch.device, list[Note]] = {}
         for place, tensor, scale in tensors:
-            local = _numbers_of(tensor, place)
+            local = numbers_of(tensor, place)
             if local is not None and local.device.type != "cpu" and self._kernel(local.device) is not None:
                 notes.setdefault(local.device, []).append(Note(place, local, scale))
             else:
@@ -207,7 +200,7 @@ class StatsEngine:
 
     def take_beside(self, place: WatchedPlace, tensor: Tensor, scale: Any = None) -> None:
         """Add a tensor to what is kept per unit."""
-        local = _numbers_of(tensor, place) if place.beside else None
+        local = numbers_of(tensor, place) if place.beside else None
         if local is not None:
             with torch.no_grad(), self.lock:
                 numbers = local.detach() if scale is None else local.detach() * _factor(scale)
@@ -258,15 +251,24 @@ class StatsEngine:
     def _take_notes(self, device: torch.device, notes: Sequence[Note]) -> None:
         kernel = self._kernel(device)
         if kernel is not None:
-            items = [KernelInput(readable(note.tensor), self.row(note.place, device), note.scale) for note in notes]
             try:
-                kernel.take(items)
+                kernel.take(list(self._inputs(device, notes)))
                 return
             except Exception as error:  # no compiler for C, for instance
                 self._give_up_kernel(device, error)
         with torch.no_grad():
             for note in notes:
                 self.take_vector(note.place, summarize(note.tensor, self.layout), note.scale)
+
+    def _inputs(self, device: torch.device, notes: Sequence[Note]) -> Iterator[KernelInput]:
+        """Yield the tensors with their rows, by no call of Python's in the common case."""
+        for place, tensor, scale in notes:
+            row = place.rows.get(device)
+            if row is None:
+                row = self.row(place, device)
+            if tensor.dtype not in READ or not tensor.is_contiguous() or tensor.is_neg():
+                tensor = readable(tensor.dequantize() if tensor.is_quantized else tensor)
+            yield kernel_input((tensor, row, scale))
 
     def _take_rows(self, device: torch.device, items: Sequence[tuple[WatchedPlace, FoundByRow]]) -> None:
         kernel = self._kernel(device)
@@ -368,30 +370,6 @@ class StatsEngine:
             rows.reset()
         for place in self.places.values():
             place.forget_beside()
-
-
-def _numbers_of(tensor: Tensor, place: WatchedPlace) -> Tensor | None:
-    """Return this rank's part of ``tensor``, or the values of a sparse or nested one; None if it has no numbers.
-
-    Note at ``place`` how a distributed one lies on its mesh.
-    """
-    if tensor.is_nested:
-        tensor = tensor.values()
-    if type(tensor) not in _PLAIN:
-        tensor = arrived(tensor)
-        place.placed = placed(tensor, place.placed)
-        if place.placed is not None and place.placed.is_partial and place.kind != "param_grad_local":
-            place.silent = _PARTIAL
-            return None
-    local: Tensor | None = _torch.local_tensor(tensor)
-    if local is not None and type(local) not in _PLAIN:
-        local = arrived(local)
-    if local is None or local.device.type == "meta" or _torch.is_wrapped(local):
-        return None
-    if local.layout is torch.strided:
-        return local.dequantize() if local.is_quantized else local
-    values: Tensor = (local.coalesce() if local.layout is torch.sparse_coo else local).values()
-    return values
 
 
 def _factor(scale: Any) -> float:

@@ -77,7 +77,7 @@ class ModuleStatsHook(Summary):
     ) -> None:
         self._engine = engine
         self._is_due = is_due
-        self._scale = scale or (lambda: None)
+        self._scale = scale
         self._is_forward = kind == "forward"
         self._places = {id(module): engine.place(name, kind) for name, module in sites}
         """By the identity of modules that carry the hook, which live as long as it is on them."""
@@ -95,17 +95,31 @@ class ModuleStatsHook(Summary):
 
     def forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Take the output of a module."""
+        task = _torch.graph_task_id()
         # A forward that activation checkpointing repeats was counted the first time.
-        if self._is_due() and not _torch.in_recomputation():
-            if not (type(output) is Tensor and self._note(module, output)):
-                self._take(module, output, self._engine.take)
-            if id(module) == self._model:
-                self._engine.flush()
+        if not self._is_due() or (task != -1 and _torch.in_recomputation()):
+            return
+        # One function without helpers, as `backward` is: on a GPU nothing else happens at a firing.
+        place = self._places.get(id(module))
+        if place is None or place.deferred is None or not place.deferred.note(place, output, None, task):
+            self._take(module, output, self._engine.take)
+        if id(module) == self._model:
+            self._engine.flush()
 
     def backward(self, module: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
         """Take the gradients of a module's output."""
-        if self._is_due() and not (len(grads) == 1 and self._note(module, grads[0])):
-            self._take(module, grads, self._engine.take)
+        if not self._is_due():
+            return
+        place = self._places.get(id(module))
+        if place is not None and place.deferred is not None and len(grads) == 1:
+            try:
+                scale = self._scale() if self._scale is not None else None
+                if place.deferred.note(place, grads[0], scale, _torch.graph_task_id()):
+                    return
+            except Exception as error:  # a watch must not end the run
+                give_up(place, grads[0], error)
+                return
+        self._take(module, grads, self._engine.take)
 
     def beside(self, module: nn.Module, args: Any, output: Any) -> None:
         """Take the output of a module for what is kept per unit."""
@@ -121,7 +135,7 @@ class ModuleStatsHook(Summary):
         """Take the summaries that compiled code has made."""
         if not self._is_due() or (self._is_forward and _torch.in_recomputation()):
             return
-        places, scale = self._places, self._scale()
+        places, scale = self._places, self._scale() if self._scale is not None else None
         known = [(places[id(module)], found, each, scale) for _, module, found, each in items if id(module) in places]
         try:
             self._engine.take_found(known)
@@ -139,21 +153,10 @@ class ModuleStatsHook(Summary):
         if not self._is_due() or (self._is_forward and _torch.in_recomputation()):
             return
         try:
-            handover.take(found, self._scale())
+            handover.take(found, self._scale() if self._scale is not None else None)
         except Exception as error:
             for place, share in handover.shares:
                 give_up(place, share.of(found)[0], error)
-
-    def _note(self, module: nn.Module, tensor: Any) -> bool:
-        """Note the tensor for later, as most firings on a GPU allow; return False if that cannot be done."""
-        place = self._places.get(id(module))
-        if place is None or place.deferred is None:
-            return False
-        try:
-            return place.deferred.note(place, tensor, self._scale())
-        except Exception as error:  # a watch must not end the run
-            give_up(place, tensor, error)
-            return True
 
     def _take(self, module: nn.Module, value: Any, take: Callable[[WatchedPlace, Tensor, Any], None]) -> None:
         place = self._places.get(id(module))
@@ -167,12 +170,12 @@ class ModuleStatsHook(Summary):
                 warnings.warn(f"{text}(exclude=).", HooklineWarning, stacklevel=caller_stacklevel())
             return
         try:
-            take(place, tensor, self._scale())
-        except Exception as error:  # a watch must not end the run
+            take(place, tensor, self._scale() if self._scale is not None else None)
+        except Exception as error:
             give_up(place, tensor, error)
 
 
-def give_up(place: WatchedPlace, tensor: Tensor, error: Exception) -> None:
+def give_up(place: WatchedPlace, tensor: Any, error: Exception) -> None:
     """Warn once that a place cannot be measured; the run goes on."""
     if not place.silent:
         place.silent = f"{type(error).__name__}: {error}"
@@ -301,7 +304,8 @@ class WatchSites:
             modules = modules if self._chosen else []
         rules = self._rules
         for kind in modules:
-            scale, is_due = (self.scale, rules.counts_backward) if kind == "backward" else (None, rules.take_output)
+            scale = None if kind == "forward" or self._scaler is None else self.scale
+            is_due = rules.take_output if kind == "forward" else rules.counts_backward
             self.hooks[kind] = ModuleStatsHook(self._engine, self._chosen, kind, is_due, scale)
         if set(kinds) - set(MODULE_KINDS):
             self._choose_parameters(target, exclude, kinds, end_pass, required=not modules)

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hookline.errors import HooklineWarning, OptionError
-from hookline.lifecycle.run_phase import phase
+from hookline.lifecycle.run_phase import ENTERED, phase
 from hookline.lifecycle.schedule import StepSchedule
 from hookline.messages import caller_stacklevel, type_name
 from hookline.sites import _torch
@@ -238,6 +238,9 @@ class CountingRules:
         self.counter: ForwardCounter = NO_MODEL
         self._model = model
         self._is_in_parts = False
+        self._taken: tuple[Any, bool] = None, False
+        self._counted: tuple[Any, bool] = None, False
+        """What the last answers to `take_output` and `counts_backward` depended on, and the answers."""
 
     def find_counter(self) -> None:
         """Look up what counts the forwards of the model now; it changes when all hooks were off."""
@@ -274,18 +277,34 @@ class CountingRules:
 
     def take_output(self) -> bool:
         """Return whether the output of a module counts; follow that module if the model's own forward is not called."""
-        steps, counter = self.steps, self.counter
+        steps, counter, training = self.steps, self.counter, self._model.training
+        # Every module asks: one comparison, where the whole answer takes nine calls.
+        now = counter, counter.here.step, training, ENTERED.changes, self.during.best
+        known = self._taken
+        if known[0] == now:
+            return known[1] and steps.is_due and not self.paused
         if counter.here.step == -1:
             counter.find_stand_in()
         if counter.stand_in is not None:
             self._is_in_parts = True
             if isinstance(steps, ForwardSteps) and not steps.has_begun:
                 steps.follow(counter.stand_in)
-        return self.is_due() and self.counts_forward()
+        if not self.is_due():
+            return False
+        takes = self.counts_forward()
+        here = counter.here
+        if here.step != -1 and counter.stand_in is None and here.training is training:
+            self._taken = (*now[:4], self.during.best), takes
+        return takes
 
     def counts_backward(self) -> bool:
         """Return whether the gradients of the backward pass under way count."""
-        return self.is_due() and self.during.counts_backward(self._model.training)
+        training = self._model.training
+        now = training, ENTERED.changes, self.during.best
+        known = self._counted
+        if known[0] != now:
+            known = self._counted = now, self.during.counts_backward(training)
+        return known[1] and self.steps.is_due and not self.paused
 
     def counts_parts(self) -> bool:
         """Return whether steps are counted by something else than forwards of the model, since it has none."""

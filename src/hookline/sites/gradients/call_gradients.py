@@ -50,11 +50,13 @@ from hookline.sites.gradients.gradient_tensors import (
     names,
     tensors,
 )
+from hookline.sites.gradients.output_calls import thread
 from hookline.sites.gradients.tensor_taps import join, pass_gate, tap
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads
     from hookline.sites.gradients.gradient_tensors import Window
+    from hookline.sites.gradients.output_calls import Began
 
 _NO_CUTS: Final[dict[int, Any]] = {}
 
@@ -201,6 +203,23 @@ class GradientCall(BackwardCall):
         state.update(tree.replace(kwargs, _swap(aliases), swapped))
         state.swapped = tuple(swapped)
         return new_args
+
+    def enter_late(self, began: Began | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallState:
+        """Return the state of a call that is over, and has none.
+
+        Its hooks observe outputs alone, and a tap was not enough; or its inputs are lost, since a pre-hook behind ours
+        has made new keyword arguments.
+        """
+        if began is None or began[0] != thread() or not self._hooks.observes_outputs:
+            self.order = self._hooks.entered
+            return self.enter((), {})[1]
+        _, self.order, self._first_node = began
+        state = self.enter(args, dict(kwargs))[1]
+        # An input that was changed in place has a node of this call by now.
+        changed = [node for node in state.edges if _torch.made_since(node, self._first_node)]
+        for node in changed:
+            del state.edges[node]
+        return state
 
     # -- after the forward -------------------------------------------------------------------------------
 

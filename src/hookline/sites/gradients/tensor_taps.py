@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from hookline.hook_types import Grads
     from hookline.sites.gradients.backward_call import BackwardCall
     from hookline.sites.gradients.gradient_tensors import IndexedTensor
+    from hookline.sites.gradients.output_calls import OutputCall
     from hookline.sites.hook_at_site import HookAtSite
 
-_Use: TypeAlias = "tuple[BackwardCall, int, torch.Size | None]"
-"""A call, the place of the tensor in it, and the shape it has there, if that is not its own."""
+_Use: TypeAlias = "tuple[BackwardCall, int, torch.Size | None] | tuple[OutputCall, Any, torch.Size | None]"
+"""A call, the place of the tensor in it (an `OutputCall` is told the module), and its shape there, if not its own."""
 
 
 class Tap:
@@ -47,12 +48,12 @@ class Tap:
         given = grad
         for call, index in reversed(self.inputs):
             grad = call.reach_producer(index, grad)
-        for call, index, shape in reversed(self.outputs):
+        for user, place, shape in reversed(self.outputs):
             if shape is None or grad is None:
-                grad = call.take_output(index, grad)
+                grad = user.take_output(place, grad)
             else:
                 seen = grad.view(shape) if grad.is_contiguous() else grad.reshape(shape)
-                new = call.take_output(index, seen)
+                new = user.take_output(place, seen)
                 if new is not seen and new is not None:
                     grad = new.reshape(grad.shape)
         return None if grad is given else grad

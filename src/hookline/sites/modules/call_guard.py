@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch.compiler import is_dynamo_compiling
 
-from hookline.errors import HooklineWarning
+from hookline.errors import HooklineWarning, HookReturnError
 from hookline.sites import _torch
 from hookline.sites.compiled import recompile_guard
 from hookline.sites.gradients.gradient_hooks import GradientHooks
@@ -54,8 +54,6 @@ class HookedModule(GradientHooks):
     """What is entered before each call of the module and left after it; if it is there, it counts the forwards."""
     counter: ForwardCounter | None = None
     """Set while hooks are attached with this module as the model."""
-    entered = -1
-    """When the latest call that gradient hooks take part in began."""
     key: Tensor | None = None
     """By which compiled code finds the hooks; there is none before anything is compiled."""
     _receivers: dict[Any, Any] | None = None
@@ -220,3 +218,17 @@ class CallGuard:
 
 _torch.leave_to_python(CallGuard.__call__, CallGuard._attempt, StaleCallGuard.__call__, below=False)
 _torch.leave_to_python(CallGuard._clean_up, _Attempt.__init__, _torch.caller)
+
+
+def new_arguments(entry: HookAtSite, result: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that a pre-hook's return value asks for."""
+    if not entry.attachment.options.with_kwargs:
+        return result if isinstance(result, tuple) else (result,), kwargs
+    if isinstance(result, tuple) and len(result) == 2:
+        args, named = result
+        if isinstance(args, tuple) and isinstance(named, dict):
+            return args, named
+    raise HookReturnError(
+        f"forward_pre hook {entry.attachment.name!r} on {entry.name!r} takes kwargs, so it must return None or "
+        f"(new_args, new_kwargs), a tuple and a dict, but got {result!r}."
+    )

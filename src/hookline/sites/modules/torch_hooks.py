@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from hookline.errors import HookReturnError
 from hookline.sites import _torch
 from hookline.sites.compiled import recompile_guard
 from hookline.sites.compiled.trace_hooks import NO_STEPS, CompiledSteps, run_post, run_pre
 from hookline.sites.gradients.call_gradients import CallState, GradientCall
+from hookline.sites.gradients.output_calls import tap_output, thread
 from hookline.sites.gradients.tensor_taps import run_before_torch
 from hookline.sites.hook_at_site import OrderGroup, next_order
 from hookline.sites.kinds import Kind
-from hookline.sites.modules.call_guard import StaleCallGuard
+from hookline.sites.modules.call_guard import StaleCallGuard, new_arguments
 
 if TYPE_CHECKING:
     from torch import nn
@@ -124,7 +124,7 @@ class FirstPreHook(TorchHook):
         for entry in self.entries:
             result = run_one_pre(entry, module, args, named)
             if result is not None and entry.attachment.order_group is _EDIT:
-                args, named = _new_arguments(entry, result, named)
+                args, named = new_arguments(entry, result, named)
                 if module_hooks.guard is not None:
                     module_hooks.guard.note(args, named, None)
         if last is not None:
@@ -187,11 +187,15 @@ class LastPreHook(LastHook):
         if not module_hooks.has_gradients or not torch.is_grad_enabled():
             return None
         # A gradient hook that a pre-hook of this call has put on begins with the next.
-        module_hooks.entered = began if began >= 0 else next_order()
+        order = module_hooks.entered = began if began >= 0 else next_order()
         if kwargs is _ABSENT:
             return None
+        if module_hooks.observes_outputs:
+            module_hooks.began = thread(), order, _torch.sequence_number()
+            return None
+        module_hooks.began = None
         call = GradientCall(module_hooks, module)
-        call.order = module_hooks.entered
+        call.order = order
         return call.enter(args, kwargs)
 
 
@@ -238,8 +242,12 @@ class LastForwardHook(LastHook):
             kwargs, output = {}, kwargs
         if is_dynamo_compiling():
             return run_post(self, module, args, kwargs, output)
-        if self.entries or self._held is not None:
-            for entry in self.due()[0]:
+        for entry in self.entries if self._held is None else self.due()[0]:
+            if entry.simple:  # run_one_post, without the call: this is the hot path
+                entry.fired += 1
+                entry.last_step = entry.counter.step
+                entry.hook(module, args, output)
+            else:
                 run_one_post(entry, module, args, kwargs, output)
         module_hooks = self.module_hooks
         if not module_hooks.has_gradients:
@@ -249,10 +257,12 @@ class LastForwardHook(LastHook):
         module_hooks.calls_seen += 1
         if not torch.is_grad_enabled():
             return None
+        began, module_hooks.began = module_hooks.began, None
+        if began is not None and tap_output(module_hooks, began, module, output):
+            return None
         state = kwargs if isinstance(kwargs, CallState) else getattr(args, "state", None)
-        if state is None:  # a pre-hook behind ours has made new keyword arguments: the inputs are lost
-            state = GradientCall(module_hooks, module).enter((), {})[1]
-            state.call.order = module_hooks.entered
+        if state is None:
+            state = GradientCall(module_hooks, module).enter_late(began, args, kwargs)
         watched = state.call.leave(output, state)
         if module_hooks.backward_pre and _torch.has_backward_hooks(module):
             hooks = _torch.backward_hooks_of_call()
@@ -318,8 +328,7 @@ def run_one_pre(entry: HookAtSite, module: nn.Module, args: tuple[Any, ...], kwa
 def run_one_post(entry: HookAtSite, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     """Run one forward hook; return what it returns."""
     if entry.simple:
-        entry.fired += 1  # entry.count(), without the call: this is the hot path
-        entry.last_step = entry.counter.step
+        entry.count()
         return entry.hook(module, args, output)
     if not entry.is_due():
         return None
@@ -333,20 +342,6 @@ def run_one_post(entry: HookAtSite, module: nn.Module, args: Any, kwargs: dict[s
 def _handed_back(kwargs: Any, new: tuple[Any, Any] | None) -> Any:
     """Return what a pre-hook has to return to torch."""
     return new[0] if new is not None and kwargs is _ABSENT else new
-
-
-def _new_arguments(entry: HookAtSite, result: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that a pre-hook's return value asks for."""
-    if not entry.attachment.options.with_kwargs:
-        return result if isinstance(result, tuple) else (result,), kwargs
-    if isinstance(result, tuple) and len(result) == 2:
-        args, named = result
-        if isinstance(args, tuple) and isinstance(named, dict):
-            return args, named
-    raise HookReturnError(
-        f"forward_pre hook {entry.attachment.name!r} on {entry.name!r} takes kwargs, so it must return None or "
-        f"(new_args, new_kwargs), a tuple and a dict, but got {result!r}."
-    )
 
 
 def split_queue(hooks: _Entries) -> tuple[_Entries, _Entries]:

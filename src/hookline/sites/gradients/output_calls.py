@@ -1,0 +1,70 @@
+"""Watch the gradient of the one output of a call, for observers that ask for that and nothing else.
+
+The last forward hook of a module calls `tap_output`; in the backward pass the tap calls an `OutputCall`. This is what a
+watch needs, at every module and step, so it is short: no object is made for a call, and no argument is looked at. What
+it cannot do it leaves to `GradientCall`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from torch import Tensor
+
+from hookline.sites import _torch
+from hookline.sites.gradients.gradient_tensors import behind
+from hookline.sites.gradients.tensor_taps import tap
+
+if TYPE_CHECKING:
+    from hookline.sites.gradients.gradient_hooks import GradientHooks
+    from hookline.sites.hook_at_site import HookAtSite
+
+Began: TypeAlias = tuple[int, int, int]
+"""How a call began: its thread, when, as `next_order` counts, and the number of the next graph node there."""
+
+thread: Final[Callable[[], int]] = get_ident
+"""Return the number of this thread."""
+
+
+class OutputCall:
+    """The observers of what comes to a module's output, for all its calls while they stay the same."""
+
+    __slots__ = ("_entries", "order")
+
+    def __init__(self, entries: tuple[HookAtSite, ...]) -> None:
+        self._entries = entries
+        self.order = max(entry.attachment.order for entry in entries)
+        """When the last of them came; it takes part in calls that began later."""
+
+    def take_output(self, module: Any, grad: Tensor | None) -> Tensor | None:
+        """Fire with the gradient of the output of ``module``; return it."""
+        for entry in self._entries:
+            if not entry.attachment.removed:
+                entry.fired += 1
+                entry.last_step = entry.counter.step
+                entry.hook(module, (grad,))
+        return grad
+
+
+def tap_output(hooks: GradientHooks, began: Began, module: Any, output: Any) -> bool:
+    """Watch one output that the call has made; return False, and do nothing, where that takes more than a tap."""
+    call = hooks.output_call
+    if call is None:
+        call = hooks.output_call = OutputCall(hooks.backward_pre)
+    if call.order > began[1] or began[0] != get_ident() or not isinstance(output, Tensor):
+        return False
+    node = output.grad_fn
+    if node is None:
+        return not output.requires_grad
+    shape = None
+    if output._base is not None:
+        output, shape = behind(output)
+        if shape is None:
+            return False
+        node = output.grad_fn
+    if not _torch.made_since(node, began[2]) or _torch.has_backward_hooks(module):
+        return False
+    tap(output, node).outputs.append((call, module, shape))
+    return True
