@@ -1,6 +1,7 @@
-"""Rows of served decoding, the guard and compiled training on a GPU, for two versions of the package side by side.
+"""Rows of decoding, the guard, compiled training and the eager watch on a GPU, for two versions side by side.
 
     python benchmarks/before_after.py --before OLD/src --seconds 130 --out page.md
+    python benchmarks/before_after.py --before OLD/src --seconds 200 --only watch --out page.md
     python benchmarks/run.py --merge page.md
 
 One process for each version, which answer in turn: a round of one, a round of the other. Ratios are formed inside a
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ import torch
 from measure import Row, spread, typical
 from report import console_line, write
 from subject import Setting
+from watch_growth import CHAPTERS, open_chapter
 
 _LAYERS = ["model.layers.#"]
 _SERVED = {"activation_stats": (1.05, 1.08), "nan_alarm": (None, None)}
@@ -40,7 +43,7 @@ _TRAINED = {"train-8": (8, None), "train-32": (32, None), "train-graphs": (8, "r
 """Batch and mode of compiled training steps."""
 _GRADIENTS_TOO = "BENCHMARK_GRADIENTS_TOO"
 """Set it to leave out compiled steps whose forward alone is watched: each takes half a minute to compile."""
-_PARTS = ("serve", "guard", *_TRAINED)
+_PARTS = ("serve", "guard", *_TRAINED, "watch")
 _TRAINED_TARGET = 1.08
 """With ``reduce-overhead``."""
 _Way = Callable[[], AbstractContextManager[object]]
@@ -51,7 +54,7 @@ class Subjects:
     """All that is measured, by name: something to call, and what is on the model meanwhile."""
 
     def __init__(self, parts: list[str]) -> None:
-        setting = Setting(torch.device("cuda", 0))
+        self._setting = setting = _setting()
         self.calls: dict[str, tuple[Callable[[], None], _Way]] = {}
         self.models: dict[str, str] = {}
         self.peaks: _Found = {}
@@ -108,6 +111,11 @@ class Subjects:
         calls |= dict.fromkeys(("by hand", "by hand again"), saved.by_hand)
         self.calls |= {f"guard {name}": (call, nullcontext) for name, call in calls.items()}
 
+    def open(self, chapter: str) -> None:
+        """Measure one size of a watched model from now on, and nothing else."""
+        self.calls.clear()
+        self.calls = open_chapter(chapter, self._setting)
+
     def round(self, number: int) -> _Found:
         """Wall and steady seconds of everything, in an order of its own."""
         order, found = list(self.calls), {}
@@ -118,8 +126,8 @@ class Subjects:
                 trains = name in self.peaks or name.endswith("bare again")  # steps that take long enough as they are
                 for _ in range(2 if trains else 3):
                     call()
-                found[f"{name}, wall"] = min(_seconds(call, 1) for _ in range(3 if trains else 5))
-                found[f"{name}, steady"] = min(_seconds(call, 10) for _ in range(1 if trains else 2))
+                found[f"{name}, wall"] = min(_seconds(call, 1) for _ in range(3))
+                found[f"{name}, steady"] = _seconds(call, 10)
         gc.collect()
         return found
 
@@ -130,42 +138,65 @@ class Subjects:
             with on():
                 for _ in range(3):
                     call()
+                _reset_peak()
                 found[f"{name}, kernels"], found[f"{name}, launches"] = _on_device(call)
+                found[f"{name}, peak"] = torch.cuda.max_memory_allocated() / 2**30
         return found
 
 
+def _setting() -> Setting:
+    """The GPU; without one, a check that everything runs."""
+    return Setting(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"), quick=True)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
 def _seconds(call: Callable[[], None], steps: int) -> float:
-    torch.cuda.synchronize()
+    _wait()
     start = time.perf_counter()
     for _ in range(steps):
         call()
-    torch.cuda.synchronize()
+    _wait()
     return (time.perf_counter() - start) / steps
 
 
-def _on_device(call: Callable[[], None], steps: int = 8) -> tuple[float, float]:
+def _on_device(call: Callable[[], None], steps: int = 4) -> tuple[float, float]:
     from torch.profiler import ProfilerActivity, profile
 
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as run:
+    _wait()
+    with profile(activities=[ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU]) as run:
         for _ in range(steps):
             call()
-        torch.cuda.synchronize()
-    events = [event for event in run.events() or () if event.device_type.name == "CUDA"]
+        _wait()
+    kind = "CUDA" if torch.cuda.is_available() else "CPU"
+    events = [event for event in run.events() or () if event.device_type.name == kind]
     return sum(event.time_range.elapsed_us() for event in events) * 1e-6 / steps, len(events) / steps
 
 
 def answer(parts: list[str]) -> None:
-    """Measure what is asked for on stdin: a number for a round, anything else for the kernels."""
+    """Measure what is asked for on stdin: a number for a round, a chapter to open it, ``kernels`` for these."""
     torch.set_num_threads(1)
     subjects = Subjects(parts)
-    subjects.round(-1)
+    if subjects.calls:
+        subjects.round(-1)
     gc.collect()
     gc.freeze()
     gc.disable()
     print(json.dumps(subjects.models), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(subjects.round(int(line)) if line.strip().isdigit() else subjects.kernels()), flush=True)
+    for line in map(str.strip, sys.stdin):
+        if line in CHAPTERS:
+            subjects.open(line)
+            print("{}", flush=True)
+        else:
+            print(json.dumps(subjects.round(int(line)) if line.isdigit() else subjects.kernels()), flush=True)
 
 
 class Version:
@@ -199,6 +230,11 @@ class Version:
         """One more sample of everything."""
         for name, seconds in self.ask(str(number)).items():
             self.samples.setdefault(name, []).append(seconds)
+
+    def turn_to(self, chapter: str) -> None:
+        """Forget all samples, and open a chapter."""
+        self.ask(chapter)
+        self.samples = {}
 
     def close(self) -> None:
         """End the process."""
@@ -286,6 +322,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="the folder src of the other version")
     parser.add_argument("--seconds", type=float, default=130, help="in all, with the start")
     parser.add_argument("--only", nargs="*", choices=_PARTS, default=["serve", "guard"])
+    parser.add_argument("--chapters", nargs="*", choices=CHAPTERS, default=list(CHAPTERS), help="of the watch")
     parser.add_argument("--out", type=Path, help="a page to write the rows to")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -297,20 +334,57 @@ def main() -> None:
     versions = {name: Version(source, options.only) for name, source in sources.items()}
     models = [version.read() for version in versions.values()][-1]
     print(f"(both began after {time.monotonic() - began:.0f} s)", flush=True)
+    found: list[Row] = []
+    if models:
+        _measure(versions, began + options.seconds)
+        found += rows(versions["before"], versions["after"], models)
+    for number, chapter in enumerate(options.chapters if "watch" in options.only else ()):
+        for version in versions.values():
+            version.turn_to(chapter)
+        left = began + options.seconds - time.monotonic()
+        _measure(versions, time.monotonic() + left / (len(options.chapters) - number))
+        new = list(watch_rows(versions["before"], versions["after"], chapter))
+        found += new
+        for row in new:
+            print(console_line(row), flush=True)
+        if options.out is not None:
+            write(options.out, "GPU", found, keep=True)
+    for version in versions.values():
+        version.close()
+    if models:
+        for row in found:
+            print(console_line(row), flush=True)
+    if options.out is not None:
+        write(options.out, "GPU", found, keep=True)
+
+
+def _measure(versions: dict[str, Version], until: float) -> None:
+    """Rounds of both in turn, three at least, then the kernels."""
     number = 0
-    while number < 4 or time.monotonic() - began < options.seconds:
+    while number < 3 or time.monotonic() < until:
         for version in list(versions.values())[:: -1 if number % 2 else 1]:
             version.add_round(number)
         number += 1
     for version in versions.values():
         version.kernels = version.ask("kernels")
-        version.close()
-    found = list(rows(versions["before"], versions["after"], models))
-    print(f"({number} rounds)")
-    for row in found:
-        print(console_line(row), flush=True)
-    if options.out is not None:
-        write(options.out, "GPU", found, keep=True)
+    print(f"({number} rounds)", flush=True)
+
+
+def watch_rows(before: Version, after: Version, chapter: str) -> Iterator[Row]:
+    """Of a watched step, with what the version before took; and how much memory."""
+    size = CHAPTERS[chapter]
+    for way, target in size.targets.items():
+        name = (
+            f"{'watch' if way == 'watch' else f'watch, {way}'}, GPT-2 {chapter.removesuffix(', histogram')}, eager step"
+        )
+        row = _row(before, after, (way, "bare"), (name, size.words(way), "the bare step", str(size)), target)
+        peaks = " / ".join(f"{after.kernels[f'{each}, peak']:.2f}" for each in (way, "bare"))
+        yield replace(row, absolute=f"{row.absolute}; peak {peaks} GiB, before {before.kernels[f'{way}, peak']:.2f}")
+        if way == "norm":
+            texts = "watch, norm, against the default set", size.words(way), size.words("watch"), str(size)
+            told = f"{after.columns('norm', 'watch')}; before: {before.columns('norm', 'watch')}"
+            against = spread(after.ratios("norm", "watch", "wall"))
+            yield Row(*texts, against, spread(after.ratios("bare again", "bare", "wall")), told, at_most=1.0)
 
 
 if __name__ == "__main__":

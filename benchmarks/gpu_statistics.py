@@ -53,9 +53,9 @@ COMPILED = {
 class Training:
     """A GPT-2 with all that a step of training takes."""
 
-    def __init__(self, setting: Setting, batch: int) -> None:
+    def __init__(self, setting: Setting, batch: int, shape: Shape = SMALL) -> None:
         on_gpu = setting.device.type == "cuda"
-        self.shape: Shape = replace(SMALL, batch=batch) if on_gpu else replace(TINY, layers=2)
+        self.shape: Shape = replace(shape, batch=batch) if on_gpu else replace(TINY, layers=2)
         self.device = setting.device
         torch.manual_seed(0)
         self.model = GPT(self.shape).to(setting.device)

@@ -245,7 +245,7 @@ class Streaming:
         else:  # what is noted would be read when the memory has other numbers
             self.engine.take_found([(module.watched, [tensor], 1, None)])
         if module.watched.beside:
-            self.engine.take_beside(module.watched, tensor)
+            self.engine.units.take(module.watched, tensor)
 
     def take_gathered(self, gathered: Gathered) -> None:
         """Add the statistics of tensors that are copied together."""

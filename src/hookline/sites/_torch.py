@@ -82,6 +82,7 @@ def made_since(node: Any, number: int) -> bool:
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_H = TypeVar("_H", bound=Callable[..., Any])
 Edges: TypeAlias = dict[Any, dict[int, int]]
 """Graph edges to watch for: the node they lead to, which of its outputs, and a number of the caller's."""
 
@@ -149,6 +150,24 @@ def hook_tensor(tensor: Tensor, hook: Callable[[Any], Any]) -> None:
     hooks[-_next_hook_id()] = hook
 
 
+def only_hook(tensor: Tensor, node: Any, kind: Callable[[], _H]) -> _H:
+    """Return the one hook of a kind on a tensor that ``node`` made; put it on the first time.
+
+    It is kept with the node, so that it goes when the graph does.
+    """
+    metadata, key = node.metadata, (kind, tensor.output_nr)
+    found: _H | None = metadata.get(key)
+    if found is None:
+        found = metadata[key] = kind()
+        hooks = tensor._backward_hooks  # `hook_tensor`, without the call
+        if hooks is None:
+            hooks = tensor._backward_hooks = OrderedDict()
+            node._register_hook_dict(tensor)
+        hooks[RemovableHandle.next_id] = found
+        RemovableHandle.next_id += 1
+    return found
+
+
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
     """Return every hook in the module's own dictionaries: dictionary, id, callable."""
     for attribute in HOOK_DICTS:
@@ -180,6 +199,17 @@ def has_backward_hooks(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or module_py._global_backward_hooks
         or module_py._global_backward_pre_hooks
+    )
+
+
+def is_own_output(node: Any, since: int, module: nn.Module) -> bool:
+    """Return whether a node is as young as a call of a module for which torch calls no backward hooks itself."""
+    return (
+        since <= node._sequence_nr() < _LEAF_SEQUENCE
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
+        and not module_py._global_backward_hooks
+        and not module_py._global_backward_pre_hooks
     )
 
 

@@ -14,15 +14,17 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hookline.observe.watch import exponent_kernel as exponents
 from hookline.observe.watch import graph_handover
 from hookline.observe.watch import graph_stats as by_rows
 from hookline.observe.watch import stat_kernel as kernels
+from hookline.observe.watch.exponent_kernel import ExponentInput, ExponentKernel
 from hookline.observe.watch.graph_handover import AddressTable, GraphKernel, RowTable
 from hookline.observe.watch.graph_stats import add_up, as_columns, summarize
 from hookline.observe.watch.pending_tensors import PendingTensors
 from hookline.observe.watch.stat_columns import Layout
 from hookline.observe.watch.stat_kernel import FoundByRow, Kernel, KernelInput, Tuning, readable
-from hookline.observe.watch.stat_rows import DeviceRows, StatRow
+from hookline.observe.watch.stat_rows import DeviceRows, ExponentBins, StatRow
 from hookline.observe.watch.stats_engine import StatsEngine
 from hookline.sites.compiled.op_schemas import Share
 
@@ -324,3 +326,73 @@ def test_a_prepared_call_reads_what_is_there_then_and_uploads_nothing(monkeypatc
         call()
     assert len(uploads) == 1
     assert np.array_equal(state.read(), alone.read(), equal_nan=True)
+
+
+# -- histograms ----------------------------------------------------------------------------------------------
+
+COUNTED = Layout.of("histogram")
+
+
+def _spread_out(dtype: torch.dtype, size: int) -> Tensor:
+    torch.manual_seed(size)
+    if dtype is torch.bool:
+        return torch.rand(size) > 0.5
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.randint(0, 100, (size,)).to(dtype)
+    x = (torch.randn(size) * torch.exp(8 * torch.randn(size))).relu()
+    if size > 3:
+        x[0], x[1], x[2] = math.nan, math.inf, 1e-42
+    return x.to(dtype)
+
+
+def test_counts_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types that are read each in their way, with and without a scale, alone and together: exact whole numbers."""
+    monkeypatch.setattr(exponents, "_TILE", 64)
+    kernel = ExponentKernel(COUNTED, CPU)
+    items: list[tuple[ExponentInput, ExponentBins]] = []
+    scale = torch.tensor(1024.0)
+    types = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64)
+    for dtype in types:
+        for size in (0, 1, 300):
+            for by in (None, scale) if dtype.is_floating_point and dtype.itemsize > 1 else (None,):
+                x, wanted = _spread_out(dtype, size), ExponentBins()
+                wanted.take(x if by is None else x * (1 / 1024))
+                items.append((ExponentInput(readable(x), torch.zeros(256, dtype=torch.int64), by), wanted))
+    kernel.count([item for item, _ in items])
+    for item, _ in items[::2]:
+        kernel.count([item])
+    for number, (item, wanted) in enumerate(items):
+        counts = torch.zeros(256, dtype=torch.int64) if wanted.kept is None else wanted.kept
+        assert torch.equal(item.bins, counts * (2 - number % 2)), item
+
+
+def test_histograms_wait_with_the_rows_and_are_counted_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noted twice, counted by one launch at the flush; what was not noted for its row is counted at once."""
+    engine, plain = StatsEngine(COUNTED), StatsEngine(COUNTED)
+    engine._kernels[CPU] = Kernel(COUNTED, CPU)
+    counting = engine.units._kernels[CPU] = ExponentKernel(COUNTED, CPU)
+    pending = engine._pending[CPU] = PendingTensors(partial(engine._take_notes, CPU))
+    launches: list[int] = []
+    launch = counting._launch
+    monkeypatch.setattr(counting, "_launch", lambda *args, **kw: (launches.append(1), launch(*args, **kw))[1])
+    places = [engine.place(name, "forward") for name in "abc"]
+    for step in range(3):
+        some = [torch.randn(40) * (step + 1) for _ in places]
+        for place, x in zip(places, some, strict=True):
+            pending.take(place, x)
+            engine.units.take(place, x)
+            plain.units.take(plain.place(place.name, "forward"), x)
+        assert len(pending) == (6 if step else 0)
+        engine.flush()
+    assert len(launches) == 3 + 1 + 1  # the first tensor of each place is reduced at once
+    changed = torch.ones(4)
+    pending.take(places[0], changed)
+    engine.units.take(places[0], changed)
+    changed.mul_(2)  # then both are lost, and say so
+    engine.units.take(places[1], torch.ones(4))  # not noted: counted now
+    plain.units.take(plain.place("b", "forward"), torch.ones(4))
+    assert len(launches) == 6
+    found = engine.snapshot().beside
+    for place, theirs in plain.snapshot().beside.items():
+        assert found[engine.place(place.name, "forward")] == theirs
+    assert pending.lost == {places[0]: 1, places[0].bins: 1}

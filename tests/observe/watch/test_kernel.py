@@ -83,14 +83,22 @@ def test_the_small_programs_compile_too(
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["reduce_chunks", "merge_slots", "fold_parts"])
+def test_the_program_that_counts_exponents_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machine code comes out, and adds whole numbers of 64 bits to the bins in memory."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    text = _compiled("count_exponents", {"ELEMENT": "bfloat16", "SINGLE": False, "JOBS": 256, "WIDTH": 4096})
+    assert re.search(r"(atom|red)\.global\S*\.add\.u64", text)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["reduce_chunks", "merge_slots", "fold_parts", "count_exponents"])
 def test_one_compiled_program_fits_all_arguments(name: str) -> None:
     """Triton specializes on none of 0, 1, multiples of 16 and large numbers: `Kernel` keeps what it has compiled."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    program = kernel._program_named(name)
+    program = kernel.program_named(name)
     bind = create_function_from_signature(program.signature, program.params, make_backend(GPUTarget("cuda", 90, 32)))
     told = [each.annotation_type for each in program.params if not each.is_constexpr]
     constants = [1] * (len(program.params) - len(told))
@@ -106,10 +114,10 @@ def _compiled(name: str, constants: dict[str, Any]) -> str:
     from triton.compiler import ASTSource
     from triton.compiler import compile as build
 
-    program = kernel._program_named(name)
+    program = kernel.program_named(name)
     if "ELEMENT" in constants:
-        constants = constants | {key: getattr(tl, constants[key]) for key in ("ELEMENT", "WIDE")}
-        constants["WIDTH"] = Tuning().width(constants["ELEMENT"].primitive_bitwidth // 8)
+        constants = constants | {key: getattr(tl, constants[key]) for key in ("ELEMENT", "WIDE") if key in constants}
+        constants.setdefault("WIDTH", Tuning().width(constants["ELEMENT"].primitive_bitwidth // 8))
     signature = {each.name: "constexpr" if each.is_constexpr else each.annotation_type for each in program.params}
     places = {(program.arg_names.index(key),): value for key, value in constants.items()}
     source = ASTSource(fn=program, signature=signature, constexprs=places)

@@ -22,7 +22,7 @@ from hookline.observe.watch import stat_kernel as kernels
 from hookline.observe.watch.graph_stats import as_columns, find_in, summarize
 from hookline.observe.watch.stat_columns import Layout
 from hookline.observe.watch.stat_kernel import FoundByRow, Kernel, KernelInput, readable
-from hookline.observe.watch.stat_rows import DeviceRows, StatRow
+from hookline.observe.watch.stat_rows import DeviceRows, ExponentBins, StatRow
 
 pytestmark = [
     pytest.mark.gpu,
@@ -287,10 +287,11 @@ def test_the_comparison_notices_one_random_number() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nothing_waits_for_the_device() -> None:
+@pytest.mark.parametrize("stats", [None, "norm", "histogram"])
+def test_nothing_waits_for_the_device(stats: str | None) -> None:
     """A watched step makes no call that synchronizes; reading the numbers does."""
     model = _model()
-    watch = hl.watch(model, "*", on=("forward", "backward"))
+    watch = hl.watch(model, "*", on=("forward", "backward"), stats=stats)
     for _ in range(3):
         _step(model)  # compiles, and sees each place
     try:
@@ -301,6 +302,68 @@ def test_nothing_waits_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     watch.remove()
+
+
+@pytest.mark.parametrize("stats", [None, "norm", "histogram"])
+def test_a_step_has_few_launches_and_repeats_its_tables(stats: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches at the end of the forward and of the backward, whatever the number of modules; one more for bins.
+
+    Where tensors lie as they lay at the step before, no table goes up, but for the small ones of histograms.
+    """
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(20)]).to(DEVICE)
+    x, y = torch.randn(2, 32, 64, device=DEVICE)
+    launches: list[str] = []
+    uploads: list[int] = []
+    launch, upload = Kernel._launch, Kernel._upload
+
+    def note_launch(self: Kernel, name: str, *args: Any, **options: Any) -> None:
+        launches.append(name)
+        launch(self, name, *args, **options)
+
+    def note_upload(self: Kernel, numbers: list[int]) -> Tensor:
+        uploads.append(len(numbers))
+        return upload(self, numbers)
+
+    monkeypatch.setattr(Kernel, "_launch", note_launch)
+    monkeypatch.setattr(Kernel, "_upload", note_upload)
+    with hl.watch(model, "*", on=("forward", "backward"), stats=stats) as watch:
+        for _ in range(8):
+            launches.clear()
+            uploads.clear()
+            F.mse_loss(model(x), y).backward()
+        bins = ["count_exponents"] if stats == "histogram" else []
+        assert launches == [*bins, "reduce_chunks", "merge_slots"] * 2
+        assert len(uploads) == 2 * len(bins)
+        assert set(watch.report()["fired"].values()) == {8}
+
+
+def test_histograms_are_those_of_torch() -> None:
+    """Of outputs, gradients and parameters, over four steps, to the last count; also divided by a scale."""
+    model = _model()
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    watch = hl.watch(model, "*", stats="histogram", optimizer=optimizer, scaler=scaler)
+    wanted: dict[str, ExponentBins] = {}
+    with _copies(model) as copies:
+        for _ in range(4):
+            _step(model, scaler=scaler)
+            scaler.unscale_(optimizer)
+            for name, parameter in model.named_parameters():
+                wanted.setdefault(f"{name}/param_grad", ExponentBins()).take(parameter.grad.cpu())
+            optimizer.step()
+            optimizer.zero_grad()
+    for key, tensors in copies.items():
+        for each in tensors:
+            x = each.float().cpu() / (1024.0 if key.endswith("backward") else 1.0)
+            wanted.setdefault(key, ExponentBins()).take(x)
+    for name, parameter in model.named_parameters():
+        wanted.setdefault(f"{name}/param", ExponentBins()).take(parameter.detach().cpu())
+    metrics = watch.to_metrics()
+    assert not watch.report()["silent"]
+    watch.remove()
+    for key, bins in wanted.items():
+        assert bins.kept is not None
+        assert metrics[f"{key}/histogram"] == ExponentBins.as_metric(bins.kept.tolist()), key
 
 
 def test_memory_is_flat_over_many_steps() -> None:

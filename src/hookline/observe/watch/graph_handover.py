@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.observe.watch.stat_kernel import Kernel, _program_named, is_available, readable
+from hookline.observe.watch.stat_kernel import Kernel, program_named, is_available, readable
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class GraphKernel(Kernel):
         if name != "fold_table":
             return super()._program(name, key)
         layout = self._layout
-        return _program_named(name), (layout.moments, layout.extremes, layout.zeros, _ROWS_AT_A_TIME)
+        return program_named(name), (layout.moments, layout.extremes, layout.zeros, _ROWS_AT_A_TIME)
 
 
 class RowTable:

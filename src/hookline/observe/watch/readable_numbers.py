@@ -5,7 +5,7 @@ The engine calls `numbers_of` for every tensor, and `readable` for what it gives
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from hookline.sites import _torch
 if TYPE_CHECKING:
     from hookline.observe.watch.stats_engine import WatchedPlace
 
-__all__ = ["HALVES", "READ", "numbers_of", "readable"]
+__all__ = ["HALVES", "READ", "factor_of", "numbers_of", "readable"]
 
 _PLAIN: Final = (Tensor, torch.nn.Parameter)
 _PARTIAL: Final = (
@@ -63,6 +63,11 @@ def readable(tensor: Tensor) -> Tensor:
     if dtype.is_complex:
         return flat.abs()
     return flat.float() if dtype.is_floating_point else flat.double()
+
+
+def factor_of(scale: Any) -> float:
+    """Return the factor that divides by ``scale``; 1 for a scale of zero, which has left nothing to see."""
+    return 1.0 if scale is None or not float(scale) else 1.0 / float(scale)
 
 
 HALVES: Final = frozenset({torch.bfloat16, torch.float16})

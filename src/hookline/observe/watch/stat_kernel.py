@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from hookline.observe.watch.stat_columns import Layout
     from hookline.observe.watch.stat_rows import StatRow
 
-__all__ = ["FoundByRow", "Kernel", "KernelInput", "Tuning", "is_available", "readable"]
+__all__ = ["FoundByRow", "Kernel", "KernelInput", "Tuning", "is_available", "kernel_types", "program_named", "readable"]
 
 _OVERS: Final = 4
 """How many thresholds one launch counts; each four more take one more launch that reads the tensors again."""
@@ -262,14 +262,14 @@ class Kernel:
 
     def _program(self, name: str, key: Any) -> tuple[Any, tuple[Any, ...]]:
         """Return a program, and the constants to compile it with."""
-        program = _program_named(name)
+        program = program_named(name)
         if name == "merge_slots":
             return program, (key, self._tuning.merged)
         if name == "fold_parts":
             flags = (self._layout.moments, self._layout.extremes, self._layout.zeros)
             return program, (*flags, key, JOBS, _FOLDED_AT_A_TIME, _FOLDED)
         (dtype, aligned), single, first, overs = key
-        element, wide = _types()[dtype]
+        element, wide = kernel_types()[dtype]
         layout = self._layout
         moments, extremes, zeros = layout.moments and first, layout.extremes and first, layout.zeros and first
         width = self._tuning.width(dtype.itemsize)
@@ -324,7 +324,7 @@ def _pairs(device: torch.device) -> int:
 
 
 @functools.cache
-def _types() -> dict[torch.dtype, tuple[Any, Any]]:
+def kernel_types() -> dict[torch.dtype, tuple[Any, Any]]:
     """Return for each dtype its name in Triton, and the dtype it is added up in."""
     tl: Any = importlib.import_module("triton.language")
     narrow = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8, torch.int16)
@@ -333,8 +333,9 @@ def _types() -> dict[torch.dtype, tuple[Any, Any]]:
 
 
 @functools.cache
-def _program_named(name: str) -> Any:
-    module = "triton_reduce" if name == "reduce_chunks" else "triton_merge"
+def program_named(name: str) -> Any:
+    """Return a program in Triton."""
+    module = {"reduce_chunks": "triton_reduce", "count_exponents": "triton_bins"}.get(name, "triton_merge")
     return getattr(importlib.import_module(f"hookline.observe.watch.{module}"), name)
 
 

@@ -149,6 +149,17 @@ class ExponentBins:
 
     def __init__(self) -> None:
         self.kept: Tensor | None = None
+        self.deferred: Any = None
+        self.silent = ""
+        """As of the place that it is kept for; tensors on a GPU wait for both."""
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the bins on a device, where a kernel counts."""
+        if self.kept is None or self.kept.device != device:
+            # Not in inference mode: what is made there could not be changed outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                self.kept = torch.zeros(_BINS, dtype=torch.int64, device=device)
+        return self.kept
 
     def take(self, tensor: Tensor) -> None:
         """Count the exponents of ``tensor``."""

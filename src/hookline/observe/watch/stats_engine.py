@@ -19,14 +19,14 @@ from torch import Tensor
 
 from hookline.errors import HooklineWarning
 from hookline.messages import caller_stacklevel, type_name
-from hookline.observe.host_values import fetch
 from hookline.observe.watch.cpu_stats import add, measure
 from hookline.observe.watch.graph_stats import add_up, as_columns, as_numbers, summarize
 from hookline.observe.watch.pending_tensors import Note, PendingTensors
-from hookline.observe.watch.readable_numbers import READ, numbers_of, readable
+from hookline.observe.watch.readable_numbers import READ, factor_of, numbers_of, readable
 from hookline.observe.watch.stat_columns import MetricTable
 from hookline.observe.watch.stat_kernel import FoundByRow, Kernel, KernelInput, is_available, kernel_input
 from hookline.observe.watch.stat_rows import AliveUnits, DeviceRows, ExponentBins, StatRow
+from hookline.observe.watch.unit_stats import UnitStats
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,7 +47,7 @@ _BY_UNIT: Final[dict[str, type[AliveUnits | ExponentBins]]] = {kind.name: kind f
 class WatchedPlace:
     """One place in a model, and one kind of what flows through it."""
 
-    __slots__ = ("at_once", "beside", "deferred", "kind", "name", "placed", "rows", "silent", "unread")
+    __slots__ = ("at_once", "beside", "bins", "deferred", "kind", "name", "placed", "rows", "silent", "unread")
 
     def __init__(self, name: str, kind: str, beside: tuple[AliveUnits | ExponentBins, ...] = ()) -> None:
         self.name = name
@@ -61,6 +61,8 @@ class WatchedPlace:
         self.rows: dict[torch.device, StatRow] = {}
         self.beside = beside
         """The statistics that are kept per unit."""
+        self.bins = next((one for one in beside if isinstance(one, ExponentBins)), None)
+        """The one of them that a kernel counts."""
         self.placed: Placed | None = None
         """How its tensors lie on a mesh, if they are distributed (DTensor)."""
         self.silent = ""
@@ -115,6 +117,8 @@ class StatsEngine:
         self._table: tuple[list[WatchedPlace], MetricTable] | None = None
         self.lock = threading.RLock()
         """Held while rows and places are handed out, and while what is kept per unit changes."""
+        self.units = UnitStats(layout, self.lock)
+        """What is kept per unit."""
 
     def place(self, name: str, kind: str) -> WatchedPlace:
         """Return the place of that name; make it the first time."""
@@ -149,7 +153,7 @@ class StatsEngine:
             return
         device = local.device
         if device.type in _READ_ON_HOST:
-            measure(local.cpu(), self.layout, self.row(place, _CPU), _factor(scale))
+            measure(local.cpu(), self.layout, self.row(place, _CPU), factor_of(scale))
         elif self._kernel(device) is None:
             with torch.no_grad():
                 self.take_vector(place, summarize(local, self.layout), scale)
@@ -193,19 +197,10 @@ class StatsEngine:
         row = self.row(place, vector.device)
         layout = self.layout if vector.numel() == len(self.layout.graph_outputs) else self.layout.with_details
         if vector.device.type == "cpu":
-            add(as_numbers(vector, layout), row, layout, _factor(scale))
+            add(as_numbers(vector, layout), row, layout, factor_of(scale))
             return
         with torch.no_grad():
             row.take(as_columns(vector, layout, scale))
-
-    def take_beside(self, place: WatchedPlace, tensor: Tensor, scale: Any = None) -> None:
-        """Add a tensor to what is kept per unit."""
-        local = numbers_of(tensor, place) if place.beside else None
-        if local is not None:
-            with torch.no_grad(), self.lock:
-                numbers = local.detach() if scale is None else local.detach() * _factor(scale)
-                for statistic in place.beside:
-                    statistic.take(numbers)
 
     def prepare(self, notes: Sequence[Note]) -> Callable[[], None] | None:
         """Return a call that reduces these tensors of one GPU as they are then, by launches that are worked out now.
@@ -249,6 +244,8 @@ class StatsEngine:
         return found
 
     def _take_notes(self, device: torch.device, notes: Sequence[Note]) -> None:
+        if self.layout.by_unit:
+            notes = self.units.take_noted(device, notes)
         kernel = self._kernel(device)
         if kernel is not None:
             try:
@@ -266,7 +263,9 @@ class StatsEngine:
             row = place.rows.get(device)
             if row is None:
                 row = self.row(place, device)
-            if tensor.dtype not in READ or not tensor.is_contiguous() or tensor.is_neg():
+            # A view with a sign to come is one of complex numbers: every other one in memory, unless there is but one.
+            # To ask whether it is one takes as long as all else here together.
+            if tensor.dtype not in READ or not tensor.is_contiguous() or tensor.numel() < 2:
                 tensor = readable(tensor.dequantize() if tensor.is_quantized else tensor)
             yield kernel_input((tensor, row, scale))
 
@@ -315,7 +314,7 @@ class StatsEngine:
         rows[:, len(self.layout.added) :] = -np.inf
         for device, of_device in self.device_rows.items():
             self._add_device(rows, of_device.read(), places, device)
-        return StatsSnapshot(places, rows, self._read_beside())
+        return StatsSnapshot(places, rows, self.units.read(places))
 
     def _add_device(
         self, rows: NDArray[Any], numbers: NDArray[Any], places: list[WatchedPlace], device: torch.device
@@ -350,18 +349,6 @@ class StatsEngine:
                     metrics[place.prefix + one.name] = one.as_metric(values)
         return metrics
 
-    def _read_beside(self) -> dict[WatchedPlace, list[list[float]]]:
-        """Return what is kept per unit: for each place a list for each statistic, empty if there is nothing."""
-        if not self.layout.by_unit:
-            return {}
-        found: dict[WatchedPlace, list[list[float]]] = {
-            place: [[] for _ in place.beside] for place in self.places.values()
-        }
-        kept = [(place, at, one.kept) for place in found for at, one in enumerate(place.beside) if one.kept is not None]
-        for (place, at, _), values in zip(kept, fetch(tensor.double() for _, _, tensor in kept), strict=True):
-            found[place][at] = values
-        return found
-
     def reset(self) -> None:
         """Forget all numbers; rows stay where they are."""
         for pending in self._pending.values():
@@ -370,8 +357,3 @@ class StatsEngine:
             rows.reset()
         for place in self.places.values():
             place.forget_beside()
-
-
-def _factor(scale: Any) -> float:
-    """Return the factor that divides by ``scale``; 1 for a scale of zero, which has left nothing to see."""
-    return 1.0 if scale is None or not float(scale) else 1.0 / float(scale)

@@ -11,14 +11,14 @@ import triton.language as tl
 
 from hookline.observe.watch.triton_reduce import FIELDS, INF, higher, is_finite, lower
 
-__all__ = ["fold_parts", "fold_table", "merge_slots"]
+__all__ = ["factor_of", "fold_parts", "fold_table", "merge_slots"]
 
 _FOLD_FIELDS = tl.constexpr(7)
 """Of a job of ``fold_parts``: first program, addresses of sums, squares, lows, highs and zeros, number of rows."""
 
 
 @triton.jit
-def _factor(scale):
+def factor_of(scale):
     """Return the factor that divides by the scale at an address, if any; 1 for a scale of zero."""
     factor = tl.full((), 1.0, tl.float64)
     if scale != 0:
@@ -60,7 +60,7 @@ def merge_slots(
     elif number == 1:
         tl.store(cell, before + size.to(tl.float64))
     else:
-        factor = _factor(scale)
+        factor = factor_of(scale)
         if number == 3:
             factor = factor * factor  # the sum of squares
         lanes = tl.arange(0, WIDTH)
@@ -200,7 +200,7 @@ def fold_table(
     count = tl.load(entry + 2)
     end = begin + count
     lanes = tl.arange(0, WIDTH)
-    factor = _factor(scale)
+    factor = factor_of(scale)
     if part == 0:
         total = tl.zeros([WIDTH], tl.float64)
         power = tl.zeros([WIDTH], tl.float64)

@@ -202,7 +202,7 @@ class Watch(ShownAsTable):
         if self._rules.counts_now():
             place = self._engine.place(name, "")
             self._engine.take(place, tensor)
-            self._engine.take_beside(place, tensor)
+            self._engine.units.take(place, tensor)
 
     @property
     def steps(self) -> int:

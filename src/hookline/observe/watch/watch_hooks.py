@@ -124,12 +124,12 @@ class ModuleStatsHook(Summary):
     def beside(self, module: nn.Module, args: Any, output: Any) -> None:
         """Take the output of a module for what is kept per unit."""
         if self._is_due() and not _torch.in_recomputation():
-            self._take(module, output, self._engine.take_beside)
+            self._take(module, output, self._engine.units.take)
 
     def beside_backward(self, module: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
         """Take the gradients of a module's output for what is kept per unit."""
         if self._is_due():
-            self._take(module, grads, self._engine.take_beside)
+            self._take(module, grads, self._engine.units.take)
 
     def receive(self, items: Sequence[Handed]) -> None:
         """Take the summaries that compiled code has made."""
@@ -262,8 +262,7 @@ class ParameterReader:
         for some in [together, *apart] if together else apart:
             try:
                 self._engine.take_all(some)
-                for place, tensor, scale in some:
-                    self._engine.take_beside(place, tensor, scale)
+                self._engine.units.take_all(some)
             except Exception as error:
                 give_up(some[0][0], some[0][1], error)
 
@@ -397,6 +396,6 @@ class WatchSites:
             return
         try:
             self._engine.take(place, gradient, self.scale())
-            self._engine.take_beside(place, gradient, self.scale())
+            self._engine.units.take(place, gradient, self.scale())
         except Exception as error:  # a watch must not end the run
             give_up(place, gradient, error)

@@ -157,7 +157,7 @@ class GradientCall(BackwardCall):
                         node = only.grad_fn
                         state.taken = (Taken(0, args[0], only, shape),)
                     if hooks.watches_inputs:
-                        tap(only, node).inputs.append((self, 0))
+                        tap(only, node).add_input(self, 0)
                     return args, state
         return self._enter_any(args, kwargs, state)
 
@@ -181,7 +181,7 @@ class GradientCall(BackwardCall):
             if node is None:
                 node = accumulator(tensor)
             elif hooks.watches_inputs:
-                tap(source, source.grad_fn).inputs.append((self, index))
+                tap(source, source.grad_fn).add_input(self, index)
             if node is not None and not hooks.edits_gradients:
                 edges.setdefault(node, {})[tensor.output_nr] = index
         if hooks.edits_gradients and members:
@@ -244,7 +244,7 @@ class GradientCall(BackwardCall):
         for taken in state.taken:
             if taken.tensor._version != taken.version:
                 return False
-        tap(source, source.grad_fn).outputs.append((self, 0, shape))
+        tap(source, source.grad_fn).append((self, 0, shape))
         if state.edges and self._hooks.watches_inputs:
             for boundary, hits in _torch.boundary([node], state.edges, self._first_node):
                 boundary.register_hook(self._collector(hits))
@@ -335,7 +335,7 @@ class GradientCall(BackwardCall):
             elif place >= 0:
                 self._back = place, index
                 if not state.watches:
-                    tap(tensor, tensor.grad_fn).inputs.append((self, place))
+                    tap(tensor, tensor.grad_fn).add_input(self, place)
                 return passed
             elif type(self._module) is FunctionSite and state.was_taken(tensor):
                 pass  # changed in place: its caller goes on with the tensor itself, whatever comes back from here
@@ -347,7 +347,7 @@ class GradientCall(BackwardCall):
                 if shape is None:
                     gated.append((index, tensor))
                     continue
-            tap(source, source.grad_fn).outputs.append((self, index, shape))
+            tap(source, source.grad_fn).append((self, index, shape))
             if len(members) > 1:
                 nodes.append((_torch.sequence_number_of(source.grad_fn), index))
         if gated:

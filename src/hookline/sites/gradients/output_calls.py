@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hookline.sites import _torch
 from hookline.sites.gradients.gradient_tensors import behind
-from hookline.sites.gradients.tensor_taps import tap
+from hookline.sites.gradients.tensor_taps import Tap
 
 if TYPE_CHECKING:
     from hookline.sites.gradients.gradient_hooks import GradientHooks
@@ -64,7 +64,7 @@ def tap_output(hooks: GradientHooks, began: Began, module: Any, output: Any) -> 
         if shape is None:
             return False
         node = output.grad_fn
-    if not _torch.made_since(node, began[2]) or _torch.has_backward_hooks(module):
+    if not _torch.is_own_output(node, began[2], module):
         return False
-    tap(output, node).outputs.append((call, module, shape))
+    _torch.only_hook(output, node, Tap).append((call, module, shape))
     return True

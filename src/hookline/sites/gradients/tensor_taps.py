@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,34 +21,33 @@ if TYPE_CHECKING:
     from hookline.hook_types import Grads
     from hookline.sites.gradients.backward_call import BackwardCall
     from hookline.sites.gradients.gradient_tensors import IndexedTensor
-    from hookline.sites.gradients.output_calls import OutputCall
     from hookline.sites.hook_at_site import HookAtSite
 
-_Use: TypeAlias = "tuple[BackwardCall, int, torch.Size | None] | tuple[OutputCall, Any, torch.Size | None]"
-"""A call, the place of the tensor in it (an `OutputCall` is told the module), and its shape there, if not its own."""
+_Use: TypeAlias = tuple[Any, Any, torch.Size | None]
+"""A `BackwardCall` and the tensor's place there, or an `OutputCall` and the module; the shape there, if not its own."""
 
 
-class Tap:
-    """The one tensor hook on a tensor that passes between modules.
+class Tap(list[_Use]):
+    """The one tensor hook on a tensor that passes between modules: the calls that give the tensor out.
 
-    It has to be one: torch runs the hooks of a tensor in the order they came, which is the order of the
-    forward, and would have a module's ``backward_pre`` before the ``backward`` of the module that used its
-    output.
+    Of a module and its last child, the child comes first. It has to be one: torch runs the hooks of a tensor in the
+    order they came, which is the order of the forward, and would have a module's ``backward_pre`` before the
+    ``backward`` of the module that used its output.
     """
 
-    __slots__ = ("inputs", "outputs")
+    # A list by itself, since one is made for each call of each module that is watched.
+    inputs: tuple[tuple[BackwardCall, int], ...] = ()
+    """Calls that take the tensor in, and its place there."""
 
-    def __init__(self) -> None:
-        self.inputs: list[tuple[BackwardCall, int]] = []
-        """Calls that take the tensor in, and its place there."""
-        self.outputs: list[_Use] = []
-        """Calls that give it out; of a module and its last child, the child comes first."""
+    def add_input(self, call: BackwardCall, index: int) -> None:
+        """Add a call that takes the tensor in."""
+        self.inputs += ((call, index),)
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         given = grad
         for call, index in reversed(self.inputs):
             grad = call.reach_producer(index, grad)
-        for user, place, shape in reversed(self.outputs):
+        for user, place, shape in reversed(self):
             if shape is None or grad is None:
                 grad = user.take_output(place, grad)
             else:
@@ -61,16 +60,7 @@ class Tap:
 
 def tap(tensor: Tensor, node: Any) -> Tap:
     """Return the tap on a tensor that ``node`` made; kept with that node, so that it goes when the graph does."""
-    key = _TAP, tensor.output_nr
-    metadata: dict[Any, Any] = node.metadata
-    found: Tap | None = metadata.get(key)
-    if found is None:
-        found = metadata[key] = Tap()
-        _torch.hook_tensor(tensor, found)
-    return found
-
-
-_TAP: Final = "hookline.tap"
+    return _torch.only_hook(tensor, node, Tap)
 
 
 class _Gate(torch.autograd.Function):

@@ -1,0 +1,99 @@
+"""How the cost of an eager watch grows with modules, width and batch: the subjects of ``before_after.py --only watch``.
+
+Each chapter is one size of GPT-2, alone on the device; ``before_after`` opens one after the other in both versions.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from gpu_statistics import HUNDRED, Training
+from models import SMALL, Shape
+from subject import Setting
+from torch.utils.checkpoint import checkpoint
+
+import hookline as hl
+
+__all__ = ["CHAPTERS", "Chapter", "open_chapter"]
+
+MEDIUM = Shape("GPT-2 medium", 24, 1024, 16, 50304, 8, 1024)
+LARGE = Shape("GPT-2 large", 36, 1280, 20, 50304, 8, 1024)
+_WORDS = {
+    "watch": "`hl.watch`, forward and backward, every step",
+    "norm": '`hl.watch(stats="norm")`',
+    "histogram": '`hl.watch(stats="histogram")`',
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    """One size of model, and the targets by way of watching."""
+
+    shape: Shape
+    targets: dict[str, float | None]
+    checkpointed: bool = False
+
+    @property
+    def modules(self) -> int:
+        """How many modules are watched."""
+        return 8 * self.shape.layers + 4
+
+    def words(self, way: str) -> str:
+        """What is measured."""
+        return f"{_WORDS[way]}, {self.modules} modules"
+
+    def __str__(self) -> str:
+        more = ", activation checkpointing of every block" if self.checkpointed else ""
+        return f"{self.shape}, bf16 autocast, fused AdamW{more}"
+
+
+CHAPTERS = {
+    "small, batch 8": Chapter(SMALL, {"watch": 1.12, "norm": None}),
+    "small, batch 32": Chapter(replace(SMALL, batch=32), {"watch": 1.06}),
+    "small, batch 8, checkpointed": Chapter(SMALL, {"watch": 1.12}, checkpointed=True),
+    "medium, batch 8": Chapter(MEDIUM, {"watch": 1.12}),
+    "large, batch 8": Chapter(LARGE, {"watch": 1.10}),
+    "small, batch 2": Chapter(replace(SMALL, batch=2), {"watch": None}),
+    "small, batch 8, histogram": Chapter(SMALL, {"histogram": 1.5}),
+}
+
+
+def open_chapter(
+    name: str, setting: Setting
+) -> dict[str, tuple[Callable[[], None], Callable[[], AbstractContextManager[object]]]]:
+    """What to call and what is on the model meanwhile, by way of watching."""
+    gc.collect()
+    if setting.device.type == "cuda":
+        torch.cuda.empty_cache()
+    chapter = CHAPTERS[name]
+    training = Training(setting, chapter.shape.batch, chapter.shape)
+    for block in training.model.h if chapter.checkpointed else ():
+        block.forward = _Checkpointed(block.forward)
+    ways: dict[str, Any] = dict.fromkeys(("bare", "bare again"), nullcontext)
+    for way in chapter.targets:
+        ways[way] = lambda way=way: _watching(training, {} if way == "watch" else {"stats": way})
+    return {way: (training.step, on) for way, on in ways.items()}
+
+
+class _Checkpointed:
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+
+    def __call__(self, *args: Any) -> Any:
+        return checkpoint(self._forward, *args, use_reentrant=False)
+
+
+@contextmanager
+def _watching(training: Training, options: dict[str, Any]) -> Iterator[None]:
+    watch = hl.watch(training.model, HUNDRED, on=("forward", "backward"), optimizer=training.optimizer, **options)
+    try:
+        yield
+        silent = watch.report()["silent"]
+        assert not silent, silent
+    finally:
+        watch.remove(quiet=True)

@@ -1,0 +1,88 @@
+"""Count the binary exponents of many tensors on a GPU in one launch, for the statistic ``histogram``.
+
+The engine calls it. Nothing waits for the device; as in `stat_kernel`, one small table goes up, and for a single tensor
+not even that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hookline.observe.watch.kernel_tables import JOBS, in_parts
+from hookline.observe.watch.stat_kernel import Kernel, kernel_types, program_named
+from hookline.sites import _torch
+
+__all__ = ["ExponentInput", "ExponentKernel"]
+
+_TILE: Final = 4096
+"""Numbers that a program takes at a time: 32 a thread."""
+_LEAST: Final = 4
+_MOST: Final = 2048
+"""At least so many tiles a program, at most so many programs a tensor: each ends with up to 256 atomic additions."""
+
+
+class ExponentInput(NamedTuple):
+    """A tensor, and the bins that its numbers are counted in."""
+
+    flat: Tensor
+    """As `readable` gives it."""
+    bins: Tensor
+    scale: Any = None
+    """Divide the numbers by this."""
+
+
+class ExponentKernel(Kernel):
+    """Adds to bins how many numbers have which exponent."""
+
+    def count(self, items: Sequence[ExponentInput]) -> None:
+        """Count each tensor in its bins, on the current stream."""
+        items = [item for item in items if item.flat.numel()]
+        with self._on_device():
+            if len(items) == 1 or _torch.capturing():  # the table would have to be the same in each replay
+                for item in items:
+                    self._count_one(item)
+                return
+            by_type: dict[torch.dtype, list[ExponentInput]] = {}
+            for item in items:
+                by_type.setdefault(item.flat.dtype, []).append(item)
+            for dtype, same in by_type.items():
+                for some in in_parts(same, JOBS):
+                    self._count_many(dtype, some)
+
+    def _count_one(self, item: ExponentInput) -> None:
+        flat, bins, scale = item
+        divisor = self._scale(scale)
+        programs, share = _division(flat.numel())
+        at = 0 if divisor is None else divisor.data_ptr()
+        arguments = (0, 0, bins.data_ptr(), flat.data_ptr(), flat.numel(), share, at)
+        self._launch("count_exponents", (flat.dtype, True), (programs, 1, 1), arguments)
+
+    def _count_many(self, dtype: torch.dtype, items: Sequence[ExponentInput]) -> None:
+        table: list[int] = []
+        divisors: dict[int, Tensor] = {}
+        first = 0
+        for flat, bins, scale in items:
+            if scale is not None and id(scale) not in divisors:
+                divisors[id(scale)] = self._as_divisor(scale)
+            programs, share = _division(flat.numel())
+            at = 0 if scale is None else divisors[id(scale)].data_ptr()
+            table += (first, bins.data_ptr(), flat.data_ptr(), flat.numel(), share, at)
+            first += programs
+        uploaded = self._upload(table)
+        arguments = (uploaded.data_ptr(), len(items), 0, 0, 0, 0, 0)
+        self._launch("count_exponents", (dtype, False), (first, 1, 1), arguments)
+        del divisors, uploaded
+
+    def _program(self, name: str, key: Any) -> tuple[Any, tuple[Any, ...]]:
+        dtype, single = key
+        return program_named(name), (kernel_types()[dtype][0], single, JOBS, _TILE)
+
+
+def _division(size: int) -> tuple[int, int]:
+    """Return how many programs count a tensor, and how many numbers each."""
+    share = _TILE * max(_LEAST, -(-size // (_TILE * _MOST)))
+    return -(-size // share), share

@@ -1,0 +1,116 @@
+"""Add tensors to what a watch keeps per unit or bin, beside the rows: dead units and histograms.
+
+`StatsEngine` has one `UnitStats`; the hooks of a watch call it with tensors. On a GPU, histograms are counted by
+`exponent_kernel`, of all tensors that have waited together in one launch.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hookline.errors import HooklineWarning
+from hookline.messages import caller_stacklevel
+from hookline.observe.host_values import fetch
+from hookline.observe.watch.exponent_kernel import ExponentInput, ExponentKernel
+from hookline.observe.watch.pending_tensors import Note
+from hookline.observe.watch.readable_numbers import factor_of, numbers_of, readable
+from hookline.observe.watch.stat_kernel import is_available
+from hookline.observe.watch.stat_rows import AliveUnits, ExponentBins
+
+if TYPE_CHECKING:
+    from hookline.observe.watch.stat_columns import Layout
+    from hookline.observe.watch.stats_engine import WatchedPlace
+
+__all__ = ["UnitStats"]
+
+
+class UnitStats:
+    """What is kept per unit of any number of places; ``lock`` is held while it changes."""
+
+    def __init__(self, layout: Layout, lock: threading.RLock) -> None:
+        self._layout = layout
+        self._lock = lock
+        self._kernels: dict[torch.device, ExponentKernel | None] = {}
+
+    def take(self, place: WatchedPlace, tensor: Tensor, scale: Any = None) -> None:
+        """Add a tensor; its numbers are divided by ``scale`` first."""
+        self.take_all([(place, tensor, scale)])
+
+    def take_all(self, tensors: Iterable[tuple[WatchedPlace, Tensor, Any]]) -> None:
+        """Add several, each with its place and scale."""
+        notes: dict[torch.device, list[Note]] = {}
+        for place, tensor, scale in tensors:
+            deferred, bins, others = place.deferred, place.bins, place.beside
+            if deferred is not None and bins is not None and deferred.note_again(bins, tensor, scale):
+                others = tuple(one for one in others if one is not bins)
+            local = numbers_of(tensor, place) if others else None
+            if local is None:
+                continue
+            if bins is not None and bins in others and self._kernel(local.device) is not None:
+                notes.setdefault(local.device, []).append(Note(bins, local, scale))
+                others = tuple(one for one in others if one is not bins)
+            self._take_here(others, local, scale)
+        for device, some in notes.items():
+            self._count(device, some)
+
+    def take_noted(self, device: torch.device, notes: Sequence[Note]) -> Sequence[Note]:
+        """Count those of the notes of a GPU that are for bins; return the others."""
+        counted = [note for note in notes if isinstance(note.place, ExponentBins)]
+        if not counted:
+            return notes
+        self._count(device, counted)
+        return [note for note in notes if not isinstance(note.place, ExponentBins)]
+
+    def read(self, places: Iterable[WatchedPlace]) -> dict[WatchedPlace, list[list[float]]]:
+        """Return for each place a list for each statistic, empty if there is nothing."""
+        if not self._layout.by_unit:
+            return {}
+        found: dict[WatchedPlace, list[list[float]]] = {place: [[] for _ in place.beside] for place in places}
+        kept = [(place, at, one.kept) for place in found for at, one in enumerate(place.beside) if one.kept is not None]
+        for (place, at, _), values in zip(kept, fetch(tensor.double() for _, _, tensor in kept), strict=True):
+            found[place][at] = values
+        return found
+
+    def _take_here(self, statistics: Sequence[AliveUnits | ExponentBins], tensor: Tensor, scale: Any) -> None:
+        """Add a tensor by operations of torch."""
+        if statistics:
+            with torch.no_grad(), self._lock:
+                numbers = tensor.detach() if scale is None else tensor.detach() * factor_of(scale)
+                for statistic in statistics:
+                    statistic.take(numbers)
+
+    def _count(self, device: torch.device, notes: Sequence[Note]) -> None:
+        """Count tensors of one GPU in their bins."""
+        kernel = self._kernel(device)
+        if kernel is not None:
+            try:
+                with self._lock:
+                    items = [
+                        ExponentInput(readable(tensor), bins.on(device), scale)
+                        for bins, tensor, scale in notes
+                        if tensor.numel()
+                    ]
+                kernel.count(items)
+                return
+            except Exception as error:  # no compiler for C, for instance
+                self._kernels[device] = None
+                reason = f"{type(error).__name__}: {error}"
+                warnings.warn(
+                    f"Histograms on {device} are counted by operations of torch, which is several times slower: the "
+                    f"Triton kernel does not work here ({reason}).",
+                    HooklineWarning,
+                    stacklevel=caller_stacklevel(),
+                )
+        for bins, tensor, scale in notes:
+            self._take_here([bins], tensor, scale)
+
+    def _kernel(self, device: torch.device) -> ExponentKernel | None:
+        if device not in self._kernels:
+            self._kernels[device] = ExponentKernel(self._layout, device) if is_available(device) else None
+        return self._kernels[device]
