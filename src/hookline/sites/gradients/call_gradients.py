@@ -55,8 +55,8 @@ from hookline.sites.gradients.tensor_taps import join, pass_gate, tap
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads
+    from hookline.sites.gradients.gradient_hooks import Began
     from hookline.sites.gradients.gradient_tensors import Window
-    from hookline.sites.gradients.output_calls import Began
 
 _NO_CUTS: Final[dict[int, Any]] = {}
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from torch import nn
 
@@ -14,7 +14,8 @@ from hookline.sites.hook_at_site import HookContainer, OrderGroup
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hookline.sites.gradients.output_calls import Began, OutputCall
+    from torch import Tensor
+
     from hookline.sites.hook_at_site import ForwardCounter, HookAtSite
 
 _EDIT: Final = OrderGroup.EDIT  # looking an enum member up by its class costs 0.2 µs
@@ -23,6 +24,30 @@ USE_INPUT_ONCE: Final = frozenset(
     | {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Softmax}
 )
 """Classes that read their one input once, and write elsewhere."""
+
+
+Began: TypeAlias = tuple[int, int, int]
+"""How a call began: its thread, when, as `next_order` counts, and the number of the next graph node there."""
+
+
+class OutputCall:
+    """The observers of what comes to a module's output, for all its calls while they stay the same."""
+
+    __slots__ = ("_entries", "order")
+
+    def __init__(self, entries: tuple[HookAtSite, ...]) -> None:
+        self._entries = entries
+        self.order = max(entry.attachment.order for entry in entries)
+        """When the last of them came; it takes part in calls that began later."""
+
+    def take_output(self, module: Any, grad: Tensor | None) -> Tensor | None:
+        """Fire with the gradient of the output of ``module``; return it."""
+        for entry in self._entries:
+            if not entry.attachment.removed:
+                entry.fired += 1
+                entry.last_step = entry.counter.step
+                entry.hook(module, (grad,))
+        return grad
 
 
 class GradientHooks(HookContainer):

@@ -9,43 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
 from hookline.sites import _torch
+from hookline.sites.gradients.gradient_hooks import OutputCall
 from hookline.sites.gradients.gradient_tensors import behind
 from hookline.sites.gradients.tensor_taps import Tap
 
 if TYPE_CHECKING:
-    from hookline.sites.gradients.gradient_hooks import GradientHooks
-    from hookline.sites.hook_at_site import HookAtSite
-
-Began: TypeAlias = tuple[int, int, int]
-"""How a call began: its thread, when, as `next_order` counts, and the number of the next graph node there."""
+    from hookline.sites.gradients.gradient_hooks import Began, GradientHooks
 
 thread: Final[Callable[[], int]] = get_ident
 """Return the number of this thread."""
-
-
-class OutputCall:
-    """The observers of what comes to a module's output, for all its calls while they stay the same."""
-
-    __slots__ = ("_entries", "order")
-
-    def __init__(self, entries: tuple[HookAtSite, ...]) -> None:
-        self._entries = entries
-        self.order = max(entry.attachment.order for entry in entries)
-        """When the last of them came; it takes part in calls that began later."""
-
-    def take_output(self, module: Any, grad: Tensor | None) -> Tensor | None:
-        """Fire with the gradient of the output of ``module``; return it."""
-        for entry in self._entries:
-            if not entry.attachment.removed:
-                entry.fired += 1
-                entry.last_step = entry.counter.step
-                entry.hook(module, (grad,))
-        return grad
 
 
 def tap_output(hooks: GradientHooks, began: Began, module: Any, output: Any) -> bool:
