@@ -140,7 +140,7 @@ class Subjects:
                     call()
                 _reset_peak()
                 found[f"{name}, kernels"], found[f"{name}, launches"] = _on_device(call)
-                found[f"{name}, peak"] = torch.cuda.max_memory_allocated() / 2**30
+                found.setdefault(f"{name}, peak", torch.cuda.max_memory_allocated() / 2**30)
         return found
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.observe.watch.stat_kernel import Kernel, program_named, is_available, readable
+from hookline.observe.watch.stat_kernel import Kernel, is_available, program_named, readable
 from hookline.sites import _torch
 
 if TYPE_CHECKING:

@@ -99,7 +99,6 @@ class ModuleStatsHook(Summary):
         # A forward that activation checkpointing repeats was counted the first time.
         if not self._is_due() or (task != -1 and _torch.in_recomputation()):
             return
-        # One function without helpers, as `backward` is: on a GPU nothing else happens at a firing.
         place = self._places.get(id(module))
         if place is None or place.deferred is None or not place.deferred.note(place, output, None, task):
             self._take(module, output, self._engine.take)
@@ -303,8 +302,8 @@ class WatchSites:
             modules = modules if self._chosen else []
         rules = self._rules
         for kind in modules:
-            scale = None if kind == "forward" or self._scaler is None else self.scale
-            is_due = rules.take_output if kind == "forward" else rules.counts_backward
+            is_due, scale = (rules.take_output, None) if kind == "forward" else (rules.counts_backward, self.scale)
+            scale = None if self._scaler is None else scale
             self.hooks[kind] = ModuleStatsHook(self._engine, self._chosen, kind, is_due, scale)
         if set(kinds) - set(MODULE_KINDS):
             self._choose_parameters(target, exclude, kinds, end_pass, required=not modules)
