@@ -112,7 +112,7 @@ class GraphKernel(Kernel):
     def work_out(self, jobs: Any) -> tuple[list[Any], list[Tensor]]:
         """Return the launches for jobs, and the memory they use; the table of jobs is the last of that."""
         with self._on_device():
-            return self._launches_of(jobs, [])
+            return self._launches_of(self._tables.of_groups(jobs), [])
 
     def run(self, launches: list[Any], ready: list[Any]) -> None:
         """Launch what `work_out` has returned; ``ready`` is empty before the first time, and has what was compiled."""

@@ -100,6 +100,10 @@ class KernelTables:
             jobs = groups.setdefault((dtype, address % ALIGNMENT == 0), {})
             # Several places often see the same tensor: it is read once.
             jobs.setdefault((address, size, at, dtype), []).append(row)
+        return self.of_groups(groups)
+
+    def of_groups(self, groups: dict[Group, dict[_Job, list[int]]]) -> KernelTable:
+        """Return a new table of tensors by group, each with the addresses of its rows."""
         table: list[int] = []
         uses: list[int] = []
         parts: list[tuple[Group, int, int, int, int]] = []
