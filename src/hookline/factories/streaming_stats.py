@@ -27,7 +27,6 @@ from hookline.factories.small_tensors import SmallTensors
 from hookline.observe.watch.graph_stats import hand_over_late
 from hookline.observe.watch.pending_tensors import Note, PendingTensors, limit_of
 from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
-from hookline.observe.watch.watch_hooks import give_up
 from hookline.sites import _torch
 from hookline.sites.compiled.op_schemas import Summary
 from hookline.sites.per_site_hook import PerSiteHook
@@ -148,7 +147,7 @@ class StreamingObserver(Observer, PerSiteHook, Generic[ModuleT]):
             if real is not None:
                 self._add(seen, real, gathered)
         except Exception as error:  # an observer must not end the run
-            give_up(seen.watched, tensor, error)
+            seen.watched.give_up(tensor, error)
             return False
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from functools import partial
 from typing import Any
 
@@ -345,6 +346,25 @@ def _spread_out(dtype: torch.dtype, size: int) -> Tensor:
     return x.to(dtype)
 
 
+def _views(x: Tensor) -> list[Tensor]:
+    """A tensor of 300 numbers, views that are not contiguous or not aligned, one without dimensions, an expanded one.
+
+    The gradient that ``sum`` gives is an expanded one.
+    """
+    return [x, x.reshape(20, 15)[:, ::3], x[1:].reshape(13, 23).t(), x[4], x[5:6].expand(40, 3), x[::2]]
+
+
+def test_a_view_has_its_own_numbers_and_no_others() -> None:
+    """The kernel reads memory from an address on: what does not lie so is copied first."""
+    layout = LAYOUTS["default"]
+    for x in _views(torch.arange(300.0))[1:5]:
+        state, (row,) = _rows(layout, 1)
+        plain, (other,) = _rows(layout, 1)
+        _kernel(layout).take([KernelInput(readable(x), row)])
+        _kernel(layout).take([KernelInput(x.clone(memory_format=torch.contiguous_format), other)])
+        assert np.allclose(state.read(), plain.read()), x.stride()
+
+
 def test_counts_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Types that are read each in their way, with and without a scale, alone and together: exact whole numbers."""
     monkeypatch.setattr(exponents, "_TILE", 64)
@@ -353,24 +373,28 @@ def test_counts_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     scale = torch.tensor(1024.0)
     types = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64)
     for dtype in types:
-        for size in (0, 1, 300):
+        items.clear()
+        big = _spread_out(dtype, 300)
+        for x in (_spread_out(dtype, 1), *_views(big)):
             for by in (None, scale) if dtype.is_floating_point and dtype.itemsize > 1 else (None,):
-                x, wanted = _spread_out(dtype, size), ExponentBins()
+                wanted = ExponentBins()
                 wanted.take(x if by is None else x * (1 / 1024))
                 items.append((ExponentInput(readable(x), torch.zeros(256, dtype=torch.int64), by), wanted))
-    kernel.count([item for item, _ in items])
-    for item, _ in items[::2]:
-        kernel.count([item])
-    for number, (item, wanted) in enumerate(items):
-        counts = torch.zeros(256, dtype=torch.int64) if wanted.kept is None else wanted.kept
-        assert torch.equal(item.bins, counts * (2 - number % 2)), item
+        kernel.count([item for item, _ in items])
+        for item, _ in items[::2]:
+            kernel.count([item])
+        for number, (item, wanted) in enumerate(items):
+            assert wanted.kept is not None
+            assert torch.equal(item.bins, wanted.kept * (2 - number % 2)), (dtype, number)
 
 
 def test_histograms_wait_with_the_rows_and_are_counted_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noted twice, counted by one launch at the flush; what was not noted for its row is counted at once."""
+    monkeypatch.setattr(exponents, "_TILE", 64)
     engine, plain = StatsEngine(COUNTED), StatsEngine(COUNTED)
-    engine._kernels[CPU] = Kernel(COUNTED, CPU)
-    counting = engine.units._kernels[CPU] = ExponentKernel(COUNTED, CPU)
+    rows = engine._kernels[CPU] = _kernel(COUNTED)
+    monkeypatch.setattr(rows, "take", lambda items: None)  # what is in the rows is for other tests, and takes seconds
+    counting = engine.units.kernels[CPU] = ExponentKernel(COUNTED, CPU)
     pending = engine._pending[CPU] = PendingTensors(partial(engine._take_notes, CPU))
     launches: list[int] = []
     launch = counting._launch
@@ -396,3 +420,41 @@ def test_histograms_wait_with_the_rows_and_are_counted_in_one_launch(monkeypatch
     for place, theirs in plain.snapshot().beside.items():
         assert found[engine.place(place.name, "forward")] == theirs
     assert pending.lost == {places[0]: 1, places[0].bins: 1}
+
+
+def test_where_the_kernels_cannot_be_compiled_torch_counts_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the program for one type could be, and that for another not: nothing is lost or counted twice."""
+    monkeypatch.setattr(exponents, "_TILE", 64)
+    engine, plain = StatsEngine(COUNTED), StatsEngine(COUNTED)
+    engine._kernels[CPU] = _kernel(COUNTED)
+    counting = engine.units.kernels[CPU] = ExponentKernel(COUNTED, CPU)
+    launch = counting._launch
+
+    def refuse(name: str, key: Any, *args: Any, **options: Any) -> None:
+        if key[0] is torch.float64:
+            raise RuntimeError("no C compiler")
+        launch(name, key, *args, **options)
+
+    monkeypatch.setattr(counting, "_launch", refuse)
+    pending = engine._pending[CPU] = PendingTensors(partial(engine._take_notes, CPU))
+    types = {"a": torch.float32, "b": torch.float64, "c": torch.float64, "d": torch.int64, "e": torch.float32}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(3):
+            for name, dtype in types.items():
+                x = torch.full((0 if name == "e" else 40,), step + 1, dtype=dtype)
+                place = engine.place(name, "forward")
+                place.deferred = pending
+                pending._stays[place] = True
+                assert pending.note(place, x)
+                for each in (engine, plain):
+                    each.units.take(each.place(name, "forward"), x)
+                plain.take(plain.place(name, "forward"), x)
+            engine.flush()
+    assert [str(each.message) for each in said if "no C compiler" in str(each.message)] == [
+        "Statistics on cpu are taken by operations of torch, which is several times slower: the Triton kernel does not "
+        "work here (RuntimeError: no C compiler)."
+    ]
+    found, wanted = engine.to_metrics(), plain.to_metrics()
+    assert found == wanted
+    assert found["b/forward/histogram"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch import Tensor
 
 from hookline.observe.watch.kernel_tables import JOBS, in_parts
@@ -39,19 +38,14 @@ class ExponentKernel(Kernel):
     """Adds to bins how many numbers have which exponent."""
 
     def count(self, items: Sequence[ExponentInput]) -> None:
-        """Count each tensor in its bins, on the current stream."""
-        items = [item for item in items if item.flat.numel()]
+        """Count each tensor in its bins, on the current stream; all are of one type."""
         with self._on_device():
-            if len(items) == 1 or _torch.capturing():  # the table would have to be the same in each replay
-                for item in items:
-                    self._count_one(item)
-                return
-            by_type: dict[torch.dtype, list[ExponentInput]] = {}
-            for item in items:
-                by_type.setdefault(item.flat.dtype, []).append(item)
-            for dtype, same in by_type.items():
-                for some in in_parts(same, JOBS):
-                    self._count_many(dtype, some)
+            # A table would have to be the same in each replay of a CUDA graph.
+            for some in in_parts(items, 1 if _torch.capturing() else JOBS):
+                if len(some) == 1:
+                    self._count_one(some[0])
+                else:
+                    self._count_many(some)
 
     def _count_one(self, item: ExponentInput) -> None:
         flat, bins, scale = item
@@ -61,7 +55,7 @@ class ExponentKernel(Kernel):
         arguments = (0, 0, bins.data_ptr(), flat.data_ptr(), flat.numel(), share, at)
         self._launch("count_exponents", (flat.dtype, True), (programs, 1, 1), arguments)
 
-    def _count_many(self, dtype: torch.dtype, items: Sequence[ExponentInput]) -> None:
+    def _count_many(self, items: Sequence[ExponentInput]) -> None:
         table: list[int] = []
         divisors: dict[int, Tensor] = {}
         first = 0
@@ -74,7 +68,7 @@ class ExponentKernel(Kernel):
             first += programs
         uploaded = self._upload(table)
         arguments = (uploaded.data_ptr(), len(items), 0, 0, 0, 0, 0)
-        self._launch("count_exponents", (dtype, False), (first, 1, 1), arguments)
+        self._launch("count_exponents", (items[0].flat.dtype, False), (first, 1, 1), arguments)
         del divisors, uploaded
 
     def _program(self, name: str, key: Any) -> tuple[Any, tuple[Any, ...]]:

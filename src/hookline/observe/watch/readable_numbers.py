@@ -55,7 +55,8 @@ def readable(tensor: Tensor) -> Tensor:
     dtype = tensor.dtype
     if dtype in READ and tensor.is_contiguous() and not tensor.is_neg():
         return tensor  # where it lies and how many there are is all that counts
-    flat = flat_view(tensor.detach())
+    # A kernel knows the first address alone: `sum` gives an expanded gradient, all of whose numbers are one in memory.
+    flat = flat_view(tensor.detach()).contiguous()
     if dtype in READ:
         return flat
     if dtype is torch.bool:

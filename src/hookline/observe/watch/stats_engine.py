@@ -80,6 +80,17 @@ class WatchedPlace:
         """Its name in reports."""
         return self.prefix.rstrip("/")
 
+    def give_up(self, tensor: Any, error: Exception) -> None:
+        """Warn once that the place cannot be measured; the run goes on."""
+        if not self.silent:
+            self.silent = f"{type(error).__name__}: {error}"
+            warnings.warn(
+                f"The statistics of {self.label!r} ({type(tensor).__name__}, {tensor.dtype}, shape "
+                f"{tuple(tensor.shape)}) could not be taken: {self.silent}. The run goes on; exclude= leaves it out.",
+                HooklineWarning,
+                stacklevel=caller_stacklevel(),
+            )
+
     def empty(self) -> None:
         """Forget its numbers."""
         for row in self.rows.values():
@@ -117,7 +128,7 @@ class StatsEngine:
         self._table: tuple[list[WatchedPlace], MetricTable] | None = None
         self.lock = threading.RLock()
         """Held while rows and places are handed out, and while what is kept per unit changes."""
-        self.units = UnitStats(layout, self.lock)
+        self.units = UnitStats(layout, self.lock, self._give_up_kernel)
         """What is kept per unit."""
 
     def place(self, name: str, kind: str) -> WatchedPlace:
@@ -289,7 +300,7 @@ class StatsEngine:
         return self._kernels[device]
 
     def _give_up_kernel(self, device: torch.device, why: Exception | str) -> None:
-        self._kernels[device] = None
+        self._kernels[device] = self.units.kernels[device] = None
         reason = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
         warnings.warn(
             f"Statistics on {device} are taken by operations of torch, which is several times slower: the Triton "

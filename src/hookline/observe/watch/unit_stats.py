@@ -7,15 +7,12 @@
 from __future__ import annotations
 
 import threading
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hookline.errors import HooklineWarning
-from hookline.messages import caller_stacklevel
 from hookline.observe.host_values import fetch
 from hookline.observe.watch.exponent_kernel import ExponentInput, ExponentKernel
 from hookline.observe.watch.pending_tensors import Note
@@ -31,12 +28,22 @@ __all__ = ["UnitStats"]
 
 
 class UnitStats:
-    """What is kept per unit of any number of places; ``lock`` is held while it changes."""
+    """What is kept per unit of any number of places.
 
-    def __init__(self, layout: Layout, lock: threading.RLock) -> None:
+    Args:
+        layout: Which statistics there are.
+        lock: Held while they change.
+        give_up: Warns that kernels do not work on a device, and why; takes them out of `kernels`.
+    """
+
+    def __init__(
+        self, layout: Layout, lock: threading.RLock, give_up: Callable[[torch.device, Exception], None]
+    ) -> None:
         self._layout = layout
         self._lock = lock
-        self._kernels: dict[torch.device, ExponentKernel | None] = {}
+        self._give_up = give_up
+        self.kernels: dict[torch.device, ExponentKernel | None] = {}
+        """By device; None where torch does the work."""
 
     def take(self, place: WatchedPlace, tensor: Tensor, scale: Any = None) -> None:
         """Add a tensor; its numbers are divided by ``scale`` first."""
@@ -86,31 +93,25 @@ class UnitStats:
                     statistic.take(numbers)
 
     def _count(self, device: torch.device, notes: Sequence[Note]) -> None:
-        """Count tensors of one GPU in their bins."""
-        kernel = self._kernel(device)
-        if kernel is not None:
-            try:
-                with self._lock:
-                    items = [
-                        ExponentInput(readable(tensor), bins.on(device), scale)
-                        for bins, tensor, scale in notes
-                        if tensor.numel()
-                    ]
-                kernel.count(items)
-                return
-            except Exception as error:  # no compiler for C, for instance
-                self._kernels[device] = None
-                reason = f"{type(error).__name__}: {error}"
-                warnings.warn(
-                    f"Histograms on {device} are counted by operations of torch, which is several times slower: the "
-                    f"Triton kernel does not work here ({reason}).",
-                    HooklineWarning,
-                    stacklevel=caller_stacklevel(),
-                )
-        for bins, tensor, scale in notes:
-            self._take_here([bins], tensor, scale)
+        """Count tensors of one GPU in their bins; where the kernel does not work, by operations of torch."""
+        by_type: dict[torch.dtype, list[Note]] = {}
+        for note in notes:
+            if note.tensor.numel():
+                by_type.setdefault(note.tensor.dtype, []).append(note)
+        for same in by_type.values():
+            kernel = self._kernel(device)
+            if kernel is not None:
+                try:
+                    with self._lock:
+                        items = [ExponentInput(readable(x), bins.on(device), scale) for bins, x, scale in same]
+                    kernel.count(items)  # of one type, so that all are counted or none
+                    continue
+                except Exception as error:  # no compiler for C, for instance
+                    self._give_up(device, error)
+            for bins, x, scale in same:
+                self._take_here([bins], x, scale)
 
     def _kernel(self, device: torch.device) -> ExponentKernel | None:
-        if device not in self._kernels:
-            self._kernels[device] = ExponentKernel(self._layout, device) if is_available(device) else None
-        return self._kernels[device]
+        if device not in self.kernels:
+            self.kernels[device] = ExponentKernel(self._layout, device) if is_available(device) else None
+        return self.kernels[device]

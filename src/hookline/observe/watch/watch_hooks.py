@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from hookline.sites.compiled.op_schemas import Found, Handed, Share
     from hookline.sites.tensors.parameter_hooks import NamedParameter
 
-__all__ = ["MODULE_KINDS", "ModuleStatsHook", "ParameterReader", "WatchSites", "checked_kinds", "give_up"]
+__all__ = ["MODULE_KINDS", "ModuleStatsHook", "ParameterReader", "WatchSites", "checked_kinds"]
 
 _DEFAULT_KINDS: Final = ("forward", "backward", "param", "param_grad")
 _KINDS: Final = (*_DEFAULT_KINDS, LOCAL_GRADIENT)
@@ -100,7 +100,14 @@ class ModuleStatsHook(Summary):
         if not self._is_due() or (task != -1 and _torch.in_recomputation()):
             return
         place = self._places.get(id(module))
-        if place is None or place.deferred is None or not place.deferred.note(place, output, None, task):
+        if place is None:
+            return
+        try:
+            noted = place.deferred is not None and place.deferred.note(place, output, None, task)
+        except Exception as error:  # a watch must not end the run
+            place.give_up(output, error)
+            noted = True
+        if not noted:
             self._take(module, output, self._engine.take)
         if id(module) == self._model:
             self._engine.flush()
@@ -115,8 +122,8 @@ class ModuleStatsHook(Summary):
                 scale = self._scale() if self._scale is not None else None
                 if place.deferred.note(place, grads[0], scale, _torch.graph_task_id()):
                     return
-            except Exception as error:  # a watch must not end the run
-                give_up(place, grads[0], error)
+            except Exception as error:
+                place.give_up(grads[0], error)
                 return
         self._take(module, grads, self._engine.take)
 
@@ -140,7 +147,7 @@ class ModuleStatsHook(Summary):
             self._engine.take_found(known)
         except Exception as error:
             for place, found, _, _ in known:
-                give_up(place, found[0], error)
+                place.give_up(found[0], error)
 
     def prepare(self, sites: Sequence[tuple[str, nn.Module, Share]]) -> Callable[[list[Tensor]], None]:
         """Return what takes the summaries of one operator in a graph: rows and launches are worked out once."""
@@ -155,7 +162,7 @@ class ModuleStatsHook(Summary):
             handover.take(found, self._scale() if self._scale is not None else None)
         except Exception as error:
             for place, share in handover.shares:
-                give_up(place, share.of(found)[0], error)
+                place.give_up(share.of(found)[0], error)
 
     def _take(self, module: nn.Module, value: Any, take: Callable[[WatchedPlace, Tensor, Any], None]) -> None:
         place = self._places.get(id(module))
@@ -171,19 +178,7 @@ class ModuleStatsHook(Summary):
         try:
             take(place, tensor, self._scale() if self._scale is not None else None)
         except Exception as error:
-            give_up(place, tensor, error)
-
-
-def give_up(place: WatchedPlace, tensor: Any, error: Exception) -> None:
-    """Warn once that a place cannot be measured; the run goes on."""
-    if not place.silent:
-        place.silent = f"{type(error).__name__}: {error}"
-        warnings.warn(
-            f"The statistics of {place.label!r} ({type(tensor).__name__}, {tensor.dtype}, shape "
-            f"{tuple(tensor.shape)}) could not be taken: {place.silent}. The run goes on; exclude= leaves it out.",
-            HooklineWarning,
-            stacklevel=caller_stacklevel(),
-        )
+            place.give_up(tensor, error)
 
 
 @functools.cache
@@ -263,7 +258,7 @@ class ParameterReader:
                 self._engine.take_all(some)
                 self._engine.units.take_all(some)
             except Exception as error:
-                give_up(some[0][0], some[0][1], error)
+                some[0][0].give_up(some[0][1], error)
 
 
 class WatchSites:
@@ -397,4 +392,4 @@ class WatchSites:
             self._engine.take(place, gradient, self.scale())
             self._engine.units.take(place, gradient, self.scale())
         except Exception as error:  # a watch must not end the run
-            give_up(place, gradient, error)
+            place.give_up(gradient, error)

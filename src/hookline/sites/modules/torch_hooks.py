@@ -188,12 +188,12 @@ class LastPreHook(LastHook):
             return None
         # A gradient hook that a pre-hook of this call has put on begins with the next.
         order = module_hooks.entered = began if began >= 0 else next_order()
+        module_hooks.began = None
         if kwargs is _ABSENT:
             return None
         if module_hooks.observes_outputs:
             module_hooks.began = thread(), order, _torch.sequence_number()
             return None
-        module_hooks.began = None
         call = GradientCall(module_hooks, module)
         call.order = order
         return call.enter(args, kwargs)
