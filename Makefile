@@ -22,12 +22,12 @@ LAYERS := $(BIN)/lint-imports --no-logo
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm test-sglang check bench torture docs site clean
+.PHONY: help setup run test test-vllm test-sglang check bench torture docs site release-check clean
 # `make -j` must not mix the output of check, docs and the tests.
 .NOTPARALLEL:
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s  %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## create .venv and install the project into it (again only when its requirements change)
 
@@ -134,6 +134,10 @@ docs: setup ## check every link of the pages
 site: setup ## build the documentation site into build/site; fails at a dead link
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q
 	@echo "build/site/index.html; to read it with search: $(BIN)/python -m http.server -d build/site"
+
+# Outside of `make test`: a cell is an environment with a torch of its own, ten minutes and up to 6 GB.
+release-check: setup ## build wheel and sdist, install them on every Python and torch there are, test each
+	@$(BIN)/python release/matrix.py --page docs/compatibility.md $(ARGS)
 
 clean: ## remove .venv, caches and builds
 	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_DIR) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .schemathesis
