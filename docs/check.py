@@ -1,7 +1,7 @@
 """Check that every relative link of the project's pages leads somewhere.
 
-Takes README.md, CONTRIBUTING.md, CHANGELOG.md and docs/**/*.md; prints one line, or lists the dead links and
-exits 1. Links with a scheme (https:, mailto:) are left alone: a check that needs a network is not repeatable.
+Takes `TOP_PAGES` and docs/**/*.md; prints one line, or lists the dead links and exits 1. Links with a scheme (https:,
+mailto:) are left alone: a check that needs a network is not repeatable.
 
     python docs/check.py [ROOT]
 """
@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
 
-TOP_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+TOP_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 
 FENCE = re.compile(r"^\s*(`{3,}|~{3,})")
 CODE_SPAN = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)")

@@ -28,6 +28,7 @@ COPIED = {
     "README.md": "tour.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "benchmarks/RESULTS.md": "results.md",
     "examples/README.md": "examples/index.md",
 }

@@ -135,6 +135,19 @@ def test_an_allowed_prefix_lets_other_factories_in():
     assert confined_spec(spec, "a", ("my_project",)).name == "make"
 
 
+def test_a_prefix_does_not_let_in_what_its_module_has_imported(model):
+    """`request_options` is imported here, and may not be named through this module; a factory of its own may."""
+    hooks = RequestHooks(EngineLiveHooks(model))
+    with pytest.raises(NotAllowedError, match="comes from"):
+        hooks.open("b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:request_options"}], (__name__,))
+    hooks.open("b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:own_factory"}], (__name__,))
+    hooks.clear()
+
+
+def own_factory(config):
+    return lambda module, args, output: None
+
+
 def test_a_module_that_is_not_there_attaches_nothing(model):
     hooks = RequestHooks(EngineLiveHooks(model))
     with pytest.raises(NoMatchError):

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from hookline.errors import OptionError
 from hookline.serve.http.engine_state import Serving
-from hookline.serve.http.http_settings import Settings, is_loopback
+from hookline.serve.http.http_settings import Settings, check_local, is_loopback
 from hookline.serve.http.request_bodies import CompletionBody
 from hookline.serve.http.request_gate import Gate
 
@@ -39,6 +39,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
     exports = tmp_path_factory.mktemp("exports")
     (exports / "way_out").symlink_to("/")
     settings = {"allow": ("hookline.factories", "helpers_http"), "export_dir": exports, "max_body": LIMIT}
+    settings["local_only"] = True  # as `hookline serve` sets it on this machine's own address
     with served(folder, settings=settings, max_batch=1, max_waiting=2) as found:
         yield found
 
@@ -131,6 +132,22 @@ def test_unknown_models_paths_and_methods(client: httpx.Client) -> None:
     _error(client.get("/v1/nothing"), 404)
     _error(client.post("/v1/completions/", json={"prompt": "a"}), 404)  # no redirect, whose status is no success either
     _error(client.put("/generate"), 405)
+
+
+def test_a_page_of_another_site_gets_nothing_from_a_server_of_this_machine(client: httpx.Client) -> None:
+    """A name that was turned to 127.0.0.1 is still in ``Host``, and the site in ``Origin``; the token opens both."""
+    body = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
+    elsewhere = ["evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1", "[half", "", "null"]
+    for headers in [{"Host": name} for name in elsewhere] + [{"Origin": f"http://{name}"} for name in elsewhere]:
+        assert "names another machine" in _error(client.post("/generate", json=body, headers=headers), 403)["message"]
+        _error(client.get("/hooks", headers=headers), 403)
+        assert client.get("/health", headers=headers).status_code == 200
+    for name in ("localhost:3000", "127.0.0.1", "[::1]:80", "app.localhost"):
+        for headers in ({"Host": name}, {"Origin": f"http://{name}"}):
+            assert client.post("/generate", json=body, headers=headers).status_code == 200, headers
+    with_token = {"Host": "evil.example", "Authorization": f"Bearer {TOKEN}"}
+    _error(client.delete("/hooks/h0", headers=with_token), 404)  # asked for with the token, and not there
+    check_local(Settings(), "POST", "/generate", {"Host": b"evil.example"})  # control: without the setting
 
 
 def _deep(levels: int) -> dict[str, Any]:
@@ -368,7 +385,8 @@ def test_a_body_that_does_not_come_is_408_or_what_it_is_anyway(headers: list[Any
 def test_an_endless_body_is_cut_off(server: Any) -> None:
     """A client that never stops sending is answered and hung up on, after a bounded number of bytes."""
     host, port = server.url.removeprefix("http://").split(":")
-    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += b"Transfer-Encoding: chunked\r\n\r\n"
     piece = b"1000\r\n" + b"x" * 0x1000 + b"\r\n"
     sent = 0
     with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:

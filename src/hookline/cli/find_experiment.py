@@ -207,7 +207,7 @@ class ConfigFlags:
         for name, one in self._fields.items():
             if name in self.shared:
                 continue
-            hint: Any = Annotated.__class_getitem__((self._hints[name], arg(help=self._help.get(name, ""))))  # type: ignore[attr-defined]
+            hint: Any = Annotated[self._hints[name], arg(help=self._help.get(name, ""))]
             made.append((name, hint, _default(one, given)))
         return dataclasses.make_dataclass(self.cls.__name__, made, kw_only=True)
 

@@ -282,7 +282,7 @@ def _all_options(
 
 def _group(name: str, cls: type) -> Any:
     needs = any(one.default is one.default_factory for one in fields(cls))  # both MISSING: a value has to be given
-    kind = Annotated.__class_getitem__((cls, arg(name="")))  # type: ignore[attr-defined]  # --opt.lr below it stays so
+    kind: Any = Annotated[cls, arg(name="")]  # --opt.lr below it stays so
     return (name, kind) if needs else (name, kind, field(default_factory=cls))
 
 

@@ -88,7 +88,8 @@ def confined_spec(given: Mapping[str, Any], request: str, allow: tuple[str, ...]
     _check_allowed(path, checked.config, allow)
 
     def make(config: dict[str, Any]) -> Any:
-        hook = call_factory(path, config, None)
+        # Again here, where its module is imported: what that has imported from elsewhere is not meant by a prefix.
+        hook = call_factory(path, config, [_READY, *(allow or ())])
         return None if hook is None else _confined(hook, request)
 
     name = checked.name or path.rpartition(":")[2].rpartition(".")[2]

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
+from urllib.parse import urlsplit
 
 from hookline.errors import OptionError
 from hookline.serve.http.error_answers import Refused
 
-__all__ = ["Settings", "check_access", "check_answers_wanted", "is_loopback", "needs_token"]
+__all__ = ["Settings", "check_access", "check_answers_wanted", "check_local", "is_loopback", "needs_token"]
 
 Protect = Literal["hooks", "everything"]
 
@@ -37,6 +39,9 @@ class Settings:
     """What paths of factories that come over HTTP may begin with."""
     export_dir: Path | None = None
     """Where files of hooks that come over HTTP have to lie; without it such hooks get no files."""
+    local_only: bool = False
+    """Whether a request without the token has to name this machine in its ``Host`` and ``Origin``: set where the server
+    listens at a loopback address, or any page in a browser of this machine could use it (DNS rebinding)."""
     max_body: int = 4 << 20
     """The largest body of a request in bytes: a prompt of a million tokens fits."""
     body_s: float = 30.0
@@ -82,6 +87,31 @@ def check_access(settings: Settings, method: str, path: str, authorization: byte
     scheme, _, given = authorization.strip().partition(b" ")
     if scheme.lower() != b"bearer" or not _is_same(given.strip(), settings.token):
         raise _unknown("The token is not the server's; send the header 'Authorization: Bearer TOKEN'.")
+
+
+def check_local(settings: Settings, method: str, path: str, names: Mapping[str, bytes | None]) -> None:
+    """Raise for a request that needs no token and was sent by a page of another site; called before the body is read.
+
+    Recipe: ``check_local(Settings(local_only=True), "POST", "/generate", {"Host": b"localhost", "Origin": None})``.
+    """
+    if not settings.local_only or path in _OPEN or needs_token(settings, method, path):
+        return
+    for header, value in names.items():
+        if value is not None and not _is_local_name(value.decode("latin-1")):
+            raise Refused(
+                403,
+                f"The header {header} names another machine, and this server answers only its own without a token. "
+                "Ask for localhost; behind a proxy, start it with a token and --protect everything.",
+            )
+
+
+def _is_local_name(value: str) -> bool:
+    """Return whether a value of ``Host`` or ``Origin`` means this machine; a name under ``.localhost`` always does."""
+    try:
+        host = urlsplit(value if "://" in value else f"//{value}").hostname or ""
+    except ValueError:  # half a bracket
+        return False
+    return is_loopback(host) or host.endswith(".localhost")
 
 
 def needs_token(settings: Settings, method: str, path: str) -> bool:

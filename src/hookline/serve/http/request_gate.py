@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from hookline.serve.http.error_answers import Refused, error_body, to_json
-from hookline.serve.http.http_settings import Settings, check_access
+from hookline.serve.http.http_settings import Settings, check_access, check_local
 
 __all__ = ["AT_THE_END", "Gate", "LimitedBody"]
 
@@ -67,7 +67,10 @@ class Gate:
     async def _through(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = LimitedBody(receive, self._settings)
         try:
-            check_access(self._settings, scope["method"], scope["path"], _header(scope, b"authorization"))
+            method, path = scope["method"], scope["path"]
+            check_access(self._settings, method, path, _header(scope, b"authorization"))
+            names = {"Host": _header(scope, b"host"), "Origin": _header(scope, b"origin")}
+            check_local(self._settings, method, path, names)
             body.check_announced(_header(scope, b"content-length"))
         except Refused as refused:
             await body.drop_rest()
