@@ -10,28 +10,29 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hookline.distributed.shards import Placed, arrived, placed
 from hookline.errors import HooklineWarning
 from hookline.messages import caller_stacklevel, type_name
 from hookline.observe.watch.cpu_stats import add, measure
 from hookline.observe.watch.graph_stats import add_up, as_columns, as_numbers, summarize
 from hookline.observe.watch.pending_tensors import Note, PendingTensors
-from hookline.observe.watch.readable_numbers import READ, factor_of, numbers_of, readable
+from hookline.observe.watch.readable_numbers import READ, factor_of, readable
 from hookline.observe.watch.stat_columns import MetricTable
 from hookline.observe.watch.stat_kernel import FoundByRow, Kernel, KernelInput, is_available, kernel_input
 from hookline.observe.watch.stat_rows import AliveUnits, DeviceRows, ExponentBins, StatRow
 from hookline.observe.watch.unit_stats import UnitStats
+from hookline.sites import _torch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from hookline.distributed.shards import Placed
     from hookline.observe.watch.stat_columns import Layout
 
 __all__ = ["StatsEngine", "StatsSnapshot", "WatchedPlace"]
@@ -42,6 +43,11 @@ _READ_ON_HOST: Final = ("cpu", "mps")
 _AT_ONCE: Final = ("param", "param_grad", "param_grad_local")
 """Kinds that the next step changes in place."""
 _BY_UNIT: Final[dict[str, type[AliveUnits | ExponentBins]]] = {kind.name: kind for kind in (AliveUnits, ExponentBins)}
+_PLAIN: Final = (Tensor, torch.nn.Parameter)
+_PARTIAL: Final = (
+    "its DTensor is Partial: each rank has a summand, whose statistics mean nothing. Redistribute it to Replicate() or "
+    "Shard(), or watch what comes after the reduction"
+)
 
 
 class WatchedPlace:
@@ -79,6 +85,26 @@ class WatchedPlace:
     def label(self) -> str:
         """Its name in reports."""
         return self.prefix.rstrip("/")
+
+    def numbers_in(self, tensor: Tensor) -> Tensor | None:
+        """Return the numbers of a tensor, those of this rank, None if it has none; note how it lies on its mesh."""
+        if tensor.is_nested:
+            tensor = tensor.values()
+        if type(tensor) not in _PLAIN:
+            tensor = arrived(tensor)
+            self.placed = placed(tensor, self.placed)
+            if self.placed is not None and self.placed.is_partial and self.kind != "param_grad_local":
+                self.silent = _PARTIAL
+                return None
+        local: Tensor | None = _torch.local_tensor(tensor)
+        if local is not None and type(local) not in _PLAIN:
+            local = arrived(local)
+        if local is None or local.device.type == "meta" or _torch.is_wrapped(local):
+            return None
+        if local.layout is torch.strided:
+            return local.dequantize() if local.is_quantized else local
+        values: Tensor = (local.coalesce() if local.layout is torch.sparse_coo else local).values()
+        return values
 
     def give_up(self, tensor: Any, error: Exception) -> None:
         """Warn once that the place cannot be measured; the run goes on."""
@@ -128,8 +154,11 @@ class StatsEngine:
         self._table: tuple[list[WatchedPlace], MetricTable] | None = None
         self.lock = threading.RLock()
         """Held while rows and places are handed out, and while what is kept per unit changes."""
-        self.units = UnitStats(layout, self.lock, self._give_up_kernel)
+
+    @cached_property
+    def units(self) -> UnitStats:
         """What is kept per unit."""
+        return UnitStats(self.layout, self.lock, self._give_up_kernel)
 
     def place(self, name: str, kind: str) -> WatchedPlace:
         """Return the place of that name; make it the first time."""
@@ -158,13 +187,13 @@ class StatsEngine:
         deferred = place.deferred
         if deferred is not None and deferred.note(place, tensor, scale):
             return
-        local = numbers_of(tensor, place)
+        local = place.numbers_in(tensor)
         if local is None:
             place.unread = place.silent or f"{type_name(tensor)} on {tensor.device} has no numbers to look at"
             return
         device = local.device
         if device.type in _READ_ON_HOST:
-            measure(local.cpu(), self.layout, self.row(place, _CPU), factor_of(scale))
+            measure(local.cpu(), self.layout, self.row(place, _CPU), 1.0 if scale is None else factor_of(scale))
         elif self._kernel(device) is None:
             with torch.no_grad():
                 self.take_vector(place, summarize(local, self.layout), scale)
@@ -177,7 +206,7 @@ class StatsEngine:
         """Add the statistics of several tensors, each with its place and scale; those on a GPU in one launch."""
         notes: dict[torch.device, list[Note]] = {}
         for place, tensor, scale in tensors:
-            local = numbers_of(tensor, place)
+            local = place.numbers_in(tensor)
             if local is not None and local.device.type != "cpu" and self._kernel(local.device) is not None:
                 notes.setdefault(local.device, []).append(Note(place, local, scale))
             else:
@@ -208,7 +237,7 @@ class StatsEngine:
         row = self.row(place, vector.device)
         layout = self.layout if vector.numel() == len(self.layout.graph_outputs) else self.layout.with_details
         if vector.device.type == "cpu":
-            add(as_numbers(vector, layout), row, layout, factor_of(scale))
+            add(as_numbers(vector, layout), row, layout, 1.0 if scale is None else factor_of(scale))
             return
         with torch.no_grad():
             row.take(as_columns(vector, layout, scale))
@@ -325,7 +354,7 @@ class StatsEngine:
         rows[:, len(self.layout.added) :] = -np.inf
         for device, of_device in self.device_rows.items():
             self._add_device(rows, of_device.read(), places, device)
-        return StatsSnapshot(places, rows, self.units.read(places))
+        return StatsSnapshot(places, rows, self.units.read(places) if self.layout.by_unit else {})
 
     def _add_device(
         self, rows: NDArray[Any], numbers: NDArray[Any], places: list[WatchedPlace], device: torch.device

@@ -16,7 +16,7 @@ from torch import Tensor
 from hookline.observe.host_values import fetch
 from hookline.observe.watch.exponent_kernel import ExponentInput, ExponentKernel
 from hookline.observe.watch.pending_tensors import Note
-from hookline.observe.watch.readable_numbers import factor_of, numbers_of, readable
+from hookline.observe.watch.readable_numbers import factor_of, readable
 from hookline.observe.watch.stat_kernel import is_available
 from hookline.observe.watch.stat_rows import AliveUnits, ExponentBins
 
@@ -56,7 +56,7 @@ class UnitStats:
             deferred, bins, others = place.deferred, place.bins, place.beside
             if deferred is not None and bins is not None and deferred.note_again(bins, tensor, scale):
                 others = tuple(one for one in others if one is not bins)
-            local = numbers_of(tensor, place) if others else None
+            local = place.numbers_in(tensor) if others else None
             if local is None:
                 continue
             if bins is not None and bins in others and self._kernel(local.device) is not None:
@@ -76,8 +76,6 @@ class UnitStats:
 
     def read(self, places: Iterable[WatchedPlace]) -> dict[WatchedPlace, list[list[float]]]:
         """Return for each place a list for each statistic, empty if there is nothing."""
-        if not self._layout.by_unit:
-            return {}
         found: dict[WatchedPlace, list[list[float]]] = {place: [[] for _ in place.beside] for place in places}
         kept = [(place, at, one.kept) for place in found for at, one in enumerate(place.beside) if one.kept is not None]
         for (place, at, _), values in zip(kept, fetch(tensor.double() for _, _, tensor in kept), strict=True):

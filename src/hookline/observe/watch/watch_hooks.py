@@ -256,7 +256,8 @@ class ParameterReader:
         for some in [together, *apart] if together else apart:
             try:
                 self._engine.take_all(some)
-                self._engine.units.take_all(some)
+                if self._engine.layout.by_unit:
+                    self._engine.units.take_all(some)
             except Exception as error:
                 some[0][0].give_up(some[0][1], error)
 
