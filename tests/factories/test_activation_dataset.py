@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hookline as hl
-from hookline.errors import OptionError
+from hookline.errors import HooklineWarning, OptionError
 from hookline.factories import ActivationDataset, export, export_activations, export_run, serving, train_probe
 
 SEQUENCES = [[3, 1, 4], [1, 5, 9, 2, 6], [5], [3, 5, 8, 9], [7, 9], [3, 2, 3, 8]]
@@ -315,3 +315,15 @@ def test_a_folder_that_somebody_has_changed_is_told(tmp_path: Path) -> None:
     ):
         with pytest.raises(OptionError, match="has a broken line"):
             act()
+
+
+def test_other_weights_do_not_continue_a_dataset(tmp_path: Path) -> None:
+    """One changed parameter is enough; dropout that works is told as well."""
+    export_activations(Reader(), "layers.#", SEQUENCES, folder=tmp_path)
+    other = Reader()
+    with torch.no_grad():
+        other.layers[1].bias += 1
+    with pytest.raises(OptionError, match="other weights"):
+        export_activations(other, "layers.#", SEQUENCES, folder=tmp_path)
+    with pytest.warns(HooklineWarning, match=r"call model\.eval\(\) first"):
+        export_activations(nn.Sequential(Reader(), nn.Dropout()), "0", [], folder=tmp_path / "dropout")

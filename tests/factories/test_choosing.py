@@ -72,7 +72,7 @@ def test_without_an_engine_nothing_is_steered_and_that_is_said_once(caplog: pyte
     for _ in range(3):
         assert module(torch.zeros(2, 4)).eq(0).all()
     assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("steer is for some requests, and nobody says whose a forward is")
+    assert caplog.messages[0].startswith("steer is for some requests, and it is not known which a forward has")
 
 
 def batch(*, rids: list[str] | None = None, lengths: tuple[int, ...] | None = (3, 2)) -> Batch:

@@ -244,3 +244,20 @@ def test_options_of_a_probe_are_checked_when_it_is_made(config: dict[str, Any], 
         probe(config)
     with pytest.raises(OptionError, match="lead from features to one number"):
         ProbeHead([(torch.ones(2, 3), torch.ones(2))])
+
+
+def test_groups_are_held_out_whole() -> None:
+    """A label that belongs to the token is learned by heart; on tokens that were held out, nothing of it is left."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(40, (64, 12), generator=generator)
+    hidden = torch.randn(40, 64, generator=generator)[ids]
+    by_heart = torch.randperm(40, generator=generator)[ids] < 20
+    assert float(train_probe(hidden, by_heart).facts["held_out_accuracy"]) == 1.0
+    head = train_probe(hidden, by_heart, groups=ids)
+    assert float(head.facts["held_out_accuracy"]) < 0.8
+    assert float(head.facts["train_accuracy"]) == 1.0
+    assert "64 features" in repr(head)
+    assert "held_out_accuracy" in repr(head)
+    for wrong in (ids[:1], ids.float(), "tokens"):
+        with pytest.raises(OptionError, match="groups are whole numbers"):
+            train_probe(hidden, by_heart, groups=wrong)

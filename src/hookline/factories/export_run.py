@@ -6,8 +6,10 @@ Users call `export_activations`; it attaches the hook of ``export`` and says by 
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import operator
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
-from hookline.errors import OptionError
+from hookline.errors import HooklineWarning, OptionError
 from hookline.factories.batch_rows import BatchRows, serving
 from hookline.factories.export_files import WrittenSoFar, summary_of, written_so_far
 from hookline.factories.exporting import export
 from hookline.factories.factory_hook import whole
 from hookline.file_lock import lock_holder, take_lock
+from hookline.messages import caller_stacklevel
 from hookline.sites.attach import attach
 from hookline.sites.targets import check_model, select
 from hookline.sites.wrappers import unwrap
@@ -39,6 +43,9 @@ _QUEUE: Final = 1 << 30
 _WAITING: Final = 16
 """Batches of sequences that may wait for others of their length."""
 _LOCK: Final = ".export_activations.lock"
+_MODEL: Final = "model.sha256"
+_COMPARED: Final = 64
+"""Numbers of each parameter by which weights are known."""
 _NamedSequence: TypeAlias = tuple[str, list[int]]
 """The name of the request, and the ids of its tokens."""
 
@@ -77,11 +84,12 @@ def export_activations(
 
     Sequence n is the request ``"sequence-n"`` of the export. Called again with the same sequences, it continues where
     it was interrupted, by a kill or by the budget: what is complete on disk is not run again, nothing is written twice.
-    A sequence whose tokens or positions on disk are others is an error. Use the same model: that is not compared.
+    A sequence whose tokens or positions on disk are others is an error, and so is a model with other weights: some
+    numbers of each parameter are compared.
 
     Args:
         model: A model of ``transformers``, or one that is called as ``model(input_ids=…, attention_mask=…)``; it runs
-            in the mode in which it is, without gradients.
+            in the mode in which it is, without gradients; where dropout works, with a warning.
         target: Which modules, as in ``attach``; each has to return a row for each token.
         sequences: Token ids. Those of one length run together, without padding, so the order on disk may be another.
         folder: Where to; it may hold an earlier part. One run at a time writes to it.
@@ -91,6 +99,12 @@ def export_activations(
         positions: ``"all"``, or ``"last"``, the last token of each sequence.
     """
     check_model(model)
+    if any(isinstance(module, _DropoutNd) and module.training and module.p for module in model.modules()):
+        warnings.warn(
+            f"{_NAME}: the model is in training mode, and dropout changes what is exported; call model.eval() first.",
+            HooklineWarning,
+            stacklevel=caller_stacklevel(),
+        )
     whole(_NAME, "batch_size", batch_size)
     names = [name for name, _ in select(model, target)]
     options = {"folder": str(folder), "positions": positions, "queue_bytes": _QUEUE, "max_bytes": max_bytes}
@@ -98,6 +112,7 @@ def export_activations(
         earlier = written_so_far(Path(folder))
         if not resume and earlier.bytes:
             raise OptionError(f"{_NAME}: {folder} holds an export already; choose another folder, or resume=True.")
+        _check_model_is_the_same(model, Path(folder), begun=bool(earlier.bytes))
         due = _DueSequences(sequences, names, earlier, only_last=positions == "last")
         hook = export({**options, "resume": True})
         ran = 0
@@ -113,6 +128,29 @@ def export_activations(
         finally:
             hook.close()
         return ExportedRun(ran, due.skipped, written_so_far(Path(folder)).bytes, hook.is_full)
+
+
+def _check_model_is_the_same(model: nn.Module, folder: Path, *, begun: bool) -> None:
+    """Raise if the folder has activations of other weights; else keep what they are known by."""
+    path, known_by = folder / _MODEL, _fingerprint(model)
+    if not begun or not path.exists():
+        path.write_text(known_by)
+    elif path.read_text() != known_by:
+        raise OptionError(
+            f"{_NAME}: {folder} holds activations of a model with other weights; choose another folder, or delete it."
+        )
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """Return a text that changes with the weights: a hash over names, shapes and some numbers of each parameter."""
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        if type(parameter.data) is torch.Tensor and not parameter.is_meta:  # what is sharded has no numbers of its own
+            numbers = parameter.detach().reshape(-1)
+            some = numbers[:: max(1, numbers.numel() // _COMPARED)][:_COMPARED]
+            found.update(some.double().cpu().numpy().tobytes())
+    return found.hexdigest()
 
 
 @contextmanager

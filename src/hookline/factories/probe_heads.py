@@ -55,6 +55,10 @@ class ProbeHead:
         """Return how many features the activations have to have."""
         return self.layers[0][0].shape[1]
 
+    def __repr__(self) -> str:
+        facts = "".join(f", {name} {value}" for name, value in self.facts.items())
+        return f"<ProbeHead of {self.width} features{facts}; scores(activations) gives probabilities>"
+
     def scores(self, hidden: Tensor) -> Tensor:
         """Return a probability for each row of ``hidden``, in float32, on its device."""
         return torch.sigmoid(self.logits(hidden))
@@ -149,6 +153,7 @@ def train_probe(
     hidden: int = 0,
     weight_decay: float = 1e-2,
     held_out: float = 0.2,
+    groups: Any = None,
     threshold: float = 0.5,
     seed: int = 0,
 ) -> ProbeHead:
@@ -171,6 +176,8 @@ def train_probe(
         hidden: How many units the layer in the middle has; 0 is a linear probe.
         weight_decay: How strongly matrices are kept small.
         held_out: The share of rows that accuracy is measured on, and that training does not see.
+        groups: A whole number for each row, such as its token id or the number of its text: the rows of a group are all
+            held out, or none. Without it, a probe that knows tokens by heart has a good accuracy too.
         threshold: The score above which a token is flagged.
         seed: For the choice of these rows, and for the first matrices.
     """
@@ -182,10 +189,8 @@ def train_probe(
     if not 0 < number(_NAME, "threshold", threshold) < 1:
         raise OptionError(f"{_NAME}: threshold is a probability between 0 and 1, got {threshold!r}.")
     with torch.inference_mode(False), torch.enable_grad():
-        x, y = _rows(activations, labels)
-        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
-        split = len(x) - int(len(x) * held_out)
-        train, test = order[:split], order[split:]
+        x, y, group = _rows(activations, labels, groups)
+        train, test = _split(group, held_out, seed)
         if bool(y[train].min() == y[train].max()):
             raise OptionError("train_probe needs rows of both classes, and has one; label 0 and 1.")
         mean, scale = x[train].mean(0), x[train].std(0).clamp_min(1e-6)
@@ -199,7 +204,17 @@ def train_probe(
     return head
 
 
-def _rows(activations: Tensor, labels: Any) -> tuple[Tensor, Tensor]:
+def _split(groups: Tensor, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Return the rows to train on and the rows to hold out, whole groups of each."""
+    names, group = torch.unique(groups, return_inverse=True)
+    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))
+    place = order.argsort().to(group.device)[group]  # of the group of each row
+    rows = place.argsort(stable=True)
+    train = int((place < len(names) - int(len(names) * held_out)).sum())
+    return rows[:train], rows[train:]
+
+
+def _rows(activations: Tensor, labels: Any, groups: Any) -> tuple[Tensor, Tensor, Tensor]:
     if not isinstance(activations, Tensor) or activations.dim() < 2:
         raise OptionError(
             "train_probe takes activations as a tensor of (rows, features), or (batch, tokens, features)."
@@ -212,13 +227,30 @@ def _rows(activations: Tensor, labels: Any) -> tuple[Tensor, Tensor]:
     x = activations.detach().clone().reshape(-1, activations.shape[-1]).float()
     if len(x) != len(y):
         raise OptionError(f"train_probe takes a label for each row: there are {len(x)} rows and {len(y)} labels.")
+    group = _groups(groups, len(x)).to(x.device)
     chosen = y != _IGNORED
-    x, y = x[chosen], y[chosen].float()
+    x, y, group = x[chosen], y[chosen].float(), group[chosen]
     if not len(y) or not bool(((y == 0) | (y == 1)).all()):
         raise OptionError("train_probe: labels are 0 and 1; -100 leaves a row out.")
     if not bool(x.isfinite().all()):
         raise OptionError("train_probe: the activations have NaN or infinity in them; leave those rows out by -100.")
-    return x, y
+    return x, y, group
+
+
+def _groups(given: Any, rows: int) -> Tensor:
+    """Return the group of each row; without any, each row is one."""
+    if given is None:
+        return torch.arange(rows)
+    try:
+        groups = torch.as_tensor(given).detach().reshape(-1)
+    except (TypeError, ValueError, RuntimeError):
+        raise OptionError("train_probe: groups are whole numbers, one for each row, such as the token ids.") from None
+    if len(groups) != rows or groups.is_floating_point() or groups.is_complex():
+        raise OptionError(
+            f"train_probe: groups are whole numbers, one for each of the {rows} rows, such as the token ids; got "
+            f"{len(groups)} of {groups.dtype}."
+        )
+    return groups
 
 
 def _first_layers(width: int, hidden: int, seed: int, device: torch.device) -> _Layers:

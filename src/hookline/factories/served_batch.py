@@ -212,8 +212,9 @@ def has_stage(served: Served, stage: str) -> bool:
 def log_unknown(name: str, what: str) -> None:
     """Log that the hook ``name`` has met a forward of which nothing is known."""
     logger.warning(
-        "%s is for some %s, and nobody says whose a forward is: no engine (hookline.factories.serving), and no batch "
-        "among the inputs. It does nothing in such forwards",
+        "%s is for some %s, and it is not known which a forward has: it does not run in an engine "
+        "(hookline.factories.serving), and no batch is among its inputs. It does nothing in such forwards. In a plain "
+        "generate(), give hookline.patch a function",
         name,
         what,
     )

@@ -12,6 +12,7 @@ from helpers_patch import gradients, made
 from torch import nn
 
 import hookline as hl
+from hookline.errors import HooklineWarning
 
 V = torch.tensor([1.0, -2.0, 0.5, 3.0])
 
@@ -411,3 +412,18 @@ def test_a_slice_with_an_open_end_takes_what_there_is():
     with hl.patch(model, {"0": hl.edits.scale(3.0, index=(slice(None), slice(1, None)))}):
         assert torch.equal(model(one), one)
         assert torch.equal(model(two), torch.tensor([1.0, 3.0]).view(1, 2, 1).expand(1, 2, 4))
+
+
+def test_an_index_that_selects_nothing_in_any_call_is_told() -> None:
+    """An open slice may be empty in some calls, as in the one-token forwards of ``generate``, but not in all."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    behind = hl.edits.scale(2.0, index=(slice(None), slice(5, None)))
+    patched = hl.patch(model, {"0": behind})
+    model(torch.ones(1, 2))
+    model(torch.ones(1, 2))
+    with pytest.warns(HooklineWarning, match=r"selected nothing in 2 calls.*site\.step"):
+        patched.remove()
+    patched.remove()
+    with hl.patch(model, {"0": hl.edits.scale(2.0, index=(slice(2, None),))}):
+        model(torch.ones(1, 2))
+        model(torch.ones(3, 2))

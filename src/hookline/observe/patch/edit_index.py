@@ -101,6 +101,10 @@ class EditIndex:
         """A letter for each item: n for a number, p for places, s for a slice, "." for ``...``."""
         self.num_dims = len(self.letters.replace(".", ""))
         """The number of dimensions it has items for."""
+        self.calls = 0
+        """How often a part was asked for, outside of compiled code."""
+        self.selects = False
+        """Whether there was anything in one of these parts."""
         # What follows is for the compiler: to it a number is a constant, and each position would need another graph.
         self.has_numbers = "n" in self.letters and "p" not in self.letters
         """Whether numbers can be looked up as tensors."""
@@ -143,7 +147,11 @@ class EditIndex:
         if self.has_numbers and torch.compiler.is_compiling():
             return _INDEX(x[self.slices], self._numbers_on(x))
         try:
-            return x[self._on(x)]
+            part = x[self._on(x)]
+            if not torch.compiler.is_compiling():  # where it would be one more thing to guard
+                self.calls += 1
+                self.selects = self.selects or part.numel() > 0
+            return part
         except IndexError as error:
             misfit(f"index={self.text} is outside ({error})", where, f"has shape {shape_of(x)}", _INSIDE)
 

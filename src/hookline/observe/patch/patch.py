@@ -7,13 +7,14 @@ as hooks by `hookline.sites`, all or none.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
-from hookline.errors import HookSignatureError, KindError, OptionError, TargetError
-from hookline.messages import type_name
+from hookline.errors import HooklineWarning, HookSignatureError, KindError, OptionError, TargetError
+from hookline.messages import caller_stacklevel, type_name
 from hookline.observe.patch.edit import Edit
 from hookline.observe.patch.edited_tensor import main_input, main_output, misfit, rebuilt, shape_of, site_text
 from hookline.observe.patch.given_edits import ablate, replace, scale, steer
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hook_types import Scope, Target
-    from hookline.observe.patch.edit_index import IndexLike
+    from hookline.observe.patch.edit_index import EditIndex, IndexLike
     from hookline.sites.site_info import Site
 
 __all__ = ["Patch", "patch"]
@@ -111,6 +112,7 @@ def patch(
             inputs = kind is Kind.FORWARD_PRE
             request = new_attachment(hook, kind, AttachOptions(with_kwargs=inputs, name=name or edit.word, scope=scope))
             found.add(attach_to_modules(request, model, chosen))
+            found.edits.append(edit)
             edit.attached(next(iter(request.counters)))
     except BaseException:
         found.remove(quiet=True)
@@ -125,6 +127,19 @@ class Patch(HandleSet):
     how often each was made, and where.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.edits: list[Edit] = []
+        """What the handles put on, in their order; none after ``remove()``."""
+
+    def remove(self, *, quiet: bool = False) -> None:
+        """Take the edits off; warn, unless ``quiet``, of one that was never made, or that selected nothing."""
+        edits, self.edits = self.edits, []
+        super().remove(quiet=quiet)
+        for edit in edits if not quiet else ():
+            if edit.index is not None and edit.index.calls and not edit.index.selects:
+                warnings.warn(_empty(edit.index), HooklineWarning, stacklevel=caller_stacklevel())
+
     def __repr__(self) -> str:
         reports = self.report()
         edits = ", ".join(f"{report.name} on {_where([site.name for site in report.sites])}" for report in reports)
@@ -133,6 +148,14 @@ class Patch(HandleSet):
     def _state(self) -> str:
         """Return whether the edits are made, and how to take them off."""
         return ON if any(report.attached for report in self.report()) else OFF
+
+
+def _empty(index: EditIndex) -> str:
+    return (
+        f"index={index.text} selected nothing in {index.calls} calls, so the edit changed nothing. In generate() with "
+        "a key-value cache the forward of a new token has one position; a function that declares site= tells the "
+        "forwards apart by site.step (0 is the prompt)."
+    )
 
 
 def _where(names: list[str]) -> str:
