@@ -88,6 +88,8 @@ class ActivationDataset(Dataset[ActivationItem]):
 
     def __getitem__(self, index: int) -> ActivationItem:
         """Return one token."""
+        if isinstance(index, slice):
+            raise TypeError("One token at a time: dataset[0]; dataset.tensors() returns all of them.")
         place = index + len(self) if index < 0 else index
         if not 0 <= place < len(self):
             raise IndexError(f"There are {len(self)} tokens, and none has the index {index}.")

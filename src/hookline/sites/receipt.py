@@ -254,7 +254,10 @@ def likely_cause(entry: HookAtSite, attachment: Attachment) -> str:
     if is_container(module):
         return "a container is never called; hook its children"
     if attachment.kind.is_gradient and entry.container.calls_seen:
-        return "it ran, but no backward pass came through its outputs before it came off"
+        return (
+            "it ran, but no backward pass came through its outputs before it came off: call backward() inside of the "
+            "with block"
+        )
     if attachment.context is not None:
         return "no call was made in the context that attached it (scope='context'), though others may have made some"
     if not entry.name and (entry.counter.stand_in is not None or entry.counter.step == entry.step_at_attach):
