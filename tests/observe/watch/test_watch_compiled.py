@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
+from hookline.observe.watch import graph_stats
 from hookline.sites._torch import compiled_code, guards_of
 
 STATS = ("mean", "std", "norm", "rms", "min", "max", "absmax", "zero_fraction", "nonfinite", "over:0.5", "nan")
@@ -274,16 +275,42 @@ def test_checkpointing_around_compiled_code_is_counted_once(reentrant: bool):
     assert watch.report()["fired"] == {"head/forward": 3, "head/backward": 3}
 
 
-def test_after_an_alarm_compiled_code_looks_closer():
-    """Once it was told of: NaN and Inf are counted from the next forward on, and before there is no false zero."""
+@pytest.mark.parametrize("stats", [None, "norm"])
+def test_compiled_code_counts_nan_and_inf_as_eager_code_does(stats: Any):
+    """The same columns with the same values, of outputs and gradients, in the step where the first of them comes."""
+    found: list[dict[str, Any]] = []
+    bad = data(1)
+    bad[0, 0], bad[1, 1] = float("nan"), -float("inf")
+    for backend in ("", "aot_eager"):  # nothing is compiled by the first
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+        called = whole(model, backend) if backend else model
+        with hl.watch(called, "#", on=("forward", "backward"), stats=stats) as watch:
+            for batch in (data(0), bad):
+                called(batch).sum().backward()
+            found.append(watch.to_metrics())
+    eager, compiled = found
+    assert eager["2/forward/nan"] > 0
+    assert set(eager) == set(compiled)
+    for key, value in eager.items():
+        assert compiled[key] == pytest.approx(value, rel=1e-5, abs=1e-12, nan_ok=True), key
+
+
+def test_after_an_alarm_compiled_code_looks_closer(monkeypatch: pytest.MonkeyPatch):
+    """By row, as on a GPU: once it was told of, NaN and Inf are counted from the next forward on; no false zero before.
+
+    The next graph hands the tensor itself over.
+    """
+    monkeypatch.setattr(graph_stats, "_BY_ROW", frozenset({"cpu"}))
     model = nn.Sequential(nn.Identity(), nn.Identity())
     called = whole(model, "aot_eager")
-    bad = torch.tensor([1.0, float("nan"), float("inf")])
+    bad = torch.ones(2, 64)
+    bad[0, 1], bad[1, 2] = float("nan"), float("inf")
     with hl.watch(called, "0", on="forward") as watch:
         called(bad)
         first = watch.to_metrics(reset=True)
         called(bad)
-        called(torch.ones(3))
+        called(torch.ones(2, 64))
         second = watch.to_metrics()
     assert first["0/forward/nonfinite"] == 1.0
     assert "0/forward/nan" not in first

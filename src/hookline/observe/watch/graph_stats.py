@@ -126,14 +126,18 @@ def as_columns(vector: Tensor, layout: Layout, scale: Any = None) -> Tensor:
 # -- in compiled code, by row --------------------------------------------------------------------------------
 
 
-def find_in(tensor: Tensor, layout: Layout, *, is_gradient: bool = False) -> tuple[list[Tensor], int]:
+def find_in(
+    tensor: Tensor, layout: Layout, *, is_gradient: bool = False, closer: Layout | None = None
+) -> tuple[list[Tensor], int]:
     """Return what a graph hands over of a tensor, and how many numbers each entry of that covers. Can be traced.
 
-    0 means all of them, by one vector; 1 means that it is the tensor itself, unread.
+    0 means all of them, by one vector; 1 means that it is the tensor itself, unread. ``closer`` is the layout for the
+    vector: it counts NaN and Inf, as eager code does. By row that would take four more buffers, so that layout is taken
+    only once something was not finite.
     """
     numbers = tensor.detach()
     if numbers.device.type not in _BY_ROW:
-        return [summarize(tensor, layout)], 0
+        return [summarize(tensor, closer or layout)], 0
     if numbers.dim() > 3:
         numbers = numbers.flatten(2)  # images: a row is one channel of one image
     each = _row_length(numbers, layout, is_gradient)

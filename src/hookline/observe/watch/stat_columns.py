@@ -168,7 +168,7 @@ def as_metrics(cells: _Cells, layout: Layout) -> dict[str, float]:
         return {}
     names = [name for name in layout.stats if name not in layout.by_unit]
     if cells["bad"]:
-        # Compiled code counts NaN and Inf only once its graph is made anew; until then there is no count to report.
+        # On a GPU, compiled code counts NaN and Inf once its graph is made anew; until then there is none to report.
         is_counted = cells["nan"] + cells["inf"] > 0
         names += [name for name in _AFTER_NONFINITE if name not in names and (is_counted or name == "nonfinite")]
     found = {name: _FORMULAS[name](cells) if name in _FORMULAS else cells[name] / cells["count"] for name in names}

@@ -196,7 +196,7 @@ class StatsEngine:
             measure(local.cpu(), self.layout, self.row(place, _CPU), 1.0 if scale is None else factor_of(scale))
         elif self._kernel(device) is None:
             with torch.no_grad():
-                self.take_vector(place, summarize(local, self.layout), scale)
+                self.take_vector(place, summarize(local, self.layout.with_details), scale)
         elif place.at_once:
             self._take_notes(device, [Note(place, local, scale)])
         else:
@@ -237,7 +237,7 @@ class StatsEngine:
         row = self.row(place, vector.device)
         layout = self.layout if vector.numel() == len(self.layout.graph_outputs) else self.layout.with_details
         if vector.device.type == "cpu":
-            add(as_numbers(vector, layout), row, layout, 1.0 if scale is None else factor_of(scale))
+            add(as_numbers(vector, layout), row, self.layout, 1.0 if scale is None else factor_of(scale))
             return
         with torch.no_grad():
             row.take(as_columns(vector, layout, scale))
@@ -295,7 +295,7 @@ class StatsEngine:
                 self._give_up_kernel(device, error)
         with torch.no_grad():
             for note in notes:
-                self.take_vector(note.place, summarize(note.tensor, self.layout), note.scale)
+                self.take_vector(note.place, summarize(note.tensor, self.layout.with_details), note.scale)
 
     def _inputs(self, device: torch.device, notes: Sequence[Note]) -> Iterator[KernelInput]:
         """Yield the tensors with their rows, by no call of Python's in the common case."""

@@ -248,7 +248,7 @@ class StepAlarm(ShownAsTable):
         """Return what is wrong with one place in one micro-batch: what, its value, its usual value."""
         fires, squares, bad, nan, inf = row[[_FIRES, _SQUARES, _BAD, _NAN, _INF]].tolist()
         if bad:
-            # Compiled code has not counted them before its graph is made anew; there is at least one.
+            # Compiled code on a GPU has not counted them before its graph is made anew; there is at least one.
             return [("NaN", nan or 1.0, 0.0)] if nan or not inf else [("Inf", inf, 0.0)]
         if not squares >= 0:  # NaN was here earlier in this step, and is in the sum
             return []

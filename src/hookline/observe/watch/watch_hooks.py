@@ -90,7 +90,7 @@ class ModuleStatsHook(Summary):
         self.number = zlib.crc32(f"{layout!r} {self._is_forward}".encode())
 
     def look_closer(self) -> None:
-        """Count NaN and Inf in compiled code as well, once it is compiled anew."""
+        """Count NaN and Inf in compiled code on a GPU as well, once it is compiled anew."""
         self._use(self._engine.layout.with_details)
 
     def forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -184,10 +184,11 @@ class ModuleStatsHook(Summary):
 @functools.cache
 def _maker(layout: Layout, is_gradient: bool) -> Callable[[list[Tensor]], Found | None]:
     """Return what summarizes the main one of several tensors; one per layout, so that compiled code can be reused."""
+    closer = layout.with_details  # here, as the compiler cannot follow a property that is kept
 
     def make(tensors: list[Tensor]) -> Found | None:
         main = main_of(tensors)
-        return None if main is None else find_in(main, layout, is_gradient=is_gradient)
+        return None if main is None else find_in(main, layout, is_gradient=is_gradient, closer=closer)
 
     return make
 
@@ -360,7 +361,7 @@ class WatchSites:
             self.handles.add(attach_to_modules(more, self._model, self._chosen))
 
     def look_closer(self, rows: NDArray[np.float64]) -> None:
-        """Count NaN and Inf in compiled code from now on, if it has found something that is not finite."""
+        """Count NaN and Inf in compiled code from now on, if it has found something that is not finite by row."""
         layout = self._engine.layout
         if layout.details or self._looks_closer:
             return
