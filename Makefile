@@ -22,7 +22,7 @@ LAYERS := $(BIN)/lint-imports --no-logo
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm test-sglang check bench torture docs site release-check clean
+.PHONY: help setup run test test-vllm test-sglang check bench torture docs site release-check notebooks clean
 # `make -j` must not mix the output of check, docs and the tests.
 .NOTPARALLEL:
 
@@ -138,6 +138,11 @@ site: setup ## build the documentation site into build/site; fails at a dead lin
 # Outside of `make test`: a cell is an environment with a torch of its own, ten minutes and up to 6 GB.
 release-check: setup ## build wheel and sdist, install them on every Python and torch there are, test each
 	@$(BIN)/python release/matrix.py --page docs/compatibility.md $(ARGS)
+
+# In a kernel, as a reader would. `make test` runs the cells too, without one, and compares with what is in the files.
+notebooks: setup ## run the notebooks, and write what they show into their files
+	@$(BIN)/python -c 'import ipykernel, nbclient' 2>/dev/null || $(PIP) install -c constraints.txt -e '.[dev,notebooks]'
+	@OMP_NUM_THREADS=1 $(BIN)/python notebooks/execute.py
 
 clean: ## remove .venv, caches and builds
 	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_DIR) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .schemathesis

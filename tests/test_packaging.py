@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 SETTINGS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT: dict[str, Any] = SETTINGS["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-FOR_DEVELOPERS = {"dev", "docs", "pictures"}
+FOR_DEVELOPERS = {"dev", "docs", "notebooks", "pictures"}
 FOR_USERS = sorted(set(EXTRAS) - FOR_DEVELOPERS - {"all"})
 IMPORTED_AS = {"prometheus-client": "prometheus_client", "scikit-learn": "sklearn"}
 # transformers imports it for chat templates, and does not install it.

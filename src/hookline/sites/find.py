@@ -114,7 +114,7 @@ class Sites(ShownAsTable, Sequence[Site]):
         hooks = dict.fromkeys(text.rpartition(" (")[0] for text in self.hooks(site))
         marks: list[tuple[str, float | None]] = [(f"hooks: {', '.join(hooks)}", None)] if hooks else []
         for kind, columns in itertools.groupby(facts.items(), key=lambda fact: fact[0][0]):
-            marks += [(f"· {kind}", None)] * bool(marks or kind)
+            marks += [(text, None) for text in ("·" * bool(marks), kind) if text]
             marks += [(f"{column} {text}", share) for (_, column), (text, share) in columns]
         return TreeLine(", ".join(filter(None, words)), marks)
 
