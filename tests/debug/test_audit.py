@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,65 @@ def test_a_training_may_put_the_hooks_on_itself():
     assert hl.audit(plain, ["stops"]).difference.first == "number of steps (3, then 2)"
     with pytest.raises(OptionError, match="write train_fn"):
         hl.audit(lambda: plain([]), [look])
+
+
+def test_what_a_hook_does_when_it_is_taken_off_is_compared_after_stopped_trainings_too():
+    """It changes a weight or draws at its removal alone; negative control: a block that does neither."""
+
+    @contextlib.contextmanager
+    def draws_at_the_end() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            torch.rand(1)
+
+    class Scaling:
+        def __init__(self, model: nn.Module) -> None:
+            self.model = model
+
+        def remove(self) -> None:
+            self.model[0].weight.data.mul_(2)
+
+    found = hl.audit(train, {"look": look, "draws": draws_at_the_end, "scales": Scaling}, steps=2)
+    assert [(one.hooks, one.difference.where) for one in found.culprits] == [
+        (("draws",), "the end"),
+        (("scales",), "the end"),
+    ]
+    assert found.culprits[1].difference.names == ("weight 0.weight",)
+    assert hl.audit(train, [look, contextlib.nullcontext], steps=2).ok
+
+
+def test_a_training_may_end_by_sys_exit_and_one_that_fails_so_is_told():
+    """With 0 it is an end; with another code an error, which a hook may cause; an early end is a missing step."""
+
+    def ends(code: Any) -> Callable[[], None]:
+        def trains() -> None:
+            train()
+            sys.exit(code)
+
+        return trains
+
+    assert hl.audit(ends(0), [look]).ok
+    assert hl.audit(ends(None), [look]).steps == STEPS
+    with pytest.raises(OptionError, match=r"sys\.exit\(3\)"):
+        hl.audit(ends(3), [look])
+    for code, first in ((3, "error: OptionError"), (0, f"number of steps ({STEPS}, then 2)")):
+        found = hl.audit(train, {"look": look, "leaves": at_step(2, lambda *_, code=code: sys.exit(code))})
+        assert found.culprits[0].hooks == ("leaves",)
+        assert found.difference.first.startswith(first)
+
+
+def test_a_model_that_learns_its_sizes_at_the_first_forward_can_be_audited():
+    """Parameters of LazyLinear have neither shape nor numbers before; negative control: a hook that changes one."""
+
+    def lazy() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LazyLinear(6), nn.LazyBatchNorm1d(), nn.Linear(6, 2))
+        steps(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(1))
+
+    assert hl.audit(lazy, [look]).ok
+    found = hl.audit(lazy, [at_step(2, lambda model, _: model[0].weight.data.mul_(2))])
+    assert "weight 0.weight" in found.difference.names
 
 
 def test_mistakes_are_errors_that_say_what_to_do():

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hookline.guard.rng import stream_states
@@ -156,6 +157,8 @@ def _leaf_bytes(leaf: Any) -> bytes:
 
 def _tensor_digest(tensor: Tensor) -> bytes:
     """Return a digest of dtype, shape and bits; of a distributed tensor, of the part of this process."""
+    if is_lazy(tensor):  # of a LazyLinear before its first forward: it has neither shape nor numbers
+        return b"not there yet"
     local = _torch.local_tensor(tensor.detach())
     found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
     for part in _dense_parts(tensor.detach() if local is None else local):

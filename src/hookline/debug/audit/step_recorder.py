@@ -77,7 +77,7 @@ class StepRecorder:
         self.states: list[RunState] = []
         """After each step."""
         self.end: RunState | None = None
-        """After the training; None if it was stopped."""
+        """After the training, when the hooks are off; None if it raised."""
 
     @property
     def model(self) -> nn.Module | None:
@@ -101,7 +101,7 @@ class StepRecorder:
         self._made.clear()
 
     def finish(self) -> None:
-        """Take the state that is left when the training has come to its own end."""
+        """Take the state that is left when the training has ended or was stopped, and the hooks are off."""
         self.end = self._now()
 
     def difference(self, other: StepRecorder, *, with_batch: bool = False) -> Difference | None:

@@ -7,7 +7,7 @@ of torch are set back before every training, so that all of them begin alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,12 +92,11 @@ class Trainings:
         error: Exception | None = None
         try:
             with recorder:
-                with stack:  # what hooks do when they are taken off belongs to the run too
+                # What hooks do when they are taken off belongs to the run too, also where that was stopped.
+                with suppress(EnoughSteps), stack:
                     self._put_around(hooks, recorder, stack)
-                    self._train_fn(*([[hook.fresh() for hook in hooks]] if self._by_training else ()))
+                    self._call_training(hooks)
                 recorder.finish()
-        except EnoughSteps:
-            pass
         except Exception as raised:
             if not hooks:
                 raised.add_note("train_fn raised this without any hooks; audit() needs one that trains.")
@@ -106,6 +105,17 @@ class Trainings:
         if error is None:
             self._check(recorder, hooks)
         return Training(recorder, error)
+
+    def _call_training(self, hooks: Sequence[AuditedHook]) -> None:
+        """Train; ``sys.exit()`` and ``sys.exit(0)`` are an end like any other, as in a script."""
+        try:
+            self._train_fn(*([[hook.fresh() for hook in hooks]] if self._by_training else ()))
+        except SystemExit as left:
+            if left.code not in (None, 0):
+                raise OptionError(
+                    f"The training called sys.exit({left.code!r}), which says that it failed. Next: run it without "
+                    "audit(), and see why; let train_fn return where it is done."
+                ) from left
 
     def _recorder(self, hooks: Sequence[AuditedHook], reference: Training | None, stack: ExitStack) -> StepRecorder:
         def begin(model: nn.Module, optimizer: Optimizer) -> None:
