@@ -449,7 +449,7 @@ def fx_graph_hooks():
 
 def script_module():
     """TorchScript runs no Python hooks: refused when attaching, and not silently dead."""
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.script"):
         scripted = torch.jit.script(nn.ReLU())
     with pytest.raises(hl.errors.UnhookableError):
         hl.attach(scripted, lambda m, args, out: None)

@@ -36,6 +36,9 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["FunctionBase", "OpOverload", "TorchDispatchMode"]  # of torch's own, passed on
 
+APPLY_IS_PYTHON: Final = isinstance(vars(torch.autograd.Function)["apply"], classmethod)
+"""Whether ``Function.apply`` looks the C++ one up by ``super()``: torch 2.11 to 2.13. From 2.14 on it is that one."""
+
 CALL_IMPL: Final = "_call_impl"
 """``nn.Module.__call__`` looks this method up on the instance, so an attribute of that name wraps the whole call."""
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 import hookline as hl
+from hookline.sites import _torch
 
 pair_apply = Pair.apply
 """A reference taken when the module was imported, as torch's own tutorials do: ``relu = MyReLU.apply``."""
@@ -112,11 +113,14 @@ def test_an_apply_that_somebody_put_there_meanwhile_stays() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reference_to_apply_taken_before_the_hook_fires_too(kind: str) -> None:
-    """``pair = Pair.apply`` at the top of a file is how torch's documentation says to use a Function."""
+    """``pair = Pair.apply`` at the top of a file is how torch's documentation says to use a Function.
+
+    From torch 2.14 on nothing of ours can be on the way of such a reference.
+    """
     events: list[str] = []
     with hl.attach_function(Pair, noting(events, kind), on=kind):
         pair_apply(fresh(2), fresh(2))[0].sum().backward()
-    assert events == [kind]
+    assert events == ([kind] if _torch.APPLY_IS_PYTHON else [])
 
 
 @pytest.mark.parametrize("kind", KINDS)

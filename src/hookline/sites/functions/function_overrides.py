@@ -12,7 +12,8 @@ that would not get through. A compiled frame calls kernels of its own; one warni
 
 For a class, another ``apply`` would not do: most people keep a reference (``relu = MyReLU.apply``). ``apply`` looks up
 what it calls in the bases of the class, by ``super()``: so while the class has hooks, a base of ours stands between
-torch's own ``Function`` and the C++ one behind it.
+torch's own ``Function`` and the C++ one behind it. Where ``apply`` itself is the C++ one (from torch 2.14 on), our base
+stands before torch's, and a reference that was taken before the hook was attached goes past it.
 """
 
 from __future__ import annotations
@@ -327,10 +328,11 @@ class Patch(Override):
         self._base = self._make_base()
 
     def put_on(self) -> None:
-        """Put our base behind the others."""
+        """Put our base behind the others, or before them where torch's own would not call it."""
         cls = self.place.func
         try:
-            cls.__bases__ = (*cls.__bases__, self._base)
+            own = cls.__bases__
+            cls.__bases__ = (*own, self._base) if _torch.APPLY_IS_PYTHON else (self._base, *own)
         except TypeError as error:
             raise UnhookableError(
                 f"{self.place.name} cannot be hooked: its bases cannot be changed ({error})."
@@ -344,7 +346,8 @@ class Patch(Override):
 
             @classmethod
             def apply(cls, *args: Any, **kwargs: Any) -> Any:
-                run = super().apply  # type: ignore[misc]
+                # A reference to this method may be kept, and used when the base is taken away again.
+                run = super().apply if Hooked in cls.__mro__ else cls.apply  # type: ignore[misc]
                 hooks = self.due() if cls is hooked else None  # a subclass is another function
                 return run(*args, **kwargs) if hooks is None else hooks.call(run, args, kwargs, self.hooks_on)
 
@@ -367,12 +370,13 @@ class FunctionClasses(Overrides):
         known = not_called(entry) or why_left_alone(entry)
         if known is not None:
             return known
+        past = "" if _torch.APPLY_IS_PYTHON else ", or by an `apply` that was kept before the hook was attached"
         if entry.attachment.kind.is_gradient:
             return (
-                "it was not applied, or no backward pass came through its outputs; reentrant checkpointing repeats a "
-                "forward outside of the model's own (use_reentrant=False shows all)"
+                f"it was not applied{past}, or no backward pass came through its outputs; reentrant checkpointing "
+                "repeats a forward outside of the model's own (use_reentrant=False shows all)"
             )
-        return "it was not applied in the forwards of the model"
+        return f"it was not applied in the forwards of the model{past}"
 
 
 function_classes: Final = FunctionClasses()
