@@ -160,13 +160,16 @@ def theirs(model: Any, clients: int, options: Any) -> Iterator[Run]:
 
 
 @contextmanager
-def manager_of(model: Any, clients: int, length: int, **more: Any) -> Iterator[Any]:
-    """Start continuous batching with a cache for so many sequences of such a length."""
+def manager_of(
+    model: Any, clients: int, length: int, *, temperature: float | None = None, **more: Any
+) -> Iterator[Any]:
+    """Start continuous batching with a cache for so many sequences of such a length; greedy without a temperature."""
     blocks = clients * (length // PAGE + 2)
     is_old = "page_size" not in inspect.signature(ContinuousBatchingConfig).parameters  # transformers before 5.22
     sizes: dict[str, Any] = {"block_size" if is_old else "page_size": PAGE, "num_blocks": blocks, **more}
     config = ContinuousBatchingConfig(max_batch_tokens=4096, allow_block_sharing=False, **sizes)
-    generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=64)
+    sampled = {"do_sample": False} if temperature is None else {"do_sample": True, "temperature": temperature}
+    generation = GenerationConfig(eos_token_id=-1, pad_token_id=0, max_new_tokens=64, **sampled)
     attention = model.config._attn_implementation
     manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
     manager.start()

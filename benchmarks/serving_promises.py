@@ -8,19 +8,19 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
-from serving_engines import PAGE, STATS, VOCABULARY, WAIT_S, alone, llama, manager_of, ours, prompts, theirs
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from serving_engines import STATS, VOCABULARY, WAIT_S, alone, llama, manager_of, ours, prompts, theirs
 
 import hookline as hl
 from hookline.serve.generation_request import GenerationRequest
 from hookline.serve.serving_engine import Engine
 
+_WARM = 0.9
+"""The temperature of managers that sample."""
 FAMILIES = {
     "Llama": {}, "Mistral": {"sliding_window": None}, "Qwen2": {}, "Qwen3": {}, "Gemma": {"head_dim": 16}, "Phi": {},
     "GPT2": {}, "GPTNeoX": {}, "OPT": {"ffn_dim": 128}, "Falcon": {}, "Bloom": {}, "Mamba": {},
@@ -185,7 +185,7 @@ def seeds_theirs(options: Any) -> bool:
     answers = []
     for others in (0, 3):
         model = llama(options)
-        with sampling_manager(model, seed=3) as manager:
+        with manager_of(model, 4, 512, temperature=_WARM, seed=3) as manager:
             for _ in range(others):
                 manager.add_request([9, 8], max_new_tokens=30, eos_token_id=-1)
             name = manager.add_request([5, 6, 7], max_new_tokens=12, eos_token_id=-1)
@@ -210,27 +210,13 @@ def mixes_ours(options: Any) -> bool:
 def mixes_theirs(options: Any) -> bool:
     """Sampling is a setting of the manager; a request can at most ask for a temperature near 0."""
     model = llama(options)
-    with sampling_manager(model, per_request_processors=True) as manager:
+    with manager_of(model, 4, 512, temperature=_WARM, per_request_processors=True) as manager:
         manager.add_request([9, 8], max_new_tokens=40, temperature=1.0)
         name = manager.add_request([5, 6, 7], max_new_tokens=8, temperature=1e-4, eos_token_id=-1)
         while (each := manager.get_result(timeout=WAIT_S)) is not None:
             if each.request_id == name and each.is_finished():
                 return bool(each.generated_tokens == alone(model, [5, 6, 7], 8))
     return False
-
-
-@contextmanager
-def sampling_manager(model: Any, **more: Any) -> Iterator[Any]:
-    config = ContinuousBatchingConfig(
-        page_size=PAGE, num_blocks=64, max_batch_tokens=1024, allow_block_sharing=False, **more
-    )
-    generation = GenerationConfig(do_sample=True, temperature=0.9, eos_token_id=-1, pad_token_id=0, max_new_tokens=64)
-    manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
-    manager.start()
-    try:
-        yield manager
-    finally:
-        manager.stop(block=True, timeout=WAIT_S, hard_stop=True)
 
 
 class _Over(threading.Event):

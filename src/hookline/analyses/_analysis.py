@@ -27,12 +27,14 @@ from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
 from hookline.lifecycle.schedule import StepSchedule
 from hookline.messages import caller_stacklevel
+from hookline.sites.handle import HandleSet
 from hookline.training.training_hook import InterventionHook, LoopPoints, MetricInfo, TrainingHook
 
 __all__ = [
     "Analysis",
     "BuiltInHook",
     "ChangeAnalysis",
+    "CountingAnalysis",
     "Intervention",
     "ReferenceIntervention",
     "StepAnalysis",
@@ -159,6 +161,36 @@ class StepAnalysis(Analysis):
 
     def report(self) -> dict[str, Any] | None:
         """Return the metrics of the steps since the last report."""
+        raise NotImplementedError
+
+
+class CountingAnalysis(Analysis):
+    """Count with hooks of its own from report to report: `start` puts them on, and sets ``_is_on``."""
+
+    def __init__(self) -> None:
+        self._handles = HandleSet()
+        self._is_on = False
+
+    def start(self, model: nn.Module) -> None:
+        """Put the hooks on."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Remove the hooks; what was counted stays."""
+        self._handles.remove(quiet=True)
+        self._handles = HandleSet()
+        self._is_on = False
+
+    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
+        """Report what was counted, and count from zero."""
+        if self.off or ctx.model is None:
+            return None
+        if not self._is_on:  # the loop has not called start(): count from now on
+            self.start(ctx.model)
+        return self.report()
+
+    def report(self) -> Mapping[str, Any] | None:
+        """Return what was counted, and count from zero."""
         raise NotImplementedError
 
 

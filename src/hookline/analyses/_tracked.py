@@ -12,12 +12,10 @@ from typing import Any, ClassVar, Final
 
 from torch import nn
 
-from hookline.analyses._analysis import Analysis
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.analyses._analysis import CountingAnalysis
 from hookline.lifecycle.run_phase import validate_phases
 from hookline.metta.components import AttachesItself
 from hookline.sites.attach import attach
-from hookline.sites.handle import HandleSet
 from hookline.sites.targets import select
 from hookline.sites.wrappers import clean_modules
 
@@ -30,7 +28,7 @@ NEXT_TO_NONE: Final = 1e-6
 absolute: a trained model has gradients below it everywhere."""
 
 
-class TrackedAnalysis(Analysis):
+class TrackedAnalysis(CountingAnalysis):
     """Feed a tracker from layers of the model, and report it.
 
     Args:
@@ -47,8 +45,7 @@ class TrackedAnalysis(Analysis):
     def __init__(self, targets: str | None = None, exclude: str | None = None, per_unit: bool = True) -> None:
         self.targets, self.exclude, self.per_unit = targets, exclude, per_unit
         self.tracker = self.new_tracker()
-        self._handles = HandleSet()
-        self._is_on = False
+        super().__init__()
 
     # -- what each analysis defines ------------------------------------------------------------------------------
 
@@ -99,18 +96,8 @@ class TrackedAnalysis(Analysis):
         chosen = [module for _, module in found] if self.targets is None else self.targets.split(",")
         return [(name, module) for name, module, *_ in select(model, chosen, exclude=self.exclude)]
 
-    def finish(self) -> None:
-        """Remove the feeders; what was counted stays."""
-        self._handles.remove(quiet=True)
-        self._handles = HandleSet()
-        self._is_on = False
-
-    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """Report what was counted, and reset."""
-        if self.off or ctx.model is None:
-            return None
-        if not self._is_on:  # the loop has not called start(): count from now on
-            self.start(ctx.model)
+    def report(self) -> Mapping[str, Any] | None:
+        """Return what was counted, and reset the tracker."""
         metrics = self.tracker.to_metrics()
         if not metrics:
             return None

@@ -8,20 +8,18 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from hookline.analyses._analysis import Analysis
+from hookline.analyses._analysis import CountingAnalysis
 from hookline.analyses._tracked import TRAINING, mean_of
 from hookline.factories.routing_counts import RoutingCounts, routing_metrics
-from hookline.lifecycle.run_context import RunDataContext
 from hookline.lifecycle.run_phase import During
 from hookline.observe.host_values import on_host
 from hookline.sites.attach import attach
-from hookline.sites.handle import HandleSet
 from hookline.sites.roles import find_roles
 from hookline.sites.site_info import Site
 from hookline.sites.targets import select
 
 
-class MoeRoutingHook(Analysis):
+class MoeRoutingHook(CountingAnalysis):
     """Measure the load of experts, the entropy of routers and dead experts, since the last report.
 
     Recipe: ``hookline.HookManager(["moe_routing"], sinks=[...])``.
@@ -70,8 +68,7 @@ class MoeRoutingHook(Analysis):
         self.top_k = None if top_k is None else self.whole_number("top_k", top_k, 1)
         self.targets, self.exclude, self.per_expert = targets, exclude, per_expert
         self._counts: dict[str, RoutingCounts] = {}
-        self._handles = HandleSet()
-        self._is_on = False
+        super().__init__()
 
     def start(self, model: nn.Module) -> None:
         """Attach a hook to every router."""
@@ -97,18 +94,8 @@ class MoeRoutingHook(Analysis):
         for counts in self._counts.values():  # which know what they have warned of
             counts.row = None
 
-    def finish(self) -> None:
-        """Remove the hooks; what was counted stays."""
-        self._handles.remove(quiet=True)
-        self._handles = HandleSet()
-        self._is_on = False
-
-    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """Report what was counted, and count from zero."""
-        if self.off or ctx.model is None:
-            return None
-        if not self._is_on:  # the loop has not called start(): count from now on
-            self.start(ctx.model)
+    def report(self) -> Mapping[str, Any] | None:
+        """Return what was counted, and count from zero."""
         seen = [(name, counts.row) for name, counts in self._counts.items() if counts.row is not None]
         rows = [row.tolist() for row in on_host(row for _, row in seen)]
         self._count_from_zero()

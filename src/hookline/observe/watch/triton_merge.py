@@ -82,6 +82,44 @@ def merge_slots(
             tl.store(cell, higher(before, tl.reduce(most, 0, higher) * factor))
 
 
+@triton.jit
+def _added(sums, squares, begin, end, WIDTH: tl.constexpr):
+    """Return the sums of entries of two columns of float64."""
+    lanes = tl.arange(0, WIDTH)
+    total = tl.zeros([WIDTH], tl.float64)
+    power = tl.zeros([WIDTH], tl.float64)
+    for at in range(begin, end, WIDTH):
+        inside = at + lanes < end
+        total += tl.load(sums.to(tl.pointer_type(tl.float64)) + at + lanes, mask=inside, other=0.0)
+        power += tl.load(squares.to(tl.pointer_type(tl.float64)) + at + lanes, mask=inside, other=0.0)
+    return tl.sum(total, 0), tl.sum(power, 0)
+
+
+@triton.jit
+def _ends(lows, highs, begin, end, WIDTH: tl.constexpr):
+    """Return the lowest entry of a column of float32, negated, and the highest one of another; NaN if there is one."""
+    lanes = tl.arange(0, WIDTH)
+    least = tl.full([WIDTH], INF, tl.float32)
+    most = tl.full([WIDTH], -INF, tl.float32)
+    for at in range(begin, end, WIDTH):
+        inside = at + lanes < end
+        low = tl.load(lows.to(tl.pointer_type(tl.float32)) + at + lanes, mask=inside, other=INF)
+        high = tl.load(highs.to(tl.pointer_type(tl.float32)) + at + lanes, mask=inside, other=-INF)
+        least = lower(least, low)
+        most = higher(most, high)
+    return -tl.reduce(least, 0, lower).to(tl.float64), tl.reduce(most, 0, higher).to(tl.float64)
+
+
+@triton.jit
+def _counted(zeros, begin, end, WIDTH: tl.constexpr):
+    """Return the sum of entries of a column of int32."""
+    lanes = tl.arange(0, WIDTH)
+    none = tl.zeros([WIDTH], tl.int64)
+    for at in range(begin, end, WIDTH):
+        none += tl.load(zeros.to(tl.pointer_type(tl.int32)) + at + lanes, mask=at + lanes < end, other=0)
+    return tl.sum(none, 0).to(tl.float64)
+
+
 @triton.jit(do_not_specialize=range(11))
 def fold_parts(
     jobs: tl.int64,
@@ -125,35 +163,22 @@ def fold_parts(
         count = tl.load(job + 6)
         begin = (program - tl.load(job)) * SHARE
     end = tl.minimum(begin + SHARE, count)
-    lanes = tl.arange(0, WIDTH)
     column = slots.to(tl.pointer_type(tl.float64)) + program
     if part == 0:
-        total = tl.zeros([WIDTH], tl.float64)
-        power = tl.zeros([WIDTH], tl.float64)
+        sum_ = tl.full((), 0.0, tl.float64)
+        spread = tl.full((), 0.0, tl.float64)
         if MOMENTS:
-            for at in range(begin, end, WIDTH):
-                inside = at + lanes < end
-                total += tl.load(sums.to(tl.pointer_type(tl.float64)) + at + lanes, mask=inside, other=0.0)
-                power += tl.load(squares.to(tl.pointer_type(tl.float64)) + at + lanes, mask=inside, other=0.0)
-        sum_ = tl.sum(total, 0)
-        spread = tl.sum(power, 0)
+            sum_, spread = _added(sums, squares, begin, end, WIDTH)
         tl.store(column + 2 * num_slots, sum_)
         tl.store(column + 3 * num_slots, spread)
         if not EXTREMES:
             finite = is_finite(sum_) & is_finite(spread)
             tl.store(column + 5 * num_slots, tl.where(finite, 0.0, 1.0).to(tl.float64))
     elif part == 1:
-        least = tl.full([WIDTH], INF, tl.float32)
-        most = tl.full([WIDTH], -INF, tl.float32)
+        low_ = tl.full((), -INF, tl.float64)
+        high_ = tl.full((), -INF, tl.float64)
         if EXTREMES:
-            for at in range(begin, end, WIDTH):
-                inside = at + lanes < end
-                low = tl.load(lows.to(tl.pointer_type(tl.float32)) + at + lanes, mask=inside, other=INF)
-                high = tl.load(highs.to(tl.pointer_type(tl.float32)) + at + lanes, mask=inside, other=-INF)
-                least = lower(least, low)
-                most = higher(most, high)
-        low_ = -tl.reduce(least, 0, lower).to(tl.float64)
-        high_ = tl.reduce(most, 0, higher).to(tl.float64)
+            low_, high_ = _ends(lows, highs, begin, end, WIDTH)
         finite = is_finite(low_) & is_finite(high_)
         if EXTREMES:
             tl.store(column + 5 * num_slots, tl.where(finite | (count == 0), 0.0, 1.0).to(tl.float64))
@@ -164,11 +189,10 @@ def fold_parts(
         tl.store(kept + 2 * num_slots, tl.where(finite, low_, -INF).to(tl.float64))
         tl.store(kept + 3 * num_slots, tl.where(finite, high_, -INF).to(tl.float64))
     else:
-        none = tl.zeros([WIDTH], tl.int64)
+        none = tl.full((), 0.0, tl.float64)
         if ZEROS:
-            for at in range(begin, end, WIDTH):
-                none += tl.load(zeros.to(tl.pointer_type(tl.int32)) + at + lanes, mask=at + lanes < end, other=0)
-        tl.store(column + 4 * num_slots, tl.sum(none, 0).to(tl.float64))
+            none = _counted(zeros, begin, end, WIDTH)
+        tl.store(column + 4 * num_slots, none)
         tl.store(column + 6 * num_slots, tl.full((), 0.0, tl.float64))
         tl.store(column + 7 * num_slots, tl.full((), 0.0, tl.float64))
 
@@ -199,18 +223,12 @@ def fold_table(
     begin = tl.load(entry + 1)
     count = tl.load(entry + 2)
     end = begin + count
-    lanes = tl.arange(0, WIDTH)
     factor = factor_of(scale)
     if part == 0:
-        total = tl.zeros([WIDTH], tl.float64)
-        power = tl.zeros([WIDTH], tl.float64)
+        sum_ = tl.full((), 0.0, tl.float64)
+        spread = tl.full((), 0.0, tl.float64)
         if MOMENTS:
-            for at in range(begin, end, WIDTH):
-                inside = at + lanes < end
-                total += tl.load(sums.to(tl.pointer_type(tl.float64)) + at + lanes, mask=inside, other=0.0)
-                power += tl.load(squares.to(tl.pointer_type(tl.float64)) + at + lanes, mask=inside, other=0.0)
-        sum_ = tl.sum(total, 0)
-        spread = tl.sum(power, 0)
+            sum_, spread = _added(sums, squares, begin, end, WIDTH)
         size = count * tl.load(entry + 3)
         tl.store(row, tl.load(row) + 1.0)  # fires
         tl.store(row + 1, tl.load(row + 1) + size.to(tl.float64))
@@ -221,16 +239,7 @@ def fold_table(
             tl.store(row + 5, tl.load(row + 5) + tl.where(finite, 0.0, 1.0).to(tl.float64))
     elif part == 1:
         if EXTREMES:
-            least = tl.full([WIDTH], INF, tl.float32)
-            most = tl.full([WIDTH], -INF, tl.float32)
-            for at in range(begin, end, WIDTH):
-                inside = at + lanes < end
-                low = tl.load(lows.to(tl.pointer_type(tl.float32)) + at + lanes, mask=inside, other=INF)
-                high = tl.load(highs.to(tl.pointer_type(tl.float32)) + at + lanes, mask=inside, other=-INF)
-                least = lower(least, low)
-                most = higher(most, high)
-            low_ = -tl.reduce(least, 0, lower).to(tl.float64)
-            high_ = tl.reduce(most, 0, higher).to(tl.float64)
+            low_, high_ = _ends(lows, highs, begin, end, WIDTH)
             finite = is_finite(low_) & is_finite(high_)
             tl.store(row + 5, tl.load(row + 5) + tl.where(finite | (count == 0), 0.0, 1.0).to(tl.float64))
             # Of a place with something else than numbers, the rest was not looked at.
@@ -242,7 +251,4 @@ def fold_table(
             tl.store(kept + 2, higher(tl.load(kept + 2), good_low * factor))
             tl.store(kept + 3, higher(tl.load(kept + 3), good_high * factor))
     elif ZEROS:
-        none = tl.zeros([WIDTH], tl.int64)
-        for at in range(begin, end, WIDTH):
-            none += tl.load(zeros.to(tl.pointer_type(tl.int32)) + at + lanes, mask=at + lanes < end, other=0)
-        tl.store(row + 4, tl.load(row + 4) + tl.sum(none, 0).to(tl.float64))
+        tl.store(row + 4, tl.load(row + 4) + _counted(zeros, begin, end, WIDTH))
