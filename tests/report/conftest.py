@@ -45,17 +45,18 @@ def browser() -> Iterator[Any]:
 class Opened:
     """A page in the browser, with what it asked the network for and what it complained of."""
 
-    def __init__(self, context: Any, path: Path) -> None:
+    def __init__(self, context: Any, place: Path | str) -> None:
         self.requests: list[str] = []
         self.complaints: list[str] = []
         self.page = context.new_page()
-        self._url = path.resolve().as_uri()
+        self._url = place.resolve().as_uri() if isinstance(place, Path) else place
         context.route("**/*", self._route)
         self.page.on("console", self._heard)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
 
     def _route(self, route: Any) -> None:
-        if route.request.url.split("#")[0] == self._url:
+        asked = route.request.url.split("#")[0]
+        if asked == self._url or (self._url.startswith("http") and asked.startswith(f"{self._url}/")):
             route.continue_()
         else:
             self.requests.append(route.request.url)
@@ -74,10 +75,10 @@ class Opened:
 
 @pytest.fixture
 def visit(browser: Any) -> Iterator[Callable[..., Opened]]:
-    """Open a page file: ``visit(path, width=390, color_scheme="dark")``; in the end it must have been quiet."""
+    """Open a page file, or a server's: ``visit(path, color_scheme="dark")``; in the end it must have been quiet."""
     contexts, visits = [], []
 
-    def go(path: Path, *, width: int = 1280, height: int = 900, **options: Any) -> Opened:
+    def go(path: Path | str, *, width: int = 1280, height: int = 900, **options: Any) -> Opened:
         context = browser.new_context(viewport={"width": width, "height": height}, **options)
         contexts.append(context)
         visits.append(Opened(context, path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import gzip
 import json
 import math
@@ -13,9 +12,9 @@ import numpy as np
 from hookline.report.report_page import Packer, thin
 
 
-def _unpacked(text: str) -> tuple[dict[str, Any], list[int], list[float]]:
+def _unpacked(packed: bytes) -> tuple[dict[str, Any], list[int], list[float]]:
     """What the page reads, read in Python."""
-    block = gzip.decompress(base64.b64decode(text))
+    block = gzip.decompress(packed)
     length = int.from_bytes(block[:4], "little")
     header = json.loads(block[4 : 4 + length])
     ints, floats = header["counts"]["ints"], header["counts"]["floats"]

@@ -50,11 +50,12 @@ def test_the_browser_holds_the_page_to_asking_for_nothing(visit: Visit, made: Pa
 
 
 def test_no_button_of_a_plot_sends_anything_away(visit: Visit, made: Path) -> None:
-    """plotly has one that does; the page has five that do not."""
+    """plotly has one that does; the page has six that do not."""
     page = visit(made / "small.html").load()
     drawn(page, "#map")
     titles = page.eval_on_selector_all("#map .modebar-btn", "all => all.map(one => one.dataset.title)")
-    assert sorted(titles) == ["Download numbers as CSV", "Download plot as a PNG", "Pan", "Reset axes", "Zoom"]
+    saved = ["numbers as CSV", "plot as a PNG", "plot as an SVG"]
+    assert sorted(titles) == [*(f"Download {what}" for what in saved), "Pan", "Reset axes", "Zoom"]
 
 
 def test_a_curve_that_never_moves_is_shown_at_its_value(visit: Visit, tmp_path: Path) -> None:
@@ -160,8 +161,9 @@ def test_a_click_on_the_map_shows_the_curve_of_that_layer(visit: Visit, made: Pa
 
 
 def test_anomalies_come_first_and_open_their_plot(visit: Visit, made: Path) -> None:
-    """The worst first, each with its step; a link opens the plot with a line there, Escape closes it."""
-    page = visit(made / "ill.html").load()
+    """The worst first, each with its step; a link opens the plot with a line there, then layer and step on the map."""
+    opened = visit(made / "ill.html")
+    page = opened.load()
     titles = page.eval_on_selector_all(".finding", "all => all.map(one => one.dataset.title)")
     assert titles == ["NaN or Inf", "Loss spikes", "Exploding norms", "Dead units", "Vanishing gradients"]
     page.click("a.sight >> text=stats/layers.3/forward/norm")
@@ -169,9 +171,18 @@ def test_anomalies_come_first_and_open_their_plot(visit: Visit, made: Path) -> N
     assert page.inner_text("#focus-title") == "stats/layers.3/forward/norm"
     drawn(page, "#focus-plot")
     assert page.evaluate("document.querySelector('#focus-plot').layout.shapes[0].x0") == 70
-    page.keyboard.press("Escape")
+    page.focus("#focus-map")
+    page.keyboard.press("Enter")
     page.wait_for_selector("#focus:not([open])", state="attached")
-    assert "open=" not in page.url
+    until(page, "location.hash === '#layer=layers.3&mark=70' && document.activeElement.id === 'row-layer'")
+    link = "#" + page.url.split("#")[1]
+    page.goto("about:blank")
+    page = opened.load(link)  # as a colleague would
+    assert page.inner_text("#row-title") == "layers.3 – stats/forward/norm"
+    frame, line = page.evaluate("document.querySelector('#map').layout.shapes")
+    assert (frame["y0"], frame["y1"], line["x0"]) == (2.5, 3.5, 70)
+    drawn(page, "#row-plot")
+    assert page.evaluate("document.querySelector('#row-plot').layout.shapes[0].x0") == 70
 
 
 def test_a_link_to_a_metric_opens_it_when_the_page_is_loaded(visit: Visit, made: Path) -> None:
@@ -221,7 +232,7 @@ def test_nothing_is_wider_than_a_phone(visit: Visit, made: Path, name: str, widt
 
 
 def test_two_runs_lie_over_each_other(visit: Visit, made: Path) -> None:
-    """A curve for each in its own colour, the map by choice, facts that differ marked."""
+    """A curve for each in its own colour, the map by choice, facts that differ first; or one minus the other."""
     page = visit(made / "two.html").load()
     legend = page.eval_on_selector_all("#legend > button", "all => all.map(one => one.textContent)")
     assert legend == ["digits / default", "digits / stride"]
@@ -234,6 +245,17 @@ def test_two_runs_lie_over_each_other(visit: Visit, made: Path) -> None:
     assert len(drawn(page, "#row-plot")) == 2
     differing = page.eval_on_selector_all(".facts .differs th", "all => all.map(one => one.textContent)")
     assert set(differing) == {"folder", "strategy", "seed"}
+    heads = page.eval_on_selector_all("#fact-table > h3", "all => all.map(one => one.textContent)")
+    assert heads == ["What differs", "The same in all runs"]
+    page.select_option("#base", label="digits / default")
+    page.locator(CARD.format("train/loss")).scroll_into_view_if_needed()
+    until(page, "s => document.querySelector(s).data.length === 1", CARD.format("train/loss"))
+    (trace,) = drawn(page, CARD.format("train/loss"))
+    assert trace["y"] == pytest.approx([loss_at(step, 2) - loss_at(step, 0) for step in range(200)], abs=1e-6)
+    (trace, *_) = drawn(page, "#map")  # that of the second run; both have the same statistics
+    assert {value for row in trace["z"] for value in row} == {0}
+    assert page.is_disabled("input[name=y][value=log]")
+    until(page, "location.hash.includes('base=0')")
 
 
 def test_distributions_are_shown_over_time_and_at_one_moment(visit: Visit, made: Path) -> None:

@@ -73,7 +73,7 @@ def _saved(page: Any, selector: str, title: str) -> tuple[str, bytes]:
 
 
 def test_a_plot_is_saved_under_the_name_of_its_metric(visit: Visit, made: Path) -> None:
-    """As a picture; that of the map has the name of what it shows now."""
+    """As a picture or a drawing; that of the map has the name of what it shows now."""
     page = visit(made / "small.html").load()
     drawn(page, LOSS)
     name, data = _saved(page, LOSS, "Download plot as a PNG")
@@ -81,8 +81,11 @@ def test_a_plot_is_saved_under_the_name_of_its_metric(visit: Visit, made: Path) 
     assert data.startswith(b"\x89PNG")
     drawn(page, "#map")
     slide(page, "#map-statistic", 1)
-    name, _ = _saved(page, "#map", "Download plot as a PNG")
-    assert name == "stats_forward_norm.png"
+    name, data = _saved(page, "#map", "Download plot as an SVG")
+    assert name == "stats_forward_norm.svg"
+    assert data.startswith(b"<svg")
+    assert b"layers.3.mlp" in data
+    assert b"background: rgb(255, 255, 255)" in data
 
 
 @pytest.mark.variant

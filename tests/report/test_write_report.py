@@ -106,9 +106,9 @@ def test_what_is_too_much_for_a_page_is_thinned_and_said_so(tmp_path: Path, monk
     whole = write_report([run], tmp_path / "whole.html").stat().st_size
     monkeypatch.setattr(page, "_MAX_VALUES", 4000)
     (data,) = read_runs(run, Collector)
-    series = data.collected.series()
-    assert page._max_points([series]) == 100
-    assert "200 points are drawn by 100" in page._run(data, series, page.Packer(), 100)["remarks"][-1]
+    judged = page.judge(data)
+    assert page._max_points([judged.series], 4000) == 100
+    assert "200 points are drawn by 100" in page._run(judged, page.Packer(), 100)["remarks"][-1]
     assert write_report([run], tmp_path / "thin.html").stat().st_size < whole
 
 

@@ -19,8 +19,9 @@ from helpers_waiting import PATIENCE, until
 from pydantic import ValidationError
 
 from hookline.errors import OptionError
+from hookline.local_access import is_loopback
 from hookline.serve.http.engine_state import Serving
-from hookline.serve.http.http_settings import Settings, check_local, is_loopback
+from hookline.serve.http.http_settings import Settings, check_local
 from hookline.serve.http.request_bodies import CompletionBody
 from hookline.serve.http.request_gate import Gate
 

@@ -1,4 +1,4 @@
-"""Make the HTML page of one or more runs: ``hookline report``.
+"""Make the HTML page of one or more runs, or show them while they go on: ``hookline report``.
 
 `main` calls `report`, which finds the folders of the runs and calls `hookline.report`.
 """
@@ -31,6 +31,7 @@ class ReportOptions:
       hookline report runs/mod_arithmetic/random
       hookline report runs/mod_arithmetic                     # all runs in it
       hookline report runs/mod_arithmetic/random runs/mod_arithmetic/stride -o compared.html --open
+      hookline report --live runs/mod_arithmetic              # while they go on
     """
 
     runs: Annotated[Positional[tuple[str, ...]], flag("RUN ...")]
@@ -39,6 +40,10 @@ class ReportOptions:
     """Where the page goes; report.html in the first folder if left out."""
     open: Annotated[bool, flag()] = False
     """Show it in the browser."""
+    live: Annotated[bool, flag()] = False
+    """Write no file; show the runs while they go on, to browsers of this machine alone, until Ctrl-C."""
+    port: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
+    """The port for --live; one that is free if left out."""
 
 
 def report(arguments: Sequence[str]) -> int:
@@ -46,6 +51,10 @@ def report(arguments: Sequence[str]) -> int:
     options = parse(ReportOptions, arguments, "report")
     if not options.runs:
         raise OptionError("hookline report needs the folder of a run: hookline report runs/EXPERIMENT/STRATEGY.")
+    if options.live:
+        return _follow(options)
+    if options.port is not None:
+        raise OptionError("--port is for --live: a page in a file needs none.")
     folders = [_folder(run) for run in options.runs]
     from hookline.report.report_page import write_report
 
@@ -53,6 +62,30 @@ def report(arguments: Sequence[str]) -> int:
     tell(str(page))
     if options.open:
         webbrowser.open(page.resolve().as_uri())
+    return DONE
+
+
+def _follow(options: ReportOptions) -> int:
+    """Serve the runs until Ctrl-C."""
+    if options.output is not None:
+        raise OptionError("--live writes no file; leave -o out, or write the page without --live.")
+    for run in options.runs:
+        if not Path(run).exists():
+            run_folder(run)  # raises, and names the runs there are; an empty folder is a run that has not begun
+    from hookline.report.live_runs import LiveRuns
+    from hookline.report.live_server import LiveServer
+
+    server = LiveServer(LiveRuns(options.runs), port=options.port or 0)
+    try:
+        tell(server.url)
+        tell("Open it in a browser of this machine. Ctrl-C ends it.")
+        if options.open:
+            webbrowser.open(server.url)
+        server.serve()
+    except KeyboardInterrupt:
+        tell("Ended.")
+    finally:
+        server.close()
     return DONE
 
 

@@ -132,7 +132,8 @@ def _model_path(options: ServeOptions, others: dict[str, Any]) -> Path:
 
 
 def _settings(options: ServeOptions, model: Path) -> Settings:
-    from hookline.serve.http.http_settings import Settings, is_loopback
+    from hookline.local_access import is_loopback
+    from hookline.serve.http.http_settings import Settings
 
     token = _token(options)
     is_open = not is_loopback(options.host)

@@ -103,5 +103,15 @@ function toggleRun(run) {
 }
 
 function showLegend() {
+  if (!noteFacts("legend", page.runs.map((run) => run.name))) return;
   if (page.runs.length > 1) $("legend").replaceChildren(...page.runs.map(runButton));
+  $("base-label").hidden = page.runs.length < 2;
+  fill($("base"), [["", "none"], ...page.runs.map((run) => [run.index, run.name])], state.base ?? "");
+}
+
+/** Another run to compare with, or none: maps and the scale depend on it, beside all curves. */
+function showBase() {
+  for (const input of document.querySelectorAll("input[name=y]")) input.disabled = state.base !== null;
+  if (!$("layers").hidden) showMap();
+  keepInUrl();
 }

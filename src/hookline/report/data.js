@@ -1,17 +1,20 @@
 // The numbers: unpacked from the page, and what is computed from them. Nothing here touches what is shown.
-// pack.py writes what unpack() reads; the two change together.
+// Packer in report_page.py writes what unpack() reads; the two change together.
 
-/** The bytes of an element's text: base64, then gzip. */
-async function inflated(id) {
+/** The bytes in an element's text, which is base64. */
+function bytesIn(id) {
   const text = document.getElementById(id).textContent;
-  const packed = Uint8Array.fromBase64 ? Uint8Array.fromBase64(text) : Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  return Uint8Array.fromBase64 ? Uint8Array.fromBase64(text) : Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+}
+
+function inflated(packed) {
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   return new Response(stream).arrayBuffer();
 }
 
-/** The runs of the page, each curve with its steps and values. */
-async function unpack() {
-  const buffer = await inflated("data");
+/** The runs in packed bytes, each curve with its steps and values. */
+async function unpack(packed) {
+  const buffer = await inflated(packed);
   const length = new DataView(buffer).getUint32(0, true);
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
   const uneven = new Int32Array(buffer, 4 + length, header.counts.ints);
@@ -48,6 +51,23 @@ function joined(planes, count) {
     for (let i = 0; i < count; i++) bytes[4 * i + k] = plane[i];
   }
   return new Float32Array(bytes.buffer);
+}
+
+/**
+ * A curve minus another one, at those of its steps that the other reaches; between two steps of the other, its value is
+ * on the line between them.
+ */
+function minus(curve, other) {
+  const steps = [], values = [], at = other.steps, last = at.length - 1;
+  let k = 0;
+  curve.steps.forEach((step, i) => {
+    while (k < last && at[k + 1] <= step) k++;
+    if (last < 0 || step < at[0] || step > at[last]) return;
+    const share = at[k] === step ? 0 : (step - at[k]) / (at[k + 1] - at[k]);
+    steps.push(step);
+    values.push(curve.values[i] - (share ? (1 - share) * other.values[k] + share * other.values[k + 1] : other.values[k]));
+  });
+  return { ...curve, steps: Int32Array.from(steps), values: Float32Array.from(values), stepList: null };
 }
 
 /** Where steps are on an axis: the step itself, the epoch, or the time since the start. */

@@ -89,10 +89,11 @@ const byTouch = matchMedia("(pointer: coarse)").matches; // there a finger scrol
 /** Only buttons that stay in the page: plotly has others, which send the data away. */
 function settings() {
   // plotly's own button has one file name for as long as the plot lives; that of the map changes with its statistic.
-  const image = { name: "image", title: "Download plot as a PNG", icon: Plotly.Icons.camera, click: saveImage };
+  const image = { name: "image", title: "Download plot as a PNG", icon: Plotly.Icons.camera, click: savePng };
+  const drawing = { name: "drawing", title: "Download plot as an SVG", icon: Plotly.Icons.pencil, click: saveSvg };
   const numbers = { name: "numbers", title: "Download numbers as CSV", icon: Plotly.Icons.disk, click: saveNumbers };
   return { displaylogo: false, responsive: false, showTips: false, plotlyServerURL: "", displayModeBar: byTouch ? false : "hover",
-    modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", image, numbers]] };
+    modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", image, drawing, numbers]] };
 }
 
 // -- how all plots look ----------------------------------------------------------------------------------
@@ -135,10 +136,29 @@ const safe = (text) => String(text).replaceAll("&", "&amp;").replaceAll("<", "&l
 
 // -- curves ----------------------------------------------------------------------------------------------
 
-/** Curves of one metric, a run each, over each other. `mark` is a step to draw a line at. */
-function curvePlot(all, { small = false, mark = null } = {}) {
+const scaleNow = () => (state.base === null ? state.scale : "linear"); // a difference may be negative
+
+/** The curves that are drawn: those of runs that are not hidden; if a run is to be compared with, the others minus it. */
+function shownCurves(all) {
+  const seen = all.filter((curve) => !state.hidden.has(curve.run.index));
+  if (state.base === null) return seen;
+  const base = all.find((curve) => curve.run.index === state.base);
+  return base ? seen.filter((curve) => curve !== base).map((curve) => minus(curve, base)) : [];
+}
+
+/** Why there is nothing to see, if there is nothing. */
+function emptyText(all, curves) {
+  if (curves.some((curve) => curve.steps.length) || !all.length) return null;
+  if (state.base === null) return "All runs with this metric are hidden";
+  const name = shortened(page.runs[state.base].name, 40);
+  if (!all.some((curve) => curve.run.index === state.base)) return `${name} has no such metric`;
+  return curves.length ? `No step in common with ${name}` : `Only ${name} has this metric`;
+}
+
+/** Curves of one metric, which `find()` gives, a run each, over each other. `mark` is { run, step } to draw a line at. */
+function curvePlot(find, { small = false, mark = null } = {}) {
   return (range) => {
-    const curves = all.filter((curve) => !state.hidden.has(curve.run.index));
+    const all = find(), curves = shownCurves(all), empty = emptyText(all, curves);
     const view = state.axis === "time" ? timeUnit().name : state.axis;
     const data = curves.flatMap((curve) => curveTraces(curve, range, small));
     const layout = layoutOf({
@@ -146,15 +166,16 @@ function curvePlot(all, { small = false, mark = null } = {}) {
         ...(range ? { range, autorange: false } : { autorange: true }), separatethousands: true, ...followed() }),
       // The box of the mouse is about the nearest step, however far the curve is from the mouse.
       hovermode: "x unified", hoverdistance: -1, spikedistance: -1,
-      yaxis: axis({ type: state.scale, nticks: small ? 4 : undefined, automargin: !small, ...valueRange(curves) }),
+      yaxis: axis({ type: scaleNow(), zeroline: state.base !== null, nticks: small ? 4 : undefined, automargin: !small, ...valueRange(curves) }),
       ...(small ? { margin: { l: 56, r: 12, t: 8, b: 28 } } : {}), // fixed, as measuring labels takes longer than the rest
       uirevision: state.axis,
-      shapes: mark === null ? [] : [markAt(placesOn(state.axis, mark.run, [mark.step])[0])],
+      shapes: mark === null ? [] : [markAt(placesOn(state.axis, page.runs[mark.run], [mark.step])[0])],
+      annotations: empty === null ? [] : [{ text: safe(empty), showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }],
     });
-    const name = all[0]?.name ?? "";
-    const columns = curves.map((curve) => ({ ...curve, name: page.runs.length > 1 ? curve.run.name : name }));
+    const name = all[0]?.name ?? "", minusBase = state.base === null ? "" : ` − ${page.runs[state.base].name}`;
+    const columns = curves.map((curve) => ({ ...curve, name: page.runs.length > 1 ? curve.run.name + minusBase : name }));
     return { data, layout, zooms: curves.some((curve) => curve.steps.length > 1600), isCurve: true,
-      file: { name, table: () => tableOf(columns) } };
+      file: { name: state.base === null ? name : `${name} difference`, table: () => tableOf(columns) } };
   };
 }
 
@@ -167,7 +188,7 @@ const toldX = () => (state.axis === "step" ? "step %{x:,}" : state.axis === "epo
 /** Around a curve that never moves, an axis that shows which value that is; else plotly's choice. */
 function valueRange(curves) {
   const [low, high] = spread(curves.map((curve) => curve.values), 0, 1);
-  if (low !== high || low === 0 || state.scale === "log") return { autorange: true };
+  if (low !== high || low === 0 || scaleNow() === "log") return { autorange: true };
   return { range: [low - Math.abs(low) / 2, low + Math.abs(low) / 2], autorange: false };
 }
 
@@ -200,7 +221,7 @@ function curveTraces(curve, range, small) {
 /** Values that have no place on the axis, put where the last one was that had; at most 200 of them. */
 function badPoints(curve, xs) {
   const found = { x: [], y: [], text: [] };
-  const first = curve.values.find(Number.isFinite) ?? (state.scale === "log" ? 1 : 0);
+  const first = curve.values.find(Number.isFinite) ?? (scaleNow() === "log" ? 1 : 0);
   let last = first;
   for (let i = 0; i < xs.length && found.x.length < 200; i++) {
     if (Number.isFinite(curve.values[i])) {

@@ -5,6 +5,9 @@
 
 function showHead() {
   const [run] = page.runs, head = $("head");
+  if (!noteFacts("head", page.runs.map((each) => [each.name, each.facts, each.records, each.remarks, each.anomalies.length]))) return;
+  head.replaceChildren();
+  if (isLive) document.title = `${page.runs.map((each) => each.name).join(" · ")} – hookline`;
   if (page.runs.length > 1) {
     head.append(make("h1", {}, plural(page.runs.length, "run")), runTable());
   } else {
@@ -21,9 +24,9 @@ function showHead() {
 }
 
 function remarksOf(run) {
-  const going = "This run was going when the page was made; make it again for what came since.";
+  const going = isLive ? null : "This run was going when the page was made; make it again for what came since.";
   const stopped = "This run was stopped before its end; hookline run --resume goes on from its last checkpoint.";
-  return [...(run.facts.status === "running" ? [going] : run.facts.status === "stopped" ? [stopped] : []), ...run.remarks];
+  return [run.facts.status === "running" ? going : run.facts.status === "stopped" ? stopped : null, ...run.remarks].filter(Boolean);
 }
 
 function whenStarted(run) {
@@ -75,7 +78,7 @@ function tilesOf(run) {
 function table(kind, names, rows, numbers = []) {
   const head = names.map((name, i) => make("th", { scope: "col", class: numbers.includes(i) ? "number" : undefined }, name));
   return make("div", { class: "scroll" },
-    make("table", { class: kind }, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows)));
+    make("table", { class: kind }, head.length ? make("thead", {}, make("tr", {}, ...head)) : null, make("tbody", {}, ...rows)));
 }
 
 function paintSwatches() {
@@ -98,6 +101,7 @@ function lookedAt() {
 }
 
 function showAnomalies() {
+  if (!noteFacts("anomalies", page.runs.map((run) => [run.name, run.anomalies, run.looked, run.curves.length > 0]))) return;
   const all = page.runs.flatMap((run) => run.anomalies.map((finding) => ({ run, ...finding })));
   all.sort((a, b) => WORTH[a.level] - WORTH[b.level]);
   const recorded = page.runs.some((run) => run.curves.length), judged = page.runs.every((run) => run.looked.kinds.some(([, count]) => count));
@@ -105,7 +109,6 @@ function showAnomalies() {
     ? make("p", { class: `finding ${judged ? "all-well" : "notice"}` }, `Nothing unusual was found. ${lookedAt()}`)
     : make("p", { class: "empty" }, "Nothing was recorded, so there is nothing to look for.");
   $("findings").replaceChildren(...(all.length ? all.map(findingBox) : [none]));
-  return all.length;
 }
 
 function findingBox(finding) {
@@ -129,6 +132,8 @@ function findingBox(finding) {
 const HOOK_COLUMNS = ["Hook", "Fired", "In all", "Each time", "Of the run", "What it does"];
 
 function showHooks() {
+  if (!noteFacts("hooks", page.runs.map((run) => [run.name, run.facts.hooks, run.facts.seconds]))) return;
+  $("hook-tables").replaceChildren();
   const runs = runsWith((run) => Object.keys(run.facts.hooks ?? {}).length);
   const unknown = "What hooks there were, and what they cost, is not known: run.json says nothing of them.";
   if (!runs.length) $("hook-tables").append(make("p", { class: "empty" }, unknown));
@@ -187,21 +192,25 @@ function asFact(name, value) {
   return typeof value === "number" && Number.isInteger(value) ? String(value) : shown(value);
 }
 
+/** The facts: of several runs, what differs in one table with a column for each, then what is the same in all of them. */
 function showFacts() {
+  if (!noteFacts("facts", page.runs.map((run) => [run.name, run.folder, run.records, run.facts, run.words]))) return;
   const runs = page.runs.map(partsOf), several = runs.length > 1;
-  const parts = [...new Set(runs.flatMap((run) => [...run.keys()]))];
-  const boxes = parts.map((part) => {
-    const tables = runs.map((run) => run.get(part) ?? new Map());
-    const names = [...new Set(tables.flatMap((facts) => [...facts.keys()]))];
-    const rows = names.map((name) => factRow(name, tables.map((facts) => facts.get(name) ?? "–")));
-    const box = table("facts", several ? ["", ...page.runs.map((run) => run.name)] : [], rows);
-    if (!several || part !== parts[0]) box.querySelector("thead").remove();
-    return rows.length ? make("div", { class: "part" }, make("h3", {}, part), box) : null;
-  });
-  $("fact-table").append(make("div", { class: several ? "parts wide" : "parts" }, ...boxes));
+  const differ = [], boxes = [];
+  for (const part of new Set(runs.flatMap((run) => [...run.keys()]))) {
+    const tables = runs.map((run) => run.get(part) ?? new Map()), same = [];
+    for (const name of new Set(tables.flatMap((facts) => [...facts.keys()]))) {
+      const values = tables.map((facts) => facts.get(name) ?? "–");
+      if (new Set(values).size > 1) differ.push(factRow(part === "run" ? name : `${part}.${name}`, values, "differs"));
+      else same.push(factRow(name, values.slice(0, 1)));
+    }
+    if (same.length) boxes.push(make("div", { class: "part" }, make("h3", {}, part), table("facts", [], same)));
+  }
+  const first = several ? [make("h3", {}, differ.length ? "What differs" : "Nothing differs"),
+    differ.length ? table("facts", ["", ...page.runs.map((run) => run.name)], differ) : null, make("h3", {}, "The same in all runs")] : [];
+  $("fact-table").replaceChildren(...first.filter(Boolean), make("div", { class: "parts" }, ...boxes));
 }
 
-function factRow(name, values) {
-  const kind = new Set(values).size > 1 ? "differs" : undefined;
+function factRow(name, values, kind) {
   return make("tr", { class: kind }, make("th", { scope: "row" }, name), ...values.map((value) => make("td", {}, value)));
 }

@@ -3,10 +3,16 @@
 /** A metric's name as the name of a file. */
 const fileName = (name) => name.replace(/[^\p{L}\p{N}.-]+/gu, "_").replace(/^_+|_+$/g, "") || "plot";
 
-function saveImage(element) {
-  const { width, height } = element.getBoundingClientRect();
-  return Plotly.downloadImage(element, { format: "png", scale: 2, width, height, filename: fileName(plots.get(element).file.name) });
+/** A plot as "png" or "svg", on the ground it has here: light text on no ground would be lost on paper. */
+function saveImage(element, format) {
+  const { width, height } = element.getBoundingClientRect(), { data, layout } = element;
+  const figure = { data, layout: { ...layout, paper_bgcolor: colour("ground") }, config: { plotlyServerURL: "" } };
+  return Plotly.downloadImage(figure, { format, scale: format === "png" ? 2 : 1, width, height, filename: fileName(plots.get(element).file.name) });
 }
+
+// Functions of their own: were they made anew for each drawing, plotly would take its settings for others, and begin afresh.
+const savePng = (element) => saveImage(element, "png");
+const saveSvg = (element) => saveImage(element, "svg");
 
 function saveNumbers(element) {
   const { name, table } = plots.get(element).file;

@@ -2,51 +2,38 @@
 
 // -- layers over steps -----------------------------------------------------------------------------------
 
+const runsWith = (what) => page.runs.filter(what);
+
 function mapParts() {
   const run = runsWith((each) => each.groups.length)[$("map-run").selectedIndex];
   const group = run?.groups[$("map-group").selectedIndex];
-  return { run, group, statistic: group?.statistics[Math.min(state.statistic, group.statistics.length - 1)] };
+  return { run, group, statistic: group?.statistics.find((each) => each.name === state.statistic) ?? group?.statistics[0] };
 }
 
-const runsWith = (what) => page.runs.filter(what);
-
 function startMap() {
+  $("map-run").onchange = () => fillMap();
+  $("map-group").onchange = () => fillMap();
+  $("map-statistic").oninput = (event) => { state.statistic = mapParts().group.statistics[event.target.value].name; showMap(); };
+  $("row-layer").onchange = (event) => { state.layer = event.target.value; showMap(); };
+  if ([...$("map-colour").options].some((option) => option.value === asked.get("colour"))) $("map-colour").value = asked.get("colour");
+  $("map-colour").onchange = showMap;
+  fillMap({ run: asked.get("map-run"), group: asked.get("map") });
+}
+
+/** Fill the lists of runs, maps, statistics and layers. What was chosen stays if it is there, unless others are given. */
+function fillMap({ run: index, group: name } = {}) {
   const runs = runsWith((run) => run.groups.length);
   $("layers").hidden = !runs.length;
   if (!runs.length) return;
-  fill($("map-run"), runs.map((run) => run.name));
+  fill($("map-run"), runs.map((run) => [run.index, run.name]), index);
   $("map-run-label").hidden = runs.length < 2;
-  $("map-run").onchange = () => chooseRun(mapParts().group?.name);
-  $("map-group").onchange = () => chooseGroup();
-  $("map-statistic").oninput = (event) => { state.statistic = Number(event.target.value); showMap(); };
-  if ([...$("map-colour").options].some((option) => option.value === asked.get("colour"))) $("map-colour").value = asked.get("colour");
-  $("map-colour").onchange = showMap;
-  choose($("map-run"), "map-run");
-  $("row-layer").onchange = (event) => { state.layer = mapParts().group.layers[event.target.selectedIndex]; showMap(); };
-  chooseRun();
-}
-
-/** Another run: the same map of it, if it has one. */
-function chooseRun() {
-  const before = $("map-group").selectedOptions[0]?.textContent;
-  const run = runsWith((each) => each.groups.length)[$("map-run").selectedIndex];
-  const names = run.groups.map((group) => group.name.replace("/", " / "));
-  fill($("map-group"), names);
-  if (before === undefined) choose($("map-group"), "map");
-  else $("map-group").selectedIndex = Math.max(0, names.indexOf(before));
-  chooseGroup();
-}
-
-function chooseGroup() {
-  const { group } = mapParts(), names = group.statistics.map((statistic) => statistic.name);
-  const before = $("map-statistic").getAttribute("aria-valuetext") ?? asked.get("stat");
-  state.statistic = Math.max(0, names.indexOf(before));
-  $("map-statistic").max = names.length - 1;
-  $("map-statistic").value = state.statistic;
-  $("map-statistic").disabled = names.length < 2;
-  $("map-statistic-ticks").replaceChildren(...(names.length > 1 && names.length < 8 ? names.map((name) => make("span", {}, name)) : []));
-  fill($("row-layer"), group.layers);
+  fill($("map-group"), mapParts().run.groups.map((group) => [group.name, group.name.replace("/", " / ")]), name);
+  const { group, statistic } = mapParts(), names = group.statistics.map((each) => each.name);
+  state.statistic = statistic.name;
+  Object.assign($("map-statistic"), { max: names.length - 1, value: names.indexOf(statistic.name), disabled: names.length < 2 });
+  $("map-statistic-ticks").replaceChildren(...(names.length > 1 && names.length < 8 ? names.map((each) => make("span", {}, each)) : []));
   if (!group.layers.includes(state.layer)) state.layer = group.layers[0];
+  fill($("row-layer"), group.layers.map((layer) => [layer, layer]), state.layer);
   showMap();
 }
 
@@ -57,20 +44,28 @@ function showMap() {
   const { rows, steps } = alignedRows(run, group, statistic);
   const chosen = group.layers.indexOf(state.layer);
   const often = steps.length === 1 ? "1 moment" : `${shown(steps.length)} moments`;
-  const hint = "the first layer on top. A click on a cell shows the curve of its layer.";
-  $("map-note").textContent = `${plural(group.layers.length, "layer")} × ${often}, ${hint}`;
-  const onClick = (event) => { state.layer = group.layers[event.points[0].pointIndex[0]]; showMap(); };
-  const title = `${group.name}/${statistic.name}`, how = $("map-colour").value;
-  plotInto($("map"), mapPlot({ rows, names: group.layers, steps, how, title, chosen, onClick }), { now: true });
-  showRow(group, statistic, chosen);
+  const hint = "the first layer on top. A click on a cell shows the curve of its layer, with a line at its step.";
+  const base = baseOf(run) ? ` Each value minus that of ${baseOf(run).name} at the same step.` : "";
+  $("map-note").textContent = `${plural(group.layers.length, "layer")} × ${often}, ${hint}${base}`;
+  const onClick = ({ points: [point] }) => { state.layer = group.layers[point.pointIndex[0]]; state.mark = point.x; showMap(); };
+  const title = `${group.name}/${statistic.name}`, how = $("map-colour").value, mark = state.mark;
+  plotInto($("map"), mapPlot({ rows, names: group.layers, steps, how, title, chosen, mark, onClick }), { now: true });
+  showRow(run, group, statistic);
   keepInUrl();
 }
 
+/** The run that the map of `run` is compared with. */
+const baseOf = (run) => (state.base === null || state.base === run.index ? null : page.runs[state.base]);
+
 /** Rows that have a value, or null, at every step that any of them has. */
 function alignedRows(run, group, statistic) {
-  const byRow = new Map(statistic.curves), curves = group.layers.map((_, row) => run.curves[byRow.get(row)]);
+  const byRow = new Map(statistic.curves), base = baseOf(run);
+  const curves = group.layers.map((_, row) => run.curves[byRow.get(row)]).map((curve) => {
+    const other = curve && base?.byName.get(curve.name);
+    return base && curve ? (other ? minus(curve, other) : undefined) : curve;
+  });
   const known = curves.filter(Boolean), first = known[0];
-  if (known.length === curves.length && known.every((curve) => curve.stepList === first.stepList)) {
+  if (known.length === curves.length && !base && known.every((curve) => curve.stepList === first.stepList)) {
     return { rows: curves.map((curve) => curve.values), steps: first.steps };
   }
   const steps = [...new Set(known.flatMap((curve) => [...curve.steps]))].sort((a, b) => a - b);
@@ -84,15 +79,33 @@ function alignedRows(run, group, statistic) {
 }
 
 /** The curve of one layer, of all runs that have it. */
-function showRow(group, statistic, chosen) {
-  $("row-layer").selectedIndex = chosen;
+function showRow(run, group, statistic) {
+  $("row-layer").value = state.layer;
   $("row-title").textContent = `${state.layer} – ${group.name}/${statistic.name}`;
-  const curves = page.runs.map((run) => {
-    const own = run.groups.find((each) => each.name === group.name);
-    const same = own?.statistics.find((each) => each.name === statistic.name);
-    return run.curves[new Map(same?.curves).get(own?.layers.indexOf(state.layer))];
+  const layer = state.layer, mark = state.mark === null ? null : { run: run.index, step: state.mark };
+  const find = () => page.runs.map((each) => {
+    const own = each.groups.find((other) => other.name === group.name);
+    const same = own?.statistics.find((other) => other.name === statistic.name);
+    return each.curves[new Map(same?.curves).get(own?.layers.indexOf(layer))];
   }).filter(Boolean);
-  plotInto($("row-plot"), curvePlot(curves));
+  plotInto($("row-plot"), curvePlot(find, { mark }));
+}
+
+/** Where a metric is on the maps of a run: { group, statistic, layer }; null for one that is of no layer. */
+function placeOnMap(run, metric) {
+  const index = run.curves.findIndex((curve) => curve.name === metric), layer = run.curves[index]?.layer;
+  if (layer === undefined) return null;
+  for (const group of run.groups) {
+    const statistic = group.statistics.find((each) => each.curves.some(([, at]) => at === index));
+    if (statistic) return { group: group.name, statistic: statistic.name, layer };
+  }
+  return null;
+}
+
+/** Show a layer of a run on its map, and the step at which something happened. */
+function chooseOnMap(run, place, step) {
+  Object.assign(state, { statistic: place.statistic, layer: place.layer, mark: step });
+  fillMap({ run: run.index, group: place.group });
 }
 
 // -- distributions ---------------------------------------------------------------------------------------
@@ -102,31 +115,32 @@ function gridChosen() {
 }
 
 function startGrids() {
-  const runs = runsWith((run) => run.grids.length);
-  $("distributions").hidden = !runs.length;
-  if (!runs.length) return;
-  fill($("grid-run"), runs.map((run) => run.name));
-  $("grid-run-label").hidden = runs.length < 2;
-  const fillGrids = () => fill($("grid-metric"), runs[$("grid-run").selectedIndex].grids.map((grid) => grid.name));
-  $("grid-run").onchange = () => { fillGrids(); chooseGrid(); };
-  $("grid-metric").onchange = chooseGrid;
+  $("grid-run").onchange = () => fillGrids();
+  $("grid-metric").onchange = () => fillGrids();
   $("grid-step").oninput = showGrid;
-  choose($("grid-run"), "grid-run");
-  fillGrids();
-  choose($("grid-metric"), "grid");
-  chooseGrid(asked.get("at"));
+  fillGrids({ run: asked.get("grid-run"), metric: asked.get("grid"), moment: asked.get("at") });
 }
 
-function chooseGrid(moment) {
-  $("grid-step").max = gridChosen().steps.length - 1;
-  $("grid-step").value = typeof moment === "string" ? moment : $("grid-step").max;
+/** Fill the lists of runs and metrics; the slider is at the last step, or stays at its own if the page was `updated`. */
+function fillGrids({ run, metric, moment, updated = false } = {}) {
+  const runs = runsWith((each) => each.grids.length), slider = $("grid-step");
+  $("distributions").hidden = !runs.length;
+  if (!runs.length) return;
+  const step = !updated || slider.value === slider.max ? undefined : Number(slider.dataset.step);
+  fill($("grid-run"), runs.map((each) => [each.index, each.name]), run);
+  $("grid-run-label").hidden = runs.length < 2;
+  fill($("grid-metric"), runs[$("grid-run").selectedIndex].grids.map((grid) => [grid.name, grid.name]), metric);
+  const { steps } = gridChosen(), at = steps.indexOf(step);
+  slider.max = steps.length - 1;
+  slider.value = moment ?? (at < 0 ? slider.max : at);
   showGrid();
 }
 
 function showGrid() {
-  const grid = gridChosen(), moment = Number($("grid-step").value);
-  $("grid-step-name").textContent = shownStep(grid.steps[moment]);
-  $("grid-step").setAttribute("aria-valuetext", shownStep(grid.steps[moment]));
+  const grid = gridChosen(), moment = Number($("grid-step").value), step = grid.steps[moment];
+  $("grid-step-name").textContent = shownStep(step);
+  $("grid-step").setAttribute("aria-valuetext", shownStep(step));
+  $("grid-step").dataset.step = step;
   const onClick = (event) => { $("grid-step").value = grid.steps.indexOf(event.points[0].x); showGrid(); };
   plotInto($("grid-map"), gridMap(grid, moment, onClick));
   plotInto($("grid-bars"), gridBars(grid, moment));

@@ -5,9 +5,9 @@ const diverging = () => [[0, "#2166ac"], [0.25, "#67a9cf"], [0.5, colour("middle
 
 /**
  * Rows over steps as colours: `rows` are arrays of numbers, `told` what the hover tells of them, `chosen` the row that
- * is marked.
+ * is marked, `mark` a step to draw a line at.
  */
-function mapPlot({ rows, told = rows, names, steps, how, title, chosen, onClick }) {
+function mapPlot({ rows, told = rows, names, steps, how, title, chosen, mark = null, onClick }) {
   return (range, element) => {
     const width = element.clientWidth, seen = pooled(rows, told, steps, range, Math.max(300, 0.8 * width));
     const tint = tinted(seen.rows, rows, how), marks = rowMarks(names, width);
@@ -21,7 +21,7 @@ function mapPlot({ rows, told = rows, names, steps, how, title, chosen, onClick 
       xaxis: axis({ title: titled("step"), showgrid: false, separatethousands: true }),
       yaxis: axis({ autorange: "reversed", showgrid: false, tickmode: "array", tickvals: marks.at, ticktext: marks.text, ticks: "" }),
       margin: { l: 8, r: 8, t: 8, b: 40 }, height: mapHeight(names.length), uirevision: title,
-      shapes: chosen === null ? [] : [rowFrame(chosen)],
+      shapes: [...(chosen === null ? [] : [rowFrame(chosen)]), ...(mark === null ? [] : [markAt(mark)])],
     });
     const columns = names.map((row, i) => ({ name: row, steps, values: told[i] }));
     return { data: [trace, ...badCells(seen.rows, text, seen.steps)], layout, onClick, zooms: seen.size > 1 || range !== null,

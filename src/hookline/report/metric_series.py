@@ -20,7 +20,7 @@ from hookline.sinks.sink import Record, StepSeries
 
 __all__ = [
     "KINDS", "Collector", "Curve", "Grid", "LayerPlace", "RunSeries", "StepTimes", "as_float", "layer_places",
-    "shown_names",
+    "newest_points", "shown_names",
 ]  # fmt: skip
 
 Steps = NDArray[np.int64]
@@ -226,7 +226,7 @@ def shown_names(keys: list[_Key]) -> dict[_Key, str]:
     }
 
 
-def _newest(steps: Sequence[int]) -> tuple[Steps, NDArray[np.int64] | slice]:
+def newest_points(steps: Sequence[int]) -> tuple[Steps, NDArray[np.int64] | slice]:
     """Return the steps in increasing order, and their places; of a step that was recorded twice, the newest."""
     at = np.asarray(steps, dtype=np.int64)
     if at.size < 2 or bool((np.diff(at) > 0).all()):
@@ -236,7 +236,7 @@ def _newest(steps: Sequence[int]) -> tuple[Steps, NDArray[np.int64] | slice]:
 
 
 def _curve(name: str, steps: Sequence[int], values: Sequence[float]) -> Curve:
-    at, chosen = _newest(steps)
+    at, chosen = newest_points(steps)
     return Curve(name, at, np.asarray(values, dtype=np.float64)[chosen])
 
 
@@ -272,7 +272,7 @@ def _grids(name: str, steps: list[int], rows: list[Any]) -> Iterable[Grid]:
     for by_key in (False, True):
         picked = [(at, row) for at, row in zip(steps, rows, strict=True) if isinstance(row, Mapping) == by_key]
         if picked:
-            at, chosen = _newest([step for step, _ in picked])
+            at, chosen = newest_points([step for step, _ in picked])
             found = [row for _, row in picked]
             counts = by_key and _are_counts(found)
             bins, values = _key_rows(found, 0.0 if counts else np.nan) if by_key else _list_rows(found)

@@ -21,6 +21,10 @@ function metricNames(withLayers) {
 const twinsOf = (name) => [...new Set(page.runs.flatMap((run) => run.curves.filter((curve) => curve.same === name).map((curve) => curve.name)))];
 
 const opened = new Set(); // hooks of which all cards are shown
+const folded = new Map(); // by hook, whether its cards are folded, once the reader or the page has folded or unfolded them
+
+/** The curves of a metric, of all runs that have it. */
+const curvesOf = (name) => page.runs.map((run) => run.byName.get(name)).filter(Boolean);
 
 function showCards() {
   for (const element of $("cards").querySelectorAll(".plot")) forget(element);
@@ -40,6 +44,16 @@ function showCards() {
   $("cards").replaceChildren(...(names.length ? sets.map(([hook, own]) => cardSet(hook, own)) : [make("p", { class: "empty" }, empty)]));
 }
 
+/** Cards of what has come: the same ones with their last value, or all anew if there are other metrics. */
+function updateCards() {
+  const names = [...$("cards").querySelectorAll("article")].map((article) => article.dataset.metric);
+  if (!noteFacts("cards", [metricNames(true), page.runs.length]) && names.length) {
+    for (const article of $("cards").querySelectorAll("article")) article.querySelector(".last").textContent = lastText(article.dataset.metric);
+  } else {
+    showCards();
+  }
+}
+
 /** How training goes, and hooks with few metrics, are the first set; each of the others has its own, under its name. */
 function cardSets(names) {
   const hooks = new Map();
@@ -57,8 +71,9 @@ function cardSet(hook, names) {
   const isOpen = hook === null || opened.has(hook) || (numOpen += few.length) <= CARDS_UNFOLDED;
   const count = make("span", { class: "note" }, ` ${plural(names.length, "metric")}`);
   const cards = make("div", { class: "cards" }, ...few.map(card));
+  const ontoggle = (event) => { folded.set(hook, !event.target.open); };
   const box = hook === null ? make("div", { class: "set" }, cards)
-    : make("details", { class: "set", open: isOpen }, make("summary", {}, make("h3", {}, hook), count), cards);
+    : make("details", { class: "set", open: folded.has(hook) ? !folded.get(hook) : isOpen, ontoggle }, make("summary", {}, make("h3", {}, hook), count), cards);
   if (few.length < names.length) {
     const more = () => { opened.add(hook); showCards(); };
     box.append(make("button", { type: "button", class: "more", onclick: more }, `Show all ${names.length} of ${hook}`));
@@ -67,16 +82,20 @@ function cardSet(hook, names) {
 }
 
 function card(name) {
-  const curves = page.runs.map((run) => run.byName.get(name)).filter(Boolean);
-  const last = curves.length === 1 ? shown(curves[0].values.at(-1)) : "";
   const plot = make("div", { class: "plot", role: "img", "aria-label": `Plot of ${name}` });
   const onclick = () => { location.hash = linkTo(name); }, twins = twinsOf(name);
   const open = make("button", { type: "button", class: "quiet open", "aria-label": `Open ${name}`, onclick }, "⤢");
-  plotInto(plot, curvePlot(curves, { small: true }));
+  plotInto(plot, curvePlot(() => curvesOf(name), { small: true }));
   const hook = name.includes("/") ? `${hookOf(name)}/` : "";
   const title = make("h4", { title: [name, ...twins].join(", also ") }, make("span", {}, hook), name.slice(hook.length));
   return make("article", { class: "card", "data-metric": name },
-    make("div", { class: "card-head" }, title, make("span", { class: "last" }, last), open), plot);
+    make("div", { class: "card-head" }, title, make("span", { class: "last" }, lastText(name)), open), plot);
+}
+
+/** The last value, if there is one curve alone. */
+function lastText(name) {
+  const curves = curvesOf(name);
+  return curves.length === 1 ? shown(curves[0].values.at(-1)) : "";
 }
 
 /** A few choices side by side, of which one holds. */
@@ -97,15 +116,32 @@ function followLink() {
   const wanted = new URLSearchParams(location.hash.slice(1));
   const name = wanted.get("open"), run = page.runs[wanted.get("run") ?? 0];
   const step = wanted.has("step") ? Number(wanted.get("step")) : null;
-  const curves = page.runs.map((each) => each.byName.get(name)).filter(Boolean);
+  const curves = curvesOf(name);
   if (!curves.length || !run) return;
   state.open = Object.fromEntries(FOCUS.filter((key) => wanted.has(key)).map((key) => [key, wanted.get(key)]));
   $("focus-title").textContent = name;
   $("focus-text").textContent = step === null ? "" : `The line is at ${shownStep(step)}${page.runs.length > 1 ? ` of ${run.name}` : ""}.`;
-  $("focus-about").replaceChildren(...about(name, curves).flatMap(([term, text]) => [make("dt", {}, term), make("dd", {}, text)]));
+  showAbout(name, curves);
+  const place = placeOnMap(run, name);
+  $("focus-map").hidden = place === null;
+  if (place !== null && step !== null) chooseOnMap(run, place, step);
   if (!$("focus").open) $("focus").showModal();
-  plotInto($("focus-plot"), curvePlot(curves, { mark: step === null ? null : { run, step } }), { now: true });
+  const mark = step === null ? null : { run: run.index, step };
+  plotInto($("focus-plot"), curvePlot(() => curvesOf(name), { mark }), { now: true });
   keepInUrl();
+}
+
+function showAbout(name, curves) {
+  $("focus-about").replaceChildren(...about(name, curves).flatMap(([term, text]) => [make("dt", {}, term), make("dd", {}, text)]));
+}
+
+/** Leave the window of a metric for its layer on the map. */
+function goToMap() {
+  const { open, run = 0, step } = state.open;
+  chooseOnMap(page.runs[run], placeOnMap(page.runs[run], open), step === undefined ? state.mark : Number(step));
+  $("focus").close();
+  $("layers").scrollIntoView();
+  $("row-layer").focus({ preventScroll: true });
 }
 
 /** What the hook says of a metric, and what it came to. */

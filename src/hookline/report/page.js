@@ -2,7 +2,8 @@
 // All scripts are one module in the page; this one is its last part and calls the others.
 
 const $ = (id) => document.getElementById(id);
-const state = { axis: "step", scale: "linear", smoothing: 0, words: [], statistic: 0, layer: null, hidden: new Set(), sort: null, open: null };
+const state = { axis: "step", scale: "linear", smoothing: 0, words: [], statistic: null, layer: null, mark: null,
+  hidden: new Set(), base: null, sort: null, open: null };
 let page = null; // what unpack() gave
 
 /** An element: make("a", { href: "#x", class: "y" }, "text", child). */
@@ -16,9 +17,21 @@ function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-function fill(select, options) {
-  select.replaceChildren(...options.map((text, index) => make("option", { value: index }, text)));
-  select.selectedIndex = options.length ? 0 : -1;
+/** Give a list its options, [value, text] each, and choose `wanted` of them, else the first; a list as it is, is left alone. */
+function fill(select, options, wanted) {
+  const chosen = String(wanted ?? select.value), now = JSON.stringify(options);
+  if (select.dataset.options !== now) select.replaceChildren(...options.map(([value, text]) => make("option", { value }, text)));
+  select.dataset.options = now;
+  select.selectedIndex = Math.max(0, options.findIndex(([value]) => String(value) === chosen));
+}
+
+const madeOf = new Map(); // by part of the page, what it was made of
+
+/** Note what a part is made of; return whether that is new. A part of the same facts stays, with what a reader unfolded in it. */
+function noteFacts(part, facts) {
+  const text = JSON.stringify(facts), before = madeOf.get(part);
+  madeOf.set(part, text);
+  return text !== before;
 }
 
 const plural = (count, one, many = `${one}s`) => `${shown(count)} ${count === 1 ? one : many}`;
@@ -45,13 +58,16 @@ function startTheme() {
   };
 }
 
-function showNav(numFindings) {
-  for (const section of document.querySelectorAll("main > section:not([hidden])")) {
+function showNav() {
+  const numFindings = page.runs.reduce((sum, run) => sum + run.anomalies.length, 0);
+  const sections = [...document.querySelectorAll("main > section:not([hidden])")];
+  if (!noteFacts("nav", [numFindings, sections.map((section) => section.id)])) return;
+  $("nav").replaceChildren(...sections.map((section) => {
     const count = section.id === "anomalies" && numFindings ? make("span", { class: "count" }, numFindings) : null;
     // The address keeps what was chosen, so a press moves the page and leaves the address alone.
     const onclick = (event) => { event.preventDefault(); section.scrollIntoView(); section.focus({ preventScroll: true }); };
-    $("nav").append(make("a", { href: `#${section.id}`, onclick }, section.querySelector("h2").textContent, count));
-  }
+    return make("a", { href: `#${section.id}`, onclick }, section.querySelector("h2").textContent, count);
+  }));
 }
 
 /** What the link to the page asks for; what makes no sense of it is passed over. */
@@ -63,6 +79,10 @@ function restore() {
   $("search").value = asked.get("find") ?? "";
   state.words = searchedWords();
   state.layer = asked.get("layer");
+  state.statistic = asked.get("stat");
+  const mark = Number(asked.get("mark") ?? NaN), base = asked.get("base");
+  if (Number.isInteger(mark)) state.mark = mark;
+  if (page.runs.length > 1 && page.runs[base]) state.base = Number(base);
   state.sort = asked.get("sort");
   for (const index of (asked.get("hide") ?? "").split(",")) if (index !== "" && page.runs[index]) state.hidden.add(Number(index));
 }
@@ -91,7 +111,10 @@ function startTools() {
     keepInUrl();
   };
   $("focus-close").onclick = () => $("focus").close();
-  $("focus-image").onclick = () => saveImage($("focus-plot"));
+  $("base").onchange = (event) => { state.base = event.target.value === "" ? null : Number(event.target.value); showBase(); redraw(); };
+  $("focus-map").onclick = goToMap;
+  $("focus-image").onclick = () => savePng($("focus-plot"));
+  $("focus-drawing").onclick = () => saveSvg($("focus-plot"));
   $("focus-numbers").onclick = () => saveNumbers($("focus-plot"));
   $("focus").onclose = leaveFocus;
   $("focus").onclick = (event) => { if (event.target === $("focus")) $("focus").close(); };
@@ -99,7 +122,7 @@ function startTools() {
 }
 
 async function loadPlotly() {
-  const text = new TextDecoder().decode(await inflated("plotly"));
+  const text = new TextDecoder().decode(await inflated(bytesIn("plotly")));
   document.head.append(make("script", {}, text));
   $("plotly").remove(); // two megabytes of text that nobody needs any more
 }
@@ -107,24 +130,29 @@ async function loadPlotly() {
 async function start() {
   startTheme();
   if (!window.DecompressionStream) throw new Error("This page needs a browser of 2023 or later, which can unpack what is in it.");
-  page = await unpack();
+  if (isLive) await firstData();
+  else page = await unpack(bytesIn("data"));
   restore();
   showHead();
-  showNav(showAnomalies());
+  showAnomalies();
+  showNav();
   startTools();
   showHooks();
   showFacts();
   showLegend();
-  $("foot").textContent = `Made by hookline on ${shownTime(page.made)}. Everything is in this file.`;
+  $("foot").textContent = isLive ? "Kept up to date by hookline report --live. hookline report writes the same as a file."
+    : `Made by hookline on ${shownTime(page.made)}. Everything is in this file.`;
   await new Promise((resolve) => setTimeout(resolve)); // the text is on the screen before plotly is read
   await loadPlotly();
-  showCards();
+  updateCards();
   startMap();
   startGrids();
-  for (const link of [...$("nav").children]) if ($(link.hash.slice(1)).hidden) link.remove();
+  showBase();
+  showNav();
   paintSwatches();
   startPaper();
   if (asked.has("open")) followLink();
+  if (isLive) startLive();
   document.documentElement.dataset.ready = Math.round(performance.now());
 }
 

@@ -1,7 +1,8 @@
 """Write the page of one run or several: a single HTML file that needs nothing else.
 
-Users and ``hookline report`` call `write_report`. It takes runs from `report_runs`, findings from `anomalies`, and
-plotly's script; ``page.html``, ``page.css`` and the scripts beside this file draw them.
+Users and ``hookline report`` call `write_report`; the live page and that of a comparison take their frame from here. It
+takes runs from `report_runs`, findings from `anomalies`, and plotly's script; ``page.html``, ``page.css`` and the
+scripts beside this file draw them.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import html
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +29,27 @@ from hookline.report.minutes_before import FLIGHT_FILE, minutes_before
 from hookline.report.plotly_script import packed_plotly
 from hookline.report.report_runs import RunData, distinct_names, find_runs, read_runs
 
-__all__ = ["Packer", "thin", "write_report"]
+__all__ = [
+    "POLICY",
+    "JudgedRun",
+    "Packer",
+    "fill_template",
+    "judge",
+    "packed_runs",
+    "page_text",
+    "thin",
+    "whole_page",
+    "write_report",
+]
 
 _SCRIPTS: Final = (
     "data.js", "url.js", "draw.js", "maps.js", "files.js", "print.js",
-    "facts.js", "compare.js", "metrics.js", "layers.js", "page.js",
+    "facts.js", "compare.js", "metrics.js", "layers.js", "live.js", "page.js",
 )  # fmt: skip
+POLICY: Final = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+)
+"""A page is whole: the browser refuses every request it makes."""
 _MAX_VALUES: Final = 4_000_000
 """Of all runs together; 200 layers × 2,000 steps × 9 statistics are 3.6 million, in a file of about 10 MB."""
 _MIN_POINTS: Final = 100
@@ -71,45 +88,102 @@ def write_report(runs: Sequence[str | Path] | str | Path, out: str | Path | None
 
 
 def _page(runs: list[RunData[Collector]]) -> str:
-    here = files("hookline.report")
     recorded = [(run.name, run.folder) for run in runs if (run.folder / FLIGHT_FILE).is_file()]
+    data = packed_runs([judge(run) for run in runs], {})
+    minutes = minutes_before(recorded) if recorded else ""
+    return page_text(" · ".join(run.name for run in runs), data, minutes=minutes)
+
+
+def page_text(title: str, data: bytes, *, minutes: str = "", is_live: bool = False) -> str:
+    """Return the HTML of a page: of the packed runs in ``data``, or a live one, which asks its server for them."""
+    here = files("hookline.report")
     parts = {
-        "title": html.escape(" · ".join(run.name for run in runs)),
-        "style": (here / "page.css").read_text(encoding="utf-8"),
         "script": "\n".join((here / name).read_text(encoding="utf-8") for name in _SCRIPTS),
         "plotly": packed_plotly(),
-        "data": _data(runs),
-        "minutes": minutes_before(recorded) if recorded else "",
+        "data": base64.b64encode(data).decode(),
+        "minutes": minutes,
     }
-    template = (here / "page.html").read_text(encoding="utf-8")
+    body = fill_template((here / "page.html").read_text(encoding="utf-8"), parts)
+    policy, attributes = (f"{POLICY}; connect-src 'self'", " data-live") if is_live else (POLICY, "")
+    style = (here / "page.css").read_text(encoding="utf-8")
+    return whole_page(body, title=title, style=style, policy=policy, attributes=attributes)
+
+
+def fill_template(template: str, parts: Mapping[str, str]) -> str:
+    """Return ``template`` with each ``{{name}}`` replaced; what comes in by this is not searched for more of them.
+
+    Recipe: ``fill_template("<h1>{{title}}</h1>", {"title": "Runs"})``.
+    """
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-def _data(runs: list[RunData[Collector]]) -> str:
+def whole_page(body: str, *, title: str, style: str, policy: str = POLICY, attributes: str = "") -> str:
+    """Return the HTML file of a page.
+
+    Recipe: ``whole_page("<main>…</main>", title="two runs", style="body { margin: 0 }")``.
+
+    Args:
+        body: HTML, as it is.
+        title: Text, which is escaped here.
+        style: CSS.
+        policy: The Content-Security-Policy.
+        attributes: Further attributes of the ``html`` element, with a blank before each.
+    """
+    frame = (files("hookline.report") / "frame.html").read_text(encoding="utf-8")
+    parts = {"body": body, "title": html.escape(title), "style": style, "policy": policy, "attributes": attributes}
+    return fill_template(frame, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedRun:
+    """A run with its series, and what was found in them."""
+
+    run: RunData[Any]
+    series: RunSeries
+    places: dict[str, LayerPlace]
+    """The place of each metric that is on a map."""
+    anomalies: list[dict[str, Any]]
+    looked: dict[str, Any]
+    """How many curves could be judged."""
+
+
+C = TypeVar("C", bound=Collector)
+
+
+def judge(run: RunData[C]) -> JudgedRun:
+    """Return a run with its series, searched for anomalies."""
+    series = run.collected.series(run.started)
+    places = layer_places(curve.name for curve in series.curves)
+    found = find_anomalies(run.facts, series, places)
+    return JudgedRun(run, series, places, found, count_judged(run.facts, series, places))
+
+
+def packed_runs(judged: Sequence[JudgedRun], more: Mapping[str, Any], *, most: int | None = None) -> bytes:
+    """Return runs as the page unpacks them, with ``more`` in the header; thinned to ``most`` values in all."""
     packer = Packer()
-    all_series = [run.collected.series(run.started) for run in runs]
-    limit = _max_points(all_series)
+    limit = _max_points([one.series for one in judged], _MAX_VALUES if most is None else most)
     header = {
         "made": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "runs": [_run(run, series, packer, limit) for run, series in zip(runs, all_series, strict=True)],
+        "runs": [_run(one, packer, limit) for one in judged],
+        **more,
     }
     return packer.compress(header)
 
 
-def _max_points(all_series: list[RunSeries]) -> int:
-    """Return how many points a series may keep."""
+def _max_points(all_series: list[RunSeries], most: int) -> int:
+    """Return how many points a series may keep, so that all have ``most`` together."""
     lengths = [curve.steps.size for series in all_series for curve in series.curves]
     lengths += [grid.steps.size for series in all_series for grid in series.grids for _ in grid.bins]
     limit = max(lengths, default=0)
     sizes = np.asarray(lengths)
-    while limit > _MIN_POINTS and int(np.minimum(sizes, limit).sum()) > _MAX_VALUES:
+    while limit > _MIN_POINTS and int(np.minimum(sizes, limit).sum()) > most:
         limit = max(_MIN_POINTS, limit * 3 // 4)
     return limit
 
 
-def _run(run: RunData[Collector], series: RunSeries, packer: Packer, limit: int) -> dict[str, Any]:
+def _run(judged: JudgedRun, packer: Packer, limit: int) -> dict[str, Any]:
+    run, series, places = judged.run, judged.series, judged.places
     clock = series.clock
-    places = layer_places(curve.name for curve in series.curves)
     longest = max((curve.steps.size for curve in series.curves), default=0)
     thinned = (
         f"There is more than a page can hold: series of up to {longest:,} points are drawn by {limit:,}, of which each "
@@ -123,8 +197,8 @@ def _run(run: RunData[Collector], series: RunSeries, packer: Packer, limit: int)
         "records": series.num_records,
         "words": series.words,
         "clock": {"steps": clock.steps, "seconds": clock.seconds, "epochs": clock.epochs},
-        "anomalies": find_anomalies(run.facts, series, places),
-        "looked": count_judged(run.facts, series, places),
+        "anomalies": judged.anomalies,
+        "looked": judged.looked,
         "groups": list(_groups(series.curves, places)),
         "curves": [_curve(curve, places.get(curve.name), packer, limit) for curve in series.curves],
         "grids": [_grid(grid, run.facts, packer, limit) for grid in series.grids],
@@ -237,8 +311,8 @@ class Packer:
         self._num_floats += values.size
         return self._num_floats - values.size
 
-    def compress(self, header: dict[str, Any]) -> str:
-        """Return everything, compressed, in base64: the length of the header, the header as JSON, the numbers."""
+    def compress(self, header: dict[str, Any]) -> bytes:
+        """Return everything, compressed: the length of the header, the header as JSON, the numbers."""
         floats = np.concatenate([*self._floats, np.empty(0, np.float32)])
         uneven = np.concatenate([*self._uneven, np.empty(0, np.int32)])
         counts = {"floats": floats.size, "ints": uneven.size}
@@ -250,7 +324,7 @@ class Packer:
         # All first bytes, then all second bytes, …: signs and exponents repeat, so gzip finds them.
         planes = floats.astype("<f4").view(np.uint8).reshape(-1, 4).T.tobytes()
         block = len(head).to_bytes(4, "little") + head + uneven.astype("<i4").tobytes() + planes
-        return base64.b64encode(gzip.compress(block, 6, mtime=0)).decode()
+        return gzip.compress(block, 6, mtime=0)
 
 
 def _shortened(values: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from hookline.errors import OptionError
-from hookline.sinks.record_log import Context, read_log
+from hookline.sinks.record_log import Context, Entry, read_log
 from hookline.sinks.sink import Record
 
-__all__ = ["FACTS", "LOG", "RunData", "distinct_names", "find_runs", "read_runs"]
+__all__ = ["FACTS", "LOG", "RunData", "RunRecords", "distinct_names", "find_runs", "log_of", "read_runs", "runs_of"]
 
 LOG: Final = "records.jsonl"
 """The name of the log in the folder of a run."""
@@ -86,22 +87,80 @@ def _nearby(path: Path) -> str:
     return f"There are: {', '.join(runs)}." if runs else "Runs lie below the --output-dir that they were given."
 
 
+def log_of(path: Path) -> Path:
+    """Return the log of a run that is given by its folder, or by the log itself."""
+    return path if path.is_file() else path / LOG
+
+
 def read_runs(path: Path, make: Callable[[], T]) -> list[RunData[T]]:
     """Read a folder or a log; hand the records of each run in it, by strategy, to an object that ``make`` returns."""
-    folder, log = (path.parent, path) if path.is_file() else (path, path / LOG)
+    log, records = log_of(path), RunRecords(make)
     remarks: list[str] = []
-    facts = _read_facts(folder / FACTS, remarks)
-    by_strategy, contexts = _read_records(log, remarks, make)
+    if log.exists():
+        try:
+            records.take(read_log(log))
+        except (OSError, ValueError) as error:
+            remarks.append(f"{log.name} could be read only in part ({error}).")
+    return runs_of(log, records, remarks)
+
+
+class RunRecords(Generic[T]):
+    """Hands the records of a log to an object for each strategy in it.
+
+    Recipe: ``records = RunRecords(Collector); records.take(read_log(path)); records.by_strategy``.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self.make = make
+        self.by_strategy: dict[str | None, T] = {}
+        self.contexts: dict[str | None, Context] = {}
+        self._strategy: str | None = None
+
+    def take(self, entries: Iterable[Entry]) -> None:
+        """Add what a log holds, or what came to it."""
+        for entry in entries:
+            if isinstance(entry, Context):
+                self._strategy = entry.context.get("strategy", self._strategy)
+                self.contexts.setdefault(self._strategy, entry)  # a resumed run has several
+                continue
+            if not _is_sound(entry):
+                continue
+            key = entry.strategy or self._strategy  # a record without a strategy belongs to the last context
+            if key not in self.by_strategy:
+                self.by_strategy[key] = self.make()
+            with suppress(TypeError, OverflowError):  # steps of a series that are no steps
+                self.by_strategy[key].take(entry)
+
+
+def _is_sound(record: Record) -> bool:
+    """Return whether a record holds what one should; anybody may have written the line."""
+    whole = (record.epoch, record.number, record.rank, 0 if record.step is None else record.step)
+    are_whole = all(isinstance(each, int) and abs(each) < 2**53 for each in whole)
+    is_named = record.strategy is None or isinstance(record.strategy, str)
+    return are_whole and is_named and isinstance(record.metrics, Mapping) and isinstance(record.time, int | float)
+
+
+def runs_of(log: Path, records: RunRecords[T], remarks: Sequence[str] = ()) -> list[RunData[T]]:
+    """Return the runs of a log: what was collected, with the facts of its folder and remarks on what is missing."""
+    folder = log.parent
+    said: list[str] = []
+    facts = _read_facts(folder / FACTS, said)
+    if not log.exists():
+        said.append(f"There is no {log.name}: nothing was recorded, or the run has not begun.")
+    elif not records.by_strategy:
+        said.append("Nothing has been recorded yet.")
+    said += remarks
+    by_strategy = records.by_strategy
     runs = []
     is_alone = len(by_strategy) < 2
-    for strategy, collected in by_strategy.items() or [(None, make())]:
-        context = contexts.get(strategy, Context({}))
+    for strategy, collected in by_strategy.items() or [(None, records.make())]:
+        context = records.contexts.get(strategy, Context({}))
         own = dict(facts or context.context)
         if strategy and not (is_alone and own.get("strategy")):
             own["strategy"] = strategy
         started = (_seconds(facts.get("started")) if is_alone else None) or context.time or None
         name = _name(own, folder, is_alone=is_alone)
-        runs.append(RunData(name, folder, own, collected, started, list(remarks)))
+        runs.append(RunData(name, folder, own, collected, started, list(said)))
     return runs
 
 
@@ -124,33 +183,6 @@ def _read_facts(path: Path, remarks: list[str]) -> dict[str, Any]:
         metrics = hook.get("metrics")
         hook["metrics"] = [one for one in metrics if isinstance(one, dict)] if isinstance(metrics, list) else []
     return {**found, "hooks": hooks}
-
-
-def _read_records(
-    path: Path, remarks: list[str], make: Callable[[], T]
-) -> tuple[dict[str | None, T], dict[str | None, Context]]:
-    found: dict[str | None, T] = {}
-    contexts: dict[str | None, Context] = {}
-    if not path.exists():
-        remarks.append(f"There is no {path.name}: nothing was recorded, or the run has not begun.")
-        return found, contexts
-    strategy: str | None = None
-    try:
-        for entry in read_log(path):
-            if isinstance(entry, Context):
-                strategy = entry.context.get("strategy", strategy)
-                contexts.setdefault(strategy, entry)  # a resumed run has several
-            else:
-                # A record without a strategy belongs to the last context.
-                key = entry.strategy or strategy
-                if key not in found:
-                    found[key] = make()
-                found[key].take(entry)
-    except (OSError, ValueError) as error:
-        remarks.append(f"{path.name} could be read only in part ({error}).")
-    if not found:
-        remarks.append("Nothing has been recorded yet.")
-    return found, contexts
 
 
 def _seconds(moment: Any) -> float | None:

@@ -13,19 +13,21 @@ function chosenNow() {
   put("smooth", String(state.smoothing), "0");
   put("find", $("search").value.trim(), "");
   put("hide", [...state.hidden].sort((a, b) => a - b).join(","), "");
+  put("base", state.base === null ? null : String(state.base), null);
   put("sort", state.sort, null);
   const { group, statistic } = mapParts();
   if (group && statistic) {
-    put("map-run", String($("map-run").selectedIndex), "0");
-    put("map", String($("map-group").selectedIndex), "0");
+    put("map-run", $("map-run").value, $("map-run").options[0].value);
+    put("map", group.name, $("map-group").options[0].value);
     put("stat", statistic.name, group.statistics[0].name);
     put("layer", state.layer, group.layers[0]);
+    put("mark", state.mark === null ? null : String(state.mark), null);
     put("colour", $("map-colour").value, "auto");
   }
   const grid = gridChosen();
   if (grid) {
-    put("grid-run", String($("grid-run").selectedIndex), "0");
-    put("grid", String($("grid-metric").selectedIndex), "0");
+    put("grid-run", $("grid-run").value, $("grid-run").options[0].value);
+    put("grid", grid.name, $("grid-metric").options[0].value);
     put("at", $("grid-step").value, $("grid-step").max);
   }
   return found;
@@ -54,10 +56,4 @@ function followAddress() {
   if (focus !== null) followLink();
   else if ($("focus").open) $("focus").close();
   keepInUrl();
-}
-
-/** The choice of a select that the link asks for, if there is one. */
-function choose(select, name) {
-  const index = asked.has(name) ? Number(asked.get(name)) : -1;
-  if (Number.isInteger(index) && index >= 0 && index < select.options.length) select.selectedIndex = index;
 }

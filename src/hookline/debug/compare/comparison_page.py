@@ -8,7 +8,6 @@ from __future__ import annotations
 import html
 import json
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -17,6 +16,7 @@ from typing import Any, Final
 
 from hookline.debug.compare.compared_value import ComparedValue
 from hookline.replace_file import replace_file
+from hookline.report.report_page import fill_template, whole_page
 
 __all__ = ["PageContent", "write_page"]
 
@@ -58,18 +58,18 @@ def _page(content: PageContent) -> str:
     here = files("hookline.debug.compare")
     values, cut = _shown(content)
     remarks = [*content.remarks, *([cut] if cut else [])]
+    title = " and ".join(_short_names(content.names))
     parts = {
-        "title": html.escape(" and ".join(_short_names(content.names))),
+        "title": html.escape(title),
         "state": "same" if content.is_same else "differs",
         "summary": html.escape("\n".join(content.headline)),
         "remarks": f"<ul>{''.join(f'<li>{html.escape(text)}</li>' for text in remarks)}</ul>" if remarks else "None.",
-        "style": (here / "comparison.css").read_text(encoding="utf-8"),
         "script": (here / "comparison.js").read_text(encoding="utf-8"),
         # "<" would end the script element inside of a name.
         "data": json.dumps(_data(content, values), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
-    template = (here / "comparison.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+    body = fill_template((here / "comparison.html").read_text(encoding="utf-8"), parts)
+    return whole_page(body, title=title, style=(here / "comparison.css").read_text(encoding="utf-8"))
 
 
 def _short_names(names: tuple[str, str]) -> list[str]:

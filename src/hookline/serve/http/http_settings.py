@@ -6,18 +6,16 @@ Imports no package that HTTP needs.
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
-from urllib.parse import urlsplit
 
 from hookline.errors import OptionError
+from hookline.local_access import bearer_token, is_local_name, is_same_token
 from hookline.serve.http.error_answers import Refused
 
-__all__ = ["Settings", "check_access", "check_answers_wanted", "check_local", "is_loopback", "needs_token"]
+__all__ = ["Settings", "check_access", "check_answers_wanted", "check_local", "needs_token"]
 
 Protect = Literal["hooks", "everything"]
 
@@ -84,8 +82,7 @@ def check_access(settings: Settings, method: str, path: str, authorization: byte
         )
     if authorization is None:
         raise _unknown("There is no token; send the header 'Authorization: Bearer TOKEN'.")
-    scheme, _, given = authorization.strip().partition(b" ")
-    if scheme.lower() != b"bearer" or not _is_same(given.strip(), settings.token):
+    if not is_same_token(bearer_token(authorization), settings.token):
         raise _unknown("The token is not the server's; send the header 'Authorization: Bearer TOKEN'.")
 
 
@@ -97,21 +94,12 @@ def check_local(settings: Settings, method: str, path: str, names: Mapping[str, 
     if not settings.local_only or path in _OPEN or needs_token(settings, method, path):
         return
     for header, value in names.items():
-        if value is not None and not _is_local_name(value.decode("latin-1")):
+        if value is not None and not is_local_name(value.decode("latin-1")):
             raise Refused(
                 403,
                 f"The header {header} names another machine, and this server answers only its own without a token. "
                 "Ask for localhost; behind a proxy, start it with a token and --protect everything.",
             )
-
-
-def _is_local_name(value: str) -> bool:
-    """Return whether a value of ``Host`` or ``Origin`` means this machine; a name under ``.localhost`` always does."""
-    try:
-        host = urlsplit(value if "://" in value else f"//{value}").hostname or ""
-    except ValueError:  # half a bracket
-        return False
-    return is_loopback(host) or host.endswith(".localhost")
 
 
 def needs_token(settings: Settings, method: str, path: str) -> bool:
@@ -128,21 +116,6 @@ def check_answers_wanted(settings: Settings, count: int) -> None:
     """Raise if a request asks for more than `Settings.max_sequences` answers; called before work goes into them."""
     if count > settings.max_sequences:
         raise Refused(400, f"This asks for {count} answers at once, and {settings.max_sequences} is the most.")
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name, which may mean anything tomorrow
-        return False
-
-
-def _is_same(given: bytes, token: str) -> bool:
-    # In constant time: how long a comparison takes must not tell how many characters were right.
-    return hmac.compare_digest(given, token.encode())
 
 
 def _unknown(message: str) -> Refused:
