@@ -5,9 +5,9 @@
     python release/matrix.py --python 3.11 --torch 2.13 --extras wandb serve
 
 Every cell is an environment of its own: torch, then the wheel, then `smoke.py`, then the tests that hold hookline to
-torch (`TESTS`). Each extra has a cell on the first Python and torch; one more cell installs from the sdist. A cell that
-cannot be had is listed with the reason. Where packages come from is set by the variables of pip, or of uv where it is
-installed (PIP_INDEX_URL, UV_INDEX_URL).
+torch (`TESTS`). Each extra has a cell on the first Python and torch; one more cell installs from the sdist, and lets
+mypy check `user_file.py` against it. A cell that cannot be had is listed with the reason. Where packages come from is
+set by the variables of pip, or of uv where it is installed (PIP_INDEX_URL, UV_INDEX_URL).
 
 Cells are kept in OUT/matrix.json, so that a later call adds to them; exit status 1 if one of this call failed.
 """
@@ -168,6 +168,10 @@ def _run_steps(cell: Cell, package: Path, folder: Path, log: Path) -> str:
     pin = "torch==" + _printed(python, "from importlib.metadata import version; print(version('torch'))")
     _install(python, pin, f"{package}[{cell.extra}]" if cell.extra else str(package), log=log)
     _call([python, ROOT / "release" / "smoke.py", *([cell.extra] if cell.extra else [])], log, cwd=folder)
+    if cell.package == "sdist":  # types from outside, once: a minute
+        _install(python, pin, "mypy", log=log)
+        shutil.copy(ROOT / "release" / "user_file.py", folder)
+        _call([python, "-m", "mypy", "--strict", "user_file.py"], log, cwd=folder)
     if cell.extra or cell.package == "sdist":
         return ""
     _install(python, pin, *FOR_TESTS, log=log)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import tarfile
 import tomllib
+import zipfile
+from email import message_from_string
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import hookline
 
 ROOT = Path(__file__).parents[1]
 SETTINGS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -21,6 +28,10 @@ IMPORTED_BY_OTHERS = {"jinja2"}
 # An engine pins its own torch, with CUDA by default: it is installed by name alone.
 ENGINES = {"vllm"}
 SOURCES = "\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
+
+
+WRITTEN = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
+"""What the build adds to the files of the package."""
 
 
 def name_of(requirement: str) -> str:
@@ -71,6 +82,34 @@ def test_the_project_says_who_where_and_for_which_python():
     assert {"Homepage", "Documentation", "Changelog", "Issues"} <= set(PROJECT["urls"])
     oldest = PROJECT["requires-python"].removeprefix(">=")
     assert f"Programming Language :: Python :: {oldest}" in PROJECT["classifiers"]
+
+
+def test_wheel_and_sdist_hold_what_users_need_and_nothing_else(tmp_path: Path):
+    """Both are built here: every file of the package, its types, its metadata; the sdist has what builds it again."""
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-d", tmp_path], cwd=ROOT, check=True)
+    (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+        (info,) = {name.partition("/")[0] for name in held if ".dist-info/" in name}
+        metadata = message_from_string(archive.read(f"{info}/METADATA").decode())
+        commands = archive.read(f"{info}/entry_points.txt").decode()
+    package = {
+        path.relative_to(ROOT / "src").as_posix()
+        for path in (ROOT / "src" / "hookline").rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    assert "hookline/py.typed" in package
+    assert held - package == {f"{info}/{name}" for name in WRITTEN}
+    assert package <= held
+    assert metadata["Version"] == PROJECT["version"] == hookline.__version__
+    assert metadata["Requires-Python"] == PROJECT["requires-python"]
+    assert set(metadata.get_all("Provides-Extra")) == set(EXTRAS)
+    assert metadata.get_payload().strip() == readme_on_the_index().strip()
+    assert "hookline = hookline.cli.main:main" in commands
+    with tarfile.open(sdist) as archive:
+        sources = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md", "release/smoke.py"} <= sources
+    assert {f"src/{name}" for name in package} <= sources
 
 
 def test_no_link_of_the_readme_is_relative_on_the_index():
