@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import hookline as hl
 from hookline.debug import FirstBadOperation
+from hookline.integrations.first_step import FirstStep
 
 
 class Planting(hl.Experiment):
@@ -68,6 +69,25 @@ def test_a_followed_loop_has_its_forward_run_again() -> None:
         assert [(each.step, each.operation.operator, each.operation.module) for each in found] == [
             (2, operator, "layers.7.gate")
         ]
+
+
+def test_the_step_has_its_number_where_a_script_is_followed_from_its_first_step_on() -> None:
+    """The forward of step 0 is over when the optimizer makes the model known; the step counts all the same."""
+    run, runs = Run(log_of_negative), []
+
+    def begin(optimizer: Any, first: FirstStep) -> bool:
+        runs.append(hl.follow(run.model, optimizer, ["first_bad_operation"], loader=first.loader))
+        first.hand_over(runs[0])
+        return True
+
+    waiting = FirstStep(begin)
+    try:
+        for batch in DataLoader(run.data, batch_size=None):
+            run.step(batch)
+    finally:
+        waiting.remove()
+        runs[0].close()
+    assert [each.step for each in runs[0].manager.hooks["first_bad_operation"].reports] == [2]
 
 
 def _train(hooks: list[Any], *, draws: bool = False) -> dict[str, Tensor]:

@@ -348,6 +348,9 @@ def test_an_error_of_the_loop_ends_no_epoch_and_comes_through() -> None:
         (lambda loop: hl.follow(loop.model, loop.scheduler), UnhookableError, "torch.optim.Optimizer"),
         (lambda loop: loop.follow([], loader=[1, 2]), UnhookableError, "DataLoader"),
         (lambda loop: loop.follow([], sinks=[], manager=hl.HookManager()), OptionError, "manager="),
+        (lambda loop: loop.follow([], every=10), OptionError, r"every= belongs to the watch.*snapshot_every=10"),
+        (lambda loop: loop.follow([], profile_hook=True), OptionError, "no option profile_hook= here.*profile_hooks"),
+        (lambda loop: loop.follow([], sinks=["csv"]), OptionError, "CSVSink.*TensorBoardSink"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_at_once(call: Callable[[Loop], Any], error: Any, text: str) -> None:

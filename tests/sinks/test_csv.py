@@ -24,7 +24,7 @@ from hookline.errors import HooklineWarning, OptionError
 from hookline.lifecycle.points import HookPoint
 from hookline.sinks import csv_sink as table_module
 from hookline.sinks.csv_sink import CSVSink, GrowingCSV
-from hookline.sinks.sink import StepSeries
+from hookline.sinks.sink import Record, StepSeries
 
 
 def read(path: Path | None) -> list[dict[str, str]]:
@@ -59,6 +59,27 @@ def test_a_new_column_widens_the_header_and_pads_the_rows_before(tmp_path):
     sink.close()
     assert (tmp_path / "a.csv").read_text() == expected
     assert [file.name for file in tmp_path.iterdir()] == ["a.csv"]
+
+
+def test_a_row_for_each_step_if_asked_for(tmp_path):
+    """Series are taken apart; what is no series stands at the step of its record; resumed, it goes on."""
+    sink = CSVSink(tmp_path / "a.csv", rows="step")
+    sink.write(Record({"loss": StepSeries([0.5, 0.25], [3, 4]), "lr": StepSeries([1.0], [4])}, 0, "POST_STEP", step=4))
+    sink.write(Record({"step": 7, "all": [1, 2]}, 0, "POST_EPOCH", step=4))
+    expected = (
+        "step,epoch,hook_point,loss,lr,metric/step,all\n"
+        "3,0,POST_STEP,0.5,,,\n4,0,POST_STEP,0.25,1.0,,\n4,0,POST_EPOCH,,,7,1;2\n"
+    )
+    state = sink.state_dict()
+    sink.close()
+    assert (tmp_path / "a.csv").read_text() == expected
+    resumed = CSVSink(tmp_path / "a.csv", rows="step")
+    resumed.load_state_dict(state)
+    resumed.write(Record({"loss": StepSeries([0.125], [5])}, 1, "POST_STEP", step=5))
+    resumed.close()
+    assert (tmp_path / "a.csv").read_text() == expected + "5,1,POST_STEP,0.125,,,\n"
+    with pytest.raises(OptionError, match="'record' or 'step'"):
+        CSVSink(tmp_path / "b.csv", rows="steps")
 
 
 def test_rows_written_after_a_flush_join_those_before(tmp_path):

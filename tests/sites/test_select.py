@@ -310,6 +310,8 @@ def test_the_nearest_names_are_named():
     """A mistyped name is answered with what is close."""
     with pytest.raises(hl.errors.NoMatchError, match=r"No module matches 'haed\.0' in this Tower.*nearest: 'head\.0'"):
         select(Tower(), "haed.0")
+    with pytest.raises(hl.errors.NoMatchError, match=r"'#' stands for one numeric part.*'\*' is every module"):
+        select(Tower(), "nothing.#")
 
 
 def test_a_model_without_children_says_so():

@@ -201,7 +201,7 @@ def test_times_of_a_device_are_read_when_they_have_arrived():
     assert begin.seconds_until(end) == 2.5
 
 
-@pytest.mark.parametrize("share", [0, -1, True, "0.02", None])
+@pytest.mark.parametrize("share", [0, -1, True, "0.02", 2, None])
 def test_a_budget_is_a_share(share):
     """Others are errors that show one; None is no budget."""
     if share is None:
@@ -256,6 +256,60 @@ def test_a_watch_looks_at_as_many_steps_as_its_budget_allows():
     rest = watched(FakeClock(), 37, parts[0].state_dict(), decisions=watch.budget.decisions)
     assert parts[1] + rest[1] == looked
     assert "budget/asked" not in hl.watch(nn.Linear(1, 1)).to_metrics()
+
+
+def test_the_budget_of_a_manager_holds_for_its_watches_and_is_not_said_to_cost_nothing():
+    """A watch and `stats` get parts, one with its own keeps it; what cannot be measured is named; decisions again."""
+    clock = FakeClock()
+
+    class Tracker:
+        name = "tracker"
+
+        def to_metrics(self) -> dict[str, float]:
+            return {}
+
+        def reset(self) -> None:
+            """Count from zero."""
+
+    def trained(**budget: Any) -> tuple[hl.HookManager, list[int]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        watch = hl.watch(model, "0", on="forward", optimizer=optimizer)
+        limit = Budget(0.06, **{"window": 25, "clock": clock, **budget})
+        hooks = [watch, Tracker(), CostlyHook("cheap", clock, 0.01, POST)]
+        manager = hl.HookManager("stats", hooks, hook_config={"stats": {"every": 1, "on": "forward"}}, budget=limit)
+        manager.start(model)
+        looked = []
+        for step in range(80):
+            manager.advance_step(0)
+            clock.now += 1.0 + 0.3 * watch._rules.is_due()
+            looked += [step] * watch._rules.is_due()
+            model(torch.ones(1, 2)).sum().backward()
+            clock.now += 0.1 * manager.hooks["stats"]._watch._rules.is_due()
+            optimizer.step()
+            manager.fire(POST, epoch=0)
+        manager.finish()
+        watch.remove()
+        return manager, looked
+
+    manager, looked = trained()
+    last = {one.name: one for one in manager.budget.decisions}
+    assert set(last) == {"watch", "stats"}
+    assert last["watch"].cost_ms == pytest.approx(300)
+    assert last["stats"].cost_ms == pytest.approx(100)
+    assert last["watch"].every == 15  # 0.3 s into a third of six percent of 1.01 s
+    assert last["stats"].every == 5
+    assert manager.budget.actual == pytest.approx(0.02 + 0.02 + 0.01, rel=0.05)
+    assert str(manager.budget).startswith("asked 6.00%, actual ")
+    assert "(without: tracker)" in str(manager.budget)
+    assert "asked 2.00%" in repr(manager.hooks["watch"].tracker.budget)
+    assert trained(decisions=manager.budget.decisions)[1] == looked
+    own = hl.watch(nn.Linear(1, 1), budget=0.5)
+    assert "asked 50.00%" in repr(hl.HookManager(hooks=[own], budget=0.02).hooks["watch"].tracker.budget)
+    alone = hl.HookManager(hooks=[hl.watch(nn.Linear(1, 1))], budget=0.02)
+    run(alone, clock, 50)
+    assert "not known yet" in str(alone.budget)  # the model was never called
 
 
 def test_a_run_with_a_budget_ends_with_the_same_bits():

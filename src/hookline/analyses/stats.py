@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hookline.analyses._analysis import Analysis
+from hookline.lifecycle.overhead_budget import Budget
 from hookline.lifecycle.run_context import RunDataContext
 from hookline.lifecycle.schedule import StepSchedule
 from hookline.observe.watch.watch import Watch, watch
@@ -39,6 +40,8 @@ class StatsHook(Analysis):
         every: Look at every n-th step; the steps between cost nothing. Looking takes about half as long as the
             step itself in a model of 60,000 parameters, less in larger ones.
         exclude: Modules and parameters to leave out.
+
+    ``budget=`` of the manager holds for it too: it looks at fewer steps where looking costs more.
     """
 
     name = "stats"
@@ -56,6 +59,9 @@ class StatsHook(Analysis):
         self.targets, self.exclude = targets, exclude
         self.on, self.stats = _listed(on), _listed(stats)
         self.every = StepSchedule.of(every)
+        self.budget: Any = None
+        """What the watch may cost and does cost; None where the manager has no ``budget=``, and before a run."""
+        self._part: tuple[Budget, int] | None = None
         self._watch: Watch | None = None
         self._state_to_load: Mapping[str, Any] = {}
 
@@ -76,10 +82,17 @@ class StatsHook(Analysis):
                 found.append(MetricInfo(f"{kind}/{stat}", f"{stat} over {what}, of the model as a whole"))
         return found
 
+    def take_budget(self, budget: Budget, first: int) -> None:
+        """Keep to ``budget`` from the next start on; a manager with ``budget=`` calls it."""
+        self._part = budget, first
+
     def start(self, model: nn.Module) -> None:
         """Attach the watch."""
         self.finish()
         self._watch = watch(model, self.targets, on=self.on, stats=self.stats, every=self.every, exclude=self.exclude)
+        if self._part is not None:
+            self._watch.take_budget(*self._part)
+            self.budget = self._watch.budget
         if self._state_to_load:
             self._watch.load_state_dict(self._state_to_load)
         self._state_to_load = {}

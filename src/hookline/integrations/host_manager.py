@@ -6,12 +6,13 @@ What a run file says of training itself (experiment, seed, device) is the host's
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hookline.errors import OptionError
-from hookline.messages import type_name
+from hookline.messages import type_name, unknown_name_text
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.training.manager import HookManager
 
@@ -55,6 +56,7 @@ def make_manager(
         given = {"hooks": hooks, "sinks": sinks, "run_file": run_file, "hook_config": hook_config, "on_error": on_error}
         _check_manager(manager, [name for name, value in {**given, **options}.items() if value is not None])
         return ManagerAndSpecs(manager, [])
+    _check_options(options)
     names, objects = _split(hooks)
     specs: list[dict[str, Any]] = []
     if run_file is not None:
@@ -70,6 +72,19 @@ def make_manager(
         flush_every=flush_every, **options,
     )  # fmt: skip
     return ManagerAndSpecs(made, specs)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise if one is not an option of a manager; say where the options of watches and schedules go."""
+    known = [name for name in inspect.signature(HookManager).parameters if name not in ("hook_names", "loop_type")]
+    for name in options:
+        if name in ("every", "on", "stats"):
+            raise OptionError(
+                f"{name}= belongs to the watch: hooks=[hookline.watch(model, {name}=...)]. How often it reports: "
+                "loop='step', snapshot_every=10."
+            )
+        if name not in known:
+            raise OptionError(f"There is no option {name}= here. {unknown_name_text(name, known)}")
 
 
 def _check_manager(manager: Any, given: list[str]) -> None:

@@ -59,6 +59,8 @@ class Budget:
         is_number = isinstance(self.share, int | float) and not isinstance(self.share, bool)
         if not is_number or not self.share > 0:
             raise OptionError(f"budget= is a share of the time of a step, such as 0.02; got {self.share!r}.")
+        if self.share > 1:
+            raise OptionError(f"budget= is a share of the time of a step: 0.02 is 2 %; got {self.share!r}.")
         for name in ("at_least_every", "window"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -18,7 +18,7 @@ from typing import IO, Any, ClassVar, Final
 
 from hookline.errors import OptionError
 from hookline.sinks.metric_values import column_name, json_text, to_plain, utf8_text
-from hookline.sinks.sink import Record, RowSink, free_paths
+from hookline.sinks.sink import Record, RowSink, StepSeries, free_paths
 
 __all__ = ["CSVSink", "GrowingCSV"]
 
@@ -45,6 +45,13 @@ class CSVSink(RowSink["GrowingCSV"]):
     before it have empty cells there, or, until ``close``, end early, which every reader takes for empty. A dictionary
     is ``k:v;k:v``, a list ``a;b``, None an empty cell, NaN ``nan``; a metric called ``epoch`` has the column
     ``metric/epoch``. The file is never overwritten: if there is one, this one gets ``_1``, ``_2``, …
+
+    Args:
+        filepath: The file; if left out, one in ``output_dir``, or in the folder of the run.
+        output_dir: A folder; with ``experiment_name``.
+        experiment_name: The folder below it.
+        rows: ``"record"``, or ``"step"``: a row for each step, with a column ``step`` in front, and one number in each
+            cell in place of a list of those of many steps.
     """
 
     ending: ClassVar[str] = ".csv"
@@ -55,7 +62,11 @@ class CSVSink(RowSink["GrowingCSV"]):
         *,
         output_dir: str | Path | None = None,
         experiment_name: str | None = None,
+        rows: str = "record",
     ) -> None:
+        if rows not in ("record", "step"):
+            raise OptionError(f"rows= of a CSVSink is 'record' or 'step'; got {rows!r}.")
+        self._first = ("step", *_FIRST) if rows == "step" else _FIRST
         if filepath is None and (output_dir is None) != (experiment_name is None):
             raise OptionError(_NO_PLACE + ".")
         super().__init__(filepath, output_dir=output_dir, experiment_name=experiment_name)
@@ -66,19 +77,34 @@ class CSVSink(RowSink["GrowingCSV"]):
         if table is None:
             self._drop(f"{_NO_PLACE}, or a run_dir or strategy told by set_run_context().")
             return
-        row: dict[str, Any] = {"epoch": record.epoch, "hook_point": record.point}
-        for name, value in record.metrics.items():
-            column = self._columns.get(name)
-            if column is None:
-                column = self._columns[name] = column_name(str(name), _FIRST)
-            row[column] = value if type(value) is float else _cell_value(value)
-        table.append(row)
+        start: dict[str, Any] = {"epoch": record.epoch, "hook_point": record.point}
+        rows = [(start, record.metrics)]
+        if self._first is not _FIRST:
+            rows = [({"step": step, **start}, metrics) for step, metrics in sorted(_by_step(record).items())]
+        for row, metrics in rows:
+            for name, value in metrics.items():
+                column = self._columns.get(name)
+                if column is None:
+                    column = self._columns[name] = column_name(str(name), self._first)
+                row[column] = value if type(value) is float else _cell_value(value)
+            table.append(row)
 
     def _create(self, wanted: Path) -> GrowingCSV:
-        return GrowingCSV.create(free_paths(wanted), _FIRST)
+        return GrowingCSV.create(free_paths(wanted), self._first)
 
     def _reopen(self, path: Path, count: int) -> GrowingCSV:
         return GrowingCSV.open(path, count)
+
+
+def _by_step(record: Record) -> dict[int, dict[str, Any]]:
+    """Return the metrics of a record for each step; those that are no series at the step of the record."""
+    found: dict[int, dict[str, Any]] = {}
+    at = -1 if record.step is None else record.step
+    for name, value in record.metrics.items():
+        series = zip(value.steps, value, strict=True) if isinstance(value, StepSeries) else [(at, value)]
+        for step, one in series:
+            found.setdefault(step, {})[name] = one
+    return found
 
 
 def _cell_value(value: Any) -> Any:

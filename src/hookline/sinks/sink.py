@@ -145,6 +145,8 @@ def check_sink(sink: Any, asked: str) -> None:
     """Raise unless ``sink`` is an object with ``emit``; ``asked`` begins the message."""
     if not callable(getattr(sink, "emit", None)) or isinstance(sink, type):
         call = f": call it, {sink.__name__}()" if isinstance(sink, type) else ""
+        if isinstance(sink, str):
+            call = f" {sink!r}: write hookline.sinks.CSVSink('metrics.csv'), TensorBoardSink(), JSONLSink() or another"
         raise OptionError(
             f"{asked} with emit(metrics, epoch, hook_point), such as MemorySink(); got {type_name(sink)}{call}."
         )

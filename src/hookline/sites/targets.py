@@ -259,6 +259,8 @@ def _no_match(model: nn.Module, everything: list[Place], item: Any) -> Exception
     names = [name for name, _, inner, _ in everything if name and inner is None]
     text = item if isinstance(item, str) else getattr(item, "pattern", "")
     hint = f"nearest: {', '.join(map(repr, nearest_names(text, names)))}" if names else "it has no submodules"
+    if isinstance(item, str) and _NUMERIC_PART.search(item):
+        hint += ". '#' stands for one numeric part ('blocks.#'); '*' is every module"
     return NoMatchError(
         f"No module matches {describe(item)} in this {kind} of {len(names)} module{'s' * (len(names) != 1)}; {hint}. "
         f"{SEE_ALL}"

@@ -1,24 +1,32 @@
 """Keep the hooks of a manager inside a budget: time them at each step, and leave out firings where they cost too much.
 
 `HookManager` makes a `HookBudget` for ``budget=``; its `FiringEngine` asks which hooks may fire, and tells of firings.
+Watches cost time inside the step, where no firing is: each gets a part of the budget, and keeps to it by itself.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from hookline.lifecycle.overhead_budget import Budget, BudgetDecision, LookInterval, Need, TimeMark, stretch
+from hookline.lifecycle.points import HookPoint
 from hookline.tables import ShownAsTable, Table
+from hookline.training.registry import points_in_any_loop
+from hookline.training.training_hook import TrainingHook
 
 if TYPE_CHECKING:
     from hookline.training.firing import Done
     from hookline.training.plan import PlannedHook
 
 __all__ = ["HookBudget"]
+
+_FIRST: Final = (3, 5, 7, 11, 13)
+"""At every how manieth step several watches look until they have decided. With a common divisor, two would look at the
+same steps, or one where the other does not, and their costs could not be told apart; medians pass over a third."""
 
 
 @dataclass(slots=True)
@@ -48,18 +56,37 @@ class _TimedStep:
 class HookBudget(ShownAsTable):
     """Decide how often each hook of a manager fires; ``manager.budget``, prints as a table of the decisions.
 
-    It is about the hooks at the points of a step. A hook that has several of them fires at all or none of a step.
+    It is about the hooks at the points of a step, and about watches. A hook that has several of these points fires at
+    all or none of a step. Every watch gets an equal part of the budget, unless it has a budget of its own, and all
+    other hooks of a step together get one such part.
     """
 
-    def __init__(self, budget: Budget | float) -> None:
-        budget = budget if isinstance(budget, Budget) else Budget(budget)
-        self.asked = budget.share
+    def __init__(self, budget: Budget | float, hooks: Mapping[str, TrainingHook] | None = None) -> None:
+        self._whole = budget if isinstance(budget, Budget) else Budget(budget)
+        self.asked = self._whole.share
         """The share that was asked for."""
-        self.actual: float | None = None
-        """The share that hooks took since the last decision; None before the first window is over."""
-        self.decisions: list[BudgetDecision] = []
-        """Every decision so far."""
-        self._budget = budget
+        self._hooks = {} if hooks is None else hooks
+        self._watches = {name: one for name, hook in self._hooks.items() if (one := _watch_of(hook)) is not None}
+        self._budget = self._share_out()
+        self._begin()
+
+    def _share_out(self) -> Budget:
+        """Give the watches their parts; return what is left to the hooks of steps."""
+        whole = self._whole
+        takers = {name: one for name, one in self._watches.items() if one.budget is None}
+        parts = len(takers) + (not self._hooks or any(map(_is_of_step, self._hooks.values())))
+        part = replace(whole, share=whole.share / max(1, parts))
+        firsts = (2,) if len(takers) == 1 else _FIRST * len(takers)
+        for (name, one), first in zip(takers.items(), firsts, strict=False):
+            given = whole.decisions and [each._replace(name="watch") for each in whole.decisions if each.name == name]
+            one.take_budget(replace(part, decisions=given), first)
+        return part
+
+    def _begin(self) -> None:
+        budget = self._budget
+        self._own_actual: float | None = None
+        """The share that hooks of steps took since the last decision; None before the first window is over."""
+        self._decisions: list[BudgetDecision] = []
         self._given = {} if budget.decisions is None else _by_step(budget.decisions)
         self._intervals: defaultdict[str, LookInterval] = defaultdict(lambda: LookInterval(budget.at_least_every))
         self._num_steps = 0
@@ -76,8 +103,40 @@ class HookBudget(ShownAsTable):
         self._seconds: dict[str, list[float]] = {}
 
     def reset(self) -> None:
-        """Forget the last run."""
-        self.__init__(self._budget)  # type: ignore[misc]
+        """Forget the last run; watches go on with what they know."""
+        self._begin()
+
+    # -- what is known -----------------------------------------------------------------------------------------
+
+    @property
+    def actual(self) -> float | None:
+        """The share that hooks and watches take since their last decisions; None as long as one of them is not known.
+
+        What `not_counted` names is not in it.
+        """
+        known = [None if one.budget is None else one.budget.actual for one in self._watches.values()]
+        if self._intervals or not known:
+            known.append(self._own_actual)
+        found = [share for share in known if share is not None]
+        return sum(found) if len(found) == len(known) else None
+
+    @property
+    def decisions(self) -> list[BudgetDecision]:
+        """Every decision so far, by step; those of watches too."""
+        found = list(self._decisions)
+        for name, one in self._watches.items():
+            found += [] if one.budget is None else [each._replace(name=name) for each in one.budget.decisions]
+        return sorted(found, key=lambda each: each.step)
+
+    @property
+    def not_counted(self) -> list[str]:
+        """The hooks whose cost is not, or not wholly, in `actual`.
+
+        They have not fired in a step, or may put hooks into the model when they start.
+        """
+        others = {name: hook for name, hook in self._hooks.items() if name not in self._watches}
+        puts_hooks = {name for name, hook in others.items() if type(hook).start is not TrainingHook.start}
+        return [name for name in others if name in puts_hooks or name not in self._intervals]
 
     # -- at each step ------------------------------------------------------------------------------------------
 
@@ -94,12 +153,12 @@ class HookBudget(ShownAsTable):
         self._spent += sum(map(sum, self._seconds.values()))
         self._trained += sum(self._bare)
         if self._trained > 0:
-            self.actual = self._spent / self._trained
+            self._own_actual = self._spent / self._trained
         found = self._decide(step)
-        if self.actual is not None:
-            found |= {"budget/asked": self.asked, "budget/actual": self.actual}
-        if len(found) > 2:  # what was measured at other intervals says nothing of these
+        if found:  # what was measured at other intervals says nothing of these
             self._spent = self._trained = 0.0
+        if (actual := self.actual) is not None:
+            found |= {"budget/asked": self.asked, "budget/actual": actual}
         self._clear_window()
         return found
 
@@ -150,10 +209,7 @@ class HookBudget(ShownAsTable):
         if self._budget.decisions is not None:
             wanted = {one.name: one.every for one in self._given.get(step, ())}
         else:
-            needs = {
-                name: Need(cost, min(1.0, self._intervals[name].num_asked / max(1, self._num_steps)))
-                for name, cost in self._cost.items()
-            }
+            needs = {name: Need(cost, self._rate(name)) for name, cost in self._cost.items()}
             before = {name: interval.every for name, interval in self._intervals.items()}
             wanted = stretch(needs, step_seconds, self._budget, before)
         found: dict[str, float] = {}
@@ -161,7 +217,7 @@ class HookBudget(ShownAsTable):
             if every != self._intervals[name].every:
                 self._intervals[name].every = every
                 cost_ms = self._cost.get(name, 0.0) * 1e3
-                self.decisions.append(BudgetDecision(step, name, every, cost_ms, step_seconds * 1e3))
+                self._decisions.append(BudgetDecision(step, name, every, cost_ms, step_seconds * 1e3))
                 found |= {f"budget/{name}/every": float(every), f"budget/{name}/cost_ms": cost_ms}
         return found
 
@@ -173,7 +229,7 @@ class HookBudget(ShownAsTable):
             "intervals": {name: interval.state_dict() for name, interval in self._intervals.items()},
             "num_steps": self._num_steps,
             "cost": dict(self._cost),
-            "decisions": [tuple(one) for one in self.decisions],
+            "decisions": [tuple(one) for one in self._decisions],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -183,14 +239,25 @@ class HookBudget(ShownAsTable):
             self._intervals[name].load_state_dict(interval)
         self._num_steps = state["num_steps"]
         self._cost = dict(state["cost"])
-        self.decisions = [BudgetDecision(*one) for one in state["decisions"]]
+        self._decisions = [BudgetDecision(*one) for one in state["decisions"]]
 
     def _table(self) -> Table:
         actual = "not known yet" if self.actual is None else f"{self.actual:.2%}"
         rows = [(str(d.step), d.name, str(d.every), f"{d.cost_ms:.3f}", f"{d.step_ms:.3f}") for d in self.decisions]
-        title = f"asked {self.asked:.2%}, actual {actual}"
+        without = f" (without: {', '.join(self.not_counted)})" if self.not_counted else ""
+        title = f"asked {self.asked:.2%}, actual {actual}{without}"
         header = ("from step", "hook", "every", "cost ms", "step ms")
         return Table(header if rows else (), rows, numbers=(0, 2, 3, 4), title=title)
+
+
+def _watch_of(hook: TrainingHook) -> Any:
+    """Return what keeps to a budget by itself: the watch that a hook reports, or the hook; None if it does not."""
+    one = getattr(hook, "tracker", hook)
+    return one if hasattr(one, "take_budget") else None
+
+
+def _is_of_step(hook: TrainingHook) -> bool:
+    return not points_in_any_loop(hook).isdisjoint({HookPoint.PRE_STEP, HookPoint.POST_STEP})
 
 
 def _by_step(decisions: Sequence[BudgetDecision]) -> dict[int, list[BudgetDecision]]:

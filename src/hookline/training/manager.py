@@ -75,7 +75,7 @@ class HookManager(PlanQueries, RankMember):
         log: A file that gets every record before the sinks do: the record log, which survives a kill.
         flush_every: How many steps from one flush of the step metrics to the next; None: when the epoch ends, or the
             loop says so. What is not flushed dies with the process, or is in its checkpoint.
-        budget: What the hooks of steps may cost, as a share of a step (0.02), or a `Budget`; see ``manager.budget``.
+        budget: What hooks of steps and watches may cost, a share of a step (0.02) or `Budget`; see ``manager.budget``.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class HookManager(PlanQueries, RankMember):
             reference=reference_path if reference_weights is None else reference_weights,
         )
         self._engine.loop_type = self._made_for = loop_type
-        self._engine.budget = None if budget is None else HookBudget(budget)
+        self._engine.budget = None if budget is None else HookBudget(budget, self.hooks)
         for hook in self.hooks.values():
             hook.manager = self
         self.set_capabilities(capabilities)

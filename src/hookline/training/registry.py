@@ -20,7 +20,7 @@ from hookline.messages import caller_stacklevel, did_you_mean
 from hookline.specs.copy_config import own_copy
 from hookline.training.training_hook import InterventionHook, MetricInfo, TrainingHook
 
-__all__ = ["DEBUG_HOOKS", "HookRegistry", "check_hook", "make_hook", "register_built_ins"]
+__all__ = ["DEBUG_HOOKS", "HookRegistry", "check_hook", "make_hook", "points_in_any_loop", "register_built_ins"]
 
 _Class = TypeVar("_Class", bound=type[TrainingHook])
 _GROUP: Final = "hookline.hooks"
@@ -295,7 +295,7 @@ def _path(hook: type) -> str:
     return f"{hook.__module__}:{hook.__qualname__}"
 
 
-def _points(hook: type[TrainingHook]) -> frozenset[HookPoint]:
+def points_in_any_loop(hook: type[TrainingHook] | TrainingHook) -> frozenset[HookPoint]:
     """Return the points of a hook in any loop; those that each object works out for itself are not known here."""
     by_loop = hook.loop_points.values() if isinstance(hook.loop_points, Mapping) else ()
     declared = [points for points in (hook.hook_points, *by_loop) if points and not isinstance(points, property)]
@@ -307,7 +307,7 @@ def _info(hook: type[TrainingHook]) -> dict[str, Any]:
         "kind": "intervention" if issubclass(hook, InterventionHook) else "observer",
         "description": hook.description or (hook.__doc__ or "").strip().partition("\n")[0],
         "debug": hook.debug,
-        "hook_points": sorted(point.name for point in _points(hook)),
+        "hook_points": sorted(point.name for point in points_in_any_loop(hook)),
         "needs": [name for name in dir(hook) if name.startswith("needs_") and getattr(hook, name)],
     }
 

@@ -132,6 +132,9 @@ class FirstBadOperation(TrainingHook):
         """End a step of a loop that is only followed; return how many steps were bad when that has changed."""
         if self._followed is not None:
             self._followed.end_step(ctx.raw("loss"), ctx.batch_data)
+            if self._finder is not None and self.manager is not None:
+                # `hookline run -- python train.py` begins in the middle of a step, whose forward was not seen here.
+                self._finder.steps = max(self._finder.steps, self.manager.global_step + 1)
         bad = self.bad_steps
         if bad == self._told:
             return None

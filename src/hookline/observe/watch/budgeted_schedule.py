@@ -24,27 +24,27 @@ _LEAST: Final = 4
 """How many steps of each kind a decision needs."""
 
 
-def budgeted(every: StepSchedule | int, budget: Budget | float) -> BudgetedSchedule:
+def budgeted(every: StepSchedule | int, budget: Budget | float, first: int = 2) -> BudgetedSchedule:
     """Return the schedule that ``every=`` and ``budget=`` of a watch mean."""
     if is_distributed():
         raise OptionError("budget= is for one process: every rank would decide by its own clock. Next: give every=.")
-    return BudgetedSchedule(StepSchedule.of(every), budget if isinstance(budget, Budget) else Budget(budget))
+    return BudgetedSchedule(StepSchedule.of(every), budget if isinstance(budget, Budget) else Budget(budget), first)
 
 
 class BudgetedSchedule:
     """Say which steps are due: those of a schedule, or as many of them as the budget allows.
 
-    Until the first decision every second step is due, so that both kinds are measured.
+    Until the first decision every second step is due, or what ``first`` says, so that both kinds are measured.
     """
 
-    def __init__(self, schedule: StepSchedule, budget: Budget) -> None:
+    def __init__(self, schedule: StepSchedule, budget: Budget, first: int = 2) -> None:
         self.decisions: list[BudgetDecision] = []
         """Every decision so far."""
         self.actual: float | None = None
         """The share that the watch takes; None before it is known."""
         self._schedule, self._budget = schedule, budget
         self._interval = LookInterval(budget.at_least_every)
-        self._interval.every = 2
+        self._interval.every = first
         self._kept = self._interval.state_dict()
         """The interval before the step under way, which a resumed run asks for again."""
         self._num_steps = 0
@@ -126,8 +126,11 @@ class BudgetedSchedule:
     def in_words(self) -> str:
         """Return one line about the budget."""
         actual = "not known yet" if self.actual is None else f"{self.actual:.2%}"
-        every = 2 if self._every is None else self._every
+        every = self._interval.every
         return f"budget: asked {self._budget.share:.2%}, actual {actual}; looks at 1 of {every} steps of its schedule"
+
+    def __repr__(self) -> str:
+        return f"<{self.in_words()}; {len(self.decisions)} decisions>"
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run has to know."""

@@ -144,6 +144,8 @@ class StepAlarm(ShownAsTable):
         self._usual: dict[WatchedPlace, tuple[int, float]] = {}
         self._batch: Any = None
         self._steps = 0
+        self._first_judged: int | None = None
+        """The first step in which a place had a usual norm."""
         self._marks = [self._mark()]
         self._removed = False
         self._handles = HandleSet([attach(model, self._begin_forward, on="forward_pre", observe=True, name="alarm")])
@@ -192,10 +194,18 @@ class StepAlarm(ShownAsTable):
 
     def _table(self) -> Table:
         if not self.troubles:
-            return Table(title=f"rank {this_rank()}: no trouble in {self._steps} steps")
+            return Table(title=f"rank {this_rank()}: no trouble in {self._steps} steps", foot=self._unjudged())
         names = ("step", "micro_batch", "rank", "place", "what", "value", "usual", "places", "batch")
         rows = [[_cell(asdict(each)[name]) for name in names] for each in self.troubles]
-        return Table(list(names), rows, rule=False)
+        return Table(list(names), rows, rule=False, foot=self._unjudged())
+
+    def _unjudged(self) -> tuple[str, ...]:
+        """Return which steps could not be compared with a usual norm."""
+        last = self._steps - 1 if self._first_judged is None else self._first_judged - 1
+        if self._spike is None or last < 0:
+            return ()
+        which = "step 0" if last == 0 else f"steps 0 to {last}"
+        return (f"{which}: no usual norm yet, so no spikes were looked for",)
 
     def _state(self) -> str:
         return OFF if self._removed else ON
@@ -254,6 +264,8 @@ class StepAlarm(ShownAsTable):
             return []
         norm = math.sqrt(squares / fires)
         seen, usual = self._usual.get(place, (0, norm))
+        if seen >= _HISTORY and self._first_judged is None:
+            self._first_judged = self._steps
         is_spike = self._spike is not None and seen >= _HISTORY and norm > self._spike * usual
         if not is_spike:
             self._usual[place] = seen + 1, usual + (norm - usual) * max(1 - _SMOOTHING, 1 / (seen + 1))

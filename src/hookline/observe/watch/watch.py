@@ -87,8 +87,8 @@ def watch(
             default. Also ``nan`` and ``inf`` (how many), ``finite_min``, ``finite_max`` (all four are reported anyway
             once there was one), ``"over:6"`` (share of magnitudes over 6), ``dead_fraction`` (units that were never
             anything but zero), ``histogram`` (counts by binary exponent).
-        every: Every how many steps to look, or a `StepSchedule`. In other steps no hook is on, so they cost nothing
-            (in compiled code that takes ``optimizer=`` or ``watch.step()``: graphs are chosen before a forward begins).
+        every: How often it looks: every so many steps, or a `StepSchedule`; how often it reports is decided by the loop
+            (``loop="step"``). In other steps no hook is on (in compiled code only with ``optimizer=`` or ``step()``).
         exclude: Modules and parameters to leave out.
         optimizer: Its steps are the steps, and gradients of parameters are read just before each, when they are final:
             accumulated, averaged over processes, unscaled (just after, for one that is given a closure). Several may
@@ -118,8 +118,7 @@ def watch(
     layout = _layout_of(stats if stats is None or isinstance(stats, str) else tuple(stats))
     schedule = StepSchedule.of(every) if budget is None else budgeted(every, budget)
     found = Watch(unwrap(model), layout, schedule, validate_phases(during), scaler)
-    declares = replicated is not None or sharded is not None
-    declared = DeclaredShards.of(found._model, replicated, sharded) if declares else None
+    declared = None if replicated is sharded is None else DeclaredShards.of(found._model, replicated, sharded)
     found._between_ranks = lambda: RankStats(
         found._engine, found._model, same_on_ranks(target, exclude, kinds, layout, every), declared
     )
@@ -147,7 +146,7 @@ class Watch(ShownAsTable):
         self._layout = layout
         self._schedule = schedule
         self.budget = schedule if isinstance(schedule, BudgetedSchedule) else None
-        """The decisions about the budget, and what the watch costs; None without ``budget=``."""
+        """The decisions about the budget, and what the watch costs; None without ``budget=``, here or of a manager."""
         self._scaler = scaler
         self._engine = StatsEngine(layout)
         self._rules = CountingRules(model, During(during, self._forget), ManualSteps(schedule))
@@ -220,11 +219,8 @@ class Watch(ShownAsTable):
         In a distributed run these are the counts of this rank; no other is asked.
         """
         read = self._engine.read()
-        silent = {
-            place.label: place.silent or place.unread or self._rules.why_silent(place)
-            for place, cells in read.items()
-            if place.silent or not (cells["fires"] or place.kind == "param")
-        }
+        quiet = {place for place, cells in read.items() if not (cells["fires"] or place.kind == "param")}
+        silent = {place.label: self._rules.why_silent(place) for place in read if place.silent or place in quiet}
         return {
             "step": self.step_is,
             "steps": self.steps,
@@ -235,8 +231,7 @@ class Watch(ShownAsTable):
 
     def _table(self) -> Table:
         table = table_of({key: value for key, value in self.to_metrics(local=True).items() if key[:7] != "budget/"})
-        words = rank_in_words() if self.budget is None else (*rank_in_words(), self.budget.in_words())
-        return replace(table, foot=(*table.foot, *self._rules.in_words(), *words))
+        return replace(table, foot=(*table.foot, *self._rules.in_words(), *rank_in_words()))
 
     def _state(self) -> str:
         return OFF if self._removed else ON
@@ -350,6 +345,13 @@ class Watch(ShownAsTable):
         self._rules.steps = OptimizerSteps(self._schedule, optimizer, self._before_step, self._advance)
         self._rules.steps.load_state_dict({"count": steps.count})
         self._sites.switch(self._rules.needs_hooks())
+
+    def take_budget(self, budget: Budget, first: int) -> None:
+        """Keep to ``budget``; look at every ``first``-th step until the cost is known. A manager's budget calls it."""
+        if isinstance(self._schedule, StepSchedule):
+            self.budget = self._schedule = budgeted(self._schedule, budget, first)
+            self._rules.steps.take_schedule(self._schedule)
+            self._sites.switch(self._rules.needs_hooks())
 
     def _end_pass(self) -> None:
         """Read the gradients of parameters: at the end of a pass they are as final as they get without an optimizer."""

@@ -60,15 +60,21 @@ class StepCounter:
     """What a step is, in words."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
+        self.schedule = schedule
+        """Says which steps are due."""
         self._handles = HandleSet()
         self._set(0)
 
     def _set(self, count: int) -> None:
         self.count = count
         """How many steps are over."""
-        self.is_due = self._schedule.is_active(count)
+        self.is_due = self.schedule.is_active(count)
         """Whether the step that is under way is due."""
+
+    def take_schedule(self, schedule: Schedule) -> None:
+        """Count by another schedule from now on."""
+        self.schedule = schedule
+        self._set(self.count)
 
     def advance(self) -> None:
         """Count one more step."""
@@ -169,6 +175,11 @@ class ForwardSteps(StepCounter):
         self._model = weakref.ref(model)
         self._counts, self._over, self._started = counts, over, started
         self._handles.add(attach(model, self._begin, on="forward_pre", observe=True, name="watch"))
+
+    def take_schedule(self, schedule: Schedule) -> None:
+        """Count by another schedule from now on."""
+        super().take_schedule(schedule)
+        self._leaves_steps_out = schedule != StepSchedule()
 
     def state_dict(self) -> dict[str, Any]:
         """Return also whether a forward has begun; it is over when the next one begins."""
@@ -313,6 +324,8 @@ class CountingRules:
     def why_silent(self, place: WatchedPlace) -> str:
         """Return why `place` has no numbers, as far as is known."""
         steps = self.steps
+        if place.silent or place.unread:
+            return place.silent or place.unread
         if self.during.left_out and not self.during.counted:
             return self.during.in_words()
         if self._is_in_parts and not place.name:
@@ -322,10 +335,12 @@ class CountingRules:
         return "nothing came by"
 
     def in_words(self) -> list[str]:
-        """Return what a reader of the numbers should know: what was left out, and an unusual kind of step."""
+        """Return what a reader of the numbers should know: what was left out, an unusual kind of step, the budget."""
         lines = [self.during.in_words()]
         if self.counts_parts():
             lines.append(f"a step is {self.steps.what}; optimizer= makes it the optimizer's")
+        if not isinstance(self.steps.schedule, StepSchedule):
+            lines.append(self.steps.schedule.in_words())
         return [line for line in lines if line]
 
     def warn_if_nothing_counted(self) -> None:
