@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -411,3 +414,60 @@ def test_the_live_column_is_no_higher_than_the_screen():
     assert _cut_to(groups, 4) == ({"A": groups["A"]}, 2)
     assert _cut_to(groups, 3) == ({"A": {"a": "x/a"}}, 3)
     assert _cut_to(groups, 1) == ({}, 4)
+
+
+class Below:
+    """Stands for ``IPython.display``: what is below the cell, and how many outputs there were."""
+
+    def __init__(self) -> None:
+        self.outputs: list[list[str]] = []
+
+    def HTML(self, html: str) -> str:
+        return html
+
+    def display(self, html: str, *, display_id: bool) -> Any:
+        assert display_id
+        self.outputs.append([html])
+        return SimpleNamespace(update=self.outputs[-1].append)
+
+
+@pytest.fixture
+def below(monkeypatch: pytest.MonkeyPatch) -> Below:
+    """A notebook: rich finds one, and IPython shows what it is given."""
+    found = Below()
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=found))
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["normal", "live"])
+def test_a_notebook_has_one_table_for_each_run(below: Below, mode: Any):
+    """A hundred snapshots are one output, replaced; names are escaped, and another run has an output of its own."""
+    sink = ConsoleSink(mode)
+    for epoch in range(100):
+        sink.emit({"<b>/x": epoch, "a/b/c": 1}, epoch, "SNAPSHOT")
+    sink.set_run_context(strategy="other")
+    sink.emit({"norms/x": 7}, 0, "SNAPSHOT")
+    assert [len(output) for output in below.outputs] == [100, 1]
+    assert '<td style="text-align: right">99</td>' in below.outputs[0][-1]
+    assert "&lt;b&gt;" in below.outputs[0][-1]
+    assert "1 more by layer or parameter, not shown" in below.outputs[0][-1]
+
+
+def test_a_notebook_has_the_newest_lines_under_their_names(below: Below):
+    """Thirty of them, in one output."""
+    sink = ConsoleSink("lines")
+    for epoch in range(100):
+        sink.emit({"norms/x": epoch}, epoch, "SNAPSHOT")
+    (output,) = below.outputs
+    lines = re.sub("<[^>]*>", "", output[-1]).splitlines()
+    assert lines[0].split() == ["epoch", "x"]
+    assert [line.split()[0] for line in lines[1:]] == [str(epoch) for epoch in range(70, 100)]
+
+
+def test_a_file_is_written_to_in_a_notebook_too(below: Below):
+    """Rich would print below the cell."""
+    file = io.StringIO()
+    ConsoleSink("lines", file=file).emit({"norms/x": 7}, 0, "SNAPSHOT")
+    assert file.getvalue().split() == ["epoch", "x", "0", "7"]
+    assert below.outputs == []

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from hookline.sinks.sink import Record
 
-__all__ = ["LiveColumn", "RunProgress", "can_redraw", "screen_text"]
+__all__ = ["LiveColumn", "NotebookOutput", "RunProgress", "can_redraw", "notebook_output", "screen_text"]
 
 _WIDTH: Final = 50
 _ROOM_BESIDE: Final = 56
@@ -62,6 +62,35 @@ def screen_text(console: Console, text: str, style: str = "") -> Text:
     from rich.text import Text
 
     return Text(printable(text, console.encoding), style=style)
+
+
+class NotebookOutput:
+    """One output below the cell of a notebook that is running, replaced each time. Needs no widgets.
+
+    Args:
+        display: ``IPython.display``.
+    """
+
+    def __init__(self, display: Any) -> None:
+        self._display = display
+        self._handle: Any = None
+
+    def show(self, html: str) -> None:
+        """Show ``html`` in place of what was shown before."""
+        shown = self._display.HTML(html)
+        if self._handle is None:
+            self._handle = self._display.display(shown, display_id=True)
+        else:
+            self._handle.update(shown)
+
+
+def notebook_output(console: Console) -> NotebookOutput | None:
+    """Return an output of its own if ``console`` prints to a notebook, where every line would be one more output."""
+    if not console.is_jupyter:
+        return None
+    from IPython import display
+
+    return NotebookOutput(display)
 
 
 class LiveColumn:

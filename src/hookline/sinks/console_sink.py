@@ -7,13 +7,23 @@ through the same rich ``Console``.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from typing import IO, TYPE_CHECKING, Any, Final, Literal, get_args
 
 from hookline.errors import OptionError
-from hookline.sinks.console_live import LiveColumn, RunProgress, can_redraw, screen_text
+from hookline.sinks.console_live import (
+    LiveColumn,
+    NotebookOutput,
+    RunProgress,
+    can_redraw,
+    notebook_output,
+    screen_text,
+)
 from hookline.sinks.console_metrics import MetricChoice, SnapshotLines, format_value, has_nonfinite, split_key
 from hookline.sinks.sink import MetricSink, Record
+from hookline.tables import Table as PlainTable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["ConsoleSink"]
 
 Mode = Literal["normal", "live", "lines"]
+_NOTEBOOK_LINES: Final = 30
 _MAX_SLASHES: Final = 1
 """A name with more is that of one layer or parameter: hundreds, which are for files and the page."""
 
@@ -40,7 +51,8 @@ class ConsoleSink(MetricSink):
             while `progress_bar` runs, after the snapshot, so that metrics of hooks and of the evaluation are in one
             table. ``"live"`` shows a column with chosen metrics and whether they rise or fall, always up to date;
             without a terminal it says so once, and prints tables. ``"lines"`` prints a line where ``"normal"`` prints
-            a table: eight numbers at most, or those of ``show``.
+            a table: eight numbers at most, or those of ``show``. Below the cell of a notebook there is one table, or
+            the newest thirty lines, drawn in place.
         live_metrics: The metrics of the column: ``{group: {label: metric}}``. If left out: all, by hook. In lines,
             these come before the metrics of other hooks.
         show: The metrics of the lines and the column: ``"hook/metric"``, a metric's name alone, or a pattern with
@@ -87,6 +99,9 @@ class ConsoleSink(MetricSink):
         self._bar: RunProgress | None = None
         self._is_due = False  # a snapshot waits for the other metrics of its step
         self._strategy: str | None = None
+        self._output: NotebookOutput | None = None
+        self._names: list[str] = []  # of the columns, above the newest lines
+        self._newest: deque[str] = deque(maxlen=_NOTEBOOK_LINES)
 
     @property
     def console(self) -> Console:
@@ -96,9 +111,10 @@ class ConsoleSink(MetricSink):
             if console is None:
                 from rich.console import Console
 
-                console = Console(file=file, width=width)
+                # In a notebook rich prints there, whatever the file.
+                console = Console(file=file, width=width, force_jupyter=None if file is None else False)
             self._console = console
-            if self.mode == "live" and not can_redraw(console):
+            if self.mode == "live" and not can_redraw(console) and not console.is_jupyter:
                 console.print("The live view needs a terminal; metrics are printed as tables.", highlight=False)
         return self._console
 
@@ -145,7 +161,8 @@ class ConsoleSink(MetricSink):
         """Drop what was kept of the run before; ``flush`` prints it."""
         self._latest.clear()
         self._lines.clear()
-        self._is_due = False
+        self._is_due, self._output = False, None
+        self._newest.clear()
         self._strategy = context.get("strategy", self._strategy)
         if self._column is not None:
             self._column.clear(self._strategy)
@@ -172,16 +189,42 @@ class ConsoleSink(MetricSink):
         if not latest or self._last is None:
             return
         if self.mode == "lines":
-            for line in self._lines.lines(latest, self._last):
-                self.console.print(screen_text(self.console, line), soft_wrap=True)
+            self._print_lines(self._lines.lines(latest, self._last))
             return
         shown = {key: latest[key] for key in sorted(latest) if key.count("/") <= _MAX_SLASHES}
         num_hidden = len(latest) - len(shown)
-        if shown:
+        if self._in_notebook is not None:
+            self._in_notebook.show(self._html(shown, num_hidden, self._last))
+        elif shown:
             self.console.print(self._table(shown, num_hidden, self._last))
         else:
             text = f"{self._title(self._last)}: {num_hidden} by layer or parameter, not shown"
             self.console.print(screen_text(self.console, text))
+
+    @property
+    def _in_notebook(self) -> NotebookOutput | None:
+        """The output below the cell of a notebook, one for each run; None elsewhere."""
+        if self._output is None:
+            self._output = notebook_output(self.console)
+        return self._output
+
+    def _print_lines(self, lines: Sequence[str]) -> None:
+        if lines and self._in_notebook is not None:
+            *names, row = lines
+            if names and names != self._names:
+                self._names = names
+                self._newest.clear()  # they stood under other names
+            self._newest.append(row)
+            text = "\n".join([*self._names, *self._newest])
+            self._in_notebook.show(f"<pre>{escape(text)}</pre>")
+            return
+        for line in lines:
+            self.console.print(screen_text(self.console, line), soft_wrap=True)
+
+    def _html(self, shown: Mapping[str, Any], num_hidden: int, record: Record) -> str:
+        rows = [(*split_key(key), format_value(value)) for key, value in shown.items()]
+        foot = [f"{num_hidden} more by layer or parameter, not shown"] if num_hidden else []
+        return PlainTable(("Hook", "Metric", "Value"), rows, (2,), self._title(record), foot).html()
 
     def _table(self, shown: Mapping[str, Any], num_hidden: int, record: Record) -> Table:
         from rich.table import Table

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 import hookline as hl
-from hookline.sinks.console_live import RunProgress
+from hookline.sinks.console_live import NotebookOutput, RunProgress
 from hookline.training.loops import loop_progress
 from hookline.training.loops.loop_progress import NotebookBar
 
@@ -83,7 +83,7 @@ def test_no_thread_draws(monkeypatch: pytest.MonkeyPatch):
 def test_a_notebook_shows_one_output_that_moves_on(monkeypatch: pytest.MonkeyPatch):
     """Updated in place, with the loss; the last drawing has everything."""
     notebook = Notebook()
-    shown_in(monkeypatch, NotebookBar(notebook, clock=Ticks()))
+    shown_in(monkeypatch, NotebookBar(NotebookOutput(notebook), clock=Ticks()))
     result = hl.step_loop(rich_experiment(), steps=7, progress=True)
     assert notebook.outputs == 1
     assert [int(re.search(r'value="(\d+)"', html)[1]) for html in notebook.shown] == [*range(8), 7]
@@ -108,7 +108,7 @@ def test_it_is_off_unless_asked_for(capsys: pytest.CaptureFixture[str]):
 def test_epochs_are_counted_where_the_loader_has_no_length(monkeypatch: pytest.MonkeyPatch):
     """Only the end of an epoch tells how many steps it had."""
     notebook = Notebook()
-    shown_in(monkeypatch, NotebookBar(notebook, clock=Ticks()))
+    shown_in(monkeypatch, NotebookBar(NotebookOutput(notebook), clock=Ticks()))
     x = torch.randn(8, 2)
     model = nn.Linear(2, 1)
     experiment = hl.Experiment(
@@ -121,7 +121,7 @@ def test_epochs_are_counted_where_the_loader_has_no_length(monkeypatch: pytest.M
 def test_batches_that_make_one_step_count_as_one(monkeypatch: pytest.MonkeyPatch):
     """Five batches by two are three steps."""
     notebook = Notebook()
-    shown_in(monkeypatch, NotebookBar(notebook, clock=Ticks()))
+    shown_in(monkeypatch, NotebookBar(NotebookOutput(notebook), clock=Ticks()))
     hl.epoch_loop(rich_experiment(accumulate=2), epochs=2, progress=True)
     assert "6/6 steps" in notebook.shown[-1]
 
@@ -136,7 +136,7 @@ def test_a_resumed_run_begins_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_
     with pytest.raises(RuntimeError, match="power cut"):
         hl.epoch_loop(rich_experiment(on_epoch_end=fail), epochs=3, checkpoints=hl.Checkpoints(tmp_path, every=1))
     notebook = Notebook()
-    shown_in(monkeypatch, NotebookBar(notebook, clock=Ticks()))
+    shown_in(monkeypatch, NotebookBar(NotebookOutput(notebook), clock=Ticks()))
     hl.epoch_loop(
         rich_experiment(on_epoch_end=lambda *_: None),
         epochs=3,
@@ -151,7 +151,7 @@ def test_a_resumed_run_begins_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_an_error_of_the_run_leaves_the_bar_and_reads_no_figure(monkeypatch: pytest.MonkeyPatch):
     """After an error of the device, reading the loss would raise another in its place."""
     notebook = Notebook()
-    shown_in(monkeypatch, NotebookBar(notebook, clock=Ticks()))
+    shown_in(monkeypatch, NotebookBar(NotebookOutput(notebook), clock=Ticks()))
 
     class Unreadable(torch.Tensor):
         def __float__(self) -> float:
@@ -177,7 +177,7 @@ def test_an_error_of_the_run_leaves_the_bar_and_reads_no_figure(monkeypatch: pyt
 def test_the_tool_and_its_trainer_show_it_as_well(monkeypatch: pytest.MonkeyPatch):
     """``TrainTool(progress=True)``, ``trainer.train(progress=True)``."""
     notebook = Notebook()
-    shown_in(monkeypatch, NotebookBar(notebook, clock=Ticks()))
+    shown_in(monkeypatch, NotebookBar(NotebookOutput(notebook), clock=Ticks()))
     trainer = hl.metta.TrainTool(progress=True, epochs=2).invoke()
     assert "16/16 steps" in notebook.shown[-1]
     trainer.train(1, progress=True)

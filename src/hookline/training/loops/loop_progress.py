@@ -17,7 +17,7 @@ import torch
 
 from hookline.errors import OptionError
 from hookline.messages import type_name
-from hookline.sinks.console_live import RunProgress
+from hookline.sinks.console_live import NotebookOutput, RunProgress, notebook_output
 
 if TYPE_CHECKING:
     from hookline.training.loops.loop_run import Run
@@ -112,13 +112,12 @@ class NotebookBar:
     """Show a bar below a cell of a notebook: one output, updated in place. Needs no widgets.
 
     Args:
-        display: ``IPython.display``.
+        output: Where to show it.
         clock: What tells the time, in seconds.
     """
 
-    def __init__(self, display: Any, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._display, self._clock = display, clock
-        self._handle: Any = None
+    def __init__(self, output: NotebookOutput, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._output, self._clock = output, clock
         self._total = self._done = self._before = 0
         self._unit = "steps"
         self._metrics: dict[str, float] = {}
@@ -128,7 +127,7 @@ class NotebookBar:
         """Show an empty bar for ``total`` steps or epochs, of which some may be done."""
         self._total, self._unit, self._done, self._before = total, unit, done, done
         self._began = self._drawn = self._clock()
-        self._handle = self._display.display(self._display.HTML(self.html()), display_id=True)
+        self._output.show(self.html())
 
     def advance(self, n: int = 1) -> None:
         """Count ``n`` more; draw them if the last drawing is long enough ago."""
@@ -146,7 +145,7 @@ class NotebookBar:
 
     def _draw(self) -> None:
         self._drawn = self._clock()
-        self._handle.update(self._display.HTML(self.html()))
+        self._output.show(self.html())
 
     def html(self) -> str:
         """Return the bar as it stands."""
@@ -162,11 +161,8 @@ def _bar() -> RunProgress | NotebookBar:
     from rich.console import Console
 
     console = Console()
-    if not console.is_jupyter:
-        return RunProgress(console)
-    from IPython import display
-
-    return NotebookBar(display)
+    output = notebook_output(console)
+    return RunProgress(console) if output is None else NotebookBar(output)
 
 
 def _steps_per_epoch(adapter: Any) -> int | None:
