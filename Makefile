@@ -22,7 +22,7 @@ LAYERS := $(BIN)/lint-imports --no-logo
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm test-sglang check bench torture docs site release-check notebooks clean
+.PHONY: help setup run test test-vllm test-sglang check bench bench-peers torture docs site release-check notebooks clean
 # `make -j` must not mix the output of check, docs and the tests.
 .NOTPARALLEL:
 
@@ -124,6 +124,26 @@ $(SGLANG_STAMP): $(STAMP) tests_sglang/requirements.txt
 bench: setup ## measure, and print each cost as a ratio
 	@$(BIN)/python benchmarks/run.py
 
+# The libraries beside which we are measured patch torch, and some ask for an older one: an environment of their own, 2 GB.
+PEERS_VENV  := .venv-peers
+PEERS_STAMP := $(PEERS_VENV)/.stamp
+PEERS_PIP   := $(PEERS_VENV)/bin/python -m pip --disable-pip-version-check -q
+PEERS_TORCH ?= torch==2.13.0
+
+bench-peers: $(PEERS_STAMP) ## measure beside other libraries; writes the table and the pictures of docs/peers.md
+	@$(PEERS_VENV)/bin/python benchmarks/bench_peers.py $(ARGS)
+
+$(PEERS_STAMP): pyproject.toml constraints.txt benchmarks/peers.txt benchmarks/peers_alone.txt
+	@python='$(PYTHON)'; "$${python:-python3.11}" -m venv --clear $(PEERS_VENV)
+	@echo "installing what we are measured beside into $(PEERS_VENV) (five minutes)"
+	@$(PEERS_PIP) install '$(PEERS_TORCH)+cpu' || $(PEERS_PIP) install --index-url $(TORCH_INDEX) '$(PEERS_TORCH)+cpu' \
+	    || $(PEERS_PIP) install '$(PEERS_TORCH)'
+	@$(PEERS_PIP) install -c constraints.txt -e . -r benchmarks/peers.txt
+	@$(PEERS_PIP) install --no-deps -r benchmarks/peers_alone.txt
+	@# It comes with pyhessian, is built for CUDA, and makes `import transformers` fail beside a CPU torch.
+	@$(PEERS_PIP) uninstall -y torchvision
+	@touch $@
+
 torture: setup ## break runs, sinks, threads and requests at random for an hour, and count what is lost
 	@$(BIN)/python torture/run.py --out benchmarks/RELIABILITY.md
 
@@ -145,5 +165,5 @@ notebooks: setup ## run the notebooks, and write what they show into their files
 	@OMP_NUM_THREADS=1 $(BIN)/python notebooks/execute.py
 
 clean: ## remove .venv, caches and builds
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_DIR) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .schemathesis
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) $(SGLANG_DIR) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .schemathesis
 	find . -name .git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

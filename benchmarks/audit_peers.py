@@ -4,7 +4,7 @@
     python benchmarks/audit_peers.py --write         the same as the table of docs/audit.md
     python benchmarks/audit_peers.py --one NAME      one instrument, in this process, as JSON
 
-Each runs in a process of its own, since some leave torch changed. The environment: benchmarks/audit_peers.txt.
+Each runs in a process of its own, since some leave torch changed. The environment is that of `make bench-peers`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import importlib.metadata
 import json
 import logging
-import os
 import random
 import subprocess
 import sys
@@ -27,8 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from contests import in_child, last_line
+from debug_peers import msprobe_debugger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from training_peers import offline_wandb
 
 import hookline as hl
 
@@ -225,10 +227,7 @@ def attributions() -> Callable[..., Any]:
 
 def wandb_watch() -> Callable[..., Any]:
     """``wandb.watch`` of everything, at every step, offline."""
-    import wandb
-
-    settings = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True)
-    run = wandb.init(mode="offline", dir=tempfile.mkdtemp(), project="audit", settings=settings)
+    run = offline_wandb()
 
     @contextmanager
     def watched(model: nn.Module) -> Iterator[None]:
@@ -243,13 +242,7 @@ def wandb_watch() -> Callable[..., Any]:
 
 def msprobe_statistics() -> Callable[..., Any]:
     """msprobe's statistics of modules (level L0)."""
-    from msprobe.pytorch import PrecisionDebugger
-
-    folder = Path(tempfile.mkdtemp())
-    config = {"task": "statistics", "dump_path": str(folder), "rank": [], "step": [], "level": "L0"}
-    file = folder / "config.json"
-    file.write_text(json.dumps({**config, "statistics": {"scope": [], "list": [], "data_mode": ["all"]}}))
-    debugger = PrecisionDebugger(config_path=str(file))
+    debugger = msprobe_debugger(Path(tempfile.mkdtemp()))
 
     @contextmanager
     def on(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
@@ -330,13 +323,13 @@ def flop_counter() -> Any:
 
 
 class Probing(hl.InterventionHook):
-    """The careless forward, and an epoch of training, as an intervention."""
+    """The careless forward, as an intervention."""
 
     hook_points = frozenset({hl.HookPoint.POST_STEP})
     step_schedule = hl.StepSchedule("stride", stride=10)
 
     def intervene(self, run_ctx: hl.RunDataContext, model_ctx: Any) -> dict[str, Any]:
-        """Train and look."""
+        """Look."""
         return {"mean": model_ctx.model(torch.ones(4, 8)).mean()}
 
 
@@ -388,26 +381,14 @@ def audit_one(name: str) -> dict[str, Any]:
     return hl.audit(one.train, {name: one.make()}, blame=False).to_dict()
 
 
-def in_child(name: str) -> tuple[str, str, str]:
+def audited(name: str) -> tuple[str, str, str]:
     """Return the cells of an instrument: changed or not, where, what differs first."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--one", name]
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-            check=True,
-            env=environment,
-            cwd=tempfile.mkdtemp(),
-        )
+        found = in_child(__file__, "--one", name, limit=TIMEOUT, folder=tempfile.mkdtemp())
     except subprocess.TimeoutExpired:
         return "did not finish", "", ""
     except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        return "failed", "", last[:90].replace("|", "/")
-    found = json.loads(done.stdout.splitlines()[-1])
+        return "failed", "", last_line(error)
     return cells(found)
 
 
@@ -441,7 +422,7 @@ def table() -> str:
         except importlib.metadata.PackageNotFoundError:
             print(f"{name}: {one.package} is not installed", file=sys.stderr)
             continue
-        changed, where, what = in_child(name)
+        changed, where, what = audited(name)
         lines.append(f"| {one.label} | {version} | {changed} | {where} | {what} |")
         print(lines[-1], file=sys.stderr)
     return "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
 """The page of results.
 
-Takes `Row`s from ``run``, writes them as one section (CPU or GPU) of a Markdown page and leaves the other
-section of that page, measured on another machine perhaps, as it is.
+Takes `Row`s from ``run``, writes them as one section (CPU or GPU) of a Markdown page and leaves the other sections of
+that page, measured on another machine perhaps, as they are. ``peers_page`` writes the third one.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from measure import Row
 
 import hookline
 
-__all__ = ["console_line", "put", "sections_of", "write"]
+__all__ = ["console_line", "head", "put", "sections_of", "table", "write"]
 
-SECTIONS = ("CPU", "GPU")
+SECTIONS = ("CPU", "GPU", "Peers")
 
 INTRO = """\
 # Results
 
-Written by `python benchmarks/run.py` (`make bench`); what the rows are and how they are measured is in the files beside
-this page.
+Written by `make bench`, the section "Peers" by `make bench-peers`; what the rows are and how they are measured is in
+the files beside this page.
 
 Each ratio is the median over many rounds, with its quartiles. In a round every variant runs once, in shuffled order, in
 one process with one torch thread and the garbage collector off; it counts with the least of several timings, and the
@@ -58,7 +58,7 @@ def put(path: Path, section: str, text: str, *, keep: bool) -> None:
 def sections_of(path: Path) -> dict[str, str]:
     """The sections of a page, by name."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    parts = re.split(r"^## (CPU|GPU)$", text, flags=re.MULTILINE)[1:]
+    parts = re.split(rf"^## ({'|'.join(SECTIONS)})$", text, flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
@@ -91,31 +91,35 @@ def apart(section: str) -> tuple[list[str], dict[tuple[str, str], str]]:
 
 def body(section: str, rows: Sequence[Row]) -> str:
     """Where and when it was measured, and the table."""
-    lines = [
+    return "\n".join([*head(section), "", *table(rows)])
+
+
+def head(section: str) -> list[str]:
+    """Where and when it was measured."""
+    return [
         f"- machine: {machine(section)}",
         f"- versions: Python {platform.python_version()}, torch {torch.__version__}, hookline {hookline.__version__}",
         f"- date: {datetime.date.today().isoformat()}",
-        "",
-        line(HEADER),
-        line(["---"] * len(HEADER)),
     ]
-    lines += [
-        line(
-            (
-                row.name,
-                row.numerator,
-                row.denominator,
-                row.model,
-                row.ratio,
-                row.same,
-                row.absolute,
-                row.target,
-                row.verdict,
-            )
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """The lines of the table."""
+    cells = [
+        (
+            row.name,
+            row.numerator,
+            row.denominator,
+            row.model,
+            row.ratio,
+            row.same,
+            row.absolute,
+            row.target,
+            row.verdict,
         )
         for row in rows
-    ]
-    return "\n".join(lines)
+    ]  # fmt: skip
+    return [line(HEADER), line(["---"] * len(HEADER)), *map(line, cells)]
 
 
 def console_line(row: Row) -> str:

@@ -23,12 +23,10 @@ from gpu_statistics import gpu_compiled, gpu_eager, gpu_kernel
 from guarding import guarding, guarding_large
 from managing import managing
 from measure import Row
-from peers import peers
 from rank_rows import ranks
 from serving import serving
 from subject import Setting
 from threads import threads
-from training_peers import training_peers
 from watching import watching
 
 __all__ = ["BENCHMARKS", "ON_CPU", "ON_GPU"]
@@ -64,8 +62,6 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "profiling": profiling,
     "threads": threads,
     "serving": serving,
-    "peers": peers,
-    "training_peers": training_peers,
     "gpu_kernel": gpu_kernel,
     "gpu_eager": gpu_eager,
     "gpu_compiled": gpu_compiled,

@@ -9,24 +9,23 @@ torch changed behind them::
 
     python benchmarks/threads.py hookline 10    the figures of one library over ten rounds, as JSON
 
-What there is to compare with, and how to install it, is in ``peers.txt``; what is not installed is listed as that.
+What there is to compare with is in ``peers.txt`` (`make bench-peers` installs it); what is not installed is listed.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from contests import LIMIT, NOTHING, in_child, installed, last_line
 from measure import Row, Spread, spread
 from subject import Setting
 from torch import Tensor, nn
@@ -42,8 +41,6 @@ IN_TURN = 12
 """The same with one thread after the other, where nothing is left to chance."""
 LENGTH = 8
 BLOCK = "transformer.h.1"
-LIMIT = 600
-"""Seconds after which a library that hangs is given up."""
 
 Capture = Callable[[Tensor], Any]
 """Runs the model on some tokens; the output of the block in that run."""
@@ -59,16 +56,6 @@ class Library:
     """Takes the model, once for all threads, and hands back what each of them does for a capture."""
     at_most: float | None = None
     rounds: int = 10
-
-
-class NoFigure(Spread):
-    """In the place of a figure where there is none."""
-
-    def __str__(self) -> str:
-        return "–"
-
-
-NOTHING = NoFigure(0.0, 0.0, 0.0)
 
 
 def threads(setting: Setting) -> Iterator[Row]:
@@ -93,12 +80,11 @@ def figures(name: str, library: Library, rounds: int) -> tuple[Spread, Spread, s
         if not installed(package):
             return NOTHING, NOTHING, f"{package} is not installed"
     try:
-        result = in_child(name, rounds)
+        result = in_child(__file__, name, str(rounds))
     except subprocess.TimeoutExpired:
         return NOTHING, NOTHING, f"did not finish within {LIMIT} s"
     except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        return NOTHING, NOTHING, f"failed: {last[:120].replace('|', '/')}"
+        return NOTHING, NOTHING, f"failed: {last_line(error)}"
     wrong, errors = (sum(counts[kind] for counts in result["together"]) for kind in ("wrong", "errors"))
     words = f"{wrong} wrong, {errors} errors of {rounds * CAPTURES}"
     if result["raised"]:
@@ -110,31 +96,6 @@ def figures(name: str, library: Library, rounds: int) -> tuple[Spread, Spread, s
 
 def shares(rounds: list[dict[str, int]], captures: int) -> Spread:
     return spread([(counts["wrong"] + counts["errors"]) / captures for counts in rounds])
-
-
-def installed(package: str) -> bool:
-    # Ours need not be: it is found beside the benchmarks.
-    if package == "hookline":
-        return True
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def in_child(name: str, rounds: int, script: str = __file__) -> Any:
-    """What the script prints about one library, run by itself."""
-    home = str(Path(hl.__file__).parents[1])
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([home, os.environ.get("PYTHONPATH", "")]),
-        "HF_HUB_OFFLINE": "1",  # nothing is to be downloaded
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, script, name, str(rounds)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=LIMIT)
-    return json.loads(done.stdout.splitlines()[-1])  # some libraries print
 
 
 # -- in the child ----------------------------------------------------------------------------------------------------
@@ -247,13 +208,17 @@ def by_transformers(model: nn.Module) -> Capture:
     return lambda tokens: model(tokens, output_hidden_states=True).hidden_states[2]
 
 
-def by_transformer_lens(model: Any) -> Capture:
+def bridge_of(model: Any) -> tuple[Any, str]:
+    """Return TransformerLens' view of the model, and its name for the output of the block."""
     from transformer_lens.model_bridge import TransformerBridge
 
     with tempfile.TemporaryDirectory() as folder:  # it reads the configuration from a folder, or the network
         model.save_pretrained(folder)
-        bridge = TransformerBridge.boot_transformers(folder, hf_model=model, device="cpu")
-    name = "blocks.1.hook_out"
+        return TransformerBridge.boot_transformers(folder, hf_model=model, device="cpu"), "blocks.1.hook_out"
+
+
+def by_transformer_lens(model: Any) -> Capture:
+    bridge, name = bridge_of(model)
     return lambda tokens: bridge.run_with_cache(tokens, names_filter=[name])[1][name]
 
 

@@ -1,313 +1,75 @@
-"""Rows about instruments of training beside ours: do they change the run they look at, and what do they cost?
+"""The families "statistics" and "dispatch": numbers of every layer at every step, and the firing of lifecycle hooks.
 
-Takes instruments as their documentation shows them, hands `Row`s to ``rows``. Each trains a small network with dropout,
-BatchNorm and AdamW twice from one seed, with the instrument and without, in the loop that the instrument belongs to;
-the share of seeds whose final weights differ in any bit is the figure. The cost is that of a training step while
-`wandb.watch` or ours looks at every parameter and gradient. Every instrument runs in a process of its own::
-
-    python benchmarks/training_peers.py wandb_watch 10    what one instrument changes over ten seeds, as JSON
-
-What there is to compare with, and how to install it, is in ``peers.txt``; what is not installed is listed as that.
+``bench_peers`` runs the contests of `STATISTICS` and `DISPATCH`. Which instruments change the run that they look at is
+another question, which ``audit_peers`` answers.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
-import json
+import importlib.abc
+import importlib.machinery
+import itertools
 import logging
-import subprocess
 import sys
 import tempfile
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import Row, interleave, ratios, spread, trial, typical
+from contests import Contest, Work, take_turns
+from measure import Samples, interleave, trial
 from models import Shape
 from subject import Setting
-from threads import NOTHING, in_child, installed
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
-from watching import Training
+from torch import nn
+from watching import BOTH, Training, by_hand
 
 import hookline as hl
+from hookline import HookPoint, RunDataContext
 
-__all__ = ["training_peers"]
+__all__ = ["DISPATCH", "SHAPE", "STATISTICS", "offline_wandb", "quiet"]
 
 SHAPE = Shape("transformer", 2, 128, 4, 1000, 8, 64)
-COST = "watch_cost"
-EPOCHS = 2
+PARAMETERS, LAYERS, NORMS = "statistics of parameters", "statistics of layers", "norms of parameters"
+MODULES = "`hl.watch` on all leaves but embeddings, outputs and gradients, nine statistics, every step"
+TEN, ONE = "ten hooks, none due", "one hook that does nothing"
+BATCH = 200
 
+Hooked = Callable[[], AbstractContextManager[object]]
 
-@dataclass(frozen=True, slots=True)
-class Instrument:
-    """Something that looks at a training run."""
 
-    label: str
-    package: str
-    weights: Callable[[int, bool], list[Tensor]]
-    """Takes a seed, and whether the instrument is used; hands back the final weights."""
-    at_most: float | None = None
+# -- statistics ------------------------------------------------------------------------------------------------------
 
 
-def training_peers(setting: Setting) -> Iterator[Row]:
-    """A row per instrument, and one for the cost of a watch."""
-    for name, instrument in INSTRUMENTS.items():
-        result, words = _in_child(name, instrument.package, setting.rounds(10))
-        changed = NOTHING if result is None else spread(result["changed"])
-        same = NOTHING if result is None else spread(result["same"])
-        if result is not None:
-            words = f"{sum(result['changed']):.0f} of {len(result['changed'])} runs changed{words}"
-        yield Row(
-            f"final weights changed, {instrument.label}",
-            "runs whose final weights differ in any bit from the run without it",
-            "all runs, one for each seed; A/A: the run without it, twice",
-            f"MLP with BatchNorm and dropout, AdamW, {EPOCHS} epochs of 8 batches",
-            changed,
-            same,
-            words,
-            at_most=instrument.at_most if result is not None else None,
-        )
-    yield _cost(setting)
+def stepping(step: Callable[[], object], ours: Hooked, theirs: Hooked, rounds: int, after: Any = None) -> Samples:
+    """Time a step: bare, with ours twice, with theirs; ``after`` is what theirs does at the end of a step."""
+    theirs_step = step if after is None else lambda: (step(), after())
+    named: dict[str, tuple[Callable[[], object], Hooked]] = {
+        "bare": (step, nullcontext),
+        "ours": (step, ours),
+        "ours again": (step, ours),
+        "theirs": (theirs_step, theirs),
+    }
+    return dict(interleave([trial(name, call, inner=2, hooked=on) for name, (call, on) in named.items()], rounds))
 
 
-def _cost(setting: Setting) -> Row:
-    samples, words = _in_child(COST, "wandb", setting.rounds(20))
-    ratio = same = NOTHING
-    if samples is not None:
-        ratio = spread(ratios(samples, "ours", "theirs", beyond="bare"))
-        same = spread(ratios(samples, "ours again", "ours", beyond="bare"))
-        bare, ours, theirs = (typical(samples, name) for name in ("bare", "ours", "theirs"))
-        words = f"step ×{ours / bare:.2f} / ×{theirs / bare:.2f} of {bare * 1e3:.1f} ms{words}"
-    return Row(
-        "watch of parameters and gradients, against wandb.watch",
-        '`hl.watch(model, on=("param", "param_grad"))` and its metrics, every step, beyond the bare step',
-        '`wandb.watch(model, log="all", log_freq=1)` and its histograms, every step, offline, beyond the bare step',
-        f"{SHAPE}, AdamW",
-        ratio,
-        same,
-        words,
-        at_most=1.0 if samples is not None else None,
-    )
-
-
-def _in_child(name: str, package: str, rounds: int) -> tuple[Any, str]:
-    """What the child found, or None; and what to say of the package."""
-    if not installed(package):
-        return None, f"{package} is not installed"
-    try:
-        found = in_child(name, rounds, script=__file__)
-    except subprocess.TimeoutExpired:
-        return None, "did not finish"
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-        return None, f"failed: {last[:120].replace('|', '/')}"
-    return found, "" if package == "hookline" else f"; {package} {importlib.metadata.version(package)}"
-
-
-# -- in the child ----------------------------------------------------------------------------------------------------
-
-
-def changes(name: str, seeds: int) -> dict[str, list[float]]:
-    """For each seed whether the instrument changed the weights, and whether nothing did."""
-    weights = INSTRUMENTS[name].weights
-    changed, same = [], []
-    for seed in range(seeds):
-        bare = weights(seed, False)
-        changed.append(_differ(bare, weights(seed, True)))
-        same.append(_differ(bare, weights(seed, False)))
-    return {"changed": changed, "same": same}
-
-
-def _differ(one: list[Tensor], other: list[Tensor]) -> float:
-    return float(any(not torch.equal(a, b) for a, b in zip(one, other, strict=True)))
-
-
-def parts(seed: int) -> tuple[nn.Sequential, torch.optim.Optimizer, DataLoader[Any]]:
-    """What is trained."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
-    x = torch.randn(128, 8)
-    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16, shuffle=True)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01), loader
-
-
-def trained_by_hand(seed: int, hooked: Callable[[nn.Module], AbstractContextManager[object]], after_step: Any) -> Any:
-    """A loop as everybody writes it."""
-    model, optimizer, loader = parts(seed)
-    with hooked(model):
-        for _ in range(EPOCHS):
-            for x, y in loader:
-                optimizer.zero_grad()
-                F.mse_loss(model(x), y).backward()
-                optimizer.step()
-                after_step(model, x)
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def probe(seed: int, used: bool) -> list[Tensor]:
-    """A forward of one's own for statistics, in training mode, once a step, its outputs caught by torch's hooks."""
-
-    @contextmanager
-    def caught(model: nn.Module) -> Iterator[None]:
-        handle = model.register_forward_hook(lambda module, args, output: output.mean())
-        yield
-        handle.remove()
-
-    def look(model: nn.Module, x: Tensor) -> None:
-        with torch.no_grad():
-            model(x)
-
-    found: list[Tensor] = trained_by_hand(seed, caught if used else nullcontext, look if used else lambda *_: None)
-    return found
-
-
-def hl_loop(hook: type[hl.TrainingHook]) -> Callable[[int, bool], list[Tensor]]:
-    """Our loop with a hook."""
-
-    def weights(seed: int, used: bool) -> list[Tensor]:
-        model, optimizer, loader = parts(seed)
-        manager = hl.HookManager(hooks=[hook] if used else [])
-        hl.epoch_loop(hl.Experiment(model, optimizer, loader), epochs=EPOCHS, manager=manager)
-        return [p.detach().clone() for p in model.parameters()]
-
-    return weights
-
-
-class Draws(hl.TrainingHook):
-    """An observer that draws a random number."""
-
-    hook_points = frozenset({hl.HookPoint.POST_STEP})
-
-    def compute(self, ctx: hl.RunDataContext) -> dict[str, Any]:
-        return {"drawn": torch.rand(())}
-
-
-class Probes(hl.InterventionHook):
-    """The same forward in training mode, and an epoch of training that is undone."""
-
-    hook_points = frozenset({hl.HookPoint.SNAPSHOT})
-
-    def intervene(self, run_ctx: hl.RunDataContext, model_ctx: Any) -> dict[str, Any]:
-        model_ctx.run_training_epoch(model_ctx.get_shuffled_loader())
-        return {"mean": model_ctx.model(torch.ones(4, 8)).mean()}
-
-
-def watched(seed: int, used: bool) -> list[Tensor]:
-    """`hl.watch` of everything."""
-    found: list[Tensor] = trained_by_hand(seed, hl.watch if used else nullcontext, lambda *_: None)
-    return found
-
-
-def wandb_watched(seed: int, used: bool) -> list[Tensor]:
-    """`wandb.watch` of everything, offline."""
-    run = _offline()
-
-    @contextmanager
-    def on(model: nn.Module) -> Iterator[None]:
-        run.watch(model, log="all", log_freq=1)
-        yield
-        run.unwatch(model)
-
-    log = (lambda model, x: run.log({"step": 1})) if used else lambda *_: None
-    found: list[Tensor] = trained_by_hand(seed, on if used else nullcontext, log)
-    return found
-
-
-@functools.cache
-def _offline() -> Any:
-    """Return the one run of this process, that sends nothing anywhere; beginning one takes seconds."""
-    import wandb
-
-    settings = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True)
-    return wandb.init(mode="offline", dir=tempfile.mkdtemp(), project="benchmark", settings=settings)
-
-
-def lightning_loop(make: Callable[[], Any]) -> Callable[[int, bool], list[Tensor]]:
-    """Lightning's loop with a callback."""
-
-    def weights(seed: int, used: bool) -> list[Tensor]:
-        import lightning
-
-        warnings.simplefilter("ignore")
-        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-        net, _, loader = parts(seed)
-
-        class Module(lightning.LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.net, self.lr = net, 0.01
-
-            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-                return F.mse_loss(self.net(batch[0]), batch[1])
-
-            def configure_optimizers(self) -> torch.optim.Optimizer:
-                return torch.optim.AdamW(self.parameters(), lr=self.lr)
-
-        with tempfile.TemporaryDirectory() as folder:
-            trainer = lightning.Trainer(
-                max_epochs=EPOCHS, accelerator="cpu", logger=False, enable_checkpointing=False, barebones=False,
-                enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-                callbacks=[make()] if used else [],
-            )  # fmt: skip
-            trainer.fit(Module(), loader)
-        return [p.detach().clone() for p in net.parameters()]
-
-    return weights
-
-
-def drawing_callback() -> Any:
-    """A callback that draws a random number."""
-    import lightning
-
-    class Callback(lightning.Callback):
-        def on_train_batch_end(self, *args: Any) -> None:
-            torch.rand(())
-
-    return Callback()
-
-
-def rate_finder() -> Any:
-    """The learning rate finder, with the rate that it found put back."""
-    from lightning.pytorch.callbacks import LearningRateFinder
-
-    class Callback(LearningRateFinder):
-        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            super().on_fit_start(trainer, pl_module)
-            pl_module.lr = 0.01
-            for optimizer in trainer.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = 0.01
-
-    return Callback(num_training_steps=30)
-
-
-INSTRUMENTS = {
-    "observer": Instrument("hookline, an observer that draws a random number", "hookline", hl_loop(Draws), 0.0),
-    "intervention": Instrument("hookline, an intervention that trains an epoch", "hookline", hl_loop(Probes), 0.0),
-    "watch": Instrument("`hl.watch` of everything", "hookline", watched, 0.0),
-    "probe": Instrument("a forward of one's own with plain hooks", "torch", probe),
-    "wandb_watch": Instrument('`wandb.watch(log="all")`', "wandb", wandb_watched),
-    "callback": Instrument(
-        "a Lightning callback that draws a random number", "lightning", lightning_loop(drawing_callback)
-    ),
-    "rate_finder": Instrument(
-        "Lightning's `LearningRateFinder`, the rate put back", "lightning", lightning_loop(rate_finder)
-    ),
-}
-
-
-def watch_cost(rounds: int) -> dict[str, list[float]]:
-    """The times of a step: bare, watched by us, watched by wandb."""
+def quiet() -> None:
+    """Let one thread compute, without oneDNN, which makes small layers slow on some machines."""
+    torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False
-    training = Training(SHAPE, Setting(torch.device("cpu")))
-    run = _offline()
-    current: list[hl.observe.Watch] = []
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
+def against_wandb(rounds: int) -> dict[str, Samples | str]:
+    """Look at every parameter and gradient, every step."""
+    quiet()
+    training, run = Training(SHAPE, Setting(torch.device("cpu"))), offline_wandb()
+    current: list[Any] = []
 
     @contextmanager
     def ours() -> Iterator[None]:
@@ -324,26 +86,240 @@ def watch_cost(rounds: int) -> dict[str, list[float]]:
 
     def step() -> None:
         training.step()
-        if current:
-            current[0].to_metrics(reset=True)
+        for watch in current:
+            watch.to_metrics(reset=True)
 
-    def logged() -> None:
-        training.step()
-        run.log({"step": 1})
+    return {PARAMETERS: stepping(step, ours, theirs, rounds, after=lambda: run.log({"step": 1}))}
 
-    samples = interleave(
-        [
-            trial("bare", step, inner=2),
-            trial("ours", step, inner=2, hooked=ours),
-            trial("ours again", step, inner=2, hooked=ours),
-            trial("theirs", logged, inner=2, hooked=theirs),
-        ],
-        rounds,
+
+def offline_wandb() -> Any:
+    """Return a run of wandb that sends nothing."""
+    import wandb
+
+    settings = wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True)
+    return wandb.init(mode="offline", dir=tempfile.mkdtemp(), project="benchmark", settings=settings)
+
+
+def against_cockpit(rounds: int) -> dict[str, Samples | str]:
+    """Take norms of parameters and gradients of a network that BackPACK knows, every step."""
+    quiet()
+    from backpack import extend
+    from cockpit import Cockpit, quantities
+
+    torch.manual_seed(0)
+    layers = [part for _ in range(8) for part in (nn.Linear(256, 256), nn.ReLU())]
+    model, lossfunc = extend(nn.Sequential(*layers)), extend(nn.MSELoss())
+    optimizer, x = torch.optim.AdamW(model.parameters(), lr=1e-4), torch.randn(64, 256)
+    always = lambda step: True  # noqa: E731
+    looks = [quantities.GradNorm(always), quantities.Distance(always)]
+    cockpit, numbers, used = Cockpit(model.parameters(), quantities=looks), itertools.count(), [False]
+    watches: list[Any] = []
+
+    def step() -> None:
+        optimizer.zero_grad()
+        output = model(x)
+        loss = lossfunc(output, x)
+        if used[0]:
+            losses = F.mse_loss(output, x, reduction="none").mean(1)
+            info = {"batch_size": 64, "individual_losses": losses, "loss": loss, "optimizer": optimizer}
+            with cockpit(next(numbers), info=info):
+                loss.backward(create_graph=False)
+        else:
+            loss.backward()
+        optimizer.step()
+        for watch in watches:
+            watch.to_metrics(reset=True)
+
+    @contextmanager
+    def theirs() -> Iterator[None]:
+        used[0] = True
+        yield
+        used[0] = False
+
+    @contextmanager
+    def ours() -> Iterator[None]:
+        with hl.watch(model, on=("param", "param_grad"), stats="norm", optimizer=optimizer) as watch:
+            watches.append(watch)
+            yield
+            watches.clear()
+
+    return {NORMS: stepping(step, ours, theirs, rounds)}
+
+
+def against_hand_written(rounds: int, *, fetch: bool) -> dict[str, Samples | str]:
+    """Six statistics of outputs and gradients of every leaf."""
+    quiet()
+    training = Training(SHAPE, Setting(torch.device("cpu")))
+    theirs = lambda: by_hand(training.model, fetch=fetch)  # noqa: E731
+    return {LAYERS: stepping(training.step, training.watched(on=BOTH), theirs, rounds)}
+
+
+def _hand_written(label: str, words: str, *, fetch: bool) -> Contest:
+    work = Work(
+        f"what {MODULES}, adds to a step", f"what torch's hooks with six statistics, {words}, add", f"{SHAPE}, AdamW",
+        why="it computes six statistics, ours nine",
+    )  # fmt: skip
+    return Contest(label, "torch", partial(against_hand_written, fetch=fetch), {LAYERS: work}, rounds=20)
+
+
+STATISTICS: dict[str, Contest] = {
+    "wandb": Contest("wandb.watch", "wandb", against_wandb, {PARAMETERS: Work(
+        'what `hl.watch(model, on=("param", "param_grad"))` and its metrics add to a step',
+        'what `wandb.watch(model, log="all", log_freq=1)`, offline, adds', f"{SHAPE}, AdamW",
+        why="it draws one histogram of each tensor; ours computes nine statistics")}, rounds=20),
+    "cockpit": Contest("cockpit", "cockpit-for-pytorch", against_cockpit, {NORMS: Work(
+        'what `hl.watch(model, on=("param", "param_grad"), stats="norm")` and its metrics add to a step',
+        "what `GradNorm` and `Distance` at every step add, with the losses that it asks for",
+        "MLP: 8 Linear layers, d 256, batch 64, AdamW",
+        why="it takes one norm of each tensor and keeps it; ours also hands out named metrics at every step")},
+        rounds=20),
+    "item": _hand_written("hand-written, `.item()`", "each fetched by `.item()`", fetch=True),
+    "operations": _hand_written("hand-written, no `.item()`", "left on the device", fetch=False),
+}  # fmt: skip
+
+
+# -- dispatch of lifecycle hooks -------------------------------------------------------------------------------------
+
+
+def against(make: Callable[[int, bool], Callable[[], object]], rounds: int) -> dict[str, Samples | str]:
+    """Time firings; ``make`` takes a number of hooks, and whether they are due, and returns the firing."""
+    quiet()
+    context = partial(RunDataContext, HookPoint.POST_STEP, 0)
+    ten, one = hl.HookManager(hooks=[*_scheduled()]), hl.HookManager(hooks=[Nothing()])
+    for manager in (ten, one):
+        manager.advance_step()
+        manager.advance_step()
+
+    def samples(ours: hl.HookManager, theirs: Callable[[], object]) -> Samples:
+        calls = {"ours": lambda: ours.fire(HookPoint.POST_STEP, context), "theirs": theirs}
+        return take_turns(calls, rounds, inner=3, batch=BATCH)
+
+    return {TEN: samples(ten, make(10, False)), ONE: samples(one, make(1, True))}
+
+
+class Nothing(hl.TrainingHook):
+    """Do nothing at the end of a step."""
+
+    hook_points = frozenset({HookPoint.POST_STEP})
+    pure = True
+
+    def compute(self, ctx: RunDataContext) -> dict[str, float]:
+        """Return no metric."""
+        return {}
+
+
+def _scheduled() -> Iterator[hl.TrainingHook]:
+    for number in range(10):
+        hook = Nothing()
+        hook.name = f"hook{number}"
+        hook.step_schedule = hl.StepSchedule("stride", stride=10**9)
+        yield hook
+
+
+def lightning_firing(count: int, due: bool) -> Callable[[], object]:
+    """Lightning: callbacks look at the step themselves."""
+    import lightning
+    from lightning.pytorch.trainer.call import _call_callback_hooks
+
+    class Callback(lightning.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if not due and batch_idx % 10**9 == 0:
+                raise AssertionError
+
+    trainer = lightning.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, barebones=False, default_root_dir=tempfile.mkdtemp(),
+    )  # fmt: skip
+    trainer.callbacks = [Callback() for _ in range(count)]
+    trainer.strategy.connect(lightning.LightningModule())
+    return lambda: _call_callback_hooks(trainer, "on_train_batch_end", None, None, 2)
+
+
+def ignite_firing(count: int, due: bool) -> Callable[[], object]:
+    """Ignite: handlers with a filter of their own."""
+    from ignite.engine import Engine, Events
+
+    engine = Engine(lambda engine, batch: None)
+    engine.state.iteration = 2
+    event = Events.ITERATION_COMPLETED if due else Events.ITERATION_COMPLETED(every=10**9)
+    for _ in range(count):
+        engine.add_event_handler(event, lambda engine: None)
+    return lambda: engine.fire_event(Events.ITERATION_COMPLETED)
+
+
+def torchtnt_firing(count: int, due: bool) -> Callable[[], object]:
+    """Torchtnt: callbacks look at the step themselves."""
+    from torchtnt.framework._callback_handler import CallbackHandler
+    from torchtnt.framework.callback import Callback
+
+    class Looking(Callback):
+        def on_train_step_end(self, state: Any, unit: Any) -> None:
+            if not due and unit.step % 10**9 == 0:
+                raise AssertionError
+
+    handler, unit = CallbackHandler([Looking() for _ in range(count)]), types.SimpleNamespace(step=2)
+    return lambda: handler.on_train_step_end(None, unit)
+
+
+def composer_firing(count: int, due: bool) -> Callable[[], object]:
+    """Composer: callbacks look at the step themselves."""
+    _leave_out_what_does_not_load()
+    from composer.core import Callback, Engine, Event, State
+    from composer.devices import DeviceCPU
+    from composer.loggers import Logger
+
+    class Looking(Callback):
+        def batch_end(self, state: Any, logger: Any) -> None:
+            if not due and state.timestamp.batch.value % 10**9 == 1:
+                raise AssertionError
+
+    state = State(
+        nn.Linear(1, 1), 0, "run", DeviceCPU(), max_duration="1ep", callbacks=[Looking() for _ in range(count)]
     )
-    return dict(samples)
+    state.set_dataloader([0], "train")
+    engine = Engine(state=state, logger=Logger(state=state))
+    return lambda: engine.run_event(Event.BATCH_END)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    asked, number = sys.argv[1], int(sys.argv[2])
-    print(json.dumps(watch_cost(number) if asked == COST else changes(asked, number)))
+class _Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Answer imports of torchvision and of Mosaic's command line with modules whose names are empty classes.
+
+    Composer imports both at its top. The torchvision that the package index has does not load beside torch for CPU.
+    """
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] not in ("torchvision", "mcli"):
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        def empty(name: str) -> type:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {})
+
+        module.__getattr__ = empty  # type: ignore[attr-defined]
+
+
+def _leave_out_what_does_not_load() -> None:
+    if not any(isinstance(finder, _Empty) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Empty())
+
+
+WHY_FIRE = "it calls a method; ours also keeps the hook's failures and time apart from the run, and makes a context"
+
+
+def _dispatch(label: str, package: str, make: Callable[[int, bool], Callable[[], object]], words: str) -> Contest:
+    ten = Work("`fire` at a step at which none of ten scheduled hooks is due", words, "no model", beyond=False,
+               why="its callbacks ask themselves; ours asks once which step is due next")  # fmt: skip
+    one = Work("`fire` with one pure hook that does nothing", "the same with one that does nothing", "no model",
+               beyond=False, why=WHY_FIRE)  # fmt: skip
+    return Contest(label, package, partial(against, make), {TEN: ten, ONE: one})
+
+
+DISPATCH: dict[str, Contest] = {
+    "torchtnt": _dispatch("torchtnt", "torchtnt", torchtnt_firing, "`on_train_step_end`, ten callbacks that ask"),
+    "ignite": _dispatch("ignite", "pytorch-ignite", ignite_firing, "`fire_event`, ten handlers with `every=10**9`"),
+    "lightning": _dispatch("Lightning", "lightning", lightning_firing, "`on_train_batch_end`, ten callbacks that ask"),
+    "composer": _dispatch("Composer", "mosaicml", composer_firing, "`Event.BATCH_END`, ten callbacks that ask"),
+}

@@ -144,9 +144,9 @@ def nothing_before(module, grads): ...
 
 
 @contextmanager
-def by_hand(model: nn.Module) -> Iterator[None]:
-    """What people write: six statistics of every output and gradient, each fetched at once."""
-    kept: dict[str, list[float]] = {}
+def by_hand(model: nn.Module, *, fetch: bool = True) -> Iterator[None]:
+    """What people write: six statistics of every output and gradient, each fetched at once, or left where it is."""
+    kept: dict[str, list[Any]] = {}
 
     def note(name: str, tensor: Tensor) -> None:
         numbers = tensor.detach().float()
@@ -158,7 +158,7 @@ def by_hand(model: nn.Module) -> Iterator[None]:
             numbers.max(),
             (numbers == 0).float().mean(),
         )
-        kept[name] = [each.item() for each in found]
+        kept[name] = [each.item() for each in found] if fetch else list(found)
 
     handles = []
     for name, module in model.named_modules():

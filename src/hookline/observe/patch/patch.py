@@ -175,6 +175,8 @@ def _checked_kind(on: str | Kind) -> Kind:
 
 def _bound(model: nn.Module, edit: Edit, chosen: list[Named], kind: Kind) -> Edit:
     """Return the edit with what it needs for these sites; a cache may have a shared module under another name."""
+    if type(edit).bound is Edit.bound:  # needs no names: the walk below takes 80 µs for the 61 modules of a small GPT-2
+        return edit
     spellings: dict[int, list[str]] = {id(module): [name] for name, module in chosen}
     for name, module in named_modules(model):
         spellings.get(id(module), []).append(name)
