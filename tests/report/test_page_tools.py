@@ -85,7 +85,8 @@ def test_a_plot_is_saved_under_the_name_of_its_metric(visit: Visit, made: Path) 
     assert name == "stats_forward_norm.svg"
     assert data.startswith(b"<svg")
     assert b"layers.3.mlp" in data
-    assert b"background: rgb(255, 255, 255)" in data
+    ground = data.partition(b"<rect ")[2].partition(b"/>")[0]  # the first thing drawn, which is as large as the plot
+    assert b"fill: rgb(255, 255, 255); fill-opacity: 1" in ground
 
 
 @pytest.mark.variant
