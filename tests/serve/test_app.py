@@ -318,6 +318,79 @@ def test_an_export_over_http_lands_in_the_export_folder(server: Any, client: htt
     assert sum(len(record.positions) for record in records) == 2 * tokens
 
 
+STEER = {
+    "name": "a",
+    "target_modules": ["model.layers.0"],
+    "hook_factory": "hookline.factories:steer",
+    "config": {"vector": [3.0] * 16 + [-3.0] * 16, "requests": ["exp-a-*"]},
+}
+
+
+def _steered_tokens(client: httpx.Client) -> float:
+    page = client.get("/metrics").text
+    return float(next(line for line in page.splitlines() if 'metric="steered_tokens"' in line).rpartition(" ")[2])
+
+
+def test_a_hook_for_named_requests_steers_these_and_leaves_their_neighbours_alone(
+    server: Any, client: httpx.Client
+) -> None:
+    """The three routes take a name, and give it back; requests of other names, in the same batch too, answer as they do
+    without the hook. The count of steered tokens tells a hook that met nobody from one that did."""
+    plain = _complete(client)["choices"][0]["text"]
+    client.post("/hooks", headers=BEARER, json=STEER).raise_for_status()
+    assert _complete(client)["choices"][0]["text"] == plain
+    assert _steered_tokens(client) == 0  # and it has fired
+    paths = {"exp-a-1": "/v1/completions", "exp-b-1": "/v1/completions", "exp-a-2": "/generate", "exp-b-2": "/generate"}
+    bodies = {
+        "/v1/completions": {"prompt": PROMPT, **GREEDY},
+        "/generate": {"text": PROMPT, "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}},
+    }
+    answers = _in_one_batch(server, {name: (path, bodies[path]) for name, path in paths.items()})
+    texts = {}
+    for name, path in paths.items():
+        found = answers[name].json()
+        assert answers[name].headers["X-Request-Id"] == name
+        assert (found["id"] if "id" in found else found["meta_info"]["id"]) == name
+        texts[name] = found["choices"][0]["text"] if path == "/v1/completions" else found["text"]
+    assert texts["exp-b-1"] == texts["exp-b-2"] == plain
+    assert texts["exp-a-1"] == texts["exp-a-2"] != plain
+    tokens = answers["exp-a-1"].json()["usage"]["prompt_tokens"] + 7  # the last one passes through no forward
+    assert _steered_tokens(client) == 2 * tokens
+    several = client.post(
+        "/generate", json={"rid": "exp-c", "text": [PROMPT, OTHER], "sampling_params": {"max_new_tokens": 1}}
+    )
+    assert [each["meta_info"]["id"] for each in several.json()] == ["exp-c-0", "exp-c-1"]
+
+
+def _in_one_batch(server: Any, asked: dict[str, tuple[str, Any]]) -> dict[str, httpx.Response]:
+    """Send requests by their names while the engine stands still, so that they begin together."""
+    held, go = threading.Event(), threading.Event()
+    server.engine.between(lambda: (held.set(), go.wait(PATIENCE)))
+    assert held.wait(PATIENCE)
+    answers: dict[str, httpx.Response] = {}
+
+    def ask(name: str, path: str, body: dict[str, Any]) -> None:
+        named = {"json": {**body, "rid": name}} if path == "/generate" else {"headers": {"X-Request-Id": name}}
+        with httpx.Client(base_url=server.url, timeout=PATIENCE) as own:
+            answers[name] = own.post(path, **{"json": body, **named})
+
+    threads = [threading.Thread(target=ask, args=(name, *what)) for name, what in asked.items()]
+    for thread in threads:
+        thread.start()
+    try:
+        until(lambda: server.engine.counts()["requests_waiting"] == len(asked), "all wait")
+        refused = server.client.post(
+            "/v1/completions", json={"prompt": PROMPT}, headers={"X-Request-Id": next(iter(asked))}
+        )
+        assert refused.status_code == 400  # two requests of one name would share what hooks do
+        assert "is waiting or running already" in refused.text
+    finally:
+        go.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+    return answers
+
+
 def test_metrics_are_prometheus_text_and_count_what_happened(server: Any, client: httpx.Client) -> None:
     """Every line parses; engine, hooks, exports and HTTP are among them, and the counts go up."""
     from prometheus_client.parser import text_string_to_metric_families
@@ -388,6 +461,7 @@ def test_the_page_of_the_api_needs_no_internet(client: httpx.Client) -> None:
         "/health",
     ):
         assert route in page
+    assert f"curl {str(client.base_url).rstrip('/')}/health" in page
     assert "<script" not in page
     assert "src=" not in page
     assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"

@@ -70,6 +70,8 @@ BAD_BODIES = {
     "text for a number": ({"prompt": "a", "max_tokens": "5"}, "$.max_tokens", "valid integer, got '5'"),
     "true for a number": ({"prompt": "a", "n": True}, "$.n", "valid integer"),
     "a mistyped key": ({"prompt": "a", "temprature": 0}, "$.temprature", "Did you mean 'temperature'?"),
+    "a key of another level": ({"prompt": "a", "hooks": {"layers": []}}, "$.hooks.layers", "known here. See"),
+    "hooks of one request": ({"prompt": "a", "hooks": {"hooks": [{}]}}, "$.hooks.hooks", "X-Request-Id"),
     "a negative temperature": ({"prompt": "a", "temperature": -1}, "$.temperature", "greater than or equal to 0"),
     "what is not done": ({"prompt": "a", "presence_penalty": 1.0}, "$.presence_penalty", "equal to 0"),
     "a token that is none": ({"prompt": [999_999]}, None, "not in the model's vocabulary"),
@@ -120,6 +122,14 @@ def test_what_is_not_json_is_400_in_the_same_shape(client: httpx.Client, content
     assert words in _error(answer, 400)["message"]
 
 
+@pytest.mark.parametrize("name", ["", "exp a", "exp-*", "x" * 129])
+def test_a_name_that_is_none_is_refused(client: httpx.Client, name: str) -> None:
+    """Nothing that a pattern of names could mean, or a log be spoiled by; the body's ``rid`` is held to the same."""
+    answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"X-Request-Id": name})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "X-Request-Id")
+    assert client.post("/generate", json={"text": "a", "rid": name}).json()["error"]["param"] == "$.rid"
+
+
 def test_text_and_ids_together_or_neither_is_an_error(client: httpx.Client) -> None:
     """``/generate`` wants one of the two."""
     for body in ({}, {"text": "a", "input_ids": [1]}):
@@ -164,7 +174,7 @@ BAD_HOOKS = {
     "a list of specs": ([SPEC], 400, "a JSON object"),
     "an object for modules": ({**SPEC, "target_modules": {"a": 1}}, 400, "a list of module names"),
     "a list for the configuration": ({**SPEC, "config": [1]}, 400, "$.config"),
-    "a mistyped key": ({**SPEC, "target_module": "x"}, 400, "Did you mean 'target_modules'?"),
+    "a mistyped key": ({"hook_factory": "x:y", "target_module": "x"}, 400, "Did you mean 'target_modules'?"),
     "an unknown kind": ({**SPEC, "on": "forwrd"}, 400, "No kind 'forwrd'"),
     "no match": ({**SPEC, "target_modules": ["model.layrs.#"]}, 400, "No module matches 'model.layrs.#'"),
     "one of two matches": ({**SPEC, "target_modules": ["model.layers.#", "nope.*"]}, 400, "No module matches 'nope.*'"),

@@ -40,7 +40,7 @@ def test_sigterm_under_load_finishes_what_runs_and_loses_no_record(folder: Path,
     of them is in the export, every forward in the statistics, and the exit code is 0."""
     states, numbers = tmp_path / "states", tmp_path / "numbers.jsonl"
     arguments = [
-        "--model", str(folder), "--served-model-name", "small", "--max-batch", "4",
+        "--model", str(folder), "--served-model-name", "small", "--max-batch", "4", "--no-strict",
         "--server-args", _write(tmp_path / "args.json", {"enable_hooks": True, "tp_size": 1, "hooks": [
             {**EXPORT, "config": {"folder": str(states), "flush_seconds": 60}},
             {"name": "typo", "target_modules": ["no.such.*"], "hook_factory": "hookline.factories:log_shapes"},
@@ -57,6 +57,7 @@ def test_sigterm_under_load_finishes_what_runs_and_loses_no_record(folder: Path,
         assert [hook["name"] for hook in listed] == ["states", "slow", "numbers"]
         assert {hook["origin"] for hook in listed} == {"start"}
         assert "No modules matched hook spec 'typo' patterns=['no.such.*']" in server.said
+        assert "hook 'typo': No module matches 'no.such.*'" in server.said
         assert "Registered forward hook 'states' on model.layers.0" in server.said
         answers = _under_load(url, lambda: server.process.send_signal(signal.SIGTERM))
         assert server.ended() == 0, server.said
@@ -187,6 +188,28 @@ def test_a_factory_that_cannot_be_found_ends_with_a_sentence(
     assert "No module named 'no_such_package'" in text
     assert "states" in text
     assert "not allowed; allowed: 'mine'" in said("--model", str(folder), "--hooks", hooks, "--allow", "mine")
+    hooks = _write(tmp_path / "hooks.json", [SLOW, {**SLOW, "target_modules": ["model.layer.0"]}])
+    text = said("--model", str(folder), "--hooks", hooks)
+    assert "No module matches 'model.layer.0'" in text
+    assert "nearest: 'model.layers.0'" in text
+    assert "hook spec 1 ('slow')" in text
+    assert "--no-strict" in text
+
+
+def test_without_strict_a_hook_that_matches_nothing_is_passed_over_with_the_nearest_names(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other hooks of the file are on; a pattern that has no match beside one that has is told of too."""
+    from hookline.serve.http.server import attach_at_start
+
+    with caplog.at_level("WARNING"):
+        typo = {**SLOW, "name": "typo", "target_modules": ["model.layer.0"]}
+        half = {**SLOW, "name": "half", "target_modules": ["model.norm", "model.nrom"]}
+        attach_at_start(engine, [SLOW, typo, half], allow=None, strict=False)
+    assert [hook.name for hook in engine.hooks.list()] == ["slow", "half"]
+    first, *others = caplog.messages
+    assert first == "No modules matched hook spec 'typo' patterns=['model.layer.0']"  # SGLang's own line
+    assert ["nearest: 'model.layers.0'" in others[0], "nearest: 'model.norm'" in others[1]] == [True, True]
 
 
 def test_the_command_checks_its_flags_before_anything_is_loaded(

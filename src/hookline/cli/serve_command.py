@@ -50,6 +50,9 @@ class ServeOptions:
     """Settings of the server with enable_hooks and hooks, or forward_hooks: .json, .yaml, .toml."""
     hooks: Annotated[str | None, flag("FILE")] = None
     """Hooks to start with, as data: a list of name, target_modules, hook_factory, config."""
+    no_strict: Annotated[bool, flag()] = False
+    """Go on if a pattern in these files matches nothing: a warning names the nearest modules. If left out, that is an
+    error, with exit code 2."""
     host: Annotated[str, flag("ADDRESS", None)] = "127.0.0.1"
     """Where to listen. An address that others reach needs a token, which then protects everything."""
     port: Annotated[int, flag("PORT", None)] = 8000
@@ -207,7 +210,7 @@ def _maker(options: ServeOptions, model: Path, specs: Sequence[Any]) -> Callable
             captured_bytes=options.captured_bytes,
             allow=options.allow or None,  # of files; what comes over HTTP brings its own list
         )
-        attach_at_start(engine, specs, allow=options.allow or None)
+        attach_at_start(engine, specs, allow=options.allow or None, strict=not options.no_strict)
         return engine
 
     return make

@@ -17,6 +17,7 @@ from hookline.errors import OptionError
 from hookline.factories.factory_hook import FactoryHook, checked_options, choice, number, text
 from hookline.factories.served_batch import (
     STAGES,
+    Served,
     chosen_tokens,
     has_stage,
     last_tokens,
@@ -24,6 +25,7 @@ from hookline.factories.served_batch import (
     request_names,
     running,
 )
+from hookline.factories.token_owners import count_tokens
 from hookline.observe.patch.edited_tensor import main_output, misfit, rebuilt, shape_of, site_text
 from hookline.observe.patch.given_edits import steer as steer_edit
 from hookline.sites import _torch
@@ -172,6 +174,12 @@ class _SteerSome(Steer):
         self._stage = stage
         self._only_last = only_last
         self._has_logged = False
+        self._tokens: int | None = 0
+        """How many tokens it was added to, at all modules together; None once only a device knows it."""
+
+    def to_metrics(self) -> dict[str, float]:
+        """Return how many tokens were steered: 0 if no request had one of the names."""
+        return {} if self._tokens is None else {"steered_tokens": float(self._tokens)}
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> Any:
         """Return the output with the vector added to the chosen requests; None if there are none."""
@@ -190,7 +198,13 @@ class _SteerSome(Steer):
             misfit(whose, site_text(where), f"of shape {shape_of(main)} has no place for each of them", _REMEDY)
         if chosen is False:
             return None
-        return rebuilt(output, main, _where(chosen, self.edit.apply(main, where), main), site_text(where))
+        steered = rebuilt(output, main, _where(chosen, self.edit.apply(main, where), main), site_text(where))
+        self._count(served)
+        return steered
+
+    def _count(self, served: Served) -> None:
+        found = count_tokens(served, self._requests, only_last=self._only_last, stage=self._stage)
+        self._tokens = None if found is None or self._tokens is None else self._tokens + found
 
     def _log_unknown(self) -> None:
         if not self._has_logged:

@@ -1,6 +1,6 @@
 """Say which request each token of an output belongs to, as far as the host knows it without waiting for a device.
 
-``probe`` calls `owners_of` with what `served_batch` knows of the running forward.
+``probe`` calls `owners_of`, and ``steer`` `count_tokens`, with what `served_batch` knows of the running forward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from hookline.factories.batch_rows import BatchRows
 from hookline.factories.served_batch import Served, TokenBatch
 
-__all__ = ["TokenOwners", "owners_of"]
+__all__ = ["TokenOwners", "count_tokens", "owners_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,28 @@ def owners_of(served: Served, names: tuple[str, ...] | None = None, *, only_last
     return chosen
 
 
+def count_tokens(served: Served, names: tuple[str, ...] | None, *, only_last: bool, stage: str) -> int | None:
+    """Return how many tokens of the forward are chosen; None if the host does not know it."""
+    ids = served.request_ids
+    if isinstance(served, BatchRows):
+        lengths, phases = [len(tokens) for tokens in served.tokens], None
+    elif ids is None or isinstance(ids, Tensor) or _is_elsewhere(served.lengths):
+        return None
+    else:
+        lengths = [1] * len(ids) if served.lengths is None else [int(each) for each in served.lengths]
+        phases = served.phases
+    is_in_stage = [True] * len(lengths) if phases is None or stage == "both" else [each == stage for each in phases]
+    return sum(
+        1 if only_last else length
+        for request, length, is_there in zip(ids or (), lengths, is_in_stage, strict=False)
+        if is_there and length and _is_named(request, names)
+    )
+
+
+def _is_named(request: str, names: tuple[str, ...] | None) -> bool:
+    return names is None or any(fnmatchcase(request, name) for name in names)
+
+
 def _of_rows(rows: BatchRows) -> TokenOwners | None:
     if not rows.starts:
         return None
@@ -115,6 +137,5 @@ def _chosen(owners: TokenOwners, names: tuple[str, ...] | None, only_last: bool)
 def _kept(owners: TokenOwners, names: tuple[str, ...] | None, only_last: bool) -> Iterator[int]:
     for index, request in enumerate(owners.requests):
         is_last = index + 1 == len(owners.requests) or owners.requests[index + 1] != request
-        is_named = names is None or any(fnmatchcase(request, name) for name in names)
-        if is_named and (is_last or not only_last):
+        if _is_named(request, names) and (is_last or not only_last):
             yield index

@@ -14,6 +14,7 @@ import torch
 
 from hookline.error_policy import ErrorPolicy
 from hookline.errors import OptionError
+from hookline.factories.factory_hook import FactoryHook
 from hookline.sites.compiled.op_schemas import Handed, Summary
 from hookline.sites.per_site_hook import PerSiteHook
 from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value
@@ -148,7 +149,8 @@ class CountingFactory:
             return None
         kind, site_type = spec.kind_and_site_type
         wants_site = check_hook(self.hook, kind, site_type=site_type)
-        name = spec.name or hook_name(self.hook)
+        own = self.hook.name if isinstance(self.hook, FactoryHook) else hook_name(self.hook)
+        name = spec.name or own
         # Whether a hook can edit is read off its code, hence a class for each.
         edits = not spec.observe and (may_return_value(self.hook) or changes_in_place(self.hook))
         counted: type[CountedHook] = _CountedEdit if edits else _CountedObserver

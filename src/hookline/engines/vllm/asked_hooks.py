@@ -18,7 +18,7 @@ from hookline.errors import HooklineError
 from hookline.serve.http.error_answers import Refused, refusal_from_error, refusal_from_validation, to_json
 from hookline.serve.http.hook_routes import values_from_body
 from hookline.serve.http.http_settings import Settings, check_answers_wanted
-from hookline.serve.http.request_bodies import KEYS, HiddenStatesBody, HookBody, RequestHooks
+from hookline.serve.http.request_bodies import HiddenStatesBody, HookBody, RequestHooks, keys_at
 
 __all__ = ["EngineRequestHooks", "EngineStatesBody", "StatesRequest", "check_asks_nothing", "read_request"]
 
@@ -156,8 +156,9 @@ def _validated(place: str, given: Any) -> EngineRequestHooks:
     try:
         return EngineRequestHooks.model_validate(given)
     except ValidationError as error:
-        found = [{**each, "loc": (*place.split("."), *each["loc"])} for each in error.errors()]
-        raise refusal_from_validation(found, (*KEYS, "bypass_cache", "window")) from None
+        before = place.split(".")
+        found = [{**each, "loc": (*before, *each["loc"])} for each in error.errors()]
+        raise refusal_from_validation(found, lambda at: keys_at(EngineRequestHooks, at[len(before) :])) from None
 
 
 def _for_workers(wanted: EngineRequestHooks, settings: Settings) -> dict[str, Any]:

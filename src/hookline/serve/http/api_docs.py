@@ -112,10 +112,10 @@ _EXAMPLES: Final[dict[tuple[str, str], str]] = {
 }
 
 
-def render_docs(openapi: Mapping[str, Any]) -> str:
-    """Return the page.
+def render_docs(openapi: Mapping[str, Any], url: str = "http://127.0.0.1:8000") -> str:
+    """Return the page; its examples ask the server at `url`.
 
-    Recipe: ``HTMLResponse(render_docs(app.openapi()))``.
+    Recipe: ``HTMLResponse(render_docs(app.openapi(), server.url))``.
     """
     about = "".join(f"<p>{_marked(part)}</p>" for part in openapi["info"].get("description", "").split("\n\n"))
     return (
@@ -124,25 +124,25 @@ def render_docs(openapi: Mapping[str, Any]) -> str:
         f"<title>{escape(openapi['info']['title'])}</title><style>{_STYLE}</style></head><body>"
         f"<h1>{escape(openapi['info']['title'])} {escape(openapi['info']['version'])}</h1>{about}"
         '<p>For programs: <a href="/openapi.json">/openapi.json</a>.</p>'
-        f"{''.join(_groups(openapi))}</body></html>"
+        f"{''.join(_groups(openapi, url))}</body></html>"
     )
 
 
-def _groups(openapi: Mapping[str, Any]) -> Iterator[str]:
+def _groups(openapi: Mapping[str, Any], url: str) -> Iterator[str]:
     tags: dict[str, list[str]] = {}
     for path, methods in openapi["paths"].items():
         for method, operation in methods.items():
-            tags.setdefault(operation["tags"][0], []).append(_route(openapi, path, method.upper(), operation))
+            tags.setdefault(operation["tags"][0], []).append(_route(openapi, url, path, method.upper(), operation))
     for tag, routes in tags.items():
         yield f"<h2>{escape(tag.capitalize())}</h2>{''.join(routes)}"
 
 
-def _route(openapi: Mapping[str, Any], path: str, method: str, operation: Mapping[str, Any]) -> str:
+def _route(openapi: Mapping[str, Any], url: str, path: str, method: str, operation: Mapping[str, Any]) -> str:
     lock = '<p><span class="lock">needs the bearer token</span></p>' if "security" in operation else ""
     parts = [
         f'<section id="{escape(operation["operationId"])}"><h3><span class="method {method}">{method}</span> '
         f"{escape(path)}</h3>{lock}<p>{_marked(operation.get('description', ''))}</p>",
-        f"<pre>{escape(_curl(path, method, operation))}</pre>",
+        f"<pre>{escape(_curl(url + path, path, method, operation))}</pre>",
     ]
     body = operation.get("requestBody")
     if body:
@@ -152,14 +152,14 @@ def _route(openapi: Mapping[str, Any], path: str, method: str, operation: Mappin
     return "".join(parts) + "</section>"
 
 
-def _curl(path: str, method: str, operation: Mapping[str, Any]) -> str:
+def _curl(url: str, path: str, method: str, operation: Mapping[str, Any]) -> str:
     line = "curl" if method == "GET" else f"curl -X {method}"
     if "security" in operation:
         line += ' -H "Authorization: Bearer $TOKEN"'
     example = _EXAMPLES.get((method, path))
     if example is None:
-        return f"{line} http://127.0.0.1:8000{path.replace('{id}', 'h1')}"
-    return f"{line} http://127.0.0.1:8000{path} -H 'Content-Type: application/json' \\\n  -d '{example}'"
+        return f"{line} {url.replace('{id}', 'h1')}"
+    return f"{line} {url} -H 'Content-Type: application/json' \\\n  -d '{example}'"
 
 
 def _answers(openapi: Mapping[str, Any], responses: Mapping[str, Any]) -> str:

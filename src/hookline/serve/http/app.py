@@ -19,7 +19,7 @@ from hookline.serve.http.api_docs import correct_openapi, render_docs
 from hookline.serve.http.chat_format import ChatFormat
 from hookline.serve.http.engine_state import Serving
 from hookline.serve.http.exception_handlers import add_exception_handlers, json_response
-from hookline.serve.http.generation_routes import CompletionFormat, GenerateFormat, answer, stream
+from hookline.serve.http.generation_routes import NAMED, CompletionFormat, GenerateFormat, answer, stream
 from hookline.serve.http.hook_paths import HookPaths, can_fail
 from hookline.serve.http.hook_routes import HookRoutes
 from hookline.serve.http.http_settings import Settings
@@ -32,7 +32,10 @@ __all__ = ["make_app"]
 
 _ABOUT: Final = """A causal language model with hooks: hidden states by request, statistics and exports while it runs.
 
-Every error has one shape: `{"error": {"message", "type", "param", "code"}}`."""
+Every error has one shape: `{"error": {"message", "type", "param", "code"}}`.
+
+The header `X-Request-Id` names a request that generates (in `/generate`, `rid` does too): hooks know it by that name,
+and the answer has it in the same header."""
 
 
 _NOTHING_ELSE: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -105,21 +108,22 @@ class _Routes:
             response_class=Response, responses={200: {"content": {"text/plain": {}}}, **can_fail(401)},
         )  # fmt: skip
 
-        async def docs() -> Any:
-            return HTMLResponse(render_docs(app.openapi()), headers={"Content-Security-Policy": _NOTHING_ELSE})
+        async def docs(http: HttpRequest) -> Any:
+            page = render_docs(app.openapi(), str(http.base_url).rstrip("/"))
+            return HTMLResponse(page, headers={"Content-Security-Policy": _NOTHING_ELSE})
 
         app.add_api_route("/docs", docs, methods=["GET"], include_in_schema=False)
 
     async def complete(self, body: bodies.CompletionBody, http: HttpRequest) -> Any:
         """Answer one or several prompts, as OpenAI's completions; with `hooks`, add their hidden states."""
-        asked = await parse_completion(body, self.serving, self.settings)
+        asked = await parse_completion(body, self.serving, self.settings, _name_of(http))
         with_usage = _wants_usage(body.stream_options)
         form = CompletionFormat(asked, self.serving, self.settings.model_name, include_usage=with_usage)
         return await (stream if body.stream else answer)(http, self.serving, asked, form)
 
     async def chat(self, body: bodies.ChatBody, http: HttpRequest) -> Any:
         """Answer a conversation, as OpenAI's chat completions; with `hooks`, add the hidden states of the answer."""
-        asked = await parse_chat(body, self.serving, self.settings)
+        asked = await parse_chat(body, self.serving, self.settings, _name_of(http))
         form = ChatFormat(
             asked, self.serving, self.settings.model_name, include_usage=_wants_usage(body.stream_options)
         )
@@ -127,7 +131,7 @@ class _Routes:
 
     async def generate(self, body: bodies.GenerateBody, http: HttpRequest) -> Any:
         """Answer one or several prompts, as SGLang does; with `hooks`, add their hidden states."""
-        asked = await parse_generate(body, self.serving, self.settings)
+        asked = await parse_generate(body, self.serving, self.settings, _name_of(http))
         return await (stream if body.stream else answer)(http, self.serving, asked, GenerateFormat(asked))
 
     async def list_models(self) -> Any:
@@ -146,6 +150,12 @@ class _Routes:
         # After the counts of hooks, which wait for the running round: its tokens are counted by then.
         counts = {} if self.serving.engine is None else self.serving.engine.counts()
         return Response(self._metrics.page(counts, figures), media_type=self._metrics.content_type)
+
+
+def _name_of(http: HttpRequest) -> str | None:
+    """Return what the client calls its request."""
+    name: str | None = http.headers.get(NAMED)
+    return name
 
 
 def _wants_usage(options: bodies.StreamOptions | None) -> bool:

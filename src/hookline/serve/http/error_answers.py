@@ -7,7 +7,7 @@ package that HTTP needs.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from hookline.errors import EngineBusy, EngineClosed, HooklineError, NotAllowedError
@@ -84,9 +84,23 @@ def refusal_from_error(error: BaseException) -> Refused:
     return Refused(500, f"{type(error).__name__}: {message}")
 
 
-def refusal_from_validation(errors: Sequence[Mapping[str, Any]], known: Sequence[str] = ()) -> Refused:
-    """Return the answer to a body that pydantic rejected; it names the first mistake."""
-    first = errors[0]
+_NOT_SERVED: Final[dict[tuple[str | int, ...], str]] = {
+    ("hooks", "hooks"): "is not served here: this server has no hooks of single requests. POST /hooks one whose config "
+    "has requests, such as ['exp-a-*'], and give the request a name by the header X-Request-Id (or rid in /generate)",
+}
+"""Keys that hookline takes elsewhere, with what to do here."""
+
+
+def refusal_from_validation(
+    errors: Sequence[Mapping[str, Any]], keys_at: Callable[[Sequence[str | int]], Sequence[str]] | None = None
+) -> Refused:
+    """Return the answer to a body that pydantic rejected; it names the first mistake.
+
+    `keys_at` returns the keys that an object takes, by the place of the unknown one in it.
+    """
+    unknown = (each for each in errors if each["type"] == "extra_forbidden")
+    # A key that is missing may be there, mistyped.
+    first = next(unknown, errors[0]) if errors[0]["type"] == "missing" else errors[0]
     place = [part for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "malformed")
@@ -102,7 +116,9 @@ def refusal_from_validation(errors: Sequence[Mapping[str, Any]], known: Sequence
     if words is not None:
         return Refused(400, f"{param} is {words}.", param=param)
     if first["type"] == "extra_forbidden":
-        meant = did_you_mean(_short(place[-1]), known)
+        if tuple(place) in _NOT_SERVED:
+            return Refused(400, f"{param} {_NOT_SERVED[tuple(place)]}.", param=param)
+        meant = did_you_mean(_short(place[-1]), () if keys_at is None else keys_at(place))
         return Refused(400, f"{param} is no key that is known here.{meant} See /docs for those that are.", param=param)
     if first["type"] == "missing":
         return Refused(400, f"{param} is missing.", param=param)

@@ -6,7 +6,8 @@ The app of ``hookline serve`` and the hook paths of other engines call `add_exce
 
 from __future__ import annotations
 
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, get_type_hints
 
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
@@ -14,8 +15,8 @@ from fastapi.exceptions import StarletteHTTPException as HTTPException  # what 4
 from fastapi.responses import Response
 
 from hookline.errors import HooklineError
-from hookline.serve.http import request_bodies as bodies
 from hookline.serve.http.error_answers import Refused, error_body, refusal_from_error, refusal_from_validation, to_json
+from hookline.serve.http.request_bodies import keys_at
 
 __all__ = ["add_exception_handlers", "json_response"]
 
@@ -44,8 +45,9 @@ async def _on_refused(_: HttpRequest, error: Exception) -> Any:
     return _refused(refusal_from_error(error))
 
 
-async def _on_body(_: HttpRequest, error: Any) -> Any:
-    return _refused(refusal_from_validation(error.errors(), bodies.KEYS))
+async def _on_body(http: HttpRequest, error: Any) -> Any:
+    body = get_type_hints(http.scope["endpoint"]).get("body")  # the class that the route reads
+    return _refused(refusal_from_validation(error.errors(), None if body is None else partial(keys_at, body)))
 
 
 async def _on_http(http: HttpRequest, error: Any) -> Any:

@@ -12,7 +12,7 @@ import base64
 import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import Request as HttpRequest
 from fastapi.responses import Response, StreamingResponse
@@ -29,10 +29,12 @@ if TYPE_CHECKING:
 
     from hookline.serve.generation_request import StatesOfLayer
 
-__all__ = ["SAFETENSORS", "AnswerFormat", "CompletionFormat", "GenerateFormat", "answer", "stream", "usage_of"]
+__all__ = ["NAMED", "SAFETENSORS", "AnswerFormat", "CompletionFormat", "GenerateFormat", "answer", "stream", "usage_of"]
 
 SAFETENSORS = "application/vnd.safetensors"
 """What a safetensors answer is sent as."""
+NAMED: Final = "X-Request-Id"
+"""The header that names a request, and its answer."""
 
 
 def _states_as_base64(states: Mapping[str, StatesOfLayer]) -> dict[str, Any]:
@@ -121,12 +123,13 @@ async def answer(http: HttpRequest, serving: Serving, asked: ParsedRequest, form
 
 
 def _response(asked: ParsedRequest, form: AnswerFormat, answers: list[AnswerSoFar]) -> Any:
+    named = {NAMED: asked.id}
     if asked.states_as == "safetensors":
         file = _SafetensorsFile()
         hooks = [_hooks(answer, file, index) for index, answer in enumerate(answers)]
-        return Response(file.to_bytes(form.whole(answers, hooks)), media_type=SAFETENSORS)
+        return Response(file.to_bytes(form.whole(answers, hooks)), media_type=SAFETENSORS, headers=named)
     hooks = [_hooks(answer) for answer in answers]
-    return Response(to_json(form.whole(answers, hooks)), media_type="application/json")
+    return Response(to_json(form.whole(answers, hooks)), media_type="application/json", headers=named)
 
 
 async def stream(http: HttpRequest, serving: Serving, asked: ParsedRequest, form: AnswerFormat) -> Any:
@@ -135,7 +138,7 @@ async def stream(http: HttpRequest, serving: Serving, asked: ParsedRequest, form
     return StreamingResponse(
         _events(running, form, has_states=asked.has_states),
         media_type="text/event-stream",
-        headers={"Cache-Control": "no-store"},
+        headers={"Cache-Control": "no-store", NAMED: asked.id},
     )
 
 

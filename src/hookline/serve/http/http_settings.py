@@ -81,7 +81,7 @@ def check_access(settings: Settings, method: str, path: str, authorization: byte
             "Start it with --token-file FILE (or HOOKLINE_SERVE_TOKEN), and send 'Authorization: Bearer TOKEN'.",
         )
     if authorization is None:
-        raise _unknown("There is no token; send the header 'Authorization: Bearer TOKEN'.")
+        raise _unknown("The request has no token; send the header 'Authorization: Bearer TOKEN'.")
     if not is_same_token(bearer_token(authorization), settings.token):
         raise _unknown("The token is not the server's; send the header 'Authorization: Bearer TOKEN'.")
 

@@ -6,6 +6,7 @@ The app calls `parse_completion`, `parse_chat` and `parse_generate` with a body 
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from hookline.serve.http.engine_state import Serving
 from hookline.serve.http.error_answers import Refused
 from hookline.serve.http.http_settings import Settings, check_answers_wanted
 from hookline.serve.http.request_bodies import (
+    REQUEST_NAME,
     ChatBody,
     ChatMessage,
     CompletionBody,
@@ -56,8 +58,10 @@ class ParsedRequest:
         return self.requests[0].states is not None
 
 
-async def parse_completion(body: CompletionBody, serving: Serving, settings: Settings) -> ParsedRequest:
-    """Return the requests of a ``/v1/completions`` body."""
+async def parse_completion(
+    body: CompletionBody, serving: Serving, settings: Settings, name: str | None = None
+) -> ParsedRequest:
+    """Return the requests of a ``/v1/completions`` body; `name` is what the client calls it."""
     _check_model(body.model, settings)
     if body.echo and body.logprobs is not None:
         raise Refused(400, "echo with logprobs would need those of the prompt, which are not computed.", param="$.echo")
@@ -73,11 +77,11 @@ async def parse_completion(body: CompletionBody, serving: Serving, settings: Set
     _check_count(body.prompt, _or(body.n, 1), settings)
     prompts = await _prompts(body.prompt, serving)
     echoes = [_echo(body, prompt, serving) for prompt in prompts]
-    wanted = _Prompts("cmpl", prompts, echoes, _or(body.n, 1), body.seed, bool(body.stream), is_one=True)
+    wanted = _Prompts("cmpl", name, prompts, echoes, _or(body.n, 1), body.seed, bool(body.stream), is_one=True)
     return _parsed(wanted, options, body.hooks)
 
 
-async def parse_chat(body: ChatBody, serving: Serving, settings: Settings) -> ParsedRequest:
+async def parse_chat(body: ChatBody, serving: Serving, settings: Settings, name: str | None = None) -> ParsedRequest:
     """Return the requests of a ``/v1/chat/completions`` body; the model's chat template makes the prompt."""
     _check_model(body.model, settings)
     if body.top_logprobs is not None and not body.logprobs:
@@ -97,7 +101,7 @@ async def parse_chat(body: ChatBody, serving: Serving, settings: Settings) -> Pa
         "ignore_eos": bool(body.ignore_eos),
         "logprobs": _or(body.top_logprobs, 0) if body.logprobs else None,
     }
-    wanted = _Prompts("chatcmpl", [prompt], [""], _or(body.n, 1), body.seed, bool(body.stream), is_one=True)
+    wanted = _Prompts("chatcmpl", name, [prompt], [""], _or(body.n, 1), body.seed, bool(body.stream), is_one=True)
     return _parsed(wanted, options, body.hooks)
 
 
@@ -120,8 +124,10 @@ def _room(serving: Serving, prompt: tuple[int, ...]) -> int:
     return _CHAT_LENGTH if most is None else max(1, most - len(prompt))
 
 
-async def parse_generate(body: GenerateBody, serving: Serving, settings: Settings) -> ParsedRequest:
-    """Return the requests of a ``/generate`` body."""
+async def parse_generate(
+    body: GenerateBody, serving: Serving, settings: Settings, name: str | None = None
+) -> ParsedRequest:
+    """Return the requests of a ``/generate`` body; its ``rid`` goes before `name`."""
     given = body.text if body.text is not None else body.input_ids
     if given is None or (body.text is not None and body.input_ids is not None):
         raise Refused(400, "A prompt comes as text or as input_ids; give one of the two.", param="$.text")
@@ -139,9 +145,8 @@ async def parse_generate(body: GenerateBody, serving: Serving, settings: Setting
     _check_count(given, copies, settings)
     prompts = await _prompts(given, serving)
     is_one = copies == 1 and (isinstance(given, str) or isinstance(given[0], int))
-    wanted = _Prompts(
-        "gen", prompts, [""] * len(prompts), copies, sampling.sampling_seed, bool(body.stream), is_one=is_one
-    )
+    echoes, seed = [""] * len(prompts), sampling.sampling_seed
+    wanted = _Prompts("gen", _or(body.rid, name), prompts, echoes, copies, seed, bool(body.stream), is_one=is_one)
     return _parsed(wanted, options, body.hooks)
 
 
@@ -150,6 +155,9 @@ class _Prompts:
     """Prompts and options of a body, except those of sampling."""
 
     prefix: str
+    """What an id begins with that the server makes up."""
+    name: str | None
+    """What the client calls the request."""
     prompts: list[tuple[int, ...]]
     echoes: list[str]
     copies: int
@@ -166,11 +174,12 @@ def _parsed(wanted: _Prompts, options: Mapping[str, Any], hooks: RequestHooks | 
             "as='safetensors' is a whole body, and a stream has none; ask for base64.",
             param="$.hooks.hidden_states.as",
         )
-    name = f"{wanted.prefix}-{uuid.uuid4().hex}"
+    name = f"{wanted.prefix}-{uuid.uuid4().hex}" if wanted.name is None else _checked_name(wanted.name)
     pairs = [(prompt, copy) for prompt in wanted.prompts for copy in range(wanted.copies)]
+    is_exact = wanted.name is not None and len(pairs) == 1  # hooks then know it by just the name that was given
     requests = [
         GenerationRequest(
-            f"{name}-{index}",
+            name if is_exact else f"{name}-{index}",
             prompt,
             seed=None if wanted.seed is None else wanted.seed + copy,
             states=_states(states),
@@ -181,6 +190,18 @@ def _parsed(wanted: _Prompts, options: Mapping[str, Any], hooks: RequestHooks | 
     echoes = [echo for echo in wanted.echoes for _ in range(wanted.copies)]
     tokens = sum(map(len, wanted.prompts))
     return ParsedRequest(name, requests, echoes, tokens, "base64" if states is None else states.as_, wanted.is_one)
+
+
+def _checked_name(name: str) -> str:
+    """Return the name; raise for one that is no name, or that a pattern could not be told from."""
+    if re.fullmatch(REQUEST_NAME, name) is None or name.endswith("\n"):
+        raise Refused(
+            400,
+            "X-Request-Id names a request with 1 to 128 letters, digits, dots, colons, hyphens or underscores, got "
+            f"{name[:200]!r}.",
+            param="X-Request-Id",
+        )
+    return name
 
 
 def _states(wanted: HiddenStatesBody | None) -> StatesWanted | None:

@@ -7,13 +7,14 @@ mistyped option that is passed over is found late.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 __all__ = [
-    "KEYS",
+    "REQUEST_NAME",
     "ChatBody",
     "ChatMessage",
     "CompletionBody",
@@ -23,6 +24,7 @@ __all__ = [
     "RequestHooks",
     "SamplingParams",
     "StreamOptions",
+    "keys_at",
 ]
 
 _LIMIT: Final = 1 << 31
@@ -36,6 +38,8 @@ Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, StringConstraints(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=1024, fail_fast=True)]
 Name = Annotated[str, StringConstraints(max_length=1000)]
+REQUEST_NAME: Final = "^[A-Za-z0-9._:-]{1,128}$"
+"""What a client may call its request: nothing that a pattern of names, or a line of a log, could be confused by."""
 ManyTokens = Annotated[list[Tokens], Field(min_length=1, max_length=1024, fail_fast=True)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 Stops = Annotated[list[Stop], Field(max_length=16, fail_fast=True)]
@@ -265,6 +269,8 @@ class GenerateBody(_RequestBody):
     """Add the log-probabilities of the chosen tokens."""
     hooks: RequestHooks | None = None
     """Hooks of this request."""
+    rid: Annotated[str, StringConstraints(pattern=REQUEST_NAME)] | None = None
+    """What hooks know this request by; of several answers, each has a hyphen and its number behind it."""
 
 
 class HookBody(_RequestBody):
@@ -294,9 +300,20 @@ class HookBody(_RequestBody):
     """What becomes of a hook that raises; ``disable`` if left out. A request never fails for it."""
 
 
-_ASKED: Final = (
-    CompletionBody, ChatBody, ChatMessage, GenerateBody, SamplingParams, HookBody, RequestHooks, HiddenStatesBody,
-    StreamOptions,
-)  # fmt: skip
-KEYS: Final = tuple(sorted({field.alias or name for each in _ASKED for name, field in each.model_fields.items()}))
-"""Every key that some body takes, for suggestions."""
+def keys_at(body: type[BaseModel], place: Sequence[str | int]) -> list[str]:
+    """Return the keys that the object takes in which the last part of `place` is, for suggestions.
+
+    Recipe: ``keys_at(GenerateBody, ("sampling_params", "temprature"))``.
+    """
+    found = body
+    for part in place[:-1]:  # numbers are places in lists, and pydantic adds names of the kinds that it tried
+        field = next((each for name, each in found.model_fields.items() if part in (name, each.alias)), None)
+        found = (_body_in(field.annotation) if field is not None else None) or found
+    return [field.alias or name for name, field in found.model_fields.items()]
+
+
+def _body_in(kind: Any) -> type[BaseModel] | None:
+    """Return the first class of bodies in an annotation."""
+    if isinstance(kind, type) and not get_args(kind):
+        return kind if issubclass(kind, BaseModel) else None
+    return next((each for each in map(_body_in, get_args(kind)) if each is not None), None)

@@ -19,13 +19,16 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.errors import ConfigError, HooklineError, MissingPackageError, OptionError
+from hookline.errors import ConfigError, HooklineError, MissingPackageError, NoMatchError, OptionError
 from hookline.serve.http.http_settings import Settings
+from hookline.specs.apply_specs import find_sites
+from hookline.specs.hook_spec import HookSpec
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hookline.serve.http.engine_state import Serving
     from hookline.serve.serving_engine import Engine
-    from hookline.specs.hook_spec import HookSpec
 
 __all__ = ["Server", "attach_at_start", "need_packages"]
 
@@ -185,16 +188,33 @@ class _Stopped(BaseException):
 
 
 def attach_at_start(
-    engine: Engine, specs: Sequence[HookSpec | Mapping[str, Any]], *, allow: Sequence[str] | None
+    engine: Engine, specs: Sequence[HookSpec | Mapping[str, Any]], *, allow: Sequence[str] | None, strict: bool = True
 ) -> None:
-    """Attach the hooks of files: what matches nothing is warned of and passed over, as where these files come from."""
+    """Attach the hooks of files, all or none.
+
+    Without ``strict``, what matches nothing is passed over, as SGLang does it, with a line that names the nearest.
+    """
     try:
-        engine.hooks.add_all(specs, allow=allow, strict=False, origin="start")
+        engine.hooks.add_all(specs, allow=allow, strict=strict, origin="start")
+        if not strict:
+            _warn_of_unmatched(engine.model, specs)
+    except NoMatchError as error:
+        error.add_note("With --no-strict, such a hook is passed over.")
+        raise
     except HooklineError:
         raise
     except Exception as error:
         notes = " ".join(getattr(error, "__notes__", ()))
         raise ConfigError(f"A hook cannot be attached: {type(error).__name__}: {error}. {notes}".strip()) from error
+
+
+def _warn_of_unmatched(model: nn.Module, specs: Sequence[HookSpec | Mapping[str, Any]]) -> None:
+    for spec in (each if isinstance(each, HookSpec) else HookSpec.from_dict(each) for each in specs):
+        try:
+            if spec.enabled:
+                find_sites(model, spec, strict=True)
+        except NoMatchError as error:
+            logger.warning("hook %r: %s", spec.name, error)
 
 
 def _bound(host: str, port: int) -> socket.socket:
