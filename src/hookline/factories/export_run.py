@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
-from torch.nn.modules.dropout import _DropoutNd
+from torch import nn
 
 from hookline.errors import HooklineWarning, OptionError
 from hookline.factories.batch_rows import BatchRows, serving
@@ -31,8 +31,6 @@ from hookline.sites.targets import check_model, select
 from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from hookline.hook_types import Target
 
 __all__ = ["ExportedRun", "export_activations"]
@@ -43,6 +41,7 @@ _QUEUE: Final = 1 << 30
 _WAITING: Final = 16
 """Batches of sequences that may wait for others of their length."""
 _LOCK: Final = ".export_activations.lock"
+_DROPOUTS: Final = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _MODEL: Final = "model.sha256"
 _COMPARED: Final = 64
 """Numbers of each parameter by which weights are known."""
@@ -99,7 +98,7 @@ def export_activations(
         positions: ``"all"``, or ``"last"``, the last token of each sequence.
     """
     check_model(model)
-    if any(isinstance(module, _DropoutNd) and module.training and module.p for module in model.modules()):
+    if any(isinstance(module, _DROPOUTS) and module.training and module.p for module in model.modules()):
         warnings.warn(
             f"{_NAME}: the model is in training mode, and dropout changes what is exported; call model.eval() first.",
             HooklineWarning,
