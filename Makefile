@@ -22,7 +22,7 @@ LAYERS := $(BIN)/lint-imports --no-logo
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm test-sglang check bench bench-peers torture docs site release-check notebooks clean
+.PHONY: help setup run test test-vllm test-sglang check bench bench-peers bench-growth torture docs site release-check notebooks clean
 # `make -j` must not mix the output of check, docs and the tests.
 .NOTPARALLEL:
 
@@ -143,6 +143,9 @@ $(PEERS_STAMP): pyproject.toml constraints.txt benchmarks/peers.txt benchmarks/p
 	@# It comes with pyhessian, is built for CUDA, and makes `import transformers` fail beside a CPU torch.
 	@$(PEERS_PIP) uninstall -y torchvision
 	@touch $@
+
+bench-growth: setup ## measure what grows with sites, tensors, steps, ranks and clients; writes the plots of docs/scaling.md
+	@$(BIN)/python benchmarks/growth.py $(ARGS)
 
 torture: setup ## break runs, sinks, threads and requests at random for an hour, and count what is lost
 	@$(BIN)/python torture/run.py --out benchmarks/RELIABILITY.md

@@ -173,8 +173,8 @@ def draw(title: str, results: Sequence[Result], path: Path) -> None:
         for work, axis in zip(works, axes[:, 0], strict=True):
             _bars(axis, [result for result in results if result.work == work and result.has_figure])
             axis.set_title(work, loc="right")
-            axis.annotate("hookline", (1.0, 1.0), xycoords=("data", "axes fraction"), xytext=(3, 2), fontsize=8,
-                          textcoords="offset points", color=OURS)  # fmt: skip
+            axis.annotate("hookline", (1.0, 1.0), xycoords=("data", "axes fraction"), xytext=(-3, 2), fontsize=8,
+                          textcoords="offset points", ha="right", color=OURS)  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Software": None})
         plt.close(figure)

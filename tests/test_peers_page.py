@@ -122,3 +122,24 @@ def test_ratios_are_formed_of_the_medians_of_few_rounds(page: Any) -> None:
     samples = {"bare": [1.0] * 10, "ours": [3.0, 3.0, 99.0, 3.0, 3.0, 2.0, 2.0, 2.0, 0.0, 2.0], "theirs": [5.0] * 10}
     assert block_ratios(samples, "ours", "theirs", beyond="bare") == [0.5, 0.25]
     assert block_ratios(samples, "ours", "theirs") == [3.0 / 5.0, 2.0 / 5.0]
+
+
+def test_a_plot_of_growth_replaces_its_own_numbers_and_table(page: Any, tmp_path: Path) -> None:
+    """The page has the newest table of each part between its marks, and a picture of it."""
+    import growth_page
+
+    numbers, text = tmp_path / "growth.json", tmp_path / "page.md"
+    text.write_text(
+        "".join(f"<!-- growth of {part} -->\n<!-- end of growth of {part} -->\n" for part in ("sites", "steps"))
+    )
+    growth_page.keep(numbers, "sites", growth_page.Plot("t", "sites", "µs", {"old": [(10, 1.0)]}))
+    growth_page.keep(numbers, "steps", growth_page.Plot("t", "steps", "MB", {"held": [(1, 7.0)]}, log=False))
+    series = {"call": [(10, 1.25), (10_000, 2.0)], "flush": [(10, 3.0), (10_000, 4.0)]}
+    growth_page.keep(numbers, "sites", growth_page.Plot("t", "sites", "µs", series))
+    growth_page.write_page(numbers, text, tmp_path)
+    written = text.read_text(encoding="utf-8")
+    assert "| sites | call (µs) | flush (µs) |" in written
+    assert "| 10 | 1.25 | 3 |\n| 10,000 | 2 | 4 |" in written
+    assert "old" not in written
+    assert "| 1 | 7 |" in written
+    assert {path.name for path in tmp_path.glob("*.png")} == {"growth_sites.png", "growth_steps.png"}
