@@ -43,7 +43,7 @@ FOR_TESTS = (
     "transformers",
     "jsonschema",
 )
-FOR_DEVELOPERS = {"dev", "docs", "pictures"}
+FOR_DEVELOPERS = {"dev", "docs", "notebooks", "pictures"}
 ENGINES = {"vllm": "an engine brings a torch of its own: `make test-vllm` tests it"}
 """Extras that have no cell, and why."""
 STEP_SECONDS = 3600

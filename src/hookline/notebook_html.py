@@ -1,7 +1,7 @@
 """Make the HTML of a notebook that needs more than rows of text: shaded cells, pictures of numbers, trees that fold.
 
 `hookline.tables` shades cells by it, `HeatMap` draws pictures, ``find`` draws trees. There is no script and no style
-sheet, since JupyterLab drops both from a notebook that it does not trust, and GitHub from all. Colours are laid over
+sheet, which viewers drop from a notebook that they do not trust. Colours are laid over
 those of the page with some transparency, which reads in a light theme and in a dark one.
 """
 
@@ -57,7 +57,7 @@ def _colour(share: float) -> tuple[int, int, int, float]:
 def picture(shares: Sequence[Sequence[float]], words: str) -> str:
     """Return numbers between -1 and 1 as an image, one pixel each and enlarged by the browser; ``words`` describe it.
 
-    It is a PNG in the text itself: GitHub shows it, where SVG and styled cells come out empty.
+    It is a PNG in the text itself, which also those viewers show that drop SVG and styles.
     """
     height, width = len(shares), max(map(len, shares), default=0)
     cell = max(1, min(_WIDEST_CELL, _WIDTH // max(1, width)))
