@@ -154,3 +154,14 @@ def test_each_firing_of_a_gradient_observer(target: str, bound: int) -> None:
             totals[blocks] = calls_of(step).total()
         assert len(fired) == 3 * blocks
     assert totals[14] - totals[4] <= 10 * bound
+
+
+def test_a_list_of_names_is_looked_up() -> None:
+    """Twice as many names of a model twice as large: twice the calls, not four times."""
+    totals = []
+    for blocks in (100, 200):
+        model = make_model(blocks)
+        with counting() as calls:
+            hl.attach(model, [f"{index}.inner" for index in range(blocks)], ignore).remove(quiet=True)
+        totals.append(calls.total())
+    assert totals[1] < 2.2 * totals[0]

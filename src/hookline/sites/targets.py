@@ -164,13 +164,23 @@ def describe(target: Any) -> str:
 
 def _matches(everything: list[Place], items: list[Any]) -> tuple[list[Named], list[bool]]:
     """Return the modules that at least one element of a target means, each once, and which of the elements mean any."""
-    matchers = [_matcher(item, everything) for item in items]
-    for_wrappers = [_wrapper_matcher(item) for item in items]
+    names = {name for name, _, inner, _ in everything if inner is None}
+    exact: dict[str, list[int]] = {}  # a thousand names are looked up, not each held against each module
+    matchers: list[tuple[int, _Matcher, _Matcher]] = []
+    for position, item in enumerate(items):
+        if isinstance(item, str) and item in names and not _GLOB.intersection(item):
+            exact.setdefault(item, []).append(position)
+        else:
+            matchers.append((position, _matcher(item, everything), _wrapper_matcher(item)))
     chosen: dict[int, Named] = {}
-    hits = [False] * len(matchers)
+    hits = [False] * len(items)
     for name, module, inner, _ in everything:
-        for position, matcher in enumerate(matchers if inner is None else for_wrappers):
-            if matcher(name, module):
+        if inner is None and name in exact:
+            for position in exact[name]:
+                hits[position] = True
+            chosen.setdefault(id(module), (name, module))
+        for position, for_module, for_wrapper in matchers:
+            if (for_module if inner is None else for_wrapper)(name, module):
                 hits[position] = True
                 chosen.setdefault(id(module), (name, module))
     return list(chosen.values()), hits
