@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from helpers_host_calls import counting, unaffected
 from torch import Tensor, nn
 
 import hookline as hl
 from hookline.observe.watch.pending_tensors import Note, PendingTensors
 from hookline.observe.watch.watch import Watch
-
-_PACKAGE = str(Path(hl.__file__).parent)
 
 
 class _Step:
@@ -48,19 +46,16 @@ def _defer(watch: Watch) -> list[int]:
     return batches
 
 
+@pytest.fixture(autouse=True)
+def same_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with unaffected(monkeypatch):
+        yield
+
+
 def _calls(call: Callable[[], Any]) -> Counter[str]:
     """How often functions of the package are called."""
-    found: Counter[str] = Counter()
-
-    def count(frame: Any, event: str, arg: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(_PACKAGE):
-            found[frame.f_code.co_qualname] += 1
-
-    sys.setprofile(count)
-    try:
+    with counting() as found:
         call()
-    finally:
-        sys.setprofile(None)
     return found
 
 

@@ -11,6 +11,7 @@ An `Edit` asks an `EditIndex` for the part of an activation, and for the activat
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import EllipsisType
 from typing import Any, Final, TypeAlias
@@ -104,7 +105,7 @@ class EditIndex:
         self.calls = 0
         """How often a part was asked for, outside of compiled code."""
         self.selects = False
-        """Whether there was anything in one of these parts."""
+        """Whether there was anything in one of these parts, or nothing was meant."""
         # What follows is for the compiler: to it a number is a constant, and each position would need another graph.
         self.has_numbers = "n" in self.letters and "p" not in self.letters
         """Whether numbers can be looked up as tensors."""
@@ -150,7 +151,7 @@ class EditIndex:
             part = x[self._on(x)]
             if not torch.compiler.is_compiling():  # where it would be one more thing to guard
                 self.calls += 1
-                self.selects = self.selects or part.numel() > 0
+                self.selects = self.selects or part.numel() > 0 or self._is_meant_empty()
             return part
         except IndexError as error:
             misfit(f"index={self.text} is outside ({error})", where, f"has shape {shape_of(x)}", _INSIDE)
@@ -163,6 +164,14 @@ class EditIndex:
         else:
             new[self._on(x)] = part
         return new
+
+    def _is_meant_empty(self) -> bool:
+        """Return whether it selects nothing of any tensor, as ``0:0`` or an empty list."""
+        lettered = zip(self.letters, self.items, strict=True)
+        return any(
+            item.tensor.numel() == 0 if letter == "p" else letter == "s" and not range(*item.indices(sys.maxsize))
+            for letter, item in lettered
+        )
 
     def _on(self, x: Tensor) -> tuple[Any, ...]:
         lettered = zip(self.letters, self.items, strict=True)

@@ -205,7 +205,7 @@ class StepAlarm(ShownAsTable):
         if self._spike is None or last < 0:
             return ()
         which = "step 0" if last == 0 else f"steps 0 to {last}"
-        return (f"{which}: no usual norm yet, so no spikes were looked for",)
+        return (f"{which} not judged: no usual norm yet",)
 
     def _state(self) -> str:
         return OFF if self._removed else ON
