@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 import hookline as hl
 from hookline.sites._torch import HOOK_DICTS, parameter_hooks_of
+from hookline.sites.gradients.output_calls import tap_output
 from hookline.sites.modules import module_hooks as tables
 
 RUN_KINDS = ["forward_pre", "forward", "backward_pre", "backward", "full_backward"]
@@ -360,3 +361,27 @@ def test_a_model_that_keeps_its_handles_can_be_copied_and_saved(duplicate):
     model.handle.remove()
     model.handles.remove()
     assert_no_trace(model)
+
+
+def test_a_call_of_a_thread_that_was_overtaken_keeps_no_hook_from_firing():
+    """Between the forward of one thread and its end, another takes all hooks off, or puts others on."""
+    linear, fired = nn.Linear(2, 2), []
+    x = torch.ones(1, 2)
+
+    def attach(name: str) -> hl.sites.HookHandle:
+        return hl.attach(linear, lambda module, grads: fired.append(name), on="backward_pre", observe=True)
+
+    first = attach("first")
+    linear(x).sum().backward()
+    hooks = tables.existing_hooks(linear)
+    overtaken = hooks.output_call
+    first.remove()
+    assert overtaken is not None
+    assert tap_output(
+        hooks, (threading.get_ident(), 1 << 62, 0), linear, linear(x)
+    )  # the hooks are gone, and nothing is watched
+    second = attach("second")
+    tables.existing_hooks(linear).output_call = overtaken  # left by a thread that has read the old hooks
+    linear(x).sum().backward()
+    second.remove()
+    assert fired == ["first", "second"]

@@ -33,16 +33,17 @@ Began: TypeAlias = tuple[int, int, int]
 class OutputCall:
     """The observers of what comes to a module's output, for all its calls while they stay the same."""
 
-    __slots__ = ("_entries", "order")
+    __slots__ = ("entries", "order")
 
     def __init__(self, entries: tuple[HookAtSite, ...]) -> None:
-        self._entries = entries
+        self.entries = entries
+        """The observers; it is for these alone, and another is made when they change."""
         self.order = max(entry.attachment.order for entry in entries)
         """When the last of them came; it takes part in calls that began later."""
 
     def take_output(self, module: Any, grad: Tensor | None) -> Tensor | None:
         """Fire with the gradient of the output of ``module``; return it."""
-        for entry in self._entries:
+        for entry in self.entries:
             if not entry.attachment.removed:
                 entry.fired += 1
                 entry.last_step = entry.counter.step

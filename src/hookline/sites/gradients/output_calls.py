@@ -27,9 +27,11 @@ thread: Final[Callable[[], int]] = get_ident
 
 def tap_output(hooks: GradientHooks, began: Began, module: Any, output: Any) -> bool:
     """Watch one output that the call has made; return False, and do nothing, where that takes more than a tap."""
-    call = hooks.output_call
-    if call is None:
-        call = hooks.output_call = OutputCall(hooks.backward_pre)
+    call, entries = hooks.output_call, hooks.backward_pre
+    if call is None or call.entries is not entries:  # another thread may have changed the hooks, also just now
+        if not entries:
+            return True
+        call = hooks.output_call = OutputCall(entries)
     if call.order > began[1] or began[0] != get_ident() or not isinstance(output, Tensor):
         return False
     node = output.grad_fn
