@@ -1,7 +1,7 @@
 """Write a file as a whole: a reader finds the old content or the new one, never half of it.
 
-Called for pages, ``run.json``, the file of a flight recorder, and positions of sinks. Files of tensors have writers of
-their own, which work in the same way.
+Called for pages, ``run.json``, the file of a flight recorder, positions of sinks, and what an export is known by.
+Files of tensors have writers of their own, which work in the same way.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from hookline.factories.exporting import export
 from hookline.factories.factory_hook import whole
 from hookline.file_lock import lock_holder, take_lock
 from hookline.messages import caller_stacklevel
+from hookline.replace_file import replace_file
 from hookline.sites.attach import attach
 from hookline.sites.targets import check_model, select
 from hookline.sites.wrappers import unwrap
@@ -111,7 +112,7 @@ def export_activations(
         earlier = written_so_far(Path(folder))
         if not resume and earlier.bytes:
             raise OptionError(f"{_NAME}: {folder} holds an export already; choose another folder, or resume=True.")
-        _check_model_is_the_same(model, Path(folder), begun=bool(earlier.bytes))
+        _compare_weights(model, Path(folder), begun=bool(earlier.bytes))
         due = _DueSequences(sequences, names, earlier, only_last=positions == "last")
         hook = export({**options, "resume": True})
         ran = 0
@@ -129,11 +130,11 @@ def export_activations(
         return ExportedRun(ran, due.skipped, written_so_far(Path(folder)).bytes, hook.is_full)
 
 
-def _check_model_is_the_same(model: nn.Module, folder: Path, *, begun: bool) -> None:
+def _compare_weights(model: nn.Module, folder: Path, *, begun: bool) -> None:
     """Raise if the folder has activations of other weights; else keep what they are known by."""
     path, known_by = folder / _MODEL, _fingerprint(model)
     if not begun or not path.exists():
-        path.write_text(known_by)
+        replace_file(path, known_by)  # half of it, left by a kill, would be another model
     elif path.read_text() != known_by:
         raise OptionError(
             f"{_NAME}: {folder} holds activations of a model with other weights; choose another folder, or delete it."
@@ -148,6 +149,7 @@ def _fingerprint(model: nn.Module) -> str:
         if type(parameter.data) is torch.Tensor and not parameter.is_meta:  # what is sharded has no numbers of its own
             numbers = parameter.detach().reshape(-1)
             some = numbers[:: max(1, numbers.numel() // _COMPARED)][:_COMPARED]
+            some = torch.view_as_real(some) if some.is_complex() else some
             found.update(some.double().cpu().numpy().tobytes())
     return found.hexdigest()
 
