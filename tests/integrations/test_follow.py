@@ -61,6 +61,15 @@ def test_the_loop_is_the_same_to_the_last_bit(parts: Iterable[str]) -> None:
         assert run.manager.fired["trains"] > 10
 
 
+def test_a_budget_that_is_handed_on_to_a_watch_changes_no_bit() -> None:
+    loop = Loop()
+    watch = hl.watch(loop.model, on=("forward", "backward"))
+    with loop.follow([Seen(), watch], loader=loop.loader, budget=0.02):
+        loop.train()
+    assert watch.budget is not None
+    assert nested_differences(loop.left(), _plain()) == []
+
+
 def test_a_hook_that_writes_to_the_model_is_noticed_by_that_comparison() -> None:
     loop = Loop()
     with loop.follow([Nudge()], loader=loop.loader):
