@@ -91,11 +91,12 @@ class Subjects:
         for name, kinds in ways.items():
             if name == "forward" and (mode is not None or os.environ.get(_GRADIENTS_TOO)):
                 continue  # what there is to see shows in both
+            held = _allocated()  # by the models that stand beside this one
             training = Training(setting, batch)
             if kinds:
                 self._kept.append(hl.watch(training.model, HUNDRED, on=kinds, optimizer=training.optimizer))
             training.run = compiled_own(training.model, mode)
-            self.peaks[f"{how} {name}"] = training.peak(nullcontext)
+            self.peaks[f"{how} {name}"] = training.peak(nullcontext) - held
             self.calls[f"{how} {name}"] = training.step, nullcontext
             self.models[how] = f"{training.shape}, bf16 autocast, fused AdamW"
         self.calls[f"{how} bare again"] = self.calls[f"{how} bare"]
@@ -152,6 +153,12 @@ def _setting() -> Setting:
 def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def _allocated() -> float:
+    """GiB that are in use on the device."""
+    gc.collect()
+    return torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
 
 
 def _reset_peak() -> None:
