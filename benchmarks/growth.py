@@ -44,6 +44,7 @@ from hookline import HookPoint, RunDataContext
 COUNTS = (10, 100, 1000, 10_000)
 ELEMENTS = (100, 1000, 10_000, 100_000, 1_000_000, 10_000_000)
 STEPS, LOOKS = 100_000, 20
+_EPOCH = 1000
 RANKS = (1, 2, 4)
 CLIENTS = (1, 4, 16, 64)
 
@@ -160,6 +161,8 @@ def hold_memory(count: int) -> dict[str, list[tuple[float, float]]]:
                 manager.fire(HookPoint.POST_STEP, lambda step=step: RunDataContext(HookPoint.POST_STEP, step))
             if step % 100 == 0:
                 watch.to_metrics(reset=True)
+            if step % _EPOCH == 0:
+                manager.flush_step_metrics(step // _EPOCH)  # what a step returned waits for this, as in every loop
             if step == 1000 or step % (count // LOOKS) == 0:
                 gc.collect()
                 found["resident (RSS)"].append((step, _resident() / 1e6))
