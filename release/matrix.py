@@ -164,8 +164,8 @@ def _run_steps(cell: Cell, package: Path, folder: Path, log: Path) -> str:
     wish = "torch" if cell.torch == "newest" else f"torch=={cell.torch}" + ".*" * (cell.torch.count(".") == 1)
     _install(python, wish, log=log, state="not possible")
     cell.torch = _printed(python, "import torch; print(torch.__version__)")
-    # Pinned, or what follows might bring another torch and the cell would be about that one. Without the build (+cu130),
-    # which not every index has in the name of the file.
+    # Pinned, or what follows might bring another torch and the cell would be about that one. Without the build
+    # (+cu130), which not every index has in the name of the file.
     said = _printed(python, "from importlib.metadata import version; print(version('torch'))")
     pin = "torch==" + said.partition("+")[0]
     _install(python, pin, f"{package}[{cell.extra}]" if cell.extra else str(package), log=log)

@@ -29,8 +29,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "mlflow": (*SHORT_RUN, "--hook-mlflow"),
     "parquet": (*SHORT_RUN, "--hook-parquet"),
     "prometheus": (*SHORT_RUN, "--hook-prometheus", "0"),
-    "experiments": ("run", "digits", "--epochs", "1", "--console", "none"),
-    "all": ("run", "digits", "--epochs", "1", "--console", "none", "--hook-parquet", "--hook-tensorboard"),
+    "experiments": ("run", "digits", "--steps", "3", "--console", "none"),
+    "all": ("run", "digits", "--steps", "3", "--console", "none", "--hook-parquet", "--hook-tensorboard"),
 }
 """A command that needs the extra."""
 
