@@ -232,3 +232,11 @@ def test_a_guard_of_a_model_that_changes_between_firings_learns_it_anew():
                 parameter.zero_()
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         guard.release()
+
+
+def test_a_version_that_misses_attributes_is_not_gone_by() -> None:
+    """That of CPython 3.13.0 stays the same when an attribute is set; a guard that went by it would restore nothing."""
+    versions = _torch.which_dict_version(lambda attributes: hash(tuple(attributes.values())))
+    assert versions is not None
+    assert _torch.which_dict_version(lambda attributes: len(attributes)) is None
+    assert _torch.which_dict_version(None) is None

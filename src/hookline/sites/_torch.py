@@ -1270,12 +1270,28 @@ TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 identity_of: Final[Callable[[Tensor], int]] = operator.attrgetter("_cdata")
 """Which insides a tensor object has; ``torch.utils.swap_tensors`` exchanges those of two objects."""
 
-dict_version: Final[Callable[[dict[Any, Any]], int] | None] = getattr(
-    getattr(torch._C._dynamo, "guards", None), "dict_version", None
-)
+
+class _Probe:
+    """An object whose attribute is set, to see whether that is noticed."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+
+def which_dict_version(found: Callable[[dict[str, Any]], int] | None) -> Callable[[dict[str, Any]], int] | None:
+    """Return ``found`` if it notices that an attribute of an object is set, else None. CPython 3.13.0 tells nobody."""
+    if found is None:
+        return None
+    probe = _Probe()
+    before = found(vars(probe))
+    probe.value = 1
+    return found if found(vars(probe)) != before else None
+
+
+dict_version: Final = which_dict_version(getattr(getattr(torch._C._dynamo, "guards", None), "dict_version", None))
 """Return a number that is another one after any change of a plain dictionary (0.1 µs; guards of compiled code go by
 it): that of CPython itself up to 3.11, from 3.12 on one that torch keeps by CPython's watchers. None where torch has
-none. On 2.11 and 2.13."""
+none, or one that misses changes. On 2.11 to 2.15."""
 
 use_count: Final[Callable[[Tensor], int]] = cast(Any, torch._C.TensorBase)._use_count
 """How many refer to the insides: the object itself, graphs that accumulate into it, views of it."""
