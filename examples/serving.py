@@ -21,10 +21,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hookline.serve.http.http_settings import Settings
-from hookline.serve.http.server import Server
-from hookline.serve.load_model import load
-from hookline.serve.serving_engine import Engine
+from hookline.serve import Engine, Server, Settings, load
 
 TOKEN = "only-for-this-example"
 CHAT_TEMPLATE = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}assistant:"

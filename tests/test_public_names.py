@@ -54,6 +54,9 @@ FUNCTIONS = _named(
         "report": """
         load_run load_runs write_report
     """,
+        "serve": """
+        load make_app
+    """,
         "sglang": """
         register_forward_hook_for_model
     """,
@@ -121,6 +124,9 @@ CLASSES = _named(
         "report": """
         LoadedRun
     """,
+        "serve": """
+        Engine Finished GenerationRequest LiveHook LiveHooks Server Settings StatesOfLayer StatesWanted Ticket Token
+    """,
         "sglang": """
         Dumper DumperConfig ModelRunner ServerArgs TensorDumper
     """,
@@ -162,6 +168,7 @@ LAZY = [
         "metta",
         "observe",
         "report",
+        "serve",
         "sglang",
         "sinks",
         "sites",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,23 @@ def test_padded_packed_and_continuous_runs_are_compared_row_by_row() -> None:
         compare({"h.0": padded.view(10, 8)}, {"h.0": padded})
     with pytest.raises(OptionError, match="padding between"):
         padded_rows(torch.tensor([[1, 0, 1]]))
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "said"),
+    [
+        ((["a"], [0]), (["b"], [0]), "no request in common: A has 'a', B has 'b'. Give both the same names"),
+        ((["a"], [0]), (["a"], [9]), "'a' is in both runs, and no position of it is: A has 0 to 3, B has 9 to 12"),
+        ((list("abcd"), None), (["z"], [0]), "A has 'a', 'b', 'c', … (4 in all), B has 'z'"),
+    ],
+)
+def test_runs_without_a_row_in_common_are_told_the_requests_of_both(of_a: Any, of_b: Any, said: str) -> None:
+    """Names that differ are the usual mistake beside an engine, which makes names up."""
+    x = torch.ones(4, 8)
+    rows = [packed_rows([4 // len(names)] * len(names), names, positions) for names, positions in (of_a, of_b)]
+    with pytest.raises(CompareError, match=re.escape(said)):
+        compare({"h.0": x}, {"h.0": x}, rows=(rows[0], rows[1]))
+    assert compare({"h.0": x}, {"h.0": x}, rows=(rows[0], rows[0])).ok
 
 
 def _run(name: str, values: list[RunValue]) -> RunValues:

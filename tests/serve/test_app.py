@@ -20,6 +20,10 @@ import torch
 from helpers_http import BEARER, served
 from helpers_waiting import PATIENCE, until
 
+import hookline as hl
+from hookline.engines.vllm.worker_calls import _COUNTS
+from hookline.serve.http.metrics_page import Metrics
+
 PROMPT = "A hook sits at a site"
 OTHER = "The quick brown fox jumps over the lazy dog, twice a day."
 GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
@@ -287,6 +291,24 @@ def test_a_hook_goes_on_fires_and_comes_off(client: httpx.Client) -> None:
     assert "there is none" in again.json()["error"]["message"]
 
 
+def test_modules_are_listed_with_the_width_of_what_they_return(client: httpx.Client, alone: Any) -> None:
+    """By the patterns that hooks take; a vector of that width can be steered with, and another one cannot."""
+    listed = client.get("/modules").json()["modules"]
+    assert [each["name"] for each in listed] == hl.find(alone[0]).names
+    blocks = client.get("/modules", params={"pattern": "model.layers.#"}).json()["modules"]
+    parameters = sum(weight.numel() for weight in alone[0].model.layers[0].parameters())
+    expected = {"type": "LlamaDecoderLayer", "parameters": parameters, "width": alone[0].config.hidden_size}
+    assert blocks == [{"name": f"model.layers.{number}", **expected} for number in range(2)]
+    assert client.get("/modules", params={"pattern": "role:attn"}).json()["modules"][0]["type"] == "LlamaAttention"
+    (head,) = client.get("/modules", params={"pattern": "lm_head"}).json()["modules"]
+    steer = {**STATS, "hook_factory": "hookline.factories:steer", "config": {"vector": [0.1] * head["width"]}}
+    assert client.post("/hooks", headers=BEARER, json=steer).status_code == 400
+    added = client.post("/hooks", headers=BEARER, json={**steer, "target_modules": ["lm_head"]}).json()
+    _complete(client)
+    (hook,) = client.get("/hooks").json()["hooks"]
+    assert (hook["id"], hook["fired"], hook["errors"]) == (added["id"], 8, 0)
+
+
 def test_a_hook_that_raises_is_switched_off_and_requests_go_on(client: httpx.Client) -> None:
     """The request in which it breaks is answered like any other; the hook is off, counted, with its error."""
     text = _complete(client)["choices"][0]["text"]
@@ -399,11 +421,16 @@ def test_metrics_are_prometheus_text_and_count_what_happened(server: Any, client
     client.post("/hooks", headers=BEARER, json=export).raise_for_status()
     before = server.engine.counts()["answer_tokens"]
     _complete(client)
+    page = client.get("/metrics").text
+    families = list(text_string_to_metric_families(page))
     samples = {
-        (sample.name, sample.labels.get("metric")): sample.value
-        for family in text_string_to_metric_families(client.get("/metrics").text)
-        for sample in family.samples
+        (sample.name, sample.labels.get("metric")): sample.value for family in families for sample in family.samples
     }
+    for family in families:
+        assert family.type in ("counter", "gauge", "histogram")
+        assert len(family.documentation.split()) >= 3, family.name
+    assert page.count("# HELP ") == page.count("# TYPE ") == len(families)
+    assert b"hookline_engine_eager_steps_total 1.0" in Metrics().page(dict.fromkeys(_COUNTS, 1.0), [])  # of vLLM
     assert samples["hookline_engine_answer_tokens_total", None] == before + 8
     assert samples["hookline_hook_fired_total", None] == 16
     assert samples["hookline_hook_metric", "dropped"] == 0
@@ -457,6 +484,7 @@ def test_the_page_of_the_api_needs_no_internet(client: httpx.Client) -> None:
         "/generate",
         "/v1/models",
         "/hooks/{id}",
+        "/modules",
         "/metrics",
         "/health",
     ):

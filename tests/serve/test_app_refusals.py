@@ -177,13 +177,18 @@ BAD_HOOKS = {
     "a mistyped key": ({"hook_factory": "x:y", "target_module": "x"}, 400, "Did you mean 'target_modules'?"),
     "an unknown kind": ({**SPEC, "on": "forwrd"}, 400, "No kind 'forwrd'"),
     "no match": ({**SPEC, "target_modules": ["model.layrs.#"]}, 400, "No module matches 'model.layrs.#'"),
-    "one of two matches": ({**SPEC, "target_modules": ["model.layers.#", "nope.*"]}, 400, "No module matches 'nope.*'"),
+    "one of two matches": ({**SPEC, "target_modules": ["model.layers.#", "nope.*"]}, 400, "See all: GET /modules."),
     "an unknown factory": ({**SPEC, "hook_factory": "hookline.factories:nope"}, 400, "There is no factory"),
     "no such module": ({**SPEC, "hook_factory": "helpers_http.nope:x"}, 400, "ModuleNotFoundError"),
     "no such name": ({**SPEC, "hook_factory": "helpers_http:nope"}, 400, "has no attribute 'nope'"),
     "not a path": ({**SPEC, "hook_factory": "nonsense"}, 400, "Invalid hook callable path"),
     "a factory that gives None": ({**SPEC, "hook_factory": "helpers_http:gives_none"}, 400, "returned None"),
     "a factory that raises": ({**SPEC, "hook_factory": "helpers_http:raises"}, 400, "no such thing in stock"),
+    "a vector of another length": (
+        {**SPEC, "target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:steer",
+         "config": {"vector": [1.0] * 7}},
+        400, "steer was given what is for 7 numbers, and the output of model.layers.0 has 32 for each token",
+    ),
     "an unknown option": ({**SPEC, "config": {"levle": 1}}, 400, "levle"),
     "raising into requests": ({**SPEC, "on_error": "raise"}, 400, "$.on_error"),
     "another module": ({**SPEC, "hook_factory": "os:system"}, 403, "not allowed"),
@@ -270,7 +275,7 @@ def test_a_server_without_a_token_lets_nobody_change_hooks() -> None:
 def test_everything_can_need_the_token() -> None:
     """With protect="everything" only /health is open; the description says so."""
     client = _without_engine(Settings(token=TOKEN, protect="everything"))
-    for path in ("/hooks", "/metrics", "/v1/models", "/docs", "/openapi.json"):
+    for path in ("/hooks", "/modules", "/metrics", "/v1/models", "/docs", "/openapi.json"):
         _error(client.get(path), 401)
     _error(client.post("/generate", json={"text": "a"}), 401)
     assert client.get("/health").status_code == 503  # there is no model

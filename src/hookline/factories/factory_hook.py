@@ -40,6 +40,8 @@ class FactoryHook:
     """A forward hook that may be on many modules."""
 
     name = "hook"
+    width: int | None = None
+    """How many numbers the last dimension of an output has to have; None if any will do."""
 
     @property
     def __name__(self) -> str:

@@ -126,6 +126,7 @@ class Probe(ActivationStats):
     ) -> None:
         super().__init__(Layout.of(("mean", "max", f"over:{threshold!r}")), add_residual=add_residual)
         self.head = head
+        self.width = head.width
         self.label = label
         self.threshold = threshold
         self._action = action

@@ -129,6 +129,7 @@ class Steer(FactoryHook):
     name = _NAME
 
     def __init__(self, vector: Tensor, strength: float) -> None:
+        self.width = len(vector)
         self.edit: Edit = steer_edit(vector, strength)
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> Any:

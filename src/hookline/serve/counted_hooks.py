@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -39,6 +40,9 @@ _CONSEQUENCES: Final = {
 class CountedHook(ErrorHandlingHook):
     """A hook with what is known of it: calls, seconds, errors."""
 
+    widths: Mapping[str, int] = MappingProxyType({})
+    """How many numbers the output of a module has for a token, where that is known."""
+
     def __init__(self, hook: Any, *, name: str, on_error: str, wants_site: bool) -> None:
         super().__init__(hook, ErrorPolicy(on_error, logger, _CONSEQUENCES), name, wants_site)
         self.__qualname__ = name  # reports call it by this
@@ -48,6 +52,18 @@ class CountedHook(ErrorHandlingHook):
         """How long it took, on the host."""
         self.in_graph = False
         """Whether it may be part of compiled code, where only its receipt counts."""
+
+    def check_sites(self, names: Sequence[str]) -> None:
+        """Raise if the hook is made for outputs of another width than that of a module in ``names``."""
+        width = self.hook.width if isinstance(self.hook, FactoryHook) else None
+        for name in names if width is not None else ():
+            found = self.widths.get(name, width)
+            if found != width:
+                raise OptionError(
+                    f"{self.hook.name} was given what is for {width} numbers, and the output of "
+                    f"{name or 'the model'} has {found} for each token: give it one of {found}, or name modules whose "
+                    f"output has {width}."
+                )
 
     @property
     def errors(self) -> int:
@@ -135,8 +151,16 @@ class _CountedEdit(CountedHook):
 class CountingFactory:
     """Wrap the factory of a spec, and keep what it makes."""
 
-    def __init__(self, spec: HookSpec, allow: tuple[str, ...] | None, *, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        spec: HookSpec,
+        allow: tuple[str, ...] | None,
+        *,
+        compiled: bool = False,
+        widths: Mapping[str, int] | None = None,
+    ) -> None:
         self.spec = spec
+        self._widths = widths or {}
         self._compiled = compiled
         self.hook: Any = None
         self.counted: CountedHook | None = None
@@ -157,6 +181,7 @@ class CountingFactory:
         if not edits and isinstance(self.hook, PerSiteHook) and self.hook.is_per_site:
             counted = _CountedPerSite
         self.counted = counted(self.hook, name=name, on_error=spec.on_error, wants_site=wants_site)
+        self.counted.widths = self._widths
         self._check_compiled(self.counted)
         return self.counted
 

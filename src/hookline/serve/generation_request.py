@@ -34,7 +34,8 @@ class StatesWanted:
 
     Recipe::
 
-        GenerationRequest("r1", prompt_ids, states=StatesWanted(("model.layers.#",), positions="last"))
+        wanted = hookline.serve.StatesWanted(("model.layers.#",), positions="last")
+        engine.submit(hookline.serve.GenerationRequest("r1", prompt_ids=(5, 6, 7), states=wanted), on_event=print)
 
     The token that is sampled last goes through no forward, so that an answer of n tokens has the states of n - 1.
     """
@@ -65,8 +66,8 @@ class GenerationRequest:
 
     Recipe::
 
-        request = GenerationRequest("r1", prompt_ids=tuple(tokenizer("Once upon").input_ids), max_tokens=32)
-        engine.submit(request, print)
+        request = hookline.serve.GenerationRequest("r1", prompt_ids=(5, 6, 7), max_tokens=8, temperature=0.7, seed=1)
+        engine.submit(request, on_event=print)
     """
 
     id: str
@@ -114,7 +115,17 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One more token of an answer."""
+    """One more token of an answer.
+
+    Recipe::
+
+        def on_event(event):
+            if isinstance(event, hookline.serve.Token):
+                print(event.text, end="")
+
+
+        engine.submit(hookline.serve.GenerationRequest("r1", prompt_ids=(5, 6, 7)), on_event)
+    """
 
     id: int
     """Its number in the vocabulary; the end-of-text token is reported too."""
@@ -128,7 +139,10 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class StatesOfLayer:
-    """Hidden states of one layer, of one request alone; a copy."""
+    """Hidden states of one layer, of one request alone; a copy.
+
+    Recipe: ``finished.states["model.layers.0"].values``, of the `Finished` of a request.
+    """
 
     positions: list[int]
     """The position in the sequence of each row of ``values``, rising."""
@@ -138,7 +152,19 @@ class StatesOfLayer:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of a request."""
+    """The last event of a request.
+
+    Recipe::
+
+        def on_event(event):
+            if isinstance(event, hookline.serve.Finished):
+                for layer, found in (event.states or {}).items():
+                    print(layer, found.positions, found.values.shape)
+
+
+        wanted = hookline.serve.StatesWanted(("model.layers.#",))
+        engine.submit(hookline.serve.GenerationRequest("r1", prompt_ids=(5, 6, 7), states=wanted), on_event)
+    """
 
     reason: Literal["stop", "length", "cancelled", "error"]
     """An end-of-text token or a stop text; ``max_tokens``; a cancel, or an engine that closed; a failure."""

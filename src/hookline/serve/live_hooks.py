@@ -58,8 +58,12 @@ class Between(Protocol):
 class LiveHook:
     """A hook on a served model, and what it has done.
 
-    Recipe: ``print(engine.hooks.list()[0].fired)``. Its figures are those of the moment they are read, also after it
-    was removed.
+    Recipe::
+
+        for hook in engine.hooks.list():
+            print(hook.id, hook.matched, hook.fired, hook.last_error)
+
+    Its figures are those of the moment they are read, also after it was removed.
     """
 
     id: str
@@ -135,9 +139,17 @@ class LiveHooks:
     """
 
     def __init__(
-        self, model: nn.Module, between: Between, *, allow: Iterable[str] | None, on_error: str = "disable"
+        self,
+        model: nn.Module,
+        between: Between,
+        *,
+        allow: Iterable[str] | None,
+        on_error: str = "disable",
+        widths: Mapping[str, int] | None = None,
     ) -> None:
         self._model = model
+        self._widths = widths or {}
+        """How many numbers the output of a module has for a token, where that is known."""
         self._between = between
         self._allow = allow
         self._on_error = on_error
@@ -169,6 +181,7 @@ class LiveHooks:
 
         Raises:
             NotAllowedError, NoMatchError, OptionError, ValueError, AttributeError, ImportError: As `register_hooks`.
+            OptionError: Its vector or head is not as long as the output of a module, where the engine knows that.
             Exception: Whatever the factory raises.
         """
         added = self.add_all([spec], allow=allow, strict=strict, origin=origin)
@@ -229,7 +242,7 @@ class LiveHooks:
 
     def _add(self, specs: _Specs, allow: tuple[str, ...] | None, strict: bool, origin: Origin) -> _Hooks:
         checked = [self._checked(spec) for spec in specs]
-        factories = [CountingFactory(spec, allow, compiled=self._is_compiled) for spec in checked]
+        factories = [CountingFactory(spec, allow, compiled=self._is_compiled, widths=self._widths) for spec in checked]
         ready = [
             replace(spec, hook_factory=factory, on_error="raise") if spec.hook_factory is not None else spec
             for spec, factory in zip(checked, factories, strict=True)

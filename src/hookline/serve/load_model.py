@@ -33,7 +33,7 @@ def load(
 
     Recipe::
 
-        model, tokenizer = load("models/llama", dtype="bfloat16", device="cuda")
+        model, tokenizer = hookline.serve.load("models/tiny", dtype="float32", device="cpu")
 
     Args:
         path: The folder: ``config.json``, weights in safetensors, a tokenizer.

@@ -46,11 +46,12 @@ class Engine:
 
     Recipe::
 
-        model, tokenizer = load("models/llama")
-        engine = Engine(model, tokenizer)
+        model, tokenizer = hookline.serve.load("models/tiny", device="cpu")
+        engine = hookline.serve.Engine(model, tokenizer)
         engine.start()
-        ticket = engine.submit(GenerationRequest("r1", tuple(tokenizer("Once upon a").input_ids)), on_event=print)
-        engine.close()
+        prompt = tuple(tokenizer("Once upon a").input_ids)
+        engine.submit(hookline.serve.GenerationRequest("r1", prompt, max_tokens=8), on_event=print)
+        engine.close()  # after the last token: what was submitted is finished first
 
     New requests join between two rounds. The answer of a request does not depend on what runs beside it, but for the
     rounding of sums that batches of other sizes add up in another order. A prompt is run in one piece, up to 16,384
@@ -92,9 +93,12 @@ class Engine:
         self.tokenizer = tokenizer
         self.max_sequence = longest_sequence(model, max_sequence)
         self._forward = BatchForward(model)
+        shapes = probe_model(self._forward, batches=max_batch > 1)
+        self.widths = {source.name: shape.features for source, shape in shapes.items() if source.of == "output"}
+        """How many numbers the output of each module has for a token; without modules that have no row for each."""
         self._validator = RequestValidator(
             model,
-            probe_model(self._forward, batches=max_batch > 1),
+            shapes,
             max_sequence=self.max_sequence,
             vocabulary=self._forward.vocabulary,
             captured_bytes=captured_bytes,
@@ -117,7 +121,7 @@ class Engine:
         self._is_closing = False
         self._is_over = False
         self._deadline = float("inf")
-        self.hooks = LiveHooks(model, self.between, allow=allow, on_error=on_error)
+        self.hooks = LiveHooks(model, self.between, allow=allow, on_error=on_error, widths=self.widths)
 
     # -- from any thread -------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -132,6 +132,8 @@ def _prepare(
     found = find_sites(model, spec, strict=strict)
     if found is None:
         raise _SkippedError(f"No modules matched hook spec '{spec.name}' patterns={list(spec.target_modules)}")
+    if isinstance(hook, ErrorHandlingHook):
+        hook.check_sites(found.names)
     return attachment, found.attach
 
 
@@ -260,6 +262,9 @@ class ErrorHandlingHook:
         self.off = False
         """Whether an error has switched it off."""
         self._wants_site = wants_site
+
+    def check_sites(self, names: Sequence[str]) -> None:
+        """Raise if the hook cannot be on the sites ``names``; called before it is attached to any of them."""
 
     def _invoke(self, args: tuple[Any, ...], site: Any) -> Any:
         return self.hook(*args, site=site) if self._wants_site else self.hook(*args)

@@ -11,7 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from hookline.debug.compare.row_matching import has_other_columns, has_same_rows, has_unique_rows, match_rows
+from hookline.debug.compare.row_matching import (
+    has_other_columns,
+    has_same_rows,
+    has_unique_rows,
+    match_rows,
+    why_no_rows,
+)
 from hookline.debug.compare.run_values import RunValue
 from hookline.debug.compare.tensor_errors import tensor_errors
 from hookline.debug.trace.trace_record import RowKey
@@ -109,8 +115,7 @@ class CallMatcher:
     def _match_rows(self, a: Sequence[RunValue], b: Sequence[RunValue]) -> None:
         found = match_rows(a, b)
         if found is None:
-            shapes = f"{a[0].shape} in A, {b[0].shape} in B"
-            self._refuse(a[0], b[0], f"no row of one run is in the other, or their shapes differ: {shapes}")
+            self._refuse(a[0], b[0], why_no_rows(a, b))
             return
         left = [f"{count} only in {side}" for side, count in (("A", found.left_a), ("B", found.left_b)) if count]
         rest = f" ({', '.join(left)})" if left else ""

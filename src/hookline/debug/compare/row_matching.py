@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,7 +15,10 @@ from torch import Tensor
 from hookline.debug.compare.run_values import RunValue
 from hookline.debug.trace.trace_record import RowKey
 
-__all__ = ["RowMatch", "has_other_columns", "has_same_rows", "has_unique_rows", "match_rows"]
+__all__ = ["RowMatch", "has_other_columns", "has_same_rows", "has_unique_rows", "match_rows", "why_no_rows"]
+
+_MAX_NAMES: Final = 3
+"""Requests of each run that a message names."""
 
 
 @dataclass(slots=True)
@@ -70,6 +74,35 @@ def match_rows(values_a: Sequence[RunValue], values_b: Sequence[RunValue]) -> Ro
         len(places_a) - len(keys),
         len(places_b) - len(keys),
     )
+
+
+def why_no_rows(values_a: Sequence[RunValue], values_b: Sequence[RunValue]) -> str:
+    """Return why `match_rows` finds no row that both sides have, with the names of their requests."""
+    if len({_row_shape(value) for value in (*values_a, *values_b)}) != 1:
+        return f"their shapes differ: {values_a[0].shape} in A, {values_b[0].shape} in B"
+    places = _places(values_a), _places(values_b)
+    requests = [list(dict.fromkeys(key.request for key in keys)) for keys in places]
+    both = [name for name in requests[0] if name in requests[1]]
+    if both:
+        where = [_positions(keys, both[0]) for keys in places]
+        return (
+            f"request {both[0]!r} is in both runs, and no position of it is: A has {where[0]}, B has {where[1]}. "
+            "Trace the same tokens"
+        )
+    return (
+        f"A and B have no request in common: A has {_some(requests[0])}, B has {_some(requests[1])}. Give both the "
+        "same names: set_rows([name, …]) of a trace; X-Request-Id, rid or the id of the request on a served model"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:_MAX_NAMES]))
+    return f"{shown}, … ({len(names)} in all)" if len(names) > _MAX_NAMES else shown or "none"
+
+
+def _positions(keys: Iterable[RowKey], request: str) -> str:
+    found = sorted(-1 if key.position is None else key.position for key in keys if key.request == request)
+    return "the request as a whole" if found[0] < 0 else f"{found[0]} to {found[-1]}"
 
 
 def _row_shape(value: RunValue) -> tuple[int, ...]:

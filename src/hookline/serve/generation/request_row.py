@@ -243,7 +243,14 @@ class RequestRow:
 
 
 class Ticket:
-    """Cancel a request; `Engine.submit` returns it."""
+    """Cancel a request; `Engine.submit` returns it.
+
+    Recipe::
+
+        request = hookline.serve.GenerationRequest("r1", prompt_ids=(5, 6, 7), max_tokens=64)
+        ticket = engine.submit(request, on_event=print)
+        ticket.cancel()
+    """
 
     def __init__(self, row: RequestRow, wake: Callable[[], None]) -> None:
         self._row = row

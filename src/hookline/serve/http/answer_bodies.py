@@ -14,6 +14,7 @@ __all__ = [
     "ChatCompletion",
     "Completion",
     "ErrorAnswer",
+    "FoundModules",
     "Generated",
     "Health",
     "HookAnswer",
@@ -230,6 +231,26 @@ class HookList(_AnswerBody):
     """The attached hooks."""
 
     hooks: list[HookAnswer]
+
+
+class ModuleAnswer(_AnswerBody):
+    """A module of the model that is served."""
+
+    name: str
+    """As hooks and hidden states name it; empty for the model itself."""
+    type: str
+    """Its class."""
+    parameters: int
+    """How many numbers it has in its parameters, with those of the modules in it."""
+    width: int | None
+    """How many numbers its output has for each token: the length of a vector for `steer`. None if it has no row for
+    each token."""
+
+
+class FoundModules(_AnswerBody):
+    """The modules that a pattern matches."""
+
+    modules: list[ModuleAnswer]
 
 
 class Model(_AnswerBody):

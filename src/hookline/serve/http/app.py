@@ -46,8 +46,9 @@ def make_app(engine: Engine | None, settings: Settings | None = None) -> Any:
 
     Recipe::
 
-        app = make_app(engine, Settings(model_name="tiny", token="secret"))
-        uvicorn.run(app, host="127.0.0.1")
+        app = hookline.serve.make_app(engine, hookline.serve.Settings(model_name="tiny", token="secret"))
+
+    Any ASGI server runs it, as ``uvicorn.run(app, host="127.0.0.1")``; `Server` is one.
     """
     settings = settings or Settings()
     metrics = Metrics()
@@ -100,6 +101,10 @@ class _Routes:
             )  # fmt: skip
         HookPaths(self._hooks).add_to(app)
         app.add_api_route(
+            "/modules", self.list_modules, methods=["GET"], tags=["hooks"], name="list_modules",
+            response_model=answers.FoundModules, responses=can_fail(400, 401, 503),
+        )  # fmt: skip
+        app.add_api_route(
             "/health", self.health, methods=["GET"], tags=["server"], name="health",
             response_model=answers.Health, responses={503: {"model": answers.Health}},
         )  # fmt: skip
@@ -138,6 +143,10 @@ class _Routes:
         """Name the model that is served."""
         model = {"id": self.settings.model_name, "object": "model", "created": self.serving.started}
         return json_response({"object": "list", "data": [{**model, "owned_by": "hookline"}]})
+
+    async def list_modules(self, pattern: str = "*") -> Any:
+        """List the modules that hooks and hidden states may name: all, or those of `?pattern=model.layers.*`."""
+        return json_response({"modules": await self._hooks.modules(pattern)})
 
     async def health(self) -> Any:
         """Tell whether the server takes requests: 200 if so, 503 while it loads or stops, or if its engine failed."""

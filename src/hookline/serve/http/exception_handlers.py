@@ -17,6 +17,7 @@ from fastapi.responses import Response
 from hookline.errors import HooklineError
 from hookline.serve.http.error_answers import Refused, error_body, refusal_from_error, refusal_from_validation, to_json
 from hookline.serve.http.request_bodies import keys_at
+from hookline.sites.targets import SEE_ALL
 
 __all__ = ["add_exception_handlers", "json_response"]
 
@@ -41,8 +42,11 @@ def _refused(refused: Refused) -> Any:
     )
 
 
-async def _on_refused(_: HttpRequest, error: Exception) -> Any:
-    return _refused(refusal_from_error(error))
+async def _on_refused(http: HttpRequest, error: Exception) -> Any:
+    refused = refusal_from_error(error)
+    if any(route.path == "/modules" for route in http.app.routes):  # beside another engine's routes there is none
+        refused.message = refused.message.replace(SEE_ALL, "See all: GET /modules.")
+    return _refused(refused)
 
 
 async def _on_body(http: HttpRequest, error: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Attach, list and remove hooks over HTTP: between two forwards, on the engine's own thread.
+"""Attach, list and remove hooks over HTTP: between two forwards, on the engine's own thread. List modules.
 
 The app calls `HookRoutes`, which asks the engine's `LiveHooks`. A spec that comes over HTTP is not
 trusted: its factory has to be on the allow-list, its paths in the export folder.
@@ -6,6 +6,7 @@ trusted: its factory has to be on the allow-list, its paths in the export folder
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ from hookline.serve.http.http_settings import Settings
 from hookline.serve.http.metrics_page import HookFigures
 from hookline.serve.http.request_bodies import HookBody
 from hookline.serve.live_hooks import LiveHook
+from hookline.serve.serving_engine import Engine
+from hookline.sites.find import find
 from hookline.specs.hook_spec import HookSpec
 
 __all__ = ["HookRoutes", "hook_to_json", "shown_config", "spec_from_body", "values_from_body"]
@@ -208,6 +211,12 @@ class HookRoutes:
     def _to_json(self, live: LiveHook) -> dict[str, Any]:
         return hook_to_json(live, self._settings.export_dir)
 
+    async def modules(self, pattern: str) -> Sequence[dict[str, Any]]:
+        """Return the modules that `pattern` matches, as ``GET /modules`` shows them."""
+        engine = self._serving.ready()
+        # In a thread: of a thousand modules it takes milliseconds, for which no other client should wait.
+        return await asyncio.to_thread(_modules, engine, pattern)
+
     async def figures(self) -> Sequence[HookFigures]:
         """Return what ``/metrics`` shows of hooks; nothing while there is no engine."""
         if self._serving.status != "ready":
@@ -215,6 +224,18 @@ class HookRoutes:
         hooks = self._serving.ready().hooks
         metrics = await self._serving.on_engine(hooks.metrics)  # clients may ask as often as they like
         return [(self._to_json(each), metrics.get(each.id, {})) for each in hooks.list()]
+
+
+def _modules(engine: Engine, pattern: str) -> Sequence[dict[str, Any]]:
+    return [
+        {
+            "name": site.name,
+            "type": site.type,
+            "parameters": site.num_parameters,
+            "width": engine.widths.get(site.name),
+        }
+        for site in find(engine.model, pattern)
+    ]
 
 
 def _failed(spec: HookSpec, error: Exception) -> str:

@@ -24,7 +24,10 @@ Protect = Literal["hooks", "everything"]
 class Settings:
     """Settings of the server.
 
-    Recipe: ``make_app(engine, Settings(model_name="tiny", token="secret", export_dir=Path("exports")))``.
+    Recipe::
+
+        settings = hookline.serve.Settings(model_name="tiny", token="secret", protect="everything")
+        app = hookline.serve.make_app(engine, settings)
     """
 
     model_name: str = "model"

@@ -6,7 +6,6 @@ every request. The registry is its own, so that nothing else of the process appe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -14,7 +13,6 @@ from hookline.errors import MissingPackageError
 
 __all__ = ["HookFigures", "Metrics"]
 
-_FORBIDDEN: Final = re.compile(r"[^a-zA-Z0-9_]")
 _BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Of a request that generates, in seconds; prometheus_client's own end at 10."""
 
@@ -74,19 +72,38 @@ class _Now:
         return iter(self._families)
 
 
-_GAUGES: Final = frozenset(
-    {"requests_waiting", "requests_running", "captured_bytes_reserved", "captured_bytes_limit", "hooks"}
-)
-"""Counts of the engine that go down again; all others only grow."""
+_OF_ENGINE: Final = {
+    "requests_accepted": ("Sequences that were taken into the queue", True),
+    "requests_refused": ("Sequences that were refused with 429 because too many waited", True),
+    "requests_stop": ("Sequences that ended at an end-of-text token or a stop text", True),
+    "requests_length": ("Sequences that ended because they had max_tokens tokens", True),
+    "requests_cancelled": ("Sequences that were cancelled, as by a client that went away", True),
+    "requests_error": ("Sequences that ended with an error", True),
+    "requests_waiting": ("Sequences that wait for their turn now", False),
+    "requests_running": ("Sequences in the running batch now", False),
+    "prompt_tokens": ("Tokens of the prompts of requests that were run", True),
+    "not_computed": ("Tokens of prompts that the engine took from its prefix cache, so that no hook saw them", True),
+    "answer_tokens": ("Tokens that were sampled", True),
+    "prefill_forwards": ("Forwards of the model over prompts", True),
+    "decode_forwards": ("Forwards of the model over one token of each answer", True),
+    "forward_seconds": ("Seconds that the engine spent in forwards of the model", True),
+    "captured_bytes": ("Bytes of hidden states that were gathered for requests", True),
+    "captured_bytes_reserved": ("Bytes of hidden states that running requests may still want", False),
+    "captured_bytes_limit": ("The most bytes of hidden states that may be reserved", False),
+    "hooks": ("Hooks that are attached now", False),
+    "steps": ("Steps of the engine, each a forward over one batch", True),
+    "eager_steps": ("Steps that ran eagerly, so that hooks fired", True),
+}
+"""What the counts of our engine and of other engines' workers mean, and whether each only grows."""
 
 
 def _engine_families(counts: Mapping[str, float]) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     for key, value in sorted(counts.items()):
-        kind = GaugeMetricFamily if key in _GAUGES else CounterMetricFamily
-        words = key.replace("_", " ")
-        yield kind(f"hookline_engine_{_FORBIDDEN.sub('_', key)}", f"Engine: {words}", value=float(value))
+        words, grows = _OF_ENGINE[key]
+        kind = CounterMetricFamily if grows else GaugeMetricFamily
+        yield kind(f"hookline_engine_{key}", words, value=float(value))
 
 
 _OF_HOOKS: Final = (

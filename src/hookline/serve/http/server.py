@@ -56,8 +56,11 @@ class Server:
 
     Recipe::
 
-        server = Server(lambda: Engine(model, tokenizer), Settings(model_name="tiny"), port=0)
-        server.start()  # returns when it answers; server.url
+        serve = hookline.serve
+        settings = serve.Settings(model_name="tiny", token="secret")
+        server = serve.Server(lambda: serve.Engine(*serve.load("models/tiny", device="cpu")), settings)
+        server.start()  # returns when it answers
+        print(server.url)
         server.stop()  # what runs is finished, hooks are flushed
 
     Args:
