@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import sys
@@ -12,6 +13,7 @@ from collections import deque
 import pytest
 import torch
 from helpers_hooks import context, fire, intervention, observer
+from helpers_host_calls import counting
 from helpers_waiting import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -442,3 +444,16 @@ def test_a_moment_that_is_told_by_halves_or_twice_is_an_error(call, message):
         with pytest.raises(OptionError, match=message):
             call(manager)
     assert hook.seen == []
+
+
+@pytest.mark.parametrize(("pure", "most"), [(True, 17), (False, 35)])
+def test_a_firing_makes_few_calls(pure, most):
+    """Of functions of ours: those of one hook that returns a number; most of the time of a firing is calls."""
+    manager = HookManager(hooks=[observer("a", POST_STEP, returns={"x": 1.0}, pure=pure)])
+    manager.reset_all()  # the streams of hooks too, which other tests have moved
+    manager.advance_step()
+    make = functools.partial(RunDataContext, POST_STEP, 0)
+    manager.fire(POST_STEP, make)
+    with counting() as calls:
+        assert manager.fire(POST_STEP, make) == {"a/x": 1.0}
+    assert calls.total() <= most, calls

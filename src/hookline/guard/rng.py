@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from hookline.guard.stream_memory import PYTHON_STREAM, STORED_NORMAL, TWISTER_BYTES
+from hookline.guard.stream_memory import PYTHON_STREAM, STORED_NORMAL, TWISTER_BYTES, is_same_state
 
 __all__ = [
     "GENERATOR_TYPES",
@@ -43,8 +43,8 @@ __all__ = [
 GENERATOR_TYPES: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 """The types that ``generators=`` takes, and that are found on models, loaders and samplers."""
 _Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-_NUMPY: Final[Any] = np.random
-"""NumPy's annotations leave out the functions that exchange its global stream."""
+_NUMPY: Final[Any] = np.random  # its annotations leave out the functions that exchange its global stream
+_Twister: Final = np.random.MT19937
 _CPU_STREAMS: Final[dict[str, Any]] = {"torch": torch.default_generator, "python": random}
 _PYTHON: Final[Any] = random.random.__self__  # type: ignore[attr-defined]
 """The generator behind the functions of the module ``random``."""
@@ -53,19 +53,23 @@ _PYTHON: Final[Any] = random.random.__self__  # type: ignore[attr-defined]
 class _HookStreams:
     """The streams that hooks draw from, of the process."""
 
-    numpy: np.random.MT19937 | None = None
-    """The stream of NumPy's global functions inside `kept_rng`; continues from one block to the next."""
-    base = 0
-    """Its seed, made of the seeds of torch and NumPy at the first block of a run."""
-    num_nested = 0
-    """How many more streams were made for blocks inside blocks, which must not move the stream of the outer one."""
-    in_use: Final[list[Any]] = []
-    """The NumPy streams of the blocks that are open, the innermost last."""
-    marks: Final[dict[str, tuple[Any, int]]] = {}
-    """For each other stream, its state in the run (or the `_digest` of it) when hooks last drew, and how many firings
-    before had found it there."""
-    run_seed: int | None = None
-    """The seed of the run, while hooks fire."""
+    def __init__(self) -> None:
+        self.numpy: np.random.MT19937 | None = None
+        """The stream of NumPy's global functions inside `kept_rng`; continues from one block to the next."""
+        self.base = 0
+        """Its seed, made of the seeds of torch and NumPy at the first block of a run."""
+        self.num_nested = 0
+        """How many more streams were made for blocks inside blocks, which must not move the stream of the outer one."""
+        self.in_use: Final[list[Any]] = []
+        """The NumPy streams of the blocks that are open, the innermost last."""
+        self.marks: Final[dict[str, tuple[Any, int]]] = {}
+        """For each other stream, its state in the run (or its `_digest`) when hooks last drew, and how many firings
+        before had found it there."""
+        self.run_seed: int | None = None
+        """The seed of the run, while hooks fire."""
+
+
+_HOOKS: Final = _HookStreams()
 
 
 class kept_rng:
@@ -76,14 +80,14 @@ class kept_rng:
         with hookline.guard.rng.kept_rng():
             anything()  # may draw from torch, NumPy, Python
 
-    About 10 µs. NumPy's global functions draw from a stream of ours meanwhile, which goes on in the next block; the
-    others go on from where they are. May be nested.
+    8 µs. NumPy's global functions draw from a stream of ours meanwhile, which goes on in the next block; the others
+    go on from where they are. May be nested.
     """
 
     __slots__ = ("_generators", "_numpy", "_others", "_states")
 
     def __init__(self, *, generators: Iterable[_Generator] = ()) -> None:
-        self._generators = tuple(generators)
+        self._generators = generators
 
     def __enter__(self) -> None:
         self._states = _positions()
@@ -106,37 +110,44 @@ class hook_rng(kept_rng):
 
     torch and Python go on from where the run is, so that a forward with dropout drops what the next step would. Where
     the run has not drawn since hooks did (a run of full batches never does), those would be the same numbers again:
-    then the stream is seeded by where the run is and how often hooks have been there.
+    then the stream is seeded by where the run is and how often hooks have been there. About 12 µs.
     """
 
     __slots__ = ("_begin", "_outer_seed", "_repeats", "_undone")
 
     def __init__(self, *, undone: bool = True, generators: Iterable[_Generator] = ()) -> None:
         """Keep all streams; ``undone``: what a hook draws may be taken back before the block ends."""
-        super().__init__(generators=generators)
+        self._generators = generators
         self._undone = undone
 
     def __enter__(self) -> None:
-        super().__enter__()
-        self._outer_seed = _HookStreams.run_seed
-        _HookStreams.run_seed = run_seed()
+        kept_rng.__enter__(self)
+        self._outer_seed = _HOOKS.run_seed
+        _HOOKS.run_seed = run_seed()
+        self._begin = self._states
         self._repeats: dict[str, int] = {}
+        if _HOOKS.marks:
+            self._seed_where_hooks_drew(_HOOKS.marks)
+
+    def _seed_where_hooks_drew(self, marks: Mapping[str, tuple[Any, int]]) -> None:
+        """Seed each stream that is where the hooks of an earlier firing found it, and drew."""
         for name, state in self._states.items():
-            mark, repeats = _HookStreams.marks.get(name, (None, 0))
-            if mark is not None and (mark == _digest(state) if isinstance(mark, int) else _is_same(mark, state)):
+            mark, repeats = marks.get(name, (None, 0))
+            if mark is not None and (mark == _digest(state) if isinstance(mark, int) else is_same_state(mark, state)):
                 self._repeats[name] = repeats + 1
                 stream, seed = _stream(name), _hashed(name, _digest(state), repeats + 1)
                 (stream.manual_seed if isinstance(stream, torch.Generator) else stream.seed)(seed)
-        self._begin = _positions() if self._repeats and not self._undone else self._states
+        if self._repeats and not self._undone:
+            self._begin = _positions()
 
     def __exit__(self, *exc_info: object) -> None:
         drawn = self._states
         if not self._undone:  # a firing that draws nothing changes nothing for the next
             now = _positions()
-            drawn = {name: state for name, state in drawn.items() if not _is_same(now[name], self._begin[name])}
+            drawn = {name: state for name, state in drawn.items() if not is_same_state(now[name], self._begin[name])}
         for name, state in drawn.items():  # not in __enter__, since a firing inside has left its own marks
-            _HookStreams.marks[name] = state, self._repeats.get(name, 0)
-        _HookStreams.run_seed = self._outer_seed
+            _HOOKS.marks[name] = state, self._repeats.get(name, 0)
+        _HOOKS.run_seed = self._outer_seed
         self._put_back(self._states if self._repeats else drawn)
 
 
@@ -149,7 +160,7 @@ class RandomStates:
         self._is_where_it_was = False
         self._states = _positions()
         self._numpy = _numpy_position()
-        self._is_of_hooks = any(self._numpy.stream is stream for stream in _HookStreams.in_use)
+        self._is_of_hooks = any(self._numpy.stream is stream for stream in _HOOKS.in_use)
         self._others = [(generator, state_of(generator)) for generator in generators]
 
     def restore(self, *, own: bool = True, looked: bool = False) -> None:
@@ -163,7 +174,7 @@ class RandomStates:
             _set_position(name, position)
         for generator, state in () if is_there else self._others:
             set_state(generator, state)
-        if _HookStreams.in_use and not self._is_of_hooks:
+        if _HOOKS.in_use and not self._is_of_hooks:
             # Saved outside of the firing: hooks get its numbers, the run's own stream stays where it is.
             _NUMPY.set_bit_generator(type(self._numpy.stream)())
             _set_numpy_position(self._numpy)
@@ -178,15 +189,15 @@ class RandomStates:
     def changed(self) -> list[str]:
         """Return the names of the streams that have moved since."""
         now, before = _positions(), self._states
-        moved = [name for name, state in now.items() if name not in before or not _is_same(before[name], state)]
+        moved = [name for name, state in now.items() if name not in before or not is_same_state(before[name], state)]
         names = [_spoken(name) for name in moved]
         numpy = _numpy_position()
-        is_same = _is_same(numpy.numbers, self._numpy.numbers) and numpy.stored == self._numpy.stored
+        is_same = is_same_state(numpy.numbers, self._numpy.numbers) and numpy.stored == self._numpy.stored
         names += [] if is_same else [_spoken("NumPy")]
         names += [
             f"generator {number} ({type(generator).__name__})"
             for number, (generator, state) in enumerate(self._others)
-            if not _is_same(state_of(generator), state)
+            if not is_same_state(state_of(generator), state)
         ]
         self._is_where_it_was = not names
         return names
@@ -200,32 +211,32 @@ def stream_states() -> dict[str, Any]:
 
 def run_seed() -> int:
     """Return the seed that the run has given torch, also while hooks draw from other streams."""
-    return torch.initial_seed() if _HookStreams.run_seed is None else _HookStreams.run_seed
+    return torch.default_generator.initial_seed() if _HOOKS.run_seed is None else _HOOKS.run_seed
 
 
 def hook_stream() -> dict[str, Any]:
     """Return the states of the streams of hooks, for a checkpoint; plain values."""
     return {
-        "numpy": None if _HookStreams.numpy is None else _HookStreams.numpy.state,
-        "base": _HookStreams.base,
-        "others": _HookStreams.num_nested,
-        "marks": {name: [_digest(mark), repeats] for name, (mark, repeats) in _HookStreams.marks.items()},
+        "numpy": None if _HOOKS.numpy is None else _HOOKS.numpy.state,
+        "base": _HOOKS.base,
+        "others": _HOOKS.num_nested,
+        "marks": {name: [_digest(mark), repeats] for name, (mark, repeats) in _HOOKS.marks.items()},
     }
 
 
 def set_hook_stream(state: Mapping[str, Any]) -> None:
     """Set the streams of hooks to a ``state`` that `hook_stream` returned."""
-    _HookStreams.numpy, _HookStreams.num_nested, _HookStreams.base = None, state["others"], state.get("base", 0)
-    _HookStreams.marks.clear()
-    _HookStreams.marks.update({name: (mark, repeats) for name, (mark, repeats) in state.get("marks", {}).items()})
+    _HOOKS.numpy, _HOOKS.num_nested, _HOOKS.base = None, state["others"], state.get("base", 0)
+    _HOOKS.marks.clear()
+    _HOOKS.marks.update({name: (mark, repeats) for name, (mark, repeats) in state.get("marks", {}).items()})
     if state["numpy"] is not None:
-        _HookStreams.numpy = np.random.MT19937(0)
-        _HookStreams.numpy.state = state["numpy"]
+        _HOOKS.numpy = np.random.MT19937(0)
+        _HOOKS.numpy.state = state["numpy"]
 
 
 def restart_hook_stream() -> None:
     """Restart the streams of hooks for another run, so that equal runs in one process draw the same."""
-    if not _HookStreams.in_use:  # a hook that trains a run of its own draws on
+    if not _HOOKS.in_use:  # a hook that trains a run of its own draws on
         set_hook_stream({"numpy": None, "others": 0})
 
 
@@ -274,21 +285,21 @@ def _exchange_numpy() -> tuple[Any, Any]:
     """Let NumPy draw from a stream of ours; return its own, and the second number of a pair, which it forgets."""
     own = _NUMPY.get_bit_generator()
     stored = numpy_state() if STORED_NORMAL is None else STORED_NORMAL.raw
-    is_twister = type(own) is np.random.MT19937
-    if _HookStreams.numpy is None:
-        _HookStreams.base = _hashed(torch.initial_seed(), _twister_bytes(own) if is_twister else own.state)
-        _HookStreams.numpy = np.random.MT19937(_HookStreams.base)
-    ours = _HookStreams.numpy
+    is_twister = type(own) is _Twister
+    if _HOOKS.numpy is None:
+        _HOOKS.base = _hashed(torch.initial_seed(), _twister_bytes(own) if is_twister else own.state)
+        _HOOKS.numpy = np.random.MT19937(_HOOKS.base)
+    ours = _HOOKS.numpy
     if not is_twister or own is ours:
-        _HookStreams.num_nested += 1
-        ours = np.random.MT19937(_hashed(_HookStreams.base, _HookStreams.num_nested))
+        _HOOKS.num_nested += 1
+        ours = np.random.MT19937(_hashed(_HOOKS.base, _HOOKS.num_nested))
     _NUMPY.set_bit_generator(ours)
-    _HookStreams.in_use.append(ours)
+    _HOOKS.in_use.append(ours)
     return own, stored
 
 
 def _exchange_numpy_back(own: Any, stored: Any) -> None:
-    _HookStreams.in_use.pop()
+    _HOOKS.in_use.pop()
     _NUMPY.set_bit_generator(own)
     if STORED_NORMAL is None:
         _set_numpy(stored)
@@ -327,7 +338,7 @@ class _NumpyPosition(NamedTuple):
 
 def _numpy_position() -> _NumpyPosition:
     stream = _NUMPY.get_bit_generator()
-    if STORED_NORMAL is None or type(stream) is not np.random.MT19937:
+    if STORED_NORMAL is None or type(stream) is not _Twister:
         return _NumpyPosition(stream, numpy_state(), None)
     with stream.lock:
         return _NumpyPosition(stream, _twister_bytes(stream), STORED_NORMAL.raw)
@@ -375,9 +386,9 @@ def set_state(generator: Any, state: Any) -> None:
 def _positions() -> dict[str, Any]:
     """Return where the streams of torch, Python and every CUDA device in use are; to ask begins to use none."""
     python = random.getstate() if PYTHON_STREAM is None else (PYTHON_STREAM.raw, _PYTHON.gauss_next)
-    cuda = cuda_states() or ()
     found = {"torch": torch.default_generator.get_state(), "python": python}
-    return found | {f"cuda:{index}": state for index, state in enumerate(cuda)} if cuda else found
+    cuda = cuda_states()
+    return found if cuda is None else found | {f"cuda:{index}": state for index, state in enumerate(cuda)}
 
 
 def _set_position(name: str, position: Any) -> None:
@@ -387,13 +398,3 @@ def _set_position(name: str, position: Any) -> None:
         random.setstate(position)
     else:
         PYTHON_STREAM.raw, _PYTHON.gauss_next = position
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if type(one) is tuple or type(one) is not type(other):
-        return bool(one == other)
-    if isinstance(one, torch.Tensor):  # as bytes: torch.equal takes 8 µs for the 5,056 of a generator
-        return ctypes.string_at(one.data_ptr(), one.numel()) == ctypes.string_at(other.data_ptr(), other.numel())
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
-    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)

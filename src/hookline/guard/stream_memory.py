@@ -1,4 +1,4 @@
-"""Find where the random streams of Python and NumPy lie in memory.
+"""Find where the random streams of Python and NumPy lie in memory, and compare states of streams.
 
 `hookline.guard.rng` reads and writes them there. Both are Mersenne twisters of 2,500 bytes, which are copied in 1 µs;
 ``random.getstate`` takes 15 µs and ``numpy.random.get_state`` 70. Where the bytes lie is checked once, on generators of
@@ -14,8 +14,9 @@ import sys
 from typing import Any, Final
 
 import numpy as np
+import torch
 
-__all__ = ["PYTHON_STREAM", "STORED_NORMAL", "TWISTER_BYTES"]
+__all__ = ["PYTHON_STREAM", "STORED_NORMAL", "TWISTER_BYTES", "is_same_state"]
 
 TWISTER_BYTES: Final = 624 * 4 + 4
 """The bytes of the numbers of a Mersenne twister, and of its position among them."""
@@ -62,3 +63,34 @@ PYTHON_STREAM: Final = _find_python()
 """The memory of the stream of the module ``random``; None if it is not found."""
 STORED_NORMAL: Final = _find_store()
 """The memory of NumPy's note; None if it is not found."""
+
+
+def _find_compare() -> Any:
+    """Return ``memcmp`` of the C library; None where it is not found."""
+    try:
+        compare = ctypes.CDLL(None).memcmp
+    except (AttributeError, OSError, TypeError):  # Windows has no library without a name
+        return None
+    compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    compare.restype = ctypes.c_int
+    return compare
+
+
+_COMPARE: Final = _find_compare()
+
+
+def is_same_state(one: Any, other: Any) -> bool:
+    """Return whether two states of one kind of stream are the same."""
+    if type(one) is tuple or type(one) is not type(other):
+        return bool(one == other)
+    if isinstance(one, torch.Tensor):  # torch.equal takes 8 µs for the 5,056 bytes of a generator, this 2
+        return one.numel() == other.numel() and _is_same_memory(one.data_ptr(), other.data_ptr(), one.numel())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same_state(value, other[key]) for key, value in one.items())
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
+
+
+def _is_same_memory(address: int, other: int, nbytes: int) -> bool:
+    if _COMPARE is None:
+        return ctypes.string_at(address, nbytes) == ctypes.string_at(other, nbytes)
+    return bool(_COMPARE(address, other, nbytes) == 0)

@@ -39,7 +39,7 @@ class _ReadAsFloat:
             return None  # which is how a dataclass asks for the default
         known = instance.__dict__
         if self.read not in known:
-            known[self.read] = _as_float(known[self.name])
+            known[self.read] = _as_float(known.get(self.name))
         return known[self.read]
 
     def __set__(self, instance: Any, value: Any) -> None:
@@ -103,8 +103,7 @@ class RunDataContext:
     eval_metrics: Mapping[str, Any] | None = None
     """All that the experiment's evaluation found, if it was made just now."""
 
-    # By hand: figures may be given as more than they read as, and this takes 1 µs where the one of a frozen dataclass
-    # takes 3.
+    # By hand: figures may be given as more than they read as, and the one of a frozen dataclass takes 3 µs.
     def __init__(
         self,
         hook_point: HookPoint,
@@ -125,15 +124,48 @@ class RunDataContext:
         profiler: Any = None,
         eval_metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        given = locals()
-        del given["self"]
-        self.__dict__.update(given)
+        # A field that is None is that of the class: most firings of a loop give few. All of them: 2.5 µs; none: 0.7.
+        given = self.__dict__
+        given["hook_point"] = hook_point
+        given["epoch"] = epoch
+        if step is not None:
+            given["step"] = step
+        if model is not None:
+            given["model"] = model
+        if config is not None:
+            given["config"] = config
+        if loader is not None:
+            given["loader"] = loader
+        if batch_idx is not None:
+            given["batch_idx"] = batch_idx
+        if batch_data is not None:
+            given["batch_data"] = batch_data
+        if loss is not None:
+            given["loss"] = loss
+        if train_acc is not None:
+            given["train_acc"] = train_acc
+        if val_acc is not None:
+            given["val_acc"] = val_acc
+        if lr is not None:
+            given["lr"] = lr
+        if accumulated_grads is not None:
+            given["accumulated_grads"] = accumulated_grads
+        if prev_step_grads is not None:
+            given["prev_step_grads"] = prev_step_grads
+        if target_grad is not None:
+            given["target_grad"] = target_grad
+        if profiler is not None:
+            given["profiler"] = profiler
+        if eval_metrics is not None:
+            given["eval_metrics"] = eval_metrics
 
     def raw(self, name: str) -> Any:
         """Return what was given for a field, without waiting for the device."""
-        return vars(self)[name]
+        if name not in self.__dataclass_fields__:
+            raise KeyError(name)
+        return vars(self).get(name)
 
     def __repr__(self) -> str:
-        given = [field.name for field in dataclasses.fields(self)[2:] if vars(self)[field.name] is not None]
+        given = [field.name for field in dataclasses.fields(self)[2:] if vars(self).get(field.name) is not None]
         point = getattr(self.hook_point, "name", self.hook_point)
         return f"RunDataContext({point}, epoch {self.epoch}; has {', '.join(given) or 'nothing else'})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from hookline.errors import OptionError
 
@@ -20,28 +20,32 @@ ALL_PHASES: Final[Phases] = frozenset(PHASES)
 
 
 class _Entered:
-    # Of the process, not of a context: on CUDA the backward runs in a thread that has no context of ours.
-    phase = "train"
-    changes = 0
-    """How often a phase was entered or left: as long as it is the same, so is what follows from the phase."""
-    stack: ClassVar[list[list[str]]] = []
-    """The phases that were entered and not left, oldest first; each in a list of its own, so that a block finds its
-    own one."""
-    lock = threading.Lock()
+    # Of the process, not of a context: on CUDA the backward runs in a thread that has no context of ours. One object,
+    # since to set an attribute of a class empties Python's cache of the class each time.
+    __slots__ = ("changes", "lock", "phase", "stack")
+
+    def __init__(self) -> None:
+        self.phase = "train"
+        self.changes = 0
+        """How often a phase was entered or left: as long as it is the same, so is what follows from the phase."""
+        self.stack: list[list[str]] = []
+        """The phases that were entered and not left, oldest first; each in a list of its own, so that a block finds its
+        own one."""
+        self.lock = threading.Lock()
 
 
-ENTERED: Final = _Entered
+ENTERED: Final = _Entered()
 """Has the `phase` and its `changes` as attributes, for what runs at every step or firing: a call takes 1.5 µs there."""
 
 
 def phase() -> str:
     """Return the phase that was entered last, by whichever thread; "train" if none was."""
-    return _Entered.phase
+    return ENTERED.phase
 
 
 def known_phase() -> str | None:
     """Return the phase that was entered last, by whichever thread; None if none was entered."""
-    return _Entered.phase if _Entered.stack else None
+    return ENTERED.phase if ENTERED.stack else None
 
 
 class in_phase:
@@ -54,20 +58,22 @@ class in_phase:
         self._mine = [name] if name in PHASES else list(validate_phases([name]))
 
     def __enter__(self) -> None:
-        with _Entered.lock:
-            _Entered.stack.append(self._mine)
-            _Entered.phase = self._mine[0]
-            _Entered.changes += 1
+        entered, mine = ENTERED, self._mine
+        with entered.lock:
+            entered.stack.append(mine)
+            entered.phase = mine[0]
+            entered.changes += 1
 
     def __exit__(self, *exc_info: object) -> None:
-        with _Entered.lock:
-            entered = _Entered.stack
-            place = len(entered) - 1
-            while entered[place] is not self._mine:  # another thread has entered since, and has not left
+        entered, mine = ENTERED, self._mine
+        with entered.lock:
+            stack = entered.stack
+            place = -1
+            while stack[place] is not mine:  # another thread has entered since, and has not left
                 place -= 1
-            del entered[place]
-            _Entered.phase = entered[-1][0] if entered else "train"
-            _Entered.changes += 1
+            del stack[place]
+            entered.phase = stack[-1][0] if stack else "train"
+            entered.changes += 1
 
 
 def validate_phases(during: str | Iterable[str]) -> Phases:

@@ -60,6 +60,8 @@ class FanOut:
             one = f"{sinks.__name__}()" if isinstance(sinks, type) else type_name(sinks)
             raise OptionError(f"sinks= takes a list of sinks; put {one} into one.")
         self._errors = ErrorPolicy()
+        self.pending = self._errors.pending
+        """Warnings that wait for `warn_pending`."""
         self._patience = patience
         if has_ranks() and own_rank() > 0:  # rank 0 writes what all ranks have to say
             self.is_silent, log = True, None

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from threading import get_ident
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from hookline.error_policy import ErrorPolicy, error_text
@@ -21,8 +21,9 @@ from hookline.tables import ShownAsTable, Table
 from hookline.training.hook_metrics import add_metrics
 
 if TYPE_CHECKING:
+    from hookline.lifecycle.points import HookPoint
     from hookline.lifecycle.run_context import RunDataContext
-    from hookline.training.checkpoint_profiler import CheckpointProfiler
+    from hookline.training.firing_engine import FiringEngine
     from hookline.training.plan import PlannedHook, PointHooks
     from hookline.training.ranks.rank_sync import RankSync
 
@@ -83,60 +84,43 @@ class FiringReceipts(ShownAsTable, tuple[FiringReceipt, ...]):
 class Firing:
     """Run hooks at a point, and collect their metrics."""
 
-    __slots__ = (
-        "_check",
-        "_errors",
-        "_profiler",
-        "_ranks",
-        "ctx",
-        "current",
-        "done",
-        "is_step",
-        "metrics",
-        "point",
-        "step",
-        "thread",
-    )
+    __slots__ = ("_engine", "ctx", "current", "done", "hooks", "metrics", "step", "thread")
 
-    def __init__(
-        self,
-        hooks: PointHooks,
-        ctx: RunDataContext,
-        step: int,
-        profiler: CheckpointProfiler,
-        errors: ErrorPolicy,
-        check: ObserverCheck | None,
-        ranks: RankSync | None = None,
-    ) -> None:
-        self.point = hooks.point
-        self.is_step = hooks.is_step
+    def __init__(self, engine: FiringEngine, hooks: PointHooks, ctx: RunDataContext, step: int) -> None:
+        self._engine = engine
+        self.hooks = hooks
+        """The hooks of the point, due or not."""
         self.ctx = ctx
         self.step = step
-        self.thread = threading.get_ident()
+        self.thread = get_ident()
         self.metrics: dict[str, Any] = {}
         """What the hooks so far have returned, by ``"hook/metric"``."""
         self.current: PlannedHook | None = None
         """The hook that runs now."""
-        self._profiler = profiler
-        self._errors = errors
-        self._check = check
-        self._ranks = ranks
         self.done: list[Done] = []
         """The hooks that were called, in order."""
+
+    @property
+    def point(self) -> HookPoint:
+        """The point that is fired."""
+        return self.hooks.point
 
     def run(self, observers: Sequence[PlannedHook], interventions: Sequence[PlannedHook], model_ctx: Any) -> None:
         """Call them all; raise what the error policy does not pass over."""
         # A forward that a hook makes is not training, so trackers do not count it.
         with _NOT_TRAINING:
-            may_draw = interventions or [planned for planned in observers if not planned.hook.pure]
-            if not may_draw:
-                self._observe_all(observers, model_ctx)
-                return
+            if not interventions:
+                for planned in observers:
+                    if not planned.hook.pure:
+                        break
+                else:  # none of them draws
+                    self._observe_all(observers, model_ctx)
+                    return
             with hook_rng(undone=bool(interventions), generators=generators_of_loader(self.ctx.loader)):
-                if not interventions or self._ranks is None:
+                if not interventions or self._engine.ranks is None:
                     self._observe_all(observers, model_ctx)
                 else:
-                    self._observe_together(observers, model_ctx, self._ranks)
+                    self._observe_together(observers, model_ctx, self._engine.ranks)
                 if interventions:
                     self._intervene_all(interventions, model_ctx)
 
@@ -148,21 +132,23 @@ class Firing:
         return True
 
     def _observe_all(self, hooks: Sequence[PlannedHook], model_ctx: Any) -> None:
-        is_plain = self._check is None and not self._profiler.enabled
+        engine, ctx = self._engine, self.ctx
+        is_plain = engine.check is None and not engine.profiler.enabled
         first: Exception | None = None
         for planned in hooks:
             self.current = planned
-            start = time.perf_counter()
+            start = perf_counter()
             try:
-                found = planned.hook.compute(self.ctx) if is_plain else self._compute_checked(planned, model_ctx)
-                self._take(planned, found)
+                found = planned.hook.compute(ctx) if is_plain else self._compute_checked(planned, model_ctx)
+                if found is not None:
+                    self._take(planned, found)
             except BaseException as error:
-                if not self._handle_error(error, planned, time.perf_counter() - start):
-                    if self._ranks is None or not isinstance(error, Exception):
+                if not self._handle_error(error, planned, perf_counter() - start):
+                    if engine.ranks is None or not isinstance(error, Exception):
                         raise
                     first = first or error  # the others run first: one may wait for the same hook of other ranks
             else:
-                self.done.append((planned, time.perf_counter() - start, None, ""))
+                self.done.append((planned, perf_counter() - start, None, ""))
             self.current = None
         if first is not None:
             raise first
@@ -190,8 +176,8 @@ class Firing:
         self.metrics |= {key[start:] if key.startswith(roots, start) else key: value for key, value in own.items()}
 
     def _compute_checked(self, planned: PlannedHook, model_ctx: Any) -> Any:
-        check = _NOTHING if self._check is None else self._check.around(planned, self.ctx, model_ctx)
-        with check, self._profiler.section(planned.name):
+        check = _NOTHING if self._engine.check is None else self._engine.check.around(planned, self.ctx, model_ctx)
+        with check, self._engine.profiler.section(planned.name):
             return planned.hook.compute(self.ctx)
 
     def _intervene_all(self, hooks: Sequence[PlannedHook], model_ctx: Any) -> None:
@@ -210,18 +196,18 @@ class Firing:
         receipt, seconds, error = None, 0.0, None
         try:
             with guard.protecting(planned.name, hook.scope) as receipt:
-                start = time.perf_counter()
+                start = perf_counter()
                 try:
-                    with self._profiler.section(planned.name):
+                    with self._engine.profiler.section(planned.name):
                         # Before the state is put back: a metric may be a view of a weight.
                         self._take(planned, hook.intervene(self.ctx, model_ctx))
                 finally:
-                    seconds = time.perf_counter() - start
+                    seconds = perf_counter() - start
         except BaseException as raised:
             error = raised
-        if self._ranks is not None and (error is None or isinstance(error, Exception)):
+        if self._engine.ranks is not None and (error is None or isinstance(error, Exception)):
             what = f"intervention {planned.name!r} at {self.point.name}, step {self.step}"
-            error = self._ranks.meet(error, what)
+            error = self._engine.ranks.meet(error, what)
         if error is None:
             self.done.append((planned, seconds, receipt, ""))
         elif not self._handle_error(error, planned, seconds, receipt):
@@ -233,7 +219,7 @@ class Firing:
         # Not the error itself: its traceback holds the context, and with it a batch, perhaps gradients.
         self.current = None
         self.done.append((planned, seconds, receipt, error_text(error)))
-        if handle_hook_error(self._errors, error, planned):
+        if handle_hook_error(self._engine.errors, error, planned):
             return True
         self._name_hook(error, planned)
         return False

@@ -20,7 +20,8 @@ from hookline.lifecycle.run_context import RunDataContext
 from hookline.messages import nearest_names, type_name
 from hookline.sinks.fan_out import has_ranks
 from hookline.training.firing import Done, Firing, ObserverCheck, handle_hook_error
-from hookline.training.metric_output import set_recorder
+from hookline.training.metric_output import RECORDER
+from hookline.training.plan import split_roles
 from hookline.training.ranks.rank_sync import join_ranks
 from hookline.training.reference_weights import ReferenceWeights
 
@@ -72,10 +73,12 @@ class FiringEngine:
         self.run_context: dict[str, Any] = {}
         """What ``set_run_context`` said; the path of the reference weights may name it."""
         self._output = output
-        self._profiler = profiler
+        self.profiler = profiler
+        """Times each hook, if it is on."""
         self._recorder = recorder
         self._offload = offload
-        self._check = ObserverCheck() if strict else None
+        self.check = ObserverCheck() if strict else None
+        """Checks in strict mode that observers change nothing."""
         self._has_reference: set[str] = set()
         self._warned: set[str] = set()
         self.budget: HookBudget | None = None
@@ -105,27 +108,24 @@ class FiringEngine:
         self, hooks: PointHooks, run_ctx: Any, model_ctx: Any, epoch: int | None, global_step: int
     ) -> dict[str, Any]:
         """Run the hooks that are due at a point; return their metrics."""
-        due = hooks.due(global_step)
-        budget = self.budget if hooks.is_step and self.current is None else None
-        if budget is not None:
+        due = hooks.due(global_step) if hooks.is_scheduled else hooks.hooks
+        budget = None
+        if self.budget is not None and hooks.is_step and self.current is None:
+            budget = self.budget
             due = budget.choose(due, global_step)
-        if due and hooks.is_windowed:
-            now = self._window_number(None, epoch, global_step)
-            if now is None:
-                run_ctx = self._make_context(hooks, run_ctx)
-                now = self._window_number(run_ctx, epoch, global_step)
-            due = tuple([planned for planned in due if planned.is_open_at(now)])
+        if hooks.is_windowed and due:
+            run_ctx, due = self._in_window(hooks, due, run_ctx, epoch, global_step)
         if not due:
             return {}
         before = None if budget is None else budget.mark()
         ctx = self._make_context(hooks, run_ctx)
         step = global_step if global_step >= 0 else (ctx.step or 0)
-        firing = Firing(hooks, ctx, step, self._profiler, self.errors, self._check, self.ranks)
+        firing = Firing(self, hooks, ctx, step)
         outer = self.current
         if outer is not None:
             _check_nested(outer, firing, due)
         self.current = firing
-        recorder = set_recorder(self._recorder)
+        recorder, RECORDER.manager = RECORDER.manager, self._recorder
         raised: Exception | None = None
         try:
             self._run(firing, hooks, due, model_ctx)
@@ -135,7 +135,7 @@ class FiringEngine:
                 raise
             raised = error
         finally:
-            set_recorder(recorder)
+            RECORDER.manager = recorder
         if self.ranks is not None:
             self._hold(firing, raised, self.ranks)
         metrics = self._finish(firing, outer, global_step)
@@ -144,12 +144,23 @@ class FiringEngine:
         if self.ranks is not None:
             self.settle(raised)
             # At a step the other ranks are training: an error of a hook waits until the ranks meet.
-            if raised is not None and not (firing.is_step and any(text for *_, text in firing.done)):
+            if raised is not None and not (hooks.is_step and any(text for *_, text in firing.done)):
                 raise raised
         if self.errors.pending:
             self.errors.warn_pending()
-        self._output.fan_out.warn_pending()
+        if self._output.fan_out.pending:
+            self._output.fan_out.warn_pending()
         return dict(metrics)
+
+    def _in_window(
+        self, hooks: PointHooks, due: tuple[PlannedHook, ...], run_ctx: Any, epoch: int | None, global_step: int
+    ) -> tuple[Any, tuple[PlannedHook, ...]]:
+        """Return the hooks of ``due`` whose window is open; and the context, made if only it tells the epoch."""
+        now = self._window_number(None, epoch, global_step)
+        if now is None:
+            run_ctx = self._make_context(hooks, run_ctx)
+            now = self._window_number(run_ctx, epoch, global_step)
+        return run_ctx, tuple([planned for planned in due if planned.is_open_at(now)])
 
     # -- with several ranks -------------------------------------------------------------------------------
 
@@ -199,7 +210,7 @@ class FiringEngine:
             self.errors.warn_pending()
 
     def _make_context(self, hooks: PointHooks, run_ctx: Any) -> RunDataContext:
-        ctx = _call_if_function(run_ctx)
+        ctx = run_ctx() if callable(run_ctx) else run_ctx
         if not isinstance(ctx, RunDataContext):
             raise OptionError(f"fire() takes a RunDataContext, or a function that makes one; got {type_name(ctx)}.")
         if ctx.hook_point is not hooks.point and HookPoint.of(ctx.hook_point) is not hooks.point:
@@ -208,7 +219,7 @@ class FiringEngine:
                 "would be told two things; make the context for the point that is fired."
             )
         if ctx.profiler is None:
-            vars(ctx)["profiler"] = self._profiler  # so that hooks may time sections in any loop
+            ctx.__dict__["profiler"] = self.profiler  # so that hooks may time sections in any loop
         return ctx
 
     def _run(self, firing: Firing, hooks: PointHooks, due: tuple[PlannedHook, ...], model_ctx: Any) -> None:
@@ -216,14 +227,15 @@ class FiringEngine:
             self._offload.bring(planned.hook for planned in due)
         if hooks.needs_reference:
             due = tuple(planned for planned in due if self._give_reference(planned))
-        observers, interventions = hooks.split(due)
-        if interventions or self._check is not None:
-            model_ctx = _call_if_function(model_ctx)
-        if interventions and model_ctx is None:
-            self._warn_skipped(interventions)
-            interventions = ()
-        elif interventions and getattr(model_ctx, "guard", None) is None:
-            raise OptionError(f"fire() takes a ModelDataContext as model_ctx=; got {type_name(model_ctx)}.")
+        observers, interventions = hooks.parts if due is hooks.hooks else split_roles(due)
+        if interventions or self.check is not None:
+            model_ctx = model_ctx() if callable(model_ctx) else model_ctx
+        if interventions:
+            if model_ctx is None:
+                self._warn_skipped(interventions)
+                interventions = ()
+            elif getattr(model_ctx, "guard", None) is None:
+                raise OptionError(f"fire() takes a ModelDataContext as model_ctx=; got {type_name(model_ctx)}.")
         firing.run(observers, interventions, model_ctx)
 
     def _finish(self, firing: Firing, outer: Firing | None, global_step: int) -> dict[str, Any]:
@@ -323,7 +335,3 @@ def parse_moment(
             f"least: fire({point.name}, epoch=epoch, model=model)."
         )
     return point, partial(RunDataContext, point, epoch, **fields), model_ctx
-
-
-def _call_if_function(given: Any) -> Any:
-    return given() if callable(given) else given

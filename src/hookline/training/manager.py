@@ -25,7 +25,7 @@ from hookline.training.firing_engine import FiringEngine, parse_moment
 from hookline.training.hook_budget import HookBudget
 from hookline.training.hook_metrics import copy_metric
 from hookline.training.hook_state import ManagedHooks
-from hookline.training.metric_output import MetricOutput, make_fan_out, set_recorder
+from hookline.training.metric_output import RECORDER, MetricOutput, make_fan_out
 from hookline.training.plan import PointHooks, make_plan
 from hookline.training.plan_queries import PlanQueries
 from hookline.training.ranks.rank_member import RankMember
@@ -174,7 +174,7 @@ class HookManager(PlanQueries, RankMember):
             if self.loop_type == "step":
                 epoch = before
             self._flush(self._output.position or 0 if epoch is None else epoch, before)
-        set_recorder(self._self)
+        RECORDER.manager = self._self
         if self.budget is not None and (decided := self.budget.begin_step(self._global_step)):
             self._output.steps.add(HookPoint.POST_STEP, self._global_step, decided)
         if self._engine.ranks is not None:
@@ -306,7 +306,7 @@ class HookManager(PlanQueries, RankMember):
         self._make_plan()
         self._set_step(state["global_step"])
         if self._global_step >= 0:  # a run that goes on before its next step may evaluate, and record
-            set_recorder(self._self)
+            RECORDER.manager = self._self
 
     # -- metrics and sinks -------------------------------------------------------------------------------
 

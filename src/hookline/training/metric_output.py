@@ -24,16 +24,23 @@ if TYPE_CHECKING:
     from hookline.training.firing import Firing
     from hookline.training.ranks.rank_sync import RankSync
 
-__all__ = ["MetricOutput", "StepLog", "make_fan_out", "record", "set_recorder"]
+__all__ = ["RECORDER", "MetricOutput", "StepLog", "make_fan_out", "record"]
 
 
 _LAST: Final = HookPoint.POST_STEP
 """The point of a record about the end of a run."""
 
 
-class _Current:
+class _Recorder:
     # Of the process, not of a thread: on CUDA, gradient hooks run in a thread of autograd's.
-    manager: weakref.ref[Any] | None = None
+    __slots__ = ("manager",)
+
+    def __init__(self) -> None:
+        self.manager: weakref.ref[Any] | None = None
+
+
+RECORDER: Final = _Recorder()
+"""Has the ``manager`` whose ``take_record`` is called by `record`: who sets one puts back the one before."""
 
 
 def record(name: str, value: Any) -> None:
@@ -48,7 +55,7 @@ def record(name: str, value: Any) -> None:
     say, it is a metric ``name`` of the current step of the manager whose ``advance_step()`` was called last. Tensors
     stay on their device until the step metrics are flushed.
     """
-    manager = None if _Current.manager is None else _Current.manager()
+    manager = None if RECORDER.manager is None else RECORDER.manager()
     if manager is None:
         raise LifecycleError(
             f"record({name!r}, ...) has no record to join: no manager is in a step. Call manager.advance_step() at the "
@@ -57,12 +64,6 @@ def record(name: str, value: Any) -> None:
     if not isinstance(name, str):
         raise MetricError(f"record() was given the name {name!r}; names of metrics are strings.")
     manager.take_record(name, value)
-
-
-def set_recorder(manager: weakref.ref[Any] | None) -> weakref.ref[Any] | None:
-    """Let `record` call ``take_record`` of this manager from now on; return the one before."""
-    before, _Current.manager = _Current.manager, manager
-    return before
 
 
 class MetricOutput:
@@ -83,18 +84,18 @@ class MetricOutput:
 
     def take(self, firing: Firing, position: int, step: int) -> dict[str, Any]:
         """Buffer the metrics of a firing at a step, or write those of another point; return them."""
-        metrics = firing.metrics
-        if firing.is_step:
+        metrics, point = firing.metrics, firing.hooks.point
+        if firing.hooks.is_step:
             if metrics:
-                self.steps.add(firing.point, firing.step, metrics)  # ranks exchange them when they are flushed
+                self.steps.add(point, firing.step, metrics)  # ranks exchange them when they are flushed
         elif metrics or self.ranks is not None:
             metrics = to_host(metrics)
             if self.ranks is not None:
                 metrics = self._of_all_ranks(metrics, firing, self.ranks)
             # A user's own loop that does not count steps may say in the context which one it is.
-            self._write(metrics, position, firing.point, step if step >= 0 else firing.ctx.step)
-        self._last[firing.point] = metrics
-        self._last_point = firing.point
+            self._write(metrics, position, point, step if step >= 0 else firing.ctx.step)
+        self._last[point] = metrics
+        self._last_point = point
         self.position = position
         return metrics
 

@@ -21,7 +21,7 @@ from hookline.training.training_hook import InterventionHook
 if TYPE_CHECKING:
     from hookline.training.training_hook import TrainingHook, Window
 
-__all__ = ["Plan", "PlanRow", "PlannedHook", "PointHooks", "make_plan"]
+__all__ = ["Plan", "PlanRow", "PlannedHook", "PointHooks", "make_plan", "split_roles"]
 
 _ALWAYS: Final = (None, None)
 """The window that is open at both ends."""
@@ -59,13 +59,14 @@ class PlannedHook:
 class PointHooks:
     """The hooks of one point, in the order they run: those that observe, then those that intervene."""
 
-    __slots__ = ("_parts", "hooks", "is_scheduled", "is_step", "is_windowed", "needs_reference", "next_due", "point")
+    __slots__ = ("hooks", "is_scheduled", "is_step", "is_windowed", "needs_reference", "next_due", "parts", "point")
 
     def __init__(self, hooks: Sequence[PlannedHook]) -> None:
         self.hooks = tuple(hooks)
         self.point = hooks[0].point
         self.is_step = self.point.is_step
-        self._parts = _split(self.hooks)
+        self.parts = split_roles(self.hooks)
+        """Those that observe, and those that intervene."""
         self.is_scheduled = any(planned.schedule is not None for planned in hooks)
         self.is_windowed = any(planned.window != _ALWAYS for planned in hooks)
         self.needs_reference = any(planned.hook.needs_reference_weights for planned in hooks)
@@ -73,9 +74,7 @@ class PointHooks:
         """No step before this one is due, so that most firings cost one comparison; -2 is before the first."""
 
     def due(self, step: int) -> tuple[PlannedHook, ...]:
-        """Return the hooks whose schedule has `step`."""
-        if not self.is_scheduled:
-            return self.hooks
+        """Return the hooks whose schedule has `step`; without a schedule it is all `hooks`, and need not be asked."""
         if step < 0:
             name = next(planned.name for planned in self.hooks if planned.schedule is not None)
             raise LifecycleError(
@@ -87,12 +86,9 @@ class PointHooks:
             self.next_due = min(_next_due(planned.schedule, step) for planned in self.hooks)
         return due
 
-    def split(self, due: tuple[PlannedHook, ...]) -> tuple[tuple[PlannedHook, ...], tuple[PlannedHook, ...]]:
-        """Return those of `due` that observe, and those that intervene."""
-        return self._parts if due is self.hooks else _split(due)
 
-
-def _split(hooks: tuple[PlannedHook, ...]) -> tuple[tuple[PlannedHook, ...], tuple[PlannedHook, ...]]:
+def split_roles(hooks: tuple[PlannedHook, ...]) -> tuple[tuple[PlannedHook, ...], tuple[PlannedHook, ...]]:
+    """Return those of ``hooks`` that observe, and those that intervene."""
     return tuple(h for h in hooks if not h.intervenes), tuple(h for h in hooks if h.intervenes)
 
 

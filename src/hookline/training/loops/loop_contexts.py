@@ -40,7 +40,7 @@ class _FoundWhenRead:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        value = instance.__dict__[self.name]
+        value = instance.__dict__.get(self.name)
         if callable(value):
             value = instance.__dict__[self.name] = value()
         return value
