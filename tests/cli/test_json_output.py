@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any, get_args
 
 import jsonschema
 import pytest
 import torch
+from helpers_cli import TINY
 from torch import nn
 
 import hookline as hl
+from hookline.cli import screen
 from hookline.cli.json_output import OUTPUTS
+from hookline.cli.main import COMMANDS as ALL_COMMANDS
 from hookline.cli.main import main
 from hookline.cli.schema_command import Output
+from hookline.tables import Table
 
 MODEL = """
 import torch
@@ -68,26 +75,28 @@ COMMANDS = {
     "check": (["check", "hooks.json", "--model", "model.py:make_model"], 0),
     "compare": (["compare", "a", "b"], 1),
     "doctor": (["doctor", "model.py:make_model"], 1),
+    "dry-run": (["run", TINY, "--hooks", "norms", "hessian", "stats", "--dry-run"], 0),
     "find": (["find", "model.py:make_model", "#"], 0),
     "hooks": (["hooks"], 0),
+    "run": (["run", TINY, "--epochs", "1", "--hooks", "norms", "--profile-hooks", "--no-report"], 0),
 }
+OTHERS = [
+    ["run", "--hooks-list"],
+    ["run", "--hooks-describe", "norms"],
+    ["hooks", "norms"],
+    ["schema"],
+    ["report", "runs/tiny/forward", "-o", "page.html"],
+    ["replay", "runs/tiny/forward", "--to", "jsonl", "--into", "all.jsonl"],
+    ["new", "hook", "new.py"],
+    ["completion", "bash"],
+    ["serve", "--help"],
+]
+"""Forms of commands beside those of `COMMANDS`; a server prints addresses."""
 
 
 def printed(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> Any:
     assert main(words) == code
     return json.loads(capsys.readouterr().out)
-
-
-def test_what_a_command_prints_fits_its_schema(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Real output of each command; control: without one of its keys it does not fit."""
-    for command, (words, code) in COMMANDS.items():
-        found = printed([*words, "--json"], code, capsys)
-        schema = printed(["schema", "--output", command], 0, capsys)
-        jsonschema.Draft202012Validator.check_schema(schema)
-        jsonschema.validate(found, schema)
-        for key in schema["required"]:
-            with pytest.raises(jsonschema.ValidationError):
-                jsonschema.validate({name: value for name, value in found.items() if name != key}, schema)
 
 
 def test_the_json_says_what_the_table_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,3 +117,110 @@ def test_the_json_says_what_the_table_says(folder: Path, capsys: pytest.CaptureF
 def test_every_command_with_json_has_a_schema_and_the_flag_names_them_all() -> None:
     """The choices of ``hookline schema --output`` are the commands that have one."""
     assert sorted(get_args(Output)) == sorted(OUTPUTS) == sorted(COMMANDS)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------
+
+
+class Drawn:
+    """The tables that were drawn, and the modules of the command line that did."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.modules: set[str] = set()
+        for owner, name in (("rich.table.Table", "add_row"), ("hookline.tables.Table", "text")):
+            monkeypatch.setattr(f"{owner}.{name}", self._noted(getattr(Table if "hook" in owner else _rich(), name)))
+
+    def _noted(self, draw: Any) -> Any:
+        def noted(*args: Any, **options: Any) -> Any:
+            self.count += 1
+            frame: types.FrameType | None = sys._getframe(1)
+            while frame is not None:
+                self.modules.add(frame.f_globals["__name__"])
+                frame = frame.f_back
+            return draw(*args, **options)
+
+        return noted
+
+    def by(self, words: list[str]) -> int:
+        """How many were drawn by a command; a mistake in its flags leaves at once."""
+        before = self.count
+        try:
+            main(words)
+        except SystemExit:  # of --help, or of a --json that there is not
+            assert words[-1].startswith("--")
+        return self.count - before
+
+
+def _rich() -> Any:
+    from rich.table import Table as RichTable
+
+    return RichTable
+
+
+def without_json(forms: list[list[str]], drawn: Drawn, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The forms that draw a table, and with ``--json`` do not print JSON that fits its schema instead."""
+    found = []
+    for words in forms:
+        if not drawn.by(words) and words in OTHERS:
+            continue
+        capsys.readouterr()
+        drawn.by([*words, "--json"])
+        try:
+            told = json.loads(capsys.readouterr().out)
+            check(told, told["format"].removeprefix("hookline."), capsys)
+        except ValueError:
+            found.append(" ".join(words))
+    return found
+
+
+def check(told: Any, output: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Real output fits its schema; control: without one of its keys it does not."""
+    schema = printed(["schema", "--output", output], 0, capsys)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(told, schema)
+    for key in schema["required"]:
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({name: value for name, value in told.items() if name != key}, schema)
+
+
+def printers() -> set[str]:
+    """The modules of the command line that print tables of their own."""
+    found = set()
+    for path in Path(screen.__file__).parent.glob("*.py"):
+        imports = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        if any(alias.name == "print_table" for node in imports for alias in node.names):
+            found.add(f"hookline.cli.{path.stem}")
+    return found
+
+
+def test_every_command_that_prints_a_table_has_json_with_a_schema(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command and every module that prints is run; control: a command with a table and no ``--json``."""
+    forms = [words for words, _ in COMMANDS.values()] + OTHERS
+    assert {words[0] for words in forms} == set(ALL_COMMANDS), "a new command has to be among the forms"
+    drawn = Drawn(monkeypatch)
+    assert without_json(forms, drawn, capsys) == []
+    assert printers() <= drawn.modules, "a form is missing that prints these tables"
+
+    listing = types.ModuleType("listing")
+    listing.listing = lambda arguments: screen.print_table("", ("a",), [("1",)]) or 0
+    monkeypatch.setitem(sys.modules, "listing", listing)
+    monkeypatch.setitem(ALL_COMMANDS, "listing", ("listing", "list"))
+    assert without_json([["listing"]], drawn, capsys) == ["listing"]
+
+
+def test_a_run_prints_json_and_nothing_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan and the profile say what their tables say; files that are named are there."""
+    plan = printed([*COMMANDS["dry-run"][0], "--json"], 0, capsys)
+    assert [row["hook"] for row in plan["hooks"] if row["point"] == "POST_EPOCH"][:2] == ["training_metrics", "norms"]
+    grads = next(row for row in plan["memory"] if row["what"] == "mean gradients of the epoch")
+    assert (grads["hooks"], grads["bytes"]) == (["norms"], 4 * plan["model"]["parameters"])
+    assert not Path(plan["files"][0]["folder"]).exists()
+    told = printed([*COMMANDS["run"][0], "--json"], 0, capsys)
+    (one,) = told["runs"]
+    assert (one["status"], one["steps"], told["comparison"]) == ("finished", 3, None)
+    assert {row["section"]: row["count"] for row in one["profile"]} == {"training_metrics": 1, "norms": 1}
+    assert set(one["files"]) == {"records", "checkpoints"}
+    assert all(Path(path).exists() for path in one["files"].values())

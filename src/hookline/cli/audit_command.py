@@ -43,7 +43,7 @@ class AuditOptions:
       hookline audit --train my_file.py:train --hooks wandb:watch --json
     """
 
-    run: Annotated[Positional[str | None], flag("RUNFILE")] = None
+    run: Annotated[Positional[str | None], flag("RUNFILE | -- COMMAND")] = None
     """A run file, or an experiment: its name, or path/file.py:Class."""
     train: Annotated[str | None, flag("FILE:FUNCTION")] = None
     """A function that trains, in place of a run file: without arguments, or with the list of hooks as the only one."""

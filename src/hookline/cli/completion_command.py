@@ -27,7 +27,7 @@ __all__ = ["CompletionOptions", "candidates", "completion", "print_candidates"]
 _SETS: Final = ("all", "observers", "interventions", "with_debug", "none")
 _DTYPES: Final = ("float32", "float64", "bfloat16", "float16")
 _LOOP: Final = ("--epochs", "--steps", "--snapshot-every", "--eval-every")
-_FILES: Final = ("FILE", "DIR", "PATH", "RUN", "RUN ...", "FILE:MODEL", "EXPERIMENT")
+_FILES: Final = ("FILE", "DIR", "PATH", "RUN", "RUN ...", "FILE:MODEL", "EXPERIMENT", "RUNFILE")
 """The words that stand for a file in the help of a flag."""
 _BREAKS: Final = ":="
 """Where bash begins another word: it replaces only what follows."""
@@ -232,7 +232,7 @@ def _takes(hint: Any, place: int) -> bool:
 def _words_of(hint: Any) -> Candidates:
     """Return the words that a value may be, by its type or by what help calls it."""
     metavar = _metavar(hint)
-    if metavar in _FILES:
+    if metavar.removesuffix(" | -- COMMAND") in _FILES:
         return Candidates(has_files=True)
     literal = [word for one in (hint, *get_args(hint)) for word in get_args(one) if get_origin(one) is Literal]
     if literal:

@@ -1,6 +1,6 @@
 """List the hooks there are, or describe some: ``hookline hooks [NAME ...]``.
 
-`main` calls `hooks`, and `run_command` the two functions behind it; they print what `HookRegistry` knows.
+`main` calls `hooks`, and `run_command` the functions behind it; they print what `HookRegistry` knows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hookline.cli.parse import parse
 from hookline.cli.screen import messages, print_table, tell
 from hookline.config.run_options import flag
 
-__all__ = ["HooksOptions", "describe_hooks", "hooks", "list_hooks"]
+__all__ = ["HooksOptions", "describe_hooks", "hooks", "list_hooks", "tell_hooks"]
 
 
 @dataclass
@@ -40,11 +40,11 @@ def hooks(arguments: Sequence[str]) -> int:
     """List all hooks, or describe those that are named."""
     options = parse(HooksOptions, arguments, "hooks")
     if options.json:
-        return _tell_hooks(options.names)
+        return tell_hooks(options.names)
     return describe_hooks(options.names) if options.names else list_hooks()
 
 
-def _tell_hooks(names: Sequence[str]) -> int:
+def tell_hooks(names: Sequence[str]) -> int:
     """Print everything that is known of the hooks ``names``, or of all, as JSON."""
     from hookline.training.registry import HookRegistry
 

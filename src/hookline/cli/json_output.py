@@ -30,7 +30,7 @@ def output_schema(command: str) -> Schema:
     named: dict[str, Schema] = {"format": {"const": f"hookline.{command}"}, "version": {"const": VERSION}}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"hookline {command} --json",
+        "title": f"hookline {_SAID.get(command, command)} --json",
         **_record(**named, **_FIELDS[command]),
     }
 
@@ -131,5 +131,38 @@ _FIELDS: Final[dict[str, dict[str, Schema]]] = {
     },
 }
 
+_FIELDS["dry-run"] = {
+    "experiment": _TEXT,
+    "length": _WHOLE,
+    "unit": {"enum": ["epochs", "steps"]},
+    "strategies": _TEXTS,
+    "model": _record(type=_TEXT, parameters=_WHOLE, dtype=_TEXT, device=_TEXT),
+    "config": {"type": "object"},
+    "hooks": _list(_record(point=_TEXT, order=_WHOLE, hook=_TEXT, does=_TEXT, when=_TEXT, needs=_TEXT)),
+    "left_out": _list(_record(hook=_TEXT, why=_TEXT)),
+    "sites": _list(_record(hook=_TEXT, kind=_TEXT, sites=_TEXTS)),
+    "memory": _list(_record(what=_TEXT, hooks=_TEXTS, bytes=_WHOLE)),
+    "files": _list(_record(strategy=_TEXT, folder=_TEXT, files=_TEXTS)),
+}
+_FIELDS["run"] = {
+    "experiment": _TEXT,
+    "runs": _list(
+        _record(
+            strategy=_TEXT,
+            status={"enum": ["finished", "stopped"]},
+            folder=_TEXT,
+            files={"type": "object", "additionalProperties": _TEXT},
+            steps=_WHOLE,
+            seconds=_NUMBER,
+            loss=_FIGURE,
+            metrics={"type": "object"},
+            profile=_list(_record(section=_TEXT, count=_WHOLE, total_ms=_NUMBER, mean_ms=_NUMBER)),
+        )
+    ),
+    "comparison": _or_null(_TEXT),
+}
+
+_SAID: Final = {"dry-run": "run --dry-run"}
+"""How an output is asked for, where that is not by its name."""
 OUTPUTS: Final = tuple(_FIELDS)
-"""The commands that have ``--json``."""
+"""What has ``--json``: the commands, and the dry run."""

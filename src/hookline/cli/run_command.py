@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 import time
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
 from hookline.cli.process_settings import (
     device_of,
@@ -22,7 +24,7 @@ from hookline.cli.process_settings import (
     rank_group,
     rank_prefix,
 )
-from hookline.cli.run_folder import LOG
+from hookline.cli.run_folder import LOG, to_plain
 from hookline.cli.run_request import Request, first_look, read_request
 from hookline.cli.run_session import Ended, Prepared, Session
 from hookline.cli.run_sinks import sink_files, sink_maker
@@ -50,12 +52,16 @@ def run(arguments: Sequence[str]) -> int:
             from hookline.cli.dry_run import dry_run
 
             return dry_run(prepared) if is_first_rank() else DONE
-        training = request.options.training
+        training, as_json = request.options.training, request.options.output.json
         with (
             process_settings(deterministic=not training.no_determinism, matmul_precision=training.matmul_precision),
             rank_group(prepared.device),
+            contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(),
         ):
-            return _run_all(prepared)
+            code, told = _run_all(prepared)
+        if as_json and is_first_rank():
+            tell_json("run", told)
+        return code
 
 
 def _run_script(arguments: Sequence[str]) -> int:
@@ -71,6 +77,8 @@ def _show_hooks(options: Any) -> int:
 
     if options.experiment is not None:
         find_experiment(options.experiment)  # a file may register hooks of its own
+    if options.output.json:
+        return hooks.tell_hooks(() if options.hook.hooks_list else options.hook.hooks_describe)
     if options.hook.hooks_list:
         return hooks.list_hooks()
     return hooks.describe_hooks(options.hook.hooks_describe)
@@ -89,7 +97,7 @@ def prepare_run(request: Request, arguments: Sequence[str]) -> Prepared:
         specs=request.module_specs(),
         device=device_of(local_device(options.training.device)),
         dtype=dtype_of(options.training.dtype),
-        screen=Screen(options.output, found.live_metrics, quiet=not is_first_rank()),
+        screen=Screen(options.output, found.live_metrics, quiet=options.output.json or not is_first_rank()),
         run_group=settings.flags.get("run_group") or f"{found.name}_{time.strftime('%Y%m%d-%H%M%S')}",
         command=["hookline", "run", *arguments],
     )
@@ -103,20 +111,23 @@ def _check_every(saved: tuple[int, ...] | None, validated: tuple[int, ...] | Non
             raise OptionError(f"{flag} takes one number of at least 1, or none; got {' '.join(map(str, asked))}.")
 
 
-def _run_all(prepared: Prepared) -> int:
+def _run_all(prepared: Prepared) -> tuple[int, dict[str, Any]]:
+    """Train each strategy, and say what came of it; return the exit code, and the same for ``--json``."""
+    name = prepared.request.found.name
     strategies = prepared.request.found.chosen(prepared.request.options.training.strategy)
     ended: list[Ended] = []
+    told: dict[str, Any] = {"experiment": name, "runs": [], "comparison": None}
     for strategy in strategies:
         if len(strategies) > 1:
-            prepared.screen.say(f"{prepared.request.found.name}: {strategy}")
-        session = Session(prepared, strategy, may_be_new=len(strategies) > 1)
-        ended.append(session.run())
-        has_page = _report(prepared, [ended[-1]])
-        _say_where(prepared, session, ended[-1], has_page=has_page)
+            prepared.screen.say(f"{name}: {strategy}")
+        ended.append(Session(prepared, strategy, may_be_new=len(strategies) > 1).run())
+        files = _files(prepared, strategy, ended[-1].folder, has_page=_report(prepared, [ended[-1]]))
+        _say_where(prepared, strategy, ended[-1], files)
+        told["runs"].append(_plain(strategy, ended[-1], files))
         if ended[-1].interrupted is not None:
-            return _stopped(prepared, ended[-1])
-    _compare(prepared, ended)
-    return DONE
+            return _stopped(prepared, ended[-1]), told
+    told["comparison"] = _compare(prepared, ended)
+    return DONE, told
 
 
 def _stopped(prepared: Prepared, ended: Ended) -> int:
@@ -135,12 +146,13 @@ def _where(prepared: Prepared) -> list[str]:
 # -- closing lines ---------------------------------------------------------------------------------------------
 
 
-def _compare(prepared: Prepared, ended: Sequence[Ended]) -> None:
-    """Write one page of all strategies beside their folders, if there were several."""
-    if len(ended) > 1:
-        page = ended[0].folder.parent / "comparison.html"
-        if _report(prepared, ended, page):
-            prepared.screen.say(f"  {'comparison':<13}{page}")
+def _compare(prepared: Prepared, ended: Sequence[Ended]) -> str | None:
+    """Write one page of all strategies beside their folders, if there were several; return where it is."""
+    page = ended[0].folder.parent / "comparison.html"
+    if len(ended) == 1 or not _report(prepared, ended, page):
+        return None
+    prepared.screen.say(f"  {'comparison':<13}{page}")
+    return str(page)
 
 
 def _report(prepared: Prepared, ended: Sequence[Ended], page: Path | None = None) -> bool:
@@ -162,17 +174,35 @@ def _report(prepared: Prepared, ended: Sequence[Ended], page: Path | None = None
     return False
 
 
-def _say_where(prepared: Prepared, session: Session, ended: Ended, *, has_page: bool) -> None:
+def _files(prepared: Prepared, strategy: str, folder: Path, *, has_page: bool) -> dict[str, str]:
+    """Return the files of a run by what they are; a page that an earlier part of the run has left is out of date."""
+    names = {"report": "report.html"} if has_page else {}
+    names |= {"records": LOG, **sink_files(prepared.request.options.sink, strategy), "checkpoints": "checkpoints"}
+    return {label: str(folder / name) for label, name in names.items() if (folder / name).exists()}
+
+
+def _say_where(prepared: Prepared, strategy: str, ended: Ended, files: dict[str, str]) -> None:
     say = prepared.screen.say
-    if ended.profile:
-        say(ended.profile)
-    say(f"{prepared.request.found.name}/{session.strategy} {ended.status}: {_figures(ended)}")
-    names = {"records": LOG, **sink_files(prepared.request.options.sink, session.strategy)}
-    if has_page:  # one that an earlier part of the run has left is out of date
-        names = {"report": "report.html", **names}
-    for label, name in {**names, "checkpoints": "checkpoints"}.items():
-        if (ended.folder / name).exists():
-            say(f"  {label:<13}{ended.folder / name}")
+    if ended.profiler is not None:
+        say(str(ended.profiler))
+    say(f"{prepared.request.found.name}/{strategy} {ended.status}: {_figures(ended)}")
+    for label, path in files.items():
+        say(f"  {label:<13}{path}")
+
+
+def _plain(strategy: str, ended: Ended, files: dict[str, str]) -> dict[str, Any]:
+    profiled = {} if ended.profiler is None else ended.profiler.report()
+    return {
+        "strategy": strategy,
+        "status": ended.status,
+        "folder": str(ended.folder),
+        "files": files,
+        "steps": ended.result.steps,
+        "seconds": ended.seconds,
+        "loss": to_plain(ended.result.loss),
+        "metrics": to_plain(ended.result.metrics),
+        "profile": [{"section": name, **times} for name, times in profiled.items()],
+    }
 
 
 def _figures(ended: Ended) -> str:

@@ -37,7 +37,7 @@ __all__ = ["MARKERS", "Request", "first_look", "joined_flags", "merged_options",
 MARKERS: Final = (OmitArgPrefixes, FlagCreatePairsOff)
 _SEVERAL: Final = ("--hooks", "--hook-config", "--hook-sink", "--hooks-describe", "--show")
 _NOT_SAVED: Final = frozenset(
-    ("experiment", "resume", "force", "dry_run", "config", "hooks_list", "hooks_describe", "hook_config")
+    ("experiment", "resume", "force", "dry_run", "json", "config", "hooks_list", "hooks_describe", "hook_config")
 )
 _FLAG_AT: Final = {place.key: name for name, place in FILE_KEYS.items()}
 """By key of a run file, the flag."""

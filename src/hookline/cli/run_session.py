@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hookline.cli.main import RunFailed
 from hookline.cli.prepared_experiment import PreparedExperiment, make_experiment
@@ -31,6 +31,9 @@ from hookline.cli.run_hooks import HookObjects
 from hookline.cli.run_request import Request
 from hookline.cli.screen import Screen
 from hookline.errors import HooklineWarning, OptionError, ResumeError
+
+if TYPE_CHECKING:
+    from hookline.training.checkpoint_profiler import CheckpointProfiler
 
 __all__ = ["Ended", "Prepared", "Session"]
 
@@ -64,7 +67,7 @@ class Ended:
     result: Any
     seconds: float
     status: str
-    profile: str = ""
+    profiler: CheckpointProfiler | None = None
     """What each hook took, if that was asked for."""
 
     @property
@@ -245,8 +248,8 @@ class Session:
         status = "stopped" if getattr(result, "interrupted", None) else "finished"
         seconds = time.perf_counter() - began
         notes.end(status, seconds, result=result)
-        profile = str(manager.profiler) if manager is not None and manager.profiler.enabled else ""
-        return Ended(folder, result, seconds, status, profile)
+        profiler = manager.profiler if manager is not None and manager.profiler.enabled else None
+        return Ended(folder, result, seconds, status, profiler)
 
     def _after_failure(self, folder: Path, manager: Any) -> str:
         """Return what a user can do next: where the run is, how to resume it, and without which hook."""

@@ -20,7 +20,7 @@ from hookline.config.run_options import flag
 
 __all__ = ["SchemaOptions", "schema"]
 
-Output = Literal["audit", "check", "compare", "doctor", "find", "hooks"]
+Output = Literal["audit", "check", "compare", "doctor", "dry-run", "find", "hooks", "run"]
 
 
 @dataclass
@@ -36,7 +36,7 @@ class SchemaOptions:
     file: Annotated[Positional[Literal["run", "hooks", "server"]], flag("[run|hooks|server]")] = "run"
     """A run file, a list of hooks on modules, or the settings of a server (enable_hooks, hooks, forward_hooks)."""
     output: Annotated[Output | None, flag("COMMAND")] = None
-    """Print the schema of what this command prints with --json, instead."""
+    """Print the schema of what this command prints with --json, instead; dry-run: that of hookline run --dry-run."""
 
 
 def schema(arguments: Sequence[str]) -> int:

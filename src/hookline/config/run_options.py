@@ -198,6 +198,9 @@ class OutputOptions:
     """Save the model's parameters at every snapshot, in trajectory/."""
     dry_run: Flag = False
     """Print the plan (which hook when, on what, at what cost in memory, which files), and leave."""
+    json: Flag = False
+    """Print as JSON what is said at the end, what --profile-hooks measured among it, or the plan of --dry-run. Nothing
+    else goes to the standard output."""
 
 
 @dataclass
@@ -226,9 +229,9 @@ class CheckpointOptions:
 class RunOptions:
     """All options but those of the experiment itself."""
 
-    experiment: Annotated[Positional[str | None], flag("EXPERIMENT")] = None
+    experiment: Annotated[Positional[str | None], flag("EXPERIMENT | -- COMMAND")] = None
     """A name (mod_arithmetic, digits), path/file.py:Class, file.py:function, package.module:Class, or a run file
-    (.yaml, .toml, .json)."""
+    (.yaml, .toml, .json); or a script of your own behind --, such as -- python train.py."""
     training: TrainingOptions = field(default_factory=TrainingOptions)
     hook: HookOptions = field(default_factory=HookOptions)
     sink: SinkOptions = field(default_factory=SinkOptions)
