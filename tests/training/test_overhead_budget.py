@@ -312,6 +312,57 @@ def test_the_budget_of_a_manager_holds_for_its_watches_and_is_not_said_to_cost_n
     assert "not known yet" in str(alone.budget)  # the model was never called
 
 
+def two_watched(shift: int, share: float, steps: int) -> tuple[Any, Any, Any]:
+    """Two watches of one model, the second made ``shift`` steps later, 0.3 s a look each; and the records."""
+    clock, sink = FakeClock(), hl.sinks.MemorySink()
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watches: list[Any] = []
+    manager = hl.HookManager(sinks=[sink])
+    for step in range(steps):
+        if step in (0, shift) and len(watches) < 2:
+            for _ in range(2 if shift == 0 else 1):
+                limit = Budget(share, window=20, clock=clock)
+                watches.append(hl.watch(model, "", on="forward", optimizer=optimizer, budget=limit))
+            if step == 0:
+                manager = hl.HookManager(hooks=[watches[0]], sinks=[sink])
+        manager.advance_step(0)
+        clock.now += 1.0 + 0.3 * sum(one._rules.is_due() for one in watches)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    manager.flush_step_metrics(0)
+    for one in watches:
+        one.remove(quiet=True)
+    return *watches, sink
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("share", [0.15, 0.3])
+def test_two_watches_of_a_model_do_not_take_each_others_looks_for_the_step(shift, share, monkeypatch):
+    """At equal intervals, in turns or at the same steps; negative control: each as if it were alone.
+
+    Every decision is a record, with what was asked for and what it takes.
+    """
+    first, second, sink = two_watched(shift, share, 700)
+    for watch in (first, second):
+        decisions = watch.budget.decisions
+        assert decisions
+        assert all(one.cost_ms >= 299 for one in decisions)
+        assert decisions[0].cost_ms == pytest.approx(300)
+        assert 0.3 / decisions[-1].every <= share + 1e-9
+    found = {name: value for record in sink.records for name, value in record.metrics.items()}
+    assert found["budget/watch/every"] == [float(one.every) for one in first.budget.decisions]
+    assert found["budget/watch/cost_ms"] == [one.cost_ms for one in first.budget.decisions]
+    assert set(found["budget/watch/asked"]) == {share}
+    assert found["budget/watch/actual"][0] == pytest.approx(0.3 / first.budget.decisions[0].every)
+    assert len(found["budget/watch/actual"]) > len(first.budget.decisions)  # with every window, as a manager's
+    if shift:
+        monkeypatch.setattr(type(first.budget), "_company", lambda self, begun, over: frozenset())
+        monkeypatch.setattr("hookline.observe.watch.budgeted_schedule._FIRST", (2,))
+        alone = two_watched(shift, share, 100)[:2]
+        assert not all(one.budget.actual and one.budget.decisions[0].cost_ms >= 299 for one in alone)
+
+
 def test_a_run_with_a_budget_ends_with_the_same_bits():
     """An audit of a manager and a watch that skip steps; negative control: a hook that draws, and says it does not."""
 

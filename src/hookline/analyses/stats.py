@@ -18,6 +18,7 @@ from hookline.lifecycle.overhead_budget import Budget
 from hookline.lifecycle.run_context import RunDataContext
 from hookline.lifecycle.schedule import StepSchedule
 from hookline.observe.watch.watch import Watch, watch
+from hookline.training.choose_hooks import record_decisions
 from hookline.training.training_hook import MetricInfo
 
 _STATS: Final = ("mean", "std", "norm", "absmax", "zero_fraction", "nonfinite")
@@ -93,6 +94,7 @@ class StatsHook(Analysis):
         if self._part is not None:
             self._watch.take_budget(*self._part)
             self.budget = self._watch.budget
+            record_decisions(self, self._watch)
         if self._state_to_load:
             self._watch.load_state_dict(self._state_to_load)
         self._state_to_load = {}

@@ -114,6 +114,11 @@ class TimeMark:
             self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._event.record()
 
+    @property
+    def host_seconds(self) -> float:
+        """When it was, by the clock of the host."""
+        return self._seconds
+
     def seconds_until(self, later: TimeMark) -> float | None:
         """Return how long it took until ``later``; None as long as the device has not come so far."""
         if self._event is None or later._event is None:

@@ -52,10 +52,14 @@ function hookShare(run) {
   return costs.length && seconds ? costs.reduce((a, b) => a + b, 0) / 1000 / seconds : null;
 }
 
-/** What the hooks of a step were allowed, and what they took of it in the last steps; undefined without a budget. */
-function budgetOf(run) {
-  const asked = lastOf(run, "budget/asked"), actual = lastOf(run, "budget/actual");
+/** What the hooks of a step, or one watch (`of`), were allowed, and what they took of it; undefined without a budget. */
+function budgetOf(run, of = "") {
+  const asked = lastOf(run, `budget/${of}asked`), actual = lastOf(run, `budget/${of}actual`);
   return typeof asked === "number" ? `${shownShare(asked)}, took ${typeof actual === "number" ? shownShare(actual) : "?"}` : undefined;
+}
+
+function budgetedWatches(run) {
+  return [...run.byName.keys()].map((name) => /^budget\/(.+)\/asked$/.exec(name)?.[1]).filter(Boolean);
 }
 
 function tilesOf(run) {
@@ -70,6 +74,7 @@ function tilesOf(run) {
     ["Parameters", run.facts.model?.parameters],
     ["Hooks took", share === null ? undefined : shownShare(share)],
     ["Budget of hooks", budgetOf(run)],
+    ...budgetedWatches(run).map((name) => [`Budget of ${name}`, budgetOf(run, `${name}/`)]),
   ].filter(([, value]) => value !== undefined && value !== null);
   return tiles.map(([name, value]) => [name.charAt(0).toUpperCase() + name.slice(1), shown(value)]);
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hookline.errors import HooklineWarning, HookNameError, OptionError
@@ -18,7 +19,7 @@ from hookline.training.training_hook import TrainingHook
 if TYPE_CHECKING:
     from hookline.lifecycle.run_context import RunDataContext
 
-__all__ = ["TrackerHook", "checked_interval", "choose_hooks", "find_excluded", "split_config"]
+__all__ = ["TrackerHook", "checked_interval", "choose_hooks", "find_excluded", "record_decisions", "split_config"]
 
 Config = Mapping[str, Mapping[str, Any]]
 
@@ -130,6 +131,7 @@ class TrackerHook(TrainingHook):
         self.tracker = tracker
         self.name = name or getattr(tracker, "name", "") or type(tracker).__name__
         self._reported: tuple[Any, int, int] | None = None
+        record_decisions(self, tracker)
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Return what was counted since the last time."""
@@ -155,6 +157,18 @@ class TrackerHook(TrainingHook):
         """Load the state of the tracker, if it can."""
         if state and hasattr(self.tracker, "load_state_dict"):
             self.tracker.load_state_dict(state)
+
+
+def record_decisions(hook: TrainingHook, watched: Any) -> None:
+    """Make every decision about the budget of a watch a record of the run, ``budget/NAME/every`` and others."""
+    if getattr(watched, "budget", None) is not None:
+        watched.budget.tell = partial(_record, hook)
+
+
+def _record(hook: TrainingHook, metrics: Mapping[str, float]) -> None:
+    for name, value in metrics.items():
+        if hook.manager is not None:
+            hook.manager.take_record(f"budget/{hook.name}/{name}", value)
 
 
 def is_tracker(thing: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hookline.lifecycle.overhead_budget import Budget, BudgetDecision, LookInterval, Need, TimeMark, stretch
 from hookline.lifecycle.points import HookPoint
 from hookline.tables import ShownAsTable, Table
+from hookline.training.choose_hooks import record_decisions
 from hookline.training.registry import points_in_any_loop
 from hookline.training.training_hook import TrainingHook
 
@@ -80,6 +81,7 @@ class HookBudget(ShownAsTable):
         for (name, one), first in zip(takers.items(), firsts, strict=False):
             given = whole.decisions and [each._replace(name="watch") for each in whole.decisions if each.name == name]
             one.take_budget(replace(part, decisions=given), first)
+            record_decisions(self._hooks[name], one)
         return part
 
     def _begin(self) -> None:

@@ -116,7 +116,7 @@ def watch(
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "scale")):
         raise OptionError(f"scaler= takes a torch.amp.GradScaler, got {type_name(scaler)}.")
     layout = _layout_of(stats if stats is None or isinstance(stats, str) else tuple(stats))
-    schedule = StepSchedule.of(every) if budget is None else budgeted(every, budget)
+    schedule = StepSchedule.of(every) if budget is None else budgeted(unwrap(model), every, budget)
     found = Watch(unwrap(model), layout, schedule, validate_phases(during), scaler)
     declared = None if replicated is sharded is None else DeclaredShards.of(found._model, replicated, sharded)
     found._between_ranks = lambda: RankStats(
@@ -349,7 +349,7 @@ class Watch(ShownAsTable):
     def take_budget(self, budget: Budget, first: int) -> None:
         """Keep to ``budget``; look at every ``first``-th step until the cost is known. A manager's budget calls it."""
         if isinstance(self._schedule, StepSchedule):
-            self.budget = self._schedule = budgeted(self._schedule, budget, first)
+            self.budget = self._schedule = budgeted(self._model, self._schedule, budget, first)
             self._rules.steps.take_schedule(self._schedule)
             self._sites.switch(self._rules.needs_hooks())
 

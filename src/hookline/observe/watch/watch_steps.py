@@ -99,6 +99,8 @@ class StepCounter:
     def remove(self) -> None:
         """Take off the hooks that count."""
         self._handles.remove(quiet=True)
+        if not isinstance(self.schedule, StepSchedule):
+            self.schedule.leave()
 
 
 class ManualSteps(StepCounter):
