@@ -66,7 +66,7 @@ class BudgetedSchedule:
         self.tell: Callable[[Mapping[str, float]], None] = lambda metrics: None
         """Called with what was asked for and what the watch takes, each time that is known, and with each decision."""
         taken = {one._number for one in beside}
-        self._number = next(number for number in range(len(taken) + 1) if number not in taken)
+        self._number: int = next(number for number in range(len(taken) + 1) if number not in taken)
         self._beside = beside
         self._begun: deque[tuple[float, bool]] = deque(maxlen=2)
         """When the last steps began, and whether they were due; other watches ask."""
