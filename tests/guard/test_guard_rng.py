@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.guard import rng, stream_memory
+from hookline.guard import rng
 from hookline.guard.rng import RandomStates, hook_rng, hook_stream, kept_rng, set_hook_stream
 
 
@@ -40,7 +40,7 @@ def by_verbs(monkeypatch):
     """As where the memory of the streams is not found."""
     monkeypatch.setattr(rng, "PYTHON_STREAM", None)
     monkeypatch.setattr(rng, "STORED_NORMAL", None)
-    monkeypatch.setattr(stream_memory, "_COMPARE", None)
+    monkeypatch.setattr(rng, "COMPARE", None)
 
 
 @pytest.mark.parametrize("normals", [0, 1, 2, 3])
@@ -223,9 +223,9 @@ def test_a_state_differs_by_any_byte(memory, request):
     if not memory:
         request.getfixturevalue("by_verbs")
     state = torch.default_generator.get_state()
-    assert stream_memory.is_same_state(state, state.clone())
-    assert not stream_memory.is_same_state(state, state[:-1].clone())
+    assert rng._is_same(state, state.clone())
+    assert not rng._is_same(state, state[:-1].clone())
     for place in (0, 2500, -1):
         other = state.clone()
         other[place] ^= 1
-        assert not stream_memory.is_same_state(state, other)
+        assert not rng._is_same(state, other)
