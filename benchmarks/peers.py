@@ -3,8 +3,9 @@
 ``bench_peers`` runs the `CAPTURING` contests. The model is a GPT-2 that all of the libraries know; the captures are
 those of ``threads``. Before anything is timed, each capture and each patch is held against one made by hand.
 
-The nearest is captum: 111 calls of Python beside the forward, where ours makes 116. What ours has more are objects: the
-context that keeps two threads apart, the counter of forwards and its step, the watch for compiled code, the receipt.
+The nearest is captum: 111 calls of Python beside the forward, where ours makes 91 for a capture and 88 for a patch.
+What ours has more are objects: the context that keeps two threads apart, the counter of forwards and its step, the
+watch for compiled code, the receipt. After a forward all of them are cold: a call takes 4 µs, and 1 in a loop.
 """
 
 from __future__ import annotations

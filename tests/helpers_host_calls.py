@@ -43,14 +43,15 @@ def counting() -> Iterator[Counter[str]]:
 
 @contextmanager
 def unaffected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forget what other tests have done: where something is compiled, hooks are prepared for that, and each kind of
-    hook that was used once is swept with the others.
+    """Forget what other tests have done: where something is compiled, hooks are prepared for that, each kind of hook
+    that was used once is swept with the others, and once a hooked model was copied, modules are searched for copies.
     """
     # The first hook of a process begins to watch for compilations, and the last one that goes ends it: three calls that
     # are made or not, as a model of another test is gone or not. This one is here all the time.
     kept = nn.Linear(1, 1)
     handle = hl.attach(kept, "", lambda module, args, output: None)
     monkeypatch.setattr(module_hooks, "ON_SWEEP", [])
+    monkeypatch.setattr(module_hooks, "COPIES", set())
     monkeypatch.setattr(_torch, "compiled_code", list)
     monkeypatch.setattr(recompile_guard._WATCH, "compiled", False)
     yield

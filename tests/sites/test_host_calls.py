@@ -62,7 +62,30 @@ def test_a_capture_of_one_module_by_name() -> None:
         assert calls["walk"] == 0
         counts.add(calls.total())
     assert len(counts) == 1
-    assert counts.pop() <= 95
+    assert counts.pop() <= 75
+
+
+def test_a_patch_of_one_module_by_name() -> None:
+    """The same, with a function that is looked at once, and an object that is called."""
+
+    class Double:
+        def __call__(self, activation: torch.Tensor) -> torch.Tensor:
+            return activation * 2
+
+    for edit in (lambda activation: activation * 2, Double()):
+        counts = set()
+        for blocks in (3, 40):
+            model, x = make_model(blocks), torch.ones(1, 2)
+
+            def patch(model: nn.Module = model, x: torch.Tensor = x, edit: Any = edit) -> None:
+                with hl.patch(model, {"1.inner": edit}):
+                    model(x)
+
+            calls = calls_of(patch)
+            assert calls["walk"] == calls["_check_function"] == calls["_examine"] == 0
+            counts.add(calls.total())
+        assert len(counts) == 1
+        assert counts.pop() <= 72
 
 
 def test_a_tree_that_has_changed_is_seen() -> None:

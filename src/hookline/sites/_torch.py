@@ -1166,9 +1166,9 @@ class Compilations:
     def stop(self) -> None:
         """Ask torch to call this no more."""
         handler = sys.modules.get("torch._dynamo.callback")
-        callbacks = handler.callback_handler.start_callbacks if handler is not None else ()
-        if handler is not None and self in callbacks:
-            handler.callback_handler.start_callbacks = [each for each in callbacks if each is not self]
+        if handler is not None and self in (callbacks := handler.callback_handler.start_callbacks):
+            callbacks.remove(self)
+            handler.callback_handler.start_callbacks = [*callbacks]
 
 
 class _Callbacks(list[Any]):

@@ -36,7 +36,7 @@ from hookline.sites.modules.registration_hooks import hold_registrations
 from hookline.sites.per_site_hook import PerSiteHook
 from hookline.sites.receipt import parameter_versions
 from hookline.sites.roles import with_role
-from hookline.sites.signature import changes_in_place, examine_hook, hook_name
+from hookline.sites.signature import HookTraits, changes_in_place, examine_hook, hook_name
 from hookline.sites.targets import Named, check_model, describe, select, without_scripted
 from hookline.sites.tensors.parameter_hooks import attach_to_parameters, select_parameters
 from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
@@ -143,7 +143,7 @@ def attach(
         profile=profile,
         scope=scope,
     )
-    attachment = new_attachment(wanted, on if on is Kind.FORWARD else Kind.parse(on), options)
+    attachment = new_attachment(wanted, on if on is _FORWARD else Kind.parse(on), options)
     try:
         if attachment.kind is Kind.PARAM_GRAD:
             return attach_to_parameters(attachment, model, select_parameters(model, place, exclude=exclude))
@@ -181,10 +181,16 @@ def new_attachment(
     *,
     site_type: SiteType = MODULE,
     everywhere: bool = False,
+    traits: HookTraits | None = None,
 ) -> Attachment:
-    """Return the attachment that is asked for, on nothing yet; raise if something is wrong with it."""
-    options.check(kind)
-    traits = examine_hook(hook, kind, site_type=site_type, with_kwargs=options.with_kwargs)
+    """Return the attachment that is asked for, on nothing yet; raise if something is wrong with it.
+
+    With ``traits``, hook and options are known to be right: a product gives those of a hook of its own.
+    """
+    is_own = traits is not None
+    if traits is None:
+        options.check(kind)
+        traits = examine_hook(hook, kind, site_type=site_type, with_kwargs=options.with_kwargs)
     attachment = Attachment(
         hook=hook,
         kind=kind,
@@ -198,7 +204,7 @@ def new_attachment(
         reads=traits.reads,
         context=open_context() if options.scope == "context" else None,
     )
-    if kind is Kind.FORWARD and site_type is MODULE and type(hook) is not FunctionType:
+    if not is_own and kind is _FORWARD and site_type is MODULE and type(hook) is not FunctionType:
         _call_per_site(attachment, hook)
     return attachment
 
@@ -230,21 +236,24 @@ def attach_to_modules(attachment: Attachment, model: nn.Module, chosen: list[Nam
 
 def _prepare_for_compiling(attachment: Attachment, chosen: list[Named]) -> None:
     """Name a hook that edits a forward, and so becomes part of compiled code, after the place where it sits."""
-    if not chosen or attachment.kind not in _FORWARD_KINDS or attachment.order_group is not OrderGroup.EDIT:
+    if not chosen or attachment.kind not in _FORWARD_KINDS:
         return
     if attachment.may_edit or changes_in_place(attachment.hook):
         first = repr(chosen[0][0])
         where = first if len(chosen) == 1 else f"{first} and {len(chosen) - 1} more"
-        attachment.by_name = call_by_name(f"{attachment.kind.value} hook {attachment.name!r} on {where}")
+        attachment.by_name = call_by_name(f"{attachment.kind} hook {attachment.name!r} on {where}")
 
 
+_FORWARD: Final = Kind.FORWARD
 _FORWARD_KINDS: Final = (Kind.FORWARD_PRE, Kind.FORWARD)
+_EDIT: Final = OrderGroup.EDIT
 
 
 def add_entries(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> None:
     """Put an attachment on modules of a model."""
     counter = counter_of(model if WRAPPER_KEYS.isdisjoint(model._modules.keys()) else unwrap(model))
-    _prepare_for_compiling(attachment, chosen)
+    if attachment.order_group is _EDIT:
+        _prepare_for_compiling(attachment, chosen)
     if counter in attachment.counters:
         counter.users -= 1  # it is one user, however often it comes back
     attachment.counters[counter] = None

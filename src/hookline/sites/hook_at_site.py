@@ -74,20 +74,19 @@ def close_context(number: int) -> None:
 class _ThreadForward(threading.local):
     """The forward that this thread is in; two threads on one model count apart."""
 
-    step: int
+    step = -1  # these are the class's: each that is set for an object takes as long as a call does
+    training: bool | None = None
+    """The mode that the model was in when its forward began; None before one has."""
+    gradients = True
+    """Whether gradients were on then."""
+    by_part = False
+    """Whether a call of a part began this step, because the model's own forward is not called."""
+    order = -1
+    """When it began, as `next_order` counts."""
+    _repeated: tuple[int, dict[Any, int]] = (-1, {})
 
     def __init__(self) -> None:
-        self.step = -1
-        self.training: bool | None = None
-        """The mode that the model was in when its forward began; None before one has."""
-        self.gradients = True
-        """Whether gradients were on then."""
-        self.by_part = False
-        """Whether a call of a part began this step, because the model's own forward is not called."""
-        self.order = -1
-        """When it began, as `next_order` counts."""
         self.calls: dict[Any, int] = {}
-        self._repeated: tuple[int, dict[Any, int]] = (-1, {})
 
     def calls_in(self, task: int) -> dict[Any, int]:
         """Return the counts of this forward, or own counts for a backward pass ``task`` that repeats parts of it."""
@@ -230,6 +229,9 @@ class OrderGroup(IntEnum):
     """Observers of the value that goes on."""
 
 
+_RAW, _EDIT, _OBSERVE = OrderGroup  # looking a member up by its class takes as long as three calls
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachOptions:
     """The options that the verbs share, as the user gave them; ``attach`` documents each."""
@@ -245,8 +247,8 @@ class AttachOptions:
 
     def check(self, kind: Kind) -> None:
         """Raise an `OptionError` for an option that is wrong, or does not go with ``kind``."""
-        for option in KINDS_OF_OPTION:
-            if getattr(self, option):
+        for option, kinds in KINDS_OF_OPTION.items():
+            if getattr(self, option) and kind not in kinds:
                 kind.check_option(option)
         if self.sees not in ("edited", "raw"):
             raise OptionError(f"sees= is 'edited' or 'raw', got {self.sees!r}.")
@@ -261,7 +263,7 @@ class AttachOptions:
     @property
     def order_group(self) -> OrderGroup:
         """The order group of a hook with these options."""
-        return OrderGroup.EDIT if not self.observe else OrderGroup.RAW if self.sees == "raw" else OrderGroup.OBSERVE
+        return _EDIT if not self.observe else _RAW if self.sees == "raw" else _OBSERVE
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

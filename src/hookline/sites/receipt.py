@@ -160,12 +160,12 @@ def receipt_of(attachment: Attachment) -> Receipt:
     )
 
 
-_TIMES_FIRED: Final = operator.attrgetter("fired")
+TIMES_FIRED: Final = operator.attrgetter("fired")
 
 
 def warn_if_never_fired(attachment: Attachment) -> None:
     """Warn once of the sites where the hook never ran, though the model did, with the likely cause."""
-    if all(map(_TIMES_FIRED, attachment.members())):
+    if all(map(TIMES_FIRED, attachment.members())):
         return
     silent = _silent(attachment)
     if not silent or _torch.in_run():  # while the model runs, there is no telling yet

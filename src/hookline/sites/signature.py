@@ -9,7 +9,7 @@ import dis
 import functools
 import inspect
 from types import CodeType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +18,8 @@ from hookline.messages import type_name
 from hookline.sites.kinds import MODULE, Kind, SiteType
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hookline.hook_types import Hook
 
 
@@ -29,27 +31,45 @@ class HookTraits(NamedTuple):
     reads: str
 
 
-_TRAITS: Final[dict[tuple[Any, ...], HookTraits]] = {}
-_MOST_TRAITS: Final = 512
+_T = TypeVar("_T")
+_FOUND: Final[dict[tuple[Any, ...], Any]] = {}
+_MOST_FOUND: Final = 512
 
 
 def examine_hook(hook: Any, kind: Kind, *, site_type: SiteType = MODULE, with_kwargs: bool = False) -> HookTraits:
-    """Check a hook as `check_hook` does, and return whether it declares ``site``, may edit, and what it reads.
+    """Check a hook as `check_hook` does, and return whether it declares ``site``, may edit, and what it reads."""
+    about = (kind, site_type.args[kind], with_kwargs)
+    return remember(hook, about, lambda: _examine(hook, kind, site_type, with_kwargs))
 
-    All of that follows from the code of a plain function and from which parameters have defaults, so it is remembered
-    by these: 45 calls of Python the first time, none the second.
+
+def remember(hook: Any, about: tuple[Any, ...], find: Callable[[], _T]) -> _T:
+    """Return what ``find`` finds in signature and bytecode of a hook, looked up if a hook of the same code was asked
+    the same thing (``about``) before.
+
+    Both follow from the code of a plain function, or of the ``__call__`` of an object, and from which parameters have
+    defaults. To find them takes 45 calls of Python for a function, 110 for an object.
     """
-    if type(hook) is not FunctionType or hook.__dict__:  # what decorators leave there can change the signature
-        return _examine(hook, kind, site_type, with_kwargs)
-    defaults = len(hook.__defaults__ or ()), tuple(hook.__kwdefaults__ or ())
-    key = (hook.__code__, *defaults, kind, site_type.args[kind], with_kwargs)
-    traits = _TRAITS.get(key)
-    if traits is None:
-        traits = _examine(hook, kind, site_type, with_kwargs)
-        if len(_TRAITS) >= _MOST_TRAITS:
-            _TRAITS.clear()
-        _TRAITS[key] = traits
-    return traits
+    function, is_object = hook, type(hook) is not FunctionType
+    if is_object:
+        function = type(hook).__dict__.get("__call__")
+        if type(function) is not FunctionType or _has_signature(hook):
+            return find()
+    if function.__dict__:  # what decorators leave there can change the signature
+        return find()
+    defaults = len(function.__defaults__ or ()), tuple(function.__kwdefaults__ or ())
+    key = (function.__code__, is_object, *defaults, *about)
+    found: _T | None = _FOUND.get(key)
+    if found is None:
+        found = find()
+        if len(_FOUND) >= _MOST_FOUND:
+            _FOUND.clear()
+        _FOUND[key] = found
+    return found
+
+
+def _has_signature(hook: Any) -> bool:
+    """Return whether an object has a signature of its own, which is not that of its ``__call__``."""
+    return hasattr(hook, "__signature__") or hasattr(hook, "__wrapped__") or hasattr(hook, "_partialmethod")
 
 
 def _examine(hook: Any, kind: Kind, site_type: SiteType, with_kwargs: bool) -> HookTraits:

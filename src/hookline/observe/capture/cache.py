@@ -20,8 +20,8 @@ from hookline.notebook_html import line
 from hookline.observe.capture.capture_hooks import CaptureRecorder, CaptureStopped
 from hookline.observe.capture.captured_calls import CapturedCall
 from hookline.observe.capture.stored_value import (
+    AS_IT_IS,
     StoredValue,
-    ValueStore,
     bytes_of,
     each_tensor,
     size_text,
@@ -48,7 +48,7 @@ _MAX_MAPS: Final = 12
 _PICKLED: Final = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, Unseen)
 _CHANGED: Final = -1
 """A version that no tensor has: reading a copy of what was overwritten raises, as with the original."""
-_WARN_IN_ORDER: Final = (Kind.FORWARD, Kind.BACKWARD_PRE, Kind.FORWARD_PRE)
+_FORWARD_PRE: Final = Kind.FORWARD_PRE
 
 
 class Captured:
@@ -70,7 +70,8 @@ class Captured:
     @property
     def output(self) -> Any:
         """The output of the module, in its structure."""
-        return self._only("output").output
+        calls = self.calls
+        return (calls[0] if len(calls) == 1 else self._only("output")).output
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -128,7 +129,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         model: Callable[[], nn.Module | None] = lambda: None,
         scope: int | None = None,
     ) -> None:
-        self._recorder = recorder or CaptureRecorder(ValueStore(), inputs=False, grads=False, stop=False)
+        self._recorder = recorder or CaptureRecorder(AS_IT_IS, inputs=False, grads=False, stop=False)
         self._model = model
         self._calls: dict[str, list[CapturedCall]] = {}
         self._sorting = threading.Lock()
@@ -194,19 +195,19 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         """Take the hooks off; what was captured stays. Warn, unless ``quiet``, of modules that were never called."""
         silent, self._is_closed = False, True
         try:
-            for kind in _WARN_IN_ORDER:
-                handle = self.handles.get(kind)
-                if handle is None:
-                    continue
-                handle.remove(quiet=quiet or silent or kind is Kind.FORWARD_PRE)
+            for kind, handle in reversed(self.handles.items()):  # forward, gradients, what opens calls
+                handle.remove(quiet=quiet or silent or kind is _FORWARD_PRE)
                 # One warning for what was not called: it has no gradient either.
                 silent = len(self.handles) > 1 and bool(handle.report().silent)
         finally:
             if self.scope is not None:
                 close_context(self.scope)
-            self._recorder.store.wait_for_copies()
+            recorder = self._recorder
+            if recorder.wait is not None:
+                recorder.wait()
             self._sorted()  # from here on only the cache holds the calls
-            self._recorder.release()
+            if recorder.opens_calls:
+                recorder.release()
 
     def clear(self) -> None:
         """Forget what was captured; the hooks stay on."""

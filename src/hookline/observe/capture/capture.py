@@ -16,13 +16,14 @@ from hookline.errors import OptionError
 from hookline.lifecycle.run_phase import ALL_PHASES, PHASES, validate_phases
 from hookline.observe.capture.cache import Cache
 from hookline.observe.capture.capture_hooks import CaptureRecorder
-from hookline.observe.capture.stored_value import ValueStore
+from hookline.observe.capture.stored_value import AS_IT_IS, ValueStore
 from hookline.observe.index_grammar import plain_item, text_of
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.hook_at_site import AttachOptions, open_context
 from hookline.sites.kinds import Kind
 from hookline.sites.receipt import likely_cause
 from hookline.sites.roles import with_role
+from hookline.sites.signature import HookTraits
 from hookline.sites.targets import Named, check_model, choose
 
 if TYPE_CHECKING:
@@ -30,11 +31,13 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from hookline.hook_types import Hook, Scope, Target
+    from hookline.hook_types import Scope, Target
     from hookline.sites.hook_at_site import HookAtSite
 
 __all__ = ["capture"]
 
+_FORWARD: Final = Kind.FORWARD
+_READS_OUTPUT: Final = HookTraits(wants_site=False, may_edit=False, reads="o")
 _PLAIN: Final = AttachOptions(observe=True, name="capture")
 _WITH_KWARGS: Final = AttachOptions(observe=True, with_kwargs=True, name="capture")
 _UNITS: Final = {"": 1, "b": 1}
@@ -114,17 +117,21 @@ def capture(
             forward, for an ``index`` that does not fit and for what goes over the ``limit``.
     """
     check_model(model, targets)
-    _check_flags(inputs=inputs, grads=grads, clone=clone, detach=detach, stop=stop, strict=strict)
+    if strict is not True or not (inputs is grads is clone is detach is stop is False):
+        _check_flags(inputs=inputs, grads=grads, clone=clone, detach=detach, stop=stop, strict=strict)
     if scope not in ("context", "process"):
         raise OptionError(f"scope= is 'context' or 'process', got {scope!r}.")
-    store = ValueStore(
-        index=None if index is None else _parse_index(index),
-        detach=detach,
-        dtype=None if dtype is None else _parse_dtype(dtype),
-        device=None if device is None else _parse_device(device),
-        clone=clone,
-        limit=None if limit is None else _parse_limit(limit),
-    )
+    if clone or detach or not (index is dtype is device is limit is None):
+        store = ValueStore(
+            index=None if index is None else _parse_index(index),
+            detach=detach,
+            dtype=None if dtype is None else _parse_dtype(dtype),
+            device=None if device is None else _parse_device(device),
+            clone=clone,
+            limit=None if limit is None else _parse_limit(limit),
+        )
+    else:
+        store = AS_IT_IS
     recorder = CaptureRecorder(
         store, inputs=inputs, grads=grads, stop=stop, during=ALL_PHASES if during is PHASES else validate_phases(during)
     )
@@ -148,30 +155,32 @@ def _end(module: nn.Module, args: Any, output: Any) -> None:
 
 def _attach(cache: Cache, recorder: CaptureRecorder, model: nn.Module, chosen: list[Named]) -> None:
     """Attach once for each kind of hook; each module gets a hook of its own, with its name."""
-    for name, module in chosen:
-        recorder.expect(name, module)
-    hooks: dict[Kind, tuple[Hook, str | None]] = {}
+    if recorder.stops:
+        for name, module in chosen:
+            recorder.expect(name, module)
     if recorder.opens_calls:
-        hooks[Kind.FORWARD_PRE] = _begin, "ak" if recorder.takes_inputs else ""
+        _attach_around(cache, recorder, model, chosen)
+    attachment = new_attachment(_end, _FORWARD, _PLAIN, traits=_READS_OUTPUT)
+    if recorder.opens_calls:  # a plain hook checks it by itself
+        attachment.context = cache.scope
+    cache.handles[_FORWARD] = attach_to_modules(attachment, model, chosen)
+    for entry in attachment.entries:
+        opens = recorder.opens_calls
+        entry.hook = recorder.end_hook(entry) if opens else recorder.output_hook(entry, cache.scope)
+        cache.reasons[entry.name] = functools.partial(_reason, entry, recorder)
+
+
+def _attach_around(cache: Cache, recorder: CaptureRecorder, model: nn.Module, chosen: list[Named]) -> None:
+    """Attach what opens calls before the forward, and what takes their gradients."""
+    begins = new_attachment(_begin, Kind.FORWARD_PRE, _WITH_KWARGS)
+    begins.reads, begins.context = "ak" if recorder.takes_inputs else "", cache.scope
+    cache.handles[Kind.FORWARD_PRE] = attach_to_modules(begins, model, chosen)
+    for entry in begins.entries:
+        entry.hook = recorder.begin_hook(entry)
     if recorder.takes_grads:
-        hooks[Kind.BACKWARD_PRE] = recorder.take_grads, None
-    hooks[Kind.FORWARD] = _end, "o"
-    for kind, (hook, reads) in hooks.items():
-        with_kwargs, is_plain = kind is Kind.FORWARD_PRE, kind is Kind.FORWARD and not recorder.opens_calls
-        attachment = new_attachment(hook, kind, _WITH_KWARGS if with_kwargs else _PLAIN)
-        if reads is not None:
-            attachment.reads = reads
-        attachment.context = None if is_plain else cache.scope  # a plain hook checks it by itself
-        cache.handles[kind] = attach_to_modules(attachment, model, chosen)
-        for entry in attachment.entries:
-            if is_plain:
-                entry.hook = recorder.output_hook(entry, cache.scope)
-            elif kind is Kind.FORWARD:
-                entry.hook = recorder.end_hook(entry)
-            elif kind is Kind.FORWARD_PRE:
-                entry.hook = recorder.begin_hook(entry)
-            if kind is Kind.FORWARD:
-                cache.reasons[entry.name] = functools.partial(_reason, entry, recorder)
+        grads = new_attachment(recorder.take_grads, Kind.BACKWARD_PRE, _PLAIN)
+        grads.context = cache.scope
+        cache.handles[Kind.BACKWARD_PRE] = attach_to_modules(grads, model, chosen)
 
 
 def _reason(entry: HookAtSite, recorder: CaptureRecorder) -> str:

@@ -69,6 +69,8 @@ class CaptureRecorder:
         self, store: ValueStore, *, inputs: bool, grads: bool, stop: bool, during: Phases = ALL_PHASES
     ) -> None:
         self.store = store
+        self.wait = None if store.is_plain else store.wait_for_copies
+        """Waits for copies that are under way; None if there are none ever."""
         self.takes_inputs = inputs
         self.takes_grads = grads
         self.opens_calls = inputs or grads
@@ -114,21 +116,23 @@ class CaptureRecorder:
         """
         self._awaiting.clear()
         self._without_graph.clear()
-        if self.opens_calls:
-            self._open = _OpenCalls()  # that of every thread
+        self._open = _OpenCalls()  # that of every thread
 
     def take_calls(self) -> list[CapturedCall]:
         """Return the calls since the last time, oldest first."""
         count = len(self.notes)
         fresh, self.notes[:count] = self.notes[:count], []
-        return [note if isinstance(note, CapturedCall) else self._call_of(note) for note in fresh]
-
-    def _call_of(self, note: _Note) -> CapturedCall:
-        name, output, version, step = note
-        number = self._counts.get((name, step), 0)
-        self._counts[name, step] = number + 1
-        kept = output if isinstance(output, StoredValue) else StoredValue(output, ((output, version),))
-        return CapturedCall(name, step, number, kept, wait=self.store.wait_for_copies)
+        calls = []
+        for note in fresh:  # one loop: a capture of one call takes this step for it
+            if isinstance(note, CapturedCall):
+                calls.append(note)
+                continue
+            name, output, version, step = note
+            number = self._counts.get((name, step), 0)
+            self._counts[name, step] = number + 1
+            kept = output if isinstance(output, StoredValue) else StoredValue(output, ((output, version),))
+            calls.append(CapturedCall(name, step, number, kept, wait=self.wait))
+        return calls
 
     # -- without inputs and gradients --------------------------------------------------------------------
 
@@ -202,7 +206,7 @@ class CaptureRecorder:
     def _begin(self, entry: HookAtSite, module: nn.Module, args: Any, kwargs: Any) -> None:
         name = entry.name
         step, number = entry.counter.moment(entry)
-        call = CapturedCall(name, step, number, takes_grads=self.takes_grads, wait=self.store.wait_for_copies)
+        call = CapturedCall(name, step, number, takes_grads=self.takes_grads, wait=self.wait)
         if self.during is not None and (now := _phase_of(entry.counter)) not in self.during:
             call.is_left_out = True
             self._leave_out_for_phase(name, now)

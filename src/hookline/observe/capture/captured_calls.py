@@ -24,10 +24,6 @@ NOT_ASKED: Final = StoredValue("not asked for")
 """Stands for inputs if ``inputs=`` was not given."""
 
 
-def _nothing() -> None:
-    return None
-
-
 class CapturedCall:
     """One call of a captured module.
 
@@ -56,7 +52,7 @@ class CapturedCall:
         output: StoredValue = NOT_ASKED,
         *,
         takes_grads: bool = False,
-        wait: Callable[[], None] = _nothing,
+        wait: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         """The name of the module."""
@@ -146,7 +142,8 @@ class CapturedCall:
 
     def copied(self, copy_of: Callable[[StoredValue], StoredValue]) -> CapturedCall:
         """Return the same call with copies of what it holds."""
-        self._wait()
+        if self._wait is not None:
+            self._wait()
         kept = {key: copy_of(value) if isinstance(value, StoredValue) else tuple(map(copy_of, value))
                 for key, value in self.kept().items()}  # fmt: skip
         return _call_with(self.name, self.step, self.call, self.mixed, self.takes_grads, kept)
@@ -160,7 +157,8 @@ class CapturedCall:
         return kept
 
     def _open(self, kept: StoredValue, what: str) -> Any:
-        self._wait()
+        if self._wait is not None:
+            self._wait()
         for tensor, version in kept.borrowed:
             if tensor._version != version:
                 as_by = ", as nn.ReLU(inplace=True) does" if what != "gradient" else ""

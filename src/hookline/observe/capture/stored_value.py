@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from hookline.errors import CaptureError
 from hookline.sites import _torch
 from hookline.sites.tree import children, leaves
 
-__all__ = ["NoNumbers", "StoredValue", "ValueStore", "bytes_of", "each_tensor", "size_text", "tensors_of"]
+__all__ = ["AS_IT_IS", "NoNumbers", "StoredValue", "ValueStore", "bytes_of", "each_tensor", "size_text", "tensors_of"]
 
 
 class NoNumbers(Exception):
@@ -167,6 +167,10 @@ class ValueStore:
             self._used += size
             if place is not None:
                 self._charged[place[0]] = place[1]
+
+
+AS_IT_IS: Final = ValueStore()
+"""Keeps values unchanged; for all captures without options: it counts nothing, and copies nothing elsewhere."""
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int] | None:

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from hookline.observe.patch.edit_index import EditIndex, GivenTensor, IndexLike
-from hookline.observe.patch.edited_tensor import misfit, shape_of, site_text
+from hookline.observe.patch.edited_tensor import Where, misfit, shape_of, site_text
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
     from hookline.sites.hook_at_site import ForwardCounter
-    from hookline.sites.site_info import Site
 
 __all__ = ["BROADCAST", "Edit", "broadcasts"]
 
@@ -39,6 +38,9 @@ class Edit:
 
     One edit can be used for many sites, models and patches. To write one of your own, give ``patch`` a function.
     """
+
+    needs_moment = False
+    """Whether it has to be given a `Site`, with the number of the call; a place will do for others."""
 
     def __init__(self, word: str, index: IndexLike | None = None) -> None:
         self.word = word
@@ -65,13 +67,13 @@ class Edit:
     def attached(self, counter: ForwardCounter) -> None:
         """Keep what counts the forwards of the model that the edit was put on."""
 
-    def apply(self, x: Tensor, site: Site) -> Tensor:
+    def apply(self, x: Tensor, site: Where) -> Tensor:
         """Return the activation, edited."""
         if self.index is None:
             return self.change(x, x, site)
         return self.index.put(x, self.change(self.index.part(x, site_text(site)), x, site))
 
-    def change(self, part: Tensor, x: Tensor, site: Site) -> Tensor:
+    def change(self, part: Tensor, x: Tensor, site: Where) -> Tensor:
         """Return what the part of the activation ``x`` becomes."""
         raise NotImplementedError
 
@@ -79,19 +81,19 @@ class Edit:
         """Return its options as a user would write them."""
         return ""
 
-    def misfit(self, what: str, part: Tensor, x: Tensor, site: Site, remedy: str) -> NoReturn:
+    def misfit(self, what: str, part: Tensor, x: Tensor, site: Where, remedy: str) -> NoReturn:
         """Raise: the edit does not fit that part of ``x``."""
         found = f"has shape {shape_of(x)}"
         if self.index is not None:
             found += f", of which index={self.index.text} takes {shape_of(part)}"
         misfit(f"{self.word}() {what}", site_text(site), found, remedy)
 
-    def check_real(self, x: Tensor, site: Site) -> None:
+    def check_real(self, x: Tensor, site: Where) -> None:
         """Raise unless fractions can be put into the activation."""
         if not (x.is_floating_point() or x.is_complex()):
             misfit(f"{self.word}() is for real numbers", site_text(site), f"is of {_dtype_name(x.dtype)}", _WHOLE)
 
-    def converted(self, given: GivenTensor, x: Tensor, site: Site) -> Tensor:
+    def converted(self, given: GivenTensor, x: Tensor, site: Where) -> Tensor:
         """Return a given tensor in the dtype of ``x``, unless that would cut something off its numbers."""
         tensor = given.tensor
         if tensor.is_floating_point() or tensor.is_complex():

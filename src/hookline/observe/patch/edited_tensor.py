@@ -11,7 +11,7 @@ import dataclasses
 import operator
 from collections import OrderedDict
 from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,11 +24,27 @@ from hookline.sites.tree import children, inside, main_tensor, rebuilt_tuple
 if TYPE_CHECKING:
     from hookline.sites.site_info import Site
 
-__all__ = ["find_main_input", "main_input", "main_output", "misfit", "rebuilt", "shape_of", "site_text"]
+__all__ = [
+    "EditedPlace", "Where", "find_main_input", "main_input", "main_output", "misfit", "rebuilt", "shape_of",
+    "site_text",
+]  # fmt: skip
 
 _USUAL_INPUT: Final = "hidden_states"
 """The name that transformers give the input of a block. A mask, also a tensor of real numbers, may come before it."""
+_FORWARD_PRE: Final = Kind.FORWARD_PRE
 _ATTACH: Final = "Choose a module with tensors there, or write a hook that knows the structure (hookline.attach)."
+
+
+class EditedPlace(NamedTuple):
+    """Where an edit is made; in the place of a `Site` for edits that do not ask when: to make one takes 7 calls."""
+
+    name: str
+    """The dotted name of the module."""
+    kind: Kind
+    """The kind of the hook that edits."""
+
+
+Where: TypeAlias = "Site | EditedPlace"
 
 
 @_torch.constant_while_tracing  # so that the compiler passes on the message, and not just that something was raised
@@ -37,9 +53,9 @@ def misfit(what: str, where: str, found: str, remedy: str) -> NoReturn:
     raise HookReturnError(f"{what}, but {where} {found}. {remedy}")
 
 
-def site_text(site: Site) -> str:
+def site_text(site: Where) -> str:
     """Return, for messages, which activation an edit at ``site`` changes: "the output of 'layers.0'"."""
-    side = "input" if site.kind is Kind.FORWARD_PRE else "output"
+    side = "input" if site.kind is _FORWARD_PRE else "output"
     return f"the {side} of {site.name!r}" if site.name else f"the {side} of the model"
 
 

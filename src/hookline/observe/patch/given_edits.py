@@ -19,7 +19,7 @@ from hookline.observe.patch.edited_tensor import shape_of
 
 if TYPE_CHECKING:
     from hookline.observe.patch.edit_index import IndexLike
-    from hookline.sites.site_info import Site
+    from hookline.observe.patch.edited_tensor import Where
 
 __all__ = ["ablate", "replace", "scale", "steer"]
 
@@ -51,7 +51,7 @@ class _Ablate(Edit):
         self.whole = value == value // 1  # not so for nan and inf
         """Whether it can be put among whole numbers."""
 
-    def change(self, part: Tensor, x: Tensor, site: Site) -> Tensor:
+    def change(self, part: Tensor, x: Tensor, site: Where) -> Tensor:
         if torch.compiler.is_compiling() and (x.is_floating_point() or x.is_complex()):
             # To the compiler the value of torch.full_like is a constant, and each one needs another graph.
             return torch.zeros_like(part) + self.value
@@ -83,7 +83,7 @@ class _Scale(Edit):
         super().__init__("scale", index)
         self.k = k
 
-    def change(self, part: Tensor, x: Tensor, site: Site) -> Tensor:
+    def change(self, part: Tensor, x: Tensor, site: Where) -> Tensor:
         self.check_real(x, site)
         if not isinstance(self.k, GivenTensor):
             return part * self.k
@@ -98,7 +98,7 @@ def _factor(k: Any, what: str) -> float | GivenTensor:
     return float(k) if isinstance(k, int | float) else GivenTensor(as_tensor(k, what))
 
 
-def _fitting_factor(edit: Edit, k: GivenTensor, part: Tensor, x: Tensor, site: Site) -> Tensor:
+def _fitting_factor(edit: Edit, k: GivenTensor, part: Tensor, x: Tensor, site: Where) -> Tensor:
     factor = edit.converted(k, x, site)
     if not broadcasts(factor, part):
         edit.misfit(f"was given a factor of shape {shape_of(factor)}", part, x, site, BROADCAST)
@@ -132,7 +132,7 @@ class _Steer(Edit):
         self.vector = vector
         self.k = k
 
-    def change(self, part: Tensor, x: Tensor, site: Site) -> Tensor:
+    def change(self, part: Tensor, x: Tensor, site: Where) -> Tensor:
         self.check_real(x, site)
         vector = self.converted(self.vector, x, site)
         # By one number along the last dimension it would broadcast too, and be another edit than the one that is meant.
@@ -170,7 +170,7 @@ class _Replace(Edit):
         super().__init__("replace", index)
         self.value = value
 
-    def change(self, part: Tensor, x: Tensor, site: Site) -> Tensor:
+    def change(self, part: Tensor, x: Tensor, site: Where) -> Tensor:
         value = self.converted(self.value, x, site)
         if not broadcasts(value, part):
             self.misfit(f"was given a tensor of shape {shape_of(value)}", part, x, site, BROADCAST)

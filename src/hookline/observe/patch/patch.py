@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
@@ -16,7 +17,16 @@ from torch import Tensor
 from hookline.errors import HooklineWarning, HookSignatureError, KindError, OptionError, TargetError
 from hookline.messages import caller_stacklevel, type_name
 from hookline.observe.patch.edit import Edit
-from hookline.observe.patch.edited_tensor import main_input, main_output, misfit, rebuilt, shape_of, site_text
+from hookline.observe.patch.edited_tensor import (
+    EditedPlace,
+    Where,
+    main_input,
+    main_output,
+    misfit,
+    rebuilt,
+    shape_of,
+    site_text,
+)
 from hookline.observe.patch.given_edits import ablate, replace, scale, steer
 from hookline.observe.patch.recorded_edits import mean_ablate, swap
 from hookline.sites import _torch
@@ -24,7 +34,7 @@ from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.handle import HandleSet
 from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import Kind
-from hookline.sites.signature import hook_name
+from hookline.sites.signature import HookTraits, hook_name, remember
 from hookline.sites.targets import Named, check_model, choose, describe, named_modules
 from hookline.tables import OFF, ON
 
@@ -36,6 +46,10 @@ if TYPE_CHECKING:
     from hookline.sites.site_info import Site
 
 __all__ = ["Patch", "patch"]
+
+_FORWARD: Final = Kind.FORWARD
+_READS_OUTPUT: Final = HookTraits(wants_site=True, may_edit=True, reads="o")
+_READS_INPUTS: Final = HookTraits(wants_site=True, may_edit=True, reads="ak")
 
 
 def patch(
@@ -94,26 +108,35 @@ def patch(
         HookSignatureError, OptionError, TargetError, KindError: before anything is attached.
     """
     check_model(model, edits)
-    kind = _checked_kind(on)
-    if not isinstance(edits, Mapping):
+    kind = _FORWARD if on is _FORWARD else _checked_kind(on)
+    if type(edits) is not dict and not isinstance(edits, Mapping):
         raise OptionError(f"patch() takes a mapping, such as {{'layers.3': ablate()}}, got {type_name(edits)}.")
     if not edits:
         raise TargetError("patch() was given no edits: write what to do where, {'layers.3': ablate()}.")
-    wanted = [(target, _as_edit(edit, target).for_part(index)) for target, edit in edits.items()]
-    placed = [
-        (_bound(model, edit, chosen, kind), chosen)
-        for target, edit in wanted
-        if (chosen := choose(model, target, exclude, strict=strict))
-    ]
-    found = Patch()
+    if scope not in ("process", "context"):
+        raise OptionError(f"scope= is 'process' or 'context', got {scope!r}.")
+    wanted, placed = {}, []
+    for target, given in edits.items():
+        edit = wanted[target] = _as_edit(given, target)
+        if index is not None:
+            wanted[target] = edit.for_part(index)
+    for target, edit in wanted.items():
+        chosen = choose(model, target, exclude, strict=strict)
+        if chosen:
+            placed.append((_bound(model, edit, chosen, kind), chosen))
+    found, inputs = Patch(), kind is not _FORWARD
     try:
         for edit, chosen in placed:
-            hook = _EditInput(edit) if kind is Kind.FORWARD_PRE else _EditOutput(edit)
-            inputs = kind is Kind.FORWARD_PRE
-            request = new_attachment(hook, kind, AttachOptions(with_kwargs=inputs, name=name or edit.word, scope=scope))
+            hook = _EditInput(edit) if inputs else _EditOutput(edit)
+            options = AttachOptions(with_kwargs=inputs, name=name or edit.word, scope=scope)
+            request = new_attachment(hook, kind, options, traits=_READS_INPUTS if inputs else _READS_OUTPUT)
             found.add(attach_to_modules(request, model, chosen))
+            if not (inputs or edit.needs_moment or request.context is not None):
+                for entry in request.entries:
+                    entry.hook, entry.simple = _EditOutput(edit, EditedPlace(entry.name, kind)), True
             found.edits.append(edit)
-            edit.attached(next(iter(request.counters)))
+            if edit.needs_moment:
+                edit.attached(next(iter(request.counters)))
     except BaseException:
         found.remove(quiet=True)
         raise
@@ -186,13 +209,19 @@ def _bound(model: nn.Module, edit: Edit, chosen: list[Named], kind: Kind) -> Edi
 class _EditOutput:
     """The forward hook of an edit."""
 
-    def __init__(self, edit: Edit) -> None:
+    def __init__(self, edit: Edit, place: EditedPlace | None = None) -> None:
         self.edit = edit
+        self.place = place
+        """Where it is, for a hook that is called without a site."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any, *, site: Site) -> Any:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any, *, site: Site | None = None) -> Any:
         """Return the output with the edited tensor."""
-        main = main_output(output, site_text(site))
-        return rebuilt(output, main, self.edit.apply(main, site), site_text(site))
+        where = self.place if site is None else site
+        assert where is not None
+        if isinstance(output, Tensor):
+            return self.edit.apply(output, where)
+        main = main_output(output, site_text(where))
+        return rebuilt(output, main, self.edit.apply(main, where), site_text(where))
 
 
 class _EditInput:
@@ -227,7 +256,7 @@ def _as_edit(given: Any, target: Any) -> Edit:
             f"The edit for {describe(target)} is {type_name(given)}: give an edit (ablate(), scale(0.5), …), or a "
             "function of the activation."
         )
-    if any(given is maker for maker in _MAKERS):
+    if type(given) is FunctionType and given in _MAKERS:
         raise HookSignatureError(f"The edit for {describe(target)} was not made: write {given.__name__}(…).")
     if isinstance(given, type):
         raise HookSignatureError(f"The edit for {describe(target)} is the class {given.__name__}: make one of it.")
@@ -238,14 +267,16 @@ class _FunctionEdit(Edit):
     def __init__(self, function: Callable[..., Any], target: Any) -> None:
         super().__init__(hook_name(function))
         self.function = function
-        self.wants_site = _check_function(function, target)
+        self.needs_moment = remember(function, ("edit",), lambda: _check_function(function, target))
 
-    def change(self, part: Tensor, x: Tensor, site: Site) -> Tensor:
-        new = self.function(part, site=site) if self.wants_site else self.function(part)
+    def change(self, part: Tensor, x: Tensor, site: Where) -> Tensor:
+        new = self.function(part, site=site) if self.needs_moment else self.function(part)
         if not isinstance(new, Tensor):
             misfit(f"{self.word} returned {_kind_of(type(new))}", site_text(site), "is a tensor", _RETURN)
         if new.shape != part.shape:
             self.misfit(f"returned a tensor of shape {shape_of(new)}", part, x, site, _SAME)
+        if new.dtype is part.dtype and new.device == part.device:
+            return new
         return new.to(device=part.device, dtype=part.dtype)  # the next layer computes in what it was given before
 
 

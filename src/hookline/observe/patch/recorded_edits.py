@@ -19,13 +19,13 @@ from hookline.errors import NoMatchError, OptionError
 from hookline.messages import nearest_names
 from hookline.observe.patch.edit import Edit, broadcasts
 from hookline.observe.patch.edit_index import GivenTensor, as_tensor
-from hookline.observe.patch.edited_tensor import find_main_input, misfit, shape_of, site_text
+from hookline.observe.patch.edited_tensor import Where, find_main_input, misfit, shape_of, site_text
+from hookline.sites.site_info import Site
 from hookline.sites.tree import main_tensor
 
 if TYPE_CHECKING:
     from hookline.observe.patch.edit_index import IndexLike
     from hookline.sites.hook_at_site import ForwardCounter
-    from hookline.sites.site_info import Site
 
 __all__ = ["mean_ablate", "swap"]
 
@@ -84,6 +84,7 @@ def mean_ablate(
 class _Recorded(Edit):
     """Puts in what was recorded."""
 
+    needs_moment = True
     one_forward = True
     """Whether the cache has to hold a single forward of the model."""
 
@@ -112,8 +113,9 @@ class _Recorded(Edit):
     def attached(self, counter: ForwardCounter) -> None:
         self.calls.counter = counter
 
-    def change(self, part: Tensor, x: Tensor, site: Site) -> Tensor:
+    def change(self, part: Tensor, x: Tensor, site: Where) -> Tensor:
         values = self.values[site.name]
+        assert isinstance(site, Site)
         number = 0 if len(values) == 1 else self.calls.number(site, len(values))
         value = self.converted(values[number], x, site)
         if self.index is not None and value.dim() == x.dim() and self.fits(value, x):

@@ -141,7 +141,8 @@ class _Watch:
         self._held = True
         if _COMPILER in sys.modules:
             self._on_compile = on_compile
-            self.tend()
+            if not self.compiled:
+                self._start()
         else:
             self._finder = _Finder(lambda: self._loaded(on_compile))
             sys.meta_path.insert(0, self._finder)
@@ -156,10 +157,13 @@ class _Watch:
         forgets.
         """
         if not self.compiled and self._on_compile is not None and not self._told.is_on():
-            if _torch.compiled_code():
-                self._compiles()
-            else:
-                self._told.start()
+            self._start()
+
+    def _start(self) -> None:
+        if _torch.compiled_code():
+            self._compiles()
+        else:
+            self._told.start()
 
     def _compiles(self) -> None:
         if not self.compiled:

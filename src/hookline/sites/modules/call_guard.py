@@ -10,7 +10,7 @@ import threading
 import warnings
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from torch.compiler import is_dynamo_compiling
 
@@ -126,8 +126,15 @@ class _Attempts(threading.local):
         self.stack: list[_Attempt] = []
 
 
+COPIES: Final[set[str]] = set()
+"""What of ours was copied or unpickled with a model in this process; while that is nothing, no module has such."""
+
+
 class StaleCallGuard:
     """Stands for the guard in a copied or unpickled model; removes itself at the first call, and passes that on."""
+
+    def __init__(self) -> None:
+        COPIES.add("guard")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = _torch.caller()

@@ -22,6 +22,7 @@ from hookline.sites.compiled import recompile_guard
 from hookline.sites.compiled.op_schemas import HookChanges, new_key
 from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup
 from hookline.sites.kinds import Kind
+from hookline.sites.modules.call_guard import COPIES
 from hookline.sites.modules.registered_hooks import GRADIENT_KINDS, RegisteredHooks, Slot
 from hookline.sites.modules.registered_hooks import LOCK as LOCK
 from hookline.sites.modules.torch_hooks import (
@@ -44,9 +45,9 @@ if TYPE_CHECKING:
     from hookline.sites.hook_at_site import Attachment
 
 # Weak, so that a hook which refers to its own model does not keep it alive: the torch hooks on the module hold these.
-# (A WeakValueDictionary does the same at three times the price.)
 _HOOKED: dict[int, weakref.ref[ModuleHooks]] = {}
 # Looking an enum member up by its class costs 0.2 µs, ten times over for every module that is hooked.
+_SCRIPTED: Final = torch.jit.ScriptModule
 _FORWARD: Final = Kind.FORWARD
 _FORWARD_PRE: Final = Kind.FORWARD_PRE
 _FULL_BACKWARD: Final = Kind.FULL_BACKWARD
@@ -81,12 +82,11 @@ class ModuleHooks(RegisteredHooks):
         """Put a hook in its place."""
         attachment = entry.attachment
         kind = attachment.kind
-        if kind is _FORWARD and not self._torch_hooks and self.key is None and not attachment.options.always_call:
-            module = self._module()
-            if module is not None:
-                self._by_kind[kind] = (entry,)
-                self._put_only(module, entry)
-                return
+        is_only = not self._torch_hooks and self.key is None and not attachment.options.always_call
+        if kind is _FORWARD and is_only and (module := self._module()) is not None:
+            self._by_kind[kind] = (entry,)
+            self._put_only(module, entry)
+            return
         hooks = self._by_kind.get(kind)
         self._by_kind[kind] = (entry,) if hooks is None else _with(hooks, entry)
         self._sync(entry)
@@ -166,21 +166,22 @@ class ModuleHooks(RegisteredHooks):
     def _put_only(self, module: nn.Module, entry: HookAtSite) -> None:
         """Register what a forward hook needs that is the only hook of its module, where there is no compiled code.
 
-        It comes to what `_sync` would do, in 3 calls of Python instead of 9: most modules have one hook, and of
-        10,000 modules each call takes 1 ms.
+        It comes to what `_sync` would do, in 3 calls of Python instead of 9: of 10,000 modules each takes 1 ms.
         """
         if entry.attachment.order_group is not _OBSERVE:
-            self._put_one(module, FirstForwardHook, (entry,))
+            hook_id = self._put_one(module, FirstForwardHook, (entry,))
+            self._positions = ((module._forward_hooks, hook_id, True),)
             entry.counter.hooked.add(self)
             return
         self._put_one(module, LastForwardHook, (entry,))
         self._put_one(module, LastPreHook, ())
 
-    def _put_one(self, module: nn.Module, slot: type[TorchHook], entries: tuple[HookAtSite, ...]) -> None:
+    def _put_one(self, module: nn.Module, slot: type[TorchHook], entries: tuple[HookAtSite, ...]) -> int:
         torch_hook = self._torch_hooks[slot] = slot(self)
-        attribute, first = QUEUES[slot]
         torch_hook.entries = entries
-        torch_hook.hook_id = _torch.add_torch_hook(module, attribute, torch_hook, first=first)
+        attribute, first = QUEUES[slot]
+        hook_id = torch_hook.hook_id = _torch.add_torch_hook(module, attribute, torch_hook, first=first)
+        return hook_id
 
     def _take_all_off(self, module: nn.Module) -> None:
         """Remove the torch hooks around the calls of a module without hooks, where there is no compiled code."""
@@ -226,8 +227,7 @@ class ModuleHooks(RegisteredHooks):
         early, late = split_queue(hooks)
         if early or counts or FirstPreHook in own:
             self._sync_torch_hook(module, FirstPreHook, early, needed=counts)
-        first = own.get(FirstPreHook)
-        if first is not None:
+        if (first := own.get(FirstPreHook)) is not None:
             first.ticks = "t" if counts else ""
             if self.key is not None:
                 first.write_recipe()
@@ -283,8 +283,7 @@ class ModuleHooks(RegisteredHooks):
         return not pre.entries and own.keys() == _LAST_ONLY
 
     def _drop_if_empty(self) -> None:
-        module = self._module()
-        if module is not None and not self._by_kind and self.counter is None:
+        if (module := self._module()) is not None and not self._by_kind and self.counter is None:
             self._drop(module)
 
     def _drop(self, module: nn.Module) -> None:
@@ -304,12 +303,13 @@ def hooks_of_module(module: nn.Module) -> ModuleHooks:
     """Return the hooks of a module, made if it has none."""
     hooks = existing_hooks(module)
     if hooks is None:
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, _SCRIPTED):
             raise UnhookableError(
                 f"{type(module).__name__} is a ScriptModule: TorchScript does not run Python hooks. "
                 "Attach to the module before it is scripted or traced."
             )
-        drop_stale(module)
+        if COPIES:
+            drop_stale(module)
         if not _HOOKED:
             recompile_guard.watch_compiler(_prepare_all)
         hooks = ModuleHooks(module)
@@ -330,7 +330,8 @@ def _prepare_all() -> None:
 
 def counter_of(model: nn.Module) -> ForwardCounter:
     """Return the counter of a model's forwards, for one more attachment; `release_counters` gives it back."""
-    recompile_guard.check_compiler()
+    if _HOOKED:  # the first hook begins to watch for compilations, and so checks
+        recompile_guard.check_compiler()
     hooks = hooks_of_module(model)
     if hooks.counter is None:
         hooks.set_counter(ForwardCounter(model))

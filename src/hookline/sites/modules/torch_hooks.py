@@ -22,7 +22,7 @@ from hookline.sites.gradients.output_calls import tap_output, thread
 from hookline.sites.gradients.tensor_taps import run_before_torch
 from hookline.sites.hook_at_site import OrderGroup, next_order
 from hookline.sites.kinds import Kind
-from hookline.sites.modules.call_guard import StaleCallGuard, new_arguments
+from hookline.sites.modules.call_guard import COPIES, StaleCallGuard, new_arguments
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,6 +74,7 @@ class StaleHook:
     __slots__ = ("__weakref__", "_from_public_api", "in_walk")
 
     def __init__(self, in_walk: bool) -> None:
+        COPIES.add("hook")
         self.in_walk = in_walk
         """Whether torch calls it while walking the live dictionary, which then must not change."""
 
