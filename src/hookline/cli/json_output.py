@@ -90,6 +90,13 @@ _FIELDS: Final[dict[str, dict[str, Schema]]] = {
         "b": _TEXT,
         "ok": _TRUTH,
         "estimate": _TRUTH,
+        "limit": _record(
+            atol=_FIGURE,
+            rtol=_FIGURE,
+            thresholds={"type": "object"},
+            rounding=_NUMBER,
+            noise={"enum": ["modelled", "measured"]},
+        ),
         "first": _or_null(_COMPARED),
         "blamed": _list(_record(module=_TEXT, outside=_TEXT, why=_TEXT, inputs=_TRUTH)),
         "only_a": _TEXTS,

@@ -136,15 +136,18 @@ def test_a_model_without_parameters_is_watched_all_the_same():
 
 
 def test_it_prints_as_a_table():
-    """One line per place, one column per statistic."""
+    """One line per place, one column per statistic; two lines on how many there are, and what the columns mean."""
     model = make_model()
-    with hl.watch(model, "#", on="forward", stats=("mean", "std")) as watch:
+    with hl.watch(model, "#", on=("forward", "backward"), stats=("mean", "zero_fraction")) as watch:
         assert str(watch) == "nothing watched yet"
         assert repr(watch) == "nothing watched yet\non, .remove() takes it off"
         model(batch())
-    head, *lines = str(watch).splitlines()
+    head, *lines, sites, columns = str(watch).splitlines()
     assert repr(watch) == f"{watch}\noff"
-    assert head.split() == ["mean", "std"]
+    assert head.split() == ["mean", "zero_fraction"]
+    assert sites == "3 sites, 3 rows, 3 not shown: no numbers yet, report()['silent'] says why"
+    assert columns == "since the last reset, in the unit of the tensors; zero_fraction from 0 to 1"
+    assert len(watch.report()["silent"]) == 3
     assert [line.split()[0] for line in lines] == ["0/forward", "1/forward", "2/forward"]
 
 

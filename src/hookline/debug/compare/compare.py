@@ -16,6 +16,7 @@ from hookline.debug.compare.comparison import Comparison
 from hookline.debug.compare.error_thresholds import AllowedErrors
 from hookline.debug.compare.judge_errors import NoiseFloors, noise_floors
 from hookline.debug.compare.name_rules import DEFAULT_RULES, Rule
+from hookline.debug.compare.rounding import ALLOWED
 from hookline.debug.compare.run_values import RunSource, RunValues, read_run
 from hookline.debug.compare.unshard_values import DimsOption
 from hookline.debug.trace.trace_record import RowTable
@@ -107,6 +108,7 @@ def compare(
         (_name_of(a, "A"), _name_of(b, "B")),
         [*run_a.left_out, *run_b.left_out],
         found.missing,
+        {**allowed.to_json(), "rounding": ALLOWED, "noise": "modelled" if noise is None else "measured"},
     )
 
 

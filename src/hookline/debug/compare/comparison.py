@@ -57,6 +57,9 @@ class Comparison(ShownAsTable):
     """What a trace says is missing in it, so that nobody knows whether it is the same."""
     missing: list[str] = field(default_factory=list)
     """Steps and calls that only one of the runs has: one ended early, or called a module more often."""
+    limit: dict[str, Any] = field(default_factory=dict)
+    """What counts as the same: ``atol``, ``rtol`` and ``thresholds`` as given; for sites that none of them is about, so
+    many times the error of ``rounding``, which is ``"modelled"`` or ``"measured"`` (``noise``)."""
 
     @property
     def ok(self) -> bool:
@@ -170,13 +173,32 @@ class Comparison(ShownAsTable):
     def _table(self) -> Table:
         rows = [_cells(value) for value in self.worst]
         header = ("site", "kind", "call", "max abs", "rel L2", "rounding", "verdict")
-        return Table(header, rows, numbers=(3, 4, 5), title=self.summary, most=_MAX_ROWS)
+        return Table(header, rows, numbers=(3, 4, 5), title=self.summary, most=_MAX_ROWS, foot=self._legend())
+
+    def _legend(self) -> list[str]:
+        """Return what the columns mean, which limit was used, and how to give another."""
+        if not self.limit:
+            return []
+        limit = self.limit
+        parts = [
+            f"{name} {bound:g} at {pattern!r}"
+            for pattern, bounds in limit["thresholds"].items()
+            for name, bound in bounds.items()
+        ]
+        everywhere = [f"{name} {limit[name]:g}" for name in ("atol", "rtol") if limit[name] is not None]
+        parts += everywhere or [f"{limit['rounding']:g} times rounding ({limit['noise']})"]
+        return [
+            "call: step.call; max abs: largest difference; rel L2: norm of the difference / norm of A; rounding: the "
+            "rel L2 of it.",
+            f"Limit: {', else '.join(parts)}. To change it: --threshold, --atol, --rtol, --noise (in Python the same "
+            "with =).",
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain data; what is not finite is text."""
         found = {
             "format": "hookline.compare", "version": 1, "a": self.names[0], "b": self.names[1], "ok": self.ok,
-            "estimate": self.is_estimate,
+            "estimate": self.is_estimate, "limit": self.limit,
             "first": None if self.first is None else self.first.to_json(),
             "blamed": [
                 {"module": one.module, "outside": one.outside, "why": one.why, "inputs": one.is_input}

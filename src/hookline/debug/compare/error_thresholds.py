@@ -67,6 +67,14 @@ class AllowedErrors:
                 return bounds
         return None
 
+    def to_json(self) -> dict[str, Any]:
+        """Return what was given: tolerances, or None, and bounds by pattern and measure."""
+        return {
+            "atol": self._atol,
+            "rtol": self._rtol,
+            "thresholds": {one: dict(given) for one, _, given in self._bounds},
+        }
+
     def unused_patterns(self) -> list[str]:
         """Return the patterns that have matched nothing so far."""
         return [pattern for pattern, _, _ in self._bounds if pattern not in self._used]

@@ -9,7 +9,8 @@ import math
 from typing import Final
 
 __all__ = [
-    "NARROW", "UNSURE", "WITHIN", "WRONG", "RoundingModel", "names_around", "unit_of", "unseen_below", "verdict_on",
+    "ALLOWED", "NARROW", "UNSURE", "WITHIN", "WRONG", "RoundingModel", "names_around", "unit_of", "unseen_below",
+    "verdict_on",
 ]  # fmt: skip
 
 WITHIN: Final = "within rounding"
@@ -24,7 +25,7 @@ _UNITS: Final = {
 """The largest relative error of rounding one number."""
 NARROW: Final = 2.0**-12
 """Dtypes with a unit above this are summed in float32, so that their errors grow less from operation to operation."""
-_ALLOWED: Final = 3.0
+ALLOWED: Final = 3.0
 """Up to this many times the floor is rounding: two runs each have their own, and the floor is of one."""
 _TOO_MUCH: Final = 64.0
 """From this many times the floor on it is a bug."""
@@ -92,7 +93,7 @@ def unit_of(*dtypes: str) -> float:
 
 def unseen_below(floor: float, *, is_estimate: bool = False) -> float:
     """Return the relative error up to which the verdict is that it is rounding."""
-    return max(_ALLOWED * floor, _ESTIMATE if is_estimate else 0.0)
+    return max(ALLOWED * floor, _ESTIMATE if is_estimate else 0.0)
 
 
 def verdict_on(error: float, floor: float, *, is_estimate: bool = False) -> tuple[str, float]:
@@ -100,9 +101,9 @@ def verdict_on(error: float, floor: float, *, is_estimate: bool = False) -> tupl
     if not error:
         return WITHIN, 0.0
     if is_estimate:
-        floor = max(floor, _ESTIMATE / _ALLOWED)
+        floor = max(floor, _ESTIMATE / ALLOWED)
     ratio = error / floor if floor else math.inf
-    if ratio <= _ALLOWED:
+    if ratio <= ALLOWED:
         return WITHIN, ratio
     if not math.isfinite(ratio) or ratio > _TOO_MUCH or error > _LARGE:
         return WRONG, ratio

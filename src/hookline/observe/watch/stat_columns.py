@@ -274,15 +274,37 @@ _FORMULAS: Final[dict[str, Callable[[_Cells], float | None]]] = {
 _AFTER_NONFINITE: Final = ("nonfinite", "nan", "inf", "finite_min", "finite_max")
 
 
-def table_of(metrics: dict[str, Any]) -> Table:
-    """Return one row per place and one column per statistic of ``metrics``; nested ones are left out."""
+_SINCE: Final = "since the last reset, in the unit of the tensors"
+_MEANINGS: Final = {
+    "zero_fraction": "from 0 to 1",
+    "dead_fraction": "from 0 to 1",
+    "nonfinite": "firings with NaN or Inf",
+}
+
+
+def table_of(metrics: Mapping[str, Any], places: Mapping[str, str] | None = None) -> Table:
+    """Return one row per place and one column per statistic of ``metrics``; nested ones are left out.
+
+    Args:
+        metrics: By ``"place/statistic"``; what they say of a budget is left out.
+        places: The name of the site of each place, those without numbers among them, for two lines below the table.
+    """
     rows: dict[str, dict[str, str]] = {}
     for key, value in metrics.items():
         place, _, name = key.rpartition("/")
-        if isinstance(value, int | float):
+        if isinstance(value, int | float) and place != "budget":
             rows.setdefault(place, {})[name] = f"{value:.4g}"
     if not rows:
         return Table(title="nothing watched yet")
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
     cells = [[place, *(row.get(name, "") for name in names)] for place, row in rows.items()]
-    return Table(["", *names], cells, numbers=range(1, len(names) + 1), rule=False, heat="column")
+    foot = () if places is None else _legend(rows, names, places)
+    return Table(["", *names], cells, numbers=range(1, len(names) + 1), foot=foot, rule=False, heat="column")
+
+
+def _legend(rows: Mapping[str, Any], names: Sequence[str], places: Mapping[str, str]) -> tuple[str, str]:
+    """Return how many sites and rows there are, and what the columns mean."""
+    sites, hidden = len(set(places.values())), len(places.keys() - rows.keys())
+    counts = f"{sites} site{'s' * (sites != 1)}, {len(rows)} row{'s' * (len(rows) != 1)}"
+    more = f", {hidden} not shown: no numbers yet, report()['silent'] says why" if hidden else ""
+    return counts + more, "; ".join([_SINCE, *(f"{name} {_MEANINGS[name]}" for name in names if name in _MEANINGS)])

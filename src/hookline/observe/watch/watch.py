@@ -230,7 +230,7 @@ class Watch(ShownAsTable):
         }
 
     def _table(self) -> Table:
-        table = table_of({key: value for key, value in self.to_metrics(local=True).items() if key[:7] != "budget/"})
+        table = table_of(self.to_metrics(local=True), {one.label: one.name for one in self._engine.places.values()})
         return replace(table, foot=(*table.foot, *self._rules.in_words(), *rank_in_words()))
 
     def _state(self) -> str:
