@@ -27,6 +27,7 @@ from helpers_compiled import (
     step,
     tensors_in,
 )
+from helpers_host_calls import counting
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.utils.checkpoint import checkpoint
@@ -53,6 +54,19 @@ class Reusing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.shared(x) + self.alias(x) + self.shared(self.shared(x).relu())
+
+
+def test_each_firing_of_an_observer_that_reads_nothing() -> None:
+    """Four firings, and the begin of the forward: times vary, the number of calls of ours does not."""
+    model, x = Reusing(), torch.randn(3, 4)
+    whole = torch.compile(model, backend="eager")
+    with torch.no_grad(), hl.attach(model, "shared", lambda module, args, output: None, observe=True):
+        whole(x)
+        whole(x)
+        with counting() as calls:
+            whole(x)
+    assert calls["_fire"] == 4
+    assert calls.total() <= 4 * 13 + 10
 
 
 def test_a_module_called_several_times_has_its_calls_numbered() -> None:

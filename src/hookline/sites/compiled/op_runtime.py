@@ -81,10 +81,11 @@ _ONLY_OUTPUT: Final = "((){}T)"
 class _Shown:
     """One step of a compiled call, read from its text: a group of observers, or a hook that edits."""
 
-    __slots__ = ("_constant", "_layout", "_steps", "grad", "place", "slot")
+    __slots__ = ("_class", "_constant", "_layout", "_prefix", "_steps", "grad", "place")
 
     def __init__(self, text: str) -> None:
-        _, self.slot, self._steps, place, grad, self._layout = text.split("|", 5)
+        _, slot, self._steps, place, grad, self._layout = text.split("|", 5)
+        self._class, self._prefix = BY_SLOT[slot], f"{self._steps}/"
         self.place = int(place)
         self._constant = None if _VARIES & set(self._layout) or not self._layout else rebuild(self._layout, [], (), ())
         """For hooks that look at nothing."""
@@ -93,12 +94,12 @@ class _Shown:
 
     def entries(self, module_hooks: ModuleHooks) -> tuple[HookAtSite, ...]:
         """Return the hooks that are on now."""
-        torch_hook = module_hooks.torch_hook(BY_SLOT[self.slot])
-        return () if torch_hook is None else torch_hook.group(self._steps, self.place)
+        torch_hook = module_hooks.torch_hook(self._class)
+        return () if torch_hook is None else torch_hook.group(self._prefix, self.place)
 
     def hook_at(self, module_hooks: ModuleHooks) -> HookAtSite | None:
         """Return the hook that edits at this place, or is handed a summary."""
-        torch_hook = module_hooks.torch_hook(BY_SLOT[self.slot])
+        torch_hook = module_hooks.torch_hook(self._class)
         return None if torch_hook is None else torch_hook.hook_at(self._steps, self.place)
 
     def values(self, tensors: list[Tensor], numbers: Sequence[int], reals: Sequence[Tensor]) -> Any:
@@ -125,6 +126,9 @@ def _fire_with(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[
     entries = shown.entries(module_hooks) if module_hooks is not None else ()
     module = module_hooks.module() if module_hooks is not None else None
     if not entries or module is None:
+        return
+    if not tensors:
+        _show(shown, entries, module, tensors, numbers, reals)
         return
     if not torch.is_inference_mode_enabled() or all(entry.attachment.order_group is not _EDIT for entry in entries):
         _show(shown, entries, module, [tensor.detach().clone() for tensor in tensors], numbers, reals)
@@ -156,14 +160,14 @@ def _show(
 
 
 def _run_all(entries: tuple[HookAtSite, ...], module: nn.Module, values: tuple[Any, ...], copies: list[Tensor]) -> None:
+    run_one = run_one_post if len(values) == 3 else run_one_pre
     for entry in entries:
-        watched = copies if entry.attachment.order_group is _EDIT else ()
-        versions = [copy._version for copy in watched]  # 1 to begin with, if what was copied is of inference mode
-        if len(values) == 3:
-            run_one_post(entry, module, *values)
-        else:
-            run_one_pre(entry, module, *values)
-        if watched and [copy._version for copy in watched] != versions:
+        if not copies or entry.attachment.order_group is not _EDIT:
+            run_one(entry, module, *values)
+            continue
+        versions = [copy._version for copy in copies]  # 1 to begin with, if what was copied is of inference mode
+        run_one(entry, module, *values)
+        if [copy._version for copy in copies] != versions:
             raise _changed_in_place(entry)
 
 

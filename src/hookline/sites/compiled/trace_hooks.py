@@ -86,9 +86,12 @@ class CompiledSteps:
         numbers = ",".join("" if each is None else str(ops.keep_maker(each)) for each in summaries)
         self.recipe = f"{steps}/{self.reads}/{self.plan}/{self.ticks}/{numbers}"
 
-    def group(self, steps: str, place: int) -> tuple[HookAtSite, ...]:
-        """Return the observers at one step of a compiled call that has those ``steps``."""
-        _, groups, live = self._as_compiled(steps)
+    def group(self, prefix: str, place: int) -> tuple[HookAtSite, ...]:
+        """Return the observers at one step of a compiled call whose recipe begins with ``prefix``: steps and slash."""
+        if self.recipe.startswith(prefix):  # `_as_compiled`, without the call: this is the hot path
+            self._before = None
+            return self.groups[place]
+        _, groups, live = self._as_compiled(prefix[:-1])
         return groups[place] if live else tuple(entry for entry in groups[place] if not entry.attachment.removed)
 
     def hook_at(self, steps: str, place: int) -> HookAtSite | None:
