@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -104,6 +105,80 @@ def test_all_mistakes_of_a_file_are_told_at_once(no_factory, capsys):
     assert "[3].hook_factory: Hook 3 (count): Hook factory 'os:sep' is called with a config, and is a str." in said
     assert "at $.forward_hooks[5]: Hook 5 (count) has no hook_factory." in said
     assert "No module named 'r1_not_there' (from hook path 'r1_imports_what_is_not_there:f')." in said
+
+
+@pytest.mark.parametrize(
+    ("factory", "config", "said"),
+    [
+        ("factories:steer", {"vectr": [1.0]}, "steer has no option 'vectr'; did you mean 'vector'?"),
+        ("factories:steer", {"vector": [1.0], "strength": "4"}, "steer: strength is a finite number, got '4'."),
+        ("factories:steer", {"file": "nowhere.safetensors"}, "nowhere.safetensors cannot be read"),
+        ("factories:export", {}, "export needs a folder"),
+        ("factories:activation_stats", {"stats": ["maen"]}, "maen"),
+        ("factories:activation_stats", {"file": 5}, "file is a text"),
+        ("debug:trace_outputs", {"folder": "t", "every": 0}, "every is a whole number from 1 on, got 0."),
+        ("factories:nan_alarm", None, "cannot be a forward_pre hook"),
+    ],
+)
+def test_options_of_our_factories_are_tried(factory, config, said, capsys, tmp_path):
+    """What attaching would refuse is told with its place; nothing is written."""
+    on = "forward" if config is not None else "forward_pre"
+    spec = SPEC | {"hook_factory": f"hookline.{factory}", "on": on, "config": config or {}}
+    assert run_here("check", write([SPEC | {"enabled": False}, spec], "hooks.json")) == 2
+    heard = capsys.readouterr().err
+    assert "at $[1]" in heard
+    assert said in heard
+    assert [each.name for each in tmp_path.rglob("*")] == ["hooks.json"]
+
+
+def test_good_options_are_tried_without_writing(capsys, tmp_path):
+    """Each of our factories that makes files is tried, and makes none."""
+    options = {"export": {"folder": "e", "resume": True}, "activation_stats": {"file": "s.jsonl", "log_every": 5}}
+    options |= {"record_mean": {"file": "m.safetensors"}, "nan_alarm": {}, "log_shapes": {}, "moe_routing": {}}
+    specs = [SPEC | {"hook_factory": f"hookline.factories:{name}", "config": each} for name, each in options.items()]
+    specs.append(SPEC | {"hook_factory": "hookline.debug:trace_outputs", "config": {"folder": "t", "tensors": ["1"]}})
+    assert run_here("check", write(specs, "hooks.json")) == 0, capsys.readouterr().err
+    gc.collect()  # hooks that write when they are dropped have been dropped
+    assert [each.name for each in tmp_path.rglob("*")] == ["hooks.json"]
+
+
+def test_a_factory_of_ones_own_may_say_how_to_try_its_options(no_factory, monkeypatch, capsys):
+    """By an attribute; without one it is not called (see above)."""
+    import experiments
+
+    from hookline.errors import OptionError
+
+    def check(config):
+        raise OptionError(f"no colour {config['colour']}")
+
+    monkeypatch.setattr(experiments.count_calls, "check_config", check, raising=False)
+    assert run_here("check", write([SPEC | {"config": {"colour": "red"}}], "hooks.json")) == 2
+    assert "at $[0].config: Hook 0 (count): no colour red" in capsys.readouterr().err
+
+
+def test_a_folder_of_transformers_is_a_model(capsys, tmp_path, monkeypatch):
+    """Of its config.json alone, under the names of the class that it was saved from; ordinary errors otherwise."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 50_000, "hidden_size": 3072, "num_hidden_layers": 3, "intermediate_size": 12_288}
+    config = transformers.BertConfig(**sizes, architectures=["BertForMaskedLM"])
+    config.save_pretrained(tmp_path / "bert")
+    assert run_here("find", "bert", "*.layer.#") == 0
+    out = capsys.readouterr().out
+    assert "bert.encoder.layer.2" in out
+    assert "BertLayer" in out
+    spec = SPEC | {"target_modules": ["role:head"]}
+    monkeypatch.syspath_prepend(str(EXPERIMENTS.parent))
+    assert run_here("check", write([spec], "hooks.json"), "--model", "bert") == 0
+    assert "cls.predictions.decoder" in capsys.readouterr().out
+    Path("empty").mkdir()
+    assert run_here("find", "empty") == 2
+    assert "no config.json" in capsys.readouterr().err
+    Path("bert/config.json").write_text('{"model_type": "nothing_known"}')
+    assert run_here("find", "bert") == 2
+    assert "The nothing_known in bert cannot be made from its config.json" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert run_here("find", "bert") == 2
+    assert "needs the transformers package: pip install" in capsys.readouterr().err
 
 
 def test_a_factory_beside_the_file_is_found(monkeypatch, capsys):

@@ -1,7 +1,7 @@
 """Check a run file, a list of hook specs or the settings of a server: ``hookline check``.
 
-`main` calls `check`, which attaches nothing and calls no factory, but imports what the file names. With ``--model`` it
-also makes the model.
+`main` calls `check`, which attaches and writes nothing, but imports what the file names. Options of factories are tried
+where a factory says how, as those of hookline do; others are not called. With ``--model`` it also makes the model.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ __all__ = ["CheckOptions", "check"]
 class CheckOptions:
     """Check a run file, a list of hooks on modules, or the settings of a server (enable_hooks, hooks, forward_hooks).
 
-    Nothing is attached and no factory is called; the modules that the file names are imported. --model makes the model.
+    Nothing is attached or written; the modules that the file names are imported, and the options of hookline's own
+    factories are tried. Other factories are not called. --model makes the model.
 
     Examples:
       hookline check run.yaml
       hookline check hooks.json --model my_file.py:make_model
+      hookline check hooks.json --model models/llama      # a folder of transformers: its config.json is enough
     """
 
     config: Annotated[Positional[str | None], flag("FILE")] = None

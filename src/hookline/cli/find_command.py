@@ -1,4 +1,4 @@
-"""Show the modules of a model that a pattern matches: ``hookline find FILE:MODEL [PATTERN]``.
+"""Show the modules of a model that a pattern matches: ``hookline find MODEL [PATTERN]``.
 
 `main` calls `find`, which makes the model and prints the table of `hookline.find`.
 """
@@ -34,10 +34,12 @@ class FindOptions:
       hookline find my_file.py:make_model
       hookline find my_file.py:MyModel 'layers.#.mlp'     # # is a number, * crosses dots
       hookline find mod_arithmetic '*.mlp.*'
+      hookline find models/llama 'role:attn'              # a folder of transformers: its config.json is enough
     """
 
     model: Annotated[Positional[str], flag("FILE:MODEL")]
-    """A model, its class, or a function that makes one: file.py:NAME or package.module:NAME; also an experiment."""
+    """A model, its class, or a function that makes one: file.py:NAME or package.module:NAME; also an experiment, or the
+    folder of a saved model."""
     pattern: Annotated[Positional[str], flag("[PATTERN]")] = "*"
     """Which modules; all if left out."""
     exclude: Annotated[str | None, flag("PATTERN")] = None

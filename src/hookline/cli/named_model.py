@@ -1,11 +1,13 @@
 """Find the model that a name on the command line means, for the commands ``find`` and ``check``.
 
-`find_command` and `check_command` call `model_at` with ``path/file.py:Name`` or ``package.module:Name``.
+`find_command` and `check_command` call `model_at` with ``path/file.py:Name``, ``package.module:Name`` or the folder of
+a saved model.
 """
 
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 from hookline.config.load_object import load_object
@@ -22,11 +24,18 @@ def with_shell_command(error: NoMatchError, model: str = "EXPERIMENT") -> str:
 
 
 def model_at(path: str) -> Any:
-    """Return the model that a path names: itself, made by its class or a function, or that of an experiment."""
+    """Return the model that a path names: itself, made by its class or a function, or that of an experiment.
+
+    Of the folder of a model that transformers has saved, return the model without its weights.
+    """
     from torch import nn
 
     from hookline.experiments import EMBEDDED
 
+    if path not in EMBEDDED and Path(path).expanduser().is_dir():
+        from hookline.serve.load_model import make_empty
+
+        return make_empty(Path(path).expanduser())
     thing = load_object(EMBEDDED.get(path, path), wanted="a model")
     if not isinstance(thing, nn.Module) and callable(thing):
         thing = _made_model(thing, path)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from hookline.cli.hook_config import file_argument
 from hookline.config.load_object import add_current_folder_to_path
 from hookline.config.named_hooks import ALWAYS, known_name, make_tracker
-from hookline.errors import ConfigError, HookNameError, NoMatchError
+from hookline.errors import ConfigError, HooklineError, HookNameError, NoMatchError
 from hookline.messages import type_name, unknown_name_text
 
 if TYPE_CHECKING:
@@ -278,6 +278,31 @@ def check_specs(specs: Sequence[Any], path: KeyPath, mistakes: Mistakes) -> None
             mistakes.add((*path, number), f"{who} has no {' and no '.join(lacking)}.")
         elif text := _wrong_factory(entry):
             mistakes.add((*path, number, "hook_factory"), f"{who}: {text}")
+        elif text := _wrong_config(entry):
+            mistakes.add((*path, number, "config"), f"{who}: {text}")
+
+
+def _wrong_config(spec: Mapping[str, Any]) -> str:
+    """Return why the factory of a spec would refuse its config, or the hook its place; empty if it would not.
+
+    Only a factory that says how to try a config is asked (``check_config``): another one may do anything when called.
+    """
+    from hookline.factories.factory_hook import CHECK, FactoryHook
+    from hookline.sites.signature import check_hook
+    from hookline.specs.hook_spec import HookSpec, resolve_callable
+
+    checked = HookSpec.from_dict(spec)
+    check = getattr(resolve_callable(str(checked.hook_factory)), CHECK, None)
+    if not callable(check):
+        return ""
+    try:
+        made = check(checked.config)
+        kind, site_type = checked.kind_and_site_type
+        if isinstance(made, FactoryHook):
+            check_hook(made, kind, site_type=site_type)
+    except HooklineError as error:
+        return str(error)
+    return ""
 
 
 def _wrong_factory(spec: Mapping[str, Any]) -> str:

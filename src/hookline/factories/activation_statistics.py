@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import OptionError
-from hookline.factories.factory_hook import checked_options, choice, path, whole, yes_or_no
+from hookline.factories.factory_hook import checked_options, choice, path, tried_by, whole, yes_or_no
 from hookline.factories.served_batch import STAGES, only_in_stage
 from hookline.factories.streaming_stats import StreamedModule, Streaming, StreamingObserver
 from hookline.observe.watch.stat_columns import Layout, as_metrics, table_of
@@ -39,6 +39,14 @@ _OPTIONS: Final = {
 _DUE: Final = re.compile(r"\s*(\d+(?:\.\d*)?)\s*(s|seconds?|forwards?)?\s*")
 
 
+def _try(config: Mapping[str, Any]) -> ActivationStats:
+    """Check a config without opening the file."""
+    if config.get("file") is not None:
+        path(_NAME, "file", config["file"])
+    return activation_stats({**config, "file": None})
+
+
+@tried_by(_try)
 def activation_stats(config: Mapping[str, Any] | None = None) -> ActivationStats:
     """Make a hook that keeps streaming statistics of every module it is on.
 

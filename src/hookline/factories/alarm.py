@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import NonFiniteError
-from hookline.factories.factory_hook import checked_options, choice, whole
+from hookline.factories.factory_hook import checked_options, choice, tried_by, whole
 from hookline.factories.served_batch import shape_of
 from hookline.factories.streaming_stats import Gathered, StreamedModule, Streaming, StreamingObserver
 from hookline.observe.watch.stat_columns import Layout
@@ -36,6 +36,7 @@ _BAD, _NAN, _INF = 5, 6, 7
 """The columns of a row that are added up: firings with something in them, NaN, infinities."""
 
 
+@tried_by()
 def nan_alarm(config: Mapping[str, Any] | None = None) -> NanAlarm:
     """Make a hook that logs once for each module when it first returns NaN or infinity.
 

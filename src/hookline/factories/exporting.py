@@ -19,7 +19,17 @@ from torch import Tensor
 from hookline.errors import OptionError
 from hookline.factories.export_files import Shards, can_store, written_so_far
 from hookline.factories.export_queue import ExportItem, ExportQueue, Limits
-from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, number, path, whole, yes_or_no
+from hookline.factories.factory_hook import (
+    ByModule,
+    Observer,
+    checked_options,
+    choice,
+    number,
+    path,
+    tried_by,
+    whole,
+    yes_or_no,
+)
 from hookline.factories.served_batch import STAGES, TokenBatch, measurable, only_in_stage, output_tensor, running
 from hookline.sites import _torch
 
@@ -45,6 +55,7 @@ _OPTIONS: Final = {
 }
 
 
+@tried_by()
 def export(config: Mapping[str, Any] | None = None) -> Export:
     """Make a hook that writes outputs to safetensors files in a folder; no forward waits for it.
 

@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from hookline.errors import OptionError
 from hookline.messages import suggest
@@ -29,11 +29,17 @@ __all__ = [
     "number",
     "path",
     "text",
+    "tried_by",
     "whole",
     "yes_or_no",
 ]
 
 _T = TypeVar("_T")
+_Factory = TypeVar("_Factory", bound=Callable[..., Any])
+
+
+CHECK: Final = "check_config"
+"""The attribute of a factory that tries a config."""
 
 
 class FactoryHook:
@@ -148,6 +154,20 @@ def _own_name(module: nn.Module) -> str | None:
 
 
 # -- options -------------------------------------------------------------------------------------------------
+
+
+def tried_by(check: Callable[[Mapping[str, Any]], object] | None = None) -> Callable[[_Factory], _Factory]:
+    """Mark a factory whose config ``hookline check`` may try: by ``check``, or by the factory itself.
+
+    What is called must raise what the factory raises, start nothing and write nothing; it may return a hook, whose
+    signature is checked too. Any factory can have it: ``my_factory.check_config = my_check``.
+    """
+
+    def mark(factory: _Factory) -> _Factory:
+        setattr(factory, CHECK, factory if check is None else check)
+        return factory
+
+    return mark
 
 
 def checked_options(factory: str, config: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.factory_hook import ByModule, Observer, checked_options, path, yes_or_no
+from hookline.factories.factory_hook import ByModule, Observer, checked_options, path, tried_by, yes_or_no
 from hookline.factories.served_batch import measurable, output_tensor, without_padding
 from hookline.observe.host_values import on_host
 from hookline.sites import _torch
@@ -32,6 +32,7 @@ _NAME: Final = "record_mean"
 _OPTIONS: Final = {"file": None, "add_residual": False}
 
 
+@tried_by()
 def record_mean(config: Mapping[str, Any] | None = None) -> RecordMean:
     """Make a hook that keeps the running mean of the main tensor of outputs, over everything but the units.
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, whole, yes_or_no
+from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, tried_by, whole, yes_or_no
 from hookline.factories.routing_counts import RoutingCounts, routing_metrics
 from hookline.factories.served_batch import STAGES, only_in_stage
 from hookline.observe.host_values import on_host
@@ -26,6 +26,7 @@ _NAME: Final = "moe_routing"
 _OPTIONS: Final = {"top_k": None, "every": 1, "phase": "both", "per_expert": False}
 
 
+@tried_by()
 def moe_routing(config: Mapping[str, Any] | None = None) -> MoeRouting:
     """Make a hook that counts how routers spread tokens over experts.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hookline.errors import OptionError
 from hookline.factories.activation_statistics import ActivationStats
-from hookline.factories.factory_hook import checked_options, choice, number, path, text, yes_or_no
+from hookline.factories.factory_hook import checked_options, choice, number, path, text, tried_by, yes_or_no
 from hookline.factories.probe_heads import ProbeHead
 from hookline.factories.request_notes import current_notes
 from hookline.factories.served_batch import (
@@ -54,6 +54,7 @@ _OPTIONS: Final = {
 }
 
 
+@tried_by()
 def probe(config: Mapping[str, Any] | None = None) -> Probe:
     """Make a hook that scores each token of outputs by a trained head.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, whole, yes_or_no
+from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, tried_by, whole, yes_or_no
 from hookline.factories.served_batch import shape_of
 from hookline.sites.tree import leaves
 
@@ -33,6 +33,7 @@ _TensorKind = tuple[str, str, tuple[int, ...], torch.dtype, torch.device]
 """A tensor: the side it is on, where it stands there, and its shape, dtype and device."""
 
 
+@tried_by()
 def log_shapes(config: Mapping[str, Any] | None = None) -> LogShapes:
     """Make a hook that logs the shapes, dtypes and devices of outputs, once for each set of them and module.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.factory_hook import FactoryHook, checked_options, choice, number, text
+from hookline.factories.factory_hook import FactoryHook, checked_options, choice, number, text, tried_by
 from hookline.factories.served_batch import (
     STAGES,
     Served,
@@ -51,6 +51,7 @@ _OPTIONS: Final = {
 }
 
 
+@tried_by()
 def steer(config: Mapping[str, Any] | None = None) -> Steer:
     """Make a hook that adds ``strength`` times a vector to the main tensor of outputs.
 

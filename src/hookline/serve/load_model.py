@@ -1,15 +1,16 @@
-"""Load a model and its tokenizer from a local folder.
+"""Load a model and its tokenizer from a local folder, or make the model alone from its configuration.
 
-``hookline serve --model`` and programs call `load`, and give both to `Engine`. Nothing is downloaded, no code of the
-folder is run, and weights are read from safetensors alone.
+``hookline serve --model`` and programs call `load`, and give both to `Engine`; ``hookline find`` and ``hookline check``
+call `make_empty`. Nothing is downloaded, no code of the folder is run, and weights are read from safetensors alone.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -18,8 +19,9 @@ from hookline.errors import ConfigError, MissingPackageError, OptionError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["load"]
+__all__ = ["load", "make_empty"]
 
+_LOCAL: Final[dict[str, Any]] = {"local_files_only": True, "trust_remote_code": False}
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -48,24 +50,67 @@ def load(
     kind = _check_folder(folder)
     wanted = _dtype(dtype)
     where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    transformers = _transformers("Serving a model")
     try:
-        import transformers
-    except ImportError as error:
-        raise MissingPackageError(
-            "Serving a model needs the transformers package: pip install 'hookline[serve]'."
-        ) from error
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **local)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, use_safetensors=True, **local)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, use_safetensors=True, **_LOCAL)
     except Exception as error:
         said = str(error).strip().partition("\n")[0]
         raise ConfigError(f"The {kind} in {folder} cannot be loaded: {said}") from error
     return model.to(where).eval(), tokenizer
 
 
-def _check_folder(folder: Path) -> str:
-    """Return the kind of model in the folder; raise with what is missing."""
+def make_empty(path: str | os.PathLike[str]) -> nn.Module:
+    """Make the model that the ``config.json`` of a folder describes; without numbers, unless it needs them for that.
+
+    Recipe::
+
+        print(hookline.find(make_empty("models/tiny"), "model.layers.#"))
+
+    Args:
+        path: The folder; it needs neither weights nor a tokenizer.
+
+    Raises:
+        ConfigError: There is no such folder, or nothing can be made of its configuration.
+        MissingPackageError: transformers is not installed.
+    """
+    folder = Path(path)
+    kind = _kind_of(folder)
+    transformers = _transformers(f"The model in {folder}")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
+        model = _made(_class_in(transformers, config), config)
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"The {kind} in {folder} cannot be made from its config.json: {said}") from error
+    return model.eval()
+
+
+def _class_in(transformers: Any, config: Any) -> Callable[[Any], nn.Module]:
+    """Return the class that the folder says it was saved from; that of a causal model if it says none."""
+    saved = [getattr(transformers, name, None) for name in config.architectures or ()]
+    classes = [each for each in saved if isinstance(each, type) and issubclass(each, torch.nn.Module)]
+    return classes[0] if classes else transformers.AutoModelForCausalLM.from_config
+
+
+def _made(make: Callable[[Any], nn.Module], config: Any) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return make(config)
+    except (RuntimeError, NotImplementedError):  # some read a number of a tensor while they are made
+        return make(config)
+
+
+def _transformers(what: str) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingPackageError(f"{what} needs the transformers package: pip install 'hookline[serve]'.") from error
+    return transformers
+
+
+def _kind_of(folder: Path) -> str:
+    """Return the kind of model in the folder; raise if it has no configuration."""
     if not folder.is_dir():
         what = "a file" if folder.exists() else "not there"
         raise ConfigError(f"A model is a folder with config.json, weights and a tokenizer; {folder} is {what}.")
@@ -73,14 +118,19 @@ def _check_folder(folder: Path) -> str:
     if not config.is_file():
         raise ConfigError(f"{folder} has no config.json, so that it is no folder of a model; see save_pretrained.")
     try:
-        kind = json.loads(config.read_text(encoding="utf-8")).get("model_type")
+        return str(json.loads(config.read_text(encoding="utf-8")).get("model_type") or "model")
     except (ValueError, AttributeError, OSError) as error:
         raise ConfigError(f"{config} cannot be read as a JSON object: {error}") from error
+
+
+def _check_folder(folder: Path) -> str:
+    """Return the kind of model in the folder; raise with what is missing."""
+    kind = _kind_of(folder)
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{folder} has no weights in *.safetensors; pickled ones are not read. See save_pretrained.")
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise ConfigError(f"{folder} has no tokenizer ({', '.join(_TOKENIZERS)}); save it there with save_pretrained.")
-    return str(kind or "model")
+    return kind
 
 
 def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:

@@ -10,7 +10,8 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,17 @@ from hookline.debug.trace.trace_rows import rows_of
 from hookline.distributed.ranks import rank_count, this_rank
 from hookline.errors import HooklineWarning, OptionError
 from hookline.factories.batch_rows import current_batch
-from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, number, path, whole, yes_or_no
+from hookline.factories.factory_hook import (
+    ByModule,
+    Observer,
+    checked_options,
+    choice,
+    number,
+    path,
+    tried_by,
+    whole,
+    yes_or_no,
+)
 from hookline.factories.served_batch import STAGES, only_in_stage, output_tensor, request_names
 from hookline.sites import _torch
 from hookline.sites.targets import name_matcher
@@ -54,6 +65,7 @@ _OPTIONS: Final = {
 }
 
 
+@tried_by(lambda config: _checked_settings(config))
 def trace_outputs(config: Mapping[str, Any] | None = None) -> TraceOutputs:
     """Make a hook that writes outputs to a trace: fingerprints, and tensors where asked.
 
@@ -76,28 +88,52 @@ def trace_outputs(config: Mapping[str, Any] | None = None) -> TraceOutputs:
             each n-th forward. ``add_residual``: of an output that is a pair of tensors of one shape, write the sum.
             ``flush_seconds``: after how long what waits is written, at the begin of a forward (5).
     """
+    found = _checked_settings(config)
+    head = {**found.head, "kinds": ["output"], "ranks": rank_count(), "torch": torch.__version__}
+    tables = tables_of(found.head["seed"], found.head["groups"])
+    recorder = TraceRecorder(
+        TraceWriter(found.folder, this_rank(), head), tables, hash_step=found.head["hash_step"], **found.of_recorder
+    )
+    return found.hook(recorder, **found.of_hook)
+
+
+class _TraceSettings(NamedTuple):
+    """What a config of ``trace_outputs`` says, checked."""
+
+    folder: Path
+    head: dict[str, Any]
+    of_recorder: dict[str, Any]
+    hook: type[TraceOutputs]
+    of_hook: dict[str, Any]
+
+
+def _checked_settings(config: Mapping[str, Any] | None) -> _TraceSettings:
+    """Return what a config says; write nothing."""
     options = checked_options(_NAME, config, _OPTIONS)
     if options["folder"] is None:
         raise OptionError(f"{_NAME} needs a folder to write to: {{'folder': 'served'}}.")
-    seed, groups = whole(_NAME, "seed", options["seed"], least=0), whole(_NAME, "groups", options["groups"])
-    hash_step = number(_NAME, "hash_step", options["hash_step"])
-    limit, wants = bytes_of_budget(options["budget"]), matching(options["tensors"])
-    dims_of = dims_finder(options["dims"])
-    hook = only_in_stage(TraceOutputs, choice(_NAME, "phase", options["phase"], STAGES))
-    settings: dict[str, Any] = {
-        "requests": request_names(_NAME, options["requests"]),
-        "every": whole(_NAME, "every", options["every"]),
-        "add_residual": yes_or_no(_NAME, "add_residual", options["add_residual"]),
-        "flush_seconds": number(_NAME, "flush_seconds", options["flush_seconds"]),
-    }
-    head = {"seed": seed, "groups": groups, "hash_step": hash_step, "kinds": ["output"], "ranks": rank_count(),
-            "torch": torch.__version__}  # fmt: skip
-    writer = TraceWriter(path(_NAME, "folder", options["folder"]), this_rank(), head)
-    recorder = TraceRecorder(
-        writer, tables_of(seed, groups), hash_step=hash_step, budget=limit, wants_tensor=wants, dims_of=dims_of
-    )
     patterns = [] if isinstance(options["tensors"], bool) else options["tensors"]
-    return hook(recorder, tensors=[patterns] if isinstance(patterns, str) else list(patterns), **settings)
+    return _TraceSettings(
+        path(_NAME, "folder", options["folder"]),
+        {
+            "seed": whole(_NAME, "seed", options["seed"], least=0),
+            "groups": whole(_NAME, "groups", options["groups"]),
+            "hash_step": number(_NAME, "hash_step", options["hash_step"]),
+        },
+        {
+            "budget": bytes_of_budget(options["budget"]),
+            "wants_tensor": matching(options["tensors"]),
+            "dims_of": dims_finder(options["dims"]),
+        },
+        only_in_stage(TraceOutputs, choice(_NAME, "phase", options["phase"], STAGES)),
+        {
+            "tensors": [patterns] if isinstance(patterns, str) else list(patterns),
+            "requests": request_names(_NAME, options["requests"]),
+            "every": whole(_NAME, "every", options["every"]),
+            "add_residual": yes_or_no(_NAME, "add_residual", options["add_residual"]),
+            "flush_seconds": number(_NAME, "flush_seconds", options["flush_seconds"]),
+        },
+    )
 
 
 class _ForwardClock:
