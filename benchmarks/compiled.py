@@ -58,7 +58,6 @@ def observing(setting: Setting, mode: str) -> Iterator[Row]:
     subject, model = compile_anew(setting, mode)
     blocks = len(hl.find(subject.model, _BLOCKS))
     variants: dict[str, tuple[str, float | None, Callable[[], None], Callable[..., object], str]] = {
-        # The floor: an operator of torch.library with nothing behind it, at the same place, adds 2 to 6 µs.
         "empty observer": ("an empty observer on each block", 15.0, subject.forward, empty, "forward"),
         "observer that reads": ("one that looks at input and output", None, subject.forward, reads, "forward"),
         "gradient observer": ("an empty `backward` observer on each block", None, subject.step, empty_grad, "backward"),

@@ -8,7 +8,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 def missed_rows(results: str) -> set[str]:
-    """The names of rows that miss their target, but for those beside other libraries, which have a page of their own."""
+    """The names of rows that miss their target; rows beside other libraries have a page of their own."""
     own = results.partition("\n## Peers\n")[0]
     rows = [line.strip("| ").split(" | ") for line in own.splitlines() if line.startswith("| ")]
     return {cells[0] for cells in rows if cells[-1] == "**missed**"}

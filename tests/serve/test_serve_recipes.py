@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -39,3 +40,12 @@ def test_every_recipe_runs(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
         exec(compile(code, name, "exec"), dict(given))
     with pytest.raises(AssertionError):  # control: without a recipe it fails
         recipe(Answer)
+
+
+def test_a_name_whose_package_is_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server needs FastAPI, which comes with the extra; an engine alone does not."""
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    monkeypatch.delitem(sys.modules, "hookline.serve.http.app", raising=False)
+    monkeypatch.delattr(hookline.serve, "make_app", raising=False)
+    with pytest.raises(hookline.errors.MissingPackageError, match=r"make_app needs fastapi, .*'hookline\[serve\]'"):
+        hookline.serve.make_app

@@ -15,6 +15,18 @@ Recipe::
 
 from __future__ import annotations
 
-from hookline._lazy import lazy_names
+from typing import Any
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+from hookline._lazy import lazy_names
+from hookline.errors import MissingPackageError
+
+_find_name, __dir__, __all__ = lazy_names(__name__, __file__)
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return _find_name(name)
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            f"hookline.serve.{name} needs {error.name}, not installed here: pip install 'hookline[serve]'."
+        ) from error
