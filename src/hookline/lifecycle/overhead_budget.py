@@ -27,7 +27,7 @@ class BudgetDecision(NamedTuple):
     name: str
     """The hook, or ``"watch"``."""
     every: int
-    """At every how manieth of the steps that its schedule has; 1: as asked."""
+    """The new interval, in steps that its schedule has; 1: as asked."""
     cost_ms: float
     """What one look takes."""
     step_ms: float
@@ -143,7 +143,7 @@ class Need(NamedTuple):
 def stretch(
     needs: Mapping[str, Need], step_seconds: float, budget: Budget, before: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return for each instrument at every how manieth step that it was asked for it may look.
+    """Return for each instrument the interval at which it may look, in steps that it was asked for.
 
     Every instrument gets an equal part of the budget, and what one leaves goes to the others. An interval shrinks only
     if that is a quarter, so that it does not swing.

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["HookBudget"]
 
 _FIRST: Final = (3, 5, 7, 11, 13)
-"""At every how manieth step several watches look until they have decided. With a common divisor, two would look at the
-same steps, or one where the other does not, and their costs could not be told apart; medians pass over a third."""
+"""Until they have decided, several watches look at one of so many steps each. With a common divisor, two would look at
+the same steps, or one where the other does not, and their costs could not be told apart; medians pass over a third."""
 
 
 @dataclass(slots=True)

@@ -24,9 +24,9 @@ __all__ = ["BudgetedSchedule", "budgeted"]
 
 _LEFT_OUT: Final = (64, 61, 59, 53, 47)
 """A watch that the budget lets look at every step still leaves one of so many out, to go on comparing; so does each of
-several on one model. Primes, and other ones for each: with a common divisor, two would leave out the same steps."""
+several on one model. No two have a common divisor, or two watches would often leave out the same steps."""
 _FIRST: Final = (2, 3, 5, 7, 11)
-"""At every how manieth step the watches of one model look until they have decided; other ones for each, too."""
+"""Until it has decided, a watch looks at one of so many steps; again another number for each watch of a model."""
 _LEAST: Final = 4
 """How many steps of each kind a decision needs."""
 _Company = frozenset[int]
@@ -56,7 +56,7 @@ class BudgetedSchedule:
     Args:
         schedule: The steps that the watch was asked for.
         budget: What it may cost.
-        first: At every how manieth of them it looks until it has decided.
+        first: Until it has decided, it looks at one of so many of them.
         beside: The schedules of all watches of the model that are on.
     """
 
@@ -197,7 +197,7 @@ class BudgetedSchedule:
         self.tell({"asked": self._budget.share, **actual, **(decided or {})})
 
     def to_metrics(self) -> dict[str, float]:
-        """Return what was asked for, what it costs, and at every how manieth step of its schedule the watch looks."""
+        """Return what was asked for, what it costs, and the interval of looks, in steps of its schedule."""
         found = {"budget/asked": self._budget.share}
         if self.actual is not None:
             found["budget/actual"] = self.actual
