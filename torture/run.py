@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # children are forked, which does not go with OpenMP's threads
@@ -44,9 +45,10 @@ def main() -> int:
     parts = [PARTS[name] for name in options.parts or PARTS]
     if options.only is not None:
         return _run_one(parts, options.only)
-    seconds = options.minutes * 60 / len(parts)
+    end = time.monotonic() + options.minutes * 60
     outcomes = []
-    for part in parts:
+    for left, part in zip(range(len(parts), 0, -1), parts, strict=True):
+        seconds = (end - time.monotonic()) / left  # what a part does not need is for those after it
         outcome = run_part(part, first=options.first, acts=part.quick if options.quick else None, seconds=seconds)
         _tell(outcome)
         outcomes.append(outcome)
