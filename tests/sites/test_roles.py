@@ -54,6 +54,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
             "head": "lm_head",
         },
     ),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        SMALL | {"num_key_value_heads": 2},
+        {"resid": "model.layers.#", "attn": "model.layers.#.self_attn", "mlp": "model.layers.#.mlp", "head": "lm_head"},
+    ),
     "gemma2": (
         "Gemma2ForCausalLM",
         SMALL | {"num_key_value_heads": 2, "head_dim": 8},
@@ -122,6 +127,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
 }
 """By family: the class, a small configuration, and some of the globs that mean the same as roles."""
 
+FLATTENED = {"opt": ["mlp"], "mixtral": ["router"], "qwen2_moe": ["router"]}
+"""By family, the roles whose modules have (batch × tokens, …) and no axis for the batch."""
+
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
 
@@ -150,6 +158,9 @@ def test_roles_of_a_family_are_found_by_structure_and_confirmed_by_a_run(family:
     assert checked.faults == []
     assert {"resid", "attn", "mlp", "embed", "head"} <= set(checked.names)
     assert ("router" in checked.names) == ("moe" in family or "mixtral" in family)
+    assert checked.flattened == FLATTENED.get(family, [])
+    assert checked.axes["resid"] == "batch, tokens, width"
+    assert ("tokens are flattened" in str(checked)) == (family in FLATTENED)
     hl.assert_no_hooks(model, foreign=True)
 
 

@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 __all__ = ["RoleCheck", "check_roles"]
 
 _NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
+_ROWS: Final = "batch × tokens"
+_FLATTENED: Final = "tokens are flattened to rows; of one prompt, token 5 is index=5, not index=(slice(None), 5)"
+_BATCHED: Final = 3
+"""Dimensions of what an embedding returns for a batch of sequences."""
+_LAST_AXIS: Final = {"head": "vocabulary", "router": "experts"}
+"""What the last axis counts, where it is not the width of the model."""
 
 
 def check_roles(model: nn.Module, /, *args: Any, **kwargs: Any) -> RoleCheck:
@@ -68,7 +74,8 @@ def check_roles(model: nn.Module, /, *args: Any, **kwargs: Any) -> RoleCheck:
     with _evaluating(model), eagerly:
         run = _Run(model, names, args, kwargs)
         faults = {role: list(dict.fromkeys(_CHECKS[role](run, run.of(role)))) for role in names}
-    return RoleCheck(names, {role: run.shape(role) for role in names}, faults)
+    shapes, axes = ({role: find(role) for role in names} for find in (run.shape, run.axes))
+    return RoleCheck(names, shapes, axes, faults)
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,8 @@ class RoleCheck(ShownAsTable):
     """The modules in each role."""
     shapes: Mapping[str, str]
     """The shape of what the first of them returned."""
+    axes: Mapping[str, str]
+    """What the axes of that are, by the sizes of the batch: ``"batch, tokens, width"``."""
     by_role: Mapping[str, list[str]]
     """What contradicts a role, in words; an empty list where nothing does."""
 
@@ -87,6 +96,11 @@ class RoleCheck(ShownAsTable):
         """Return all that contradicts a role."""
         return [f"{role}: {text}" for role, texts in self.by_role.items() for text in texts]
 
+    @property
+    def flattened(self) -> list[str]:
+        """Return the roles whose modules get the tokens of all sequences as rows, and return them so."""
+        return [role for role, axes in self.axes.items() if axes.startswith(_ROWS)]
+
     def _table(self) -> Table:
         rows = [
             (
@@ -94,11 +108,14 @@ class RoleCheck(ShownAsTable):
                 ", ".join(_patterns(names)),
                 str(len(names)),
                 self.shapes[role],
+                self.axes[role],
                 "; ".join(self.by_role[role]) or "yes",
             )
             for role, names in self.names.items()
         ]
-        return Table(("role", "modules", "count", "output", "confirmed by a run"), rows, numbers=(2,))
+        header = ("role", "modules", "count", "output", "axes", "confirmed by a run")
+        foot = [f"{', '.join(self.flattened)}: {_FLATTENED}"] if self.flattened else []
+        return Table(header, rows, numbers=(2,), foot=foot)
 
 
 def _patterns(names: list[str]) -> list[str]:
@@ -163,6 +180,16 @@ class _Run:
         """Return the shape of the first output of ``role``."""
         tensors = [call.output for call in self.of(role) if call.output is not None]
         return str(tuple(tensors[0].shape)) if tensors else "–"
+
+    def axes(self, role: str) -> str:
+        """Return what the axes of the first output of ``role`` are, by the sizes that the embedding has returned."""
+        called = [call.output for call in (*self.of("embed")[:1], *self.of(role)[:1]) if call.output is not None]
+        if len(called) < 2 or called[0].dim() != _BATCHED:
+            return "–"
+        batch, tokens = called[0].shape[:2]
+        leading = tuple(called[1].shape[:-1])
+        found = {(batch * tokens,): _ROWS, (tokens, batch): "tokens, batch", (batch, tokens): "batch, tokens"}
+        return f"{found[leading]}, {_LAST_AXIS.get(role, 'width')}" if leading in found else "–"
 
     def one_of_each_class(self, role: str) -> list[str]:
         """Return one module in ``role`` for each class: what one does, the others of its class do."""

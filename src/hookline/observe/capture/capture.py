@@ -18,6 +18,7 @@ from hookline.observe.capture.cache import Cache
 from hookline.observe.capture.capture_hooks import CaptureRecorder
 from hookline.observe.capture.stored_value import AS_IT_IS, ValueStore
 from hookline.observe.index_grammar import plain_item, text_of
+from hookline.observe.token_axes import axes_for
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.hook_at_site import AttachOptions, open_context
 from hookline.sites.kinds import Kind
@@ -122,18 +123,25 @@ def capture(
     if scope not in ("context", "process"):
         raise OptionError(f"scope= is 'context' or 'process', got {scope!r}.")
     if clone or detach or not (index is dtype is device is limit is None):
+        part = None if index is None else _parse_index(index)
         store = ValueStore(
-            index=None if index is None else _parse_index(index),
+            index=part,
             detach=detach,
             dtype=None if dtype is None else _parse_dtype(dtype),
             device=None if device is None else _parse_device(device),
             clone=clone,
             limit=None if limit is None else _parse_limit(limit),
         )
+        axes = axes_for(model, part) if isinstance(part, tuple) else None
     else:
-        store = AS_IT_IS
+        store, axes = AS_IT_IS, None
     recorder = CaptureRecorder(
-        store, inputs=inputs, grads=grads, stop=stop, during=ALL_PHASES if during is PHASES else validate_phases(during)
+        store,
+        inputs=inputs,
+        grads=grads,
+        stop=stop,
+        during=ALL_PHASES if during is PHASES else validate_phases(during),
+        axes=axes,
     )
     chosen = choose(model, targets if role is None else with_role(targets, role), exclude, strict=strict)
     cache = Cache(recorder, weakref.ref(model), open_context() if scope == "context" else None)

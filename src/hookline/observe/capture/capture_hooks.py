@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hookline.errors import OptionError
+from hookline.errors import CaptureError, OptionError
 from hookline.lifecycle.run_phase import ALL_PHASES, Phases, known_phase
 from hookline.observe.capture.captured_calls import CapturedCall
 from hookline.observe.capture.stored_value import NoNumbers, StoredValue, ValueStore, each_tensor
+from hookline.observe.token_axes import GIVE_ROWS, TokenAxes
 from hookline.sites import _torch
 from hookline.sites.hook_at_site import open_contexts
+from hookline.sites.tree import main_tensor
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads, Hook
@@ -66,9 +68,17 @@ class CaptureRecorder:
     """Records calls, in the order they end."""
 
     def __init__(
-        self, store: ValueStore, *, inputs: bool, grads: bool, stop: bool, during: Phases = ALL_PHASES
+        self,
+        store: ValueStore,
+        *,
+        inputs: bool,
+        grads: bool,
+        stop: bool,
+        during: Phases = ALL_PHASES,
+        axes: TokenAxes | None = None,
     ) -> None:
         self.store = store
+        self._axes = axes
         self.wait = None if store.is_plain else store.wait_for_copies
         """Waits for copies that are under way; None if there are none ever."""
         self.takes_inputs = inputs
@@ -168,13 +178,20 @@ class CaptureRecorder:
 
     def _keep_and_stop(self, name: str, output: Any, step: int) -> None:
         try:
-            kept = self.store.keep(output, f"output of {name!r}")
+            kept = self._keep_output(name, output)
         except NoNumbers:
             self.left_out[name] = _NO_NUMBERS
             return
         self.notes.append((name, kept, 0, step))
         if self.stops:
             self._stop_after(name)
+
+    def _keep_output(self, name: str, output: Any) -> StoredValue:
+        main = None if self._axes is None else main_tensor(output)
+        if self._axes is not None and main is not None and (fault := self._axes.fault(name, main)):
+            shape = tuple(main.shape)
+            raise CaptureError(f"index= names axes, but the output of {name!r}, of shape {shape}, {fault}. {GIVE_ROWS}")
+        return self.store.keep(output, f"output of {name!r}")
 
     def _leave_out_for_phase(self, name: str, now: str) -> None:
         assert self.during is not None
@@ -258,7 +275,7 @@ class CaptureRecorder:
         if call.is_left_out:
             return
         try:
-            call.add_output(self.store.keep(output, f"output of {call.name!r}"))
+            call.add_output(self._keep_output(call.name, output))
         except NoNumbers:
             call.is_left_out = True
             self.left_out[call.name] = _NO_NUMBERS

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from hookline.observe.patch.edit_index import EditIndex, GivenTensor, IndexLike
 from hookline.observe.patch.edited_tensor import Where, misfit, shape_of, site_text
+from hookline.observe.token_axes import GIVE_ROWS, TokenAxes, axes_for
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hookline.sites.hook_at_site import ForwardCounter
 
 __all__ = ["BROADCAST", "Edit", "broadcasts"]
@@ -41,6 +44,8 @@ class Edit:
 
     needs_moment = False
     """Whether it has to be given a `Site`, with the number of the call; a place will do for others."""
+    axes: TokenAxes | None = None
+    """Tells where the index cannot mean tokens; None if it names no axis after the first."""
 
     def __init__(self, word: str, index: IndexLike | None = None) -> None:
         self.word = word
@@ -60,6 +65,15 @@ class Edit:
         twin.index = EditIndex.parse(index)
         return twin
 
+    def for_model(self, model: nn.Module) -> Edit:
+        """Return the edit as it is put on ``model``, whose roles say what the axes are that its index names."""
+        axes = None if self.index is None else axes_for(model, self.index.items)
+        if axes is None:
+            return self
+        twin = copy.copy(self)
+        twin.axes = axes
+        return twin
+
     def bound(self, names: Mapping[str, Sequence[str]], *, inputs: bool) -> Edit:
         """Return the edit with all that it needs for the sites of ``names``, each with every name its module has."""
         return self
@@ -71,6 +85,8 @@ class Edit:
         """Return the activation, edited."""
         if self.index is None:
             return self.change(x, x, site)
+        if self.axes is not None and (fault := self.axes.fault(site.name, x)):
+            misfit(f"index={self.index.text} names axes", site_text(site), f"of shape {shape_of(x)} {fault}", GIVE_ROWS)
         return self.index.put(x, self.change(self.index.part(x, site_text(site)), x, site))
 
     def change(self, part: Tensor, x: Tensor, site: Where) -> Tensor:

@@ -123,7 +123,7 @@ def patch(
     for target, edit in wanted.items():
         chosen = choose(model, target, exclude, strict=strict)
         if chosen:
-            placed.append((_bound(model, edit, chosen, kind), chosen))
+            placed.append((_bound(model, edit, chosen, kind).for_model(model), chosen))
     found, inputs = Patch(), kind is not _FORWARD
     try:
         for edit, chosen in placed:

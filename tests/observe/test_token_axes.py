@@ -1,0 +1,115 @@
+"""An index by axes is refused where the tokens of all sequences are rows, and means tokens where it is taken."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.errors import CaptureError, HookReturnError
+
+CLEAN = torch.tensor([[5, 6, 7, 8, 9, 10]])
+CHANGED = 3
+CORRUPTED = CLEAN.clone()
+CORRUPTED[0, CHANGED] = 40
+FC2 = "model.decoder.layers.0.fc2"
+
+
+def make_opt() -> nn.Module:
+    """Return a small OPT, whose MLP works on (batch × tokens, width)."""
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(
+        vocab_size=50,
+        hidden_size=12,
+        ffn_dim=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        word_embed_proj_dim=12,
+    )
+    return transformers.OPTForCausalLM(config).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("target", [FC2, "role:mlp"])
+@pytest.mark.parametrize("index", [(slice(None), 2), (0, 2), (slice(None), [1, 2])], ids=str)
+@pytest.mark.parametrize("on", ["forward", "forward_pre"])
+def test_an_index_by_axes_is_refused_where_tokens_are_rows(target: str, index: Any, on: str) -> None:
+    """Without a check it takes unit 2 of every token for token 2, and gives a wrong result without a word."""
+    model = make_opt()
+    with (
+        pytest.raises(HookReturnError, match=r"fc2' of shape \(6, (12|24)\) has no axis for the batch.*Give rows"),
+        hl.patch(model, {target: hl.edits.ablate()}, index=index, on=on),
+    ):
+        model(CLEAN)
+    if on == "forward":
+        says = r"fc2', of shape \(6, 12\), has no axis for the batch.*Give rows"
+        with pytest.raises(CaptureError, match=says), hl.capture(model, target, index=index):
+            model(CLEAN)
+        with (
+            pytest.raises(CaptureError, match="no axis for the batch"),
+            hl.capture(model, target, index=index, inputs=True),
+        ):
+            model(CLEAN)
+    hl.assert_no_hooks(model)
+
+
+def test_it_is_refused_in_compiled_code() -> None:
+    """The compiler passes the message on."""
+    model = make_opt()
+    compiled = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
+    with (
+        pytest.raises(Exception, match="no axis for the batch"),
+        hl.patch(compiled, {FC2: hl.edits.ablate()}, index=(0, 2)),
+    ):
+        compiled(CLEAN)
+    with hl.patch(compiled, {FC2: hl.edits.ablate()}, index=2):
+        edited = compiled(CLEAN).logits
+    with hl.patch(model, {FC2: hl.edits.ablate()}, index=2):
+        assert torch.equal(edited, model(CLEAN).logits)
+
+
+def test_rows_are_tokens_and_an_ellipsis_is_a_unit() -> None:
+    """What the message advises: a row patched before the changed token changes nothing, the one of the token does."""
+    model = make_opt()
+    with hl.capture(model, role="mlp") as cache:
+        model(CLEAN)
+
+    def effects(index_of: Any) -> list[bool]:
+        found = []
+        for position in range(CLEAN.shape[1]):
+            with hl.patch(model, {FC2: hl.edits.swap(cache, index=index_of(position))}):
+                found.append(not torch.equal(model(CORRUPTED).logits, plain))
+        return found
+
+    plain = model(CORRUPTED).logits
+    rows = effects(lambda position: position)
+    assert rows[:CHANGED] == [False] * CHANGED
+    assert rows[CHANGED]
+    assert all(effects(lambda unit: (..., unit)))  # a unit of all tokens, the changed one among them
+    with hl.capture(model, FC2, index=(..., 2)) as one_unit:
+        model(CLEAN)
+    assert one_unit[FC2].output.shape == (6,)
+
+
+def test_modules_without_a_role_and_other_shapes_are_not_asked() -> None:
+    """A unit of a named matrix, tokens of three dimensions, and the features of a model without tokens."""
+    opt = make_opt()
+    seen: list[Tensor] = []
+    with hl.patch(opt, {"model.decoder.layers.0.fc1": lambda part: seen.append(part) or part}, index=(slice(None), 2)):
+        opt(CLEAN)
+    with hl.capture(opt, role="resid", index=(slice(None), -1)) as cache:
+        opt(CLEAN)
+    assert [tuple(part.shape) for part in seen] == [(6,)]
+    assert {tuple(each.output.shape) for each in cache.values()} == {(1, 12)}
+    plain = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+    with (
+        hl.capture(plain, "0", index=(slice(None), 2)) as features,
+        hl.patch(plain, {"0": hl.edits.ablate(index=(0, 1))}),
+    ):
+        plain(torch.ones(2, 3))
+    assert features["0"].output.shape == (2,)
