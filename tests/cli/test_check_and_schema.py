@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -67,11 +68,9 @@ def test_the_settings_of_a_server_are_checked_dry(no_factory, capsys):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"hooks": [SPEC]}, "attaches none of 'hooks' unless it says enable_hooks: true"),
+        ({"hooks": [SPEC], "port": 3}, "attaches none of 'hooks' unless its settings say enable_hooks: true"),
+        ({"hooks": [SPEC], "enable_hooks": False}, "enable_hooks is false: none of 'hooks' is attached."),
         ({"enable_hooks": True, "hooks": None}, "enable_hooks=True but no 'hooks' specified in server_args"),
-        ({"forward_hooks": [SPEC | {"target_modules": ["7"]}]}, "hook 'count' would go nowhere: nothing matches '7'."),
-        ({"forward_hooks": [SPEC | {"target_modules": ["1.*", "7"]}]}, "warning: hook 'count': nothing matches '7'."),
-        ([SPEC, SPEC | {"name": "lost", "target_modules": ["2.*"]}], "'lost' would go nowhere: nothing matches '2.*'."),
         ({"forward_hooks": [SPEC | {"enabled": False, "hook_factory": "nowhere:f"}]}, "(not enabled)"),
     ],
 )
@@ -84,6 +83,33 @@ def test_what_would_come_to_nothing_is_told(values, said, no_factory, capsys):
     assert out.endswith(f"server.json: nothing is wrong with it{summary}.\n")
 
 
+def test_hooks_without_a_switch_are_no_mistake(no_factory, capsys):
+    """``serve --hooks`` attaches them; a line says what ``--server-args`` does."""
+    assert run_here("check", write({"hooks": [SPEC]}, "hooks.json")) == 0
+    out = capsys.readouterr().out
+    assert "'hooks' are attached by hookline serve --hooks; by --server-args only with enable_hooks: true." in out
+    assert "warning" not in out
+
+
+LOST = SPEC | {"name": "lost", "target_modules": ["1.#", "2.*"]}
+
+
+@pytest.mark.parametrize("values", [[SPEC, LOST], {"forward_hooks": [LOST]}, {"experiment": TINY, "specs": [LOST]}])
+def test_a_pattern_that_matches_nothing_is_an_error(values, no_factory, capsys):
+    """In each kind of file, with its line and the nearest names, as for ``serve``; with --no-strict a warning."""
+    file = write(values, "hooks.json")
+    assert run_here("check", file, "--model", MODEL) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"line \d+, at \$\S*\[\d\]\.target_modules: Hook \d \(lost\): No module matches '2\.\*'", said)
+    assert "hookline find" in said
+    assert run_here("check", file) == 0
+    capsys.readouterr()
+    assert run_here("check", file, "--model", MODEL, "--no-strict") == 0
+    out = capsys.readouterr().out
+    assert "warning: hook 'lost': No module matches '2.*'" in out
+    assert out.endswith("hooks.json: nothing is wrong with it, but see the 1 warning above.\n")
+
+
 def test_all_mistakes_of_a_file_are_told_at_once(no_factory, capsys):
     """What it says, and of what it names, what there is not."""
     specs = [SPEC | {"evry": 3}, SPEC | {"on": "foward"}, "x", SPEC | {"hook_factory": "experiments:nope"}]
@@ -94,6 +120,18 @@ def test_all_mistakes_of_a_file_are_told_at_once(no_factory, capsys):
         "$[2]",
         "$[3].hook_factory",
     ]
+    one = {"name": "a", "on": "forwrd", "target_modules": ["7"], "hook_factory": "hookline.factories:activation_stat"}
+    assert run_here("check", write([one], "hooks.json"), "--model", MODEL) == 2
+    said = capsys.readouterr().err
+    assert "at $[0].on: No kind 'forwrd'" in said
+    assert "at $[0].hook_factory: Hook 0 (a): Module 'hookline.factories' has no attribute 'activation_stat'" in said
+    assert "Did you mean 'activation_stats'?" in said
+    assert "at $[0].target_modules: Hook 0 (a): No module matches '7'" in said
+    one |= {"hook_factory": "hookline.factories:activation_stats", "config": {"stat": ["mean"]}}
+    assert run_here("check", write([one], "hooks.json"), "--model", MODEL) == 2
+    said = capsys.readouterr().err
+    assert "at $[0].config: Hook 0 (a): activation_stats has no option 'stat'; did you mean 'stats'?" in said
+    assert said.count("at $[0]") == 3
     specs = [SPEC | {"hook_factory": "experiments:nope"}, SPEC | {"target_modules": []}, SPEC | {"hook_factory": "abc"}]
     specs += [SPEC | {"hook_factory": path} for path in ("os:sep", "r1_imports_what_is_not_there:f", None)]
     Path("r1_imports_what_is_not_there.py").write_text("import r1_not_there")

@@ -88,12 +88,54 @@ def test_a_model_that_padding_confuses_is_refused_for_batches() -> None:
             )
 
     model = save_seeded(Confused, _gpt2().config, None)
-    with pytest.raises(OptionError, match=r"Confused gives .* padded batch than alone .*max_batch=1"):
+    with pytest.raises(OptionError, match=r"Confused gives .* padded batch than alone \(apart by .*--max-batch 1"):
         Engine(model)
     engine = started(model, max_batch=1)
     both = [ask(engine, (5, 6, 7), max_tokens=5), ask(engine, (8,), max_tokens=4)]
     assert [len(each.wait().ids) for each in both] == [5, 4]
     engine.close()
+
+
+@pytest.mark.parametrize("max_batch", [1, 4])
+def test_a_model_that_gives_nan_is_served_with_a_warning(max_batch, caplog) -> None:
+    """One NaN in its weights: it starts, an alarm names the layer and the request, and the request says why it ends."""
+    model = _gpt2()
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_proj.weight[0, 0] = float("nan")
+    engine = started(model, max_batch=max_batch)
+    assert "GPT2LMHeadModel gives NaN for a test prompt. It is served all the same" in caplog.text
+    engine.hooks.add({"target_modules": ["transformer.h.#"], "hook_factory": "hookline.factories:nan_alarm"})
+    answer = ask(engine, (5, 6, 7), max_tokens=5).wait()
+    assert answer.finished.reason == "error"
+    assert f"Request {answer.id!r} ends after 0 tokens: its logits are NaN or infinite." in caplog.text
+    told = "transformer.h.1 gave out 3 NaN and 0 infinities, in a tensor of shape (1, 3, 32), in call 1"
+    assert f"{told}, with request {answer.id!r} in the batch" in caplog.text
+    assert "transformer.h.0 gave out" not in caplog.text
+    engine.close()
+
+
+def test_logits_that_are_infinite_on_purpose_are_served_without_a_warning(caplog) -> None:
+    """A vocabulary of which some tokens are never chosen: they are -inf alone and in a batch."""
+    model = _gpt2()
+    never = torch.tensor([7])
+    with model.lm_head.register_forward_hook(lambda module, args, output: output.index_fill(-1, never, -torch.inf)):
+        engine = started(model)
+        assert ask(engine, (5, 6, 7), max_tokens=5).wait().finished.reason == "length"
+        engine.close()
+    assert "NaN" not in caplog.text
+
+
+def test_nan_that_padding_makes_is_no_reason_to_serve() -> None:
+    """Alone its logits are numbers: in a batch, others would be spoilt."""
+    model = _gpt2()
+
+    def spoil(module, args, kwargs, output):
+        if kwargs["attention_mask"] is not None:  # there is none where nothing is padded
+            output.logits[kwargs["attention_mask"][:, 0] == 0] = float("nan")
+
+    said = "NaN or infinite in one of them alone.*--max-batch 1"
+    with model.register_forward_hook(spoil, with_kwargs=True), pytest.raises(OptionError, match=said):
+        Engine(model)
 
 
 def test_models_that_cannot_be_served_are_refused_when_the_engine_is_made() -> None:

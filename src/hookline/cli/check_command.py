@@ -10,20 +10,20 @@ import contextlib
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional
 
 from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
-from hookline.cli.named_model import model_at
+from hookline.cli.named_model import model_at, with_shell_command
 from hookline.cli.parse import parse
 from hookline.cli.run_hooks import check_specs
 from hookline.cli.screen import print_table, tell
 from hookline.config.load_object import add_current_folder_to_path
 from hookline.config.run_options import flag
-from hookline.errors import ConfigError, HooklineError, OptionError
+from hookline.errors import HooklineError, NoMatchError, OptionError
 
 if TYPE_CHECKING:
     from hookline.cli.run_hooks import HookObjects
@@ -45,12 +45,16 @@ class CheckOptions:
       hookline check run.yaml
       hookline check hooks.json --model my_file.py:make_model
       hookline check hooks.json --model models/llama      # a folder of transformers: its config.json is enough
+
+    With --model, a pattern that matches nothing is an error, as it is for hookline serve.
     """
 
     config: Annotated[Positional[str | None], flag("FILE")] = None
     """The file: .yaml, .toml, .json."""
     model: Annotated[str | None, flag("FILE:MODEL")] = None
-    """Show what the patterns match in this model."""
+    """Show what the patterns match in this model; one that matches nothing is an error."""
+    no_strict: Annotated[bool, flag()] = False
+    """With --model, warn of a pattern that matches nothing, and go on."""
     json: bool = False
     """Print JSON; what is said otherwise goes to the standard error."""
 
@@ -68,13 +72,15 @@ def check(arguments: Sequence[str]) -> int:
     report = _Report()
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
         model = None if options.model is None else model_at(options.model)
+        matcher = _Matcher(model, options.model or "", is_strict=not options.no_strict)
         if isinstance(document.values, list):
-            _show_specs(_valid_list(document), model, report)
+            _show_specs(_valid_list(document, matcher), matcher, report)
         elif is_server_file(document.values):
-            _check_server(document, model, report)
+            _check_server(document, matcher, report)
         else:
             request = _check_run(options.config)
-            _show_specs(request.settings.specs, model, report)
+            _check_patterns(request, matcher)
+            _show_specs(request.settings.specs, matcher, report)
             _check_trackers(request.hook_objects(), model, report)
         tell(f"{options.config}: nothing is wrong with it{report.summary()}.")
     if options.json:
@@ -139,19 +145,64 @@ def _check_trackers(objects: HookObjects, model: Any, report: _Report) -> None:
 # -- hooks on modules ------------------------------------------------------------------------------------------
 
 
-def _valid_list(document: Document) -> list[dict[str, Any]]:
+class _Matcher:
+    """Find what the patterns of a spec match in the model of ``--model``, if there is one."""
+
+    def __init__(self, model: Any, path: str, *, is_strict: bool) -> None:
+        self.model = model
+        self._path = path
+        self._is_strict = is_strict
+
+    def error(self, spec: HookSpec) -> str:
+        """Return why a pattern of ``spec`` matches nothing, with the nearest names; empty if that is no error."""
+        return self.unmatched(spec) if self._is_strict and self.model is not None else ""
+
+    def unmatched(self, spec: HookSpec) -> str:
+        """Return why a pattern of ``spec`` matches nothing; empty if each matches something."""
+        from hookline.specs.apply_specs import find_sites
+
+        try:
+            find_sites(self.model, spec, strict=True)
+        except NoMatchError as error:
+            return with_shell_command(error, self._path)
+        except HooklineError as error:  # what cannot be hooked there, whatever its name
+            return str(error)
+        return ""
+
+    def matches(self, spec: HookSpec, report: _Report) -> str:
+        """Return the names of what ``spec`` matches; warn of a pattern without a match."""
+        from hookline.specs.apply_specs import find_sites
+
+        if not spec.enabled:
+            return "(not enabled)"
+        if self.model is None:
+            return "(no --model given)"
+        if text := self.unmatched(spec):
+            report.warn(f"hook {spec.name!r}: {text}")
+        places = find_sites(self.model, spec)
+        return "nothing" if places is None else ", ".join(name or "(the model)" for name in places.names)
+
+
+def _valid_list(document: Document, matcher: _Matcher) -> list[dict[str, Any]]:
     """Return the specs of ``document``, which is a list of them; raise one error with all mistakes."""
     from hookline.config.mistakes import Mistakes
     from hookline.config.spec_files import list_of_specs
 
     mistakes = Mistakes.of(document)
     specs = list_of_specs(document, mistakes)
-    check_specs(specs, (), mistakes)
+    check_specs(specs, (), mistakes, matcher.error)
     mistakes.check()
     return specs
 
 
-def _check_server(document: Document, model: Any, report: _Report) -> None:
+def _check_patterns(request: Request, matcher: _Matcher) -> None:
+    """Raise one error for all specs of a run file that match nothing."""
+    mistakes = request.settings.mistakes
+    check_specs(request.settings.specs, ("specs",), mistakes, matcher.error)
+    mistakes.check()
+
+
+def _check_server(document: Document, matcher: _Matcher, report: _Report) -> None:
     from hookline.config.mistakes import Mistakes
     from hookline.config.spec_files import server_settings
 
@@ -159,50 +210,41 @@ def _check_server(document: Document, model: Any, report: _Report) -> None:
     settings = server_settings(document, mistakes)
     lists = {key: settings.get(key) for key in ("hooks", "forward_hooks")}
     for key, specs in lists.items():
-        check_specs(specs if isinstance(specs, list) else (), (key,), mistakes)
+        check_specs(specs if isinstance(specs, list) else (), (key,), mistakes, matcher.error)
     mistakes.check()
-    _show_specs([spec for specs in lists.values() for spec in specs or ()], model, report)
-    if settings.get("hooks") and not settings.get("enable_hooks"):
-        report.warn("a server attaches none of 'hooks' unless it says enable_hooks: true.")
-    if settings.get("enable_hooks") and not settings.get("hooks"):
-        report.warn("enable_hooks=True but no 'hooks' specified in server_args.")
+    _show_specs([spec for specs in lists.values() for spec in specs or ()], matcher, report)
     others = [str(key) for key in settings if key not in ("enable_hooks", "hooks", "forward_hooks")]
+    _check_switch(settings, others, report)
     if others:
         tell(f"kept for the server, unchecked: {', '.join(others)}")
 
 
-def _show_specs(specs: Sequence[Mapping[str, Any]], model: Any, report: _Report) -> None:
-    """Print a table of ``specs``, which are checked already, with the modules of ``model`` that each matches."""
+def _check_switch(settings: Mapping[str, Any], others: Sequence[str], report: _Report) -> None:
+    """Say whether the hooks of a server's settings are switched on."""
+    switch = settings.get("enable_hooks")
+    if switch and not settings.get("hooks"):
+        report.warn("enable_hooks=True but no 'hooks' specified in server_args.")
+    if switch or not settings.get("hooks"):
+        return
+    if switch is False:
+        report.warn("enable_hooks is false: none of 'hooks' is attached.")
+    elif others:  # it has more than hooks, so that it is for --server-args
+        report.warn("a server attaches none of 'hooks' unless its settings say enable_hooks: true.")
+    else:
+        tell("'hooks' are attached by hookline serve --hooks; by --server-args only with enable_hooks: true.")
+
+
+def _show_specs(specs: Sequence[Mapping[str, Any]], matcher: _Matcher, report: _Report) -> None:
+    """Print a table of ``specs``, which are checked already, with the modules of the model that each matches."""
     from hookline.specs.hook_spec import HookSpec
 
     rows = []
     for entry in specs:
         spec = HookSpec.from_dict(entry)
-        matches = _matches(model, spec, report)
+        matches = matcher.matches(spec, report)
         rows.append((spec.name, spec.on, ", ".join(spec.target_modules), matches))
         report.hooks.append(
             {"name": spec.name, "on": str(spec.on), "target_modules": list(spec.target_modules), "matches": matches}
         )
     if rows:
         print_table("", ("hook", "on", "target modules", "matches"), rows)
-
-
-def _matches(model: Any, spec: HookSpec, report: _Report) -> str:
-    if not spec.enabled:
-        return "(not enabled)"
-    if model is None:
-        return "(no --model given)"
-    from hookline.specs.apply_specs import find_sites
-
-    try:
-        places = find_sites(model, spec)
-    except HooklineError as error:  # what cannot be hooked there, whatever its name
-        raise ConfigError(f"Hook {spec.name!r}: {error}") from error
-    if places is None:
-        patterns = ", ".join(map(repr, spec.target_modules))
-        report.warn(f"hook {spec.name!r} would go nowhere: nothing matches {patterns}.")
-        return "nothing"
-    for pattern in spec.target_modules:
-        if find_sites(model, replace(spec, target_modules=(pattern,), exclude=None)) is None:
-            report.warn(f"hook {spec.name!r}: nothing matches {pattern!r}.")
-    return ", ".join(name or "(the model)" for name in places.names)

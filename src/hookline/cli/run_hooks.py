@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -16,12 +16,13 @@ from hookline.cli.hook_config import file_argument
 from hookline.config.load_object import add_current_folder_to_path
 from hookline.config.named_hooks import ALWAYS, known_name, make_tracker
 from hookline.errors import ConfigError, HooklineError, HookNameError, NoMatchError
-from hookline.messages import type_name, unknown_name_text
+from hookline.messages import close_names, type_name, unknown_name_text
 
 if TYPE_CHECKING:
     from hookline.config.mistakes import Mistakes
     from hookline.config.read_settings import KeyPath
     from hookline.lifecycle.schedule import StepSchedule
+    from hookline.specs.hook_spec import HookSpec
     from hookline.training.training_hook import TrainingHook
 
 __all__ = [
@@ -36,6 +37,8 @@ __all__ = [
 
 _NONE: Final = "none"
 """The group of no hooks: every experiment has it."""
+_WHERE_AND_HOW: Final = ("name", "target_modules", "exclude", "hook_factory", "config", "on")
+"""The fields of a spec that can be looked up."""
 PlacedSpec = tuple[str, Mapping[str, Any]]
 """Where a spec stands, for errors; and the spec."""
 
@@ -261,25 +264,51 @@ def check_factories(specs: Sequence[PlacedSpec]) -> list[dict[str, Any]]:
     return [dict(spec) for _, spec in specs]
 
 
-def check_specs(specs: Sequence[Any], path: KeyPath, mistakes: Mistakes) -> None:
+def check_specs(
+    specs: Sequence[Any], path: KeyPath, mistakes: Mistakes, no_match: Callable[[HookSpec], str] = lambda spec: ""
+) -> None:
     """Add to `mistakes` why nothing would come of some of `specs`, a list of a file that `path` leads to.
 
-    Only of those that can be specs at all; what is wrong with the others is among `mistakes` already.
+    What is wrong with the specs as such is among `mistakes` already; of those, the fields that are right are looked at.
+    `no_match` returns why the patterns of a spec match nothing, empty if they do.
     """
     from hookline.specs.hook_spec import HookSpec
 
     add_current_folder_to_path()
     for number, entry in enumerate(specs):
-        if HookSpec.faults(entry) or entry.get("enabled") is False:
+        if not isinstance(entry, Mapping) or entry.get("enabled") is False:
             continue
-        who = f"Hook {mistakes.original((*path, number))[-1]} ({entry.get('name') or 'without a name'})"
+        here = (*path, number)
+        who = f"Hook {mistakes.original(here)[-1]} ({entry.get('name') or 'without a name'})"
+        faults = HookSpec.faults(entry)
         lacking = [key for key in ("target_modules", "hook_factory") if entry.get(key) in (None, [], ())]
-        if lacking:
-            mistakes.add((*path, number), f"{who} has no {' and no '.join(lacking)}.")
-        elif text := _wrong_factory(entry):
-            mistakes.add((*path, number, "hook_factory"), f"{who}: {text}")
-        elif text := _wrong_config(entry):
-            mistakes.add((*path, number, "config"), f"{who}: {text}")
+        if lacking and not faults:
+            mistakes.add(here, f"{who} has no {' and no '.join(lacking)}.")
+            continue
+        right = _right_fields(entry, {fault.keys[0] for fault in faults if fault.keys})
+        if text := _wrong_factory(right):
+            mistakes.add((*here, "hook_factory"), f"{who}: {text}")
+        elif text := _wrong_config(right):
+            mistakes.add((*here, "config"), f"{who}: {text}")
+        if right.get("target_modules") and (text := no_match(HookSpec.from_dict(right))):
+            mistakes.add((*here, "target_modules"), f"{who}: {text}")
+
+
+def _right_fields(entry: Mapping[str, Any], wrong: Collection[Any]) -> dict[str, Any]:
+    """Return the fields of a spec that say where its hook goes and how it is made, without those that are `wrong`.
+
+    A kind that there is not is taken for the nearest, as its patterns may be of modules, parameters or functions.
+    """
+    from hookline.specs.hook_spec import KINDS
+
+    right = {key: entry[key] for key in _WHERE_AND_HOW if key in entry and key not in wrong}
+    if "on" in wrong:
+        near = close_names(str(entry["on"]), KINDS, 1)
+        if near:
+            right["on"] = near[0]
+        else:
+            right.pop("target_modules", None)
+    return right
 
 
 def _wrong_config(spec: Mapping[str, Any]) -> str:
@@ -291,6 +320,8 @@ def _wrong_config(spec: Mapping[str, Any]) -> str:
     from hookline.sites.signature import check_hook
     from hookline.specs.hook_spec import HookSpec, resolve_callable
 
+    if not spec.get("hook_factory"):
+        return ""
     checked = HookSpec.from_dict(spec)
     check = getattr(resolve_callable(str(checked.hook_factory)), CHECK, None)
     if not callable(check):
@@ -317,6 +348,6 @@ def _wrong_factory(spec: Mapping[str, Any]) -> str:
     except ImportError as error:
         return f"{error} (from hook path '{path}')."
     except (AttributeError, ValueError) as error:
-        text = str(error)
-        return text if text.endswith(".") else f"{text}."
+        said = " ".join(getattr(error, "__notes__", ()))
+        return f"{str(error).removesuffix('.')}. {said}".rstrip()
     return "" if callable(factory) else f"Hook factory '{path}' is called with a config, and is {type_name(factory)}."

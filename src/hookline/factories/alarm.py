@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import NonFiniteError
+from hookline.factories.batch_rows import current_batch
 from hookline.factories.factory_hook import checked_options, choice, tried_by, whole
 from hookline.factories.served_batch import shape_of
 from hookline.factories.streaming_stats import Gathered, StreamedModule, Streaming, StreamingObserver
@@ -34,6 +35,8 @@ _PAUSE: Final = 0.1
 """Seconds between two reads of a GPU's counts: each is a small launch and a copy."""
 _BAD, _NAN, _INF = 5, 6, 7
 """The columns of a row that are added up: firings with something in them, NaN, infinities."""
+_MOST_NAMES: Final = 4
+"""Requests that a line names."""
 
 
 @tried_by()
@@ -117,7 +120,7 @@ class NanAlarm(StreamingObserver[_AlarmModule]):
             return False
         row = seen.watched.rows.get(_CPU)
         if row is not None and row.cells is not None and row.cells[row.start + _BAD] and not seen.was_logged:
-            self._log(seen, row.cells[row.start + _NAN], row.cells[row.start + _INF])
+            self._log(seen, row.cells[row.start + _NAN], row.cells[row.start + _INF], _running_requests())
         if self._raises:
             self._check_now(seen)
         return True
@@ -134,7 +137,8 @@ class NanAlarm(StreamingObserver[_AlarmModule]):
         for row in seen.watched.rows.values():
             cells = row.added.tolist()
             if cells[_BAD]:
-                raise NonFiniteError(_words(seen, cells[_NAN], cells[_INF]) + ". Look at what goes into it.")
+                words = _words(seen, cells[_NAN], cells[_INF]) + _running_requests()
+                raise NonFiniteError(f"{words}. Look at what goes into it.")
 
     def _read_gpus(self) -> None:
         """Read the rows that have arrived from GPUs, and request the present ones."""
@@ -157,9 +161,9 @@ class NanAlarm(StreamingObserver[_AlarmModule]):
             if cells[_BAD] and not seen.was_logged:
                 self._log(seen, cells[_NAN], cells[_INF])
 
-    def _log(self, seen: _AlarmModule, nan: float, inf: float) -> None:
+    def _log(self, seen: _AlarmModule, nan: float, inf: float, requests: str = "") -> None:
         seen.was_logged = True
-        logger.warning("%s", _words(seen, nan, inf))
+        logger.warning("%s%s", _words(seen, nan, inf), requests)
 
     def to_metrics(self) -> dict[str, float]:
         """Return, for each module, in how many calls there were some, and how many NaN and infinities; one transfer."""
@@ -181,3 +185,16 @@ def _words(seen: _AlarmModule, nan: float, inf: float) -> str:
         f"{seen.name} gave out {int(nan)} NaN and {int(inf)} infinities, in a tensor of shape {seen.shape}, "
         f"in call {seen.calls}"
     )
+
+
+def _running_requests() -> str:
+    """Return whose tokens the running forward of a served model has; empty without an engine.
+
+    Not for counts that are read later, as those of a GPU: another forward runs then.
+    """
+    batch = current_batch()
+    ids = None if batch is None else batch.request_ids
+    if not isinstance(ids, tuple) or not ids:
+        return ""
+    more = f" and {len(ids) - _MOST_NAMES} more" if len(ids) > _MOST_NAMES else ""
+    return f", with request{'s' * (len(ids) > 1)} {', '.join(map(repr, ids[:_MOST_NAMES]))}{more} in the batch"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, overload
 
 from hookline.error_policy import ON_ERROR
 from hookline.errors import HooklineError, KindError, NotAllowedError, OptionError
-from hookline.messages import short_repr, suggest
+from hookline.messages import did_you_mean, short_repr, suggest
 from hookline.sites.kinds import FUNCTION, MODULE, Kind, SiteType
 from hookline.specs.copy_config import own_copy
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from hookline.sites.handle import HandleSet
 
-__all__ = ["FIELD_RULES", "Fault", "HookSpec", "register_hooks", "resolve_callable"]
+__all__ = ["FIELD_RULES", "KINDS", "Fault", "HookSpec", "register_hooks", "resolve_callable"]
 
 _ON_FUNCTION: Final = "function_"
 _SEES: Final = ("edited", "raw")
@@ -242,7 +242,8 @@ _TEXT: Final = {"type": "string"}
 _SWITCH: Final = {"type": "boolean"}
 _PATTERNS: Final = {"anyOf": [{"type": "array", "items": _TEXT}, _TEXT]}
 _LIST: Final = "a list of module names or patterns,"
-_ON: Final = [*_kind_names(MODULE), *(f"{_ON_FUNCTION}{name}" for name in _kind_names(FUNCTION))]
+KINDS: Final = [*_kind_names(MODULE), *(f"{_ON_FUNCTION}{name}" for name in _kind_names(FUNCTION))]
+"""What ``on`` may be."""
 FIELD_RULES: Final[dict[str, FieldRule]] = {
     "name": FieldRule("a string,", _text, _TEXT),
     "target_modules": FieldRule(_LIST, _patterns_fit, _PATTERNS, is_needed=True),
@@ -254,7 +255,7 @@ FIELD_RULES: Final[dict[str, FieldRule]] = {
         lambda value: not value or isinstance(value, Mapping),
         {"type": "object", "additionalProperties": True},
     ),
-    "on": FieldRule("the name of a kind of hook,", _parse_kind, {"enum": _ON}),
+    "on": FieldRule("the name of a kind of hook,", _parse_kind, {"enum": KINDS}),
     "observe": FieldRule("true or false,", lambda value: isinstance(value, bool), _SWITCH),
     "every": FieldRule(
         "a whole number from 1 on,",
@@ -327,7 +328,12 @@ def resolve_callable(path: str | None, allow: Iterable[str] | None = None) -> An
     try:
         found = getattr(module, name)
     except AttributeError as error:
-        raise AttributeError(f"Module '{module_name}' has no attribute '{name}' (from hook path '{path}')") from error
+        # In SGLang's words; what may have been meant is a note.
+        missing = AttributeError(f"Module '{module_name}' has no attribute '{name}' (from hook path '{path}')")
+        near = did_you_mean(name, [each for each in dir(module) if not each.startswith("_")])
+        if near:
+            missing.add_note(near.strip())
+        raise missing from error
     if allowed is not None and f"{module_name}.{name}" not in allowed and not _is_under(_home(found), allowed):
         raise NotAllowedError(f"{_refusal(path, allowed)} It is there, but comes from '{_home(found)}'.")
     return found

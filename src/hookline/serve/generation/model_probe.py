@@ -1,15 +1,17 @@
 """Probe a model before it is served: run it a few times on a few tokens.
 
 The engine calls it once, when it is made. The probe finds which modules have hidden states and of what size, so that a
-request can be refused before it runs, and raises where the model gives other answers in a padded batch than alone.
+request can be refused before it runs, raises where the model gives other answers in a padded batch than alone, and
+warns of one that gives NaN.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from hookline.serve.generation.row_batch import BatchForward
 
 __all__ = ["end_tokens", "hooks_suspended", "longest_sequence", "probe_model"]
+
+logger = logging.getLogger("hookline.serve")
 
 
 @contextmanager
@@ -89,7 +93,8 @@ def probe_model(forward: BatchForward, *, batches: bool) -> dict[StateSource, St
     try:
         with forward.eagerly(), hooks_suspended(forward.model):  # compiling is for what is served
             found = _find_shapes(forward)
-            apart = _apart(forward) if batches else None
+            alone = _probe_logits(forward, [])
+            apart = _apart(alone, _probe_logits(forward, [_BESIDE])) if batches else None
     except Exception as error:
         raise OptionError(
             f"{kind} cannot be served: it fails on a few tokens with a DynamicCache, which keeps keys and values of "
@@ -97,8 +102,14 @@ def probe_model(forward: BatchForward, *, batches: bool) -> dict[StateSource, St
         ) from error
     if apart is not None:
         raise OptionError(
-            f"{kind} gives a sequence other logits in a padded batch than alone (apart by {apart:.2g} of the largest), "
-            "so that requests cannot share a batch; serve it with max_batch=1."
+            f"{kind} gives a sequence other logits in a padded batch than alone ({apart}), so that requests cannot "
+            "share a batch; serve it with max_batch=1 (hookline serve --max-batch 1)."
+        )
+    if bool(alone.isnan().any()):
+        logger.warning(
+            "%s gives NaN for a test prompt. It is served all the same, but an answer ends with an error where no "
+            "token can be chosen. The hook hookline.factories:nan_alarm on '*' names the modules that give NaN",
+            kind,
         )
     return found
 
@@ -152,15 +163,32 @@ def _agree(one: Tensor, other: Tensor) -> bool:
     return bool((apart <= limit * one.abs().amax(1)).double().mean() > 0.5)
 
 
-def _apart(forward: BatchForward) -> float | None:
-    """Return how far apart the logits of a sequence are, alone and in a padded batch; None if they agree."""
-    ids = [(7 * step + 3) % forward.vocabulary for step in range(16)]
-    alone = _logits(forward, [_row("a", ids[:4])], ids[4])
-    joined = _logits(forward, [_row("b", ids[6:15]), _row("a", ids[:4])], ids[4])
-    scale = max(float(alone.abs().max()), 1e-6)
-    apart = float((alone - joined).abs().max()) / scale
-    limit = _TOLERANCE.get(alone.dtype, _TOLERANCE_SHORT)
-    return None if apart <= limit else apart  # NaN is not
+_IDS: Final = tuple(7 * step + 3 for step in range(16))
+_PROMPT: Final = slice(0, 4)
+_BESIDE: Final = slice(6, 15)
+"""The prompts of the comparison, as places in `_IDS`; the second is longer, so that the first is padded beside it."""
+
+
+def _apart(alone: Tensor, joined: Tensor) -> str | None:
+    """Return how far apart the logits of a sequence are, alone and in a padded batch; None if they agree.
+
+    What is NaN or infinite both times agrees: no batch has made it so.
+    """
+    same = (alone == joined) | (alone.isnan() & joined.isnan())
+    if bool(same.all()):
+        return None
+    apart = (alone - joined)[~same].abs().max()
+    if not bool(apart.isfinite()):
+        return "NaN or infinite in one of them alone"
+    share = float(apart) / max(float(alone[alone.isfinite()].abs().max()), 1e-6)
+    return None if share <= _TOLERANCE.get(alone.dtype, _TOLERANCE_SHORT) else f"apart by {share:.2g} of the largest"
+
+
+def _probe_logits(forward: BatchForward, beside: list[slice]) -> Tensor:
+    """Return the logits of the test prompt after one more token, with prompts `beside` it in the batch."""
+    ids = [each % forward.vocabulary for each in _IDS]
+    rows = [_row(str(number), ids[place]) for number, place in enumerate([*beside, _PROMPT])]
+    return _logits(forward, rows, ids[4])
 
 
 def _logits(forward: BatchForward, rows: list[RequestRow], then: int) -> Tensor:

@@ -188,6 +188,12 @@ class RequestRow:
         if self.request.max_tokens == 0:
             self._ending = "length"
         elif choice.id == NO_TOKEN:
+            logger.warning(
+                "Request %r ends after %d tokens: its logits are NaN or infinite. The hook "
+                "hookline.factories:nan_alarm on '*' names the modules that give them",
+                self.request.id,
+                len(self.answer),
+            )
             self.fail("The model gave logits that are not numbers (NaN or infinite), of which none can be chosen.")
         else:
             self._add(choice)
