@@ -20,7 +20,7 @@ def _collected(*records: Record) -> RunSeries:
 
 
 def _record(
-    metrics: dict[str, Any], step: int | None, point: str = "POST_EPOCH", epoch: int = 0, **more: Any
+    metrics: dict[str, Any], step: int | None, point: str = "POST_EPOCH", epoch: int | None = 0, **more: Any
 ) -> Record:
     return Record(metrics, epoch, point, step, **more)
 
@@ -92,12 +92,14 @@ def test_a_list_that_is_longer_than_a_screen_is_averaged_down() -> None:
     assert np.all(np.diff(grid.values[:, 0]) > 0)
 
 
-@pytest.mark.parametrize("by_steps", [False, True])
-def test_the_clock_knows_epochs_and_seconds_unless_the_run_counted_steps(by_steps: bool) -> None:
-    """In the step loop, what a record is plotted over is the step itself."""
-    records = [
-        _record({"a": 1.0}, 10 * n + 9, epoch=10 * n + 9 if by_steps else n, time=100.0 + 5 * n) for n in range(3)
-    ]
+@pytest.mark.parametrize("by_steps", [False, True, "in an older log"])
+def test_the_clock_knows_epochs_and_seconds_unless_the_run_counted_steps(by_steps: bool | str) -> None:
+    """In the step loop a record has no epoch; in older logs the step itself."""
+
+    def epoch(n: int) -> int | None:
+        return n if not by_steps else None if by_steps is True else 10 * n + 9
+
+    records = [_record({"a": 1.0}, 10 * n + 9, epoch=epoch(n), time=100.0 + 5 * n) for n in range(3)]
     clock = _collected(*records).clock
     assert clock.steps == [-1, 9, 19, 29]
     assert clock.seconds == [0.0, 0.0, 5.0, 10.0]

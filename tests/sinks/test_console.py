@@ -170,9 +170,11 @@ def test_a_screen_that_knows_ascii_alone_is_given_that():
 
 
 def test_in_the_step_loop_the_title_says_the_step_alone():
-    """There the axis is the step; by emit, which knows no step, it is called epoch."""
-    assert "Hook Metrics · step 40 " in printed(Record({"a/b": 1}, 40, "SNAPSHOT", step=40)) + " "
-    assert "epoch" not in printed(Record({"a/b": 1}, 40, "SNAPSHOT", step=40))
+    """There the axis is the step; in the epoch loop an epoch of the same number is said beside it."""
+    assert "Hook Metrics · step 40 " in printed(Record({"a/b": 1}, None, "SNAPSHOT", step=40)) + " "
+    assert "epoch" not in printed(Record({"a/b": 1}, None, "SNAPSHOT", step=40))
+    assert "Hook Metrics · before the first step" in printed(Record({"a/b": 1}, None, "SNAPSHOT"))
+    assert "epoch 40 · step 40" in printed(Record({"a/b": 1}, 40, "SNAPSHOT", step=40))
     assert "epoch 40" in printed(Record({"a/b": 1}, 40, "SNAPSHOT"))
 
 
@@ -227,7 +229,7 @@ def test_the_live_column_has_groups_labels_values_and_trends():
         now[0] += 30
         sink.write(Record({"t/loss": loss, "t/steps": epoch, "other/x": 1.0}, epoch, "POST_EPOCH"))
     assert drawn(console, sink) == [
-        "╭────────────────── stride · 2 ──────────────────╮",
+        "╭─────────────── stride · epoch 2 ───────────────╮",
         "│ Training                                       │",
         "│   loss                              0.250000 ▼ │",
         "│   steps                                    2   │",

@@ -70,6 +70,7 @@ def test_a_run_per_strategy_with_every_value_at_its_step(tmp_path, empty):
     resumed.set_run_context(**context)
     resumed.write(Record({"train/loss": series}, 0, HookPoint.POST_STEP, 2, "sorted", 0, 12.5))  # once more
     resumed.write(Record({"train/loss": StepSeries([0.25], [3])}, 1, HookPoint.POST_STEP, 3, "sorted", 0, 13.5))
+    resumed.write(Record({"by_steps": 1.0}, None, HookPoint.SNAPSHOT, 4, "sorted", 0, 14.5))
     assert resumed.run_id == ids[1]
     found = client(database)
     assert found.get_run(ids[1]).info.status == "RUNNING"
@@ -78,6 +79,8 @@ def test_a_run_per_strategy_with_every_value_at_its_step(tmp_path, empty):
     assert math.isnan(first.pop(1)[1])
     assert first == [(0, 0.5, 12500), (2, 0.125, 12500)]
     assert [step for step, *_ in points(found, ids[1], "train/loss")] == [0, 1, 2, 3]
+    assert [step for step, *_ in points(found, ids[1], "by_steps")] == [4]
+    assert {step for step, *_ in points(found, ids[1], "epoch")} == {2, 3}  # of a run that counts steps there is none
     assert points(found, ids[1], "epoch") == [(2, 0.0, 12500), (3, 1.0, 13500)]
     runs = [found.get_run(run) for run in ids]
     assert [run.info.run_name for run in runs] == ["random", "sorted"]

@@ -98,6 +98,7 @@ def test_a_run_per_strategy_with_every_value_at_its_step(tmp_path):
             "_step": 7, "mixed": [1, "x"], "bool": True, "int": 3,
         }  # fmt: skip
         sink.write(Record(metrics, 0, HookPoint.POST_EPOCH, 2, strategy))
+        sink.write(Record({"by_steps": 1}, None, HookPoint.SNAPSHOT, 3, strategy))
     sink.close()
     sink.close()
     (random,), (sorted_,) = files(tmp_path / "random"), files(tmp_path / "sorted")
@@ -113,8 +114,9 @@ def test_a_run_per_strategy_with_every_value_at_its_step(tmp_path):
             "list": {"_type": "histogram"}, "list_mean": math.inf, "dict/x/y": 1, "text": "größe", "metric/epoch": 9,
             "metric/_step": 7, "mixed": '[1,"x"]', "bool": True, "int": 3, "step": 2, "epoch": 0,
         },
+        {"by_steps": 1, "step": 3},
     ]  # fmt: skip
-    assert len(complete(sorted_)) == 4
+    assert len(complete(sorted_)) == 5
     one, other = (_the(records(file), "run") for file in (random, sorted_))
     assert (one.display_name, other.display_name) == ("random", "sorted")
     assert one.run_group == other.run_group

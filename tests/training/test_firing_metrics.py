@@ -134,13 +134,25 @@ def test_the_loops_own_metrics_go_out_beside_those_of_hooks():
     assert [(r.metrics, r.epoch, r.hook_point) for r in sink.records] == [({"eval/loss": 0.5}, 12, SNAPSHOT)]
 
 
-@pytest.mark.parametrize(("loop_type", "place"), [(None, 4), ("epoch", 4), ("step", 0)])
-def test_a_record_is_placed_by_epoch_or_in_the_step_loop_by_step(loop_type, place):
+@pytest.mark.parametrize(("loop_type", "epoch", "place"), [(None, 4, 4), ("epoch", 4, 4), ("step", None, 0)])
+def test_a_record_is_placed_by_epoch_or_in_the_step_loop_by_step(loop_type, epoch, place):
     """Step 0 included."""
     sink = MemorySink()
     manager = HookManager(hooks=[observer("a", SNAPSHOT, returns={"x": 1})], sinks=[sink], loop_type=loop_type)
     fire(manager, SNAPSHOT, epoch=4, step=0)
-    assert [record.epoch for record in sink.records] == [place]
+    assert [(record.epoch, record.position) for record in sink.records] == [(epoch, place)]
+
+
+def test_a_loop_that_counts_its_steps_itself_tells_them_by_the_position():
+    """Without advance_step() the manager knows no step; before the first step the position is 0, and there is none."""
+    sink = MemorySink()
+    manager = HookManager(sinks=[sink], loop_type="step")
+    manager.emit_metrics({"eval/loss": 2.0}, 0, SNAPSHOT)
+    manager.emit_metrics({"eval/loss": 0.5}, 12, SNAPSHOT)
+    assert [(record.epoch, record.step, record.position) for record in sink.records] == [
+        (None, None, 0),
+        (None, 12, 12),
+    ]
 
 
 class Raises(MemorySink):

@@ -141,7 +141,8 @@ class LoadedRun:
     def to_pandas(self) -> Any:
         """Return the metrics as a `pandas.DataFrame`: a row for each step, by which it is indexed, a column for each.
 
-        ``epoch`` comes first. Where nothing was recorded there is NaN, or None beside text and lists.
+        ``epoch`` comes first, unless the run counted steps. Where nothing was recorded there is NaN, or None
+        beside text and lists.
         """
         pandas = _imported("pandas")
         steps, columns = self._table()
@@ -180,8 +181,9 @@ class LoadedRun:
 
     def _table(self) -> tuple[list[int], dict[str, list[Any]]]:
         """Return all steps, and of each column the value at each of them; None where there is none."""
-        epochs = {step: record.epoch for record in self._placed for _, _, step in values_in(record)}
-        columns: dict[str, Mapping[int, Any]] = {"epoch": epochs, **self._columns}
+        counted = [record for record in self._placed if record.epoch is not None]
+        epochs = {step: record.epoch for record in counted for _, _, step in values_in(record)}
+        columns: dict[str, Mapping[int, Any]] = {**({"epoch": epochs} if epochs else {}), **self._columns}
         steps = sorted({step for by_step in self._columns.values() for step in by_step})
         return steps, {name: [by_step.get(step) for step in steps] for name, by_step in columns.items()}
 

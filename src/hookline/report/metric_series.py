@@ -115,7 +115,7 @@ class Collector:
         self.numbers: dict[_Key, _Points] = {}
         self.lists: dict[_Key, _Rows] = {}
         self.words: dict[str, str] = {}
-        self.moments: list[tuple[int, int, float, bool]] = []
+        self.moments: list[tuple[int, int | None, float, bool]] = []
         self.num_records = 0
 
     def take(self, record: Record) -> None:
@@ -318,19 +318,20 @@ def _place(label: str) -> tuple[int, float]:
     return (0, 0.0) if label == "zero" else (2, 0.0) if label == "nonfinite" else (1, _number(label) or 0.0)
 
 
-def _clock(moments: list[tuple[int, int, float, bool]], started: float | None) -> StepTimes:
+def _clock(moments: list[tuple[int, int | None, float, bool]], started: float | None) -> StepTimes:
     if not moments:
         return StepTimes([], [], None)
     times = [time for _, _, time, _ in moments if time > 0]
     first = started if started is not None else min(times, default=0.0)
     latest: dict[int, tuple[float, float]] = {-1: (first, 0.0)}
     for step, epoch, time, is_before in moments:
-        latest[step] = (time or first, float(epoch if is_before else epoch + 1))
+        latest[step] = (time or first, 0.0 if epoch is None else float(epoch if is_before else epoch + 1))
     steps = sorted(latest)
     steps = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, _MAX_ANCHORS).round().astype(int))]
     seconds = np.maximum.accumulate([max(0.0, latest[step][0] - first) for step in steps])
     epochs = np.maximum.accumulate([latest[step][1] for step in steps])
-    by_steps = all(epoch in (step, step + 1) for step, epoch, _, _ in moments)
+    # Older logs of runs that count steps have the step in place of None.
+    by_steps = all(epoch in (None, step, step + 1) for step, epoch, _, _ in moments)
     return StepTimes(steps, seconds.round(3).tolist(), None if by_steps else epochs.tolist())
 
 

@@ -134,7 +134,7 @@ class RunRecords(Generic[T]):
 
 def _is_sound(record: Record) -> bool:
     """Return whether a record holds what one should; anybody may have written the line."""
-    whole = (record.epoch, record.number, record.rank, 0 if record.step is None else record.step)
+    whole = (record.position, record.number, record.rank, 0 if record.step is None else record.step)
     are_whole = all(isinstance(each, int) and abs(each) < 2**53 for each in whole)
     is_named = record.strategy is None or isinstance(record.strategy, str)
     return are_whole and is_named and isinstance(record.metrics, Mapping) and isinstance(record.time, int | float)

@@ -120,7 +120,7 @@ class LiveColumn:
         # New dictionaries, as rich draws in a thread of its own, which may be reading the old ones.
         self._history = {**self._history, **history}
         self._values = {**self._values, **record.metrics}
-        self._title = f"{record.strategy or strategy or 'Hook Metrics'} · {record.epoch}"
+        self._title = f"{record.strategy or strategy or 'Hook Metrics'} · {record.place_text(' · ')}"
         self.refresh()
 
     def clear(self, strategy: str | None = None) -> None:

@@ -232,11 +232,10 @@ class SnapshotLines:
 
 
 def _places(record: Record) -> dict[str, str]:
-    """Return the epoch and step of ``record``; in the step loop, where they are the same, the step alone."""
-    if record.step is None:
-        return {"epoch": str(record.epoch)}
-    step = {" step": str(record.step)}
-    return step if record.epoch == record.step else {"epoch": str(record.epoch), **step}
+    """Return the epoch and step of ``record``; in a run that counts steps, the step alone."""
+    if record.epoch is None:
+        return {" step": format_value(record.step)}
+    return {"epoch": str(record.epoch)} | ({} if record.step is None else {" step": str(record.step)})
 
 
 def _column_title(key: str, columns: tuple[str, ...]) -> str:

@@ -151,7 +151,7 @@ class ConsoleSink(MetricSink):
             if self._bar is None or not self._bar.is_running:
                 self._print_due()
         elif self.mode == "lines" and record.point == "POST_EPOCH" and self._snapshot_every:
-            self._is_due = self._is_due or record.epoch % self._snapshot_every == 0
+            self._is_due = self._is_due or record.position % self._snapshot_every == 0
 
     def _moment(self, record: Record) -> tuple[Any, ...]:
         """Return what the records of one table or line share; a line has the end of the epoch and its snapshot."""
@@ -243,9 +243,5 @@ class ConsoleSink(MetricSink):
         return table
 
     def _title(self, record: Record) -> str:
-        # In the step loop the axis is the step.
-        where = [f"step {record.step}"] if record.step is not None else []
-        if record.step is None or record.epoch != record.step:
-            where.insert(0, f"epoch {record.epoch}")
         strategy = record.strategy or self._strategy
-        return " · ".join(["Hook Metrics", *where, *([strategy] if strategy else [])])
+        return " · ".join(["Hook Metrics", record.place_text(" · "), *([strategy] if strategy else [])])

@@ -22,7 +22,8 @@ from hookline.sinks.sink import Record, RowSink, StepSeries, free_paths
 
 __all__ = ["CSVSink", "GrowingCSV"]
 
-_FIRST: Final = ("epoch", "hook_point")
+_PLACES: Final = ("step", "epoch", "hook_point")
+"""Columns of every row that has them; no metric's."""
 _NO_PLACE: Final = "CSVSink requires either filepath or (output_dir + experiment_name)"
 _SMALL: Final = 16_384
 """Bytes up to which a file is replaced for each new column: about 50 µs."""
@@ -35,6 +36,8 @@ _FLAGS: Final = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY"
 class CSVSink(RowSink["GrowingCSV"]):
     """One CSV file per strategy; its columns are ``epoch``, ``hook_point``, then metrics as they are first seen.
 
+    Of a run that counts steps (``step_loop``, ``loop="step"``) the first column is ``step``, and there is no ``epoch``.
+
     Recipe::
 
         sink = hookline.sinks.CSVSink("metrics.csv")
@@ -43,8 +46,9 @@ class CSVSink(RowSink["GrowingCSV"]):
 
     Each row is written, by one system call, before ``emit`` returns. A metric that is new widens the header; rows from
     before it have empty cells there, or, until ``close``, end early, which every reader takes for empty. A dictionary
-    is ``k:v;k:v``, a list ``a;b``, None an empty cell, NaN ``nan``; a metric called ``epoch`` has the column
-    ``metric/epoch``. The file is never overwritten: if there is one, this one gets ``_1``, ``_2``, …
+    is ``k:v;k:v``, a list ``a;b``, None an empty cell, NaN ``nan``; a metric called ``epoch`` or ``step`` has the
+    column ``metric/epoch``, ``metric/step``. The file is never overwritten: if there is one, this one gets ``_1``,
+    ``_2``, …
 
     Args:
         filepath: The file; if left out, one in ``output_dir``, or in the folder of the run.
@@ -66,7 +70,7 @@ class CSVSink(RowSink["GrowingCSV"]):
     ) -> None:
         if rows not in ("record", "step"):
             raise OptionError(f"rows= of a CSVSink is 'record' or 'step'; got {rows!r}.")
-        self._first = ("step", *_FIRST) if rows == "step" else _FIRST
+        self._per_step = rows == "step"
         if filepath is None and (output_dir is None) != (experiment_name is None):
             raise OptionError(_NO_PLACE + ".")
         super().__init__(filepath, output_dir=output_dir, experiment_name=experiment_name)
@@ -77,20 +81,21 @@ class CSVSink(RowSink["GrowingCSV"]):
         if table is None:
             self._drop(f"{_NO_PLACE}, or a run_dir or strategy told by set_run_context().")
             return
-        start: dict[str, Any] = {"epoch": record.epoch, "hook_point": record.point}
-        rows = [(start, record.metrics)]
-        if self._first is not _FIRST:
-            rows = [({"step": step, **start}, metrics) for step, metrics in sorted(_by_step(record).items())]
+        axis = {} if record.epoch is None else {"epoch": record.epoch}
+        rows: list[tuple[dict[str, Any], Mapping[str, Any]]] = [(axis or {"step": record.position}, record.metrics)]
+        if self._per_step:
+            rows = [({"step": step, **axis}, metrics) for step, metrics in sorted(_by_step(record).items())]
         for row, metrics in rows:
+            row["hook_point"] = record.point
             for name, value in metrics.items():
                 column = self._columns.get(name)
                 if column is None:
-                    column = self._columns[name] = column_name(str(name), self._first)
+                    column = self._columns[name] = column_name(str(name), _PLACES)
                 row[column] = value if type(value) is float else _cell_value(value)
             table.append(row)
 
     def _create(self, wanted: Path) -> GrowingCSV:
-        return GrowingCSV.create(free_paths(wanted), self._first)
+        return GrowingCSV.create(free_paths(wanted), ())  # the first record tells whether epochs or steps are counted
 
     def _reopen(self, path: Path, count: int) -> GrowingCSV:
         return GrowingCSV.open(path, count)

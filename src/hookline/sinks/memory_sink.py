@@ -9,20 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hookline.sinks.sink import MetricSink, Record
+from hookline.sinks.sink import MetricSink, Record, RunPlace
 from hookline.tables import Table, number_text
 
 __all__ = ["MemoryRecord", "MemorySink"]
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryRecord:
+class MemoryRecord(RunPlace):
     """The arguments of one ``emit``."""
 
     metrics: dict[str, Any]
     """The metrics, by name."""
-    epoch: int
-    """The epoch, or the step in the step loop."""
+    epoch: int | None
+    """The epoch; None in a run that counts steps."""
     hook_point: Any
     """A `HookPoint`, or the name of one."""
     context: dict[str, Any] = field(default_factory=dict)
@@ -37,8 +37,7 @@ class MemoryRecord:
 
 def _when(record: MemoryRecord) -> str:
     point = getattr(record.hook_point, "name", record.hook_point)
-    step = "" if record.step is None else f", step {record.step}"
-    return f"epoch {record.epoch}{step}, {point}"
+    return f"{record.place_text()}, {point}"
 
 
 class MemorySink(MetricSink):
@@ -85,8 +84,8 @@ class MemorySink(MetricSink):
         return Table(("metric", "newest value"), rows, numbers=(1,), title=repr(self)[1:-1]).html()
 
     def series(self, name: str) -> list[tuple[int, Any]]:
-        """Return one metric over time: pairs of the epoch, or step, and the value."""
-        return [(record.epoch, record.metrics[name]) for record in self.records if name in record.metrics]
+        """Return one metric over time: pairs of the epoch (in a run that counts steps, the step) and the value."""
+        return [(record.position, record.metrics[name]) for record in self.records if name in record.metrics]
 
     @property
     def latest(self) -> dict[str, Any]:

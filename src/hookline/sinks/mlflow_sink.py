@@ -89,7 +89,9 @@ class MLflowSink(RunSink):
 
         # The time of the record: one that comes twice is then the same row of the store.
         stamp = int(record.time * 1000)
-        found = [*_numbers(record), MetricValue("epoch", float(record.epoch), step_axis(record))]
+        found = list(_numbers(record))
+        if record.epoch is not None:
+            found.append(MetricValue("epoch", float(record.epoch), step_axis(record)))
         metrics = [Metric(self._key(one.name), one.value, stamp, one.step) for one in found]
         tags = [RunTag(self._key(name), text) for name, text in _texts(record).items()]
         for start in range(0, len(metrics), _METRICS):

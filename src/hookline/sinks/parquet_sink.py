@@ -93,7 +93,8 @@ class _Columns:
         values = [_value(point.value) for point in found]
         self._extend([p.name for p in found], [v[0] for v in values], [v[1] for v in values], [p.step for p in found])
         strategy = None if record.strategy is None else utf8_text(str(record.strategy))
-        same = (int(record.epoch), utf8_text(record.point), strategy, record.rank, float(record.time))
+        epoch = None if record.epoch is None else int(record.epoch)
+        same = (epoch, utf8_text(record.point), strategy, record.rank, float(record.time))
         for column, value in zip(_COLUMNS[4:], same, strict=True):
             self.lists[column] += [value] * (len(self) - before)
 

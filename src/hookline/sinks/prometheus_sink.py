@@ -105,7 +105,7 @@ class _NewestGauges:
         """Keep the last value of every metric as it is; `collect` makes gauges of them."""
         strategy, rank = "" if record.strategy is None else utf8_text(str(record.strategy)), str(record.rank)
         found = {name: value if type(value) is float else _last(value) for name, value in record.metrics.items()}
-        progress = {"step": step_axis(record), "epoch": record.epoch}  # one gauge for all hook points
+        progress = {"step": step_axis(record), "epoch": record.epoch}  # one gauge for all hook points; of None, none
         with self._lock:
             self._newest.setdefault((strategy, rank, utf8_text(record.point)), {}).update(found)
             self._newest[strategy, rank, ""] = progress

@@ -24,7 +24,7 @@ from hookline.sinks.run_identity import RunContext
 from hookline.tables import Table, number_text
 
 __all__ = [
-    "MetricSink", "Record", "RowSink", "RunSink", "StepSeries", "check_sink", "free_paths", "hand",
+    "MetricSink", "Record", "RowSink", "RunPlace", "RunSink", "StepSeries", "check_sink", "free_paths", "hand",
 ]  # fmt: skip
 
 
@@ -43,8 +43,26 @@ class StepSeries(list[Any]):
         return StepSeries, (list(self), self.steps)
 
 
+class RunPlace:
+    """Where something is in its run: by the epoch and the step, or in a run that counts steps by the step alone."""
+
+    __slots__ = ()
+    epoch: int | None
+    step: int | None
+
+    @property
+    def position(self) -> int:
+        """The place on the axis of the run: the epoch; in a run that counts steps the step, 0 before the first."""
+        return (self.step or 0) if self.epoch is None else self.epoch
+
+    def place_text(self, separator: str = ", ") -> str:
+        """Return ``"epoch 3, step 119"``; in a run that counts steps ``"step 119"``."""
+        known = [f"{name} {value}" for name, value in (("epoch", self.epoch), ("step", self.step)) if value is not None]
+        return separator.join(known) or "before the first step"
+
+
 @dataclass(frozen=True, slots=True)
-class Record:
+class Record(RunPlace):
     """Metrics of one point and step of a run; a step may have several records, which ``number`` tells apart.
 
     Recipe: ``def write(self, record): print(record.step, record.metrics)`` in a sink.
@@ -53,8 +71,8 @@ class Record:
     metrics: Mapping[str, Any]
     """By ``"hook/metric"``: numbers, strings, None, lists and dictionaries of these; no tensors. Metrics of single
     steps are a `StepSeries` each."""
-    epoch: int
-    """The value of the plot's axis: the epoch in the epoch loop, the step in the step loop."""
+    epoch: int | None
+    """Counted from 0; None in a run that counts steps (``step_loop``, ``loop="step"``)."""
     hook_point: Any
     """A `HookPoint`, or the name of one."""
     step: int | None = None
@@ -76,8 +94,7 @@ class Record:
     def _repr_html_(self) -> str:
         rows = [(name, number_text(value)) for name, value in self.metrics.items()]
         strategy = "" if self.strategy is None else f", {self.strategy}"
-        step = "" if self.step is None else f", step {self.step}"
-        title = f"epoch {self.epoch}{step}, {self.point}{strategy}"
+        title = f"{self.place_text()}, {self.point}{strategy}"
         return Table(("metric", "value"), rows, numbers=(1,), title=title).html()
 
 
@@ -112,12 +129,15 @@ class MetricSink:
         return ""
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
-        """Take in the metrics of one record: numbers, lists and dictionaries, by ``"hook/metric"``."""
+        """Take in the metrics of one record: numbers, lists and dictionaries, by ``"hook/metric"``.
+
+        In a run that counts steps, ``epoch`` is the step; ``write`` tells the two apart.
+        """
         raise NotImplementedError(f"{type(self).__name__} has to say what becomes of metrics: define emit().")
 
     def write(self, record: Record) -> None:
         """Take in a record; the fan-out calls this."""
-        self.emit(dict(record.metrics), record.epoch, record.hook_point)
+        self.emit(dict(record.metrics), record.position, record.hook_point)
 
     def set_run_context(self, **context: Any) -> None:
         """Take in which run begins, or which strategy of it (``strategy=``, ``output_dir=``, …)."""
@@ -157,7 +177,7 @@ def hand(sink: Any, record: Record) -> None:
     if isinstance(sink, MetricSink):
         sink.write(record)
     else:
-        sink.emit(dict(record.metrics), record.epoch, record.hook_point)
+        sink.emit(dict(record.metrics), record.position, record.hook_point)
 
 
 # -- sinks that write for one run at a time -----------------------------------------------------------------------

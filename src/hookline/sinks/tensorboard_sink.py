@@ -71,8 +71,7 @@ class TensorBoardSink(RunSink):
         found = sorted(values_in(record, reserved=("epoch",)), key=attrgetter("step"))
         for step, group in groupby(found, key=attrgetter("step")):
             self._event(record, step, [value for one in group for value in _values(one)])
-        at = (step_axis(record), record.epoch)
-        if at != self._epoch:
+        if record.epoch is not None and (at := (step_axis(record), record.epoch)) != self._epoch:
             self._epoch = at
             self._event(record, at[0], [_scalar("epoch", record.epoch)])
 

@@ -91,8 +91,9 @@ class WandbSink(RunSink):
         rows: dict[int, dict[str, Any]] = {}
         for one in values_in(record, _RESERVED):
             rows.setdefault(one.step, {}).update(self._values(one))
+        epoch = {} if record.epoch is None else {"epoch": record.epoch}
         for step in sorted(rows):
-            run.log({**rows[step], "step": step, "epoch": record.epoch})
+            run.log({**rows[step], **epoch, "step": step})
 
     def _values(self, one: MetricValue) -> dict[str, Any]:
         """Return ``one`` as W&B takes it: a value, a histogram and its mean, or nothing for None."""

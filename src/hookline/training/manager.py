@@ -132,6 +132,7 @@ class HookManager(PlanQueries, RankMember):
         self._make_plan()
 
     def _make_plan(self) -> None:
+        self._output.counts_steps = self.loop_type not in (None, "epoch")
         off = dict.fromkeys(sorted(self._engine.errors.disabled), "switched off, as it raised")
         known = [] if all(not (h.before or h.after) for h in self.hooks.values()) else HookRegistry.known()
         self._set_plan(make_plan(self.hooks, self.loop_type, {**self._excluded, **off}, known))

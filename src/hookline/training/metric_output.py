@@ -74,6 +74,8 @@ class MetricOutput:
         self.steps = StepBuffer()
         self._strategy: str | None = None
         self._rank = own_rank()
+        self.counts_steps = False
+        """Whether positions are steps, so that records have no epoch."""
         self.position: int | None = None
         """The epoch, or step, of the last firing: buffered metrics belong there if no loop flushes them."""
         self._last: dict[HookPoint, dict[str, Any]] = {}
@@ -160,7 +162,11 @@ class MetricOutput:
     def _write(self, metrics: Mapping[str, Any], position: int, point: HookPoint, step: int | None) -> None:
         if metrics and not self.fan_out.is_empty:
             number = None if step is None or step < 0 else step
-            self.fan_out.write(Record(metrics, position, point, number, self._strategy, self._rank, time.time()))
+            epoch: int | None = position
+            if self.counts_steps:
+                # The position counts where the user's loop does not; 0 is also that before the first step.
+                epoch, number = None, number if number is not None else position or None
+            self.fan_out.write(Record(metrics, epoch, point, number, self._strategy, self._rank, time.time()))
 
     def last(self, point: HookPoint | None, firing: Firing | None) -> dict[str, Any]:
         """Return the last metrics of `point`; None: of the point that is firing, else of the one that fired last."""
@@ -246,18 +252,23 @@ def make_fan_out(sinks: Iterable[Any] | FanOut | None, log: Any, step_log: str |
 
 
 class StepLog(MetricSink):
-    """Append ``{"epoch": …, "hook_point": …, "steps": {metric: […]}, metric: […]}`` to a file, a line per flush."""
+    """Append ``{"epoch": …, "hook_point": …, "steps": {metric: […]}, metric: […]}`` to a file, a line per flush.
+
+    In a run that counts steps the first key is ``"step"``.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._file: LineFile | None = None
 
-    def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
+    def write(self, record: Record) -> None:
         """Write a line, if these are metrics of steps."""
-        if not isinstance(hook_point, HookPoint) or not hook_point.is_step or not metrics:
+        metrics, point = record.metrics, record.hook_point
+        if not isinstance(point, HookPoint) or not point.is_step or not metrics:
             return
         steps = {name: getattr(series, "steps", None) for name, series in metrics.items()}
-        line = {"epoch": epoch, "hook_point": hook_point.name, "steps": steps, **metrics}
+        axis = "step" if record.epoch is None else "epoch"
+        line = {axis: record.position, "hook_point": point.name, "steps": steps, **metrics}
         if self._file is None:
             self._file = LineFile(self.path)
         self._file.write(dumps(JsonCleaner().clean(line)) + b"\n")

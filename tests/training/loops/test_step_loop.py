@@ -35,7 +35,8 @@ def test_step_metrics_go_out_at_each_snapshot_and_at_the_end():
     """All of them, once; before the snapshot's own."""
     sink, hook = hl.sinks.MemorySink(), noting("POST_STEP", "SNAPSHOT")
     hl.step_loop(linear_experiment(2), steps=6, manager=hl.HookManager(hooks=[hook], sinks=[sink]), snapshot_every=2)
-    found = [(record.epoch, record.hook_point.name, record.metrics["noting/seen"]) for record in sink.records]
+    found = [(record.step, record.hook_point.name, record.metrics["noting/seen"]) for record in sink.records]
+    assert {record.epoch for record in sink.records} == {None}
     assert found == [
         (0, "POST_STEP", [1]),
         (0, "SNAPSHOT", 2),

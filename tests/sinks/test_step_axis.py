@@ -1,0 +1,147 @@
+"""A run that counts steps: its records have a step and no epoch, in every sink, in the log and when it is read."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import urllib.request
+
+import pytest
+from helpers_loops import linear_experiment, noting
+from rich.console import Console
+
+import hookline as hl
+from hookline.report.metric_series import Collector
+from hookline.sinks.record_log import RecordLog
+
+
+class OwnSink(hl.MetricSink):
+    """The smallest sink there is."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def emit(self, metrics, epoch, hook_point) -> None:
+        self.epochs.append(epoch)
+
+
+def train(*sinks, steps: int = 5, **options) -> None:
+    """Five steps with three batches a pass, a snapshot at 0, 2 and 4, and an evaluation before the first step."""
+    experiment = linear_experiment(3, evaluate=lambda model: {"accuracy": 0.5})
+    manager = hl.HookManager(hooks=[noting("POST_STEP", "SNAPSHOT")], sinks=list(sinks), **options)
+    with manager:
+        hl.step_loop(experiment, steps=steps, manager=manager, snapshot_every=2)
+
+
+def test_memory_says_step_and_plots_over_it():
+    """What came before the first step has none, and stands at 0."""
+    sink, own = hl.sinks.MemorySink(), OwnSink()
+    train(sink, own)
+    assert {record.epoch for record in sink.records} == {None}
+    assert sink.series("initial/accuracy") == [(0, 0.5)]
+    assert sink.series("eval/accuracy") == [(0, 0.5), (2, 0.5), (4, 0.5)]
+    assert [step for step, _ in sink.series("noting/seen")] == [0, 0, 2, 2, 4, 4]
+    assert own.epochs == [record.position for record in sink.records]  # as ever: it is told one number
+    assert repr(sink).endswith("newest at step 4, SNAPSHOT>")
+    assert "before the first step" in sink.records[0]._repr_html_()
+    assert "epoch" not in sink.records[-1]._repr_html_()
+
+
+@pytest.mark.parametrize("rows", ["record", "step"])
+def test_csv_begins_with_the_step(tmp_path, rows):
+    """Also if a checkpoint was made, and with it the file, before the first record told what is counted."""
+    sink = hl.sinks.CSVSink(tmp_path / "a.csv", rows=rows)
+    state = sink.state_dict()
+    sink.close()
+    sink.load_state_dict(state)
+    train(sink)
+    with (tmp_path / "a.csv").open() as file:
+        found = list(csv.DictReader(file))
+    assert list(found[0])[:2] == ["step", "hook_point"]
+    assert "epoch" not in found[0]
+    steps = ["0", "0", "2", "2", "4", "4"] if rows == "record" else ["0", "0", "1", "2", "2", "3", "4", "4"]
+    assert [row["step"] for row in found if row["noting/seen"]] == steps
+
+
+def test_a_table_of_steps_that_has_an_epoch_column_goes_on(tmp_path):
+    """Its rows from before stay as they are; those from now on have a column of their own."""
+    (tmp_path / "a.csv").write_text("epoch,hook_point,noting/seen\n7,SNAPSHOT,1\n")
+    sink = hl.sinks.CSVSink(tmp_path / "a.csv")
+    sink.load_state_dict({"path": str(tmp_path / "a.csv"), "rows": 1})
+    train(sink)
+    with (tmp_path / "a.csv").open() as file:
+        first, *rest = csv.DictReader(file)
+    assert (first["epoch"], first["step"], first["noting/seen"]) == ("7", "", "1")
+    assert {row["epoch"] for row in rest} == {""}
+    assert [row["step"] for row in rest if row["hook_point"] == "SNAPSHOT" and row["noting/seen"]] == ["0", "2", "4"]
+
+
+def test_the_screen_says_step():
+    """In tables, and in lines."""
+    for mode in ("normal", "lines"):
+        text = io.StringIO()
+        train(hl.sinks.ConsoleSink(mode, console=Console(file=text, width=100)))
+        assert "step" in text.getvalue()
+        assert "epoch" not in text.getvalue()
+
+
+def test_files_have_no_epoch(tmp_path):
+    """JSON lines and the log have null, Parquet an empty cell; the file of step metrics has the step as its axis."""
+    from pyarrow import parquet
+
+    jsonl, table = hl.sinks.JSONLSink(tmp_path / "a.jsonl"), hl.sinks.ParquetSink(tmp_path / "a.parquet")
+    train(jsonl, table, log=tmp_path / "records.jsonl", step_metrics_log=tmp_path / "steps.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert {line["epoch"] for line in lines} == {None}
+    assert lines[-1]["step"] == 4
+    columns = parquet.read_table(tmp_path / "a.parquet").to_pydict()
+    assert set(columns["epoch"]) == {None}
+    assert max(columns["step"]) == 4
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert [(line["step"], "epoch" in line) for line in steps] == [(0, False), (2, False), (4, False)]
+    run = hl.load_run(tmp_path)
+    assert {record.epoch for record in run} == {None}
+    assert "epoch" not in run.to_pandas()
+
+
+def test_tensorboard_and_prometheus_have_no_epoch(tmp_path):
+    """The steps are the axis; no curve, and no gauge, repeats them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board, gauges = hl.sinks.TensorBoardSink(tmp_path / "board"), hl.sinks.PrometheusSink()
+    memory = hl.sinks.MemorySink()
+    train(memory)
+    for one in memory.records:
+        record = hl.sinks.Record(one.metrics, one.epoch, one.hook_point, one.step)
+        board.write(record)
+        gauges.write(record)
+    board.close()
+    with urllib.request.urlopen(f"http://127.0.0.1:{gauges.port}/metrics", timeout=60) as answer:
+        served = answer.read().decode()
+    gauges.close()
+    assert "hookline_step{" in served
+    assert "hookline_epoch" not in served
+    found = EventAccumulator(str(tmp_path / "board"))
+    found.Reload()
+    assert "epoch" not in found.Tags()["scalars"]
+    assert [event.step for event in found.Scalars("eval/accuracy")] == [0, 2, 4]
+
+
+def test_an_older_log_goes_on_and_is_read(tmp_path):
+    """There the step stood in place of the epoch, too: the page has no axis of epochs for either half."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    for step in range(3):
+        log.append(hl.sinks.Record({"norms/total": 1.0}, step, "POST_STEP", step, time=100.0 + step))
+    log.close()
+    manager = hl.HookManager(log=tmp_path / "records.jsonl", loop_type="step")
+    for step in range(3, 6):
+        manager.emit_metrics({"norms/total": 2.0}, step, hl.HookPoint.POST_STEP)
+    manager.close()
+    run = hl.load_run(tmp_path)
+    assert [(record.epoch, record.step) for record in run][2:4] == [(2, 2), (None, 3)]
+    assert run.to_pandas()["norms/total"].tolist() == [1.0] * 3 + [2.0] * 3
+    collector = Collector()
+    for record in run:
+        collector.take(record)
+    assert collector.series().clock.epochs is None
