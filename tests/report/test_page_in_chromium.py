@@ -181,10 +181,40 @@ def test_anomalies_come_first_and_open_their_plot(visit: Visit, made: Path) -> N
     page.goto("about:blank")
     page = opened.load(link)  # as a colleague would
     assert page.inner_text("#row-title") == "layers.3 – stats/forward/norm"
+    drawn(page, "#map")
     frame, line = page.evaluate("document.querySelector('#map').layout.shapes")
     assert (frame["y0"], frame["y1"], line["x0"]) == (2.5, 3.5, 70)
     drawn(page, "#row-plot")
     assert page.evaluate("document.querySelector('#row-plot').layout.shapes[0].x0") == 70
+
+
+def test_another_run_to_compare_with_draws_each_plot_in_view_once(visit: Visit, made: Path) -> None:
+    """What is out of view waits until it is seen: drawing is nearly all that such a change costs."""
+    page = visit(made / "two.html").load()
+    drawn(page, "#map")
+    page.evaluate("""() => {
+        window.counts = {};
+        const react = Plotly.react;
+        Plotly.react = (element, ...rest) => {
+            const name = element.id || element.closest("article").dataset.metric;
+            counts[name] = (counts[name] ?? 0) + 1;
+            return react(element, ...rest);
+        };
+    }""")
+    before = page.evaluate("document.querySelector('#map').data[0].z[0][3]")
+    page.select_option("#base", label="digits / stride")
+    until(page, "old => document.querySelector('#map').data[0].z[0][3] !== old", before)
+    counts = page.evaluate("counts")
+    assert {"map", "row-plot"} <= set(counts)
+    assert set(counts.values()) == {1}
+    page.evaluate("scrollTo(0, 0)")
+    until(page, "document.querySelector('#map').getBoundingClientRect().top > innerHeight + 200")
+    page.wait_for_timeout(100)  # the observer tells in the next frame
+    page.evaluate("counts = {}")
+    page.select_option("#base", label="none")
+    assert "map" not in page.evaluate("counts")
+    drawn(page, "#map")
+    until(page, "old => document.querySelector('#map').data[0].z[0][3] === old", before)
 
 
 def test_a_link_to_a_metric_opens_it_when_the_page_is_loaded(visit: Visit, made: Path) -> None:
@@ -330,6 +360,7 @@ def test_names_are_shown_as_they_are_and_run_nothing(visit: Visit, tmp_path: Pat
     page.click("button[aria-label='Open d/a&b=c#d']")
     assert page.inner_text("#focus-title") == "d/a&b=c#d"
     page.keyboard.press("Escape")
+    drawn(page, "#map")
     ticks = page.eval_on_selector_all("#map .ytick", "all => all.map(one => one.textContent)")
     assert ticks == [f"<b>{i}</b>.x" for i in range(3)]
     assert page.evaluate("window.hurt") is None

@@ -58,6 +58,7 @@ function joined(planes, count) {
  * on the line between them.
  */
 function minus(curve, other) {
+  if (curve.stepList === other.stepList) return { ...curve, values: curve.values.map((value, i) => value - other.values[i]) };
   const steps = [], values = [], at = other.steps, last = at.length - 1;
   let k = 0;
   curve.steps.forEach((step, i) => {
@@ -67,7 +68,9 @@ function minus(curve, other) {
     steps.push(step);
     values.push(curve.values[i] - (share ? (1 - share) * other.values[k] + share * other.values[k + 1] : other.values[k]));
   });
-  return { ...curve, steps: Int32Array.from(steps), values: Float32Array.from(values), stepList: null };
+  // Curves of the same two lists of steps have the same steps again.
+  const stepList = `${curve.stepList} in ${other.stepList}`;
+  return { ...curve, steps: Int32Array.from(steps), values: Float32Array.from(values), stepList };
 }
 
 /** Where steps are on an axis: the step itself, the epoch, or the time since the start. */

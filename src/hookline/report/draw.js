@@ -3,6 +3,7 @@
 
 const plots = new Map(); // element -> how to draw it; those out of view wait
 const waiting = new Set();
+let holding = false; // while several things change, nothing is drawn
 const sizes = new ResizeObserver((entries) => {
   for (const { target } of entries) if (target.data && target.clientWidth && !("printing" in document.documentElement.dataset)) Plotly.Plots.resize(target);
 });
@@ -21,7 +22,7 @@ function plotInto(element, how, { now = false } = {}) {
   plots.set(element, { how, inView: known?.inView ?? false, range: null });
   waiting.add(element);
   if (!known) observer.observe(element);
-  if (now || known?.inView) draw(element);
+  if (!holding && (now || known?.inView)) draw(element);
 }
 
 function forget(element) {
@@ -32,11 +33,13 @@ function forget(element) {
   if (element.data) Plotly.purge(element);
 }
 
-/** Everything that is drawn is out of date. */
-function redraw() {
+/** Everything that is drawn is out of date, after `change`, in which plots may be set anew: each is drawn once. */
+function redraw(change = () => {}) {
+  holding = true;
+  try { change(); } finally { holding = false; }
   for (const [element, plot] of plots) {
     waiting.add(element);
-    if (plot.inView || element.dataset.always) draw(element);
+    if (plot.inView) draw(element);
   }
 }
 

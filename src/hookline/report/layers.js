@@ -41,31 +41,39 @@ function showMap() {
   const { run, group, statistic } = mapParts();
   $("map-statistic-name").textContent = statistic.name;
   $("map-statistic").setAttribute("aria-valuetext", statistic.name);
-  const { rows, steps } = alignedRows(run, group, statistic);
-  const chosen = group.layers.indexOf(state.layer);
-  const often = steps.length === 1 ? "1 moment" : `${shown(steps.length)} moments`;
-  const hint = "the first layer on top. A click on a cell shows the curve of its layer, with a line at its step.";
-  const base = baseOf(run) ? ` Each value minus that of ${baseOf(run).name} at the same step.` : "";
-  $("map-note").textContent = `${plural(group.layers.length, "layer")} × ${often}, ${hint}${base}`;
+  const chosen = group.layers.indexOf(state.layer), base = baseOf(run);
   const onClick = ({ points: [point] }) => { state.layer = group.layers[point.pointIndex[0]]; state.mark = point.x; showMap(); };
   const title = `${group.name}/${statistic.name}`, how = $("map-colour").value, mark = state.mark;
-  plotInto($("map"), mapPlot({ rows, names: group.layers, steps, how, title, chosen, mark, onClick }), { now: true });
+  let plot = null; // rows are many: they are lined up when the map is seen, once
+  const makePlot = () => {
+    const { rows, steps } = alignedRows(run, group, statistic, base);
+    noteMap(group, steps, base);
+    return mapPlot({ rows, names: group.layers, steps, how, title, chosen, mark, onClick });
+  };
+  $("map").style.minHeight = `${mapHeight(group.layers.length)}px`; // what is below stays in its place when the map is drawn
+  plotInto($("map"), (range, element) => (plot ??= makePlot())(range, element));
   showRow(run, group, statistic);
   keepInUrl();
+}
+
+function noteMap(group, steps, base) {
+  const hint = "the first layer on top. A click on a cell shows the curve of its layer, with a line at its step.";
+  const difference = base ? ` Each value minus that of ${base.name} at the same step.` : "";
+  $("map-note").textContent = `${plural(group.layers.length, "layer")} × ${plural(steps.length, "moment")}, ${hint}${difference}`;
 }
 
 /** The run that the map of `run` is compared with. */
 const baseOf = (run) => (state.base === null || state.base === run.index ? null : page.runs[state.base]);
 
 /** Rows that have a value, or null, at every step that any of them has. */
-function alignedRows(run, group, statistic) {
-  const byRow = new Map(statistic.curves), base = baseOf(run);
+function alignedRows(run, group, statistic, base) {
+  const byRow = new Map(statistic.curves);
   const curves = group.layers.map((_, row) => run.curves[byRow.get(row)]).map((curve) => {
     const other = curve && base?.byName.get(curve.name);
     return base && curve ? (other ? minus(curve, other) : undefined) : curve;
   });
   const known = curves.filter(Boolean), first = known[0];
-  if (known.length === curves.length && !base && known.every((curve) => curve.stepList === first.stepList)) {
+  if (known.length === curves.length && known.every((curve) => curve.stepList === first.stepList)) {
     return { rows: curves.map((curve) => curve.values), steps: first.steps };
   }
   const steps = [...new Set(known.flatMap((curve) => [...curve.steps]))].sort((a, b) => a - b);

@@ -78,7 +78,7 @@ async function look() {
   const { packed, problem, now } = await ask();
   if (packed) {
     page = await unpack(packed);
-    update();
+    redraw(update);
   }
   if (problem) tell(problem === "token" ? "The server was started anew; open the address that it has printed." : problem, "error");
   else showNews(now);
@@ -86,7 +86,7 @@ async function look() {
   lookSoon = setTimeout(look, problem ? LOOK_LATER : LOOK_EVERY);
 }
 
-/** Draw what has come. Lists, windows, zooms and what was unfolded stay as they are. */
+/** Show what has come. Lists, windows, zooms and what was unfolded stay as they are. */
 function update() {
   if (state.base !== null && !page.runs[state.base]) state.base = null;
   const parts = { head: showHead, findings: showAnomalies, "hook-tables": showHooks, legend: showLegend, cards: updateCards };
@@ -97,7 +97,6 @@ function update() {
   keepFocus($("nav"), showNav);
   paintSwatches();
   if ($("focus").open) showAbout(state.open.open, curvesOf(state.open.open));
-  redraw();
 }
 
 /** Make a part anew; the keyboard stays where it is in it. */

@@ -111,7 +111,7 @@ function startTools() {
     keepInUrl();
   };
   $("focus-close").onclick = () => $("focus").close();
-  $("base").onchange = (event) => { state.base = event.target.value === "" ? null : Number(event.target.value); showBase(); redraw(); };
+  $("base").onchange = (event) => { state.base = event.target.value === "" ? null : Number(event.target.value); redraw(showBase); };
   $("focus-map").onclick = goToMap;
   $("focus-image").onclick = () => savePng($("focus-plot"));
   $("focus-drawing").onclick = () => saveSvg($("focus-plot"));
