@@ -25,7 +25,9 @@ def metrics_of(sink: MemorySink) -> dict[tuple[str, str, int], Any]:
     for record in sink.records:
         point = record.hook_point.name
         for name, value in record.metrics.items():
-            series = zip(value.steps, value, strict=True) if isinstance(value, StepSeries) else [(record.position, value)]
+            series = (
+                zip(value.steps, value, strict=True) if isinstance(value, StepSeries) else [(record.position, value)]
+            )
             for step, one in series:
                 assert (name, point, step) not in found, "written twice"
                 found[name, point, step] = one

@@ -51,6 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
             "attn": "model.layers.#.self_attn",
             "mlp": "model.layers.#.mlp",
             "embed": "model.embed_tokens",
+            "final_norm": "model.norm",
             "head": "lm_head",
         },
     ),
@@ -62,17 +63,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "gemma2": (
         "Gemma2ForCausalLM",
         SMALL | {"num_key_value_heads": 2, "head_dim": 8},
-        {"resid": "model.layers.#", "attn": "model.layers.#.self_attn", "mlp": "model.layers.#.mlp", "head": "lm_head"},
+        {"resid": "model.layers.#", "attn": "model.layers.#.self_attn", "final_norm": "model.norm", "head": "lm_head"},
     ),
     "gpt2": (
         "GPT2LMHeadModel",
         GPT | {"n_positions": 128},
-        {"resid": "transformer.h.#", "attn": "transformer.h.#.attn", "embed": "transformer.wte", "head": "lm_head"},
+        {
+            "resid": "transformer.h.#",
+            "attn": "transformer.h.#.attn",
+            "embed": "transformer.wte",
+            "final_norm": "transformer.ln_f",
+        },
     ),
     "gpt_neox": (
         "GPTNeoXForCausalLM",
         SMALL,
-        {"resid": "gpt_neox.layers.#", "attn": "gpt_neox.layers.#.attention", "embed": "gpt_neox.embed_in"},
+        {
+            "resid": "gpt_neox.layers.#",
+            "attn": "gpt_neox.layers.#.attention",
+            "embed": "gpt_neox.embed_in",
+            "final_norm": "gpt_neox.final_layer_norm",
+        },
     ),
     "opt": (
         "OPTForCausalLM",
@@ -81,23 +92,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
             "attn": "model.decoder.layers.#.self_attn",
             "mlp": "model.decoder.layers.#.fc2",
             "embed": "model.decoder.embed_tokens",
+            "final_norm": "model.decoder.final_layer_norm",
         },
     ),
     "bloom": (
         "BloomForCausalLM",
         BLOOM,
-        {"attn": "transformer.h.#.self_attention", "embed": "transformer.word_embeddings"},
+        {
+            "attn": "transformer.h.#.self_attention",
+            "embed": "transformer.word_embeddings",
+            "final_norm": "transformer.ln_f",
+        },
     ),
-    "falcon": ("FalconForCausalLM", SMALL, {"attn": "transformer.h.#.self_attention", "mlp": "transformer.h.#.mlp"}),
+    "falcon": ("FalconForCausalLM", SMALL, {"mlp": "transformer.h.#.mlp", "final_norm": "transformer.ln_f"}),
     "mixtral": (
         "MixtralForCausalLM",
         SMALL | EXPERTS,
-        {"mlp": "model.layers.#.mlp", "router": "model.layers.#.mlp.gate"},
+        {"mlp": "model.layers.#.mlp", "final_norm": "model.norm", "router": "model.layers.#.mlp.gate"},
     ),
     "qwen2_moe": (
         "Qwen2MoeForCausalLM",
         SMALL | QWEN_MOE | {"num_key_value_heads": 2, "num_experts_per_tok": 2},
-        {"attn": "model.layers.#.self_attn", "router": "model.layers.#.mlp.gate"},
+        {"attn": "model.layers.#.self_attn", "final_norm": "model.norm", "router": "model.layers.#.mlp.gate"},
     ),
     "bert": (
         "BertForMaskedLM",
@@ -122,6 +138,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
             "attn": "*coder.block.#.layer.0.SelfAttention",
             "mlp": "*coder.block.#.layer.*.DenseReluDense",
             "embed": "*coder.embed_tokens",
+            "final_norm": "*coder.final_layer_norm",
         },
     ),
 }
@@ -129,6 +146,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
 
 FLATTENED = {"opt": ["mlp"], "mixtral": ["router"], "qwen2_moe": ["router"]}
 """By family, the roles whose modules have (batch × tokens, …) and no axis for the batch."""
+
+POST_NORM = ("bert", "distilbert")
+"""Families whose blocks end with a norm: there is none between the last block and the first matrix of the head."""
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
@@ -161,12 +181,18 @@ def test_roles_of_a_family_are_found_by_structure_and_confirmed_by_a_run(family:
     assert checked.flattened == FLATTENED.get(family, [])
     assert checked.axes["resid"] == "batch, tokens, width"
     assert ("tokens are flattened" in str(checked)) == (family in FLATTENED)
+    assert ("final_norm" in checked.names) == (family not in POST_NORM)
     hl.assert_no_hooks(model, foreign=True)
 
 
 @pytest.mark.parametrize(
     ("first", "second", "says"),
-    [("attn", "mlp", "does not mix tokens"), ("resid", "mlp", "is not what"), ("embed", "head", "token ids")],
+    [
+        ("attn", "mlp", "does not mix tokens"),
+        ("resid", "mlp", "is not what"),
+        ("embed", "head", "token ids"),
+        ("final_norm", "mlp", "is not given what the last block returns"),
+    ],
 )
 def test_a_run_contradicts_roles_that_are_swapped(
     first: str, second: str, says: str, monkeypatch: pytest.MonkeyPatch
@@ -178,6 +204,46 @@ def test_a_run_contradicts_roles_that_are_swapped(
     checked = check_roles(model, IDS)
     assert any(says in fault for fault in checked.faults), checked
     assert says in str(checked)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in POST_NORM])
+def test_the_last_norm_is_the_one_that_a_run_calls_last_before_the_head(family: str) -> None:
+    """Whichever order modules were registered in; what it returns of the last block is what the head is given."""
+    model = make(family)
+    found = find_roles(model)
+    norms = [name for name, module in model.named_modules() if "Norm" in type(module).__name__]
+    called: list[str] = []
+    with (
+        torch.no_grad(),
+        hl.attach(model, norms, lambda module, args, output, *, site: called.append(site.name)),
+        hl.capture(model, [*found["resid"], *found["final_norm"], "role:head"], inputs=True) as cache,
+    ):
+        model(**inputs(model))
+    assert called[-1] == found["final_norm"][-1]
+    last, norm = cache[found["resid"][-1]], model.get_submodule(found["final_norm"][-1])
+    with torch.no_grad():
+        ready = norm(last.output if isinstance(last.output, Tensor) else last.output[0])
+    given = cache[found["head"][0]].calls[0].inputs[0]
+    scale = model.config.d_model**-0.5 if family == "t5" else 1.0  # T5 makes it smaller where head and embedding share
+    assert torch.equal(ready * scale, given)
+
+
+@pytest.mark.parametrize(("name", "norms"), [("MBart", ["encoder.layer_norm", "decoder.layer_norm"]), ("Bart", [])])
+def test_a_norm_of_the_embedding_is_not_the_last_one(name: str, norms: list[str]) -> None:
+    """Both have one beside the blocks; Bart's blocks end with a norm of their own."""
+    cls = getattr(transformers, f"{name}ForConditionalGeneration")
+    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 99, "pad_token_id": 0}
+    model = cls(cls.config_class(**sizes, **heads, max_position_embeddings=64)).eval()
+    assert find_roles(model).get("final_norm", []) == [f"model.{norm}" for norm in norms]
+    assert check_roles(model, input_ids=IDS, decoder_input_ids=IDS).faults == []
+
+
+def test_a_model_without_attention_has_a_last_norm() -> None:
+    """The blocks are found in another way there."""
+    config = transformers.MambaConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, state_size=4)
+    model = transformers.MambaForCausalLM(config).eval()
+    assert find_roles(model)["final_norm"] == ["backbone.norm_f"]
 
 
 def test_checking_roles_leaves_the_model_as_it_was() -> None:
@@ -203,6 +269,8 @@ def test_roles_are_found_in_the_trees_of_serving_engines(engine: str, architectu
     layers = next(line.split()[0] for line in tree.split("\n") if line.split()[1:] == ["ModuleList"])
     assert found["resid"] == [f"{layers}.0", f"{layers}.1"]
     assert found["head"] == ["logits_processor"]
+    norm = {"GPT2LMHeadModel": "ln_f", "OPTForCausalLM": "final_layer_norm"}.get(architecture, "norm")
+    assert found["final_norm"] == [f"{layers.rpartition('.')[0]}.{norm}"]
     assert [name.rpartition(".")[2] for name in found["embed"]] == ["wte" if "GPT2" in architecture else "embed_tokens"]
     assert {name.rpartition(".")[2] for name in found["attn"]} == {"attn" if "GPT2" in architecture else "self_attn"}
     last = {"OPTForCausalLM": "fc2", "MixtralForCausalLM": "block_sparse_moe"}.get(architecture, "mlp")

@@ -52,10 +52,10 @@ def check_roles(model: nn.Module, /, *args: Any, **kwargs: Any) -> RoleCheck:
 
     The output of each block has to be the input of the next. Attention has to carry a change of the first token to the
     last one of a sequence, an MLP must not; so give it a sequence of several tokens. The embedding has to be called
-    with token ids before the first block, the head after the last; with zeros in place of what the head returns, the
-    logits of all tokens have to be the same. A router has to return a number for each expert and token. The model runs
-    in evaluation mode, without gradients and uncompiled, one time and once more for the head and for each class of
-    attention and MLP; afterwards it is as it was.
+    with token ids before the first block, the last norm with what the last block returns, the head after the last
+    block; with zeros in place of what the head returns, the logits of all tokens have to be the same. A router has to
+    return a number for each expert and token. The model runs in evaluation mode, without gradients and uncompiled, one
+    time and once more for the head and for each class of attention and MLP; afterwards it is as it was.
 
     Raises:
         OptionError: (a ValueError) the run had one token.
@@ -254,7 +254,7 @@ def _check_resid(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
     for one, other in pairwise(calls):
         if _NUMBER.sub("#", one.name) != _NUMBER.sub("#", other.name):
             continue  # the last block of an encoder, and the first of its decoder
-        if one.output is None or other.input is None or not torch.equal(one.output, other.input):
+        if not _is_handed_on(one, other):
             yield f"what {one.name!r} returns is not what {other.name!r} is given"
 
 
@@ -291,6 +291,20 @@ def _check_embed(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
             yield f"{call.name!r} is not given token ids before the first block"
 
 
+def _check_final_norm(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
+    yield from run.silent("final_norm")
+    for call in calls:
+        before = [block for block in run.of("resid") if block.order < call.order]
+        last = max(before, key=lambda block: block.order, default=None)
+        if last is None or not _is_handed_on(last, call):
+            yield f"{call.name!r} is not given what the last block returns"
+
+
+def _is_handed_on(one: _RoleCall, other: _RoleCall) -> bool:
+    """Return whether the input of ``other`` is the output of ``one``."""
+    return one.output is not None and other.input is not None and torch.equal(one.output, other.input)
+
+
 def _check_head(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
     yield from run.silent("head")
     last = max((call.order for call in run.of("resid")), default=0)
@@ -324,6 +338,7 @@ _CHECKS: Final = {
     "attn": _check_attn,
     "mlp": _check_mlp,
     "embed": _check_embed,
+    "final_norm": _check_final_norm,
     "head": _check_head,
     "router": _check_router,
 }

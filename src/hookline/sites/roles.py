@@ -1,4 +1,4 @@
-"""Find the parts of a language model by what they do: residual stream, attention, MLP, embedding, head, router.
+"""Find the parts of a language model by what they do: residual stream, attention, MLP, embedding, norm, head, router.
 
 ``targets`` calls `modules_in_role` for a target such as ``"role:resid"``; users call `find_roles` for all of them. No
 table of model families is used: the answer comes from which lists, matrices and shapes a model has, and from the few
@@ -20,8 +20,9 @@ from hookline.sites.wrappers import walk
 
 ROLE: Final = "role:"
 """What a target begins with that names a role."""
-ROLES: Final = ("resid", "attn", "mlp", "embed", "head", "router")
-"""Output of a block; attention and MLP inside it; embedding of the tokens; logits; choice of experts."""
+ROLES: Final = ("resid", "attn", "mlp", "embed", "final_norm", "head", "router")
+"""Output of a block; attention and MLP inside it; embedding of the tokens; norm after the last block; logits; choice of
+experts."""
 Named: TypeAlias = tuple[str, nn.Module]
 
 _ATTENTION: Final = re.compile(r"attn|attention", re.IGNORECASE)
@@ -29,6 +30,9 @@ _CROSS: Final = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
 _OTHER_MIXER: Final = re.compile(r"mamba|mixer|ssm|recurrent|temporal|short_?conv", re.IGNORECASE)
 _MLP: Final = re.compile(r"mlp|ffn|feed_?forward|moe|(^|_)ff($|_)", re.IGNORECASE)
 _EXPERTS: Final = re.compile(r"expert|moe", re.IGNORECASE)
+_NORM: Final = re.compile(r"norm", re.IGNORECASE)
+_BEFORE_BLOCKS: Final = re.compile(r"emb(?!.*after)|(^|_)pre", re.IGNORECASE)
+"""A norm of the embedding; not ESM's ``emb_layer_norm_after``, which comes after the blocks."""
 _NO_TOKENS: Final = re.compile(r"pos|type|segment|rotary|relative", re.IGNORECASE)
 _HEADS: Final = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _EXPERT_PARAMETER: Final = 3
@@ -79,8 +83,9 @@ def find_roles(model: nn.Module) -> dict[str, list[str]]:
         hookline.capture(model, "role:resid")
 
     ``resid`` are the blocks, whose output is the residual stream; ``attn`` and ``mlp`` the parts of each that are added
-    to it; ``embed`` the embedding of the tokens; ``head`` what returns the logits; ``router`` what chooses experts. A
-    role that no module has is left out. Cross-attention has no role.
+    to it; ``embed`` the embedding of the tokens; ``final_norm`` the norm that is given the output of the last block;
+    ``head`` what returns the logits; ``router`` what chooses experts. A role that no module has is left out.
+    Cross-attention has no role.
     """
     found = _roles(model)
     return {role: [name for name, _ in found[role]] for role in ROLES if found[role]}
@@ -100,15 +105,18 @@ def _roles(model: nn.Module) -> dict[str, list[Named]]:
     embed = _embeddings(tree, outside)
     if not stacks and embed:  # no attention: a state space model, say
         blocks = _blocks_without_attention(tree)
+        stacks = [blocks[0].rpartition(".")[0]] if blocks else []
         outside = [name for name in outside if not any(_is_below(name, block) for block in blocks)]
     if not blocks:
         return {role: [] for role in ROLES}
+    heads = _heads(tree, outside, embed)
     by_role: dict[str, Iterable[str | None]] = {
         "resid": blocks,
         "attn": [each.attention for each in parts],
         "mlp": [each.mlp for each in parts],
         "embed": embed,
-        "head": _heads(tree, outside, embed),
+        "final_norm": [_final_norm(tree, stack, heads) for stack in stacks],
+        "head": heads,
         "router": [_router(tree, each.mlp) for each in parts],
     }
     return {role: tree.named(names) for role, names in by_role.items()}
@@ -336,6 +344,27 @@ def _embeddings(tree: _Tree, outside: list[str]) -> list[str]:
     same = [name for name in words if _weight(tree, name) is first]
     deepest = max(name.count(".") for name in same)
     return [name for name in same if name.count(".") == deepest]  # T5's ``shared`` is called under two other names
+
+
+def _final_norm(tree: _Tree, stack: str, heads: list[str]) -> str | None:
+    """Return the norm beside a list of blocks, or above it if no matrix is in between; None if there is none.
+
+    BERT's blocks end with a norm of their own, and the one of its head comes after a matrix. The order of modules says
+    little: OPT has its last norm before its blocks.
+    """
+    for above in _and_above(stack):
+        if above == stack:
+            continue
+        beside = [name for name in tree.children(above) if name != stack and not _is_below(stack, name)]
+        matrices = [name for each in beside for name in tree.holders_in(each)]
+        norms = [name for name in beside if _NORM.search(tree.words(name)) and not tree.children(name)]
+        found = [name for name in norms if name not in matrices and not _BEFORE_BLOCKS.search(tree.key(name))]
+        is_plain = all(name in heads or tree.is_embedding(name) for name in matrices)
+        if found and (is_plain or above == stack.rpartition(".")[0]):
+            return found[-1]
+        if not is_plain:
+            break
+    return None
 
 
 def _heads(tree: _Tree, outside: list[str], embed: list[str]) -> list[str]:
