@@ -56,6 +56,7 @@ def plan_of(hooks: GradientHooks) -> str:
         "u": once,
         "a": once or hooks.edits_gradients,  # inputs go in as aliases
         "s": hooks.tells_sites,
+        "l": hooks.begins_late,  # inputs are noted after the call
     }
     return f"{_version()}{numbers} {''.join(letter for letter, is_so in letters.items() if is_so)}"
 

@@ -218,6 +218,8 @@ def run_post(hook: CompiledSteps, module: nn.Module, args: Any, kwargs: Any, out
         if result is not None:
             output = result
     if plan and torch.is_grad_enabled() and not _without_operators():
+        if "l" in plan:
+            _enter_gradients(hook, plan, args, kwargs)
         return _leave_gradients(hook, plan, output)
     return output
 

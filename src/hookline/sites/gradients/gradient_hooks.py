@@ -82,6 +82,8 @@ class GradientHooks(HookContainer):
     """When the latest call that gradient hooks take part in began."""
     began: Began | None = None
     """The same of a call whose gradient hooks observe its output alone, until it is over."""
+    begins_late = False
+    """Whether no pre-hook notes when a call begins: its one forward hook does all (`RegisteredHooks`)."""
     calls_seen = 0
     """How often there was a call while there were gradient hooks."""
 

@@ -23,7 +23,7 @@ from hookline.sites.compiled.op_schemas import HookChanges, new_key
 from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup
 from hookline.sites.kinds import Kind
 from hookline.sites.modules.call_guard import COPIES
-from hookline.sites.modules.registered_hooks import GRADIENT_KINDS, RegisteredHooks, Slot
+from hookline.sites.modules.registered_hooks import GRADIENT_KINDS, RegisteredHooks, Slot, split_queue
 from hookline.sites.modules.registered_hooks import LOCK as LOCK
 from hookline.sites.modules.torch_hooks import (
     CALLED_FROM_ELSEWHERE,
@@ -38,7 +38,6 @@ from hookline.sites.modules.torch_hooks import (
     TorchHook,
     drop_left_behind,
     drop_stale,
-    split_queue,
 )
 
 if TYPE_CHECKING:
@@ -231,11 +230,10 @@ class ModuleHooks(RegisteredHooks):
             first.ticks = "t" if counts else ""
             if self.key is not None:
                 first.write_recipe()
-        # A module with observers keeps their place at the start of each call, whoever makes it. Where there is compiled
-        # code, that would be one more guard, so there the counter does it (and `LastForwardHook`).
-        needed = LastForwardHook in own and (self.has_gradients or not recompile_guard.is_compiler_used())
+        begins_late, needed = self._how_calls_begin(module, has_observers=bool(late))
         if late or needed or LastPreHook in own:
             self._sync_torch_hook(module, LastPreHook, late, needed=needed)
+        self._set_begins_late(begins_late)
 
     def _sync_post(self, module: nn.Module) -> None:
         early, late = split_queue(self._by_kind.get(_FORWARD, ()))

@@ -30,11 +30,9 @@ if TYPE_CHECKING:
     from hookline.sites.hook_at_site import HookAtSite
     from hookline.sites.modules.call_guard import HookedModule
 
-_Entries: TypeAlias = "tuple[HookAtSite, ...]"
 _ABSENT: Any = object()
 _HOOK_DICTS_OF: Final = operator.itemgetter(*_torch.HOOK_DICTS)
 _EDIT: Final = OrderGroup.EDIT  # looking an enum member up by its class costs 0.2 µs
-_OBSERVE: Final = OrderGroup.OBSERVE
 
 
 class TorchHook(CompiledSteps):
@@ -251,19 +249,25 @@ class LastForwardHook(LastHook):
             else:
                 run_one_post(entry, module, args, kwargs, output)
         module_hooks = self.module_hooks
-        if not module_hooks.has_gradients:
-            if len(module._forward_hooks) > 1:
-                module_hooks.keep_places()
+        has_gradients, late = module_hooks.has_gradients, module_hooks.begins_late
+        is_alone = len(module._forward_hooks) == 1
+        if not is_alone and (late or not has_gradients):
+            module_hooks.keep_places()
+        if not has_gradients:
             return None
         module_hooks.calls_seen += 1
         if not torch.is_grad_enabled():
             return None
         began, module_hooks.began = module_hooks.began, None
+        late = late and began is None
+        if late and is_alone:  # so the output is of this call, whenever that began
+            began = thread(), next_order(), 0
         if began is not None and tap_output(module_hooks, began, module, output):
             return None
         state = kwargs if isinstance(kwargs, CallState) else getattr(args, "state", None)
         if state is None:
-            state = GradientCall(module_hooks, module).enter_late(began, args, kwargs)
+            call = GradientCall(module_hooks, module)
+            state = call.enter(args, dict(kwargs))[1] if late else call.enter_late(began, args, kwargs)
         watched = state.call.leave(output, state)
         if module_hooks.backward_pre and _torch.has_backward_hooks(module):
             hooks = _torch.backward_hooks_of_call()
@@ -344,16 +348,6 @@ def run_one_post(entry: HookAtSite, module: nn.Module, args: Any, kwargs: dict[s
 def _handed_back(kwargs: Any, new: tuple[Any, Any] | None) -> Any:
     """Return what a pre-hook has to return to torch."""
     return new[0] if new is not None and kwargs is _ABSENT else new
-
-
-def split_queue(hooks: _Entries) -> tuple[_Entries, _Entries]:
-    """Return the hooks for the front of the queue (raw observers and edits) and for its end (observers)."""
-    if not hooks or hooks[-1].attachment.order_group is not _OBSERVE:
-        return hooks, ()
-    if hooks[0].attachment.order_group is _OBSERVE:  # they are sorted by group
-        return (), hooks
-    at = next(at for at, entry in enumerate(hooks) if entry.attachment.order_group is _OBSERVE)
-    return hooks[:at], hooks[at:]
 
 
 # -- where torch keeps each of them --------------------------------------------------------------------------------
