@@ -135,6 +135,16 @@ def add_torch_hook(module: nn.Module, attribute: str, torch_hook: Any, *, first:
     return hook_id
 
 
+def hand_kwargs(module: nn.Module, attribute: str, hook_id: int, *, wanted: bool) -> None:
+    """Let torch call one of our hooks with keyword arguments, or without."""
+    with_kwargs: dict[int, bool] = getattr(module, HOOK_DICTS[attribute][0])
+    if wanted is not (hook_id in with_kwargs):
+        if wanted:
+            with_kwargs[hook_id] = True
+        else:
+            del with_kwargs[hook_id]
+
+
 _next_hook_id: Final = itertools.count(1).__next__
 
 

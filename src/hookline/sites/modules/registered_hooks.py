@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -13,7 +14,7 @@ from hookline.sites.compiled import recompile_guard
 from hookline.sites.compiled.compiled_gradients import plan_of
 from hookline.sites.compiled.op_schemas import new_key
 from hookline.sites.gradients.gradient_hooks import USE_INPUT_ONCE
-from hookline.sites.hook_at_site import OrderGroup
+from hookline.sites.hook_at_site import OrderGroup, next_order
 from hookline.sites.kinds import Kind
 from hookline.sites.modules.call_guard import HookedModule
 from hookline.sites.modules.torch_hooks import (
@@ -37,6 +38,7 @@ LOCK: Final = threading.RLock()
 """Held while hooks come or go; firing takes no lock, it reads tuples that are replaced whole."""
 
 GRADIENT_KINDS: Final = (Kind.BACKWARD_PRE, Kind.BACKWARD)
+_TAKES_KWARGS: Final = operator.attrgetter("attachment.options.with_kwargs")
 _OBSERVE: Final = OrderGroup.OBSERVE  # looking an enum member up by its class costs 0.2 µs
 _Entries: TypeAlias = "tuple[HookAtSite, ...]"
 Slot: TypeAlias = type[TorchHook] | Kind
@@ -78,6 +80,10 @@ class RegisteredHooks(HookedModule):
         module = self._module()
         if module is not None and LastPreHook in self._torch_hooks:
             self._sync_pre(module)
+        if module is not None and (last := self._torch_hooks.get(LastForwardHook)) is not None:
+            # Four guards less without. A `LastPreHook` hands on what it has noted by them.
+            wanted = LastPreHook in self._torch_hooks or any(map(_TAKES_KWARGS, last.entries))
+            _torch.hand_kwargs(module, QUEUES[LastForwardHook][0], last.hook_id, wanted=wanted)
         needed = not self._torch_hooks.keys().isdisjoint(QUEUES)
         if module is not None and needed is not self._has_own_forward:
             self._has_own_forward = needed
@@ -119,6 +125,8 @@ class RegisteredHooks(HookedModule):
         return begins_late, not begins_late and (self.has_gradients or not recompile_guard.is_compiler_used())
 
     def _set_begins_late(self, begins_late: bool) -> None:
+        if begins_late:
+            self.entered = next_order()  # for a call under way when this ends: the hooks of now take part, no later one
         if begins_late is not self.begins_late:
             self.begins_late = begins_late
             self._sync_plan()

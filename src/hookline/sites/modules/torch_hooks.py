@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -236,9 +236,8 @@ class LastForwardHook(LastHook):
 
     slot = "last_forward"
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = _ABSENT) -> Any:
-        if output is _ABSENT:
-            kwargs, output = {}, kwargs
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
+        kwargs, output = more if len(more) == 2 else ({}, more[0])  # a default value would be two guards more
         if is_dynamo_compiling():
             return run_post(self, module, args, kwargs, output)
         for entry in self.entries if self._held is None else self.due()[0]:
