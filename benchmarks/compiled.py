@@ -13,7 +13,7 @@ import torch
 from measure import Row, Spread, interleave, ratios, spread, trial, typical
 from models import GPT, TINY
 from subject import Setting, Subject, empty, empty_grad
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import hookline as hl
@@ -34,6 +34,7 @@ def compiled(setting: Setting) -> Iterator[Row]:
     modes = ("default", "reduce-overhead") if setting.device.type == "cuda" else ("default",)
     for mode in modes:
         yield from observing(setting, mode)
+        yield calling_an_operator(setting, mode)
         yield removed_again(setting, mode)
     yield twelve_cycles(setting)
 
@@ -82,6 +83,48 @@ def observing(setting: Setting, mode: str) -> Iterator[Row]:
             f"{typical(samples, 'hooked') * 1e6:.0f} / {typical(samples, 'bare') * 1e6:.0f} µs a model",
             at_most=limit,
         )
+
+
+@torch.library.custom_op("hookline_benchmarks::nothing", mutates_args=())
+def do_nothing(x: Tensor) -> None:
+    """Stand for a hook that people write as an operator, so that it is called out of compiled code."""
+
+
+@do_nothing.register_fake
+def _(x: Tensor) -> None:
+    return None
+
+
+def calls_the_operator(module: nn.Module, args: object, output: Tensor) -> None:
+    """Call it: a hook of torch, which the compiler traces."""
+    do_nothing(output)
+
+
+def calling_an_operator(setting: Setting, mode: str) -> Row:
+    """What a call of a hand-written operator that does nothing adds: the floor of an observer in compiled code."""
+    subject, model = compile_anew(setting, mode)
+    other = Subject(TINY, setting)
+    op = torch.ops.hookline_benchmarks.nothing.default
+    torch.fx.node.has_side_effect(op)  # otherwise it is dropped
+    blocks = [block for _, block in hl.find(other.model, _BLOCKS)]
+    for block in blocks:
+        block.register_forward_hook(calls_the_operator)
+    calling = compile_own(other.model, mode)
+    trials = [trial("operator", lambda: other.forward(calling), inner=10, device=setting.device)]
+    trials += [
+        trial(bare, lambda: subject.forward(model), inner=10, device=setting.device) for bare in ("bare", "bare again")
+    ]
+    samples = interleave(trials, setting.rounds(60))
+    added = [(a - b) / len(blocks) * 1e6 for a, b in zip(samples["operator"], samples["bare"], strict=True)]
+    return Row(
+        f"compiled ({mode}), a hand-written operator that does nothing (µs a call)",
+        "what a `torch.library.custom_op` in a hook of torch on each block adds to each call of a block",
+        "1 µs",
+        f"{TINY}, compiled",
+        spread(added),
+        spread(ratios(samples, "bare again", "bare")),
+        f"{typical(samples, 'operator') * 1e6:.0f} / {typical(samples, 'bare') * 1e6:.0f} µs a model",
+    )
 
 
 @contextmanager

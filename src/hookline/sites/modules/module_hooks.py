@@ -202,6 +202,8 @@ class ModuleHooks(RegisteredHooks):
             return
         attachment = changed.attachment
         kind = attachment.kind
+        if attachment.options.with_kwargs:  # before another thread's call comes to it
+            self._hand_kwargs(module, wanted=True)
         if kind in GRADIENT_KINDS:
             self._sync_gradients(module)
         elif kind is _FORWARD_PRE:

@@ -82,8 +82,7 @@ class RegisteredHooks(HookedModule):
             self._sync_pre(module)
         if module is not None and (last := self._torch_hooks.get(LastForwardHook)) is not None:
             # Four guards less without. A `LastPreHook` hands on what it has noted by them.
-            wanted = LastPreHook in self._torch_hooks or any(map(_TAKES_KWARGS, last.entries))
-            _torch.hand_kwargs(module, QUEUES[LastForwardHook][0], last.hook_id, wanted=wanted)
+            self._hand_kwargs(module, wanted=LastPreHook in self._torch_hooks or any(map(_TAKES_KWARGS, last.entries)))
         needed = not self._torch_hooks.keys().isdisjoint(QUEUES)
         if module is not None and needed is not self._has_own_forward:
             self._has_own_forward = needed
@@ -91,6 +90,11 @@ class RegisteredHooks(HookedModule):
         if needed:  # compiled code keeps no places: the counter does
             for entry in self.entries():
                 entry.counter.hooked.add(self)
+
+    def _hand_kwargs(self, module: nn.Module, *, wanted: bool) -> None:
+        last = self._torch_hooks.get(LastForwardHook)
+        if last is not None:
+            _torch.hand_kwargs(module, QUEUES[LastForwardHook][0], last.hook_id, wanted=wanted)
 
     def _sync_gradients(self, module: nn.Module) -> None:
         self.set_gradient_hooks(*map(self.hooks_of_kind, GRADIENT_KINDS))
