@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,11 +13,21 @@ import torch
 from torch import Tensor
 
 from hookline.messages import short_repr
+from hookline.observe.watch.bad_order import name_doubts
 from hookline.observe.watch.cpu_stats import reduce
 from hookline.observe.watch.stat_columns import Layout
 from hookline.tables import ShownAsTable, Table
 
-__all__ = ["BadOperation", "BadStep", "TensorSummary", "describe_batch", "find_ids", "name_batch", "summarize_tensor"]
+__all__ = [
+    "BadOperation",
+    "BadStep",
+    "TensorSummary",
+    "describe_batch",
+    "find_ids",
+    "name_batch",
+    "name_first",
+    "summarize_tensor",
+]
 
 _LAYOUT = Layout.of(["mean", "min", "max", "nan", "inf"])
 
@@ -139,7 +150,7 @@ class BadStep(ShownAsTable):
     step: int
     """Its number, from 0."""
     places: tuple[str, ...]
-    """Where the check saw it, the first first: ``"layers.3/forward"``."""
+    """Where the check saw it, by the first bad call, the first first: ``"layers.3/forward"``."""
     verdict: str
     """``"found"``, ``"given"`` (the number came from outside), ``"did not repeat"``, ``"not repeated"`` (the steps
     before it could not be, so nothing is blamed), ``"not found in the forward"`` or ``"not run again"``."""
@@ -151,6 +162,8 @@ class BadStep(ShownAsTable):
     was finite at the end, so that equal bits tell nothing."""
     notes: tuple[str, ...] = field(default=())
     """What a reader should know: that compiled code ran eagerly, what was missing to run the step again."""
+    num_candidates: int = 1
+    """How many of ``places`` may have been the first; more than 1 on a GPU, where modules were called several times."""
 
     def headline(self) -> str:
         """Return one line."""
@@ -162,8 +175,7 @@ class BadStep(ShownAsTable):
 
     def _table(self) -> Table:
         table = Table() if self.operation is None else self.operation._table()
-        more = len(self.places) - 1
-        seen = f"seen at {self.places[0]}" + (f" and {more} more places" if more > 0 else "") if self.places else ""
+        seen = describe_places(self.places, self.num_candidates)
         same = {None: "", True: "the second run ended with the same bits as the first", False: _OTHER}[self.is_same]
         foot = [*table.foot, seen, f"batch {self.batch}" if self.batch else "", same, *self.notes]
         return Table(
@@ -180,6 +192,21 @@ _TOLD = {
     "not repeated": "the steps could not be repeated: something outside was changed",
 }
 _OTHER = "the second run ended with other bits than the first: the step is not deterministic, or runs another way"
+
+
+def name_first(places: Sequence[str], num_candidates: int) -> str:
+    """Return the first of ``places``, and which others may have been the first."""
+    doubts = tuple(places[1:num_candidates])
+    return f"{places[0]}, the first among it and {name_doubts(doubts)}" if doubts else places[0]
+
+
+def describe_places(places: Sequence[str], num_candidates: int) -> str:
+    """Return where something was seen, in words; the first ``num_candidates`` places may have been the first."""
+    if not places:
+        return ""
+    more = len(places) - max(num_candidates, 1)
+    rest = f" and {more} more place{'s' * (more > 1)}" if more > 0 else ""
+    return f"seen at {name_first(places, num_candidates)}{rest}"
 
 
 def describe_batch(batch: Any, ids: Any) -> str:

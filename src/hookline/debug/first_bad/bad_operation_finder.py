@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from hookline.debug.first_bad.bad_operation import BadOperation, BadStep, descri
 from hookline.debug.first_bad.followed_batch import FollowedBatch
 from hookline.debug.first_bad.kept_steps import KeptStep, KeptSteps, RunParts
 from hookline.debug.first_bad.operator_run import OperatorRun
-from hookline.debug.first_bad.step_reader import BAD, StepReader
+from hookline.debug.first_bad.step_reader import StepReader
 from hookline.distributed.ranks import is_distributed
 from hookline.guard.guard import Guard
 from hookline.lifecycle.run_phase import in_phase
@@ -159,9 +160,8 @@ class BadOperationFinder:
         return [report for report in found if report is not None]
 
     def _judge(self, rows: StepRows, again: SecondRun) -> BadStep | None:
-        found = rows.of_places(self._reader.places) if rows.is_bad() else []
-        bad = [place.label for _, place, row in found if row[BAD] > 0]
-        bad = [label for label in bad if label not in self._expected]
+        calls = rows.bad_places(self._reader.places, self._expected)
+        bad = [place.label for place in calls.places]
         if rows.loss is not None and not math.isfinite(float(rows.loss)):
             bad.append("loss")
         if not bad:
@@ -173,7 +173,7 @@ class BadOperationFinder:
         goes_on, self._last_bad = rows.number == self._last_bad + 1, rows.number
         if goes_on or len(self.reports) >= self._most:
             return None  # what a NaN in the weights does to every step from then on
-        report = self._look(rows.number, tuple(bad), again)
+        report = replace(self._look(rows.number, tuple(bad), again), num_candidates=max(calls.num_candidates, 1))
         is_given_inf = report.verdict == "given" and report.operation is not None and report.operation.what == "Inf"
         if is_given_inf and all(map(_is_of("forward"), bad)):
             # A mask: what it hides reaches neither the loss nor a gradient, so it is no fault.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
-from hookline.debug.first_bad.bad_operation import describe_batch, find_ids, name_batch
+from hookline.debug.first_bad.bad_operation import describe_batch, find_ids, name_batch, name_first
 from hookline.debug.first_bad.flight_file import Streams, write_flight
 from hookline.debug.first_bad.loss_history import LossHistory
 from hookline.debug.first_bad.step_reader import BAD, StepReader, StepRows
@@ -250,10 +250,10 @@ class FlightRecorder(TrainingHook):
             step = by_number.get(rows.number)
             if step is None or self._reader is None:
                 continue
-            bad = step.take(rows, self._reader.places)
-            if bad:
+            first = step.take(rows, self._reader.places)
+            if first:
                 is_first, self._last_bad = step.number > self._last_bad + 1, step.number
-                if is_first and self.write(f"NaN or infinity at {bad[0]} in step {step.number}") is not None:
+                if is_first and self.write(f"NaN or infinity at {first} in step {step.number}") is not None:
                     self._written_bad = step.number
             is_spike = self._losses is not None and self._losses.add(step.loss_value)[0]
             if is_spike:
@@ -323,7 +323,7 @@ class FlightRecorder(TrainingHook):
 class _FlightStep:
     """One step that is kept."""
 
-    __slots__ = ("batch", "epoch", "is_open", "loss", "lr", "number", "statistics", "streams", "time")
+    __slots__ = ("bad", "batch", "epoch", "is_open", "loss", "lr", "number", "statistics", "streams", "time")
 
     def __init__(self, number: int, epoch: int | None, batch: str, lr: Any, loss: Any, streams: Streams | None) -> None:
         self.number, self.epoch, self.batch, self.lr = number, epoch, batch, lr
@@ -331,6 +331,8 @@ class _FlightStep:
         self.streams = streams
         self.time = time.time()
         self.statistics: dict[str, dict[str, float]] = {}
+        self.bad: list[str] = []
+        """The places that were not finite, by their first bad calls."""
         self.is_open = False
 
     @property
@@ -344,24 +346,24 @@ class _FlightStep:
         self.batch = describe_batch(batch, find_ids(batch) if ids is None else ids)
         self.is_open = False
 
-    def take(self, rows: StepRows, places: list[WatchedPlace]) -> list[str]:
-        """Take the statistics that have arrived; return the places that were not finite, and ``"loss"``."""
-        bad = []
+    def take(self, rows: StepRows, places: list[WatchedPlace]) -> str:
+        """Take the statistics that have arrived; return the first place that was not finite, ``"loss"`` or nothing."""
         for _, place, row in rows.of_places(places):
             count, fires = max(row[_COUNT], 1.0), max(row[_FIRES], 1.0)
             norm = math.sqrt(row[_SQUARES] / fires) if row[_SQUARES] >= 0 else math.nan
             self.statistics[place.label] = {"mean": float(row[_SUM] / count), "norm": norm, "bad": float(row[BAD])}
-            if row[BAD] > 0:
-                bad.append(place.label)
+        calls = rows.bad_places(places)
+        bad = [place.label for place in calls.places]
+        self.bad += bad
+        first = name_first(bad, calls.num_candidates) if bad else ""
         if rows.loss is not None:
             self.loss = rows.loss
             if not math.isfinite(float(rows.loss)):
-                bad.append("loss")
-        return bad
+                first = first or "loss"
+        return first
 
     def facts(self) -> dict[str, Any]:
         """Return it as plain values."""
-        bad = [label for label, found in self.statistics.items() if found["bad"]]
         return {
             "step": self.number,
             "epoch": self.epoch,
@@ -369,7 +371,7 @@ class _FlightStep:
             "loss": self.loss_value,
             "lr": None if self.lr is None else float(self.lr),
             "batch": self.batch,
-            "bad": ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else ""),
+            "bad": ", ".join(self.bad[:3]) + (f" and {len(self.bad) - 3} more" if len(self.bad) > 3 else ""),
             "statistics": self.statistics,
         }
 

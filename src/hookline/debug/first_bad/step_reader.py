@@ -7,11 +7,14 @@ they are there at once; from a GPU they come by a copy that runs beside the next
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
+
+from hookline.observe.watch.bad_order import CalledPlace, CallOrder, FirstCalls
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,11 +23,12 @@ if TYPE_CHECKING:
     from hookline.observe.watch.stats_engine import WatchedPlace
     from hookline.observe.watch.watch import Watch
 
-__all__ = ["BAD", "StepReader", "StepRows", "copy_to_host"]
+__all__ = ["BAD", "FIRES", "StepReader", "StepRows", "copy_to_host"]
 
 
+FIRES: Final = 0
 BAD: Final = 5
-"""The column of a row that counts firings with NaN or infinity."""
+"""The columns of a row that count firings, and those with NaN or infinity."""
 
 
 @dataclass(slots=True)
@@ -36,6 +40,7 @@ class StepRows:
     """On the host, once `is_there`."""
     loss: Tensor | float | None
     events: list[Any]
+    order: CallOrder
 
     def is_there(self) -> bool:
         """Return whether all numbers have arrived."""
@@ -51,7 +56,7 @@ class StepRows:
         return any(bool(values[:, BAD].any()) for values in self.rows.values())
 
     def of_places(self, places: list[WatchedPlace]) -> list[tuple[int, WatchedPlace, NDArray[np.float64]]]:
-        """Return for each place that had a tensor its position in the order of calls and its row; in that order."""
+        """Return for each place that had a tensor its position by first calls and its row; in that order."""
         found = []
         arrays = {device: values.numpy() for device, values in self.rows.items()}
         for place in places:
@@ -61,6 +66,20 @@ class StepRows:
                     found.append((row.number, place, values[row.number]))
         return sorted(found, key=lambda each: each[0])
 
+    def bad_places(self, places: list[WatchedPlace], leave_out: Collection[str] = ()) -> FirstCalls:
+        """Return the places that had NaN or infinity by their first bad calls."""
+        if not self.is_bad():
+            return FirstCalls([], 0)
+        found = []
+        for place in places:
+            for device, row in place.rows.items():
+                values = self.rows.get(device)
+                if values is not None and row.number < len(values) and place.label not in leave_out:
+                    fires, bad = values[row.number, [FIRES, BAD]].tolist()
+                    if bad > 0:
+                        found.append(CalledPlace(place.label, device, row.number, fires == bad))
+        return self.order.sort(found)
+
 
 class StepReader:
     """Hand out the statistics of a watch step by step."""
@@ -69,6 +88,7 @@ class StepReader:
         self._watch = watched
         self._engine = watched._engine
         self._pending: deque[StepRows] = deque()
+        self._ordered_rows: dict[torch.device, int] = {}
 
     @property
     def places(self) -> list[WatchedPlace]:
@@ -79,18 +99,20 @@ class StepReader:
         """Take the statistics since the last call as those of a step; count from zero again."""
         self._engine.flush()
         copies = {device: rows.copy() for device, rows in self._engine.device_rows.items()}
+        self._ordered_rows = self._ordered_rows or {device: len(rows) for device, rows in copies.items()}
+        order = CallOrder.take(self._engine.device_rows, self._ordered_rows)
         self._watch.reset()
         events: list[Any] = []
         rows = {device: copy_to_host(values, events) for device, values in copies.items()}
         if isinstance(loss, Tensor):
             loss = copy_to_host(loss.detach(), events)
-        self._pending.append(StepRows(number, rows, loss, events))
+        self._pending.append(StepRows(number, rows, loss, events, order))
 
     def note_loss(self, number: int, loss: Any) -> None:
         """Take the loss of a step that has ended; it comes by itself."""
         events: list[Any] = []
         host = copy_to_host(loss.detach(), events) if isinstance(loss, Tensor) else loss
-        self._pending.append(StepRows(number, {}, host, events))
+        self._pending.append(StepRows(number, {}, host, events, CallOrder()))
 
     def arrived(self, *, wait: bool = False) -> list[StepRows]:
         """Return the steps whose numbers are on the host, the oldest first; each once."""

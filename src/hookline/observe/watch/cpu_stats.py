@@ -188,6 +188,7 @@ def add(found: Numbers, row: StatRow, layout: Layout, factor: float) -> None:
         cells[at + 3] += found.squares * factor * factor
         cells[at + 4] += found.zeros
         if found.bad:
+            row.bad_order.setdefault(row.number)
             cells[at + 5] += 1.0
             cells[at + 6] += found.nan
             cells[at + 7] += found.inf

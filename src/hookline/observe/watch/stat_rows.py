@@ -28,10 +28,16 @@ _BLOCK: Final = 256
 class StatRow:
     """The numbers of one place on one device."""
 
-    __slots__ = ("added", "address", "cells", "kept", "number", "start")
+    __slots__ = ("added", "address", "bad_order", "cells", "kept", "number", "start")
 
     def __init__(
-        self, number: int, values: Tensor, num_added: int, cells: memoryview[float] | None, start: int
+        self,
+        number: int,
+        values: Tensor,
+        num_added: int,
+        cells: memoryview[float] | None,
+        start: int,
+        bad_order: dict[int, None],
     ) -> None:
         self.number = number
         """Its position among the rows of the device."""
@@ -44,6 +50,8 @@ class StatRow:
         """On a CPU, the memory of its block as plain numbers; 0.07 µs to change one, a tensor takes 3."""
         self.start = start
         """The position of its first column in ``cells``."""
+        self.bad_order = bad_order
+        """The numbers of the device's rows in the order of their first bad calls; only the CPU knows them."""
 
     def take(self, values: Tensor) -> None:
         """Add the numbers of one firing, as a tensor on the device of the row; no transfer, no wait."""
@@ -55,6 +63,7 @@ class StatRow:
         """Set the row to its initial values."""
         self.added.zero_()
         self.kept.fill_(-torch.inf)
+        self.bad_order.pop(self.number, None)
 
 
 class DeviceRows:
@@ -66,6 +75,7 @@ class DeviceRows:
         self._blocks: list[Tensor] = []
         self._cells: list[memoryview[float] | None] = []
         self._count = 0
+        self._bad_order: dict[int, None] = {}
         self._initial = torch.tensor(
             [0.0] * len(layout.added) + [-torch.inf] * len(layout.kept), dtype=torch.float64, device=device
         )
@@ -80,12 +90,20 @@ class DeviceRows:
             self._add_block()
         self._count += 1
         values, num_added = self._blocks[block][index], len(self._layout.added)
-        return StatRow(self._count - 1, values, num_added, self._cells[block], index * self._layout.width)
+        start = index * self._layout.width
+        return StatRow(self._count - 1, values, num_added, self._cells[block], start, self._bad_order)
 
     def reset(self) -> None:
         """Empty every row."""
         for block in self._blocks:
             block.copy_(self._initial.expand_as(block))
+        self._bad_order.clear()
+
+    def take_bad_order(self) -> list[int]:
+        """Return the numbers of rows in the order of their first bad calls since the last time; empty on a GPU."""
+        found = list(self._bad_order)
+        self._bad_order.clear()
+        return found
 
     def read(self) -> NDArray[np.float64]:
         """Return all rows on the host, by one transfer."""

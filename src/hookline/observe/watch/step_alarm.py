@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from hookline.distributed.ranks import gather_objects, this_rank
 from hookline.errors import OptionError
 from hookline.messages import short_repr
+from hookline.observe.watch.bad_order import CalledPlace, CallOrder, name_doubts
 from hookline.observe.watch.local_gradients import LOCAL_GRADIENT
 from hookline.observe.watch.watch import Watch, watch
 from hookline.sites import _torch
@@ -43,6 +45,9 @@ _KINDS: Final = ("forward", "backward", LOCAL_GRADIENT)
 _KEPT: Final = 1000
 """How many troubles are kept: after the first NaN in a weight, every step has some."""
 _LOGGED: Final = 10
+_SHOWN: Final = 3
+"""How many bad steps the table shows in full."""
+_HEADER: Final = ("step", "micro_batch", "rank", "place", "what", "value", "usual", "places", "batch")
 _HISTORY: Final = 5
 """Micro-batches that a place is seen in before one can be a spike."""
 _SMOOTHING: Final = 0.9
@@ -58,7 +63,7 @@ class Trouble:
     """Which forward of the step, from 0."""
     rank: int
     place: str
-    """The first place where it was seen: ``"layers.3/forward"``."""
+    """The first place where it was seen, in the order of calls: ``"layers.3/forward"``."""
     what: str
     """``"NaN"``, ``"Inf"`` or ``"spike"``."""
     value: float
@@ -71,14 +76,30 @@ class Trouble:
     """The position of the place in the order in which places first had a tensor."""
     batch: Any = None
     """What ``note_batch`` was given."""
+    doubts: tuple[str, ...] = ()
+    """Other places that may have been the first. On a GPU the numbers of all calls of a module are added up, so which
+    call was bad is not known where it was called several times; a spike is that of all calls together."""
+
+    def cells(self) -> list[str]:
+        """Return it as a row of the table of an alarm."""
+        place = f"{self.place} or {name_doubts(self.doubts)}" if self.doubts else self.place
+        value = f"norm {self.value:.4g}" if self.what == "spike" else f"{int(self.value)} numbers"
+        usual = f"{self.usual:.4g}" if self.what == "spike" else ""
+        where = f"{self.step}", f"{self.micro_batch}", f"{self.rank}"
+        return [*where, place, self.what, value, usual, f"{self.places}", _cell(self.batch)]
 
     def __str__(self) -> str:
         where = f"step {self.step}, rank {self.rank}, micro-batch {self.micro_batch}"
         batch = "" if self.batch is None else f", batch {short_repr(self.batch, 80)}"
         others = self.places - 1
+        if self.doubts:
+            others -= len(self.doubts)
+            doubt = f", the first among it and {name_doubts(self.doubts)}"
+        else:
+            doubt = ""
         more = f", and {'one place' if others == 1 else f'{others} places'} after it" if others else ""
         told = f"norm {self.value:.4g}, usually {self.usual:.4g}" if self.what == "spike" else f"{int(self.value)}"
-        return f"{where}{batch}: {self.what} ({told}) at {self.place!r}{more}"
+        return f"{where}{batch}: {self.what} ({told}) at {self.place!r}{doubt}{more}"
 
 
 def alarm(
@@ -146,6 +167,7 @@ class StepAlarm(ShownAsTable):
         self._steps = 0
         self._first_judged: int | None = None
         """The first step in which a place had a usual norm."""
+        self._ordered_rows: dict[torch.device, int] = {}
         self._marks = [self._mark()]
         self._removed = False
         self._handles = HandleSet([attach(model, self._begin_forward, on="forward_pre", observe=True, name="alarm")])
@@ -195,9 +217,17 @@ class StepAlarm(ShownAsTable):
     def _table(self) -> Table:
         if not self.troubles:
             return Table(title=f"rank {this_rank()}: no trouble in {self._steps} steps", foot=self._unjudged())
-        names = ("step", "micro_batch", "rank", "place", "what", "value", "usual", "places", "batch")
-        rows = [[_cell(asdict(each)[name]) for name in names] for each in self.troubles]
-        return Table(list(names), rows, rule=False, foot=self._unjudged())
+        shown = self._shown()
+        rows = [each.cells() for each in shown]
+        left_out = self.troubles[len(shown) :]
+        more = () if not left_out else (_count_left_out(left_out),)
+        return Table(list(_HEADER), rows, rule=False, foot=(*more, *self._unjudged()))
+
+    def _shown(self) -> list[Trouble]:
+        """Return the troubles of the first bad steps: after NaN in a weight, every step has the same."""
+        steps = list(dict.fromkeys(each.step for each in self.troubles))
+        last = steps[min(len(steps), _SHOWN) - 1]
+        return [each for each in self.troubles if each.step <= last]
 
     def _unjudged(self) -> tuple[str, ...]:
         """Return which steps could not be compared with a usual norm."""
@@ -225,10 +255,11 @@ class StepAlarm(ShownAsTable):
             if mark.forgotten != marks[index + 1].forgotten:  # until then it was an evaluation, and rows began anew
                 rows[: index + 1] = [{}] * (index + 1)
         micro_batch = 0
-        for mark, before, after in zip(marks, rows, rows[1:], strict=False):
+        for (mark, until), before, after in zip(pairwise(marks), rows, rows[1:], strict=False):
             change = _difference(before, after)
             if any(found[:, _FIRES].any() for found in change.values()):
-                self._find(change, micro_batch, mark.batch)
+                self._ordered_rows = self._ordered_rows or {device: len(found) for device, found in change.items()}
+                self._find(change, micro_batch, mark.batch, CallOrder(until.bad_rows, self._ordered_rows))
                 micro_batch += 1
         self._steps += 1
         self._watch.reset()  # or one NaN would stay in the sums of its place
@@ -237,22 +268,33 @@ class StepAlarm(ShownAsTable):
     def _mark(self) -> _Mark:
         self._engine.flush()
         rows = {device: rows.copy() for device, rows in self._engine.device_rows.items()}
-        return _Mark(rows, self._batch, self._watch.times_forgotten)
+        bad_rows = CallOrder.take(self._engine.device_rows, {}).bad_rows
+        return _Mark(rows, self._batch, self._watch.times_forgotten, bad_rows)
 
-    def _find(self, change: dict[torch.device, NDArray[np.float64]], micro_batch: int, batch: Any) -> None:
+    def _find(
+        self, change: dict[torch.device, NDArray[np.float64]], micro_batch: int, batch: Any, order: CallOrder
+    ) -> None:
         """Note the first place of each kind of trouble in one micro-batch."""
-        found: dict[str, list[tuple[int, str, float, float]]] = {}
+        found: dict[str, dict[CalledPlace, tuple[float, float]]] = {}
         for place in self._engine.places.values():
             for device, row in place.rows.items():
                 if device in change and row.number < len(change[device]) and change[device][row.number, _FIRES]:
-                    for what, value, usual in self._judge(place, change[device][row.number]):
-                        found.setdefault(what, []).append((row.number, place.label, value, usual))
-        for what, places in sorted(found.items(), key=lambda item: min(item[1])):
-            order, label, value, usual = min(places)
-            trouble = Trouble(
-                self._steps, micro_batch, this_rank(), label, what, value, usual, len(places), order, batch
-            )
-            self._note(trouble)
+                    numbers = change[device][row.number]
+                    fires, bad = numbers[[_FIRES, _BAD]].tolist()
+                    called = CalledPlace(place.label, device, row.number, fires == (bad or 1.0))
+                    for what, value, usual in self._judge(place, numbers):
+                        found.setdefault(what, {})[called] = value, usual
+        bad = order.sort([place for what in found if what != "spike" for place in found[what]]).places
+
+        def position(what: str) -> tuple[int, int]:
+            first = order.sort(found[what]).places[0]
+            return (bad[0].number, bad.index(first)) if what != "spike" else (first.number, 0)
+
+        for what in sorted(found, key=position):
+            calls = order.sort(found[what])
+            first = calls.places[0]
+            seen = what, *found[what][first], len(calls.places), first.number, batch, calls.doubts
+            self._note(Trouble(self._steps, micro_batch, this_rank(), first.label, *seen))
 
     def _judge(self, place: WatchedPlace, row: NDArray[np.float64]) -> list[tuple[str, float, float]]:
         """Return what is wrong with one place in one micro-batch: what, its value, its usual value."""
@@ -286,12 +328,15 @@ _FIRES, _SQUARES, _BAD, _NAN, _INF = 0, 3, 5, 6, 7
 
 
 class _Mark:
-    """The rows of all devices when a forward began, and the batch that it was given."""
+    """The rows of all devices when a forward began, the batch that it was given, and the bad calls before it."""
 
-    def __init__(self, rows: dict[torch.device, Tensor], batch: Any, forgotten: int) -> None:
+    def __init__(
+        self, rows: dict[torch.device, Tensor], batch: Any, forgotten: int, bad_rows: dict[torch.device, list[int]]
+    ) -> None:
         self.rows = rows
         self.batch = batch
         self.forgotten = forgotten
+        self.bad_rows = bad_rows
 
     def on_host(self) -> dict[torch.device, NDArray[np.float64]]:
         return {device: rows.cpu().numpy() for device, rows in self.rows.items()}
@@ -312,4 +357,11 @@ def _difference(
 
 
 def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else short_repr(value, 40).strip("'")
+    return "" if value is None else short_repr(value, 40).strip("'")
+
+
+def _count_left_out(troubles: list[Trouble]) -> str:
+    """Return how many steps the table leaves out, in words."""
+    steps = sorted({each.step for each in troubles})
+    which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} more steps, up to step {steps[-1]}"
+    return f"and {which}, in alarm.troubles"

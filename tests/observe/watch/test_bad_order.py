@@ -1,0 +1,172 @@
+"""The first bad place is the one of the first bad call, also where a module is called several times in a forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hookline as hl
+from hookline.observe.watch.bad_order import CalledPlace, CallOrder
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class LogOfNegative(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 0 - 1).log()
+
+
+class OneDropout(nn.Module):
+    """Calls one dropout before and after the layer that makes NaN."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.first, self.drop, self.middle = nn.Linear(4, 4), nn.Dropout(0.1), middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.middle(self.drop(self.first(x))))
+
+
+def step_of(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(batch).mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return optimizer, step
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_alarm_names_the_layer_between_two_calls_of_another(compiled: bool) -> None:
+    model = OneDropout(LogOfNegative())
+    optimizer, step = step_of(torch.compile(model) if compiled else model)
+    with hl.observe.alarm(model, optimizer=optimizer) as alarm:
+        step(torch.randn(2, 4))
+    (trouble,) = alarm.troubles
+    assert (trouble.place, trouble.what, trouble.doubts) == ("middle/forward", "NaN", ())
+
+
+def test_the_order_is_of_each_micro_batch() -> None:
+    """In the first micro-batch the dropout is bad already in its first call; in the second one it is not."""
+    model = OneDropout(LogOfNegative())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hl.observe.alarm(model, on="forward", optimizer=optimizer) as alarm:
+        model(torch.full((2, 4), float("nan")))
+        model(torch.randn(2, 4))
+        optimizer.step()
+    assert [trouble.place for trouble in alarm.troubles] == ["first/forward", "middle/forward"]
+
+
+class OnceInfinite(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp() / 0
+
+
+class ZeroTimes(nn.Module):
+    """Called before and after; makes NaN of infinity."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0
+
+
+def test_infinity_comes_before_the_nan_that_a_shared_module_makes_of_it() -> None:
+    model = OneDropout(OnceInfinite())
+    model.drop = ZeroTimes()  # type: ignore[assignment]
+    optimizer, step = step_of(model)
+    with hl.observe.alarm(model, on="forward", optimizer=optimizer) as alarm:
+        step(torch.randn(2, 4))
+    assert [(each.what, each.place) for each in alarm.troubles] == [
+        ("Inf", "middle/forward"),
+        ("NaN", "drop/forward"),
+    ]
+
+
+def test_a_check_of_operators_lists_the_places_in_the_order_of_bad_calls() -> None:
+    model = OneDropout(LogOfNegative())
+    optimizer, step = step_of(model)
+    with hl.debug.find_bad_operations(model, optimizer, step_fn=step) as check:
+        check.step(torch.randn(2, 4))
+    (report,) = check.reports
+    assert report.places == ("middle/forward", "drop/forward", "forward", "loss")
+    assert report.num_candidates == 1
+    assert "seen at middle/forward and 3 more places" in str(report)
+
+
+def called(label: str, number: int, *, is_first_call: bool, device: torch.device = GPU) -> CalledPlace:
+    return CalledPlace(label, device, number, is_first_call)
+
+
+def test_where_calls_are_only_counted_the_doubtful_places_are_named() -> None:
+    """On a GPU: the dropout was called first, and was bad in one of its two calls."""
+    drop, middle = called("drop", 1, is_first_call=False), called("middle", 2, is_first_call=True)
+    after = called("after", 3, is_first_call=False)
+    calls = CallOrder().sort([drop, middle, after])
+    assert calls.places == [middle, drop, after]
+    assert calls.doubts == ("drop",)
+
+
+def test_a_place_that_was_bad_in_all_of_its_calls_was_bad_in_the_first() -> None:
+    drop, middle = called("drop", 1, is_first_call=True), called("middle", 2, is_first_call=True)
+    calls = CallOrder().sort([middle, drop])
+    assert calls.places == [drop, middle]
+    assert calls.doubts == ()
+
+
+def test_a_place_that_was_first_called_in_a_later_step_may_come_anywhere() -> None:
+    """An expert that no token went to in the first step has a row behind all others."""
+    head, expert = called("head", 5, is_first_call=True), called("expert", 9, is_first_call=True)
+    assert CallOrder(ordered_rows={GPU: 8}).sort([head, expert]).doubts == ("expert",)
+    assert CallOrder(ordered_rows={GPU: 10}).sort([head, expert]).doubts == ()
+
+
+def test_an_expert_that_is_first_called_later_is_found_on_a_cpu() -> None:
+    """Its row is behind those of all modules of the first step."""
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.expert, self.head, self.calls = LogOfNegative(), nn.Linear(4, 4), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.head(self.expert(x) if self.calls > 1 else x)
+
+    model = Routed()
+    optimizer, step = step_of(model)
+    with hl.observe.alarm(model, optimizer=optimizer) as alarm:
+        step(torch.randn(2, 4))
+        step(torch.randn(2, 4))
+    assert alarm.troubles[0].place == "expert/forward"
+
+
+def test_devices_have_no_common_order() -> None:
+    here, there = called("here", 4, is_first_call=True, device=CPU), called("there", 1, is_first_call=True)
+    calls = CallOrder({CPU: [4]}).sort([here, there])
+    assert {calls.places[0].label, *calls.doubts} == {"here", "there"}
+
+
+def test_a_doubt_is_told() -> None:
+    trouble = hl.observe.Trouble(3, 0, 0, "middle/forward", "NaN", 8.0, 0.0, 4, 2, None, ("drop/forward",))
+    assert str(trouble).endswith(
+        "NaN (8) at 'middle/forward', the first among it and 'drop/forward', and 2 places after it"
+    )
+
+
+def test_the_table_says_what_it_counts_and_shows_the_first_bad_steps_alone() -> None:
+    model = OneDropout(LogOfNegative())
+    optimizer, step = step_of(model)
+    with hl.observe.alarm(model, on="forward", optimizer=optimizer) as alarm:
+        for _ in range(7):
+            step(torch.randn(2, 4))
+    text = str(alarm)
+    assert "8 numbers" in text
+    assert "and 4 more steps, up to step 6, in alarm.troubles" in text
+    assert len(alarm.troubles) == 7
+    assert len(text.splitlines()) == 1 + 3 + 1
