@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
 __all__ = [
-    "caller_stacklevel", "close_names", "did_you_mean", "nearest_names", "short_repr", "suggest", "type_name",
-    "unknown_name_text",
+    "caller_stacklevel", "close_names", "counted", "did_you_mean", "nearest_names", "short_repr", "suggest",
+    "type_name", "unknown_name_text",
 ]  # fmt: skip
 
 _GLOB: Final = re.compile(r"[*?#\[\]!^$\\()+|]")
@@ -30,6 +30,15 @@ def type_name(value: object) -> str:
         return f"the class {value.__name__}"
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "module"), counted(1200, "call")
+    ('1 module', '1,200 calls')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def short_repr(value: object, most: int = 200) -> str:

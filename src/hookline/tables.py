@@ -70,6 +70,10 @@ class Table:
         """Return the table with one more line below it; the same table if ``line`` is empty."""
         return replace(self, foot=(*self.foot, line)) if line else self
 
+    def with_state(self, state: str) -> Table:
+        """Return the table with a line on whether its hooks are on; the same table if ``state`` is empty."""
+        return self.with_foot(state and f"hooks: {state}")
+
     def text(self) -> str:
         """Return the table in aligned columns."""
         lines = [self.title] if self.title else []
@@ -183,7 +187,7 @@ class ShownAsTable:
         return self._table().text()
 
     def __repr__(self) -> str:
-        return self._table().with_foot(self._state()).text()
+        return self._table().with_state(self._state()).text()
 
     def _repr_html_(self) -> str:
-        return self._table().with_foot(self._state()).html()
+        return self._table().with_state(self._state()).html()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -246,3 +247,31 @@ def test_the_table_and_the_error_count_the_same_modules():
     assert repr(hl.find(model, "0")).endswith("\n1 module")
     with pytest.raises(hl.errors.NoMatchError, match="in this Sequential of 4 modules;"):
         hl.find(model, "*.nowhere")
+
+
+@pytest.mark.parametrize(
+    ("target", "hint"),
+    [
+        ("blocks.(0|1)$", r"re\.compile\('blocks\.\(0\|1\)\$'\)"),
+        ("blocks[1]", "dots, not brackets: 'blocks.1'"),
+        ("blocks.-1", r"names\[-1\]"),
+    ],
+)
+def test_a_target_in_another_grammar_is_answered_with_ours(target: str, hint: str) -> None:
+    """A regular expression, brackets of Python and a count from the end get a hint; a plain typo has none."""
+    model = nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
+    with pytest.raises(hl.errors.NoMatchError, match=hint):
+        hl.find(model, target)
+    with pytest.raises(hl.errors.NoMatchError) as typo:
+        hl.find(model, "blocks.7")
+    assert not re.search("dots|count|regular", str(typo.value))
+
+
+def test_what_is_left_says_how_to_take_it_off() -> None:
+    """A handle that nobody holds any more is found, and what the message shows takes it off."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    hl.attach(model, "0", lambda module, args, output: None, name="lost")
+    with pytest.raises(hl.errors.HooksLeftError, match=r"^1 hook is still attached: 0: lost") as left:
+        hl.assert_no_hooks(model)
+    exec(str(left.value).split("Ours come off by: ")[1], {"hookline": hl, "model": model})
+    hl.assert_no_hooks(model)

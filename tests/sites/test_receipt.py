@@ -255,7 +255,20 @@ def test_a_forward_without_gradients_is_recognized(kind):
         with torch.no_grad():
             model(X)
 
-    assert "no backward pass" in silent_warning(Bypasses(), "called", run, on=kind)
+    message = silent_warning(Bypasses(), "called", run, on=kind)
+    assert "it ran, but without gradients (torch.no_grad" in message
+    assert "call backward()" not in message
+
+
+@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
+def test_a_frozen_model_is_recognized(kind):
+    """Where nothing requires gradients, backward() inside of the block would not help."""
+    message = silent_warning(Bypasses().requires_grad_(False), "called", on=kind)
+    assert "no parameter of the model requires gradients" in message
+    assert "call backward()" not in message
+    half = Bypasses()
+    half.called.requires_grad_(False)
+    assert "depends on nothing with requires_grad has no graph" in silent_warning(half, "called", on=kind)
 
 
 def test_a_gradient_hook_on_a_module_that_was_not_called_says_that():

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hookline.errors import HooksLeftError
+from hookline.messages import counted
 from hookline.notebook_html import TreeLine, folding_tree, line
 from hookline.sites import _torch
 from hookline.sites.functions.function_mode import unbound_attachments
@@ -207,7 +208,9 @@ def assert_no_hooks(model: nn.Module, *, foreign: bool = False) -> None:
         left += [f"{name or THE_MODEL}: {text}" for text in hooks]
     if left:
         shown = "; ".join(left[:8]) + (f"; and {len(left) - 8} more" if len(left) > 8 else "")
-        raise HooksLeftError(f"{len(left)} hooks are still attached: {shown}. See hookline.attached(model).")
+        are = f"{counted(len(left), 'hook')} {'is' if len(left) == 1 else 'are'}"
+        ours = "for handle in hookline.attached(model): handle.remove()"
+        raise HooksLeftError(f"{are} still attached: {shown}. Ours come off by: {ours}")
 
 
 def _hooks_on(module: nn.Module) -> list[str]:
@@ -246,5 +249,5 @@ def _shapes(module: nn.Module) -> Iterator[str]:
 def _counted(names: list[str]) -> str:
     """Return how many modules there are, counted as error messages count them: those of the model, not itself."""
     inside = len([name for name in names if name])
-    modules = f"{inside} module{'s' * (inside != 1)}"
+    modules = counted(inside, "module")
     return modules if inside == len(names) else f"the model and {modules}"

@@ -129,7 +129,7 @@ class HookHandle(_Handle):
         return ON if self.report().attached else f"{OFF}: what it was on is gone"
 
     def _repr_html_(self) -> str:
-        return self.report()._table().with_foot(self._state()).html()
+        return self.report()._table().with_state(self._state()).html()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or unpickled model carries none of our hooks, so a handle it keeps is one that is off.
@@ -188,7 +188,7 @@ class HandleSet(_Handle):
         return f"{on} on, .remove() takes them off" if on else OFF
 
     def _repr_html_(self) -> str:
-        return self.report()._table().with_foot(self._state()).html()
+        return self.report()._table().with_state(self._state()).html()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HandleSet, ()

@@ -31,7 +31,7 @@ from hookline.tables import ShownAsTable, Table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hookline.sites.hook_at_site import Attachment, HookAtSite
+    from hookline.sites.hook_at_site import Attachment, ForwardCounter, HookAtSite
 
 NOT_CALLED: Final = -2
 """Stands in for the step at which a hook was attached if it had its chance though no forward of a model began."""
@@ -254,10 +254,7 @@ def likely_cause(entry: HookAtSite, attachment: Attachment) -> str:
     if is_container(module):
         return "a container is never called; hook its children"
     if attachment.kind.is_gradient and entry.container.calls_seen:
-        return (
-            "it ran, but no backward pass came through its outputs before it came off: call backward() inside of the "
-            "with block"
-        )
+        return _cause_without_backward(entry.counter)
     if attachment.context is not None:
         return "no call was made in the context that attached it (scope='context'), though others may have made some"
     if not entry.name and (entry.counter.stand_in is not None or entry.counter.step == entry.step_at_attach):
@@ -271,6 +268,22 @@ def likely_cause(entry: HookAtSite, attachment: Attachment) -> str:
     if attachment.kind is Kind.FULL_BACKWARD:
         return "it was not called, or no backward pass came through it; on='backward' sees more"
     return "its module was never called, or the call ended before the hook's turn"
+
+
+def _cause_without_backward(counter: ForwardCounter) -> str:
+    """Return why no gradient came to a module that ran: there was no graph, or nobody went back through it."""
+    model = counter.model()
+    if counter.here.step >= 0 and not counter.here.gradients:
+        return "it ran, but without gradients (torch.no_grad, torch.inference_mode): run the model with them"
+    if model is not None and not any(parameter.requires_grad for parameter in model.parameters()):
+        return (
+            "it ran, but no parameter of the model requires gradients, so there is no graph: call requires_grad_() on "
+            "the model, or on an input of real numbers (inputs_embeds)"
+        )
+    return (
+        "it ran, but no backward pass came through its outputs before it came off: call backward() inside of the with "
+        "block; an output that depends on nothing with requires_grad has no graph"
+    )
 
 
 def cause_around(model: nn.Module | None, name: str, module: nn.Module) -> str | None:

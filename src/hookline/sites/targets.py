@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from hookline.errors import HooklineWarning, NoMatchError, TargetError, UnhookableError
-from hookline.messages import caller_stacklevel, nearest_names, type_name
+from hookline.messages import caller_stacklevel, counted, nearest_names, type_name
 from hookline.sites.roles import ROLE, find_roles, modules_in_role
 from hookline.sites.wrappers import WRAPPER_KEYS, Place, inner_key, is_wrapper_type, spellings, unwrap, walk
 
@@ -274,7 +274,24 @@ def _no_match(model: nn.Module, everything: list[Place], item: Any) -> Exception
     hint = f"nearest: {', '.join(map(repr, nearest_names(text, names)))}" if names else "it has no submodules"
     if isinstance(item, str) and _NUMERIC_PART.search(item):
         hint += ". '#' stands for one numeric part ('blocks.#'); '*' is every module"
+    hint += _other_grammar(item) if isinstance(item, str) else ""
     return NoMatchError(
-        f"No module matches {describe(item)} in this {kind} of {len(names)} module{'s' * (len(names) != 1)}; {hint}. "
-        f"{SEE_ALL}"
+        f"No module matches {describe(item)} in this {kind} of {counted(len(names), 'module')}; {hint}. {SEE_ALL}"
     )
+
+
+def _other_grammar(text: str) -> str:
+    """Return a hint where a target is written as Python or a regular expression is."""
+    dotted = _BRACKETS.sub(r".\1", text)
+    if dotted != text:
+        return f". Names have dots, not brackets: {dotted!r}"
+    if _NEGATIVE.search(text):
+        return ". Names count from 0; the last block is hookline.find(model, role='resid').names[-1]"
+    if not _EXPRESSION.isdisjoint(text):
+        return f". A regular expression is re.compile({text!r})"
+    return ""
+
+
+_BRACKETS: Final = re.compile(r"(?<=\w)\[(-?\d+)\]")
+_NEGATIVE: Final = re.compile(r"(?<![^.])-\d+(?![^.])")
+_EXPRESSION: Final = frozenset("()|^$\\+")

@@ -140,7 +140,7 @@ def test_it_prints_as_a_table():
     model = make_model()
     with hl.watch(model, "#", on=("forward", "backward"), stats=("mean", "zero_fraction")) as watch:
         assert str(watch) == "nothing watched yet"
-        assert repr(watch) == "nothing watched yet\non, .remove() takes it off"
+        assert repr(watch) == "nothing watched yet\nhooks: on, .remove() takes it off"
         model(batch())
     head, *lines, sites, columns = str(watch).splitlines()
     assert repr(watch) == f"{watch}\noff"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hookline.errors import CaptureError, NoMatchError
-from hookline.messages import nearest_names
+from hookline.messages import counted, nearest_names
 from hookline.notebook_html import line
 from hookline.observe.capture.capture_hooks import CaptureRecorder, CaptureStopped
 from hookline.observe.capture.captured_calls import CapturedCall
@@ -31,8 +31,9 @@ from hookline.sites.compiled.value_layout import Unseen
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import close_context
 from hookline.sites.kinds import Kind
+from hookline.sites.tree import main_of
 from hookline.sites.wrappers import submodule
-from hookline.tables import OFF, ON, ShownAsTable, Table
+from hookline.tables import OFF, ON, THE_MODEL, ShownAsTable, Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,6 +46,7 @@ __all__ = ["Cache", "Captured"]
 _MAX_ROWS: Final = 60
 _MAX_MAPS: Final = 12
 """Heat maps that a notebook shows at once: 10 kB each at most."""
+_MORE_TENSORS: Final = "+1: .output has one more tensor; the one whose shape is shown is .tensor"
 _PICKLED: Final = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, Unseen)
 _CHANGED: Final = -1
 """A version that no tensor has: reading a copy of what was overwritten raises, as with the original."""
@@ -55,7 +57,8 @@ class Captured:
     """The calls that were captured of one module.
 
     Recipe: ``cache["layers.3"].output``, or ``.calls[i].output`` where the module was called more than once.
-    ``.inputs`` and ``.kwargs`` want ``inputs=True``, ``.grad`` wants ``grads=True``.
+    ``.tensor`` is the main tensor of an output that is a tuple or dict, as that of attention. ``.inputs`` and
+    ``.kwargs`` want ``inputs=True``, ``.grad`` wants ``grads=True``.
     """
 
     __slots__ = ("_why_none", "calls", "name")
@@ -72,6 +75,11 @@ class Captured:
         """The output of the module, in its structure."""
         calls = self.calls
         return (calls[0] if len(calls) == 1 else self._only("output")).output
+
+    @property
+    def tensor(self) -> Tensor:
+        """The main tensor of the output, the one that ``patch`` edits: of a tuple or dict the first of real numbers."""
+        return self._only("tensor").tensor
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -172,9 +180,11 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
     def _table(self) -> Table:
         calls = self._sorted()
         if not calls:
-            return Table(title=f"Cache of {len(self.reasons)} modules, none captured yet")
+            return Table(title=f"Cache of {counted(len(self.reasons), 'module')}, none captured yet")
         rows = [_cells(*item) for item in calls.items()]
-        foot = [f"{len(calls)} modules, {sum(map(len, calls.values()))} calls, {size_text(self.bytes)}"]
+        num_calls = counted(sum(map(len, calls.values())), "call")
+        foot = [f"{counted(len(calls), 'module')}, {num_calls}, {size_text(self.bytes)}"]
+        foot += [_MORE_TENSORS] if any(" +" in row[1] for row in rows) else []
         header = ("name", "output", "dtype", "calls", "size")
         return Table(header, rows, numbers=(3, 4), foot=foot, most=_MAX_ROWS)
 
@@ -291,6 +301,8 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
             for other in known if meant is not None else ():
                 if submodule(model, other) is meant:
                     return other
+        if isinstance(name, int) and not isinstance(name, bool):
+            raise NoMatchError(f"A cache is read by the names of modules: cache[cache.names[{name}]].")
         near = nearest_names(str(name), known)
         hint = f"nearest: {', '.join(map(repr, near))}" if near else "nothing was"
         raise NoMatchError(f"{name!r} was not captured; {hint}. All names: cache.names.")
@@ -340,7 +352,8 @@ def _tensors_in(calls: list[CapturedCall]) -> Iterator[Tensor]:
 
 def _cells(name: str, calls: list[CapturedCall]) -> tuple[str, ...]:
     first = tensors_of(calls[0].kept_output.value)
+    main = main_of(first)
     others = f" +{len(first) - 1}" if len(first) > 1 else ""
-    shape = f"{tuple(first[0].shape)}{others}" if first else type(calls[0].kept_output.value).__name__
-    dtype = str(first[0].dtype).removeprefix("torch.") if first else "–"
-    return name or "(the model)", shape, dtype, str(len(calls)), size_text(bytes_of(_tensors_in(calls)))
+    shape = type(calls[0].kept_output.value).__name__ if main is None else f"{tuple(main.shape)}{others}"
+    dtype = "–" if main is None else str(main.dtype).removeprefix("torch.")
+    return name or THE_MODEL, shape, dtype, str(len(calls)), size_text(bytes_of(_tensors_in(calls)))

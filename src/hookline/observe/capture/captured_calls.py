@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from torch import Tensor
+
 from hookline.errors import CaptureError
+from hookline.messages import type_name
 from hookline.notebook_html import line
 from hookline.observe.capture.stored_value import StoredValue
 from hookline.observe.heat_map import heat_maps_of
-from hookline.sites.tree import main_tensor
+from hookline.sites.tree import leaves, main_tensor
 from hookline.tables import THE_MODEL
 
 if TYPE_CHECKING:
@@ -22,12 +25,15 @@ __all__ = ["NOT_ASKED", "CapturedCall"]
 
 NOT_ASKED: Final = StoredValue("not asked for")
 """Stands for inputs if ``inputs=`` was not given."""
+_MAX_TENSORS: Final = 4
+"""Tensors of one output that a notebook shows."""
 
 
 class CapturedCall:
     """One call of a captured module.
 
-    Recipe: ``cache["layers.3"].calls[0].output``, and ``.inputs``, ``.kwargs``, ``.grad``, ``.step``, ``.call``.
+    Recipe: ``cache["layers.3"].calls[0].output``, and ``.tensor``, ``.inputs``, ``.kwargs``, ``.grad``, ``.step``,
+    ``.call``.
     """
 
     __slots__ = (
@@ -75,6 +81,15 @@ class CapturedCall:
     def output(self) -> Any:
         """The output of the module, in its structure."""
         return self._open(self._output, "output")
+
+    @property
+    def tensor(self) -> Tensor:
+        """The main tensor of the output, the one that ``patch`` edits: of a tuple or dict the first of real numbers."""
+        found = main_tensor(self.output)
+        if found is None:
+            kind = type_name(self.output)
+            raise CaptureError(f"The output of {self.name!r} is {kind} with no tensor in it; .output has all of it.")
+        return found
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -172,14 +187,21 @@ class CapturedCall:
         return f"<CapturedCall {self.name!r}, step {self.step}, call {self.call}>"
 
     def _repr_html_(self) -> str:
-        """Return heat maps of the main tensors of the output and of its gradients; waits for their device."""
+        """Return heat maps of the first tensors of the output and its gradients; waits for their device."""
         name = f"{self.name or THE_MODEL}, step {self.step}, call {self.call}"
         try:
             values = {f"{name}: output": self.output}
             values |= {f"{name}: gradient": grad for grad in (self.grads if self.takes_grads else ())}
         except CaptureError as error:
             return line(str(error))
-        return heat_maps_of({what: x for what, value in values.items() if (x := main_tensor(value)) is not None})
+        found = {f"{what}{path}": x for what, value in values.items() for path, x in _first_tensors(value)}
+        return heat_maps_of(found)
+
+
+def _first_tensors(value: Any) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a value that are drawn, each with where it is; attention has its weights as the second."""
+    found = [(path, leaf) for path, leaf in leaves(value) if isinstance(leaf, Tensor)][:_MAX_TENSORS]
+    return [("" if len(found) == 1 else f"[{path}]", leaf) for path, leaf in found]
 
 
 def _call_with(name: str, step: int, call: int, mixed: bool, takes_grads: bool, kept: dict[str, Any]) -> CapturedCall:
