@@ -189,7 +189,7 @@ name         type        calls  forward ms       own  backward ms       own  out
 0            Work            2        2.00      2.00         4.00      4.00        1.14
 own times add up to 2,008.00 ms forward and 4,084.00 ms backward, of 6,092.00 ms (stopwatch)"""
     assert str(prof) == table.lstrip()
-    assert repr(prof) == f"{prof}\noff"
+    assert repr(prof) == f"{prof}\nhooks: off"
 
 
 def test_a_long_name_loses_its_middle_in_the_table(stopwatch: Stopwatch) -> None:

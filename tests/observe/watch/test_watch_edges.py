@@ -143,7 +143,7 @@ def test_it_prints_as_a_table():
         assert repr(watch) == "nothing watched yet\nhooks: on, .remove() takes it off"
         model(batch())
     head, *lines, sites, columns = str(watch).splitlines()
-    assert repr(watch) == f"{watch}\noff"
+    assert repr(watch) == f"{watch}\nhooks: off"
     assert head.split() == ["mean", "zero_fraction"]
     assert sites == "3 sites, 3 rows, 3 not shown: no numbers yet, report()['silent'] says why"
     assert columns == "since the last reset, in the unit of the tensors; zero_fraction from 0 to 1"
