@@ -358,9 +358,30 @@ def test_two_watches_of_a_model_do_not_take_each_others_looks_for_the_step(shift
     assert len(found["budget/watch/actual"]) > len(first.budget.decisions)  # with every window, as a manager's
     if shift:
         monkeypatch.setattr(type(first.budget), "_company", lambda self, begun, over: frozenset())
-        monkeypatch.setattr("hookline.observe.watch.budgeted_schedule._FIRST", (2,))
+        monkeypatch.setattr("hookline.observe.watch.budgeted_schedule.first_interval", lambda number: 2)
         alone = two_watched(shift, share, 100)[:2]
         assert not all(one.budget.actual and one.budget.decisions[0].cost_ms >= 299 for one in alone)
+
+
+@pytest.mark.parametrize("number", [1, 2, 6])
+def test_watches_begin_at_intervals_without_a_common_divisor(number):
+    """Those of one model, and those that share a manager's budget, by one rule; several begin with less than a half."""
+    limit = Budget(0.02, window=1000, clock=FakeClock())
+    model = nn.Linear(2, 2)
+    own = [hl.watch(model, budget=limit) for _ in range(number)]
+    shared = [hl.watch(nn.Linear(2, 2)) for _ in range(number)]
+    for place, watch in enumerate(shared):
+        watch.name = f"watch{place}"
+    hl.HookManager(hooks=shared, budget=limit)
+
+    def interval(watch: Any) -> int:
+        first, second, *_ = [step for step in range(40) if watch.budget.is_active(step)]
+        return second - first
+
+    assert [interval(watch) for watch in own] == [2, 3, 5, 7, 11, 13][:number]
+    assert [interval(watch) for watch in shared] == ([2] if number == 1 else [3, 5, 7, 11, 13, 3][:number])
+    for watch in [*own, *shared]:
+        watch.remove(quiet=True)
 
 
 def test_a_run_with_a_budget_ends_with_the_same_bits():

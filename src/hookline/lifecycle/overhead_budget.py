@@ -10,13 +10,15 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from hookline.errors import OptionError
 
-__all__ = ["Budget", "BudgetDecision", "LookInterval", "Need", "TimeMark", "stretch"]
+__all__ = ["Budget", "BudgetDecision", "LookInterval", "Need", "TimeMark", "first_interval", "stretch"]
+
+_FIRST: Final = (2, 3, 5, 7, 11, 13)
 
 
 class BudgetDecision(NamedTuple):
@@ -100,6 +102,19 @@ class LookInterval:
     def load_state_dict(self, state: Mapping[str, int | None]) -> None:
         """Go on from what ``state_dict`` returned."""
         vars(self).update(state)
+
+
+def first_interval(number: int) -> int:
+    """Return the interval at which a watch looks until its first decision.
+
+    With a common divisor, two would look at the same steps, or one where the other does not, and their costs could not
+    be told apart. The 2 is for number 0 alone: where it is not known which others look at a step, medians pass over a
+    third of the steps, and not over a half.
+
+    Args:
+        number: Another one for each watch of a run; from 1 on if several are known to begin together.
+    """
+    return _FIRST[0] if number == 0 else _FIRST[1 + (number - 1) % (len(_FIRST) - 1)]
 
 
 class TimeMark:

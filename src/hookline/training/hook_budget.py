@@ -10,9 +10,17 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from hookline.lifecycle.overhead_budget import Budget, BudgetDecision, LookInterval, Need, TimeMark, stretch
+from hookline.lifecycle.overhead_budget import (
+    Budget,
+    BudgetDecision,
+    LookInterval,
+    Need,
+    TimeMark,
+    first_interval,
+    stretch,
+)
 from hookline.lifecycle.points import HookPoint
 from hookline.tables import ShownAsTable, Table
 from hookline.training.choose_hooks import record_decisions
@@ -24,10 +32,6 @@ if TYPE_CHECKING:
     from hookline.training.plan import PlannedHook
 
 __all__ = ["HookBudget"]
-
-_FIRST: Final = (3, 5, 7, 11, 13)
-"""Until they have decided, several watches look at one of so many steps each. With a common divisor, two would look at
-the same steps, or one where the other does not, and their costs could not be told apart; medians pass over a third."""
 
 
 @dataclass(slots=True)
@@ -77,10 +81,9 @@ class HookBudget(ShownAsTable):
         takers = {name: one for name, one in self._watches.items() if one.budget is None}
         parts = len(takers) + (not self._hooks or any(map(_is_of_step, self._hooks.values())))
         part = replace(whole, share=whole.share / max(1, parts))
-        firsts = (2,) if len(takers) == 1 else _FIRST * len(takers)
-        for (name, one), first in zip(takers.items(), firsts, strict=False):
+        for number, (name, one) in enumerate(takers.items(), start=int(len(takers) > 1)):
             given = whole.decisions and [each._replace(name="watch") for each in whole.decisions if each.name == name]
-            one.take_budget(replace(part, decisions=given), first)
+            one.take_budget(replace(part, decisions=given), first_interval(number))
             record_decisions(self._hooks[name], one)
         return part
 

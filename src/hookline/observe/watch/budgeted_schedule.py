@@ -17,7 +17,15 @@ from torch import nn
 
 from hookline.distributed.ranks import is_distributed
 from hookline.errors import OptionError
-from hookline.lifecycle.overhead_budget import Budget, BudgetDecision, LookInterval, Need, TimeMark, stretch
+from hookline.lifecycle.overhead_budget import (
+    Budget,
+    BudgetDecision,
+    LookInterval,
+    Need,
+    TimeMark,
+    first_interval,
+    stretch,
+)
 from hookline.lifecycle.schedule import StepSchedule
 
 __all__ = ["BudgetedSchedule", "budgeted"]
@@ -25,8 +33,6 @@ __all__ = ["BudgetedSchedule", "budgeted"]
 _LEFT_OUT: Final = (64, 61, 59, 53, 47)
 """A watch that the budget lets look at every step still leaves one of so many out, to go on comparing; so does each of
 several on one model. No two have a common divisor, or two watches would often leave out the same steps."""
-_FIRST: Final = (2, 3, 5, 7, 11)
-"""Until it has decided, a watch looks at one of so many steps; again another number for each watch of a model."""
 _LEAST: Final = 4
 """How many steps of each kind a decision needs."""
 _Company = frozenset[int]
@@ -51,7 +57,8 @@ def budgeted(
 class BudgetedSchedule:
     """Say which steps are due: those of a schedule, or as many of them as the budget allows.
 
-    Until the first decision every second step is due, or what ``first`` says, so that both kinds are measured.
+    Until the first decision the steps of `first_interval` are due, or what ``first`` says, so that both kinds are
+    measured.
 
     Args:
         schedule: The steps that the watch was asked for.
@@ -76,7 +83,7 @@ class BudgetedSchedule:
         """The share that the watch takes; None before it is known."""
         self._schedule, self._budget = schedule, budget
         self._interval = LookInterval(budget.at_least_every)
-        self._interval.every = _FIRST[self._number % len(_FIRST)] if first is None else first
+        self._interval.every = first_interval(self._number) if first is None else first
         self._kept = self._interval.state_dict()
         """The interval before the step under way, which a resumed run asks for again."""
         self._num_steps = 0
