@@ -42,8 +42,8 @@ def test_hooks_go_on_and_off_in_all_workers(server: Server) -> None:
     assert "hookline_engine_captured_bytes_reserved 128.0" in page
     assert "hookline_engine_not_computed_total 20.0" in page
     assert (
-        'hookline_hook_metric{factory="hookline.factories:activation_stats",hook="h1",metric="mean",name="stats"} 0.5'
-        in page
+        'hookline_hook_metric{factory="hookline.factories:activation_stats",hook="h1",module="",name="stats",stat="mean"}'
+        " 0.5" in page
     )
 
 

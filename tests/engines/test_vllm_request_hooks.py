@@ -55,6 +55,12 @@ def test_an_edit_changes_the_rows_of_its_request_alone(model):
     assert not model[0]._forward_hooks
 
 
+def test_an_edit_that_observe_would_ignore_is_refused(model):
+    with pytest.raises(OptionError, match="steer edits values"):
+        RequestHooks(EngineLiveHooks(model)).open("b", [STEER | {"observe": True}], None)
+    assert not model[0]._forward_hooks
+
+
 def test_two_requests_have_hooks_of_their_own(model):
     hooks = RequestHooks(EngineLiveHooks(model))
     hooks.open("a", [STEER, STATS], None)

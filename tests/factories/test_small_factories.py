@@ -178,6 +178,21 @@ def test_whole_numbers_are_not_steered() -> None:
         module(torch.ones(2, 2, dtype=torch.int64))
 
 
+def test_an_edit_that_observe_would_ignore_is_refused() -> None:
+    """From code and from a spec; nothing is attached."""
+    model = nn.Sequential(nn.Identity())
+    spec = {"target_modules": ["0"], "hook_factory": "hookline.factories:steer", "config": {"vector": [1.0, 1.0]}}
+    with pytest.raises(
+        hl.errors.OptionError, match=r"steer edits values, and observe=True ignores .* Leave observe out"
+    ):
+        hl.attach(model, "0", steer({"vector": [1.0, 1.0]}), observe=True)
+    with pytest.raises(hl.errors.OptionError, match="steer edits values"):
+        hl.register_hooks(model, [spec | {"observe": True, "every": 2}])
+    assert not model[0]._forward_hooks
+    with hl.register_hooks(model, [spec | {"observe": False}]):
+        assert model(torch.zeros(1, 2)).eq(1).all()
+
+
 # -- record_mean ---------------------------------------------------------------------------------------------
 
 

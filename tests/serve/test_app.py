@@ -307,6 +307,18 @@ def test_modules_are_listed_with_the_width_of_what_they_return(client: httpx.Cli
     _complete(client)
     (hook,) = client.get("/hooks").json()["hooks"]
     assert (hook["id"], hook["fired"], hook["errors"]) == (added["id"], 8, 0)
+    assert hook["config"] == {"vector": [0.1] * 4 + [f"… {head['width'] - 4} more"]}
+    assert (hook["observe"], hook["every"], hook["on_error"]) == (False, None, "disable")
+
+
+def test_an_edit_that_would_be_ignored_is_refused(client: httpx.Client) -> None:
+    """``observe`` ignores what a hook returns: of `steer` it would leave nothing, though it fires."""
+    config = {"vector": [0.1] * 32}
+    steer = {**STATS, "hook_factory": "hookline.factories:steer", "config": config, "observe": True}
+    refused = client.post("/hooks", headers=BEARER, json=steer)
+    assert refused.status_code == 400
+    assert "steer edits values, and observe=True ignores what a hook returns" in refused.json()["error"]["message"]
+    assert client.post("/hooks", headers=BEARER, json={**steer, "observe": False}).status_code == 201
 
 
 def test_a_hook_that_raises_is_switched_off_and_requests_go_on(client: httpx.Client) -> None:
@@ -350,7 +362,7 @@ STEER = {
 
 def _steered_tokens(client: httpx.Client) -> float:
     page = client.get("/metrics").text
-    return float(next(line for line in page.splitlines() if 'metric="steered_tokens"' in line).rpartition(" ")[2])
+    return float(next(line for line in page.splitlines() if 'stat="steered_tokens"' in line).rpartition(" ")[2])
 
 
 def test_a_hook_for_named_requests_steers_these_and_leaves_their_neighbours_alone(
@@ -424,7 +436,7 @@ def test_metrics_are_prometheus_text_and_count_what_happened(server: Any, client
     page = client.get("/metrics").text
     families = list(text_string_to_metric_families(page))
     samples = {
-        (sample.name, sample.labels.get("metric")): sample.value for family in families for sample in family.samples
+        (sample.name, sample.labels.get("stat")): sample.value for family in families for sample in family.samples
     }
     for family in families:
         assert family.type in ("counter", "gauge", "histogram")
@@ -436,6 +448,38 @@ def test_metrics_are_prometheus_text_and_count_what_happened(server: Any, client
     assert samples["hookline_hook_metric", "dropped"] == 0
     assert {("hookline_hook_metric", "written_bytes"), ("hookline_hook_metric", "bytes_per_second")} <= set(samples)
     assert samples["hookline_http_request_duration_seconds_count", None] > 0
+
+
+def test_the_series_of_an_alert_are_there_before_the_first_nan(client: httpx.Client) -> None:
+    """Counts of each module are 0 from the moment a hook is attached; module and statistic are labels of their own."""
+    for factory in ("nan_alarm", "activation_stats"):
+        spec = {**STATS, "name": factory, "hook_factory": f"hookline.factories:{factory}"}
+        client.post("/hooks", headers=BEARER, json=spec).raise_for_status()
+    before = _hook_samples(client)
+    layers = ("model.layers.0", "model.layers.1")
+    assert before == {
+        (name, layer, stat): 0.0
+        for name in ("nan_alarm", "activation_stats")
+        for layer in layers
+        for stat in ("nonfinite", "nan", "inf")
+    }
+    _complete(client)
+    after = _hook_samples(client)
+    assert {key: after[key] for key in before} == before
+    assert all(("activation_stats", layer, "absmax") in after for layer in layers)
+
+
+def _hook_samples(client: httpx.Client) -> dict[tuple[str, str, str], float]:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples = [
+        sample for family in text_string_to_metric_families(client.get("/metrics").text) for sample in family.samples
+    ]
+    return {
+        (sample.labels["name"], sample.labels["module"], sample.labels["stat"]): sample.value
+        for sample in samples
+        if sample.name == "hookline_hook_metric"
+    }
 
 
 def test_whoever_asks_for_metrics_keeps_no_thread_waiting(

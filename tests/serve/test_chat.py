@@ -208,7 +208,9 @@ def test_a_conversation_is_refused_with_the_reason(client: OpenAI, what: str) ->
     with pytest.raises(BadRequestError) as caught:
         client.chat.completions.create(**{**GREEDY, **change})
     assert caught.value.param == param
-    assert caught.value.body["message"].rstrip()  # type: ignore[index]
+    message = caught.value.body["message"]  # type: ignore[index]
+    assert ("no tool is called here; leave it out" in message) is (what == "has tools")
+    assert message.rstrip()
 
 
 def test_another_model_and_a_model_without_a_template_are_told(server: Any, client: OpenAI) -> None:

@@ -134,8 +134,11 @@ def test_a_hook_goes_on_and_off_while_requests_run(tiny, engine) -> None:
     assert table.tokens[0][0] == answer.ids[table.positions[0] - 3]
     assert answer.ids == alone(tiny[0], (5, 6, 7), 150)
     assert engine.hooks.add(spec("counting")).id == "h2"
-    with pytest.raises(HookNameError, match="No hook 'h1' is attached; there is 'h2'"):
+    with pytest.raises(HookNameError, match=r"No hook has the id 'h1'; there is 'h2' \(Counting\)"):
         engine.hooks.remove("h1")
+    engine.hooks.add(spec("counting") | {"name": "stats"})
+    with pytest.raises(HookNameError, match=r"No hook has the id 'stats'; there is 'h3' \(stats\)\."):
+        engine.hooks.remove("stats")
 
 
 def test_padding_and_rows_are_in_the_table(tiny) -> None:

@@ -28,17 +28,26 @@ def test_a_model_and_its_tokenizer_come_from_a_folder(folder) -> None:
     assert load(str(folder), dtype="bfloat16", device="cpu")[0].dtype == torch.bfloat16
 
 
+def test_a_model_is_loaded_without_its_tokenizer(folder, tmp_path) -> None:
+    """For prompts of ids: none has to be there."""
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "tokenizer.json").unlink()
+    model, tokenizer = load(copy, device="cpu", with_tokenizer=False)
+    assert (type(model).__name__, tokenizer) == ("LlamaForCausalLM", None)
+
+
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda path: shutil.rmtree(path), "is not there"),
+        (lambda path: shutil.rmtree(path), "is not there. Nothing is downloaded"),
         (lambda path: (path / "config.json").unlink(), "has no config.json"),
         (lambda path: (path / "config.json").write_text("{"), "cannot be read as a JSON object"),
         (lambda path: (path / "config.json").write_text("[]"), "cannot be read as a JSON object"),
         (lambda path: (path / "model.safetensors").unlink(), "no weights in"),
         (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), "pickled ones are not read"),
         (lambda path: (path / "model.safetensors").write_bytes(b"junk"), "llama in .* cannot be loaded"),
-        (lambda path: (path / "tokenizer.json").unlink(), "has no tokenizer"),
+        (lambda path: (path / "tokenizer.json").unlink(), "has no tokenizer .* --no-tokenizer"),
         (lambda path: _edit(path, model_type="nonesuch"), "nonesuch in .* cannot be loaded"),
         (lambda path: _edit(path, model_type="t5"), "t5 in .* cannot be loaded"),
     ],

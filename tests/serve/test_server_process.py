@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -162,6 +163,30 @@ def test_a_folder_that_is_no_model_ends_with_a_sentence(said: Callable[..., str]
     assert "enable_hooks=True but no 'hooks' specified in server_args" in text
 
 
+def test_a_model_without_a_tokenizer_is_served_by_ids(folder: Path, tmp_path: Path) -> None:
+    """With --no-tokenizer: ids come in and go out, text is refused with the reason; its log begins with loading."""
+    copy = tmp_path / "ids"
+    shutil.copytree(folder, copy)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (copy / name).unlink()
+    with ServerProcess("--model", str(copy), "--no-tokenizer", "--device", "cpu") as server:
+        with httpx.Client(base_url=server.url(), timeout=PATIENCE) as client:
+            asked = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+            answer = client.post("/generate", json=asked).json()
+            completion = client.post("/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 3, "logprobs": 1})
+            refused = [
+                client.post("/generate", json={"text": "A hook"}),
+                client.post("/v1/completions", json={"prompt": "A hook"}),
+                client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "A hook"}]}),
+            ]
+        assert server.lines[0] == f"hookline: loading {copy}"
+    assert (len(answer["output_ids"]), answer["text"]) == (3, "")
+    assert completion.json()["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
+    for each in refused:
+        assert each.status_code == 400
+        assert "served without a tokenizer" in each.json()["error"]["message"]
+
+
 def test_a_file_of_hooks_may_be_switched_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """--hooks takes a list or an object, in JSON, YAML or TOML; ``enable_hooks: false`` holds there too, and nothing is
     passed over without a word."""
@@ -233,6 +258,7 @@ def test_the_command_checks_its_flags_before_anything_is_loaded(
             "give one of them": [*model, "--token", "a", "--token-file", str(empty)],
             "--token-file nowhere cannot be read": [*model, "--token-file", "nowhere"],
             "--chat-template nowhere cannot be read": [*model, "--chat-template", "nowhere"],
+            "--no-tokenizer serves none": [*model, "--no-tokenizer", "--chat-template", "nowhere"],
             "there is no token": [*model, "--protect", "everything"],
             "expected a list of hook specs": [*model, "--hooks", _write(tmp_path / "o.json", {"hooks": {"name": "x"}})],
             "Did you mean 'hook_factory'": [*model, "--hooks", _write(tmp_path / "k.json", [{"hook_factry": "x"}])],

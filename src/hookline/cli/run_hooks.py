@@ -37,7 +37,7 @@ __all__ = [
 
 _NONE: Final = "none"
 """The group of no hooks: every experiment has it."""
-_WHERE_AND_HOW: Final = ("name", "target_modules", "exclude", "hook_factory", "config", "on")
+_WHERE_AND_HOW: Final = ("name", "target_modules", "exclude", "hook_factory", "config", "on", "observe")
 """The fields of a spec that can be looked up."""
 PlacedSpec = tuple[str, Mapping[str, Any]]
 """Where a spec stands, for errors; and the spec."""
@@ -317,7 +317,7 @@ def _wrong_config(spec: Mapping[str, Any]) -> str:
     Only a factory that says how to try a config is asked (``check_config``): another one may do anything when called.
     """
     from hookline.factories.factory_hook import CHECK, FactoryHook
-    from hookline.sites.signature import check_hook
+    from hookline.sites.signature import check_hook, check_observe
     from hookline.specs.hook_spec import HookSpec, resolve_callable
 
     if not spec.get("hook_factory"):
@@ -331,6 +331,7 @@ def _wrong_config(spec: Mapping[str, Any]) -> str:
         kind, site_type = checked.kind_and_site_type
         if isinstance(made, FactoryHook):
             check_hook(made, kind, site_type=site_type)
+            check_observe(made, checked.observe)
     except HooklineError as error:
         return str(error)
     return ""

@@ -29,7 +29,6 @@ __all__ = ["ServeOptions", "serve"]
 
 logger = logging.getLogger("hookline.serve")
 
-"""In the words of SGLang, as `ModelRunner` logs it."""
 _TOKEN: Final = "HOOKLINE_SERVE_TOKEN"
 _ALLOWED: Final = ("hookline.factories",)
 
@@ -71,6 +70,8 @@ class ServeOptions:
     """The most memory for hidden states that requests wait for."""
     served_model_name: Annotated[str | None, flag("NAME")] = None
     """What clients call the model; the folder's name if left out."""
+    no_tokenizer: Annotated[bool, flag()] = False
+    """Load no tokenizer: prompts are token ids, answers have output_ids and no text."""
     chat_template: Annotated[str | None, flag("FILE")] = None
     """A chat template in Jinja, for a model that has none or another; runs in a sandbox."""
     allow: Annotated[tuple[str, ...], flag("PREFIX ...")] = ()
@@ -190,6 +191,8 @@ def _folder(given: str) -> Path:
 
 def _maker(options: ServeOptions, model: Path, specs: Sequence[Any]) -> Callable[[], Engine]:
     """Return what loads the model and attaches the hooks of the files; the server calls it once it answers."""
+    if options.no_tokenizer and options.chat_template is not None:
+        raise OptionError("--chat-template is for text, and --no-tokenizer serves none; leave one of them out.")
     template = None if options.chat_template is None else _text("--chat-template", options.chat_template)
 
     def make() -> Engine:
@@ -198,7 +201,10 @@ def _maker(options: ServeOptions, model: Path, specs: Sequence[Any]) -> Callable
         from hookline.serve.serving_engine import Engine
 
         _no_bars_in_logs()
-        made, tokenizer = load(model, dtype=options.dtype or "auto", device=options.device)
+        logger.info("loading %s", model)
+        made, tokenizer = load(
+            model, dtype=options.dtype or "auto", device=options.device, with_tokenizer=not options.no_tokenizer
+        )
         if template is not None:
             tokenizer.chat_template = template
         engine = Engine(

@@ -36,6 +36,7 @@ _OPTIONS: Final = {
     "file": None,
     "add_residual": False,
 }
+_COUNTS: Final = ("nonfinite", "nan", "inf")
 _DUE: Final = re.compile(r"\s*(\d+(?:\.\d*)?)\s*(s|seconds?|forwards?)?\s*")
 
 
@@ -117,15 +118,24 @@ class ActivationStats(StreamingObserver[StreamedModule]):
             self._log.write(self.to_metrics(), self._ended)
 
     def to_metrics(self) -> dict[str, float]:
-        """Return every statistic since the last reset by ``"module/statistic"``; one transfer."""
+        """Return every statistic since the last reset by ``"module/statistic"``; one transfer.
+
+        Counts of what is not finite are there as 0 before the first: an alert needs its series then.
+        """
         layout = self._streaming.layout
         if layout.by_unit:
             return self._streaming.by_unit()
         return {
             f"{name}/{stat}": value
             for name, cells in self.read().items()
-            for stat, value in as_metrics(cells, layout).items()
+            for stat, value in (self._zeros(name, cells) | as_metrics(cells, layout)).items()
         }
+
+    def _zeros(self, name: str, cells: Mapping[str, float]) -> dict[str, float]:
+        """Return the counts of a module that has given nothing but finite numbers so far."""
+        is_known = name in self._expected or cells["count"]
+        is_asked = "nonfinite" in self._streaming.layout.stats
+        return dict.fromkeys(_COUNTS, 0.0) if is_known and is_asked and not cells["bad"] else {}
 
     def read(self) -> dict[str, dict[str, float]]:
         """Return the columns of each module's row, from which statistics are computed."""

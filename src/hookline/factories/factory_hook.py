@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
@@ -48,11 +48,16 @@ class FactoryHook:
     name = "hook"
     width: int | None = None
     """How many numbers the last dimension of an output has to have; None if any will do."""
+    is_edit = False
+    """Whether it is there to change values, so that ``observe`` would leave nothing of it."""
 
     @property
     def __name__(self) -> str:
         """Return the name, for logs of systems that expect a function."""
         return self.name
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Know the modules that it is on before they run, so that its counts of them begin at 0."""
 
     def to_metrics(self) -> dict[str, float]:
         """Return the metrics so far; at most one transfer from each device."""
@@ -76,7 +81,7 @@ class Observer(FactoryHook):
 
 
 class ByModule(Generic[_T]):
-    """Keep one state for each module, made at its first call.
+    """Keep one state for each module, made at its first call or when it is expected.
 
     Where there is a site, modules go by their names in the model. Elsewhere a module is known by its identity, held
     weakly, and named by its own attributes: ``prefix``, its class with ``layer_id``, or its class and a count.
@@ -104,8 +109,14 @@ class ByModule(Generic[_T]):
         found = self._by_name.get(name or type(module).__name__)
         return self._new(name or type(module).__name__) if found is None else found
 
+    def expect(self, names: Iterable[str]) -> None:
+        """Make the states of modules with these names now; that of a model as a whole is named at its first call."""
+        for name in names:
+            if name and name not in self._by_name:
+                self._new(name)
+
     def items(self) -> list[tuple[str, _T]]:
-        """Return names and states, in the order of the first calls."""
+        """Return names and states, in the order in which they were made."""
         with self._lock:
             return list(self._by_name.items())
 

@@ -128,6 +128,7 @@ class Steer(FactoryHook):
     """Add the vector of one ``steer`` at all modules that it is on."""
 
     name = _NAME
+    is_edit = True
 
     def __init__(self, vector: Tensor, strength: float) -> None:
         self.width = len(vector)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 import torch
@@ -91,11 +91,18 @@ class StreamingObserver(Observer, PerSiteHook, Generic[ModuleT]):
     ) -> None:
         self._streaming = streaming
         self._modules = ByModule(lambda name: streaming.add_module(kind, name))
+        self._expected: set[str] = set()
+        """Modules that it was told of before they ran."""
         self._every = every
         self._add_residual = add_residual
         self._first: ModuleT | None = None
         """The module that was called first: when it is called again, a forward is over."""
         self.summary = None if add_residual else _Outputs(self._receive)
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Make the rows of modules with these names now."""
+        self._expected |= set(names)
+        self._modules.expect(names)
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
         """Add the output of a module."""

@@ -168,7 +168,7 @@ class CountingFactory:
 
     def __call__(self, config: dict[str, Any]) -> CountedHook | None:
         spec = self.spec
-        self.hook = call_factory(spec.hook_factory, config, self._allow)
+        self.hook = call_factory(spec.hook_factory, config, self._allow, observe=spec.observe)
         if self.hook is None:
             return None
         kind, site_type = spec.kind_and_site_type

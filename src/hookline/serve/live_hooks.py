@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import EngineClosed, HookNameError, OptionError
+from hookline.factories.factory_hook import FactoryHook
 from hookline.serve.counted_hooks import CountedHook, CountingFactory
 from hookline.serve.generation.row_batch import is_compiled
 from hookline.sites.handle import HookHandle
@@ -266,6 +267,8 @@ class LiveHooks:
     def _kept(self, made: CountingFactory, handles: Mapping[int, Any], origin: Origin) -> LiveHook:
         handle = handles[id(made.counted)]
         assert made.counted is not None
+        if isinstance(made.hook, FactoryHook):
+            made.hook.expect(handle.names)
         self._made += 1
         key = f"h{self._made}"
         self._live[key] = LiveHook(key, made.spec, handle.names, origin, made.hook, handle, made.counted)
@@ -276,10 +279,14 @@ class LiveHooks:
         with self._lock:
             live = self._live.pop(id, None)
             if live is None:
-                there = ", ".join(map(repr, self._live)) or "none"
-                raise HookNameError(f"No hook {id!r} is attached; there is {there}.")
+                raise HookNameError(f"No hook has the id {id!r}; {self._ids_text(id)}.")
             live.handle.remove(quiet=True)
             return live, self._not_on([live])
+
+    def _ids_text(self, asked: str) -> str:
+        """Return which ids there are, each with its name; those of the name `asked`, if there are such."""
+        named = [live for live in self._live.values() if live.name == asked] or list(self._live.values())
+        return f"there is {', '.join(f'{live.id!r} ({live.name})' for live in named) or 'none'}"
 
     def _not_on(self, owners: Sequence[CountingFactory | LiveHook]) -> _Made:
         """Return what factories made, except what a hook that stays on also uses."""

@@ -30,6 +30,7 @@ def load(
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
+    with_tokenizer: bool = True,
 ) -> tuple[nn.Module, Any]:
     """Load the causal language model in a folder, in eval mode, and its tokenizer.
 
@@ -41,18 +42,19 @@ def load(
         path: The folder: ``config.json``, weights in safetensors, a tokenizer.
         dtype: ``"auto"`` is what the folder says; else ``"float32"``, ``"bfloat16"``, …
         device: CUDA if there is any, else the CPU, if None.
+        with_tokenizer: False returns None in its place; prompts are token ids then.
 
     Raises:
         ConfigError: What is missing, or cannot be read.
         MissingPackageError: transformers is not installed.
     """
     folder = Path(path)
-    kind = _check_folder(folder)
+    kind = _check_folder(folder, with_tokenizer=with_tokenizer)
     wanted = _dtype(dtype)
     where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     transformers = _transformers("Serving a model")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL) if with_tokenizer else None
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, use_safetensors=True, **_LOCAL)
     except Exception as error:
         said = str(error).strip().partition("\n")[0]
@@ -113,7 +115,9 @@ def _kind_of(folder: Path) -> str:
     """Return the kind of model in the folder; raise if it has no configuration."""
     if not folder.is_dir():
         what = "a file" if folder.exists() else "not there"
-        raise ConfigError(f"A model is a folder with config.json, weights and a tokenizer; {folder} is {what}.")
+        raise ConfigError(
+            f"A model is a folder with config.json, weights and a tokenizer; {folder} is {what}. Nothing is downloaded."
+        )
     config = folder / "config.json"
     if not config.is_file():
         raise ConfigError(f"{folder} has no config.json, so that it is no folder of a model; see save_pretrained.")
@@ -123,13 +127,16 @@ def _kind_of(folder: Path) -> str:
         raise ConfigError(f"{config} cannot be read as a JSON object: {error}") from error
 
 
-def _check_folder(folder: Path) -> str:
+def _check_folder(folder: Path, *, with_tokenizer: bool) -> str:
     """Return the kind of model in the folder; raise with what is missing."""
     kind = _kind_of(folder)
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{folder} has no weights in *.safetensors; pickled ones are not read. See save_pretrained.")
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
-        raise ConfigError(f"{folder} has no tokenizer ({', '.join(_TOKENIZERS)}); save it there with save_pretrained.")
+    if with_tokenizer and not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise ConfigError(
+            f"{folder} has no tokenizer ({', '.join(_TOKENIZERS)}); save it there with save_pretrained, or take "
+            "prompts of token ids alone: load(…, with_tokenizer=False), hookline serve --no-tokenizer."
+        )
     return kind
 
 

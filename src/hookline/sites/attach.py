@@ -36,7 +36,7 @@ from hookline.sites.modules.registration_hooks import hold_registrations
 from hookline.sites.per_site_hook import PerSiteHook
 from hookline.sites.receipt import parameter_versions
 from hookline.sites.roles import with_role
-from hookline.sites.signature import HookTraits, changes_in_place, examine_hook, hook_name
+from hookline.sites.signature import HookTraits, changes_in_place, check_observe, examine_hook, hook_name
 from hookline.sites.targets import Named, check_model, describe, select, without_scripted
 from hookline.sites.tensors.parameter_hooks import attach_to_parameters, select_parameters
 from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
@@ -190,6 +190,7 @@ def new_attachment(
     is_own = traits is not None
     if traits is None:
         options.check(kind)
+        check_observe(hook, options.observe)
         traits = examine_hook(hook, kind, site_type=site_type, with_kwargs=options.with_kwargs)
     attachment = Attachment(
         hook=hook,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from hookline.errors import HookSignatureError
+from hookline.errors import HookSignatureError, OptionError
 from hookline.messages import type_name
 from hookline.sites.kinds import MODULE, Kind, SiteType
 
@@ -101,6 +101,15 @@ def check_hook(hook: Any, kind: Kind, *, site_type: SiteType = MODULE, with_kwar
             f"hook({', '.join(names)}) ({error})."
         ) from None
     return wants_site
+
+
+def check_observe(hook: Any, observe: bool) -> None:
+    """Raise if ``observe`` would leave nothing of a hook: one that is there to edit says so by ``is_edit``."""
+    if observe and getattr(hook, "is_edit", False):
+        raise OptionError(
+            f"{getattr(hook, '__name__', None) or hook_name(hook)} edits values, and observe=True ignores what a hook "
+            "returns, so that it would do nothing. Leave observe out."
+        )
 
 
 def hook_name(hook: Any) -> str:

@@ -26,7 +26,7 @@ from hookline.sites.functions.function_names import find_places
 from hookline.sites.handle import HandleSet, HookHandle
 from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import FUNCTION, Kind
-from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value
+from hookline.sites.signature import changes_in_place, check_hook, check_observe, hook_name, may_return_value
 from hookline.sites.targets import check_model, select, without_scripted
 from hookline.sites.tensors.parameter_hooks import attach_to_parameters, select_parameters
 from hookline.sites.wrappers import clean_modules
@@ -116,7 +116,7 @@ def _prepare(
         raise _SkippedError(f"Hook spec '{spec.name}' has no 'target_modules', skipping")
     if path is None:  # an empty path is one, and is wrong
         raise _SkippedError(f"Hook spec '{spec.name}' has no 'hook_factory', skipping")
-    hook = call_factory(path, spec.config, allow)
+    hook = call_factory(path, spec.config, allow, observe=spec.observe)
     if hook is None:
         raise _SkippedError(f"Hook factory '{path}' for spec '{spec.name}' returned None, not registering any hook")
     made.append(hook)
@@ -149,7 +149,7 @@ def _attach_all(prepared: list[_Prepared]) -> HandleSet:
     for each, handle in zip(prepared, handles, strict=True):
         assert isinstance(handle, HookHandle)
         for name in handle.names:
-            logger.info("Registered %s hook '%s' on %s", each.spec.on, each.spec.name, name)
+            logger.info("Registered %s hook '%s' on %s", each.spec.on, each.attachment.name, name)
     return handles
 
 
@@ -216,8 +216,11 @@ def _functions(model: nn.Module, patterns: list[str], exclude: list[str]) -> Spe
 # -- the hook of a spec ---------------------------------------------------------------------------------------
 
 
-def call_factory(path: Any, config: Mapping[str, Any], allow: Iterable[str] | None) -> Any:
-    """Return what a factory, or the one at `path`, makes of a copy of `config`; None if that is what it returns."""
+def call_factory(path: Any, config: Mapping[str, Any], allow: Iterable[str] | None, *, observe: bool) -> Any:
+    """Return what a factory, or the one at `path`, makes of a copy of `config`; None if that is what it returns.
+
+    With `observe`, a hook that is there to edit is refused: what it returns would be ignored.
+    """
     factory = resolve_callable(path, allow) if isinstance(path, str) else path
     if not callable(factory):
         raise HookSignatureError(f"Hook factory '{path}' is called with a config, and is {type_name(factory)}.")
@@ -225,6 +228,7 @@ def call_factory(path: Any, config: Mapping[str, Any], allow: Iterable[str] | No
     if inspect.iscoroutine(hook):
         hook.close()  # otherwise Python warns that it was never awaited
         raise HookSignatureError(f"Hook factory '{path}' is async: it gives no hook, but a promise of one.")
+    check_observe(hook, observe)
     return hook
 
 

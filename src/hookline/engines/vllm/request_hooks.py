@@ -89,7 +89,7 @@ def confined_spec(given: Mapping[str, Any], request: str, allow: tuple[str, ...]
 
     def make(config: dict[str, Any]) -> Any:
         # Again here, where its module is imported: what that has imported from elsewhere is not meant by a prefix.
-        hook = call_factory(path, config, [_READY, *(allow or ())])
+        hook = call_factory(path, config, [_READY, *(allow or ())], observe=checked.observe)
         return None if hook is None else _confined(hook, request)
 
     name = checked.name or path.rpartition(":")[2].rpartition(".")[2]

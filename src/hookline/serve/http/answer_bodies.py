@@ -211,7 +211,11 @@ class HookAnswer(_AnswerBody):
     hook_factory: str
     target_modules: list[str]
     on: str
+    observe: bool
+    every: int | None
+    on_error: str
     config: dict[str, Any]
+    """A long list of numbers is shortened."""
     matched: list[str]
     """The modules it sits on."""
     origin: Literal["start", "http"]

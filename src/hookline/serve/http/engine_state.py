@@ -84,7 +84,9 @@ class Serving:
         """Return the tokenizer; raise a 400 if there is none."""
         found = self.ready().tokenizer
         if found is None:
-            raise Refused(400, "The model has no tokenizer, so that text means nothing to it; send token ids.")
+            raise Refused(
+                400, "The model is served without a tokenizer, so that text means nothing to it; send token ids."
+            )
         return found
 
     async def tokens_of(self, text: str, *, special: bool = True) -> tuple[int, ...]:

@@ -35,6 +35,11 @@ _DEPTH: Final = 32
 and Python's own limit lies near 300 there."""
 
 
+_MOST_NUMBERS: Final = 16
+"""A list of more numbers is shown by its first ones: the vector of `steer` has thousands."""
+_FIRST: Final = 4
+
+
 def spec_from_body(body: HookBody, settings: Settings) -> HookSpec:
     """Return the spec to attach.
 
@@ -125,6 +130,9 @@ def hook_to_json(hook: Any, export_dir: Path | None = None) -> dict[str, Any]:
         "hook_factory": _path_of(spec),
         "target_modules": list(spec.target_modules),
         "on": spec.on,
+        "observe": spec.observe,
+        "every": spec.every,
+        "on_error": spec.on_error,
         "config": shown_config(_path_of(spec), spec.config, export_dir),
         "matched": list(hook.matched),
         "origin": hook.origin,
@@ -156,10 +164,12 @@ def shown_config(factory: str, config: Mapping[str, Any], export_dir: Path | Non
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` as JSON has it: a configuration from YAML may hold infinities and dates."""
+    """Return `value` as JSON has it: a configuration from YAML may hold infinities and dates, a vector many numbers."""
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
+        if len(value) > _MOST_NUMBERS and all(isinstance(each, int | float) for each in value):
+            return [*map(_plain, value[:_FIRST]), f"… {len(value) - _FIRST} more"]
         return [_plain(each) for each in value]
     is_number = isinstance(value, float) and math.isfinite(value)
     return value if is_number or value is None or isinstance(value, str | int) else str(value)

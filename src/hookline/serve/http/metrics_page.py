@@ -126,9 +126,17 @@ def _hook_families(hooks: Sequence[HookFigures]) -> Iterator[Any]:
                 family.add_metric(values, float(hook[field]))
         yield family
     found = GaugeMetricFamily(
-        "hookline_hook_metric", "What the hook itself tells: to_metrics()", labels=(*labels, "metric")
+        "hookline_hook_metric",
+        "What the hook itself measures since it was attached: a stat of a module, or of all if module is empty",
+        labels=(*labels, "module", "stat"),
     )
     for values, _, metrics in named:
         for metric, value in metrics.items():
-            found.add_metric((*values, metric), float(value))
+            found.add_metric((*values, *_module_and_stat(metric)), float(value))
     yield found
+
+
+def _module_and_stat(metric: str) -> tuple[str, str]:
+    """Return the two parts of ``"module/stat"``; a metric of the hook as a whole has no module."""
+    module, slash, stat = metric.partition("/")
+    return (module, stat) if slash else ("", metric)

@@ -58,7 +58,23 @@ def _limited(given: Any) -> Any:
     return given
 
 
-NoBias = Annotated[dict[str, float], Field(max_length=0), BeforeValidator(_limited)]
+def _not_done(nothing: Any, words: str) -> BeforeValidator:
+    """Return a check of a key that means nothing here: any value but `nothing` is refused with `words`."""
+
+    def check(given: Any) -> Any:
+        if given != nothing:
+            raise PydanticCustomError("not_done", "{words}", {"words": words})
+        return given
+
+    return BeforeValidator(check)
+
+
+NoPenalty = Annotated[float, Field(ge=0, le=0), _not_done(0, "there are no penalties here; leave it out")]
+NoTools = Annotated[list[Any], Field(max_length=0), _not_done([], "no tool is called here; leave it out")]
+NoText = Annotated[str, StringConstraints(max_length=0), _not_done("", "this is not done here; leave it out")]
+NoList = Annotated[list[Any], Field(max_length=0), _not_done([], "this is not done here; leave it out")]
+NoWindow = Annotated[list[Any], Field(max_length=0), _not_done([], "a window is for vLLM alone; give positions here")]
+NoBias = Annotated[dict[str, float], Field(max_length=0), _not_done({}, "there is no bias here; leave it out")]
 Labels = Annotated[dict[str, str], Field(max_length=16), BeforeValidator(_limited)]
 Variables = Annotated[dict[Name, str | int | float | bool | None], Field(max_length=16), BeforeValidator(_limited)]
 
@@ -88,6 +104,8 @@ class HiddenStatesBody(_RequestBody):
     """What the module gives, or what it gets."""
     as_: Annotated[Literal["base64", "safetensors"], Field(alias="as")] = "base64"
     """base64 in the JSON answer, or the whole answer as a safetensors file with the JSON in its metadata."""
+    window: NoWindow | None = None
+    """Not done: on vLLM alone."""
 
 
 class RequestHooks(_RequestBody):
@@ -132,9 +150,9 @@ class _GenerationBody(_RequestBody):
     hooks: RequestHooks | None = None
     """Hooks of this request. (Not of OpenAI.)"""
     # What OpenAI's clients may send, and means nothing here: only the value that asks for nothing is taken.
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    frequency_penalty: NoPenalty | None = None
     """Not done: 0 or nothing."""
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    presence_penalty: NoPenalty | None = None
     """Not done: 0 or nothing."""
     logit_bias: NoBias | None = None
     """Not done: empty or nothing."""
@@ -154,7 +172,7 @@ class CompletionBody(_GenerationBody):
     # What OpenAI's clients may send, and means nothing here: only the value that asks for nothing is taken.
     best_of: Literal[1] | None = None
     """Not done: 1 or nothing."""
-    suffix: Annotated[str, StringConstraints(max_length=0)] | None = None
+    suffix: NoText | None = None
     """Not done: empty or nothing."""
 
 
@@ -186,9 +204,9 @@ class ChatMessage(_RequestBody):
     """Not done: nothing."""
     function_call: None = None
     """Not done: nothing."""
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: NoList | None = None
     """Not done: empty or nothing."""
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: NoTools | None = None
     """Not done: empty or nothing."""
 
 
@@ -219,7 +237,7 @@ class ChatBody(_GenerationBody):
     # What OpenAI's clients may send, and means nothing here: only the value that asks for nothing is taken.
     response_format: ResponseFormat | None = None
     """Not done: text or nothing."""
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tools: NoTools | None = None
     """Not done: empty or nothing."""
     tool_choice: Literal["none", "auto"] | None = None
     """Not done: no tool is ever called."""
@@ -303,13 +321,16 @@ class HookBody(_RequestBody):
 def keys_at(body: type[BaseModel], place: Sequence[str | int]) -> list[str]:
     """Return the keys that the object takes in which the last part of `place` is, for suggestions.
 
+    Those that are there to be refused are left out.
+
     Recipe: ``keys_at(GenerateBody, ("sampling_params", "temprature"))``.
     """
     found = body
     for part in place[:-1]:  # numbers are places in lists, and pydantic adds names of the kinds that it tried
         field = next((each for name, each in found.model_fields.items() if part in (name, each.alias)), None)
         found = (_body_in(field.annotation) if field is not None else None) or found
-    return [field.alias or name for name, field in found.model_fields.items()]
+    fields = found.model_fields.items()
+    return [field.alias or name for name, field in fields if not (field.description or "").startswith("Not done")]
 
 
 def _body_in(kind: Any) -> type[BaseModel] | None:
