@@ -106,7 +106,7 @@ def calling_an_operator(setting: Setting, mode: str) -> Row:
     other = Subject(TINY, setting)
     op = torch.ops.hookline_benchmarks.nothing.default
     torch.fx.node.has_side_effect(op)  # otherwise it is dropped
-    blocks = [block for _, block in hl.find(other.model, _BLOCKS)]
+    blocks = [site.module for site in hl.find(other.model, _BLOCKS)]
     for block in blocks:
         block.register_forward_hook(calls_the_operator)
     calling = compile_own(other.model, mode)
