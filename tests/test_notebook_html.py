@@ -194,3 +194,26 @@ def test_a_cache_draws_some_modules_and_lists_the_rest() -> None:
     assert cache._repr_html_().count("step 0, call 0: output · (2,) · complex64") == 12
     assert cache["3"]._repr_html_().count("<img") == 11
     assert "… and 2 more calls" in cache["3"]._repr_html_()
+
+
+def test_a_tree_opens_where_something_was_observed() -> None:
+    """Of a model of many modules, only the branches around the watched ones; a stranger's watch is told."""
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.ReLU())) for _ in range(30)))
+    model = nn.ModuleDict({"blocks": blocks})
+    with hl.capture(model, "blocks.3.0") as cache:
+        blocks(torch.ones(1, 2))
+    plain, beside = hl.find(model)._repr_html_(), hl.find(model).beside(cache)._repr_html_()
+    opened = [text.count("<details open>") for text in (plain, beside)]
+    assert opened == [1, 3]  # the model; with the cache also blocks and blocks.3
+    with hl.capture(blocks, "3.0") as strange:
+        blocks(torch.ones(1, 2))
+    found = hl.find(model).beside(strange)
+    assert "nothing was observed at these sites" in str(found)
+    assert "nothing was observed at these sites" in found._repr_html_()
+    assert "nothing was observed" not in str(hl.find(model).beside(cache)) + plain
+
+
+def test_a_heat_map_of_words_says_what_it_takes() -> None:
+    """An error of ours in the place of NumPy's and torch's."""
+    with pytest.raises(hl.errors.OptionError, match="takes numbers in rows, got a str"):
+        hl.observe.HeatMap("abc")

@@ -108,16 +108,18 @@ class _Node:
     line: TreeLine = field(default_factory=TreeLine)
     inside: dict[str, _Node] = field(default_factory=dict)
     is_shown: bool = False
+    is_open: bool = False
 
     def size(self) -> int:
         """Return how many nodes are inside, at any depth."""
         return sum(1 + child.size() for child in self.inside.values())
 
 
-def folding_tree(lines: Mapping[str, TreeLine], root: str) -> str:
+def folding_tree(lines: Mapping[str, TreeLine], root: str, unfold: Sequence[str] = ()) -> str:
     """Return dotted names as a tree whose branches fold; the empty name is the root, else ``root`` names it.
 
-    It has 400 lines at most, those near the root first; a branch that lacks some says how many.
+    Branches around the names in ``unfold`` are open. It has 400 lines at most, those near the root first; a branch
+    that lacks some says how many.
     """
     top = _Node(root)
     for name, text in lines.items():
@@ -125,6 +127,11 @@ def folding_tree(lines: Mapping[str, TreeLine], root: str) -> str:
         for part in name.split(".") if name else ():
             node = node.inside.setdefault(part, _Node(part))
         node.line = text
+    for name in unfold:
+        node = top
+        for part in name.split(".") if name else ():
+            node.is_open = True
+            node = node.inside[part]
     _choose(top, _MAX_LINES)
     depth = 99 if top.size() <= _MAX_OPEN else 1
     return "\n".join(_html(top, depth))
@@ -147,7 +154,7 @@ def _html(node: _Node, open_levels: int) -> Iterator[str]:
     if not node.inside:
         yield f"<div>{text}</div>"
         return
-    yield f"<details{' open' if open_levels > 0 else ''}><summary>{text}</summary><div {_INDENT}>"
+    yield f"<details{' open' if node.is_open or open_levels > 0 else ''}><summary>{text}</summary><div {_INDENT}>"
     shown = [child for child in node.inside.values() if child.is_shown]
     for child in shown:
         yield from _html(child, open_levels - 1)

@@ -233,6 +233,7 @@ def test_a_loader_gives_batches_and_the_dataset_travels_to_workers(tmp_path: Pat
     assert sorted(token for batch in batches for token in batch["token"].tolist()) == sorted(
         token for ids in SEQUENCES for token in ids
     )
+    assert repr(dataset) == f"<ActivationDataset of {TOKENS} tokens in {len(SEQUENCES)} requests, 'layers.1'>"
     twin = pickle.loads(pickle.dumps(dataset))
     assert torch.equal(twin[-1]["activation"], dataset[TOKENS - 1]["activation"])
     with pytest.raises(IndexError, match=f"There are {TOKENS} tokens"):

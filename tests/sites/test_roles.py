@@ -461,6 +461,22 @@ def test_patch_freeze_and_lists_take_roles() -> None:
     assert model.out.weight.grad is not None
 
 
+def test_a_role_goes_with_one_edit() -> None:
+    """``role=`` of patch means the one target; with a mapping it says which key to write."""
+    model = make("gpt2")
+    with torch.no_grad(), hl.patch(model, {"role:attn": hl.edits.scale(0.5)}):
+        expected = model(IDS).logits
+    with torch.no_grad(), hl.patch(model, hl.edits.scale(0.5), role="attn") as patched:
+        assert torch.equal(model(IDS).logits, expected)
+    assert [len(report.sites) for report in patched.report()] == [2]
+    assert not torch.equal(model(IDS).logits, expected)
+    with pytest.raises(TargetError, match="as a key: 'role:attn'"):
+        hl.patch(model, {"transformer.h.0": hl.edits.ablate()}, role="attn")
+    with pytest.raises(TargetError, match="no role 'atn'"):
+        hl.patch(model, hl.edits.ablate(), role="atn")
+    hl.assert_no_hooks(model)
+
+
 def test_mistakes_about_roles_say_what_to_do() -> None:
     """An unknown role, one that the model does not have, two targets, and a model without roles."""
     model = own()

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from hookline.errors import OptionError
 from hookline.factories.export_files import index_lines, open_shard
+from hookline.messages import counted
 
 __all__ = ["ActivationDataset", "ActivationItem"]
 
@@ -81,6 +82,11 @@ class ActivationDataset(Dataset[ActivationItem]):
             raise OptionError(f"The export in {self.folder} has {what}; it has {shown or 'no complete file'}.")
         if asked is None and len(self.modules) > 1:
             raise OptionError(f"The export in {self.folder} has several modules; choose by module=: {shown}.")
+
+    def __repr__(self) -> str:
+        requests = counted(len({line["request"] for line in self._lines}), "request")
+        where = repr(self.modules[0]) if len(self.modules) == 1 else counted(len(self.modules), "module")
+        return f"<ActivationDataset of {counted(len(self), 'token')} in {requests}, {where}>"
 
     def __len__(self) -> int:
         """Return how many tokens there are."""

@@ -49,7 +49,7 @@ class HeatMap(ShownAsTable):
     """
 
     def __init__(self, values: Any, *, rows: Sequence[Any] = (), columns: Sequence[Any] = (), title: str = "") -> None:
-        tensor = values if isinstance(values, Tensor) else torch.as_tensor(np.asarray(values))
+        tensor = values if isinstance(values, Tensor) else _as_tensor(values)
         matrix, note = _matrix(tensor)
         if matrix is None:
             raise OptionError(f"A heat map takes real numbers in memory, got {type_name(values)}: {note}.")
@@ -89,6 +89,13 @@ def heat_maps_of(tensors: dict[str, Tensor]) -> str:
         except OptionError:
             found.append(line(f"{name} · {tuple(tensor.shape)} · {str(tensor.dtype).removeprefix('torch.')}"))
     return "\n".join(found)
+
+
+def _as_tensor(values: Any) -> Tensor:
+    try:
+        return torch.as_tensor(np.asarray(values))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise OptionError(f"A heat map takes numbers in rows, got {type_name(values)} ({error}).") from None
 
 
 def _matrix(tensor: Tensor) -> tuple[NDArray[np.float64] | None, str]:

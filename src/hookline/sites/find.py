@@ -41,6 +41,11 @@ if TYPE_CHECKING:
 
 Facts: TypeAlias = dict[tuple[str, str], tuple[str, float | None]]
 """What was observed at a site: by kind and column, the text and how strongly it is shaded."""
+_ROWS_OF_THE_MODEL: Final = ("forward", "backward")
+"""How a watch names what it saw of a model itself; of a module it is "layers.0/forward"."""
+_NOTHING_BESIDE: Final = (
+    "nothing was observed at these sites: what was given to beside() has other names, or no numbers yet"
+)
 _MAX_SHAPES: Final = 4
 """Parameters of one module whose shapes are shown."""
 
@@ -101,13 +106,19 @@ class Sites(ShownAsTable, Sequence[Site]):
             ("name", "type", "parameters", *(" ".join(filter(None, name)) for name in names), "hooks"),
             rows,
             numbers=numbers,
-            foot=(_counted(self.names),),
+            foot=(_counted(self.names), *self._without_facts(facts)),
         )
 
     def _repr_html_(self) -> str:
         facts = self._facts()
         lines = {site.name: self._line(site, facts[site.name]) for site in self._sites}
-        return folding_tree(lines, THE_MODEL) + line(_counted(self.names))
+        observed = [name for name, found in facts.items() if found]
+        foot = (_counted(self.names), *self._without_facts(facts))
+        return folding_tree(lines, THE_MODEL, observed) + "".join(map(line, foot))
+
+    def _without_facts(self, facts: dict[str, Facts]) -> list[str]:
+        """Return a line for what was put beside the sites and has nothing of them."""
+        return [_NOTHING_BESIDE] if self._beside and not any(facts.values()) else []
 
     def _line(self, site: Site, facts: Facts) -> TreeLine:
         count = site.num_parameters
@@ -126,7 +137,8 @@ class Sites(ShownAsTable, Sequence[Site]):
             table = observed._table()
             for row, shares in zip(table.rows, table.shares(), strict=True):
                 name = row[0] if row[0] != THE_MODEL else ""
-                name, kind = (name, "") if name in facts else name.rpartition("/")[::2]
+                is_by_kind = name not in facts and ("/" in name or name in _ROWS_OF_THE_MODEL)
+                name, kind = name.rpartition("/")[::2] if is_by_kind else (name, "")
                 for column, text, share in zip(table.header[1:], row[1:], shares[1:], strict=True):
                     if text and name in facts and column != "type":
                         facts[name][kind, column] = text, share

@@ -34,6 +34,7 @@ from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.handle import HandleSet
 from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import Kind
+from hookline.sites.roles import role_target
 from hookline.sites.signature import HookTraits, hook_name, remember
 from hookline.sites.targets import Named, check_model, choose, describe, named_modules
 from hookline.tables import OFF, ON
@@ -54,8 +55,9 @@ _READS_INPUTS: Final = HookTraits(wants_site=True, may_edit=True, reads="ak")
 
 def patch(
     model: nn.Module,
-    edits: Mapping[Any, Edit | Callable[..., Tensor]],
+    edits: Mapping[Any, Edit | Callable[..., Tensor]] | Edit | Callable[..., Tensor],
     *,
+    role: str | None = None,
     on: str | Kind = Kind.FORWARD,
     index: IndexLike | None = None,
     exclude: Target = None,
@@ -92,7 +94,9 @@ def patch(
     Args:
         model: The model; names are relative to it.
         edits: What to do where: for each target, as ``attach`` takes it (a name, a glob such as ``"layers.#.mlp"``, a
-            type, a module), an edit or a function.
+            type, a module), an edit or a function. With ``role``, that edit or function alone.
+        role: The role of the modules in a language model, for one edit: ``patch(model, ablate(), role="attn")`` means
+            ``{"role:attn": ablate()}``.
         on: ``"forward"`` edits outputs, ``"forward_pre"`` inputs: the main tensor of the positional arguments, else
             ``hidden_states``, else that of the keyword arguments.
         index: The part of the activation to edit, as between the brackets of a tensor (``(slice(None), -1)`` is the
@@ -109,8 +113,11 @@ def patch(
     """
     check_model(model, edits)
     kind = _FORWARD if on is _FORWARD else _checked_kind(on)
+    if role is not None:
+        edits = _for_role(edits, role)
     if type(edits) is not dict and not isinstance(edits, Mapping):
-        raise OptionError(f"patch() takes a mapping, such as {{'layers.3': ablate()}}, got {type_name(edits)}.")
+        takes = "a mapping, such as {'layers.3': ablate()}, or one edit with role="
+        raise OptionError(f"patch() takes {takes}, got {type_name(edits)}.")
     if not edits:
         raise TargetError("patch() was given no edits: write what to do where, {'layers.3': ablate()}.")
     if scope not in ("process", "context"):
@@ -171,6 +178,16 @@ class Patch(HandleSet):
     def _state(self) -> str:
         """Return whether the edits are made, and how to take them off."""
         return ON if any(report.attached for report in self.report()) else OFF
+
+
+def _for_role(edits: Any, role: str) -> dict[str, Any]:
+    """Return the mapping that means one edit for a role."""
+    target = role_target(role)
+    if isinstance(edits, Mapping):
+        raise TargetError(
+            f"role={role!r} goes with one edit, patch(model, ablate(), role={role!r}); as a key: {target!r}."
+        )
+    return {target: edits}
 
 
 def _empty(index: EditIndex) -> str:
