@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import pickle
 import re
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,9 @@ from torch import nn
 
 import hookline as hl
 from hookline import errors
+from hookline.cli.screen import messages
+from hookline.cli.shell_hints import shell_text
+from hookline.serve.http.error_answers import refusal_from_error
 
 BUILTINS = {
     "NoMatchError": (KeyError, LookupError),
@@ -397,3 +403,41 @@ def test_without_strict_a_missing_target_warns_and_the_handle_is_on_nothing():
     assert handle.report().matched == 0
     handle.remove()
     assert_untouched(model)
+
+
+def test_a_hint_is_said_in_the_words_of_who_reads_the_error():
+    """Python's by default; a shell has its own for every hint; over HTTP there is none but where a route answers it."""
+    for hint in errors.Hint:
+        error = errors.NoMatchError("Nothing is here.", hint=hint)
+        assert str(error) == f"Nothing is here. {hint.value}"
+        assert shell_text(error, "a model").startswith("Nothing is here. ")
+        assert hint.value not in shell_text(error)
+        assert refusal_from_error(error).message == "Nothing is here."
+        assert refusal_from_error(error, {hint: "See GET /here."}).message == "Nothing is here. See GET /here."
+        assert pickle.loads(pickle.dumps(error)).text({hint: "Look."}) == "Nothing is here. Look."
+        assert copy.copy(error).hint is hint
+        warning = errors.HooklineWarning("Nothing is here.", hint=hint)
+        assert shell_text(warning) == shell_text(error)
+
+
+def test_no_hint_is_rewritten_in_the_text_of_an_error():
+    """A text that is searched for words of Python stops being found when those words change, and nobody is told."""
+    package = Path(errors.__file__).parent
+    sources = {path: path.read_text() for path in package.rglob("*.py") if path.name != "errors.py"}
+    for hint in errors.Hint:
+        assert [path for path, text in sources.items() if hint.value in text] == []
+        assert [path for path, text in sources.items() if f"hint=Hint.{hint.name}" in text], hint
+    rewritten = re.compile(r"str\((error|warning|message)\)\.replace\(")
+    assert [path for path, text in sources.items() if rewritten.search(text)] == []
+
+
+def test_a_target_without_a_match_warns_with_the_hint_of_the_error(capsys):
+    """Not strict: the warning is the error's text; the command line shows its own words."""
+    with pytest.warns(errors.HooklineWarning, match=r"print\(hookline.find\(model\)\)"):
+        hl.attach(make_model(), "outr", hook, strict=False)
+    with messages(), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        hl.attach(make_model(), "outr", hook, strict=False)
+    heard = capsys.readouterr().err
+    assert "See all: hookline find MODEL" in heard
+    assert "print(" not in heard

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-from hookline.errors import HooklineWarning, OptionError
+from hookline.errors import Hint, HooklineWarning, OptionError
 from hookline.messages import caller_stacklevel
 
 __all__ = ["ON_ERROR", "ErrorPolicy", "error_text"]
@@ -63,7 +63,7 @@ class ErrorPolicy:
         self._consequences = consequences
         self._always_raise = always_raise
         self._lock = threading.Lock()
-        self.pending: list[str] = []
+        self.pending: list[HooklineWarning] = []
         """Warnings that wait for `warn_pending`."""
         self._warned: set[str] = set()
 
@@ -91,19 +91,19 @@ class ErrorPolicy:
             self._logger.error("Hook %r raised%s; it %s", name, place, consequence, exc_info=error)
         return continues
 
-    def warn_later(self, about: str, sentence: str) -> bool:
+    def warn_later(self, about: str, sentence: str, *, hint: Hint | None = None) -> bool:
         """Keep a warning for `warn_pending`, unless there was one `about` the same; return whether it is new."""
         with self._lock:
             if about in self._warned:
                 return False
             self._warned.add(about)
-            self.pending.append(sentence)
+            self.pending.append(HooklineWarning(sentence, hint=hint))
             return True
 
     def warn_pending(self) -> None:
         """Warn of what `warn_later` kept; a warning may raise, so call it when nothing else is under way."""
         while self.pending:
-            warnings.warn(self.pending.pop(0), HooklineWarning, stacklevel=caller_stacklevel())
+            warnings.warn(self.pending.pop(0), stacklevel=caller_stacklevel())
 
 
 def error_text(error: BaseException) -> str:

@@ -35,6 +35,8 @@ Raised everywhere, caught nowhere in the library. Each is also the built-in a ca
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from enum import Enum
 from typing import Any, Final
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "EngineBusy",
     "EngineClosed",
     "GuardError",
+    "Hint",
     "HookCheckError",
     "HookNameError",
     "HookNeverFired",
@@ -80,20 +83,49 @@ def help_line(error: type[BaseException] | type[Warning]) -> str:
     return f"See {DOCUMENTATION}/errors/{known}.md"
 
 
-class HooklineError(Exception):
+class Hint(Enum):
+    """The last sentence of an error or a warning, where its words depend on who reads it: the value is for Python.
+
+    The command line and the routes over HTTP ask for the text with words of their own: `HooklineError.text`.
+    """
+
+    LIST_MODULES = "See all: print(hookline.find(model))."
+    RESUME_ANYWAY = "To go on all the same: Checkpoints(..., force=True)."
+    REFERENCE_WEIGHTS = "Give it some: HookManager(reference_weights=...)."
+    LATER_FAILURES = "Further failures are counted in manager.hook_errors."
+
+
+class _Hinted(Exception):
+    """Keep the hint apart from the text."""
+
+    hint: Hint | None = None
+
+    def __init__(self, *args: object, hint: Hint | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if hint is not None:
+            self.hint = hint
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, words: Mapping[Hint, str] | None = None) -> str:
+        """Return what it says; ``words`` has other sentences for hints, of which an empty one is left out."""
+        # Not what the other base would show: KeyError puts the repr of its argument there, our sentence in quotes.
+        said = str(self.args[0]) if self.args else ""
+        hint = "" if self.hint is None else (words or {}).get(self.hint, self.hint.value)
+        return f"{said} {hint}".strip() if hint else said
+
+
+class HooklineError(_Hinted):
     """Base of every error that hookline raises on purpose; a traceback ends with the address of its page."""
 
-    def __init__(self, *args: object, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, *args: object, hint: Hint | None = None, **options: Any) -> None:
+        super().__init__(*args, hint=hint, **options)
         self.add_note(help_line(type(self)))  # a note: str(error) stays one sentence, for logs and answers over HTTP
 
 
 class NoMatchError(HooklineError, KeyError):
     """No module answers to the target; the message names the nearest ones."""
-
-    def __str__(self) -> str:
-        # KeyError shows the repr of its argument, which would put our sentence in quotes.
-        return str(self.args[0]) if self.args else ""
 
 
 class TargetError(HooklineError, ValueError):
@@ -213,7 +245,7 @@ class HooksLeftError(HooklineError, AssertionError):
     """Hooks are attached where ``assert_no_hooks`` expected none."""
 
 
-class HooklineWarning(UserWarning):
+class HooklineWarning(_Hinted, UserWarning):
     """Base of every warning that hookline gives."""
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hookline.analyses._firing_values import FiringValues, parameters_of, values_of
 from hookline.analyses._history import GradientWindow, StepNumbers
 from hookline.analyses._vectors import dense_float
-from hookline.errors import HooklineWarning, OptionError
+from hookline.errors import Hint, HooklineWarning, OptionError
 from hookline.guard.model_context import ModelDataContext
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.points import HookPoint
@@ -63,14 +63,13 @@ class BuiltInHook(TrainingHook):
         """Return the meaning of each metric."""
         return [MetricInfo(*row) for row in self.metrics]
 
-    def turn_off(self, why: str) -> None:
+    def turn_off(self, why: str, *, hint: Hint | None = None) -> None:
         """Return no metrics in this run from now on, and warn once."""
         self.off = why
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
-                f"Hook {self.name!r} {why}, so it stays silent.", HooklineWarning, stacklevel=caller_stacklevel()
-            )
+            silent = HooklineWarning(f"Hook {self.name!r} {why}, so it stays silent.", hint=hint)
+            warnings.warn(silent, stacklevel=caller_stacklevel())
 
     def reset(self) -> None:
         """Begin another run, in which there may be something to measure."""

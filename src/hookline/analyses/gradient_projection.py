@@ -14,6 +14,7 @@ from torch import Tensor
 from hookline.analyses._analysis import Analysis
 from hookline.analyses._firing_values import values_of
 from hookline.analyses._vectors import dense_float, is_bias, norm_of_all
+from hookline.errors import Hint
 from hookline.lifecycle.run_context import RunDataContext
 
 _NONE: Final = 1e-12
@@ -65,8 +66,9 @@ class GradientProjectionHook(Analysis):
         now = {name: dense_float(parameters[name]) for name in there}
         if not there:
             self.turn_off(
-                "looked for reference weights with the names and shapes of the model's (HookManager("
-                f"reference_weights=...)) and found {len(self.reference_weights) or 'none'}"
+                "looked for reference weights with the names and shapes of the model's and found "
+                f"{len(self.reference_weights) or 'none'}",
+                hint=Hint.REFERENCE_WEIGHTS,
             )
             return None
         goal = {name: self._reference(name, now[name]) for name in there}

@@ -13,9 +13,10 @@ from tyro.conf import Positional
 
 from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
-from hookline.cli.named_model import model_at, with_shell_command
+from hookline.cli.named_model import model_at
 from hookline.cli.parse import parse
 from hookline.cli.screen import tell
+from hookline.cli.shell_hints import shell_text
 from hookline.config.run_options import flag
 from hookline.errors import NoMatchError
 
@@ -57,7 +58,7 @@ def find(arguments: Sequence[str]) -> int:
     try:
         found = sites.find(model, options.pattern, exclude=options.exclude)
     except NoMatchError as error:
-        raise NoMatchError(with_shell_command(error, options.model)) from None
+        raise NoMatchError(shell_text(error, options.model)) from None
     if options.json:
         tell_json("find", {"modules": [_plain(found, site) for site in found]})
     else:

@@ -150,6 +150,7 @@ def _explain(error: BaseException, *, debug: bool) -> int:
 
 def _print_error(error: BaseException, *, debug: bool) -> None:
     """Print the text of an error of hookline; of another, the frames that are the user's."""
+    from hookline.cli.shell_hints import shell_text
     from hookline.errors import HooklineError, help_line
 
     if debug:
@@ -158,7 +159,7 @@ def _print_error(error: BaseException, *, debug: bool) -> None:
         notes = getattr(error, "__notes__", ())
         if not sys.stderr.isatty():  # a log has no use for the address, and most lines of a pipe are read by programs
             notes = [note for note in notes if note != help_line(type(error))]
-        print("\n".join([f"hookline: {error}", *notes]), file=sys.stderr)
+        print("\n".join([f"hookline: {shell_text(error)}", *notes]), file=sys.stderr)
     else:
         print(own_text(error), file=sys.stderr)
 

@@ -6,21 +6,13 @@ a saved model.
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
 from hookline.config.load_object import load_object
-from hookline.errors import NoMatchError, OptionError
+from hookline.errors import OptionError
 
-__all__ = ["model_at", "with_shell_command"]
-
-
-def with_shell_command(error: NoMatchError, model: str = "EXPERIMENT") -> str:
-    """Return the text of ``error`` with ``hookline find MODEL`` where it gives a line of Python."""
-    from hookline.sites.targets import SEE_ALL
-
-    return str(error).replace(SEE_ALL, f"See all: hookline find {shlex.quote(model)}")
+__all__ = ["model_at"]
 
 
 def model_at(path: str) -> Any:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.cli.hook_config import file_argument
+from hookline.cli.shell_hints import shell_text
 from hookline.config.load_object import add_current_folder_to_path
 from hookline.config.named_hooks import ALWAYS, known_name, make_tracker
 from hookline.errors import ConfigError, HooklineError, HookNameError, NoMatchError
@@ -110,13 +111,12 @@ class TrackerChoice:
 
     def check(self, model: Any) -> list[str]:
         """Return the names of the modules it would be on; an error says where the file asks for them."""
-        from hookline.cli.named_model import with_shell_command
         from hookline.sites.targets import select
 
         try:
             chosen = select(model, list(self.targets), exclude=list(self.exclude) or None) if self.targets else []
         except NoMatchError as error:
-            raise ConfigError(f"{self.place}: {with_shell_command(error)}") from None
+            raise ConfigError(f"{self.place}: {shell_text(error, 'EXPERIMENT')}") from None
         return [name for name, *_ in chosen]
 
 

@@ -232,9 +232,9 @@ class Session:
         try:
             with self._bar(made, folder if resume else None):
                 result = self._loop(made, folder, manager, resume=resume)
-        except ResumeError as error:  # nothing was begun: what the folder says of the run stays
+        except ResumeError:  # nothing was begun: what the folder says of the run stays
             notes.undo()
-            raise ResumeError(str(error).replace("Checkpoints(..., force=True)", "--force")) from error
+            raise
         except Exception as error:
             notes.end("failed", time.perf_counter() - began, error=error)
             raise RunFailed(self._after_failure(folder, manager)) from error

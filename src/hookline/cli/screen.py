@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from hookline.cli.shell_hints import shell_text
 from hookline.messages import did_you_mean
 
 if TYPE_CHECKING:
@@ -23,11 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Screen", "messages", "mode_of", "print_table", "size", "tell"]
 
-_BY_FLAGS: Final = {
-    "HookManager(reference_weights=...)": "--hook-config reference_weights.path=FILE",
-    "manager.hook_errors": "run.json",
-}
-"""What the remedy of a message is called on the command line."""
 _WIDE: Final = 160
 """Columns of a table in a file or a pipe."""
 
@@ -156,13 +152,6 @@ def _is_news(record: logging.LogRecord) -> bool:
     return record.levelno > logging.INFO or not is_known
 
 
-def _by_flags(text: str) -> str:
-    """Return the text with the remedies of the command line."""
-    for said, flag in _BY_FLAGS.items():
-        text = text.replace(said, flag)
-    return text
-
-
 class _Format(logging.Formatter):
     """Format a message as a line; of an error, the frames that are the user's."""
 
@@ -195,7 +184,7 @@ def messages(prefix: str = "hookline: ") -> Iterator[None]:
 
     def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
         if issubclass(category, HooklineWarning):
-            print(f"{prefix}warning: {_by_flags(str(message))}", file=sys.stderr)
+            print(f"{prefix}warning: {shell_text(message)}", file=sys.stderr)
         else:
             shown(message, category, filename, lineno, file, line)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hookline.errors import NoMatchError, OptionError
+from hookline.errors import Hint, NoMatchError, OptionError
 from hookline.observe.capture.capture import capture
 from hookline.observe.patch.edited_tensor import find_main_input
 from hookline.observe.patch.patch import patch
@@ -66,7 +66,8 @@ def check_roles(model: nn.Module, /, *args: Any, **kwargs: Any) -> RoleCheck:
     if not names:
         raise NoMatchError(
             f"No roles were found in this {type(model).__name__}: it has no list of blocks with attention and an MLP "
-            "in each. Name modules instead; see all: print(hookline.find(model))."
+            "in each. Name modules instead.",
+            hint=Hint.LIST_MODULES,
         )
     parts = model.modules()
     is_compiled = any(_torch.is_compiled(each) or _torch.is_compiled_function(each.forward) for each in parts)

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hookline.errors import EngineBusy, EngineClosed, OptionError
+from hookline.serve.engine_counts import EngineCount
 from hookline.serve.generation.engine_loop import EngineLoop
 from hookline.serve.generation.hidden_states import Gatherer
 from hookline.serve.generation.model_probe import end_tokens, longest_sequence, probe_model
@@ -220,24 +221,27 @@ class Engine:
         """Close before the interpreter ends: a thread inside torch would crash the process."""
         self._close(0.0, _EXIT_S)
 
-    def counts(self) -> dict[str, float]:
+    def counts(self) -> dict[EngineCount, float]:
         """Return figures for a metrics page: sums since the start, and what waits and runs now."""
         ended, forward = self._loop.ended, self._forward
         return {
-            "requests_accepted": self._accepted,
-            "requests_refused": self._refused,
-            **{f"requests_{reason}": ended[reason] for reason in ("stop", "length", "cancelled", "error")},
-            "requests_waiting": len(self._waiting),
-            "requests_running": len(self._loop.rows),
-            "prompt_tokens": forward.counts["prefill_tokens"],
-            "answer_tokens": self._loop.answered,
-            "prefill_forwards": forward.counts["prefill_forwards"],
-            "decode_forwards": forward.counts["decode_forwards"],
-            "forward_seconds": forward.seconds,
-            "captured_bytes": self._gatherer.gathered,
-            "captured_bytes_reserved": self._reserved,
-            "captured_bytes_limit": self._captured_bytes,
-            "hooks": len(self.hooks.list()),
+            EngineCount.REQUESTS_ACCEPTED: self._accepted,
+            EngineCount.REQUESTS_REFUSED: self._refused,
+            EngineCount.REQUESTS_STOP: ended["stop"],
+            EngineCount.REQUESTS_LENGTH: ended["length"],
+            EngineCount.REQUESTS_CANCELLED: ended["cancelled"],
+            EngineCount.REQUESTS_ERROR: ended["error"],
+            EngineCount.REQUESTS_WAITING: len(self._waiting),
+            EngineCount.REQUESTS_RUNNING: len(self._loop.rows),
+            EngineCount.PROMPT_TOKENS: forward.counts["prefill_tokens"],
+            EngineCount.ANSWER_TOKENS: self._loop.answered,
+            EngineCount.PREFILL_FORWARDS: forward.counts["prefill_forwards"],
+            EngineCount.DECODE_FORWARDS: forward.counts["decode_forwards"],
+            EngineCount.FORWARD_SECONDS: forward.seconds,
+            EngineCount.CAPTURED_BYTES: self._gatherer.gathered,
+            EngineCount.CAPTURED_BYTES_RESERVED: self._reserved,
+            EngineCount.CAPTURED_BYTES_LIMIT: self._captured_bytes,
+            EngineCount.HOOKS: len(self.hooks.list()),
         }
 
     def _wake(self) -> None:

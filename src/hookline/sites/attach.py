@@ -153,7 +153,7 @@ def attach(
             close_context(attachment.context)
         if strict or not isinstance(error, NoMatchError):
             raise
-        warnings.warn(str(error), HooklineWarning, stacklevel=2)
+        warnings.warn(HooklineWarning(*error.args, hint=error.hint), stacklevel=2)
         return attach_to_modules(attachment, model, [])
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 from torch import nn
 
-from hookline.errors import HooklineWarning, NoMatchError, TargetError, UnhookableError
+from hookline.errors import Hint, HooklineWarning, NoMatchError, TargetError, UnhookableError
 from hookline.messages import caller_stacklevel, counted, nearest_names, type_name
 from hookline.sites.roles import ROLE, find_roles, modules_in_role
 from hookline.sites.wrappers import WRAPPER_KEYS, Place, inner_key, is_wrapper_type, spellings, unwrap, walk
@@ -29,8 +29,6 @@ from hookline.sites.wrappers import WRAPPER_KEYS, Place, inner_key, is_wrapper_t
 if TYPE_CHECKING:
     from hookline.hook_types import Target
 
-SEE_ALL: Final = "See all: print(hookline.find(model))."
-"""The last sentence of the error for a target that matches nothing; the command line has another."""
 Named: TypeAlias = tuple[str, nn.Module]
 _Matcher: TypeAlias = Callable[[str, nn.Module], Any]
 
@@ -128,7 +126,7 @@ def choose(model: nn.Module, target: Target, exclude: Target, *, strict: bool) -
     except NoMatchError as error:
         if strict:
             raise
-        warnings.warn(str(error), HooklineWarning, stacklevel=caller_stacklevel())
+        warnings.warn(HooklineWarning(*error.args, hint=error.hint), stacklevel=caller_stacklevel())
         return []
 
 
@@ -267,16 +265,18 @@ def _no_match(model: nn.Module, everything: list[Place], item: Any) -> Exception
         found = ", ".join(f"{role} ×{len(names)}" for role, names in find_roles(model).items())
         return NoMatchError(
             f"No module of this {kind} has the role {item.removeprefix(ROLE)!r}; found by structure: {found or 'none'}"
-            f". Name the modules instead. {SEE_ALL}"
+            ". Name the modules instead.",
+            hint=Hint.LIST_MODULES,
         )
     names = [name for name, _, inner, _ in everything if name and inner is None]
     text = item if isinstance(item, str) else getattr(item, "pattern", "")
-    hint = f"nearest: {', '.join(map(repr, nearest_names(text, names)))}" if names else "it has no submodules"
+    near = f"nearest: {', '.join(map(repr, nearest_names(text, names)))}" if names else "it has no submodules"
     if isinstance(item, str) and _NUMERIC_PART.search(item):
-        hint += ". '#' stands for one numeric part ('blocks.#'); '*' is every module"
-    hint += _other_grammar(item) if isinstance(item, str) else ""
+        near += ". '#' stands for one numeric part ('blocks.#'); '*' is every module"
+    near += _other_grammar(item) if isinstance(item, str) else ""
     return NoMatchError(
-        f"No module matches {describe(item)} in this {kind} of {counted(len(names), 'module')}; {hint}. {SEE_ALL}"
+        f"No module matches {describe(item)} in this {kind} of {counted(len(names), 'module')}; {near}.",
+        hint=Hint.LIST_MODULES,
     )
 
 

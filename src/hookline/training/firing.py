@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from hookline.error_policy import ErrorPolicy, error_text
+from hookline.errors import Hint
 from hookline.guard.guard import Guard
 from hookline.guard.loaders import generators_of_loader
 from hookline.guard.rng import hook_rng
@@ -277,7 +278,7 @@ def handle_hook_error(errors: ErrorPolicy, error: BaseException, planned: Planne
         undone = "what it did is undone, " if planned.intervenes else ""
         errors.warn_later(
             planned.name,
-            f"Hook {planned.name!r} raised {error_text(error).rstrip('.')}; {undone}it stays on, and the run goes on. "
-            "Further failures are counted in manager.hook_errors.",
+            f"Hook {planned.name!r} raised {error_text(error).rstrip('.')}; {undone}it stays on, and the run goes on.",
+            hint=Hint.LATER_FAILURES,
         )
     return goes_on

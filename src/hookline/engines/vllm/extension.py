@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hookline.engines.vllm.start_options import StartOptions
-from hookline.errors import OptionError
+from hookline.errors import Hint, HooklineError, OptionError
 
 __all__ = ["HookExtension", "watch_loading"]
 
@@ -93,10 +93,13 @@ def _answer(worker: Any, act: Callable[[Any], dict[str, Any]]) -> dict[str, Any]
 
 
 def _text(error: Exception) -> str:
-    """Return the message of an error; of a KeyError, without the quotes that Python adds."""
-    if isinstance(error, KeyError) and type(error).__str__ is KeyError.__str__ and error.args:
-        return str(error.args[0])
-    return str(error)
+    """Return the message of an error; of a KeyError, without the quotes that Python adds.
+
+    Hints are for the process that has the model: who asked the worker has neither ``hookline.find`` nor ``/modules``.
+    """
+    if isinstance(error, HooklineError):
+        return error.text(dict.fromkeys(Hint, ""))
+    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
 
 
 def _hooks_of(worker: Any) -> Any:

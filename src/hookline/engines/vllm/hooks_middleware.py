@@ -14,6 +14,7 @@ from typing import Any, Final
 from hookline.engines.vllm.answer_states import AnswerWriter
 from hookline.engines.vllm.asked_hooks import check_asks_nothing, read_request
 from hookline.engines.vllm.worker_calls import WorkerCalls
+from hookline.serve.engine_counts import EngineCount
 from hookline.serve.http.error_answers import Refused, error_body, refusal_from_error, to_json
 from hookline.serve.http.http_settings import Settings, check_access
 from hookline.serve.http.metrics_page import HookFigures, Metrics
@@ -122,7 +123,7 @@ class RequestHooksMiddleware:
         await send({**start, "headers": _with_length(start["headers"], len(content))})
         await send({"type": "http.response.body", "body": content})
 
-    async def _figures(self) -> tuple[Mapping[str, float], Sequence[HookFigures]]:
+    async def _figures(self) -> tuple[Mapping[EngineCount, float], Sequence[HookFigures]]:
         try:
             return await self._calls.counts(), await self._calls.figures()
         except Exception as error:  # the metrics of the engine are worth more than ours

@@ -20,6 +20,7 @@ from hookline.engines.vllm.merge_answers import (
     merge_metrics,
 )
 from hookline.errors import HookNameError
+from hookline.serve.engine_counts import EngineCount
 from hookline.serve.http.error_answers import Refused
 from hookline.serve.http.hook_routes import shown_config, values_from_body
 from hookline.serve.http.http_settings import Settings
@@ -32,7 +33,7 @@ logger = logging.getLogger("hookline.engines.vllm")
 
 _PATIENCE_S: Final = 60.0
 """How long a route waits for the workers: they are in a step, and its next comes first."""
-_COUNTS: Final = ("steps", "eager_steps", "prompt_tokens", "not_computed")
+_COUNTS: Final = (EngineCount.STEPS, EngineCount.EAGER_STEPS, EngineCount.PROMPT_TOKENS, EngineCount.NOT_COMPUTED)
 """Of the engine; each worker counts the same."""
 _Shown = list[dict[str, Any]]  # `WorkerCalls` has a method `list`
 
@@ -98,11 +99,11 @@ class WorkerCalls:
         metrics = merge_metrics(await self._checked("hookline_metrics"))
         return [(each, metrics.get(each["id"], {})) for each in await self.list()]
 
-    async def counts(self) -> dict[str, float]:
+    async def counts(self) -> dict[EngineCount, float]:
         """Return what ``/metrics`` shows of the workers' steps; bytes are those of all workers."""
         found = [answer["engine"] for answer in await self._checked("hookline_describe")]
         most = {name: max(float(each[name]) for each in found) for name in _COUNTS}
-        return {**most, "captured_bytes_reserved": sum(float(each["captured_bytes"]) for each in found)}
+        return {**most, EngineCount.CAPTURED_BYTES_RESERVED: sum(float(each["captured_bytes"]) for each in found)}
 
     def _shown(self, hook: Mapping[str, Any]) -> dict[str, Any]:
         """Return a hook for clients, which are not told where the export folder is."""

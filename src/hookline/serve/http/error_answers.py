@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from hookline.errors import EngineBusy, EngineClosed, HooklineError, NotAllowedError
+from hookline.errors import EngineBusy, EngineClosed, Hint, HooklineError, NotAllowedError
 from hookline.messages import did_you_mean
 
 __all__ = ["TYPES", "Refused", "error_body", "refusal_from_error", "refusal_from_validation", "to_json"]
@@ -68,11 +68,15 @@ def to_json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
 
 
-def refusal_from_error(error: BaseException) -> Refused:
-    """Return the answer to an error that the engine, or attaching a hook, raised."""
+def refusal_from_error(error: BaseException, words: Mapping[Hint, str] | None = None) -> Refused:
+    """Return the answer to an error that the engine, or attaching a hook, raised.
+
+    Clients have no Python: hints are left out, except those that `words` says as a client can follow them.
+    """
     if isinstance(error, Refused):
         return error
-    message = str(error) or type(error).__name__
+    said = error.text({**dict.fromkeys(Hint, ""), **(words or {})}) if isinstance(error, HooklineError) else str(error)
+    message = said or type(error).__name__
     if isinstance(error, EngineBusy):
         return Refused(429, message, headers={"Retry-After": "1"})
     if isinstance(error, EngineClosed):

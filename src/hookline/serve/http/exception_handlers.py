@@ -14,12 +14,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.exceptions import StarletteHTTPException as HTTPException  # what 404 and 405 are, too
 from fastapi.responses import Response
 
-from hookline.errors import HooklineError
+from hookline.errors import Hint, HooklineError
 from hookline.serve.http.error_answers import Refused, error_body, refusal_from_error, refusal_from_validation, to_json
 from hookline.serve.http.request_bodies import keys_at
-from hookline.sites.targets import SEE_ALL
 
 __all__ = ["add_exception_handlers", "json_response"]
+
+_WORDS: Final = {Hint.LIST_MODULES: "See all: GET /modules."}
 
 
 def add_exception_handlers(app: Any) -> None:
@@ -43,10 +44,8 @@ def _refused(refused: Refused) -> Any:
 
 
 async def _on_refused(http: HttpRequest, error: Exception) -> Any:
-    refused = refusal_from_error(error)
-    if any(route.path == "/modules" for route in http.app.routes):  # beside another engine's routes there is none
-        refused.message = refused.message.replace(SEE_ALL, "See all: GET /modules.")
-    return _refused(refused)
+    has_modules = any(route.path == "/modules" for route in http.app.routes)  # beside another engine's, there is none
+    return _refused(refusal_from_error(error, _WORDS if has_modules else None))
 
 
 async def _on_body(http: HttpRequest, error: Any) -> Any:

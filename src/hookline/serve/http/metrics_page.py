@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from hookline.errors import MissingPackageError
+from hookline.serve.engine_counts import EngineCount
 
 __all__ = ["HookFigures", "Metrics"]
 
@@ -54,7 +55,7 @@ class Metrics:
         known = method if method in ("GET", "POST", "DELETE") else "other"
         self._seconds.labels(known, route, str(status)).observe(seconds)
 
-    def page(self, counts: Mapping[str, float], hooks: Sequence[HookFigures]) -> bytes:
+    def page(self, counts: Mapping[EngineCount, float], hooks: Sequence[HookFigures]) -> bytes:
         """Return the text."""
         now = self._client.CollectorRegistry(auto_describe=False)
         now.register(_Now([*_engine_families(counts), *_hook_families(hooks)]))
@@ -72,38 +73,12 @@ class _Now:
         return iter(self._families)
 
 
-_OF_ENGINE: Final = {
-    "requests_accepted": ("Sequences that were taken into the queue", True),
-    "requests_refused": ("Sequences that were refused with 429 because too many waited", True),
-    "requests_stop": ("Sequences that ended at an end-of-text token or a stop text", True),
-    "requests_length": ("Sequences that ended because they had max_tokens tokens", True),
-    "requests_cancelled": ("Sequences that were cancelled, as by a client that went away", True),
-    "requests_error": ("Sequences that ended with an error", True),
-    "requests_waiting": ("Sequences that wait for their turn now", False),
-    "requests_running": ("Sequences in the running batch now", False),
-    "prompt_tokens": ("Tokens of the prompts of requests that were run", True),
-    "not_computed": ("Tokens of prompts that the engine took from its prefix cache, so that no hook saw them", True),
-    "answer_tokens": ("Tokens that were sampled", True),
-    "prefill_forwards": ("Forwards of the model over prompts", True),
-    "decode_forwards": ("Forwards of the model over one token of each answer", True),
-    "forward_seconds": ("Seconds that the engine spent in forwards of the model", True),
-    "captured_bytes": ("Bytes of hidden states that were gathered for requests", True),
-    "captured_bytes_reserved": ("Bytes of hidden states that running requests may still want", False),
-    "captured_bytes_limit": ("The most bytes of hidden states that may be reserved", False),
-    "hooks": ("Hooks that are attached now", False),
-    "steps": ("Steps of the engine, each a forward over one batch", True),
-    "eager_steps": ("Steps that ran eagerly, so that hooks fired", True),
-}
-"""What the counts of our engine and of other engines' workers mean, and whether each only grows."""
-
-
-def _engine_families(counts: Mapping[str, float]) -> Iterator[Any]:
+def _engine_families(counts: Mapping[EngineCount, float]) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    for key, value in sorted(counts.items()):
-        words, grows = _OF_ENGINE[key]
-        kind = CounterMetricFamily if grows else GaugeMetricFamily
-        yield kind(f"hookline_engine_{key}", words, value=float(value))
+    for count, value in sorted(counts.items()):
+        kind = CounterMetricFamily if count.grows else GaugeMetricFamily
+        yield kind(f"hookline_engine_{count}", count.help, value=float(value))
 
 
 _OF_HOOKS: Final = (

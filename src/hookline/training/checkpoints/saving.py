@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from hookline.errors import CheckpointError, HooklineWarning, OptionError, RankError, ResumeError
+from hookline.errors import CheckpointError, Hint, HooklineWarning, OptionError, RankError, ResumeError
 from hookline.messages import caller_stacklevel, type_name
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.training.checkpoints.checkpoints import Checkpoints, differences, lock_folder, to_plain
@@ -152,7 +152,8 @@ class Saving:
             lines = "\n".join(f"  {line}" for line in changed)
             raise ResumeError(
                 f"The run in {path.parent} was saved with other settings (saved → now):\n{lines}\nNext: set them back, "
-                "begin a run in another folder, or go on all the same: Checkpoints(..., force=True)."
+                "or begin a run in another folder.",
+                hint=Hint.RESUME_ANYWAY,
             )
         self._core.check(saved["core"], force=self._checkpoints.force)
         if saved["made"]["torch"] != str(torch.__version__):
