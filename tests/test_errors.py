@@ -17,6 +17,7 @@ import hookline as hl
 from hookline import errors
 from hookline.cli.screen import messages
 from hookline.cli.shell_hints import shell_text
+from hookline.errors import Hint
 from hookline.serve.http.error_answers import refusal_from_error
 
 BUILTINS = {
@@ -407,7 +408,7 @@ def test_without_strict_a_missing_target_warns_and_the_handle_is_on_nothing():
 
 def test_a_hint_is_said_in_the_words_of_who_reads_the_error():
     """Python's by default; a shell has its own for every hint; over HTTP there is none but where a route answers it."""
-    for hint in errors.Hint:
+    for hint in Hint:
         error = errors.NoMatchError("Nothing is here.", hint=hint)
         assert str(error) == f"Nothing is here. {hint.value}"
         assert shell_text(error, "a model").startswith("Nothing is here. ")
@@ -424,7 +425,7 @@ def test_no_hint_is_rewritten_in_the_text_of_an_error():
     """A text that is searched for words of Python stops being found when those words change, and nobody is told."""
     package = Path(errors.__file__).parent
     sources = {path: path.read_text() for path in package.rglob("*.py") if path.name != "errors.py"}
-    for hint in errors.Hint:
+    for hint in Hint:
         assert [path for path, text in sources.items() if hint.value in text] == []
         assert [path for path, text in sources.items() if f"hint=Hint.{hint.name}" in text], hint
     rewritten = re.compile(r"str\((error|warning|message)\)\.replace\(")

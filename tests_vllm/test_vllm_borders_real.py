@@ -115,8 +115,8 @@ def test_one_name_for_all_and_everybody_has_their_own(client: httpx.Client, refe
 
 
 def test_a_hook_of_a_request_that_raises_ends_no_engine(client: httpx.Client, reference: Any) -> None:
-    """A vector of the wrong width, with a neighbour in the batch: told in the one answer, and nowhere else."""
-    bad = {**STEER, "config": {"vector": [1.0] * 7}}
+    """A vector of the wrong width where no width is known, with a neighbour in the batch: told in the one answer."""
+    bad = {**STEER, "target_modules": [f"{LAYER}.mlp"], "config": {"vector": [1.0] * 7}}
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.submit(ask, client, hooks={"hooks": [bad]}), pool.submit(ask, client, [70, 6])
     assert tokens(first.result()) == alone(reference, PROMPT)
@@ -124,6 +124,25 @@ def test_a_hook_of_a_request_that_raises_ends_no_engine(client: httpx.Client, re
     (found,) = first.result().json()["choices"][0]["hooks"]["hooks"]
     assert found["errors"] == 1
     assert "7" in found["last_error"]
+
+
+@pytest.mark.parametrize(
+    "target", [LAYER, "model.layers.#", "model.norm", "model.embed_tokens", f"{LAYER}.mlp.down_proj"]
+)
+def test_a_vector_of_another_length_is_refused_when_it_is_attached(client: httpx.Client, target: str) -> None:
+    """By the model's own parts, before any request: of layers, norms, embeddings and whole projections."""
+    wrong = {**STEER, "target_modules": [target], "config": {"vector": [1.0] * 7}}
+    refused = client.post("/hooks", json=wrong, headers=BEARER)
+    assert refused.status_code == 400, refused.text
+    assert "is for 7 numbers" in refused.json()["error"]["message"]
+    assert "has 128 for each token" in refused.json()["error"]["message"]
+    assert client.get("/hooks").json()["hooks"] == []
+    told = ask(client, hooks={"hooks": [wrong]})
+    assert told.status_code == 400
+    assert "has 128 for each token" in told.json()["error"]["message"]
+    added = client.post("/hooks", json={**wrong, "config": {"vector": [1.0] * 128}}, headers=BEARER)
+    assert added.status_code == 201, added.text  # negative control
+    client.delete(f"/hooks/{added.json()['id']}", headers=BEARER)
 
 
 def test_behind_a_proxy_the_token_is_asked_for_all_the_same(client: httpx.Client) -> None:

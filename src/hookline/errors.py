@@ -47,7 +47,6 @@ __all__ = [
     "EngineBusy",
     "EngineClosed",
     "GuardError",
-    "Hint",
     "HookCheckError",
     "HookNameError",
     "HookNeverFired",

@@ -19,12 +19,13 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.tail = nn.Identity()  # of which nobody knows how wide its output is before it runs
 
     def forward(self, input_ids, positions):
         x = input_ids[:, None] * torch.ones(4)
         for layer in self.layers:
             x = layer(x)
-        return x
+        return self.tail(x)
 
 
 class Sampler(nn.Module):

@@ -202,6 +202,23 @@ def test_a_spec_that_cannot_be_attached_is_told_and_the_others_are_on(attached: 
     assert "model.layers.77" in caplog.text
 
 
+def test_a_vector_of_another_length_is_refused_before_the_first_request(attached: Any, caplog: Any) -> None:
+    """Layers by the configuration of the engine, projections by themselves; the one that fits is on."""
+    runner = Runner()
+    runner.model_config = SimpleNamespace(hidden_size=8)
+    for layer in runner.model.model.layers:
+        layer.input_layernorm = torch.nn.LayerNorm(8)
+    spec = {"hook_factory": "hookline.factories:steer", "config": {"vector": [1.0] * 7}}
+    wrong = [{**spec, "name": target, "target_modules": [target]} for target in (*LAYERS, "model.layers.0.mlp.2")]
+    fits = {**spec, "name": "fits", "target_modules": LAYERS, "config": {"vector": [1.0] * 8}}
+    _, hooks = attached(*wrong, fits, runner=runner)
+    assert [live.name for live in hooks.list()] == ["fits"]
+    for each in wrong:
+        assert (
+            f"hook {each['name']!r} is not attached: OptionError: steer was given what is for 7 numbers" in caplog.text
+        )
+
+
 def test_a_hook_that_does_not_fire_is_named(attached: Any, caplog: Any) -> None:
     """``lm_head`` is read and never called; after three forwards the log says so."""
     runner, _ = attached({**STATS, "name": "head", "target_modules": ["lm_head"]}, STATS)

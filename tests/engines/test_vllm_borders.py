@@ -57,7 +57,7 @@ def test_a_client_cannot_stop_the_engine(context, on_error):
     engine = Engine(Worker(context))
     hooks = VllmHooks(engine)
     plain = engine.step(BOTH)
-    bad = {**STEER, "config": {"vector": [1.0] * 7}, "on_error": on_error}
+    bad = {**STEER, "target_modules": ["tail"], "config": {"vector": [1.0] * 7}, "on_error": on_error}
     assert torch.equal(engine.step(BOTH, {"a-00000001": {"hooks": [bad]}, "b-00000002": None}), plain)
     if on_error == "raise":
         with pytest.raises(OptionError, match="on_error"):
@@ -66,6 +66,28 @@ def test_a_client_cannot_stop_the_engine(context, on_error):
         assert "on_error" in answer["error"]["message"]
     else:
         assert hooks.states("a").hooks[0]["errors"] == 1
+
+
+def test_a_vector_or_a_probe_of_another_length_is_refused_when_it_is_attached(context):
+    """On every rank, in a file of the start and over HTTP, before a request meets it; also one of a request."""
+    engine = Engine(Worker(context, tp=2), Worker(context, rank=1, tp=2))
+    hooks = VllmHooks(engine)
+    plain = engine.step(BOTH)
+    probe = {"head": ProbeHead([(torch.zeros(1, 3), torch.zeros(1))]).to_plain()}
+    wrong = {
+        "steer": {**STEER, "config": {"vector": [1.0] * 7}},
+        "probe": {"target_modules": ["layers.#"], "hook_factory": "hookline.factories:probe", "config": probe},
+    }
+    for name, spec in wrong.items():
+        words = rf"{name} was given what is for \d numbers, and the output of layers\.\d has 4 for each token"
+        with pytest.raises(OptionError, match=words):
+            hooks.add(spec)
+        assert not hooks.list()
+        assert torch.equal(engine.step(BOTH, {"a-00000001": {"hooks": [spec]}, "b-00000002": None}), plain)
+        with pytest.raises(OptionError, match=words):
+            hooks.states("a")
+        engine.step({}, finished=list(BOTH))
+    assert hooks.add({**STEER, "config": {"vector": [1.0] * 4}})["matched"] == ["layers.1"]  # negative control
 
 
 def test_what_requests_leave_has_one_bound(context, monkeypatch):
@@ -167,7 +189,7 @@ def test_a_step_whose_rows_cannot_be_read_fails_the_states_of_running_requests(c
 def test_a_hook_that_is_switched_off_lets_the_engine_run_compiled(context):
     engine = Engine(Worker(context))
     hooks = VllmHooks(engine)
-    hooks.add({**STEER, "config": {"vector": [1.0] * 7}})
+    hooks.add({**STEER, "target_modules": ["tail"], "config": {"vector": [1.0] * 7}})
     eager = []
     for _ in range(2):
         engine.step(BOTH)

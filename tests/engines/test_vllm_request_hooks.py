@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from hookline.engines.vllm.engine_live_hooks import EngineLiveHooks
-from hookline.engines.vllm.request_hooks import RequestHooks, confined_spec
 from hookline.engines.vllm.request_options import request_options
-from hookline.engines.vllm.step_rows import StepRow, table_of_step
+from hookline.engines.vllm.step_rows import StepRow, flat_rows_of, table_of_step
 from hookline.errors import NoMatchError, NotAllowedError, OptionError
 from hookline.factories.batch_rows import serving
+from hookline.serve.request_hooks import RequestHooks, confined_spec
 
 ROWS = [StepRow("a", 9, 1, 9), StepRow("b", 0, 3, 3), StepRow("c", 4, 1, 2)]
 STEER = {
@@ -23,13 +23,22 @@ STATS = {"target_modules": ["0"], "hook_factory": "hookline.factories:activation
 
 
 class Pair(nn.Module):
-    def forward(self, x):
+    def forward(self, x, extra=None, other=None):
         return x + 1, x * 0
 
 
 @pytest.fixture
 def model():
     return nn.Sequential(Pair())
+
+
+def request_hooks(model):
+    return RequestHooks(EngineLiveHooks(model), flat_rows_of)
+
+
+def begin(hooks, id, specs, allow=None):
+    """Do what a worker does when a request begins that brings hooks."""
+    hooks.open(id, hooks.confine(id, specs, allow))
 
 
 def run(model, rows=ROWS, names=("a", "b", "c")):
@@ -40,8 +49,8 @@ def run(model, rows=ROWS, names=("a", "b", "c")):
 
 def test_an_edit_changes_the_rows_of_its_request_alone(model):
     plain, zeros = run(model)
-    hooks = RequestHooks(EngineLiveHooks(model))
-    hooks.open("b", [STEER], None)
+    hooks = request_hooks(model)
+    begin(hooks, "b", [STEER], None)
     assert hooks.is_active
     steered, second = run(model)
     assert torch.equal(second, zeros)
@@ -62,9 +71,9 @@ def test_an_edit_that_observe_would_ignore_is_refused(model):
 
 
 def test_two_requests_have_hooks_of_their_own(model):
-    hooks = RequestHooks(EngineLiveHooks(model))
-    hooks.open("a", [STEER, STATS], None)
-    hooks.open("c", [STATS], None)
+    hooks = request_hooks(model)
+    begin(hooks, "a", [STEER, STATS], None)
+    begin(hooks, "c", [STATS], None)
     run(model)
     first = hooks.close("a")[1]
     run(model)  # a has ended, and is not in its metrics
@@ -76,8 +85,8 @@ def test_two_requests_have_hooks_of_their_own(model):
 
 
 def test_a_request_that_is_not_in_the_step_is_left_alone(model):
-    hooks = RequestHooks(EngineLiveHooks(model))
-    hooks.open("x", [STEER], None)
+    hooks = request_hooks(model)
+    begin(hooks, "x", [STEER], None)
     plain = torch.arange(10.0).reshape(5, 2) + 1
     assert torch.equal(run(model)[0], plain)
     assert torch.equal(model(plain - 1)[0], plain)  # nobody says whose rows these are
@@ -86,8 +95,8 @@ def test_a_request_that_is_not_in_the_step_is_left_alone(model):
 
 
 def test_a_hook_that_raises_is_switched_off_and_told(model):
-    hooks = RequestHooks(EngineLiveHooks(model))
-    hooks.open("b", [{**STEER, "config": {"vector": [1.0, 2.0, 3.0]}}], None)
+    hooks = request_hooks(model)
+    begin(hooks, "b", [{**STEER, "config": {"vector": [1.0, 2.0, 3.0]}}], None)
     plain = torch.arange(10.0).reshape(5, 2) + 1
     assert torch.equal(run(model)[0], plain)
     found = hooks.close("b")[0]
@@ -110,13 +119,13 @@ def test_a_hook_that_raises_is_switched_off_and_told(model):
 )
 def test_what_a_request_may_not_ask_for(spec, error):
     with pytest.raises(error):
-        confined_spec({"target_modules": ["0"], **spec}, "a", None)
+        confined_spec({"target_modules": ["0"], **spec}, "a", None, flat_rows_of)
 
 
 def test_names_that_clients_choose_do_not_decide_whose_rows_a_hook_gets(model):
     plain = run(model)[0]
-    hooks = RequestHooks(EngineLiveHooks(model))
-    hooks.open("b", [STEER], None)
+    hooks = request_hooks(model)
+    begin(hooks, "b", [STEER], None)
     changed = run(model, names=("b", "x", "b"))[0] != plain
     assert changed.any(1).tolist() == [False, True, True, True, False]
     hooks.clear()
@@ -124,29 +133,29 @@ def test_names_that_clients_choose_do_not_decide_whose_rows_a_hook_gets(model):
 
 def test_a_refusal_names_what_a_request_can_use():
     with pytest.raises(NotAllowedError, match="factories:steer") as refused:
-        confined_spec({"target_modules": ["0"], "hook_factory": "os:system"}, "a", None)
+        confined_spec({"target_modules": ["0"], "hook_factory": "os:system"}, "a", None, flat_rows_of)
     assert "export" not in str(refused.value)
     assert "hookline.factories:probe" in str(refused.value)
 
 
 def test_an_error_of_a_request_never_leaves_the_forward():
     for given, expected in (({}, "disable"), ({"on_error": None}, "disable"), ({"on_error": "warn"}, "warn")):
-        assert confined_spec({**STEER, **given}, "a", None).on_error == expected
+        assert confined_spec({**STEER, **given}, "a", None, flat_rows_of).on_error == expected
 
 
 def test_an_allowed_prefix_lets_other_factories_in():
     spec = {"target_modules": ["0"], "hook_factory": "my_project.hooks:make"}
     with pytest.raises(NotAllowedError):
-        confined_spec(spec, "a", ("my_proj",))
-    assert confined_spec(spec, "a", ("my_project",)).name == "make"
+        confined_spec(spec, "a", ("my_proj",), flat_rows_of)
+    assert confined_spec(spec, "a", ("my_project",), flat_rows_of).name == "make"
 
 
 def test_a_prefix_does_not_let_in_what_its_module_has_imported(model):
     """`request_options` is imported here, and may not be named through this module; a factory of its own may."""
-    hooks = RequestHooks(EngineLiveHooks(model))
+    hooks = request_hooks(model)
     with pytest.raises(NotAllowedError, match="comes from"):
-        hooks.open("b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:request_options"}], (__name__,))
-    hooks.open("b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:own_factory"}], (__name__,))
+        begin(hooks, "b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:request_options"}], (__name__,))
+    begin(hooks, "b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:own_factory"}], (__name__,))
     hooks.clear()
 
 
@@ -155,9 +164,9 @@ def own_factory(config):
 
 
 def test_a_module_that_is_not_there_attaches_nothing(model):
-    hooks = RequestHooks(EngineLiveHooks(model))
+    hooks = request_hooks(model)
     with pytest.raises(NoMatchError):
-        hooks.open("a", [STEER, {**STEER, "target_modules": ["7"]}], None)
+        begin(hooks, "a", [STEER, {**STEER, "target_modules": ["7"]}], None)
     assert not hooks.is_active
     assert not model[0]._forward_hooks
 
@@ -166,5 +175,54 @@ def test_hooks_in_the_options_of_a_request():
     assert request_options({"hooks": [STEER]}).hooks == (STEER,)
     with pytest.raises(OptionError):
         request_options({"hooks": STEER})
+
+
+def test_a_request_has_64_hooks_at_most(model):
     with pytest.raises(OptionError, match="64"):
-        request_options({"hooks": [STEER] * 65})
+        begin(request_hooks(model), "a", [STEER] * 65)
+    assert not model[0]._forward_hooks
+
+
+def test_a_hook_of_a_request_is_shown_its_own_rows_alone(model):
+    """Inputs too; what has no row for each token, a table of all requests for example, is not shown at all."""
+    hooks, seen = request_hooks(model), SEEN
+    seen.clear()
+    begin(hooks, "b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:sees_all"}], (__name__,))
+    x = torch.arange(10.0).reshape(5, 2)
+    with torch.inference_mode(), serving(table_of_step(ROWS, ("a", "b", "c"), {})):
+        model[0](x, torch.ones(3), object())
+    ((inputs, output),) = seen
+    assert torch.equal(inputs[0], x[1:4])
+    assert inputs[1:] == (None, None)
+    assert torch.equal(output[0], x[1:4] + 1)
+    hooks.clear()
+
+
+SEEN = []
+
+
+def sees_all(config):
+    def hook(module, args, output):
+        SEEN.append((args, output))
+
+    return hook
+
+
+def test_an_edit_of_another_shape_is_refused_and_changes_nothing(model):
+    """It would be spread over the rows by broadcasting, or be passed over without a word."""
+    plain = run(model)[0]
+    for factory in ("returns_one_number", "returns_one_of_two"):
+        hooks = request_hooks(model)
+        begin(hooks, "b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:{factory}"}], (__name__,))
+        assert torch.equal(run(model)[0], plain)
+        found = hooks.close("b")[0]
+        assert found["errors"] == 1
+        assert "in place of" in found["last_error"]
+
+
+def returns_one_number(config):
+    return lambda module, args, output: (torch.zeros(1), output[1])
+
+
+def returns_one_of_two(config):
+    return lambda module, args, output: output[0] * 2

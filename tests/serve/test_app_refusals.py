@@ -77,7 +77,12 @@ BAD_BODIES = {
     "no such penalty": ({"prompt": "a", "repetition_penalty": 2}, "$.repetition_penalty", "is known here. See /docs"),
     "a mistyped key": ({"prompt": "a", "temprature": 0}, "$.temprature", "Did you mean 'temperature'?"),
     "a key of another level": ({"prompt": "a", "hooks": {"layers": []}}, "$.hooks.layers", "known here. See"),
-    "hooks of one request": ({"prompt": "a", "hooks": {"hooks": [{}]}}, "$.hooks.hooks", "X-Request-Id"),
+    "a hook of one request without a factory": (
+        {"prompt": "a", "hooks": {"hooks": [{"target_modules": ["*"]}]}},
+        "$.hooks.hooks[0].hook_factory",
+        "is missing",
+    ),
+    "no hook of one request": ({"prompt": "a", "hooks": {"hooks": []}}, "$.hooks.hooks", "at least 1"),
     "a negative temperature": ({"prompt": "a", "temperature": -1}, "$.temperature", "greater than or equal to 0"),
     "what is not done": ({"prompt": "a", "presence_penalty": 1.0}, "$.presence_penalty", "no penalties here; leave"),
     "a token that is none": ({"prompt": [999_999]}, None, "not in the model's vocabulary"),

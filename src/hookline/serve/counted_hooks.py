@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from hookline.specs.hook_spec import HookSpec
 
-__all__ = ["CountedHook", "CountingFactory"]
+__all__ = ["CountedHook", "CountingFactory", "check_width", "finite_metrics"]
 
 logger = logging.getLogger("hookline.serve.hooks")
 
@@ -55,15 +56,7 @@ class CountedHook(ErrorHandlingHook):
 
     def check_sites(self, names: Sequence[str]) -> None:
         """Raise if the hook is made for outputs of another width than that of a module in ``names``."""
-        width = self.hook.width if isinstance(self.hook, FactoryHook) else None
-        for name in names if width is not None else ():
-            found = self.widths.get(name, width)
-            if found != width:
-                raise OptionError(
-                    f"{self.hook.name} was given what is for {width} numbers, and the output of "
-                    f"{name or 'the model'} has {found} for each token: give it one of {found}, or name modules whose "
-                    f"output has {width}."
-                )
+        check_width(self.hook, names, self.widths)
 
     @property
     def errors(self) -> int:
@@ -88,6 +81,23 @@ class CountedHook(ErrorHandlingHook):
                 raise
         finally:
             self.seconds += time.perf_counter() - start
+
+
+def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return metrics as JSON takes them: it has no NaN and no infinity."""
+    return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def check_width(hook: Any, names: Sequence[str], widths: Mapping[str, int]) -> None:
+    """Raise if ``hook`` is made for outputs of another width than that of a module in ``names``, where it is known."""
+    width = hook.width if isinstance(hook, FactoryHook) else None
+    for name in names if width is not None else ():
+        found = widths.get(name, width)
+        if found != width:
+            raise OptionError(
+                f"{hook.name} was given what is for {width} numbers, and the output of {name or 'the model'} has "
+                f"{found} for each token: give it one of {found}, or name modules whose output has {width}."
+            )
 
 
 class _CountedObserver(CountedHook):

@@ -10,10 +10,12 @@ that only the model knows: its length, its vocabulary, the names of its layers.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from hookline.errors import OptionError
+from hookline.messages import short_repr
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,11 +94,14 @@ class GenerationRequest:
     """Also give the log probability of each token and of so many of the likeliest; None gives neither."""
     states: StatesWanted | None = None
     """Hidden states to give back when it has finished."""
+    hooks: tuple[Mapping[str, Any], ...] = ()
+    """Specs of hooks for this request alone: they see its rows, change them alone, and go when it has ended."""
 
     def __post_init__(self) -> None:
         put = object.__setattr__
         put(self, "prompt_ids", tuple(_whole("prompt_ids", each) for each in self.prompt_ids))
         put(self, "stop", _strings("stop", self.stop))
+        put(self, "hooks", _specs(self.hooks))
         if not isinstance(self.id, str) or not self.id:
             raise OptionError(f"A request's id is a string that is not empty, got {self.id!r}.")
         if not self.prompt_ids:
@@ -178,6 +183,8 @@ class Finished:
     """The failure, or the reason for a cancel."""
     stop: str | None = None
     """The stop text that was met."""
+    hooks: tuple[dict[str, Any], ...] = ()
+    """What the hooks of this request did, in their order: name, matched modules, rows, errors, metrics."""
     flags: tuple[RequestFlag, ...] = ()
     """What probes found in prompt and answer: one for each probe and module that found something."""
 
@@ -193,6 +200,12 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
         raise OptionError(f"{name} is a list of strings, got {value!r}.")
     return tuple(given)
+
+
+def _specs(value: Any) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
+        raise OptionError(f"hooks is a list of hook specs, each a dictionary, got {short_repr(value)}.")
+    return tuple(value)
 
 
 def _positions(value: Any) -> Any:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,6 +28,7 @@ from hookline.serve.generation.request_validator import RequestValidator, check_
 from hookline.serve.generation.row_batch import BatchForward
 from hookline.serve.generation_request import Event, GenerationRequest
 from hookline.serve.live_hooks import LiveHooks
+from hookline.serve.request_hook_maker import RequestHookMaker
 
 if TYPE_CHECKING:
     from torch import nn
@@ -123,6 +124,11 @@ class Engine:
         self._is_over = False
         self._deadline = float("inf")
         self.hooks = LiveHooks(model, self.between, allow=allow, on_error=on_error, widths=self.widths)
+        self._request_hooks = LiveHooks(model, self.between, allow=None, widths=self.widths)
+        """Those of single requests, which nobody else is shown."""
+        self._hook_maker = RequestHookMaker(
+            model, self._request_hooks, self.widths, is_compiled=self._forward.is_compiled
+        )
 
     # -- from any thread -------------------------------------------------------------------------------------
 
@@ -141,23 +147,40 @@ class Engine:
         """Return whether requests are answered; False before the start, after the end, and after a failure."""
         return self._thread is not None and self._thread.is_alive() and not self._is_over
 
-    def submit(self, request: GenerationRequest, on_event: Callable[[Event], None]) -> Ticket:
+    def submit(
+        self, request: GenerationRequest, on_event: Callable[[Event], None], *, allow: Sequence[str] = ()
+    ) -> Ticket:
         """Queue a request.
 
         Args:
             request: What is asked.
             on_event: Called on the engine's thread with each `Token`, then once with `Finished`. It must not block: as
                 long as it runs, no request gets a token. If it raises, that is logged, and the request cancelled.
+            allow: What paths of factories of its hooks may begin with, beside those of `hookline.factories` that need
+                no files.
 
         Raises:
             EngineBusy: As many wait as may.
             EngineClosed: The engine is not running, or takes no more.
-            OptionError: The request is too long, or wants what cannot be had; its id is in use.
+            OptionError: The request is too long, or wants what cannot be had; its id is in use; a hook of it cannot
+                be made, or is for outputs of another width.
+            NotAllowedError: A hook of it has a factory that requests may not name, or files.
             NoMatchError: (a KeyError) a layer that the model does not have; the message names the nearest.
         """
         row = RequestRow(
             request, on_event, tokenizer=self.tokenizer, eos=self._eos, states=self._validator.check(request)
         )
+        row.hooks = self._hook_maker.prepare(request.id, request.hooks, allow)
+        try:
+            self._accept(row)
+        except BaseException:
+            if row.hooks is not None:
+                row.hooks.close()
+            raise
+        return Ticket(row, self._wake)
+
+    def _accept(self, row: RequestRow) -> None:
+        request = row.request
         with self._changed:
             self._check_runs()
             other = self._known.get(request.id)
@@ -172,7 +195,6 @@ class Engine:
             self._waiting.append(row)
             self._accepted += 1
             self._changed.notify_all()
-        return Ticket(row, self._wake)
 
     def _check_runs(self) -> None:
         if self._thread is None or self._is_closing:
@@ -322,6 +344,7 @@ class Engine:
         for act, future in acts:
             _do(act, future)
         self.hooks.close()
+        self._request_hooks.close()
         atexit.unregister(self._close_at_exit)
 
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import math
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.engines.hooks_in_worker import at_once, probe_action, silent_sites
+from hookline.engines.output_widths import output_widths
 from hookline.engines.sglang.forward_rows import table_of_batch
 from hookline.engines.sglang.sglang_options import SglangOptions
 from hookline.errors import OptionError
 from hookline.factories.batch_rows import TokenBatch, serving
 from hookline.replace_file import replace_file
+from hookline.serve.counted_hooks import finite_metrics
 from hookline.serve.generation.model_probe import hooks_suspended
 from hookline.serve.live_hooks import LiveHook, LiveHooks
 
@@ -49,15 +50,18 @@ class SglangHooks:
         model: The model of the runner.
         options: What the environment asks for.
         place: What the report of this worker is called.
+        hidden_size: How many numbers the model keeps for each token between its layers, if that is known.
     """
 
-    def __init__(self, model: nn.Module, options: SglangOptions, *, place: str = "0") -> None:
+    def __init__(
+        self, model: nn.Module, options: SglangOptions, *, place: str = "0", hidden_size: int | None = None
+    ) -> None:
         self.model = model
         self.steps = 0
         """Forwards of the runner while there was a hook."""
         self._options = options
         self._place = place
-        self._live = LiveHooks(model, at_once, allow=None)
+        self._live = LiveHooks(model, at_once, allow=None, widths=output_widths(model, hidden_size))
         self._has_logged = False
         atexit.register(self.close)  # SGLang's processes are mostly killed, which no hook outlives
 
@@ -146,7 +150,7 @@ class SglangHooks:
         from hookline.serve.http.hook_routes import hook_to_json
 
         metrics = self.metrics()
-        return [{**hook_to_json(live), "metrics": _finite(metrics.get(live.id, {}))} for live in self.list()]
+        return [{**hook_to_json(live), "metrics": finite_metrics(metrics.get(live.id, {}))} for live in self.list()]
 
     def _table(self, batch: Any) -> TokenBatch | None:
         try:
@@ -175,8 +179,3 @@ def _check_action(spec: Mapping[str, Any]) -> None:
         logger.warning(
             "hook %r has action='flag': answers of SGLang have no flags; tokens are counted", spec.get("name")
         )
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Return metrics as JSON takes them: it has no NaN and no infinity."""
-    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

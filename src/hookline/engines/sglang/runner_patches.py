@@ -75,7 +75,9 @@ def _attach(runner: Any, options: SglangOptions) -> None:
     if getattr(runner, "is_draft_worker", False) or runner in _HOOKS:
         return
     try:
-        made = SglangHooks(runner.model, options, place=f"gpu{getattr(runner, 'gpu_id', 0)}")
+        hidden_size = getattr(getattr(runner, "model_config", None), "hidden_size", None)
+        place = f"gpu{getattr(runner, 'gpu_id', 0)}"
+        made = SglangHooks(runner.model, options, place=place, hidden_size=hidden_size)
         made.add(options.specs)
     except Exception:
         logger.exception("hooks cannot be attached; the engine goes on without them")

@@ -14,11 +14,10 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
-from hookline.errors import HooklineError
-from hookline.serve.http.error_answers import Refused, refusal_from_error, refusal_from_validation, to_json
-from hookline.serve.http.hook_routes import values_from_body
+from hookline.serve.http.error_answers import Refused, refusal_from_validation, to_json
+from hookline.serve.http.hook_routes import specs_of_request
 from hookline.serve.http.http_settings import Settings, check_answers_wanted
-from hookline.serve.http.request_bodies import HiddenStatesBody, HookBody, RequestHooks, keys_at
+from hookline.serve.http.request_bodies import HiddenStatesBody, RequestHooks, keys_at
 
 __all__ = ["EngineRequestHooks", "EngineStatesBody", "StatesRequest", "check_asks_nothing", "read_request"]
 
@@ -44,8 +43,6 @@ class EngineRequestHooks(RequestHooks):
 
     hidden_states: EngineStatesBody | None = None
     """Send these hidden states back."""
-    hooks: Annotated[list[HookBody], Field(min_length=1, max_length=64, fail_fast=True)] | None = None
-    """Attach these specs for this request alone: they see its rows, and change them alone."""
 
 
 @dataclass(frozen=True)
@@ -167,16 +164,8 @@ def _for_workers(wanted: EngineRequestHooks, settings: Settings) -> dict[str, An
     if wanted.hidden_states is not None:
         asked["hidden_states"] = wanted.hidden_states.model_dump(exclude_none=True, exclude={"as_", "bypass_cache"})
     if wanted.hooks is not None:
-        asked["hooks"] = [_spec(place, each, settings) for place, each in enumerate(wanted.hooks)]
+        asked["hooks"] = specs_of_request(wanted.hooks, settings)
     return asked
-
-
-def _spec(place: int, body: HookBody, settings: Settings) -> dict[str, Any]:
-    try:
-        return values_from_body(body, settings)
-    except (Refused, HooklineError) as error:
-        refused = refusal_from_error(error)
-        raise Refused(refused.status, f"hooks[{place}]: {refused.message}", param=f"$.hooks.hooks[{place}]") from None
 
 
 def _prompts(body: Mapping[str, Any], path: str) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from hookline.engines.hooks_in_worker import probe_action
 from hookline.errors import OptionError
 
-__all__ = ["TESTED_VERSIONS", "EngineFacts", "Way", "check_stop", "choose_way", "way_words"]
+__all__ = ["TESTED_VERSIONS", "EngineFacts", "Way", "check_stop", "choose_way", "hidden_size_of", "way_words"]
 
 Way = Literal["eager", "on_demand", "in_graph"]
 """How a hook fires: the model runs eagerly anyway; each step with hooks is run eagerly; it is in the compiled code."""
@@ -110,6 +110,12 @@ def check_stop(facts: EngineFacts, spec: Mapping[str, Any]) -> None:
             f"action='stop' cannot end an answer on this engine: {facts.why_no_stop}. Use action='flag', ask for "
             "the flags, and cancel the request by its id."
         )
+
+
+def hidden_size_of(worker: Any) -> int | None:
+    """Return how many numbers the model keeps for each token between its layers; None where vLLM does not say."""
+    found = getattr(getattr(worker.vllm_config, "model_config", None), "get_hidden_size", None)
+    return int(found()) if callable(found) else None
 
 
 def way_words(ways: Sequence[Way]) -> str:

@@ -20,8 +20,8 @@ __all__ = ["EngineLiveHooks"]
 class EngineLiveHooks(LiveHooks):
     """The hooks on the model of one worker. All calls come between two steps, on the worker's only thread."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, at_once, allow=None)
+    def __init__(self, model: nn.Module, widths: Mapping[str, int] | None = None) -> None:
+        super().__init__(model, at_once, allow=None, widths=widths)
         self._is_compiled = False
         self._in_graph: set[str] = set()
 

@@ -19,8 +19,6 @@ from hookline.serve.generation_request import StatesWanted
 __all__ = ["RequestOptions", "StatesPlan", "request_options"]
 
 _KEYS: Final = ("hidden_states", "hooks", "key")
-_MOST_HOOKS: Final = 64
-"""As over HTTP. Workers are the border: options reach them by other ways too."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +107,6 @@ def _hooks(given: Any) -> tuple[Mapping[str, Any], ...]:
         return ()
     if not isinstance(given, list | tuple) or not all(isinstance(each, Mapping) for each in given):
         raise OptionError(f"hooks is a list of hook specs, got {given!r}.")
-    if len(given) > _MOST_HOOKS:
-        raise OptionError(f"A request may have {_MOST_HOOKS} hooks, got {len(given)}.")
     return tuple(given)
 
 

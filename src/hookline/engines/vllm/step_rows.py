@@ -14,12 +14,14 @@ from typing import Any, Final
 from torch import Tensor
 
 from hookline.factories.batch_rows import TokenBatch
+from hookline.serve.request_rows import FlatRows
 
 __all__ = [
     "BookedRequest",
     "RequestBook",
     "StepRow",
     "StepTable",
+    "flat_rows_of",
     "key_of_answer",
     "rows_of_runner",
     "table_after_model",
@@ -55,6 +57,24 @@ class StepTable(TokenBatch):
 
     ids: tuple[str, ...] = ()
     """The engine's own id of each request, in the order of ``request_ids``."""
+
+
+def flat_rows_of(batch: Any, request: str) -> FlatRows | None:
+    """Return the rows of a request in the flat batch of a step, by the engine's own id; None if it has none."""
+    if not isinstance(batch, StepTable) or request not in batch.ids or not isinstance(batch.request_ids, tuple):
+        return None
+    row = batch.ids.index(request)
+    lengths = [1] * len(batch.ids) if batch.lengths is None else [int(each) for each in batch.lengths]
+    begin = sum(lengths[:row])
+    end = begin + lengths[row]
+    own = TokenBatch(
+        input_ids=None if batch.input_ids is None else batch.input_ids[begin:end],
+        positions=None if batch.positions is None else batch.positions[begin:end],
+        lengths=(lengths[row],),
+        request_ids=(batch.request_ids[row],),
+        phase=batch.phase if batch.phases is None else batch.phases[row],
+    )
+    return FlatRows(begin, end, sum(lengths), own)
 
 
 def rows_of_runner(runner: Any, batch: Any = None) -> list[StepRow]:

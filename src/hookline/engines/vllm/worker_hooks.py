@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hookline.engines.hooks_in_worker import silent_sites
+from hookline.engines.output_widths import output_widths
 from hookline.engines.vllm.answer_ends import AnswerEnds
-from hookline.engines.vllm.engine_facts import EngineFacts, Way, check_stop, choose_way, way_words
+from hookline.engines.vllm.engine_facts import EngineFacts, Way, check_stop, choose_way, hidden_size_of, way_words
 from hookline.engines.vllm.engine_live_hooks import EngineLiveHooks
 from hookline.engines.vllm.layer_sources import never_called
 from hookline.engines.vllm.request_flags import RequestFlags
-from hookline.engines.vllm.request_hooks import RequestHooks, harmless_spec
 from hookline.engines.vllm.request_options import request_options
 from hookline.engines.vllm.request_states import RequestStates
 from hookline.engines.vllm.start_options import StartOptions
@@ -26,6 +26,7 @@ from hookline.engines.vllm.step_rows import (
     BookedRequest,
     RequestBook,
     StepTable,
+    flat_rows_of,
     key_of_answer,
     rows_of_runner,
     table_after_model,
@@ -34,6 +35,7 @@ from hookline.engines.vllm.step_rows import (
 from hookline.errors import OptionError
 from hookline.factories.batch_rows import set_batch
 from hookline.serve.live_hooks import LiveHook, Origin
+from hookline.serve.request_hooks import RequestHooks, harmless_spec
 from hookline.sites.wrappers import submodule
 
 if TYPE_CHECKING:
@@ -62,11 +64,12 @@ class WorkerHooks:
         self.eager_steps = 0
         """How many of them a compiled engine ran eagerly, for the hooks."""
         self.states = RequestStates(self.model, tp_size=self.facts.tp_size, most_bytes=options.captured_bytes)
-        self.request_hooks = RequestHooks(EngineLiveHooks(self.model))
+        widths = output_widths(self.model, hidden_size_of(worker))
+        self.request_hooks = RequestHooks(EngineLiveHooks(self.model, widths), flat_rows_of)
         self.flags = RequestFlags(can_stop=self.facts.why_no_stop is None)
         self.ends = None if self.facts.why_no_stop else AnswerEnds(worker.model_runner)
         self._runner = worker.model_runner
-        self._live = EngineLiveHooks(self.model)
+        self._live = EngineLiveHooks(self.model, widths)
         self._ways: dict[str, Way] = {}
         self._deferred: Any = []
         self._before_start: dict[str, dict[str, int]] = {}
@@ -276,7 +279,8 @@ class WorkerHooks:
         opened = self.states.open(booked.name, booked, asked.states)
         if asked.hooks and opened.error is None:
             try:
-                self.request_hooks.open(booked.id, asked.hooks, self.options.allow)
+                confined = self.request_hooks.confine(booked.id, asked.hooks, self.options.allow)
+                self.request_hooks.open(booked.id, confined)
             except Exception as error:
                 opened.fail(error)
 

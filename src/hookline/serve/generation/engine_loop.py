@@ -85,12 +85,18 @@ class EngineLoop:
         self._entering = []
 
     def _open(self, row: RequestRow) -> bool:
-        """Attach the observers of `row`; return False, and fail the row, if that raises."""
+        """Attach the observers and hooks of `row`; return False, and fail the row, if that raises."""
         try:
             if row.states is not None:
                 self._gatherer.open(row.states)
         except Exception as error:
             row.states = None  # there is nothing to close
+            self._fail([row], error)
+            return False
+        try:
+            if row.hooks is not None:
+                row.hooks.open()
+        except Exception as error:
             self._fail([row], error)
             return False
         return True
@@ -165,6 +171,8 @@ class EngineLoop:
 
     def end(self, row: RequestRow, error: str | None = None, *, entered: bool = True) -> None:
         """End a row: with `error`, as finished, or as cancelled."""
+        if row.hooks is not None:  # first: their metrics are part of the answer
+            row.hook_results = tuple(row.hooks.close())
         if error is not None:
             row.fail(error)
         elif row.is_over:

@@ -10,7 +10,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from hookline.factories.request_notes import RequestFlag, merge_flags
 from hookline.serve.generation.sampling import NO_TOKEN, ChosenToken
@@ -135,6 +135,16 @@ def _overlap(text: str, stop: str) -> int:
 logger = logging.getLogger("hookline.serve.serving_engine")
 
 
+class RowHooks(Protocol):
+    """The own hooks of a request: `PreparedHooks`."""
+
+    def open(self) -> None:
+        """Attach them, all or none."""
+
+    def close(self) -> list[dict[str, Any]]:
+        """Remove them, and return what they did."""
+
+
 class RequestRow:
     """A request that waits or runs."""
 
@@ -149,6 +159,10 @@ class RequestRow:
     ) -> None:
         self.request = request
         self.states = states
+        self.hooks: RowHooks | None = None
+        """Its own hooks, if it asks for any."""
+        self.hook_results: tuple[dict[str, Any], ...] = ()
+        """What its hooks did, once they are closed."""
         self.answer: list[int] = []
         self.draws = Random(secrets.randbits(64) if request.seed is None else request.seed)
         self.cancelled = False
@@ -221,7 +235,16 @@ class RequestRow:
         except Exception as error:
             self.fail(f"Its hidden states could not be put together: {error}")
             return
-        self._end(Finished(self._ending, states, *self._counts(), stop=self._text.met, flags=tuple(self.flags)))
+        self._end(
+            Finished(
+                self._ending,
+                states,
+                *self._counts(),
+                stop=self._text.met,
+                hooks=self.hook_results,
+                flags=tuple(self.flags),
+            )
+        )
 
     def fail(self, error: str) -> None:
         """End it with an error."""

@@ -77,11 +77,28 @@ class FlagAnswer(_AnswerBody):
     """Whether it has ended the answer."""
 
 
+class RequestHookAnswer(_AnswerBody):
+    """What one hook of this request did."""
+
+    name: str
+    matched: list[str]
+    """The modules that it was on."""
+    rows: int
+    """How many tokens it has seen, at all modules together."""
+    errors: int
+    """How often it raised; the first error switches it off, unless ``on_error`` is ``warn``."""
+    last_error: str | None
+    metrics: dict[str, float | None]
+    """What it measured; null for what is no finite number."""
+
+
 class HooksAnswer(_AnswerBody):
     """Results of the hooks of this request."""
 
     hidden_states: dict[str, StatesAnswer] | None = None
     """Of the layers that the request asked for."""
+    hooks: list[RequestHookAnswer] | None = None
+    """What the hooks of this request did, in their order."""
     flags: list[FlagAnswer] | None = None
     """What probes found; not there if they found nothing."""
 

@@ -140,19 +140,24 @@ class RunningRequest:
 
     Recipe::
 
-        running = RunningRequest(engine, requests, every_token=False)
+        running = RunningRequest(requests, every_token=False)
+        running.submit(engine)
         answers = await running.all()
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[GenerationRequest], *, every_token: bool) -> None:
+    def __init__(self, requests: Sequence[GenerationRequest], *, every_token: bool) -> None:
         self.answers = [AnswerSoFar(request) for request in requests]
         self._every_token = every_token
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._tickets: list[Ticket] = []
+
+    def submit(self, engine: Engine, allow: Sequence[str] = ()) -> None:
+        """Hand all sequences to the engine, or none; `allow` is for factories of their hooks. From any thread."""
         try:
-            for index, request in enumerate(requests):
-                self._tickets.append(engine.submit(request, partial(self.on_event, index)))
+            for index, answer in enumerate(self.answers):
+                on_event = partial(self.on_event, index)
+                self._tickets.append(engine.submit(answer.request, on_event, allow=allow))
         except Exception:  # there was room for some of them: all or none
             self.cancel()
             raise

@@ -88,13 +88,6 @@ def refusal_from_error(error: BaseException, words: Mapping[Hint, str] | None = 
     return Refused(500, f"{type(error).__name__}: {message}")
 
 
-_NOT_SERVED: Final[dict[tuple[str | int, ...], str]] = {
-    ("hooks", "hooks"): "is not served here: this server has no hooks of single requests. POST /hooks one whose config "
-    "has requests, such as ['exp-a-*'], and give the request a name by the header X-Request-Id (or rid in /generate)",
-}
-"""Keys that hookline takes elsewhere, with what to do here."""
-
-
 def refusal_from_validation(
     errors: Sequence[Mapping[str, Any]], keys_at: Callable[[Sequence[str | int]], Sequence[str]] | None = None
 ) -> Refused:
@@ -120,8 +113,6 @@ def refusal_from_validation(
     if words is not None:
         return Refused(400, f"{param} is {words}.", param=param)
     if first["type"] == "extra_forbidden":
-        if tuple(place) in _NOT_SERVED:
-            return Refused(400, f"{param} {_NOT_SERVED[tuple(place)]}.", param=param)
         meant = did_you_mean(_short(place[-1]), () if keys_at is None else keys_at(place))
         return Refused(400, f"{param} is no key that is known here.{meant} See /docs for those that are.", param=param)
     if first["type"] == "missing":

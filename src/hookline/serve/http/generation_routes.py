@@ -113,7 +113,7 @@ class AnswerFormat:
 
 async def answer(http: HttpRequest, serving: Serving, asked: ParsedRequest, form: AnswerFormat) -> Any:
     """Return the whole answer; if the client disconnects, cancel its sequences."""
-    running = _start(http, serving, asked, every_token=False)
+    running = await _start(http, serving, asked, every_token=False)
     answers = await _unless_gone(http, running)
     if answers is None:
         return Response(status_code=_GONE)
@@ -134,7 +134,7 @@ def _response(asked: ParsedRequest, form: AnswerFormat, answers: list[AnswerSoFa
 
 async def stream(http: HttpRequest, serving: Serving, asked: ParsedRequest, form: AnswerFormat) -> Any:
     """Return server-sent events; the engine has accepted the request before the first, so a refusal has its status."""
-    running = _start(http, serving, asked, every_token=True)
+    running = await _start(http, serving, asked, every_token=True)
     return StreamingResponse(
         _events(running, form, has_states=asked.has_states),
         media_type="text/event-stream",
@@ -142,9 +142,14 @@ async def stream(http: HttpRequest, serving: Serving, asked: ParsedRequest, form
     )
 
 
-def _start(http: HttpRequest, serving: Serving, asked: ParsedRequest, *, every_token: bool) -> RunningRequest:
+async def _start(http: HttpRequest, serving: Serving, asked: ParsedRequest, *, every_token: bool) -> RunningRequest:
+    running = RunningRequest(asked.requests, every_token=every_token)
+    engine = serving.ready()
     try:
-        running = RunningRequest(serving.ready(), asked.requests, every_token=every_token)
+        if asked.has_hooks:  # in a thread: making 64 hooks for 64 answers takes seconds
+            await asyncio.to_thread(running.submit, engine, asked.allow)
+        else:
+            running.submit(engine)
     except EngineClosed:
         serving.has_failed = not serving.is_draining  # it was not closed on purpose
         raise
@@ -201,6 +206,8 @@ def _hooks(answer: AnswerSoFar, file: _SafetensorsFile | None = None, index: int
     states = answer.finished.states
     if states is not None:
         found["hidden_states"] = _states_as_base64(states) if file is None else file.put(index, states)
+    if answer.finished.hooks:
+        found["hooks"] = list(answer.finished.hooks)
     if answer.finished.flags:
         found["flags"] = [each.to_plain(stopped=each.stops) for each in answer.finished.flags]
     return found or None

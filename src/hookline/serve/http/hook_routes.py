@@ -18,7 +18,7 @@ from hookline import factories
 from hookline.errors import HooklineError, HookNameError, NotAllowedError, OptionError
 from hookline.factories import FILE_OPTIONS
 from hookline.serve.http.engine_state import Serving
-from hookline.serve.http.error_answers import Refused
+from hookline.serve.http.error_answers import Refused, refusal_from_error
 from hookline.serve.http.http_settings import Settings
 from hookline.serve.http.metrics_page import HookFigures
 from hookline.serve.http.request_bodies import HookBody
@@ -27,7 +27,7 @@ from hookline.serve.serving_engine import Engine
 from hookline.sites.find import find
 from hookline.specs.hook_spec import HookSpec
 
-__all__ = ["HookRoutes", "hook_to_json", "shown_config", "spec_from_body", "values_from_body"]
+__all__ = ["HookRoutes", "hook_to_json", "shown_config", "spec_from_body", "specs_of_request", "values_from_body"]
 
 _READY: Final = "hookline.factories"
 _DEPTH: Final = 32
@@ -62,6 +62,19 @@ def values_from_body(body: HookBody, settings: Settings) -> dict[str, Any]:
         given["config"] = _confined(name, given.get("config", {}), settings.export_dir)
     HookSpec.from_dict(given)
     return given
+
+
+def specs_of_request(bodies: Sequence[HookBody], settings: Settings) -> list[dict[str, Any]]:
+    """Return the specs of the hooks of one request as plain data; an error says which of them it is about."""
+    return [_spec_of_request(place, body, settings) for place, body in enumerate(bodies)]
+
+
+def _spec_of_request(place: int, body: HookBody, settings: Settings) -> dict[str, Any]:
+    try:
+        return values_from_body(body, settings)
+    except (Refused, HooklineError) as error:
+        refused = refusal_from_error(error)
+        raise Refused(refused.status, f"hooks[{place}]: {refused.message}", param=f"$.hooks.hooks[{place}]") from None
 
 
 def _check_plain(value: Any, depth: int = 0) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 from hookline.serve.generation_request import GenerationRequest, StatesWanted
 from hookline.serve.http.engine_state import Serving
 from hookline.serve.http.error_answers import Refused
+from hookline.serve.http.hook_routes import specs_of_request
 from hookline.serve.http.http_settings import Settings, check_answers_wanted
 from hookline.serve.http.request_bodies import (
     REQUEST_NAME,
@@ -51,11 +52,18 @@ class ParsedRequest:
     states_as: Literal["base64", "safetensors"]
     is_one: bool
     """Whether one answer was asked for, not a list of them."""
+    allow: tuple[str, ...] = ()
+    """What paths of factories of its hooks may begin with."""
 
     @property
     def has_states(self) -> bool:
         """Return whether hidden states are to be sent."""
         return self.requests[0].states is not None
+
+    @property
+    def has_hooks(self) -> bool:
+        """Return whether it brings hooks of its own."""
+        return bool(self.requests[0].hooks)
 
 
 async def parse_completion(
@@ -78,7 +86,7 @@ async def parse_completion(
     prompts = await _prompts(body.prompt, serving)
     echoes = [_echo(body, prompt, serving) for prompt in prompts]
     wanted = _Prompts("cmpl", name, prompts, echoes, _or(body.n, 1), body.seed, bool(body.stream), is_one=True)
-    return _parsed(wanted, options, body.hooks)
+    return _parsed(wanted, options, body.hooks, settings)
 
 
 async def parse_chat(body: ChatBody, serving: Serving, settings: Settings, name: str | None = None) -> ParsedRequest:
@@ -102,7 +110,7 @@ async def parse_chat(body: ChatBody, serving: Serving, settings: Settings, name:
         "logprobs": _or(body.top_logprobs, 0) if body.logprobs else None,
     }
     wanted = _Prompts("chatcmpl", name, [prompt], [""], _or(body.n, 1), body.seed, bool(body.stream), is_one=True)
-    return _parsed(wanted, options, body.hooks)
+    return _parsed(wanted, options, body.hooks, settings)
 
 
 def _check_model(name: str | None, settings: Settings) -> None:
@@ -147,7 +155,7 @@ async def parse_generate(
     is_one = copies == 1 and (isinstance(given, str) or isinstance(given[0], int))
     echoes, seed = [""] * len(prompts), sampling.sampling_seed
     wanted = _Prompts("gen", _or(body.rid, name), prompts, echoes, copies, seed, bool(body.stream), is_one=is_one)
-    return _parsed(wanted, options, body.hooks)
+    return _parsed(wanted, options, body.hooks, settings)
 
 
 @dataclass(frozen=True)
@@ -166,7 +174,9 @@ class _Prompts:
     is_one: bool
 
 
-def _parsed(wanted: _Prompts, options: Mapping[str, Any], hooks: RequestHooks | None) -> ParsedRequest:
+def _parsed(
+    wanted: _Prompts, options: Mapping[str, Any], hooks: RequestHooks | None, settings: Settings
+) -> ParsedRequest:
     states = None if hooks is None else hooks.hidden_states
     if states is not None and states.as_ == "safetensors" and wanted.stream:
         raise Refused(
@@ -174,6 +184,7 @@ def _parsed(wanted: _Prompts, options: Mapping[str, Any], hooks: RequestHooks | 
             "as='safetensors' is a whole body, and a stream has none; ask for base64.",
             param="$.hooks.hidden_states.as",
         )
+    specs = () if hooks is None or hooks.hooks is None else tuple(specs_of_request(hooks.hooks, settings))
     name = f"{wanted.prefix}-{uuid.uuid4().hex}" if wanted.name is None else _checked_name(wanted.name)
     pairs = [(prompt, copy) for prompt in wanted.prompts for copy in range(wanted.copies)]
     is_exact = wanted.name is not None and len(pairs) == 1  # hooks then know it by just the name that was given
@@ -183,13 +194,15 @@ def _parsed(wanted: _Prompts, options: Mapping[str, Any], hooks: RequestHooks | 
             prompt,
             seed=None if wanted.seed is None else wanted.seed + copy,
             states=_states(states),
+            hooks=specs,
             **options,
         )
         for index, (prompt, copy) in enumerate(pairs)
     ]
     echoes = [echo for echo in wanted.echoes for _ in range(wanted.copies)]
     tokens = sum(map(len, wanted.prompts))
-    return ParsedRequest(name, requests, echoes, tokens, "base64" if states is None else states.as_, wanted.is_one)
+    states_as = "base64" if states is None else states.as_
+    return ParsedRequest(name, requests, echoes, tokens, states_as, wanted.is_one, settings.allow)
 
 
 def _checked_name(name: str) -> str:

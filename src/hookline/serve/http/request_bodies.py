@@ -108,11 +108,40 @@ class HiddenStatesBody(_RequestBody):
     """Not done: on vLLM alone."""
 
 
+class HookBody(_RequestBody):
+    """``POST /hooks``: a hook to attach, as hook files have them; see `hookline.HookSpec`."""
+
+    name: Name | None = None
+    """For logs and ``GET /hooks``."""
+    target_modules: Text | Texts
+    """Modules, by name or pattern."""
+    hook_factory: Text
+    """``package.module:factory``, one that the server's allow-list has."""
+    config: dict[str, Any] | None = None
+    """What the factory is called with; lists and objects in it go 32 deep at most."""
+    on: Text | None = None
+    """The kind of hook; ``forward`` if left out."""
+    observe: bool | None = None
+    """Ignore what the hook returns."""
+    every: Count | None = None
+    """Run it in every n-th forward of the model."""
+    sees: Literal["edited", "raw"] | None = None
+    """What an observer is shown."""
+    exclude: Text | Annotated[list[Text], Field(max_length=1024, fail_fast=True)] | None = None
+    """Modules to leave out."""
+    enabled: Literal[True] | None = None
+    """A hook that is sent is meant to be on."""
+    on_error: Literal["disable", "warn"] | None = None
+    """What becomes of a hook that raises; ``disable`` if left out. A request never fails for it."""
+
+
 class RequestHooks(_RequestBody):
     """Hooks that live for this one request."""
 
     hidden_states: HiddenStatesBody | None = None
     """Send these hidden states back."""
+    hooks: Annotated[list[HookBody], Field(min_length=1, max_length=64, fail_fast=True)] | None = None
+    """Attach these specs for this request alone: they see its rows, and change them alone."""
 
 
 class StreamOptions(_RequestBody):
@@ -289,33 +318,6 @@ class GenerateBody(_RequestBody):
     """Hooks of this request."""
     rid: Annotated[str, StringConstraints(pattern=REQUEST_NAME)] | None = None
     """What hooks know this request by; of several answers, each has a hyphen and its number behind it."""
-
-
-class HookBody(_RequestBody):
-    """``POST /hooks``: a hook to attach, as hook files have them; see `hookline.HookSpec`."""
-
-    name: Name | None = None
-    """For logs and ``GET /hooks``."""
-    target_modules: Text | Texts
-    """Modules, by name or pattern."""
-    hook_factory: Text
-    """``package.module:factory``, one that the server's allow-list has."""
-    config: dict[str, Any] | None = None
-    """What the factory is called with; lists and objects in it go 32 deep at most."""
-    on: Text | None = None
-    """The kind of hook; ``forward`` if left out."""
-    observe: bool | None = None
-    """Ignore what the hook returns."""
-    every: Count | None = None
-    """Run it in every n-th forward of the model."""
-    sees: Literal["edited", "raw"] | None = None
-    """What an observer is shown."""
-    exclude: Text | Annotated[list[Text], Field(max_length=1024, fail_fast=True)] | None = None
-    """Modules to leave out."""
-    enabled: Literal[True] | None = None
-    """A hook that is sent is meant to be on."""
-    on_error: Literal["disable", "warn"] | None = None
-    """What becomes of a hook that raises; ``disable`` if left out. A request never fails for it."""
 
 
 def keys_at(body: type[BaseModel], place: Sequence[str | int]) -> list[str]:

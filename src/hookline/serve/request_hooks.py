@@ -1,41 +1,53 @@
-"""Run hooks for one request alone: on its rows of the flat batch, from its first step to its last.
+"""Run hooks for one request alone: on its rows of the batch, from its first forward to its last.
 
-`WorkerHooks` opens them when a request begins that asks for hooks, and closes them when it has ended. Any factory will
-do: the hook is called with the rows of that request, and what it returns replaces these rows.
+The engine's loop, and the workers of other engines, open them when a request begins that asks for hooks, and close them
+when it has ended. Any factory will do: the hook is called with the rows of that request, and what it returns replaces
+these rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from torch import Tensor
-
-from hookline.engines.vllm.step_rows import StepTable
 from hookline.errors import NotAllowedError, OptionError
 from hookline.factories import FILE_OPTIONS
-from hookline.factories.batch_rows import TokenBatch, current_batch, serving
+from hookline.factories.batch_rows import current_batch, serving
+from hookline.factories.factory_hook import FactoryHook
+from hookline.serve.counted_hooks import finite_metrics
+from hookline.serve.request_rows import part_of, with_part
 from hookline.sites.signature import check_hook, may_return_value
-from hookline.specs.apply_specs import call_factory
+from hookline.specs.apply_specs import call_factory, close_hook
 from hookline.specs.hook_spec import HookSpec
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hookline.serve.live_hooks import LiveHook, LiveHooks
+    from hookline.serve.request_rows import RowsOfRequest
     from hookline.sites.site_info import Site
 
-__all__ = ["RequestHooks", "confined_spec", "harmless_spec", "rows_of_request"]
+__all__ = ["MOST_HOOKS", "HookOfRequest", "MadeForRequest", "RequestHooks", "confined_spec", "harmless_spec"]
 
+MOST_HOOKS: Final = 64
+"""Of one request."""
 _READY: Final = "hookline.factories"
+FindRows = Callable[[Any, str], "RowsOfRequest | None"]
+"""Returns the rows of a request in the table of the running forward; None if it has none there."""
 
 
 class RequestHooks:
-    """The hooks of single requests in one worker."""
+    """The hooks of single requests on one model.
 
-    def __init__(self, live: LiveHooks) -> None:
+    Args:
+        live: What attaches and removes them; its hooks are of requests alone.
+        find_rows: Returns the rows of a request in the batch of this engine.
+    """
+
+    def __init__(self, live: LiveHooks, find_rows: FindRows) -> None:
         self._live = live
+        self._find_rows = find_rows
         self._running: dict[str, list[LiveHook]] = {}
         """The hooks of each running request, by the engine's own id."""
 
@@ -44,15 +56,22 @@ class RequestHooks:
         """Return whether a running request has hooks that are on."""
         return any(not live.off for hooks in self._running.values() for live in hooks)
 
-    def open(self, id: str, specs: Sequence[Mapping[str, Any]], allow: tuple[str, ...] | None) -> None:
-        """Attach the hooks of a request, all or none.
+    def confine(
+        self, id: str, specs: Sequence[Mapping[str, Any]], allow: Sequence[str] | None = None
+    ) -> list[HookSpec]:
+        """Return the specs of a request for `open`; raise for what a request may not ask.
 
         Args:
-            id: The engine's own id of the request. A name would not do: clients choose those.
+            id: The engine's own id of the request. Not a name that clients choose, where others can have the same.
             specs: The hooks.
             allow: What paths of other factories may begin with.
         """
-        confined = [confined_spec(spec, id, allow) for spec in specs]
+        if len(specs) > MOST_HOOKS:
+            raise OptionError(f"A request may have {MOST_HOOKS} hooks, got {len(specs)}.")
+        return [confined_spec(spec, id, allow, self._find_rows) for spec in specs]
+
+    def open(self, id: str, confined: Sequence[HookSpec]) -> None:
+        """Attach the hooks of a request, all or none."""
         self._running[id] = self._live.add_all(confined, allow=None, strict=True)
 
     def close(self, id: str) -> list[dict[str, Any]]:
@@ -68,7 +87,7 @@ class RequestHooks:
             self.close(id)
 
 
-def confined_spec(given: Mapping[str, Any], request: str, allow: tuple[str, ...] | None) -> HookSpec:
+def confined_spec(given: Mapping[str, Any], request: str, allow: Sequence[str] | None, find_rows: FindRows) -> HookSpec:
     """Return the spec of a hook that sees the rows of one request alone.
 
     Requests come from anybody, so a spec may name a factory of `hookline.factories`, without files, or one that starts
@@ -78,6 +97,7 @@ def confined_spec(given: Mapping[str, Any], request: str, allow: tuple[str, ...]
         given: The spec as it came.
         request: The engine's own id of the request.
         allow: What paths of other factories may begin with.
+        find_rows: Returns the rows of the request in the running batch.
     """
     checked = HookSpec.from_dict(harmless_spec(given))
     path = checked.hook_factory
@@ -87,13 +107,35 @@ def confined_spec(given: Mapping[str, Any], request: str, allow: tuple[str, ...]
         raise OptionError(f"Hooks of a request are on='forward', got {checked.on!r}.")
     _check_allowed(path, checked.config, allow)
 
-    def make(config: dict[str, Any]) -> Any:
-        # Again here, where its module is imported: what that has imported from elsewhere is not meant by a prefix.
-        hook = call_factory(path, config, [_READY, *(allow or ())], observe=checked.observe)
-        return None if hook is None else _confined(hook, request)
-
     name = checked.name or path.rpartition(":")[2].rpartition(".")[2]
-    return replace(checked, name=name, hook_factory=make)
+    return replace(checked, name=name, hook_factory=MadeForRequest(checked, request, allow, find_rows))
+
+
+class MadeForRequest:
+    """The factory of a hook of one request: it makes the hook once, at the first call."""
+
+    def __init__(self, spec: HookSpec, request: str, allow: Sequence[str] | None, find_rows: FindRows) -> None:
+        self._spec = spec
+        self._request = request
+        self._allow = [_READY, *(allow or ())]
+        self._find_rows = find_rows
+        self._made: HookOfRequest | None = None
+
+    def __call__(self, config: dict[str, Any]) -> HookOfRequest | None:
+        """Return the hook, which sees the rows of the request alone."""
+        if self._made is None:
+            # Checked again, now that its module is imported: what that has from elsewhere is not meant by a prefix.
+            hook = call_factory(self._spec.hook_factory, config, self._allow, observe=self._spec.observe)
+            self._made = None if hook is None else _confined(hook, self._request, self._find_rows)
+        return self._made
+
+    def __str__(self) -> str:  # in messages
+        return str(self._spec.hook_factory)
+
+    def close(self) -> None:
+        """Close the hook of a request that has never run."""
+        if self._made is not None:
+            close_hook(self._made)
 
 
 def harmless_spec(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,7 +146,7 @@ def harmless_spec(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "on_error": on_error or "disable"}
 
 
-def _check_allowed(path: str, config: Mapping[str, Any], allow: tuple[str, ...] | None) -> None:
+def _check_allowed(path: str, config: Mapping[str, Any], allow: Sequence[str] | None) -> None:
     dotted = path.replace(":", ".")
     name = dotted.removeprefix(f"{_READY}.")
     if name in FILE_OPTIONS and dotted.startswith(f"{_READY}."):
@@ -121,50 +163,24 @@ def _check_allowed(path: str, config: Mapping[str, Any], allow: tuple[str, ...] 
         )
 
 
-@dataclass(frozen=True)
-class _RequestRows:
-    """The rows of one request in the running step."""
-
-    begin: int
-    end: int
-    total: int
-    """How many rows the step has for all requests."""
-    table: TokenBatch
-    """Of these rows alone."""
-
-
-def rows_of_request(batch: Any, request: str) -> _RequestRows | None:
-    """Return the rows of a request in the flat batch of a step, by the engine's own id; None if it has none."""
-    if not isinstance(batch, StepTable) or request not in batch.ids or not isinstance(batch.request_ids, tuple):
-        return None
-    row = batch.ids.index(request)
-    lengths = [1] * len(batch.ids) if batch.lengths is None else [int(each) for each in batch.lengths]
-    begin = sum(lengths[:row])
-    end = begin + lengths[row]
-    phase = batch.phase if batch.phases is None else batch.phases[row]
-    own = TokenBatch(
-        input_ids=None if batch.input_ids is None else batch.input_ids[begin:end],
-        positions=None if batch.positions is None else batch.positions[begin:end],
-        lengths=(lengths[row],),
-        request_ids=(batch.request_ids[row],),
-        phase=phase,
-    )
-    return _RequestRows(begin, end, sum(lengths), own)
-
-
-def _confined(hook: Any, request: str) -> Any:
+def _confined(hook: Any, request: str, find_rows: FindRows) -> HookOfRequest:
     wants_site = check_hook(hook, HookSpec().kind_and_site_type[0], site_type=HookSpec().kind_and_site_type[1])
     kind = _EditOfRequest if may_return_value(hook) else _ObserverOfRequest
-    return kind(hook, request, wants_site)
+    return kind(hook, request, find_rows, wants_site)
 
 
-class _HookOfRequest:
+class HookOfRequest(FactoryHook):
     """Call a hook with the rows of one request."""
 
-    def __init__(self, hook: Any, request: str, wants_site: bool) -> None:
+    def __init__(self, hook: Any, request: str, find_rows: FindRows, wants_site: bool) -> None:
         self.hook = hook
+        if isinstance(hook, FactoryHook):
+            self.name, self.width = hook.name, hook.width
         self._request = request
+        self._find_rows = find_rows
         self._wants_site = wants_site
+        self._last: tuple[Any, RowsOfRequest | None] = (None, None)
+        """The table of the last forward, and the rows in it: all modules of a forward have the same."""
         self.rows = 0
         """How many rows it has seen."""
 
@@ -179,19 +195,21 @@ class _HookOfRequest:
         if callable(close):
             close()
 
-    def _run(self, module: nn.Module, inputs: Any, output: Any, site: Site | None) -> tuple[_RequestRows | None, Any]:
+    def _run(self, module: nn.Module, inputs: Any, output: Any, site: Site | None) -> tuple[RowsOfRequest | None, Any]:
         """Return the rows of the request, and what the hook returns for them."""
-        rows = rows_of_request(current_batch(), self._request)
+        batch = current_batch()
+        if self._last[0] is not batch:
+            self._last = batch, self._find_rows(batch, self._request)
+        rows = self._last[1]
         if rows is None:
             return None, None
-        self.rows += rows.end - rows.begin
-        own = _sliced(output, rows)
+        self.rows += rows.count
         with serving(rows.table):
             options = {"site": site} if self._wants_site else {}
-            return rows, self.hook(module, inputs, own, **options)
+            return rows, self.hook(module, part_of(inputs, rows), part_of(output, rows), **options)
 
 
-class _ObserverOfRequest(_HookOfRequest):
+class _ObserverOfRequest(HookOfRequest):
     """Observe the rows of one request."""
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
@@ -199,39 +217,20 @@ class _ObserverOfRequest(_HookOfRequest):
         self._run(module, inputs, output, site)
 
 
-class _EditOfRequest(_HookOfRequest):
+class _EditOfRequest(HookOfRequest):
     """Edit the rows of one request; those of others stay as they are, to the last bit."""
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> Any:
         """Return the output with the rows that the hook returned; None if it returned nothing."""
         rows, edited = self._run(module, inputs, output, site)
-        return None if rows is None or edited is None else _with_rows(output, edited, rows)
-
-
-def _sliced(value: Any, rows: _RequestRows) -> Any:
-    """Return the rows of the request of each tensor that has a row for each token."""
-    if type(value) is tuple:
-        return tuple(_sliced(each, rows) for each in value)
-    has_rows = isinstance(value, Tensor) and value.dim() and value.shape[0] >= rows.total
-    return value[rows.begin : rows.end] if has_rows else value
-
-
-def _with_rows(value: Any, edited: Any, rows: _RequestRows) -> Any:
-    """Return ``value`` with the rows of the request from ``edited``."""
-    if type(value) is tuple and isinstance(edited, list | tuple) and len(edited) == len(value):
-        return tuple(_with_rows(old, new, rows) for old, new in zip(value, edited, strict=True))
-    if not isinstance(value, Tensor) or not isinstance(edited, Tensor) or not value.dim():
-        return value
-    changed = value.clone()
-    changed[rows.begin : rows.end] = edited
-    return changed
+        return None if rows is None or edited is None else with_part(output, edited, rows)
 
 
 def _found(live: LiveHook) -> dict[str, Any]:
     """Return what a hook did, and its metrics, as plain data."""
     hook = live.hook
     try:
-        metrics = {name: float(value) for name, value in hook.to_metrics().items()}
+        metrics = finite_metrics(hook.to_metrics())
     except Exception as error:
         live.counted.policy.count(live.counted.name, error, "in to_metrics")
         metrics = {}

@@ -1,0 +1,327 @@
+"""Hooks that a request brings along: they see and change its rows alone, whatever runs in the same batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from helpers_http import served
+from helpers_serve import Answer, alone, ask, held_back, small_model, started
+
+import hookline as hl
+from hookline.errors import EngineBusy, NoMatchError, NotAllowedError, OptionError
+from hookline.factories import ProbeHead
+from hookline.serve.generation_request import GenerationRequest, StatesWanted
+from hookline.serve.serving_engine import Engine
+
+PROMPTS = ((5, 6, 7, 8, 9, 10, 11), (20, 21), (30, 31, 32, 33))
+LAYER = "model.layers.0"
+STATES = StatesWanted((LAYER, "model.norm"))
+
+
+def steer(number: float, layer: str = LAYER, **more: Any) -> dict[str, Any]:
+    """A hook that is easy to tell from another: it adds this number, with alternating signs, to every unit."""
+    vector = [number, -number] * 16
+    return {
+        "target_modules": [layer],
+        "hook_factory": "hookline.factories:steer",
+        "config": {"vector": vector},
+        **more,
+    }
+
+
+STATS = {"name": "s", "target_modules": [LAYER], "hook_factory": "hookline.factories:activation_stats"}
+OWN = {"target_modules": [LAYER], "hook_factory": f"{__name__}:keeps_all"}
+KEPT: list[tuple[Any, Any, Any]] = []
+
+
+def keeps_all(config: dict[str, Any]) -> Any:
+    """A factory whose hook keeps all that it is shown."""
+
+    def hook(module: Any, args: Any, output: Any) -> None:
+        from hookline.factories.batch_rows import current_rows
+
+        KEPT.append((args, output, current_rows()))
+
+    return hook
+
+
+def run_together(tiny: Any, *hooks: tuple[Any, ...]) -> list[Answer]:
+    """Answer the prompts in one batch, each with its hooks, and wait."""
+    engine = Engine(*tiny)
+    release = held_back(engine)
+    try:
+        answers = [
+            ask(engine, prompt, STATES, max_tokens=6, hooks=own) for prompt, own in zip(PROMPTS, hooks, strict=True)
+        ]
+        release()
+        for answer in answers:
+            answer.wait()
+        assert engine.counts()["prefill_forwards"] == 1  # they did run in one batch
+        assert not engine.hooks.list()
+    finally:
+        engine.close(0.0)
+    hl.assert_no_hooks(tiny[0], foreign=True)
+    return answers
+
+
+def states(answer: Answer, layer: str = LAYER) -> torch.Tensor:
+    return answer.finished.states[layer].values
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Any) -> list[Answer]:
+    """The answers without hooks."""
+    return run_together(tiny, (), (), ())
+
+
+def test_two_requests_are_steered_each_by_its_own_hook_and_a_third_by_none(tiny: Any, plain: list[Answer]) -> None:
+    """In one padded batch: the third has the same bits as without them; each of the two has its own vector added."""
+    found = run_together(tiny, (steer(3.0),), (steer(-2.0),), ())
+    assert torch.equal(states(found[2]), states(plain[2]))
+    assert torch.equal(states(found[2], "model.norm"), states(plain[2], "model.norm"))
+    assert found[2].ids == plain[2].ids
+    for place, number in enumerate((3.0, -2.0)):
+        count = len(PROMPTS[place])  # the prompt alone: what follows depends on the tokens that were chosen
+        signs = torch.tensor([number, -number] * 16)
+        assert torch.equal(states(found[place])[:count], states(plain[place])[:count] + signs)
+    assert found[0].ids != plain[0].ids
+    results = [answer.finished.hooks for answer in found]
+    assert [[hook["rows"] for hook in each] for each in results] == [[7 + 5], [2 + 5], []]
+    assert results[0][0]["matched"] == [LAYER]
+
+
+def test_the_steered_answer_is_that_of_the_request_alone(tiny: Any) -> None:
+    """With the same hook and nothing beside it, and as a hook of the engine does it."""
+    beside = run_together(tiny, (steer(3.0),), (), ())[0]
+    engine = started(*tiny)
+    by_itself = ask(engine, PROMPTS[0], max_tokens=6, hooks=(steer(3.0),)).wait()
+    engine.hooks.add(steer(3.0))
+    of_engine = ask(engine, PROMPTS[0], max_tokens=6).wait()
+    engine.close()
+    assert beside.ids == by_itself.ids == of_engine.ids != alone(tiny[0], PROMPTS[0], 6)
+    assert of_engine.finished.hooks == ()
+
+
+def test_a_hook_is_shown_the_rows_of_its_request_and_no_other(tiny: Any) -> None:
+    """Without padding, prompt and answer, inputs and outputs; also of the model itself, whose cache it does not get."""
+    engine = Engine(*tiny)
+    release = held_back(engine)
+    KEPT.clear()
+    own = {**OWN, "target_modules": [LAYER, ""]}
+    watched = Answer()
+    ask(engine, PROMPTS[0], max_tokens=4)
+    request = GenerationRequest("mine", PROMPTS[1], max_tokens=4, ignore_eos=True, states=STATES, hooks=(own,))
+    engine.submit(request, watched, allow=(__name__,))
+    release()
+    watched.wait()
+    engine.close()
+    at_layer = [each for each in KEPT if each[0]]
+    of_model = [each for each in KEPT if not each[0]]  # it is called with keywords alone
+    shown = torch.cat([output[0] if isinstance(output, tuple) else output for _, output, _ in at_layer], 1)
+    assert torch.equal(shown[0], states(watched))
+    assert [table.request_ids for *_, table in KEPT] == [("mine",)] * 8
+    assert [table.phase for *_, table in at_layer] == ["prefill", *["decode"] * 3]
+    assert [tuple(args[0].shape) for args, *_ in at_layer] == [(1, 2, 32), *[(1, 1, 32)] * 3]
+    assert [tuple(output.logits.shape[:2]) for _, output, _ in of_model] == [(1, 2), *[(1, 1)] * 3]
+    assert [output.past_key_values for _, output, _ in of_model] == [None] * 4
+    KEPT.clear()
+
+
+def test_a_probe_of_a_request_ends_its_answer_alone(tiny: Any, plain: list[Answer]) -> None:
+    """The head comes as data; the flag is in the answer of the request that brought it."""
+    head = ProbeHead([(torch.zeros(1, 32), torch.full((1,), 9.0))]).to_plain()  # finds everything
+    config = {"head": head, "action": "stop", "name": "all"}
+    probe = {"target_modules": [LAYER], "hook_factory": "hookline.factories:probe", "config": config}
+    found = run_together(tiny, (), (probe,), ())
+    assert [answer.ids for answer in (found[0], found[2])] == [plain[0].ids, plain[2].ids]
+    assert found[1].ids == []
+    assert found[1].finished.reason == "stop"
+    assert [flag.tokens for flag in found[1].finished.flags] == [len(PROMPTS[1])]
+    assert found[0].finished.flags == found[2].finished.flags == ()
+
+
+def test_a_hook_that_raises_is_switched_off_and_told_and_no_answer_suffers(engine: Any, tiny: Any) -> None:
+    """Also the request that brought it gets its answer."""
+    broken = {"target_modules": [LAYER], "hook_factory": "helpers_http:breaks_later", "config": {"after": 2}}
+    answer = Answer()
+    request = GenerationRequest("r", PROMPTS[0], max_tokens=5, ignore_eos=True, hooks=(broken, STATS))
+    engine.submit(request, answer, allow=("helpers_http",))
+    assert answer.wait().ids == alone(tiny[0], PROMPTS[0], 5)
+    first, second = answer.finished.hooks
+    assert (first["errors"], first["rows"]) == (1, 7 + 1 + 1)
+    assert "a hook of a stranger broke" in first["last_error"]
+    assert (second["errors"], second["rows"]) == (0, 7 + 4)
+    assert second["metrics"][f"{LAYER}/mean"] is not None
+
+
+def test_a_metric_that_is_no_number_is_none(engine: Any) -> None:
+    """JSON has no NaN, and an answer must not fail for a metric."""
+    hook = {"target_modules": [LAYER], "hook_factory": f"{__name__}:measures_nothing"}
+    answer = Answer()
+    engine.submit(GenerationRequest("r", PROMPTS[0], hooks=(hook,)), answer, allow=(__name__,))
+    assert answer.wait().finished.hooks[0]["metrics"] == {"nothing": None, "one": 1.0}
+
+
+def measures_nothing(config: dict[str, Any]) -> Any:
+    class Hook:
+        def __call__(self, module: Any, args: Any, output: Any) -> None: ...
+
+        def to_metrics(self) -> dict[str, float]:
+            return {"nothing": float("nan"), "one": 1.0}
+
+    return Hook()
+
+
+REFUSED = {
+    "a factory of others": ({"target_modules": ["*"], "hook_factory": "os:system"}, NotAllowedError, "may not name"),
+    "files": (
+        {"target_modules": [LAYER], "hook_factory": "hookline.factories:export", "config": {"folder": "x"}},
+        NotAllowedError,
+        "gets none",
+    ),
+    "another kind": ({**STATS, "on": "forward_pre"}, OptionError, "on='forward'"),
+    "errors that end the batch": ({**STATS, "on_error": "raise"}, OptionError, "on_error"),
+    "no such module": ({**STATS, "target_modules": ["model.layrs.#"]}, NoMatchError, "nearest"),
+    "no rows": ({**STATS, "target_modules": ["model.layers"]}, OptionError, "a row for each token"),
+    "an option that it does not take": ({**STATS, "config": {"nope": 1}}, OptionError, "nope"),
+    "a vector of another length": (
+        {**steer(1.0), "config": {"vector": [1.0] * 7}},
+        OptionError,
+        rf"steer was given what is for 7 numbers, and the output of {LAYER} has 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_had_is_told_at_once(engine: Any, case: str) -> None:
+    """The request is not taken, and what was made of its hooks before is closed."""
+    spec, error, words = REFUSED[case]
+    CLOSED.clear()
+    good = {"target_modules": [LAYER], "hook_factory": f"{__name__}:tells_when_closed"}
+    request = GenerationRequest("r", PROMPTS[0], hooks=(good, spec))
+    with pytest.raises(error, match=words):
+        engine.submit(request, Answer(), allow=(__name__,))
+    made_first = case not in ("a factory of others", "files", "another kind", "errors that end the batch")
+    assert ["closed"] * made_first == CLOSED
+    assert engine.counts()["requests_accepted"] == 0
+
+
+CLOSED: list[str] = []
+
+
+def tells_when_closed(config: dict[str, Any]) -> Any:
+    class Hook:
+        def __call__(self, module: Any, args: Any, output: Any) -> None: ...
+
+        def close(self) -> None:
+            CLOSED.append("closed")
+
+    return Hook()
+
+
+def test_hooks_are_closed_once_however_the_request_ends(tiny: Any) -> None:
+    """Finished, cancelled while it waits, refused as too many wait."""
+    engine = Engine(*tiny, max_waiting=2)
+    release = held_back(engine)
+    CLOSED.clear()
+    hook = {"target_modules": [LAYER], "hook_factory": f"{__name__}:tells_when_closed"}
+
+    def submit(name: str) -> tuple[Answer, Any]:
+        answer = Answer()
+        return answer, engine.submit(GenerationRequest(name, (5, 6), hooks=(hook,)), answer, allow=(__name__,))
+
+    finishes, _ = submit("a")
+    waits, ticket = submit("b")
+    with pytest.raises(EngineBusy):
+        submit("c")
+    assert CLOSED == ["closed"]
+    ticket.cancel()
+    release()
+    assert waits.wait().finished.reason == "cancelled"
+    assert finishes.wait().finished.reason == "length"
+    engine.close()
+    assert CLOSED == ["closed"] * 3
+    hl.assert_no_hooks(tiny[0], foreign=True)
+
+
+def test_an_engine_of_compiled_code_says_what_to_do_instead() -> None:
+    """Each such request would have the model compiled again."""
+    model = small_model("Llama")
+    model.forward = torch.compile(model.forward, backend="eager")
+    engine = started(model, max_batch=1)
+    with pytest.raises(OptionError, match=r"compiled code, .* requests=\[...\]"):
+        engine.submit(GenerationRequest("r", (5, 6), hooks=(STATS,)), Answer())
+    engine.close(0.0)
+
+
+# -- over HTTP -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[httpx.Client]:
+    with served(folder, settings={"token": None}) as found:
+        yield found.client
+
+
+BODY = {"prompt": list(PROMPTS[0]), "max_tokens": 6, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+
+
+def test_a_body_brings_hooks_as_it_does_on_vllm(client: httpx.Client, tiny: Any) -> None:
+    """No token, as for any request; many at once, half of them steered, and none has what is another's."""
+    steered, bare = {**BODY, "hooks": {"hooks": [{**steer(3.0), "name": "up"}, STATS]}}, BODY
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [pool.submit(client.post, "/v1/completions", json=[bare, steered][job % 2]) for job in range(24)]
+        answers = [job.result() for job in jobs]
+    assert {answer.status_code for answer in answers} == {200}
+    choices = [answer.json()["choices"][0] for answer in answers]
+    without, with_hooks = {each["text"] for each in choices[::2]}, {each["text"] for each in choices[1::2]}
+    assert len(without) == len(with_hooks) == 1
+    assert without != with_hooks
+    assert all("hooks" not in each for each in choices[::2])
+    for choice in choices[1::2]:
+        first, second = choice["hooks"]["hooks"]
+        assert (first["name"], first["rows"], first["errors"]) == ("up", 7 + 5, 0)
+        assert (second["matched"], second["rows"]) == ([LAYER], 7 + 5)
+    assert client.get("/hooks").json() == {"hooks": []}
+
+
+def test_each_answer_of_a_request_has_hooks_of_its_own(client: httpx.Client) -> None:
+    """Prompts and ``n``, in `/generate` and in a stream too."""
+    body = {**BODY, "prompt": [[5, 6], [7, 8, 9]], "n": 2, "hooks": {"hooks": [STATS]}}
+    choices = client.post("/v1/completions", json=body).json()["choices"]
+    assert [each["hooks"]["hooks"][0]["rows"] for each in choices] == [2 + 5, 2 + 5, 3 + 5, 3 + 5]
+    sampling = {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True}
+    asked = {"input_ids": [5, 6], "sampling_params": sampling, "hooks": {"hooks": [STATS]}}
+    assert client.post("/generate", json=asked).json()["hooks"]["hooks"][0]["rows"] == 2 + 2
+    events = client.post("/v1/completions", json={**BODY, "stream": True, "hooks": {"hooks": [STATS]}}).text
+    assert events.count('"rows":12') == 1
+
+
+@pytest.mark.parametrize(
+    ("hook", "status", "words"),
+    [
+        ({**STATS, "hook_factory": "os:system"}, 403, "may not name 'os:system'"),
+        ({**STATS, "hook_factory": "hookline.factories:export"}, 403, "hooks[0]: export has a folder"),
+        ({**STATS, "target_modules": ["nope"]}, 400, "See all: GET /modules."),
+        ({**steer(1.0), "config": {"vector": [1.0]}}, 400, "is for 1 numbers"),
+        ({**STATS, "on_error": "raise"}, 400, "on_error"),
+        ({**STATS, "key": "x"}, 400, "$.hooks.hooks[0].key is no key"),
+    ],
+)
+def test_a_body_that_asks_too_much_is_refused(client: httpx.Client, hook: Any, status: int, words: str) -> None:
+    """With the place of the hook in the body."""
+    answer = client.post("/v1/completions", json={**BODY, "hooks": {"hooks": [hook]}})
+    assert answer.status_code == status, answer.text
+    assert words in answer.json()["error"]["message"]
+
+
+def test_more_than_64_hooks_are_refused(client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", json={**BODY, "hooks": {"hooks": [STATS] * 65}})
+    assert answer.status_code == 400
+    assert "64" in answer.json()["error"]["message"]
