@@ -17,10 +17,11 @@ from tyro.conf import Positional
 
 from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
-from hookline.cli.named_model import model_at, with_shell_command
+from hookline.cli.named_model import model_at
 from hookline.cli.parse import parse
 from hookline.cli.run_hooks import check_specs
 from hookline.cli.screen import print_table, tell
+from hookline.cli.shell_hints import shell_text
 from hookline.config.load_object import add_current_folder_to_path
 from hookline.config.run_options import flag
 from hookline.errors import HooklineError, NoMatchError, OptionError
@@ -164,7 +165,7 @@ class _Matcher:
         try:
             find_sites(self.model, spec, strict=True)
         except NoMatchError as error:
-            return with_shell_command(error, self._path)
+            return shell_text(error, self._path)
         except HooklineError as error:  # what cannot be hooked there, whatever its name
             return str(error)
         return ""
