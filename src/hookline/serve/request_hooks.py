@@ -189,6 +189,11 @@ class HookOfRequest(FactoryHook):
         found = getattr(self.hook, "to_metrics", None)
         return dict(found()) if callable(found) else {}
 
+    def expect(self, names: Sequence[str]) -> None:
+        """Tell the hook the modules that it is on."""
+        if isinstance(self.hook, FactoryHook):
+            self.hook.expect(names)
+
     def close(self) -> None:
         """Close the hook, if it can be."""
         close = getattr(self.hook, "close", None)
