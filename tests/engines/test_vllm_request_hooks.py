@@ -66,7 +66,7 @@ def test_an_edit_changes_the_rows_of_its_request_alone(model):
 
 def test_an_edit_that_observe_would_ignore_is_refused(model):
     with pytest.raises(OptionError, match="steer edits values"):
-        RequestHooks(EngineLiveHooks(model)).open("b", [STEER | {"observe": True}], None)
+        begin(request_hooks(model), "b", [STEER | {"observe": True}])
     assert not model[0]._forward_hooks
 
 

@@ -7,7 +7,7 @@ these rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -189,7 +189,7 @@ class HookOfRequest(FactoryHook):
         found = getattr(self.hook, "to_metrics", None)
         return dict(found()) if callable(found) else {}
 
-    def expect(self, names: Sequence[str]) -> None:
+    def expect(self, names: Iterable[str]) -> None:
         """Tell the hook the modules that it is on."""
         if isinstance(self.hook, FactoryHook):
             self.hook.expect(names)
