@@ -54,6 +54,8 @@ def test_flags_are_in_the_answer_of_their_request_alone(
     """Two requests run beside each other; each is told of its own tokens, in prompt and answer, and loses none."""
     spec = train_for(tiny[0], PROMPTS[0][2], tmp_path / "probe.safetensors")
     live = engine.hooks.add({**spec, "config": {**spec["config"], "action": "flag"}})
+    counts = {"model.embed_tokens/flagged": 0.0, "model.embed_tokens/tokens": 0.0}
+    assert engine.hooks.metrics()[live.id] == counts  # so that an alert has its series
     running = [ask(engine, prompt, max_tokens=8) for prompt in PROMPTS]
     for prompt, answer, expected in zip(PROMPTS, running, answers, strict=True):
         assert answer.wait().ids == expected

@@ -196,6 +196,7 @@ class Probe(ActivationStats):
                 stats = as_metrics(cells, self._streaming.layout)
                 found[f"{name}/score"] = stats["mean"]
                 found[f"{name}/highest"] = stats["max"]
+            if cells["count"] or name in self._expected:
                 found[f"{name}/flagged"] = cells[over]
                 found[f"{name}/tokens"] = cells["count"]
         return found
