@@ -381,10 +381,8 @@ def watch_rows(before: Version, after: Version, chapter: str) -> Iterator[Row]:
     """Of a watched step, with what the version before took; and how much memory."""
     size = CHAPTERS[chapter]
     for way, target in size.targets.items():
-        name = (
-            f"{'watch' if way == 'watch' else f'watch, {way}'}, GPT-2 {chapter.removesuffix(', histogram')}, eager step"
-        )
-        row = _row(before, after, (way, "bare"), (name, size.words(way), "the bare step", str(size)), target)
+        texts = size.title(way, chapter), size.words(way), "the bare step", str(size)
+        row = _row(before, after, (way, "bare"), texts, target)
         peaks = " / ".join(f"{after.kernels[f'{each}, peak']:.2f}" for each in (way, "bare"))
         yield replace(row, absolute=f"{row.absolute}; peak {peaks} GiB, before {before.kernels[f'{way}, peak']:.2f}")
         if way == "norm":

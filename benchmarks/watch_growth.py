@@ -27,6 +27,7 @@ _WORDS = {
     "watch": "`hl.watch`, forward and backward, every step",
     "norm": '`hl.watch(stats="norm")`',
     "histogram": '`hl.watch(stats="histogram")`',
+    "by hand": "hand-written hooks that keep each output and its gradient, and do nothing with them",
 }
 
 
@@ -47,17 +48,22 @@ class Chapter:
         """What is measured."""
         return f"{_WORDS[way]}, {self.modules} modules"
 
+    def title(self, way: str, chapter: str) -> str:
+        """The name of a row."""
+        what = {"watch": "watch", "by hand": "hooks by hand that only keep"}.get(way, f"watch, {way}")
+        return f"{what}, GPT-2 {chapter.removesuffix(', histogram')}, eager step"
+
     def __str__(self) -> str:
         more = ", activation checkpointing of every block" if self.checkpointed else ""
         return f"{self.shape}, bf16 autocast, fused AdamW{more}"
 
 
 CHAPTERS = {
-    "small, batch 8": Chapter(SMALL, {"watch": 1.12, "norm": None}),
+    "small, batch 8": Chapter(SMALL, {"watch": 1.12, "norm": None, "by hand": None}),
     "small, batch 32": Chapter(replace(SMALL, batch=32), {"watch": 1.06}),
-    "small, batch 8, checkpointed": Chapter(SMALL, {"watch": 1.12}, checkpointed=True),
-    "medium, batch 8": Chapter(MEDIUM, {"watch": 1.12}),
-    "large, batch 8": Chapter(LARGE, {"watch": 1.10}),
+    "small, batch 8, checkpointed": Chapter(SMALL, {"watch": 1.12, "by hand": None}, checkpointed=True),
+    "medium, batch 8": Chapter(MEDIUM, {"watch": 1.12, "by hand": None}),
+    "large, batch 8": Chapter(LARGE, {"watch": 1.10, "by hand": None}),
     "small, batch 2": Chapter(replace(SMALL, batch=2), {"watch": None}),
     "small, batch 8, histogram": Chapter(SMALL, {"histogram": 1.5}),
 }
@@ -77,6 +83,8 @@ def open_chapter(
     ways: dict[str, Any] = dict.fromkeys(("bare", "bare again"), nullcontext)
     for way in chapter.targets:
         ways[way] = lambda way=way: _watching(training, {} if way == "watch" else {"stats": way})
+    if "by hand" in ways:
+        ways["by hand"] = lambda: _keeping(training)
     return {way: (training.step, on) for way, on in ways.items()}
 
 
@@ -86,6 +94,26 @@ class _Checkpointed:
 
     def __call__(self, *args: Any) -> Any:
         return checkpoint(self._forward, *args, use_reentrant=False)
+
+
+@contextmanager
+def _keeping(training: Training) -> Iterator[None]:
+    """The least that Python can do at every module, both ways: what a watch takes more is its own."""
+    kept: list[Any] = []
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        kept.append(output)
+        if output.requires_grad:
+            output.register_hook(kept.append)
+
+    watched = [module for module in training.model.modules() if isinstance(module, HUNDRED)]
+    handles = [module.register_forward_hook(keep) for module in watched]
+    handles.append(training.model.register_forward_pre_hook(lambda *_: kept.clear()))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
