@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from hookline.observe.watch.triton_merge import factor_of
+from hookline.observe.watch.triton_reduce import job_of
 
 __all__ = ["count_exponents"]
 
@@ -38,10 +39,7 @@ def count_exponents(
     program = tl.program_id(0).to(tl.int64)
     begin = program * share
     if not SINGLE:
-        table = jobs.to(tl.pointer_type(tl.int64))
-        places = tl.arange(0, JOBS)
-        firsts = tl.load(table + places * _FIELDS, mask=places < num_jobs, other=1 << 62)
-        job = table + (tl.sum((firsts <= program).to(tl.int32), 0) - 1) * _FIELDS
+        job = job_of(program, jobs, num_jobs, _FIELDS, JOBS)
         bins = tl.load(job + 1)
         address = tl.load(job + 2)
         size = tl.load(job + 3)

@@ -9,7 +9,7 @@ compiled graph has found by row; ``fold_table`` does both at once for what a gra
 import triton
 import triton.language as tl
 
-from hookline.observe.watch.triton_reduce import FIELDS, INF, higher, is_finite, lower
+from hookline.observe.watch.triton_reduce import FIELDS, INF, higher, is_finite, job_of, lower
 
 __all__ = ["factor_of", "fold_parts", "fold_table", "merge_slots"]
 
@@ -151,10 +151,7 @@ def fold_parts(
     part = tl.program_id(1)
     begin = program * SHARE
     if not SINGLE:
-        table = jobs.to(tl.pointer_type(tl.int64))
-        places = tl.arange(0, JOBS)
-        firsts = tl.load(table + places * _FOLD_FIELDS, mask=places < num_jobs, other=1 << 62)
-        job = table + (tl.sum((firsts <= program).to(tl.int32), 0) - 1) * _FOLD_FIELDS
+        job = job_of(program, jobs, num_jobs, _FOLD_FIELDS, JOBS)
         sums = tl.load(job + 1)
         squares = tl.load(job + 2)
         lows = tl.load(job + 3)

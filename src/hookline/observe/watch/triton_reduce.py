@@ -16,7 +16,7 @@ are chunks whose squares are too large or too small for float32.
 import triton
 import triton.language as tl
 
-__all__ = ["FIELDS", "INF", "higher", "is_finite", "lower", "reduce_chunks"]
+__all__ = ["FIELDS", "INF", "higher", "is_finite", "job_of", "lower", "reduce_chunks"]
 
 INF = tl.constexpr(float("inf"))
 _TINY = tl.constexpr(1e-30)
@@ -152,6 +152,15 @@ def _look_again(numbers, left, WIDTH: tl.constexpr):
     return tl.sum(sum_, 0), tl.sum(squares, 0), tl.sum(nan, 0), tl.sum(inf, 0), tl.min(low, 0), tl.max(high, 0)
 
 
+@triton.jit
+def job_of(program, jobs, num_jobs, NUM_FIELDS: tl.constexpr, JOBS: tl.constexpr):
+    """Return where the job of a program begins in a table; the first field of a job is its first program."""
+    table = jobs.to(tl.pointer_type(tl.int64))
+    places = tl.arange(0, JOBS)
+    firsts = tl.load(table + places * NUM_FIELDS, mask=places < num_jobs, other=1 << 62)
+    return table + (tl.sum((firsts <= program).to(tl.int32), 0) - 1) * NUM_FIELDS
+
+
 @triton.jit(do_not_specialize=range(15))
 def reduce_chunks(
     jobs: tl.int64,
@@ -192,10 +201,7 @@ def reduce_chunks(
     if SINGLE:
         begin = program * (tiles * (4 * WIDTH))
     else:
-        table = jobs.to(tl.pointer_type(tl.int64))
-        places = tl.arange(0, JOBS)
-        firsts = tl.load(table + places * FIELDS, mask=places < num_jobs, other=1 << 62)
-        job = table + (tl.sum((firsts <= program).to(tl.int32), 0) - 1) * FIELDS
+        job = job_of(program, jobs, num_jobs, FIELDS, JOBS)
         address = tl.load(job + 2)
         size = tl.load(job + 3)
         tiles = tl.load(job + 4)
