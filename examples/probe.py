@@ -43,7 +43,7 @@ def train(model: LlamaForCausalLM, file: Path) -> str:
         model(ids)
     head = train_probe(cache[layer].output, torch.isin(ids, VOWELS), hidden=16, weight_decay=1e-4)
     head.save(file)
-    print(f"offline: {head.facts['rows']} tokens of {layer}, held-out accuracy {head.facts['held_out_accuracy']}")
+    print(f"offline: {head.facts['rows']} tokens of {layer}, held-out accuracy {head.facts['held_out_accuracy']:.4f}")
     return layer
 
 

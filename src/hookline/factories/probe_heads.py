@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hookline.errors import OptionError
 from hookline.factories.factory_hook import number, whole
+from hookline.tables import number_text
 
 __all__ = ["ProbeHead", "train_probe"]
 
@@ -37,13 +38,13 @@ class ProbeHead:
         head.save("probe.safetensors")
     """
 
-    def __init__(self, layers: _Layers, *, threshold: float = 0.5, facts: Mapping[str, str] | None = None) -> None:
+    def __init__(self, layers: _Layers, *, threshold: float = 0.5, facts: Mapping[str, float] | None = None) -> None:
         _check_layers(layers)
         self._layers = {layers[0][0].device: [(weight.float(), bias.float()) for weight, bias in layers]}
         self.threshold = threshold
         """The score above which a token is flagged."""
         self.facts = dict(facts or {})
-        """What is known of its training, as texts."""
+        """What is known of its training: ``rows``, ``train_accuracy``, ``held_out_accuracy``."""
 
     @property
     def layers(self) -> _Layers:
@@ -56,7 +57,7 @@ class ProbeHead:
         return self.layers[0][0].shape[1]
 
     def __repr__(self) -> str:
-        facts = "".join(f", {name} {value}" for name, value in self.facts.items())
+        facts = "".join(f", {name} {number_text(value)}" for name, value in self.facts.items())
         return f"<ProbeHead of {self.width} features{facts}; scores(activations) gives probabilities>"
 
     def scores(self, hidden: Tensor) -> Tensor:
@@ -92,7 +93,7 @@ class ProbeHead:
         tensors = {
             f"layers.{i}.{key}": t for i, pair in enumerate(self.layers) for key, t in zip(_KEYS, pair, strict=True)
         }
-        about = {**self.facts, "threshold": repr(self.threshold)}
+        about = {name: repr(value) for name, value in {**self.facts, "threshold": self.threshold}.items()}
         save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, str(path), metadata=about)
 
     def to_plain(self) -> dict[str, Any]:
@@ -126,7 +127,9 @@ class ProbeHead:
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # it is no dictionary
             count = len(tensors) // len(_KEYS)
             layers = [(tensors[f"layers.{i}.weight"], tensors[f"layers.{i}.bias"]) for i in range(count)]
-            return cls(layers, threshold=float(about.pop("threshold", 0.5)), facts=about)
+            threshold = float(about.pop("threshold", 0.5))
+            facts = {name: float(about[name]) for name in _FACTS if name in about}  # others may have added notes
+            return cls(layers, threshold=threshold, facts=facts)
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise OptionError(
                 f"{path} holds no probe ({error}); write one by hookline.factories.train_probe(…).save(path)."
@@ -134,6 +137,7 @@ class ProbeHead:
 
 
 _KEYS: Final = ("weight", "bias")
+_FACTS: Final = ("rows", "train_accuracy", "held_out_accuracy")
 
 
 def _check_layers(layers: _Layers) -> None:
@@ -199,8 +203,8 @@ def train_probe(
         weight, bias = layers[0]
         layers[0] = (weight / scale, bias - (weight / scale) @ mean)
         head = ProbeHead([(w.detach(), b.detach()) for w, b in layers], threshold=threshold)
-        facts = {"train_accuracy": _accuracy(head, x, y, train), "held_out_accuracy": _accuracy(head, x, y, test)}
-        head.facts = {"rows": str(len(x)), **{name: f"{value:.4f}" for name, value in facts.items()}}
+        accuracies = {"train_accuracy": _accuracy(head, x, y, train), "held_out_accuracy": _accuracy(head, x, y, test)}
+        head.facts = {"rows": len(x), **accuracies}
     return head
 
 
