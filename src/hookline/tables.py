@@ -85,6 +85,12 @@ class Table:
             lines += [self._line(row, widths) for row in cells]
         return "\n".join([*lines, *self._left_out(self.most), *self.foot])
 
+    def __str__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        return self.html()
+
     def _left_out(self, most: int | None) -> list[str]:
         more = 0 if most is None else len(self.rows) - most
         return [f"… and {more:,}{self.rest}"] if more > 0 else []

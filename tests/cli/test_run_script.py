@@ -18,6 +18,7 @@ from hookline.cli import script_command
 from hookline.cli.main import main
 from hookline.errors import NoMatchError
 from hookline.integrations.model_of_optimizer import find_model
+from hookline.integrations.snapshot_steps import SnapshotSteps
 
 TRAIN = """
 import importlib.util, os, sys
@@ -126,7 +127,7 @@ def test_a_script_ends_with_the_same_bits_and_its_own_exit_code(folder: Path, ca
     run = folder / "runs" / "train" / "script"
     assert {"report.html", "script.csv", "run.json"} <= {path.name for path in run.iterdir()}
     records = _records(run)
-    assert [one["epoch"] for one in records if one["point"] == "POST_EPOCH"] == [0, 1, 2]
+    assert [one["step"] for one in records if one["point"] == "SNAPSHOT"] == [0, 10, 20]
     drawn = [step for one in records for step in one["metrics"].get("drawing/loss", [])]
     assert len(drawn) == 11
     assert all(value > 0 for value in drawn)
@@ -146,7 +147,7 @@ def test_under_torchrun_every_rank_is_followed_and_one_writes(folder: Path, capf
     assert err.count("train/script finished: 21 steps") == 1
     run = folder / "runs" / "train" / "script"
     assert sorted(path.name for path in run.parent.iterdir()) == ["script"]
-    assert [one["epoch"] for one in _records(run) if one["point"] == "POST_EPOCH"] == [0, 1, 2]
+    assert [one["step"] for one in _records(run) if one["point"] == "SNAPSHOT"] == [0, 10, 20]
     facts = json.loads((run / "run.json").read_text())
     assert (facts["ranks"], facts["model"]["class"]) == (2, "DistributedDataParallel")
 
@@ -282,7 +283,7 @@ def test_children_of_a_script_lose_nothing_and_hooks_that_cannot_run_are_named(f
     (folder / "script.py").write_text(FORKS)
     (folder / "unable.py").write_text(UNABLE)
     hooks = [f"unable.py:{name}" for name in ("Fails", "Evaluates", "Late", "Steps")]
-    assert main(["run", "--hooks", *hooks, "--no-report", "--", "script.py"]) == 0
+    assert main(["run", "--hooks", *hooks, "--snapshot-every", "0", "--no-report", "--", "script.py"]) == 0
     err = capfd.readouterr().err
     runs = folder / "runs" / "script"
     assert sorted(path.name for path in runs.iterdir()) == ["script", "script_1"]
@@ -321,7 +322,9 @@ def test_signals_reach_the_script(name: str, code: int, folder: Path, capfd: Any
         "time.sleep(60)\n"
     )
     assert main(["run", "--hooks", "norms", "--", "script.py"]) == code
-    assert capfd.readouterr().out == "got it\n"
+    out, err = capfd.readouterr()
+    assert out == "got it\n"
+    assert f"nothing was seen: the command was stopped by signal {code - 128} ({name}) before its first step." in err
 
 
 def test_a_run_file_may_name_the_command(folder: Path, capfd: Any) -> None:
@@ -392,3 +395,50 @@ def test_most_of_the_parameters_are_enough_and_half_are_not() -> None:
     assert (found.model, found.owned, found.of) == (model, 2, 3)
     with pytest.raises(NoMatchError, match="of 2, the best"):
         find_model(torch.optim.SGD([model[0].weight, scale], 0.1), [model[0]])
+
+
+ONE_EPOCH = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x in DataLoader(torch.randn(30, 4), 1):
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps", "told"),
+    [
+        ([], [0, 10, 20], "3 reports in 30 steps; for curves that can be judged: --snapshot-every 1"),
+        (["--snapshot-every", "3"], list(range(0, 30, 3)), ""),
+        (["--snapshot-every", "0"], [29], "1 report in 30 steps, at the ends of epochs"),
+    ],
+)
+def test_a_script_of_one_epoch_has_more_than_one_report(
+    flags: list[str], steps: list[Any], told: str, folder: Path, capfd: Any
+) -> None:
+    (folder / "script.py").write_text(ONE_EPOCH)
+    assert main(["run", "--hooks", "norms", "--no-report", *flags, "--", "script.py"]) == 0
+    records = [one for one in _records(folder / "runs/script/script") if any("norms/" in key for key in one["metrics"])]
+    assert [one.get("step") for one in records] == steps
+    err = capfd.readouterr().err
+    assert told in err if told else " reports in " not in err
+
+
+def test_an_interval_that_grows_gives_few_reports_to_a_long_run() -> None:
+    steps = SnapshotSteps(10, grows=True)
+    due = [step for step in range(1000) if steps.is_due(step)]
+    assert due[:21] == list(range(0, 210, 10))
+    assert due[-3:] == [800, 880, 960]
+    assert steps.count(1000) == len(due)
+    assert steps.count(1_000_000) == 143
+    assert all(steps.next(step) == min(one for one in [*due, 1040] if one >= step) for step in range(1000))
+
+
+def test_a_negative_interval_is_refused(folder: Path, capfd: Any) -> None:
+    assert main(["run", "--hooks", "norms", "--snapshot-every", "-1", "--", "train.py"]) != 0
+    assert "--snapshot-every is a number of steps" in capfd.readouterr().err

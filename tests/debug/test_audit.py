@@ -18,6 +18,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.cli.main import main
+from hookline.debug.audit.audited_hook import audited_hooks
 from hookline.debug.audit.run_state import run_state
 from hookline.errors import OptionError
 from hookline.guard.rng import stream_states
@@ -467,3 +468,14 @@ def test_an_instrument_may_use_transforms_of_torch_func():
         return handle
 
     assert hl.audit(train, [curvature, at_step(3, lambda *_: None)]).ok
+
+
+def test_a_watch_that_is_on_a_model_already_is_refused() -> None:
+    """A copy of it watches nothing, so that an audit would vouch for what was never on."""
+    with hl.watch(nn.Linear(4, 2)) as watch, pytest.raises(hl.errors.OptionError, match="lambda model"):
+        hl.audit(lambda: None, [watch])
+
+
+def test_a_lambda_is_listed_by_what_it_calls() -> None:
+    (hook,) = audited_hooks([lambda model: hl.watch(model)], by_training=False)
+    assert hook.name == "lambda: hl.watch"

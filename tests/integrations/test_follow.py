@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hookline as hl
-from hookline.errors import GuardError, LifecycleError, OptionError, UnhookableError
+from hookline.errors import GuardError, HooklineWarning, LifecycleError, OptionError, UnhookableError
 from hookline.integrations.held_gradients import HeldGradients
 from hookline.integrations.loader_passes import LoaderPasses
 
@@ -575,3 +576,13 @@ def test_a_watch_among_the_hooks_reads_gradients_before_the_step() -> None:
     assert (watch.steps, watch.step_is) == (3, "the optimizer's step")
     for one in (watch, own):
         one.remove()
+
+
+def test_a_watch_on_another_model_is_told() -> None:
+    model, other = nn.Linear(4, 2), nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(HooklineWarning, match="is on a Linear that has no module of the Linear that is trained"):
+        hl.follow(model, optimizer, [hl.watch(other)]).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hl.follow(nn.Sequential(model), optimizer, [hl.watch(model)]).close()  # a wrapper is the same model

@@ -31,6 +31,8 @@ _START: Final = Path(__file__).resolve().parent.parent / "integrations" / "scrip
 _BY_SIGNAL: Final = 128
 """Exit codes above it are those of signals."""
 _AFTER_ERROR: Final = {"disable": "was switched off", "warn": "stayed on", "raise": "ended the script"}
+_ENOUGH: Final = 9
+"""Reports from which on the page looks for anomalies in a curve."""
 _FORWARDED: Final = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
@@ -46,14 +48,16 @@ def run_script(arguments: Sequence[str]) -> int:
         if request.options.output.dry_run:
             _print_plan(request, json.loads(file.read_text(encoding="utf-8")))
             return DONE
-        code = _run(request.command, _environment(file, Path(folder), request.name))
+        code = _run(request.command, _environment(file, Path(folder), request))
         _Closing(request, Path(folder), code).say()
     return code
 
 
-def _environment(file: Path, notes: Path, name: str) -> dict[str, str]:
+def _environment(file: Path, notes: Path, request: ScriptRequest) -> dict[str, str]:
     paths = [str(_START), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"HOOKLINE_RUN": str(file), "HOOKLINE_RUN_NOTES": str(notes), "HOOKLINE_RUN_NAME": name}
+    own = {"HOOKLINE_RUN": str(file), "HOOKLINE_RUN_NOTES": str(notes), "HOOKLINE_RUN_NAME": request.name}
+    if request.snapshot_every is not None:
+        own["HOOKLINE_RUN_SNAPSHOT_EVERY"] = str(request.snapshot_every)
     return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -119,6 +123,8 @@ class _Closing:
                 f"{count} step{'s' * (count != 1)} of another {of}" for of, count in json.loads(text).items()
             )
             self._print(f"not followed: {made}. Next: hookline.follow(model, optimizer) in the script, for each model.")
+        for text in self._read("reports"):
+            self._print_few(**json.loads(text))
         for text in self._read("silent"):
             for name, why in json.loads(text).items():
                 self._print(f"the hook {name} has not fired: {why}.", always=True)
@@ -131,6 +137,10 @@ class _Closing:
         return [path.read_text(encoding="utf-8") for path in sorted(self._notes.glob(f"*.{what}"))]
 
     def _why_nothing(self) -> str:
+        if self._code > _BY_SIGNAL:
+            return f"the command was stopped by {_signal_name(self._code - _BY_SIGNAL)} before its first step."
+        if self._code:
+            return f"the command ended with exit code {self._code} before its first step."
         if not self._read("python"):
             return (
                 "the command started no Python that reads PYTHONPATH. Is it python -I or -E? Next: leave that out, or "
@@ -161,6 +171,15 @@ class _Closing:
         for label, name in ({"report": "report.html", **names} if has_page else names).items():
             self._print_file(label, folder / name)
 
+    def _print_few(self, reports: int, steps: int, loop: str) -> None:
+        """Tell how to get more reports, if there were too few to judge a curve by."""
+        if 0 < reports < _ENOUGH and steps >= _ENOUGH:
+            every = max(steps // (2 * _ENOUGH), 1)
+            why = ", at the ends of epochs" if loop == "epoch" else ""
+            looks = f" --hook-config stats.every={every}" if "stats" in (self._request.options.hook.hooks or ()) else ""
+            made = f"{reports} report{'s' * (reports != 1)} in {steps} steps{why}"
+            self._print(f"{made}; for curves that can be judged: --snapshot-every {every}{looks}.")
+
     def _print_failed(self, hook: str, count: int) -> None:
         """Tell of a hook that raised, and what came of it."""
         became = _AFTER_ERROR[self._request.options.hook.on_hook_error]
@@ -182,6 +201,13 @@ class _Closing:
     def _print(self, text: str, *, always: bool = False) -> None:
         if always or not self._is_silent:
             print(f"hookline: {text}", file=sys.stderr)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:  # an exit code of the command's own
+        return f"signal {number}"
 
 
 def _write_page(folder: Path) -> bool:

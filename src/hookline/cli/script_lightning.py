@@ -27,7 +27,8 @@ def lightning_callbacks() -> list[Any]:
 
         def _make_host(self) -> HostRun:
             self._session = ScriptSession.of_lightning = ScriptSession(run_file)
-            host = HostRun(manager=self._session.manager)
+            session = self._session
+            host = HostRun(manager=session.manager, loop=session.loop, snapshot_every=session.snapshots)
             host.specs = self._session.specs
             return host
 

@@ -27,6 +27,7 @@ from hookline.integrations.model_of_optimizer import FoundModel, find_model, fin
 from hookline.integrations.other_steps import OtherSteps
 from hookline.integrations.process_end import at_process_end, error_of_process
 from hookline.integrations.sigterm import at_sigterm
+from hookline.integrations.snapshot_steps import SnapshotSteps
 from hookline.lifecycle.points import HookPoint
 from hookline.training.loops.loop_result import LoopResult
 from hookline.training.manager import HookManager
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from hookline.integrations.first_step import FirstStep
     from hookline.integrations.follow import Follow
+    from hookline.training.training_hook import TrainingHook
 
 __all__ = ["ScriptSession", "begin_script", "note", "wait_for_script"]
 
@@ -45,6 +47,10 @@ NOTES: Final = "HOOKLINE_RUN_NOTES"
 """The folder in which processes write down how far they came."""
 NAME: Final = "HOOKLINE_RUN_NAME"
 """What the folder of the run is called."""
+SNAPSHOT_EVERY: Final = "HOOKLINE_RUN_SNAPSHOT_EVERY"
+"""How many steps from one report to the next, if that was asked for; 0 for the ends of epochs."""
+_SNAPSHOTS: Final = SnapshotSteps(10, grows=True)
+_STEP_POINTS: Final = frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})
 _ON_ERROR: Final = "disable"
 """A hook that raises does not end a script that it does not own, unless that was asked for."""
 _FLUSH_EVERY: Final = 50
@@ -127,13 +133,21 @@ class ScriptSession:
         """Where records go; None on ranks over 0, which write nothing."""
         self.specs = self._file.specs
         """Hooks on modules."""
-        self.manager = self._make_manager()
+        hooks = self._file.make_hooks()
+        asked = os.environ.get(SNAPSHOT_EVERY)
+        counts_steps = all(map(_works_by_steps, hooks)) if asked is None else asked != "0"
+        self.loop = "step" if counts_steps else "epoch"
+        """What the run counts. Epochs only where a hook needs them: a script of one epoch would have one report."""
+        self.snapshots = (SnapshotSteps(int(asked)) if asked else _SNAPSHOTS) if counts_steps else SnapshotSteps(1)
+        """When watches and trackers report."""
+        self.manager = self._make_manager(hooks)
+        self._run: Follow | None = None
         self._forget_end = at_process_end(self.end)
         self._forget_signal: Callable[[], None] = lambda: None
         self._others: OtherSteps | None = None
         self._error: HooklineError | None = None
 
-    def _make_manager(self) -> HookManager:
+    def _make_manager(self, hooks: list[TrainingHook]) -> HookManager:
         from hookline.sinks.fan_out import FanOut
 
         sinks: list[Any] = []
@@ -143,9 +157,9 @@ class ScriptSession:
             sinks = self._file.make_sinks()
             fan_out = FanOut([*sinks, self._newest], log=self.folder / LOG)
         manager = HookManager(
-            hooks=self._file.make_hooks(),
+            hooks=hooks,
             sinks=fan_out,
-            loop_type="epoch",
+            loop_type=self.loop,
             on_error=self._file.on_error if self._file.says_on_error else _ON_ERROR,
             flush_every=_FLUSH_EVERY,
             **self._file.options,
@@ -163,8 +177,9 @@ class ScriptSession:
     def follow(self, found: FoundModel, optimizer: Any, first: FirstStep) -> Follow:
         """Follow the loop, in the middle of its first step."""
         self.begin(found.model, optimizer)
-        parts = {"loader": first.loader, "scaler": find_scaler(), "run_context": self.context}
-        run = follow(found.model, optimizer, manager=self.manager, **parts)
+        parts: dict[str, Any] = {"loader": first.loader, "scaler": find_scaler(), "run_context": self.context}
+        parts |= {"loop": self.loop, "snapshot_every": self.snapshots}
+        run = self._run = follow(found.model, optimizer, manager=self.manager, **parts)
         self._others = OtherSteps(optimizer, first.passed_over)
         self._forget_signal = at_sigterm(lambda: self._end_by_signal(run))
         if self.specs:
@@ -225,9 +240,20 @@ class ScriptSession:
         if silent:
             note("silent", json.dumps(silent))
         steps = self.manager.global_step + 1
+        reports = self.snapshots.count(steps) if self.loop == "step" else self._count_epochs()
+        note("reports", json.dumps({"reports": reports, "steps": steps, "loop": self.loop}))
         result = LoopResult(0, steps, stopped_early=False, loss=self._newest.newest.get("loss"))
         status = "stopped" if self._error is not None else "finished" if error is None else "failed"
         notes.end(status, time.perf_counter() - self._began, result=result, error=error)
+
+    def _count_epochs(self) -> int:
+        return self.snapshots.count(self._run.epoch_of_step + 1) if self._run is not None else 0
+
+
+def _works_by_steps(hook: TrainingHook) -> bool:
+    """Return whether all that a hook does can be done where steps are counted."""
+    by_loop = hook.loop_points
+    return bool(by_loop.get("step")) if by_loop is not None else _STEP_POINTS.issuperset(hook.hook_points or ())
 
 
 def _why_silent(manager: HookManager) -> dict[str, str]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from hookline.integrations.backward_losses import BackwardLosses
     from hookline.integrations.loader_passes import LoaderPass
+    from hookline.integrations.snapshot_steps import SnapshotSteps
     from hookline.training.manager import HookManager
 
 __all__ = ["Follow", "follow"]
@@ -48,7 +49,7 @@ def follow(
     run_file: str | Path | None = None,
     hook_config: Mapping[str, Mapping[str, Any]] | None = None,
     loop: str = "epoch",
-    snapshot_every: int | None = None,
+    snapshot_every: int | SnapshotSteps | None = None,
     flush_every: int | None = 100,
     on_error: str | None = None,
     run_context: Mapping[str, Any] | None = None,

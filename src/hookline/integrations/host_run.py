@@ -17,9 +17,10 @@ from torch import Tensor
 
 from hookline.errors import HooklineWarning, LifecycleError
 from hookline.integrations.held_gradients import HeldGradients
-from hookline.integrations.host_adapter import HostAdapter, tell_watches
+from hookline.integrations.host_adapter import HostAdapter, tell_watches, warn_of_other_models
 from hookline.integrations.host_manager import make_manager
 from hookline.integrations.host_state import check_state, load_state, save_state
+from hookline.integrations.snapshot_steps import SnapshotSteps
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_phase import in_phase
 from hookline.messages import caller_stacklevel
@@ -84,7 +85,7 @@ class HostRun:
         manager: HookManager | None = None,
         hook_config: Mapping[str, Mapping[str, Any]] | None = None,
         loop: str = "epoch",
-        snapshot_every: int | None = None,
+        snapshot_every: int | SnapshotSteps | None = None,
         flush_every: int | None = _STEPS_TO_FLUSH,
         on_error: str | None = None,
         capabilities: Iterable[str] = (),
@@ -100,7 +101,9 @@ class HostRun:
         self.specs = made.specs  # hooks on modules, attached for as long as a run lasts
         self._loop = loop
         every = _SNAPSHOTS[loop] if snapshot_every is None else snapshot_every
-        self._snapshot_every = whole_number("snapshot_every", every, 0)
+        if not isinstance(every, SnapshotSteps):
+            every = SnapshotSteps(whole_number("snapshot_every", every, 0))
+        self._snapshots = every
         self._capabilities = {capabilities} if isinstance(capabilities, str) else set(capabilities)
         if report_to is not None:
             self.manager.fan_out.add(report_to)
@@ -138,6 +141,7 @@ class HostRun:
         if self.run is not None:
             self.end_run()  # a host that failed said nothing
         adapter, manager = HostAdapter(self._loop, model, optimizer, **parts), self.manager
+        warn_of_other_models(manager, model)
         tell_watches(manager, [optimizer])
         manager.set_loop_type(self._loop)
         manager.set_capabilities(adapter.capabilities | self._capabilities)
@@ -207,7 +211,7 @@ class HostRun:
             run.epoch = epoch
             run.take_loader()
             return
-        snapshot = (HookPoint.SNAPSHOT,) if self._has_snapshot(epoch) else ()
+        snapshot = (HookPoint.SNAPSHOT,) if self._snapshots.is_due(epoch) else ()
         run.begin_epoch(epoch, (HookPoint.POST_EPOCH, *snapshot))
         if run.num_epochs < 2 and self.manager.ranks is not None:
             warn_of_join(run.adapter.model)
@@ -226,7 +230,7 @@ class HostRun:
         run.fire(HookPoint.POST_EPOCH)
         if not self._is_reported:
             run.report_evaluation(HookPoint.POST_EPOCH)
-        if self._has_snapshot(run.epoch):
+        if self._snapshots.is_due(run.epoch):
             run.fire(HookPoint.SNAPSHOT)
 
     def finish_steps(self) -> None:
@@ -235,9 +239,6 @@ class HostRun:
         if not self._has_ended_steps and self._loop == "epoch":
             run.end_epoch()
         self._has_ended_steps = True
-
-    def _has_snapshot(self, position: int) -> bool:
-        return self._snapshot_every > 0 and position % self._snapshot_every == 0
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -312,7 +313,7 @@ class HostRun:
             self._take_result(run, StepResult(loss, trained, metrics or {}))
         elif self.manager.may_fire(HookPoint.POST_STEP):
             run.fire(HookPoint.POST_STEP)
-        if self._loop == "step" and self._has_snapshot(run.step):
+        if self._loop == "step" and self._snapshots.is_due(run.step):
             run.end_stretch()
             run.fire(HookPoint.SNAPSHOT)
 
@@ -326,10 +327,9 @@ class HostRun:
 
     def _begin_stretch(self, run: Run, step: int) -> None:
         """Begin steps up to the next snapshot, if this is the first of them."""
-        every, is_first = self._snapshot_every, self._is_new
-        self._is_new = False
-        if every and (is_first or step == 0 or (step - 1) % every == 0):
-            run.begin_stretch(-(-step // every) * every)
+        is_first, self._is_new = self._is_new, False
+        if self._snapshots.every and (is_first or step == 0 or self._snapshots.is_due(step - 1)):
+            run.begin_stretch(self._snapshots.next(step))
 
     def _leave_step(self) -> None:
         self._in_step = False

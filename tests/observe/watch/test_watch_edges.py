@@ -333,3 +333,27 @@ def test_memory_is_flat_over_many_steps():
         gc.collect()
         assert len(gc.get_objects()) - before < 30
         assert watch.steps == 700
+
+
+def test_a_table_with_the_largest_first() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].weight.mul_(100.0)
+    with hl.watch(model, on="param", stats=["norm", "absmax"]) as watch:
+        text = str(watch.table(sort="norm", top=2))
+        assert text.splitlines()[1].startswith("1.weight/param")
+        assert "4 more, none with a larger norm" in text
+        with torch.no_grad():
+            model[2].bias.fill_(float("nan"))
+        assert str(watch.table(sort="absmax", top=1)).splitlines()[1].startswith("2.bias/param")
+        with pytest.raises(hl.errors.OptionError, match="did you mean 'norm'"):
+            watch.table(sort="norms")
+
+
+def test_after_a_report_the_table_says_that_nothing_came_since() -> None:
+    model = nn.Linear(4, 4)
+    with hl.watch(model, on="forward") as watch:
+        assert str(watch) == "nothing watched yet"
+        model(torch.randn(2, 4))
+        watch.to_metrics(reset=True)
+        assert str(watch).startswith("nothing since the last report or reset")

@@ -18,6 +18,9 @@ from torch.optim import Optimizer
 
 from hookline.errors import OptionError
 from hookline.messages import type_name
+from hookline.observe.watch.step_alarm import StepAlarm
+from hookline.observe.watch.watch import Watch
+from hookline.sites.handle import HandleSet, HookHandle
 from hookline.training.training_hook import TrainingHook
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ __all__ = ["AuditedHook", "audited_hooks", "follow_with", "needed_arguments", "p
 
 _Way = Literal["lifecycle", "specs", "model", "around", "forward"]
 _SPEC_FILES: Final = (".json", ".toml", ".yaml", ".yml")
+_LONGEST: Final = 40
 _FORWARD_HOOK: Final = 3
 """How many arguments a torch forward hook takes: module, arguments, output."""
 
@@ -89,6 +93,8 @@ def _name_of(given: Any) -> str:
     if isinstance(given, Mapping):
         return str(given.get("name") or "spec")
     inner = getattr(given, "func", given)  # functools.partial
+    if getattr(inner, "__name__", "") == "<lambda>":
+        return f"lambda: {'.'.join(inner.__code__.co_names)}"[:_LONGEST]
     return str(getattr(inner, "__qualname__", None) or type(given).__name__).rpartition("<locals>.")[2]
 
 
@@ -131,6 +137,11 @@ def _way_of(given: Any) -> _Way:
         raise OptionError(
             "A block made by @contextmanager can be entered once, and an audit trains several times: give the function "
             "that makes it, without calling it."
+        )
+    if isinstance(given, Watch | StepAlarm | HookHandle | HandleSet):
+        raise OptionError(
+            f"This {type(given).__name__} is on a model already, and an audit puts hooks on that of each training. "
+            'Next: give the function that makes it: hooks={"watch": lambda model: hookline.watch(model)}.'
         )
     if isinstance(given, AbstractContextManager) and not isinstance(given, type):
         return "around"

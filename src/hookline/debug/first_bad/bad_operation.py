@@ -187,8 +187,16 @@ class BadStep(ShownAsTable):
         return asdict(self)
 
 
+_UNRESTORED = (
+    "Parameters, buffers, optimizer and random streams were put back; globals of Python, counters and what the step "
+    "reads by itself were not. Next: hookline.debug.replay_check says what of a step does not repeat"
+)
 _TOLD = {
-    "did not repeat": "did not repeat: the step was run again from the same state and was finite",
+    "did not repeat": f"did not repeat: the step was run again from the same state and was finite. {_UNRESTORED}",
+    "not found in the forward": (
+        "not found in the forward, which was run again and was finite: it came in the backward or the optimizer (next: "
+        f"give loss_fn= or step_fn=, so that these run again too), or the forward does not repeat. {_UNRESTORED}"
+    ),
     "not repeated": "the steps could not be repeated: something outside was changed",
 }
 _OTHER = "the second run ended with other bits than the first: the step is not deterministic, or runs another way"

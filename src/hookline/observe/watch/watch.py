@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
@@ -21,12 +20,13 @@ from hookline.lifecycle.run_phase import During, validate_phases
 from hookline.lifecycle.schedule import StepSchedule
 from hookline.messages import type_name
 from hookline.observe.watch.budgeted_schedule import BudgetedSchedule, budgeted
-from hookline.observe.watch.rank_stats import DeclaredShards, RankStats, rank_in_words, same_on_ranks
+from hookline.observe.watch.rank_stats import DeclaredShards, RankStats, same_on_ranks
 from hookline.observe.watch.saved_rows import load_rows, saved_rows
-from hookline.observe.watch.stat_columns import Layout, table_of
+from hookline.observe.watch.stat_columns import Layout
 from hookline.observe.watch.stats_engine import StatsEngine
 from hookline.observe.watch.watch_hooks import WatchSites, checked_kinds
 from hookline.observe.watch.watch_steps import CountingRules, ForwardSteps, ManualSteps, OptimizerSteps, Schedule
+from hookline.observe.watch.watch_table import watch_table
 from hookline.sites.roles import with_role
 from hookline.sites.targets import check_model
 from hookline.sites.wrappers import unwrap
@@ -175,10 +175,8 @@ class Watch(ShownAsTable):
             snapshot = self._engine.snapshot()
             if reset:
                 self.reset()
-        if local or not is_distributed():
-            metrics = self._engine.to_metrics(snapshot)
-        else:
-            metrics = self._over_ranks().to_metrics(snapshot)
+        is_alone = local or not is_distributed()
+        metrics = self._engine.to_metrics(snapshot) if is_alone else self._over_ranks().to_metrics(snapshot)
         metrics |= {} if self.budget is None else self.budget.to_metrics()
         self._sites.look_closer(snapshot.rows)
         if per_rank:
@@ -186,8 +184,7 @@ class Watch(ShownAsTable):
         return metrics
 
     def _over_ranks(self) -> RankStats:
-        if self._ranks is None:
-            self._ranks = self._between_ranks()
+        self._ranks = self._ranks or self._between_ranks()
         return self._ranks
 
     def reset(self) -> None:
@@ -229,9 +226,12 @@ class Watch(ShownAsTable):
             "silent": silent | (self._ranks.left_out if self._ranks is not None else {}),
         }
 
+    def table(self, *, sort: str | None = None, top: int | None = None) -> Table:
+        """Return what ``print(watch)`` shows; with ``sort="norm", top=10`` the ten places with the largest norm."""
+        return watch_table(self.to_metrics(local=True), self._engine, self._rules, sort, top)
+
     def _table(self) -> Table:
-        table = table_of(self.to_metrics(local=True), {one.label: one.name for one in self._engine.places.values()})
-        return replace(table, foot=(*table.foot, *self._rules.in_words(), *rank_in_words()))
+        return self.table()
 
     def _state(self) -> str:
         return OFF if self._removed else ON
