@@ -52,16 +52,20 @@ def adapters(setting: Setting) -> Iterator[Row]:
     trials.append(trial("follow without again", optimizer.step, inner=5, batch=BATCH))
     trials.append(trial("whole loop", loop.step, inner=5, batch=BATCH, hooked=loop.followed))
     trials.append(trial("whole loop without", loop.step, inner=5, batch=BATCH))
+    trials.append(trial("whole loop by hand", loop.step, inner=5, batch=BATCH, hooked=loop.wrapped))
     samples = interleave(trials, setting.rounds(40))
     yield _row(samples, "HostRun", "bridge", "nothing", "`begin_step` and `end_step` with a loss")
     yield _row(samples, "Trainer", "trainer", "trainer without", "the events of a step, with `HooklineCallback`")
     yield _row(samples, "follow", "follow", "follow without", "a step of the optimizer, with `hl.follow`")
     words = "a batch of the loader, `backward()` and a step of the optimizer, with `hl.follow`"
-    yield _row(samples, "follow with loader and loss", "whole loop", "whole loop without", words)
+    # Twenty as for the others, and ten for the wrappers themselves, measured in the row that follows.
+    yield _row(samples, "follow with loader and loss", "whole loop", "whole loop without", words, 30.0)
+    words = "the same calls inside of empty functions, and two empty hooks on the optimizer"
+    yield _row(samples, "empty wrappers by hand", "whole loop by hand", "whole loop without", words, None)
     callback.close()
 
 
-def _row(samples: Samples, host: str, name: str, bare: str, words: str) -> Row:
+def _row(samples: Samples, host: str, name: str, bare: str, words: str, at_most: float | None = 20.0) -> Row:
     return Row(
         f"adapter with no due hook, {host} (µs a step)",
         f"what {words}, adds to a step",
@@ -70,7 +74,7 @@ def _row(samples: Samples, host: str, name: str, bare: str, words: str) -> Row:
         spread([(with_it - without) * 1e6 for with_it, without in zip(samples[name], samples[bare], strict=True)]),
         spread(ratios(samples, "follow without again", "follow without")),
         f"{typical(samples, name) * 1e6:.2f}, bare {typical(samples, bare) * 1e6:.2f} µs",
-        at_most=20.0,
+        at_most=at_most,
     )
 
 
@@ -142,6 +146,19 @@ class Endless:
             yield 0
 
 
+class HandedOn:
+    """An iterator in Python that hands on what another gives."""
+
+    def __init__(self, iterator: Iterator[int]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> HandedOn:
+        return self
+
+    def __next__(self) -> int:
+        return next(self._iterator)
+
+
 class WholeLoop:
     """A batch, a backward and a step of the optimizer; followed only while it is measured so."""
 
@@ -158,6 +175,29 @@ class WholeLoop:
             self.batches = iter(self.loader)
             yield
         self.batches = iter(self.loader)
+
+    @contextmanager
+    def wrapped(self) -> Iterator[None]:
+        """Put an empty function around each of the three calls while the block lasts: what no way of following can
+        leave out.
+        """
+        original = torch.autograd.backward
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+
+        def nothing(optimizer: Any, args: Any, kwargs: Any) -> None: ...
+
+        hooks = self.optimizer.register_step_pre_hook(nothing), self.optimizer.register_step_post_hook(nothing)
+        torch.autograd.backward = backward
+        self.batches = HandedOn(iter(self.loader))
+        try:
+            yield
+        finally:
+            torch.autograd.backward = original
+            self.batches = iter(self.loader)
+            for hook in hooks:
+                hook.remove()
 
     def step(self) -> None:
         """Make a step."""

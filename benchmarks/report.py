@@ -37,6 +37,8 @@ Rows without a target only inform; a missed target stays on the page. The rows a
 that went wrong, not times; how large a share is depends on the load of the machine: only zero and not zero compare.
 """
 
+ELSEWHERE = '- other machines and days: a row of one names it in its column "measured"'
+
 HEADER = (
     "row", "numerator", "denominator", "model", "ratio [quartiles]", "A/A [quartiles]", "measured", "target", "result",
 )  # fmt: skip
@@ -70,6 +72,8 @@ def merged(old: str, new: str) -> str:
     where, there = machine_of("\n".join(new_head)), machine_of("\n".join(head))
     if where is not None and there is not None and where[1] != there[1]:
         new_rows = {key: with_machine(text, where[1], new_head) for key, text in new_rows.items()}
+        if ELSEWHERE not in head:
+            head.insert(next(at for at, text in enumerate(head) if text.startswith("- date: ")) + 1, ELSEWHERE)
     return "\n".join([*head, *{**old_rows, **new_rows}.values()])
 
 

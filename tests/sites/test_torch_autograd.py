@@ -40,7 +40,7 @@ def test_the_accumulator_of_a_leaf_has_a_huge_number():
     """Leaves accumulate as soon as they can, so their number is beyond any that is counted."""
     x = torch.ones(1, requires_grad=True)
     ((accumulator, _),) = node_of(x * 2).next_functions[:1]
-    assert type(accumulator).__name__ == "AccumulateGrad"
+    assert type(accumulator) is _torch._AccumulateGrad
     assert accumulator._sequence_nr() >= _torch._LEAF_SEQUENCE
     assert _torch._LEAF_SEQUENCE > 2**61
 
@@ -113,14 +113,40 @@ class Double(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("make", [lambda x: x * 2, Double.apply, lambda x: x.view_as(x), lambda x: x.unbind()[0]])
-def test_metadata_is_a_dictionary_that_lives_as_long_as_the_node(make):
-    """What is kept there is found again through any wrapper of the same node."""
+def test_the_hooks_of_a_tensor_live_with_its_node_under_any_key(make):
+    """The hook runs when the tensor itself is gone, is found again as long as it is not, and goes with the graph."""
+
+    class Seen(list):
+        def __call__(self, grad):
+            self.append(grad)
+
     y = make(torch.ones(1, requires_grad=True))
-    node_of(y).metadata["hookline.test"] = marker = object()
+    seen = _torch.only_hook(y, node_of(y), Seen)
     gc.collect()
-    assert node_of(y).metadata["hookline.test"] is marker
-    ((node, _),) = node_of(y * 3).next_functions[:1]
-    assert node.metadata["hookline.test"] is marker
+    assert _torch.only_hook(y, node_of(y), Seen) is seen
+    z = y * 3
+    del y
+    z.sum().backward()
+    assert len(seen) == 1
+    gone = weakref.ref(seen)
+    del seen, z
+    assert gone() is None
+
+
+def test_a_tensor_that_was_changed_in_place_begins_with_no_hook():
+    """The hook of a kind that is put on afterwards is another one, and both run."""
+
+    class Seen(list):
+        def __call__(self, grad):
+            self.append(grad)
+
+    y = torch.ones(1, requires_grad=True) * 2
+    before = _torch.only_hook(y, node_of(y), Seen)
+    y.mul_(5)
+    after = _torch.only_hook(y, node_of(y), Seen)
+    assert after is not before
+    y.sum().backward()
+    assert [seen[0].item() for seen in (before, after)] == [5.0, 1.0]
 
 
 @pytest.mark.parametrize("make", [lambda x: x * 2, Double.apply])

@@ -24,6 +24,7 @@ from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.gradients.backward_call import end_of
 from hookline.sites.gradients.call_gradients import GradientCall
 from hookline.sites.gradients.gradient_hooks import GradientHooks
+from hookline.sites.hook_at_site import next_order
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads
@@ -114,7 +115,7 @@ class _TracedCall(GradientCall):
     """One call in a graph that is being traced."""
 
     def __init__(self, hooks: _TracedHooks, key: Tensor, names: str) -> None:
-        super().__init__(hooks, None)
+        super().__init__(hooks, None, next_order())
         self._traced_hooks = hooks
         self._key = key
         self._names = names

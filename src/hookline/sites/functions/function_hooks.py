@@ -21,7 +21,7 @@ from hookline.sites import _torch, tree
 from hookline.sites.functions.function_site import FunctionSite
 from hookline.sites.gradients.call_gradients import GradientCall
 from hookline.sites.gradients.gradient_hooks import GradientHooks
-from hookline.sites.hook_at_site import NO_MODEL, OrderGroup
+from hookline.sites.hook_at_site import NO_MODEL, OrderGroup, next_order
 from hookline.sites.kinds import Kind
 from hookline.sites.site_info import Site
 
@@ -94,7 +94,7 @@ class FunctionHooks(GradientHooks):
             return output
         fn.locate()
         self.calls_seen += 1
-        wiring = GradientCall(self, fn)
+        wiring = GradientCall(self, fn, next_order())
         passed, state = wiring.enter(inputs, {})
         if passed is not inputs:
             args, kwargs = _rebuilt(args, kwargs, passed)

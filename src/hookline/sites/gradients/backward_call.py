@@ -16,7 +16,7 @@ from torch import Tensor
 from hookline.sites import _torch
 from hookline.sites.functions.function_site import FunctionSite
 from hookline.sites.gradients.gradient_tensors import checked
-from hookline.sites.hook_at_site import OrderGroup, next_order, open_contexts
+from hookline.sites.hook_at_site import OrderGroup, open_contexts
 from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
@@ -72,11 +72,11 @@ class BackwardCall:
     _before_torch = -1
     """The last backward pass in which ``backward_pre`` came before torch's own hooks of the module."""
 
-    def __init__(self, hooks: GradientHooks, module: Any) -> None:
+    def __init__(self, hooks: GradientHooks, module: Any, order: int) -> None:
         self._hooks = hooks
         self._module = module
         self._first_node = _torch.sequence_number()
-        self.order = next_order()
+        self.order = order
         """When the call began, as `next_order` counts."""
         if hooks.tells_sites:
             self._moments = hooks.gradient_moments()
@@ -282,7 +282,9 @@ class BackwardCall:
 
     def fire(self, entries: tuple[HookAtSite, ...], grads: Grads, more: tuple[Grads, ...]) -> Grads:
         """Call those hooks that were on when this call began; return the gradients as edited."""
-        if type(self._module) is FunctionSite:  # these hooks are not taken out of the tuple, as a module's are
+        module = self._module
+        of_function = type(module) is FunctionSite
+        if of_function:  # these hooks are not taken out of the tuple, as a module's are
             entries = tuple(entry for entry in entries if not entry.attachment.removed)
         for entry in entries:
             attachment = entry.attachment
@@ -292,9 +294,8 @@ class BackwardCall:
                 continue
             entry.fired += 1
             entry.last_step = entry.counter.step
-            module = self._module
-            if type(module) is FunctionSite:
-                module = module.seen_from(entry.counter)
+            if of_function:
+                module = self._module.seen_from(entry.counter)
             if entry.simple:
                 result = entry.hook(module, grads, *more)
             else:

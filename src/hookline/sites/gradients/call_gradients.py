@@ -211,7 +211,6 @@ class GradientCall(BackwardCall):
         has made new keyword arguments.
         """
         if began is None or began[0] != thread() or not self._hooks.observes_outputs:
-            self.order = self._hooks.entered
             return self.enter((), {})[1]
         _, self.order, self._first_node = began
         state = self.enter(args, dict(kwargs))[1]
@@ -362,6 +361,14 @@ class GradientCall(BackwardCall):
         self, hits: list[tuple[int, int]], cuts: dict[int, Window | None] = _NO_CUTS
     ) -> Callable[[Grads, Grads], None]:
         """Return a hook that collects what a node sends; ``cuts`` has the windows of views, by slot."""
+
+        if len(hits) == 1 and not cuts:  # most nodes
+            ((only_slot, only_index),) = hits
+
+            def collect_one(grad_inputs: Grads, grad_outputs: Grads) -> None:
+                self._collect_input(only_index, grad_inputs[only_slot])
+
+            return collect_one
 
         def collect(grad_inputs: Grads, grad_outputs: Grads) -> None:
             for slot, index in hits:

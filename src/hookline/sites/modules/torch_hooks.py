@@ -193,9 +193,7 @@ class LastPreHook(LastHook):
         if module_hooks.observes_outputs:
             module_hooks.began = thread(), order, _torch.sequence_number()
             return None
-        call = GradientCall(module_hooks, module)
-        call.order = order
-        return call.enter(args, kwargs)
+        return GradientCall(module_hooks, module, order).enter(args, kwargs)
 
 
 class FirstForwardHook(TorchHook):
@@ -265,7 +263,7 @@ class LastForwardHook(LastHook):
             return None
         state = kwargs if isinstance(kwargs, CallState) else getattr(args, "state", None)
         if state is None:
-            call = GradientCall(module_hooks, module)
+            call = GradientCall(module_hooks, module, next_order() if late else module_hooks.entered)
             state = call.enter(args, dict(kwargs))[1] if late else call.enter_late(began, args, kwargs)
         watched = state.call.leave(output, state)
         if module_hooks.backward_pre and _torch.has_backward_hooks(module):
