@@ -171,7 +171,7 @@ def only_hook(tensor: Tensor, node: Any, kind: Callable[[], _H]) -> _H:
     Its key among the tensor's hooks is the kind. torch keeps these with the node, so that it goes when the graph does,
     and begins with none when the tensor is changed in place.
     """
-    hooks: OrderedDict[Any, Any] | None = tensor._backward_hooks  # `hook_tensor`, without the call
+    hooks: Any = tensor._backward_hooks  # `hook_tensor`, without the call; torch types keys as int
     if hooks is None:
         hooks = tensor._backward_hooks = OrderedDict()
         node._register_hook_dict(tensor)
