@@ -59,7 +59,7 @@ HOOK_DICTS: Final[dict[str, tuple[str, ...]]] = {
 
 # Nodes that accumulate into a leaf carry the largest 64-bit number, to run as soon as they are ready.
 _LEAF_SEQUENCE: Final = 1 << 62
-_AccumulateGrad: Final[type] = torch._C._functions.AccumulateGrad
+_AccumulateGrad: Final[type] = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 sequence_number: Final[Callable[[], int]] = _get_sequence_nr
 """The number that the next graph node of this thread will get; later nodes have larger ones."""
