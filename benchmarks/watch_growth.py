@@ -114,6 +114,7 @@ def _keeping(training: Training) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+        kept.clear()  # autograd holds the hook, the hook the list: Python would never find that circle
 
 
 @contextmanager
