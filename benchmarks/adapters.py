@@ -58,8 +58,7 @@ def adapters(setting: Setting) -> Iterator[Row]:
     yield _row(samples, "Trainer", "trainer", "trainer without", "the events of a step, with `HooklineCallback`")
     yield _row(samples, "follow", "follow", "follow without", "a step of the optimizer, with `hl.follow`")
     words = "a batch of the loader, `backward()` and a step of the optimizer, with `hl.follow`"
-    # Twenty as for the others, and five for the wrappers themselves, measured in the row that follows.
-    yield _row(samples, "follow with loader and loss", "whole loop", "whole loop without", words, 25.0)
+    yield _row(samples, "follow with loader and loss", "whole loop", "whole loop without", words)
     words = "the same calls inside of empty functions, and two empty hooks on the optimizer"
     yield _row(samples, "empty wrappers by hand", "whole loop by hand", "whole loop without", words, None)
     callback.close()

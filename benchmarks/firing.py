@@ -227,10 +227,10 @@ def backward(setting: Setting) -> Iterator[Row]:
         # The rows "by hand" say where the floor is: two tensor hooks take 0.2 to 0.3 of torch's, but see the sum of all
         # who use the input, and lose an output that is changed in place. A leaf needs an alias for its own share and
         # the tensor behind the output. A block may add no node, so that sums keep their order: its part of the graph is
-        # walked, 1.5 µs a node, and two nodes of it get a hook.
-        yield from backward_on(subject, "all leaf modules", is_leaf, setting, at_most=0.65)
+        # walked, 1.5 µs a node, and two nodes of it get a hook: with two tensor hooks that is 0.7.
+        yield from backward_on(subject, "all leaf modules", is_leaf, setting, at_most=0.5)
         if setting.device.type == "cpu":  # beside a step on a GPU, twelve hooks are noise
-            yield from backward_on(subject, "the twelve blocks", "h.#", setting, at_most=1.0)
+            yield from backward_on(subject, "the twelve blocks", "h.#", setting, at_most=0.7)
 
 
 def walk_time(subject: Subject, target: object) -> float:
