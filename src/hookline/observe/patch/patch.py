@@ -130,7 +130,8 @@ def patch(
     for target, edit in wanted.items():
         chosen = choose(model, target, exclude, strict=strict)
         if chosen:
-            placed.append((_bound(model, edit, chosen, kind).for_model(model), chosen))
+            bound = _bound(model, edit, chosen, kind)
+            placed.append((bound if bound.index is None else bound.for_model(model), chosen))
     found, inputs = Patch(), kind is not _FORWARD
     try:
         for edit, chosen in placed:
