@@ -14,10 +14,12 @@ import torch
 from helpers_factories import PADDED
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import hookline as hl
-from hookline.errors import HooklineWarning, OptionError
+from hookline.errors import HooklineWarning, HookSignatureError, OptionError, TargetError
 from hookline.factories import ActivationDataset, export, export_activations, export_run, serving, train_probe
+from hookline.specs.apply_specs import hooks_of
 
 SEQUENCES = [[3, 1, 4], [1, 5, 9, 2, 6], [5], [3, 5, 8, 9], [7, 9], [3, 2, 3, 8]]
 TOKENS = sum(map(len, SEQUENCES))
@@ -72,6 +74,94 @@ def test_every_token_of_every_sequence_has_its_activation(tmp_path: Path) -> Non
             assert torch.allclose(torch.tensor(activation), expected[position], atol=1e-6)
     assert pickle.dumps(model.state_dict()) == weights
     hl.assert_no_hooks(model, foreign=True)
+
+
+class ByKeyword(nn.Module):
+    """A layer that is called by keyword, as attention in transformers is, and changes its input in place."""
+
+    def forward(self, mask: Tensor, *, hidden_states: Tensor) -> Tensor:
+        return hidden_states.mul_(2)
+
+
+class Changing(Reader):
+    """A reader whose second layer is given its input by keyword, beside integers by position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(1, ByKeyword())
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        first = self.layers[0](self.embed(input_ids))
+        changed: Tensor = self.layers[1](hidden_states=first, mask=attention_mask)
+        return self.layers[2](changed)  # type: ignore[no-any-return]
+
+
+def test_inputs_are_written_as_they_were_when_the_call_began(tmp_path: Path) -> None:
+    """By position and by keyword; under a name of their own, so that outputs of the same modules join them."""
+    model = Changing()
+    run = export_activations(model, "layers.#", SEQUENCES, folder=tmp_path, batch_size=4, inputs=True)
+    assert (run.sequences, run.written_bytes) == (len(SEQUENCES), TOKENS * WIDTH * 4 * 3)
+    assert export_activations(model, "layers.#", SEQUENCES, folder=tmp_path, inputs=True).skipped == len(SEQUENCES)
+    assert export_activations(model, "layers.#", SEQUENCES, folder=tmp_path).sequences == len(SEQUENCES)
+    given, returned = items(tmp_path, "layers.1/input"), items(tmp_path, "layers.1")
+    assert len(given) == TOKENS
+    assert given == items(tmp_path, "layers.0")
+    assert returned == items(tmp_path, "layers.2/input")
+    doubled = {key: (token, [2 * number for number in row]) for key, (token, row) in given.items()}
+    assert returned == doubled != given
+    with pytest.raises(OptionError, match=r"it has 'layers.0', 'layers.0/input'"):
+        ActivationDataset(tmp_path, module="layers.9")
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def test_a_spec_exports_inputs_before_the_forward(tmp_path: Path) -> None:
+    """With the requests of a served batch; on="forward", which comes too late, is refused with the reason."""
+    model = nn.Sequential(nn.Identity(), nn.ReLU(inplace=True))
+    spec = {
+        "target_modules": ["1"],
+        "hook_factory": "hookline.factories:export",
+        "config": {"folder": str(tmp_path), "inputs": True},
+        "observe": True,
+    }
+    with pytest.raises(HookSignatureError, match="cannot be a forward hook"):
+        hl.register_hooks(model, [spec])
+    numbers = torch.arange(24.0).reshape(2, 3, 4) - 12
+    expected = numbers[0].clone()
+    with hl.register_hooks(model, [{**spec, "on": "forward_pre"}]) as handles, serving(PADDED):
+        [hook] = hooks_of(handles)
+        model(numbers)
+    hook.close()
+    assert torch.equal(ActivationDataset(tmp_path, module="1/input", requests="a").tensors()[0], expected)
+    assert not torch.equal(numbers[0], expected)
+
+
+@pytest.mark.parametrize("more", [{"phase": "decode"}, {"add_residual": True}, {"inputs": "yes"}])
+def test_options_that_do_not_go_with_inputs_are_refused(tmp_path: Path, more: dict[str, Any]) -> None:
+    """Before anything is written."""
+    with pytest.raises(OptionError, match="inputs"):
+        export({"folder": str(tmp_path / "none"), "inputs": True, **more})
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_role_stands_for_a_target(tmp_path: Path) -> None:
+    """The same modules as by name, and the same errors as of ``capture``."""
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).eval()
+    sequences = [[1, 2, 3], [4, 5]]
+    export_activations(model, role="mlp", sequences=sequences, folder=tmp_path / "role")
+    export_activations(model, "transformer.h.#.mlp", sequences, folder=tmp_path / "name")
+    for module in ("transformer.h.0.mlp", "transformer.h.1.mlp"):
+        assert items(tmp_path / "role", module) == items(tmp_path / "name", module)
+    for wrong in ({"role": "mpl"}, {"role": "mlp", "targets": "lm_head"}, {"inputs": 1, "targets": "lm_head"}):
+        with pytest.raises((TargetError, OptionError)) as by_capture:
+            hl.capture(model, **wrong)
+        options = {"target" if key == "targets" else key: value for key, value in wrong.items()}
+        with pytest.raises(type(by_capture.value)) as told:
+            export_activations(model, sequences=sequences, folder=tmp_path / "none", **options)
+        assert str(told.value) == str(by_capture.value)
+    with pytest.raises(OptionError, match="needs sequences="):
+        export_activations(model, role="mlp", folder=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 class Positions(nn.Module):

@@ -22,17 +22,20 @@ from torch import nn
 from hookline.errors import HooklineWarning, OptionError
 from hookline.factories.batch_rows import BatchRows, serving
 from hookline.factories.export_files import WrittenSoFar, summary_of, written_so_far
-from hookline.factories.exporting import export
+from hookline.factories.exporting import INPUT, Export, ExportInputs, export
 from hookline.factories.factory_hook import whole
 from hookline.file_lock import lock_holder, take_lock
 from hookline.messages import caller_stacklevel
 from hookline.replace_file import replace_file
 from hookline.sites.attach import attach
+from hookline.sites.kinds import Kind
+from hookline.sites.roles import with_role
 from hookline.sites.targets import check_model, select
 from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
     from hookline.hook_types import Target
+    from hookline.sites.handle import HookHandle
 
 __all__ = ["ExportedRun", "export_activations"]
 
@@ -66,21 +69,26 @@ class ExportedRun:
 
 def export_activations(
     model: nn.Module,
-    target: Target,
-    sequences: Iterable[Sequence[int]],
+    target: Target = None,
+    sequences: Iterable[Sequence[int]] | None = None,
     *,
     folder: str | Path,
+    role: str | None = None,
+    inputs: bool = False,
     batch_size: int = 8,
     max_bytes: int | None = None,
     resume: bool = True,
     positions: str = "all",
 ) -> ExportedRun:
-    """Write the outputs of modules for every token of ``sequences`` to a folder.
+    """Write the outputs of modules, or their ``inputs``, for every token of ``sequences`` to a folder.
 
     Recipe::
 
-        export_activations(model, "role:resid", (tokenizer(text).input_ids for text in texts), folder="states")
+        sequences = [tokenizer(text).input_ids for text in texts]
+        export_activations(model, role="resid", sequences=sequences, folder="states")
         dataset = ActivationDataset("states", module="model.layers.8")
+        export_activations(model, "model.layers.8.self_attn.o_proj", sequences, folder="heads", inputs=True)
+        dataset = ActivationDataset("heads", module="model.layers.8.self_attn.o_proj/input")
 
     Sequence n is the request ``"sequence-n"`` of the export. Called again with the same sequences, it continues where
     it was interrupted, by a kill or by the budget: what is complete on disk is not run again, nothing is written twice.
@@ -90,15 +98,25 @@ def export_activations(
     Args:
         model: A model of ``transformers``, or one that is called as ``model(input_ids=…, attention_mask=…)``; it runs
             in the mode in which it is, without gradients; where dropout works, with a warning.
-        target: Which modules, as in ``attach``; each has to return a row for each token.
+        target: Which modules, as in ``attach``; each has to return a row for each token, or be given one.
         sequences: Token ids. Those of one length run together, without padding, so the order on disk may be another.
         folder: Where to; it may hold an earlier part. One run at a time writes to it.
+        role: In place of ``target``, the role of the modules in a language model, such as ``"resid"`` or ``"mlp"``; see
+            ``attach``.
+        inputs: Write what goes into each module in place of what it returns, under its name with ``"/input"``: the main
+            tensor of the positional arguments, else ``hidden_states``, else that of the keyword arguments, as it was
+            when the call began. ``capture`` keeps both; here a second call with the same folder adds the other side.
         batch_size: At most so many sequences in one forward.
         max_bytes: How many bytes of activations the folder may hold in all; a batch that would pass it ends the run.
         resume: Continue; with False, a folder that holds an export is an error.
         positions: ``"all"``, or ``"last"``, the last token of each sequence.
     """
-    check_model(model)
+    check_model(model, target)
+    if not isinstance(inputs, bool):
+        raise OptionError(f"inputs= is True or False, got {inputs!r}.")
+    target = with_role(target, role)
+    if sequences is None:
+        raise OptionError(f"{_NAME} needs sequences= of token ids to run the model on: [[15, 3, 8], [4, 1]].")
     if any(isinstance(module, _DROPOUTS) and module.training and module.p for module in model.modules()):
         warnings.warn(
             f"{_NAME}: the model is in training mode, and dropout changes what is exported; call model.eval() first.",
@@ -106,7 +124,7 @@ def export_activations(
             stacklevel=caller_stacklevel(),
         )
     whole(_NAME, "batch_size", batch_size)
-    names = [name for name, _ in select(model, target)]
+    names = [name + INPUT if inputs else name for name, _ in select(model, target)]
     options = {"folder": str(folder), "positions": positions, "queue_bytes": _QUEUE, "max_bytes": max_bytes}
     with _only_writer(Path(folder)):
         earlier = written_so_far(Path(folder))
@@ -114,10 +132,10 @@ def export_activations(
             raise OptionError(f"{_NAME}: {folder} holds an export already; choose another folder, or resume=True.")
         _compare_weights(model, Path(folder), begun=bool(earlier.bytes))
         due = _DueSequences(sequences, names, earlier, only_last=positions == "last")
-        hook = export({**options, "resume": True})
+        hook = export({**options, "inputs": inputs, "resume": True})
         ran = 0
         try:
-            with attach(model, target, hook, observe=True, name=_NAME):
+            with _attached(model, target, hook):
                 for rows in _batches(due, batch_size):
                     _run(model, rows)
                     hook.wait_until_written()
@@ -128,6 +146,13 @@ def export_activations(
         finally:
             hook.close()
         return ExportedRun(ran, due.skipped, written_so_far(Path(folder)).bytes, hook.is_full)
+
+
+def _attached(model: nn.Module, target: Target, hook: Export) -> HookHandle:
+    if isinstance(hook, ExportInputs):
+        kind = Kind.FORWARD_PRE
+        return attach(model, target, hook.take_arguments, on=kind, with_kwargs=True, observe=True, name=_NAME)
+    return attach(model, target, hook, observe=True, name=_NAME)
 
 
 def _compare_weights(model: nn.Module, folder: Path, *, begun: bool) -> None:

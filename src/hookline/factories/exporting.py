@@ -1,6 +1,6 @@
-"""``export``: write the outputs of modules to safetensors files, by request and token.
+"""``export``: write the outputs or inputs of modules to safetensors files, by request and token.
 
-Specs and users make it. It copies outputs into an `ExportQueue`, whose thread writes them; `served_batch` says whose
+Specs and users make it. It copies tensors into an `ExportQueue`, whose thread writes them; `served_batch` says whose
 tokens they are.
 """
 
@@ -31,6 +31,7 @@ from hookline.factories.factory_hook import (
     yes_or_no,
 )
 from hookline.factories.served_batch import STAGES, TokenBatch, measurable, only_in_stage, output_tensor, running
+from hookline.observe.patch.edited_tensor import find_main_input
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from hookline.sites.site_info import Site
 
-__all__ = ["Export", "export"]
+__all__ = ["INPUT", "Export", "ExportInputs", "export"]
 
 _NAME: Final = "export"
 _OPTIONS: Final = {
@@ -52,7 +53,10 @@ _OPTIONS: Final = {
     "flush_seconds": 5.0,
     "add_residual": False,
     "resume": False,
+    "inputs": False,
 }
+INPUT: Final = "/input"
+"""What an export adds to the name of a module whose inputs it writes: a folder may have both sides of one."""
 
 
 @tried_by()
@@ -77,7 +81,9 @@ def export(config: Mapping[str, Any] | None = None) -> Export:
             (64 MiB). ``flush_seconds``: after how long a smaller one is completed (5). ``add_residual``: of an output
             that is a pair of tensors of one shape, as SGLang's layers give, write the sum. ``resume``: continue an
             export in the folder: ``max_bytes`` counts what is there, and what is there of a request and position is
-            not written again.
+            not written again. ``inputs``: write what goes into the modules in place of what comes out, under the name
+            ``"layers.8/input"``: the main tensor of the positional arguments. The hook is then one for
+            ``on="forward_pre"``, as a module may change its input in place.
     """
     options = checked_options(_NAME, config, _OPTIONS)
     if options["folder"] is None:
@@ -92,7 +98,12 @@ def export(config: Mapping[str, Any] | None = None) -> Export:
         number(_NAME, "flush_seconds", options["flush_seconds"]),
     )
     stage = choice(_NAME, "phase", options["phase"], STAGES)
-    return only_in_stage(Export, stage)(
+    if yes_or_no(_NAME, "inputs", options["inputs"]):
+        _check_inputs(stage, options)
+        kind: type[Export] = ExportInputs
+    else:
+        kind = only_in_stage(Export, stage)
+    return kind(
         folder,
         limits,
         shard_bytes=whole(_NAME, "shard_bytes", options["shard_bytes"]),
@@ -101,6 +112,15 @@ def export(config: Mapping[str, Any] | None = None) -> Export:
         add_residual=yes_or_no(_NAME, "add_residual", options["add_residual"]),
         resume=yes_or_no(_NAME, "resume", options["resume"]),
     )
+
+
+def _check_inputs(stage: str, options: Mapping[str, Any]) -> None:
+    if stage != "both":
+        raise OptionError(
+            f"{_NAME}: inputs goes with both phases; leave phase out: each record says of which it is (record.phase)."
+        )
+    if options["add_residual"]:
+        raise OptionError(f"{_NAME}: add_residual is for a pair that a module returns, and inputs writes what it gets.")
 
 
 class _ModuleCalls:
@@ -135,7 +155,7 @@ class Export(Observer):
         self._every = every
         self._only_last = only_last
         self._add_residual = add_residual
-        self._calls = ByModule(_ModuleCalls)
+        self._calls = ByModule(self._named)
         self._lock = threading.Lock()
         self._unread = 0
         # The queue does not refer to this object: it is closed when the hook is deleted, or when the process ends.
@@ -143,17 +163,27 @@ class Export(Observer):
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
         """Queue the output of a module."""
+        call = self._due_call(module, site)
+        if call is not None:
+            self._take(*call, inputs, output_tensor(output, self._add_residual))
+
+    @staticmethod
+    def _named(name: str) -> _ModuleCalls:
+        """Return the count of calls of the module with that ``name``, under the name that its records have."""
+        return _ModuleCalls(name)
+
+    def _due_call(self, module: nn.Module, site: Site | None) -> tuple[str, int] | None:
+        """Count a call; return the name of the module and the number of the call, or None if it is not to be taken."""
         if _torch.in_recomputation():  # it was taken the first time
-            return
+            return None
         seen = self._calls.of(module, site)
         with self._lock:
             call = seen.calls
             seen.calls = call + 1
-        if call % self._every == 0 and self._queue.is_ours():
-            self._take(seen.name, call, inputs, output_tensor(output, self._add_residual))
+        return (seen.name, call) if call % self._every == 0 and self._queue.is_ours() else None
 
-    def _take(self, name: str, call: int, inputs: Any, output: Tensor | None) -> None:
-        tensor = measurable(output)
+    def _take(self, name: str, call: int, inputs: Any, taken: Tensor | None) -> None:
+        tensor = measurable(taken)
         if tensor is None or not can_store(tensor):
             self._unread += 1
             return
@@ -183,6 +213,26 @@ class Export(Observer):
         self._finalizer()
 
 
+class ExportInputs(Export):
+    """Export what goes into the modules; a hook before the forward, which may change its inputs in place."""
+
+    def __call__(self, module: nn.Module, inputs: Any, *, site: Site | None = None) -> None:  # type: ignore[override]
+        """Queue the main tensor of the positional arguments."""
+        self.take_arguments(module, inputs, {}, site=site)
+
+    def take_arguments(
+        self, module: nn.Module, inputs: Any, named: dict[str, Any], *, site: Site | None = None
+    ) -> None:
+        """Queue the main tensor of the arguments, positional or ``named``, as a hook that is given both."""
+        call = self._due_call(module, site)
+        if call is not None:
+            self._take(*call, inputs, find_main_input(inputs, named))
+
+    @staticmethod
+    def _named(name: str) -> _ModuleCalls:
+        return _ModuleCalls(name + INPUT)
+
+
 def _copied(item: ExportItem) -> ExportItem:
     """Return the item with its own tensors: the forward may change these in place."""
     if isinstance(item.rows, TokenBatch):
@@ -196,4 +246,5 @@ def _copied(item: ExportItem) -> ExportItem:
 
 
 # Where plain torch calls it in compiled code, the graph ends there; the code behind the call is not compiled.
-_torch.leave_to_python(Export.__call__)
+for _hook in (Export.__call__, ExportInputs.__call__, ExportInputs.take_arguments):
+    _torch.leave_to_python(_hook)
