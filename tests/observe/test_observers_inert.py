@@ -58,6 +58,31 @@ class Net(nn.Module):
         return self.head(x.mean(1)) + extra
 
 
+class LogOfNegative(nn.Module):
+    """Gives NaN for every number; what it sends back is zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 0 - 1).log()
+
+
+class BadBranch(nn.Module):
+    """A branch gives NaN in each step and is cut off, so that training goes on; one dropout runs before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(5, 16), nn.BatchNorm1d(6), nn.Dropout(0.3)
+        self.bad, self.head = LogOfNegative(), nn.Linear(96, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.norm(self.first(x)))
+        return self.head((x + torch.nan_to_num(self.drop(self.bad(x)), 0.5)).flatten(1))
+
+
+def compiled_bad_branch() -> Any:
+    torch.compiler.reset()
+    return torch.compile(BadBranch(), backend="aot_eager", fullgraph=True)
+
+
 def compiled_net() -> Any:
     """One graph, by a backend whose arithmetic is that of eager code."""
     torch.compiler.reset()
@@ -87,13 +112,19 @@ def train(observe: Observer, make: Callable[[], Any] = Net, init_scale: float = 
     for name, parameter in model.named_parameters():
         left[f"grad {name}"] = parameter.grad.clone()
         left |= {f"{key} {name}": torch.as_tensor(value) for key, value in optimizer.state[parameter].items()}
-    hl.assert_no_hooks(model, foreign=make is Net)
+    hl.assert_no_hooks(model, foreign=make in (Net, BadBranch))
     return left
 
 
 @contextmanager
 def plainly(model: nn.Module, **tools: Any) -> Iterator[Any]:
     yield nullcontext
+
+
+@contextmanager
+def drawing(model: nn.Module, **tools: Any) -> Iterator[Any]:
+    """The negative control: a hook that draws one random number in each step."""
+    yield lambda: hl.attach(model, "head", lambda module, args, output: torch.rand(1) and None)
 
 
 @functools.cache
@@ -133,6 +164,15 @@ def capturing(**options: Any) -> Observer:
         yield step
 
     return run
+
+
+@contextmanager
+def alarmed(model: nn.Module, *, optimizer: torch.optim.Optimizer, scaler: Any) -> Iterator[Any]:
+    """An alarm, which sorts places by their first bad calls in each step in which it is raised."""
+    with hl.observe.alarm(model, optimizer=optimizer) as alarm:
+        yield nullcontext
+    found = {trouble.step: trouble.place for trouble in reversed(alarm.troubles)}
+    assert found == dict.fromkeys(range(STEPS), "bad/forward")
 
 
 def profiling(**options: Any) -> Observer:
@@ -200,6 +240,17 @@ def test_a_watched_compiled_run_ends_with_the_same_bits(options: dict[str, Any])
     assert differences(plain(compiled_net), train(watching("optimizer", **options), compiled_net)) == []
 
 
+@pytest.mark.parametrize("make", [BadBranch, compiled_bad_branch])
+def test_a_run_with_an_alarm_in_every_step_ends_with_the_same_bits(make: Callable[[], Any]) -> None:
+    """The order of bad calls is worked out 20 times."""
+    assert differences(plain(make), train(alarmed, make)) == []
+
+
+def test_a_random_number_in_a_run_with_alarms_is_noticed() -> None:
+    """The control of the test above."""
+    assert {"random", "state head.weight"} <= set(differences(plain(BadBranch), train(drawing, BadBranch)))
+
+
 def test_the_comparison_notices_the_least_change() -> None:
     """The control: one weight, in its last bit; and a random number that a hook draws in each step."""
 
@@ -210,9 +261,5 @@ def test_the_comparison_notices_the_least_change() -> None:
         return model
 
     assert "state head.bias" in differences(plain(), train(plainly, nudged))
-
-    @contextmanager
-    def drawing(model: nn.Module, **tools: Any) -> Iterator[Any]:
-        yield lambda: hl.attach(model, "head", lambda module, args, output: torch.rand(1) and None)
 
     assert {"random", "state head.weight"} <= set(differences(plain(), train(drawing)))
