@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import hookline
+from hookline import errors
 
 ROOT = Path(__file__).parents[1]
 EXTERNAL = re.compile(r"""(?:<(?:script|img|iframe|source|video)\b[^>]*\ssrc|<link\b[^>]*\shref)=["']?(?:https?:)?//""")
@@ -43,6 +44,8 @@ def check_that_every_page_is_there(pages: dict[str, str]) -> None:
         assert str(folder / "index.html") in pages
     for made in ("tour", "changelog", "contributing", "results", "examples", *(f"examples/{e.stem}" for e in EXAMPLES)):
         assert f"{made}/index.html" in pages
+    for name in errors.__all__:
+        assert f'<h1 id="{name.lower()}">{name}' in pages[f"errors/{name}/index.html"]
 
 
 def check_that_nothing_is_loaded_from_another_host(pages: dict[str, str], styles: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 import traceback
 from pathlib import Path
 
@@ -43,6 +44,14 @@ def test_an_error_leads_to_its_page_and_its_text_stays_as_it_is() -> None:
             assert traceback.format_exception_only(error)[-1] == f"See {address}\n"
     assert Theirs("x").__notes__ == [errors.help_line(errors.OptionError)]
     assert (ROOT / "docs" / "errors" / "OptionError.md").is_file()
+
+
+def test_the_address_is_that_of_the_documentation_in_the_package_index() -> None:
+    """Two places state it, as no metadata is read when an error is raised: when the pages move, both change."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    stated = project["urls"]["Documentation"]
+    assert stated.replace("/tree/", "/blob/") == errors.DOCUMENTATION
+    assert stated.endswith(f"/{PAGES.parent.name}")
 
 
 def test_the_warning_of_a_hook_that_never_fired_leads_to_its_page() -> None:

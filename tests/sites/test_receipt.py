@@ -192,10 +192,18 @@ def test_a_module_that_died_is_matched_but_no_longer_attached():
 
 
 def test_a_module_that_is_never_called_is_named():
-    """The plain case: it is there, and nobody calls it."""
-    message = silent_warning(Bypasses(), "idle")
-    assert message.startswith("forward hook 'ignore' never fired on 1 of 1 modules, although the model ran.")
-    assert "'idle': its module was never called" in message
+    """The plain case: it is there, and nobody calls it; what the message tells to do next shows who is called."""
+    model = Bypasses()
+    message = silent_warning(model, "idle")
+    assert message.startswith("forward hook 'ignore' never fired, although the model ran. 'idle': nothing called it")
+    assert "with hookline.capture(model, '*') as cache: model(x), then print(cache.names)" in message
+    with hl.capture(model, "*") as cache, warnings.catch_warnings():
+        warnings.simplefilter("ignore", hl.errors.HookNeverFired)
+        model(X)
+        cache.remove()
+    assert "called" in cache.names
+    assert "idle" not in cache.names
+    assert "hookline.capture" not in silent_warning(Bypasses(), "direct")  # which has a remedy of its own
 
 
 def test_a_direct_forward_is_recognized():
@@ -274,7 +282,7 @@ def test_a_frozen_model_is_recognized(kind):
 def test_a_gradient_hook_on_a_module_that_was_not_called_says_that():
     """Never called comes before never differentiated."""
     message = silent_warning(Bypasses(), "idle", lambda model: model(X).sum().backward(), on="backward")
-    assert "its module was never called" in message
+    assert "nothing called it" in message
     assert "backward pass" not in message
 
 
@@ -405,7 +413,7 @@ def test_a_parent_without_source_does_not_break_the_warning():
         "        return x\n",
         space,
     )
-    assert "'idle': its module was never called" in silent_warning(space["Made"](), "idle")
+    assert "'idle': nothing called it" in silent_warning(space["Made"](), "idle")
 
 
 def test_a_report_is_made_while_modules_are_collected():

@@ -44,6 +44,10 @@ _WRITES: Final = 3
 """As often a parameter is written to by training, and not by loading a state."""
 # Modules whose forward is never called; their children's are.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_UNCALLED: Final = "nothing called it, or the call ended before the hook's turn"
+_WHICH_RUN: Final = (
+    "To see which modules a forward calls: with hookline.capture(model, '*') as cache: model(x), then print(cache.names)."
+)
 _NO_FORWARD: Final = "init|reset|tie_"
 """What is in the names of methods that make weights ready."""
 
@@ -176,10 +180,12 @@ def warn_if_never_fired(attachment: Attachment) -> None:
         causes[cause].append(entry.name)
     reasons = "; ".join(f"{_listed(names)}: {cause}" for cause, names in causes.items())
     model_ran = any(entry.step_at_attach != NOT_CALLED for entry in silent)
+    among = len(attachment.entries)
+    where = f" on {len(silent)} of {among} {attachment.site_type.noun}s" if among > 1 else ""
     warnings.warn(
-        f"{attachment.kind.value} hook {attachment.name!r} never fired on {len(silent)} of "
-        f"{len(attachment.entries)} {attachment.site_type.noun}s{', although the model ran' if model_ran else ''}. "
-        f"{reasons}.\n{help_line(HookNeverFired)}",
+        f"{attachment.kind.value} hook {attachment.name!r} never fired{where}"
+        f"{', although the model ran' if model_ran else ''}. "
+        f"{reasons}.{f' {_WHICH_RUN}' if _UNCALLED in causes else ''}\n{help_line(HookNeverFired)}",
         HookNeverFired,
         stacklevel=caller_stacklevel(),
     )
@@ -267,7 +273,7 @@ def likely_cause(entry: HookAtSite, attachment: Attachment) -> str:
         return cause
     if attachment.kind is Kind.FULL_BACKWARD:
         return "it was not called, or no backward pass came through it; on='backward' sees more"
-    return "its module was never called, or the call ended before the hook's turn"
+    return _UNCALLED
 
 
 def _cause_without_backward(counter: ForwardCounter) -> str:
