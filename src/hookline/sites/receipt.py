@@ -46,7 +46,8 @@ _WRITES: Final = 3
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _UNCALLED: Final = "nothing called it, or the call ended before the hook's turn"
 _WHICH_RUN: Final = (
-    "To see which modules a forward calls: with hookline.capture(model, '*') as cache: model(x), then print(cache.names)."
+    "To see which modules a forward calls: with hookline.capture(model, '*') as cache: model(x), then "
+    "print(cache.names)."
 )
 _NO_FORWARD: Final = "init|reset|tie_"
 """What is in the names of methods that make weights ready."""
