@@ -413,8 +413,8 @@ for x in DataLoader(torch.randn(30, 4), 1):
 @pytest.mark.parametrize(
     ("flags", "steps", "told"),
     [
-        ([], [0, 10, 20], "3 reports in 30 steps; for curves that can be judged: --snapshot-every 1"),
-        (["--snapshot-every", "3"], list(range(0, 30, 3)), ""),
+        ([], [0, 10, 20, 29], "4 reports in 30 steps; for curves that can be judged: --snapshot-every 1"),
+        (["--snapshot-every", "3"], [*range(0, 30, 3), 29], ""),
         (["--snapshot-every", "0"], [29], "1 report in 30 steps, at the ends of epochs"),
     ],
 )
@@ -434,9 +434,70 @@ def test_an_interval_that_grows_gives_few_reports_to_a_long_run() -> None:
     due = [step for step in range(1000) if steps.is_due(step)]
     assert due[:21] == list(range(0, 210, 10))
     assert due[-3:] == [800, 880, 960]
-    assert steps.count(1000) == len(due)
-    assert steps.count(1_000_000) == 143
+    assert steps.count(961) == len(due)
+    assert steps.count(1000) == len(due) + 1  # step 999 is the last
+    assert steps.count(1_000_000) == 144
+    assert SnapshotSteps(0).count(1000) == steps.count(0) == 0
     assert all(steps.next(step) == min(one for one in [*due, 1040] if one >= step) for step in range(1000))
+
+
+ENDS = """
+import os, signal, sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+since = []
+for step, x in enumerate(DataLoader(torch.randn(30, 4), 1)):
+    if step == 14:  # a step that has begun, as its batch is taken, and is not made
+        if sys.argv[1] == "break":
+            break
+        if sys.argv[1] == "exit":
+            sys.exit(3)
+        if sys.argv[1] == "raise":
+            model(torch.randn(1, 5))
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        time.sleep(60)
+    optimizer.zero_grad()
+    model(x).square().sum().backward()
+    optimizer.step()
+    if step > 10:
+        since.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.ndim > 1]))
+    if step == 13:
+        print(float(torch.stack(since).mean(0).norm()), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "status"),
+    [
+        ("break", 0, "finished"),
+        ("exit", 3, "failed"),
+        ("raise", 1, "failed"),
+        ("SIGINT", 130, "failed"),
+        ("SIGTERM", 143, "stopped"),
+    ],
+)
+def test_however_a_script_ends_its_last_step_is_reported(
+    end: str, code: int, status: str, folder: Path, capfd: Any
+) -> None:
+    """Steps 11 to 13 come after the report of step 10; the last one is of step 13, with their mean gradient."""
+    (folder / "script.py").write_text(ENDS)
+    looks = ["--hook-config", "stats.every=1"]
+    assert main(["run", "--hooks", "norms", "stats", *looks, "--no-report", "--", "script.py", end]) == code
+    out, err = capfd.readouterr()
+    run = folder / "runs/script/script"
+    snapshots = [one for one in _records(run) if one["point"] == "SNAPSHOT"]
+    assert [one["step"] for one in snapshots] == [0, 10, 13]
+    last = snapshots[-1]["metrics"]
+    assert last["norms/total_norm"] == pytest.approx(float(out), rel=1e-5)
+    assert any(name.startswith("stats/0/forward/") for name in last), last
+    facts = json.loads((run / "run.json").read_text())
+    assert (facts["status"], facts["result"]["steps"]) == (status, 14)
+    assert f"script/script {status}: 14 steps" in err
+    assert "3 reports in 14 steps" in err
 
 
 def test_a_negative_interval_is_refused(folder: Path, capfd: Any) -> None:

@@ -62,6 +62,19 @@ def test_the_loop_is_the_same_to_the_last_bit(parts: Iterable[str]) -> None:
         assert run.manager.fired["trains"] > 10
 
 
+@pytest.mark.parametrize(("hook", "is_inert"), [(Seen, True), (Nudge, False)])
+def test_the_report_at_the_end_changes_no_bit_of_a_loop_that_goes_on(hook: Any, is_inert: bool) -> None:
+    """Of 7 steps the last two come after the report of step 4: they are reported when the loop is left."""
+    loop, seen = Loop(), hook()
+    if not is_inert:  # the negative control writes at the very last report alone
+        seen.loop_points = {"step": {POINTS.SNAPSHOT: (5, None)}}
+    with loop.follow([seen], loader=loop.loader, loop="step", snapshot_every=4):
+        loop.train(epochs=1)
+    assert [place[2] for place in seen.places() if place[0] == "SNAPSHOT"] == ([0, 4, 6] if is_inert else [6])
+    loop.train(epochs=2)
+    assert (nested_differences(loop.left(), _plain()) == []) is is_inert
+
+
 def test_a_budget_that_is_handed_on_to_a_watch_changes_no_bit() -> None:
     loop = Loop()
     watch = hl.watch(loop.model, on=("forward", "backward"))

@@ -163,6 +163,69 @@ def test_the_step_loop_gives_the_metrics_of_step_loop() -> None:
     assert metrics_of(theirs) == metrics_of(ours)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_steps_after_the_last_snapshot_are_reported_at_the_end(fails: bool) -> None:
+    """Once, with the mean gradient of those steps, also where a step has begun that is never made."""
+    hook = noting("SNAPSHOT")
+    hook.needs_grads = True
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    run = HostRun([hook], loop="step", snapshot_every=4)
+    run.begin_run(model, optimizer)
+    for step in range(7):
+        run.begin_step()
+        optimizer.zero_grad()
+        (model.weight.sum() * step).backward()
+        run.end_step(loss=float(step))
+    run.begin_step()
+    run.end_run(ValueError("a bad day") if fails else None)
+    run.end_run()
+    assert [(ctx.step, ctx.loss) for ctx in hook.contexts] == [(0, 0.0), (4, 4.0), (6, 6.0)]
+    means = [ctx.accumulated_grads["weight"].tolist() for ctx in hook.contexts]
+    assert means == [[[0.0, 0.0]], [[2.5, 2.5]], [[5.5, 5.5]]]
+    assert run.manager.global_step == 6
+
+
+def test_a_run_that_ends_with_a_snapshot_or_without_steps_reports_nothing_more() -> None:
+    hook = noting("SNAPSHOT")
+    model = nn.Linear(2, 1)
+    for steps, asked in ((0, False), (5, False), (6, True)):
+        run = HostRun([hook], loop="step", snapshot_every=4)
+        run.begin_run(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(steps):
+            run.begin_step()
+            run.end_step(loss=1.0)
+        if asked:  # the host has asked for it
+            run.take_snapshot()
+        run.end_run()
+    assert [ctx.step for ctx in hook.contexts] == [0, 4, 0, 4, 5]
+
+
+def test_a_hook_that_raises_at_the_last_report_hides_no_other_error() -> None:
+    """Without another error it comes through; specs and hooks come off in both cases."""
+
+    class Raises(hl.TrainingHook):
+        hook_points = {hl.HookPoint.SNAPSHOT}
+
+        def compute(self, ctx: hl.RunDataContext) -> None:
+            if ctx.step == 1:
+                raise ValueError("a bad day")
+
+    for error in (None, KeyError("of the loop")):
+        run = HostRun([Raises()], loop="step", snapshot_every=4)
+        model = nn.Linear(2, 1)
+        run.begin_run(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2):
+            run.begin_step()
+            run.end_step(loss=1.0)
+        if error is None:
+            with pytest.raises(ValueError, match="a bad day"):
+                run.end_run()
+        else:
+            run.end_run(error)
+        assert not run.is_running
+
+
 def test_several_batches_make_one_step() -> None:
     """Gradient accumulation: one step, whose batch is all of them."""
     hook = noting("POST_STEP")

@@ -239,7 +239,7 @@ class Follow:
                 self._host.end_epoch()
         finally:
             try:
-                self._host.end_run(self._error)
+                self._host.end_run(self._error, report=together)
             finally:
                 if self._closes_sinks:
                     self.manager.close()

@@ -20,7 +20,7 @@ from hookline.integrations.held_gradients import HeldGradients
 from hookline.integrations.host_adapter import HostAdapter, tell_watches, warn_of_other_models
 from hookline.integrations.host_manager import make_manager
 from hookline.integrations.host_state import check_state, load_state, save_state
-from hookline.integrations.snapshot_steps import SnapshotSteps
+from hookline.integrations.snapshot_steps import SnapshotSteps, StepReports
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_phase import in_phase
 from hookline.messages import caller_stacklevel
@@ -104,6 +104,7 @@ class HostRun:
         if not isinstance(every, SnapshotSteps):
             every = SnapshotSteps(whole_number("snapshot_every", every, 0))
         self._snapshots = every
+        self._reports = StepReports(every if loop == "step" else SnapshotSteps(0))
         self._capabilities = {capabilities} if isinstance(capabilities, str) else set(capabilities)
         if report_to is not None:
             self.manager.fan_out.add(report_to)
@@ -113,8 +114,7 @@ class HostRun:
         self._open = ExitStack()
         self._phase: in_phase | None = None
         self.tells_phase = True
-        """Whether everything between the beginning and the end of a step is training. A loop that is only followed may
-        evaluate there, so its forwards are told apart by the mode of the model."""
+        """Whether all between the beginning and the end of a step is training: a followed loop may evaluate there."""
         self._pending: Mapping[str, Any] | None = None
         self._in_epoch = self._in_step = self._has_ended_steps = self._is_reported = False
 
@@ -163,23 +163,30 @@ class HostRun:
         self._needs_mean = manager.needs_grad_accumulation()
         self._accumulate = adapter.accumulate
         self.has_later_hooks = self._needs_previous or manager.has_hooks_at(HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)
-        self._is_new = True
+        self._reports.begin_run()
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._load(pending, step)
 
-    def end_run(self, error: BaseException | None = None) -> None:
-        """End the run, however it ended: finish hooks, take specs off, write everything. May be called again."""
-        if self.run is None:
+    def end_run(self, error: BaseException | None = None, *, report: bool = True) -> None:
+        """End the run, however it ended: finish hooks, take specs off, write everything. May be called again.
+
+        With ``report``, and where steps are counted, SNAPSHOT is fired for the steps since the last one.
+        """
+        run = self.run
+        if run is None:
             return
         opened, self._open, self.run = self._open, ExitStack(), None
+        is_in_step, self._in_epoch, self._in_step = self._in_step, False, False
         self._leave_phase()
-        self.held.release()
-        self._in_epoch = self._in_step = False
-        if error is None:
-            opened.close()
-        else:
+        opened.callback(self.held.release)
+        if error is not None:
+            self._reports.end_failed_run(run, error, is_in_step=is_in_step)
             opened.__exit__(type(error), error, error.__traceback__)
+            return
+        with opened:
+            if report:
+                self._reports.end_run(run, is_in_step=is_in_step)
 
     def close(self) -> None:
         """End the run, if one is under way, and close the sinks. May be called again."""
@@ -258,7 +265,7 @@ class HostRun:
         if step is not None and step != manager.global_step + 1:
             manager.continue_from(step - 1)
         if self._loop == "step":
-            self._begin_stretch(run, manager.global_step + 1)
+            self._reports.begin_step(run, manager.global_step + 1)
         if self._needs_previous:
             with self.held.shown(in_place_of_others=True):
                 run.begin_step(batch)
@@ -313,9 +320,8 @@ class HostRun:
             self._take_result(run, StepResult(loss, trained, metrics or {}))
         elif self.manager.may_fire(HookPoint.POST_STEP):
             run.fire(HookPoint.POST_STEP)
-        if self._loop == "step" and self._snapshots.is_due(run.step):
-            run.end_stretch()
-            run.fire(HookPoint.SNAPSHOT)
+        if self._loop == "step":
+            self._reports.end_step(run)
 
     def _take_result(self, run: Run, result: StepResult) -> None:
         """Take in what later points need: 4 µs a step, which a run without such hooks does not pay."""
@@ -324,12 +330,6 @@ class HostRun:
             run.fire(HookPoint.POST_STEP)
         if not self._needs_previous:
             self.held.release()
-
-    def _begin_stretch(self, run: Run, step: int) -> None:
-        """Begin steps up to the next snapshot, if this is the first of them."""
-        is_first, self._is_new = self._is_new, False
-        if self._snapshots.every and (is_first or step == 0 or self._snapshots.is_due(step - 1)):
-            run.begin_stretch(self._snapshots.next(step))
 
     def _leave_step(self) -> None:
         self._in_step = False
@@ -362,7 +362,7 @@ class HostRun:
 
     def take_snapshot(self) -> None:
         """Fire SNAPSHOT now, because the host asks for it."""
-        self._running("take_snapshot").fire(HookPoint.SNAPSHOT)
+        self._reports.take_now(self._running("take_snapshot"))
 
     def flush(self) -> None:
         """Hand the metrics of single steps to the sinks now."""
@@ -392,7 +392,7 @@ class HostRun:
     def _load(self, state: Mapping[str, Any], step: int | None) -> None:
         run = self._running("load_state_dict")
         self.held.load_state_dict(run.adapter.model, load_state(run, state, step))
-        self._is_new = False
+        self._reports.go_on()
 
     def _running(self, what: str) -> Run:
         if self.run is None:

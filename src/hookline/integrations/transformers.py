@@ -145,10 +145,10 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
             self._host.end_epoch()
         self._end()
 
-    def _end(self, error: BaseException | None = None) -> None:
+    def _end(self, error: BaseException | None = None, *, report: bool = True) -> None:
         atexit.unregister(self._end)
         self._listening.close()
-        self._host.end_run(error)
+        self._host.end_run(error, report=report)
         self._loss = self._model = None
 
     def _fail(self, error: BaseException) -> None:
@@ -321,7 +321,7 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         )
         kept = self._host.state_dict()
         epoch = self._epoch - 1
-        self._end()
+        self._end(report=False)  # the run goes on
         self._host.load_state_dict(kept)
         self._begin(args, int(state.global_step), given)
         if kept["run"]["within"]:
