@@ -157,10 +157,84 @@ def test_names_of_a_heat_map_have_to_fit() -> None:
 def test_a_heat_map_with_names_is_a_table_of_numbers() -> None:
     """Shaded by the largest of all; in text the same numbers."""
     found = hl.observe.HeatMap([[1.0, -2.0], [0.0, math.inf]], rows=["a", "b"], columns=["x", "y"], title="effects")
-    assert found._repr_html_().count(shade_style(0.5)) == 1
-    assert found._repr_html_().count(shade_style(-1.0)) == 1
+    table = found._repr_html_().partition("</table>")[0]
+    assert table.count(shade_style(0.5)) == 1
+    assert table.count(shade_style(-1.0)) == 1
     assert found._repr_html_().count(shade_style(math.inf)) == 1
-    assert str(found).splitlines() == ["effects", "   x    y", "─  ─  ───", "a  1   -2", "b  0  inf"]
+    range_of_all = "numbers: -2 to 1 · 1 not finite"
+    assert str(found).splitlines() == ["effects", "   x    y", "─  ─  ───", "a  1   -2", "b  0  inf", range_of_all]
+    assert range_of_all in found._repr_html_()
+
+
+def legend_of(found: hl.observe.HeatMap) -> list[tuple[str, str]]:
+    """Return the numbers below a heat map with their styles."""
+    (line,) = re.findall(r"<div><small>colours: (.*?)</small></div>", found._repr_html_())
+    return [(text, style) for style, text in re.findall(r'<span style="(.*?)">&emsp;</span> (\S+)', line)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "drawn", "marks"),
+    [
+        ({}, [0, 64, 127, 191], ["-4", "-2", "0", "2", "4"]),
+        ({"vmax": 2}, [0, 0, 127, 254], ["-2", "-1", "0", "1", "2"]),
+        ({"vmin": -8}, [64, 95, 127, 159], ["-8", "-4", "0", "4", "8"]),
+        ({"vmin": -4, "vmax": 2}, [0, 64, 127, 254], ["-4", "-2", "0", "1", "2"]),
+        ({"vmin": 0}, [127, 127, 127, 254], ["0", "1", "2"]),
+        ({"vmin": 1, "vmax": 3}, [127, 127, 127, 191], ["1", "2", "3"]),
+        ({"vmax": -2}, [0, 127, 127, 127], ["-4", "-3", "-2"]),
+        ({"vmin": 5}, [127, 127, 127, 127], ["5", "5.5", "6"]),
+    ],
+    ids=str,
+)
+def test_limits_set_the_ends_of_the_colours(limits: dict[str, float], drawn: list[int], marks: list[str]) -> None:
+    """In a picture and in a table; the legend has the numbers at the ends, on the colours that they have."""
+    values = [[-4.0, -2.0, 0.0, 2.0]]
+    plain, named = hl.observe.HeatMap(values, **limits), hl.observe.HeatMap(values, rows=["a"], **limits)
+    assert pixels(plain._repr_html_()) == [pytest.approx(drawn, abs=1)]
+    for found in (plain, named):
+        assert [text for text, _ in legend_of(found)] == marks
+        assert "-4 to 2" in str(found)
+    (cells,) = re.findall(r"<td[^>]*>-4</td>.*", named._repr_html_())
+    shown = dict(zip(["-4", "-2", "0", "2"], re.findall(r'; (background-color[^"]*)"', cells), strict=True))
+    for place, style in zip(drawn, shown.values(), strict=True):
+        assert opacity(style) == pytest.approx(opacity(shade_style((place - ZERO) / ZERO)), abs=0.011)
+    common = {text: style for text, style in legend_of(named) if text in shown}
+    assert common.items() <= shown.items()
+    assert [opacity(style) for _, style in legend_of(named)] == pytest.approx(
+        [0.6 * opacity(style) for _, style in legend_of(plain)], abs=0.009
+    )
+
+
+def opacity(style: str) -> float:
+    return float(re.findall(r"[\d.]+", style)[3])
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn", "marks"),
+    [([0.0, 2.0, 4.0], [127, 191, 254], ["0", "2", "4"]), ([-4.0, -2.0], [0, 64], ["-4", "-2", "0"])],
+)
+def test_a_side_of_zero_that_no_number_is_on_has_no_place_in_the_legend(
+    values: list[float], drawn: list[int], marks: list[str]
+) -> None:
+    """The colours of the numbers are the same."""
+    found = hl.observe.HeatMap([values])
+    assert pixels(found._repr_html_()) == [pytest.approx(drawn, abs=1)]
+    assert [text for text, _ in legend_of(found)] == marks
+
+
+def test_a_heat_map_of_zeros_has_no_colours() -> None:
+    """And so no legend."""
+    for found in (hl.observe.HeatMap([[0.0, 0.0]]), hl.observe.HeatMap([[math.nan]], rows=["a"])):
+        assert "colours" not in found._repr_html_()
+
+
+@pytest.mark.parametrize(
+    "limits", [{"vmin": 1, "vmax": 1}, {"vmin": 2, "vmax": 0}, {"vmax": math.nan}, {"vmin": "low"}]
+)
+def test_limits_that_make_no_sense_are_refused(limits: dict[str, Any]) -> None:
+    """The end below has to be below."""
+    with pytest.raises(hl.errors.OptionError, match="vm"):
+        hl.observe.HeatMap([[1.0]], **limits)
 
 
 def test_cells_are_shaded_by_column_and_a_column_without_differences_is_not() -> None:

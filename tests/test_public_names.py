@@ -321,6 +321,29 @@ def test_an_unknown_attribute_is_an_attribute_error_that_names_it():
     assert not hasattr(hl, "nothing_of_the_sort")
 
 
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [("HeatMap", "hookline.observe"), ("ablate", "hookline.edits"), ("OptionError", "hookline.errors"),
+     ("CSVSink", "hookline.sinks")],
+)  # fmt: skip
+def test_a_name_of_one_level_down_is_answered_with_its_home(name: str, home: str) -> None:
+    """Also of a plain module, which has no stub; what no level has gets no such answer."""
+    with pytest.raises(AttributeError, match=f"'hookline' has no attribute '{name}'; it is {home}.{name}$"):
+        getattr(hl, name)
+    assert hasattr(importlib.import_module(home), name)
+    with pytest.raises(AttributeError, match=r"has no attribute 'Heatmap'$"):
+        hl.Heatmap
+    with pytest.raises(AttributeError, match=r"'hookline.observe' has no attribute 'OptionError'$"):
+        hl.observe.OptionError
+
+
+def test_a_traceback_can_suggest_the_nearest_name() -> None:
+    """Python does it, where the error has the module and the name."""
+    with pytest.raises(AttributeError) as told:
+        hl.atach
+    assert (told.value.obj, told.value.name) == (hl, "atach")
+
+
 def test_a_name_is_the_same_object_each_time():
     """Lazy names are fetched once."""
     assert hl.attach is hl.attach

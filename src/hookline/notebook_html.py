@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Final
 
-__all__ = ["TreeLine", "folding_tree", "line", "picture", "shade_style"]
+__all__ = ["ColourScale", "TreeLine", "folding_tree", "legend", "line", "picture", "shade_style"]
 
 _ABOVE: Final = (222, 45, 38)
 _BELOW: Final = (49, 107, 232)
@@ -41,10 +41,10 @@ def line(text: str) -> str:
     return "".join(f"<div>{escape(part)}</div>" for part in text.splitlines())
 
 
-def shade_style(share: float) -> str:
+def shade_style(share: float, most: float = _MOST_OF_TEXT) -> str:
     """Return the CSS of a background for a number between -1 and 1, or one that is not finite."""
     red, green, blue, strength = _colour(share)
-    return f"background-color: rgba({red}, {green}, {blue}, {_MOST_OF_TEXT * strength:.2f})"
+    return f"background-color: rgba({red}, {green}, {blue}, {most * strength:.2f})"
 
 
 def _colour(share: float) -> tuple[int, int, int, float]:
@@ -52,6 +52,38 @@ def _colour(share: float) -> tuple[int, int, int, float]:
     if not math.isfinite(share):
         return (*_NOT_FINITE, 1.0)
     return (*(_ABOVE if share > 0 else _BELOW), math.sqrt(min(1.0, abs(share))))
+
+
+@dataclass(frozen=True, slots=True)
+class ColourScale:
+    """Numbers at the ends of the colours. From ``low`` below zero to ``high`` above it, zero has no colour, and each
+    side is as strong at its end; on one side of zero, the end that is nearer to it has none.
+    """
+
+    low: float
+    high: float
+
+    def share(self, number: float) -> float:
+        """Return which colour a number has, from -1 to 1; past an end that of the end, and what is not finite as is.
+
+        >>> ColourScale(-2, 4).share(2), ColourScale(1, 3).share(2), ColourScale(-3, -1).share(-9)
+        (0.5, 0.5, -1.0)
+        """
+        if not math.isfinite(number):
+            return number
+        inside = max(self.low, min(self.high, number))
+        if self.low < 0 < self.high:
+            return inside / (self.high if inside > 0 else -self.low)
+        return (inside - (self.low if self.low >= 0 else self.high)) / (self.high - self.low)
+
+
+def legend(scale: ColourScale, *, behind_text: bool) -> str:
+    """Return a line of colours with their numbers, from end to end of ``scale``: as of a picture, or of cells."""
+    sides = [(scale.low, 0.0), (0.0, scale.high)] if scale.low < 0 < scale.high else [(scale.low, scale.high)]
+    numbers = [scale.low, *(number for low, high in sides for number in ((low + high) / 2, high))]
+    styles = [shade_style(scale.share(number), _MOST_OF_TEXT if behind_text else 1.0) for number in numbers]
+    marks = [f'<span style="{style}">&emsp;</span> {x:.3g}' for style, x in zip(styles, numbers, strict=True)]
+    return f"<div><small>colours: {' '.join(marks)}</small></div>"
 
 
 def picture(shares: Sequence[Sequence[float]], words: str) -> str:

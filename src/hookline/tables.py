@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Final, Literal, Protocol
 
-from hookline.notebook_html import line, shade_style
+from hookline.notebook_html import ColourScale, line, shade_style
 
 __all__ = ["OFF", "ON", "THE_MODEL", "HasTable", "ShownAsTable", "Table", "number_text"]
 
@@ -63,8 +63,8 @@ class Table:
     """How many rows are shown, with a line on the others before the foot; None for all, in HTML 500."""
     rest: str = " more"
     """What that line says after the number of rows that are left out."""
-    heat: Literal["", "column", "table"] = ""
-    """Whether HTML shades numbers: by the largest of their column, or by the largest of all."""
+    heat: Literal["", "column"] | ColourScale = ""
+    """Whether HTML shades numbers: by the largest of their column, or on one scale of colours."""
 
     def with_foot(self, line: str) -> Table:
         """Return the table with one more line below it; the same table if ``line`` is empty."""
@@ -137,10 +137,9 @@ class Table:
         numbers = [
             [_number(cell) if column in self.numbers else None for column, cell in enumerate(row)] for row in self.rows
         ]
-        columns = [*zip(*numbers, strict=True)]
-        scales = [_scale(column) for column in columns]
-        if self.heat == "table":
-            scales = [_scale([number for column in columns for number in column])] * len(columns)
+        if isinstance(self.heat, ColourScale):
+            return [[None if number is None else self.heat.share(number) for number in row] for row in numbers]
+        scales = [_scale(column) for column in zip(*numbers, strict=True)]
         return [
             [None if number is None else _share(number, scale) for number, scale in zip(row, scales, strict=True)]
             for row in numbers

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hookline.errors import OptionError
 from hookline.messages import type_name
-from hookline.notebook_html import line, picture
+from hookline.notebook_html import ColourScale, legend, line, picture
 from hookline.observe.host_values import countable
 from hookline.tables import ShownAsTable, Table
 
@@ -35,7 +35,8 @@ class HeatMap(ShownAsTable):
     """Numbers as colours: red above zero, blue below, yellow where one is NaN or Inf.
 
     Recipe: ``hookline.observe.HeatMap(tensor)`` at the end of a cell, or, with a number in each cell,
-    ``HeatMap(effects, rows=layers, columns=tokens, title="effect of a patch")``.
+    ``HeatMap(effects, rows=layers, columns=tokens, title="effect of a patch")``. Two maps have the same colours with
+    ``HeatMap(effects, vmin=-1, vmax=1)``.
 
     Of more than two dimensions the first entry of each leading one is drawn. A picture has 64 rows and 120 columns at
     most: a pixel of a larger tensor has the strongest of the numbers that it stands for. Making one reads the numbers,
@@ -46,9 +47,21 @@ class HeatMap(ShownAsTable):
         rows: The names of the rows.
         columns: The names of the columns.
         title: A line above it.
+        vmin: The number with the strongest blue, or, from 0 on, the one without a colour; numbers below it look like
+            it. By default as far from zero as ``vmax``, or as the largest number.
+        vmax: The number with the strongest red, or, up to 0, the one without a colour.
     """
 
-    def __init__(self, values: Any, *, rows: Sequence[Any] = (), columns: Sequence[Any] = (), title: str = "") -> None:
+    def __init__(
+        self,
+        values: Any,
+        *,
+        rows: Sequence[Any] = (),
+        columns: Sequence[Any] = (),
+        title: str = "",
+        vmin: float | None = None,
+        vmax: float | None = None,
+    ) -> None:
         tensor = values if isinstance(values, Tensor) else _as_tensor(values)
         matrix, note = _matrix(tensor)
         if matrix is None:
@@ -57,7 +70,9 @@ class HeatMap(ShownAsTable):
             if len(names) not in (0, count):
                 raise OptionError(f"{what}= has {len(names)} names, and the heat map has {count} {what}.")
         self._matrix, self._names = matrix, ([*map(str, rows)], [*map(str, columns)])
-        self._words = " · ".join(filter(None, (title, f"{tuple(tensor.shape)}{note}", _range_of(matrix))))
+        self._scale = _scale_of(matrix, _limit("vmin", vmin), _limit("vmax", vmax))
+        self._range = _range_of(matrix)
+        self._words = " · ".join(filter(None, (title, f"{tuple(tensor.shape)}{note}", self._range)))
         self._title = title
 
     def _table(self) -> Table:
@@ -69,15 +84,18 @@ class HeatMap(ShownAsTable):
         cells = [[name, *(f"{x:.3g}" for x in row[:_MAX_NAMED])] for name, row in zip(rows, self._matrix, strict=True)]
         foot = [f"… and {len(columns) - _MAX_NAMED} more columns"] if len(columns) > _MAX_NAMED else []
         header = ["", *columns[:_MAX_NAMED]]
-        return Table(header, cells, range(1, len(header)), self._title, foot, most=_MAX_ROWS, heat="table")
+        numbers = f"numbers: {self._range}"
+        heat: ColourScale | Literal[""] = self._scale or ""
+        return Table(header, cells, range(1, len(header)), self._title, [*foot, numbers], most=_MAX_ROWS, heat=heat)
 
     def _repr_html_(self) -> str:
-        if any(self._names):
-            return self._table().html()
-        strongest = _strongest(self._matrix)
-        largest = _largest(strongest)
-        shares = (strongest / largest if largest else strongest).tolist()
-        return line(self._words) + picture(shares, self._words)
+        behind_text = any(self._names)
+        colours = "" if self._scale is None else legend(self._scale, behind_text=behind_text)
+        if behind_text:
+            return self._table().html() + colours
+        scale = self._scale or ColourScale(-1, 1)
+        shares = [[scale.share(number) for number in row] for row in _strongest(self._matrix).tolist()]
+        return line(self._words) + picture(shares, self._words) + colours
 
 
 def heat_maps_of(tensors: dict[str, Tensor]) -> str:
@@ -126,9 +144,32 @@ def _strongest(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
     return matrix
 
 
-def _largest(matrix: NDArray[np.float64]) -> float:
+def _limit(name: str, value: Any) -> float | None:
+    try:
+        found = None if value is None else float(value)
+    except (TypeError, ValueError):
+        found = math.nan
+    if found is not None and not math.isfinite(found):
+        raise OptionError(f"{name}= is a finite number, got {value!r}.")
+    return found
+
+
+def _scale_of(matrix: NDArray[np.float64], low: float | None, high: float | None) -> ColourScale | None:
+    """Return the scale from ``low`` to ``high``; of one that is not given, as large as the other, or as any number."""
     finite = matrix[np.isfinite(matrix)]
-    return float(np.abs(finite).max()) if finite.size else 0.0
+    least, most = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    if high is None and low is None:
+        largest = max(-least, most)  # the same colour on both sides of zero for the same size
+        low, high = largest * -(least < 0), largest * (most > 0)
+        return ColourScale(low, high) if largest else None  # all are zero, or none is finite
+    if low is None:
+        assert high is not None
+        low = -high if high > 0 else least if least < high else high - 1
+    if high is None:
+        high = -low if low < 0 else most if most > low else low + 1
+    if not low < high:
+        raise OptionError(f"vmin={low:g} has to be less than vmax={high:g}.")
+    return ColourScale(low, high)
 
 
 def _range_of(matrix: NDArray[np.float64]) -> str:
