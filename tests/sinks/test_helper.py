@@ -194,6 +194,33 @@ def begun_run(tmp_path: Path, count: int, group: bool = False) -> tuple[subproce
     return run, int(run.stdout.readline())
 
 
+FULL_DISK = """
+import resource, sys
+sys.path.insert(0, {here!r})
+from helpers_sinks import Slow, record
+from hookline.sinks.fan_out import FanOut
+with FanOut([Slow({out!r})], log={log!r}) as fan_out:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, limits[1]))
+    fan_out.write(record(0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+print(dict(fan_out.errors))
+"""
+
+
+def test_a_helper_that_begins_on_a_full_disk_leaves_no_half_bytecode_for_later_ones(tmp_path):
+    """Python 3.11 keeps what it could write of a .pyc, and fails at it from then on: "marshal data too short"."""
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
+    for name, room in {"first": 2000, "second": -1}.items():  # enough for the lines of the sink, too little for a .pyc
+        folder = tmp_path / name
+        folder.mkdir()
+        out, log = folder / "slow.txt", folder / "records.jsonl"
+        code = FULL_DISK.format(here=str(Path(__file__).parents[1]), out=str(out), log=str(log), room=room)
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        assert run.stdout == "{}\n", run.stderr
+        assert numbers(out) == [0]
+
+
 def is_gone(pid: int) -> bool:
     """Whether there is no such process, or only its name is left."""
     try:

@@ -178,8 +178,9 @@ class HelperProcess:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([home, before] if before else [home])}
         with _output_beside(self._log.path) as output:
             process = subprocess.Popen(
-                # -P: a csv.py in the current folder must not shadow Python's own.
-                [sys.executable, "-P", "-m", "hookline.sinks.helper"],
+                # -P: a csv.py in the current folder must not shadow Python's own. -B: on a full disk Python 3.11 leaves
+                # half a .pyc, and no later helper could begin.
+                [sys.executable, "-P", "-B", "-m", "hookline.sinks.helper"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
