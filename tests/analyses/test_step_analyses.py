@@ -231,6 +231,75 @@ def test_training_metrics_are_what_the_loop_knows():
     assert hook.compute(ctx) == {"val_loss": 3.0, "loss": 0.0, "perplexity": 1.0, "val_acc": 1.0}
 
 
+def test_the_loss_of_a_long_run_has_few_points_and_each_is_the_mean_since_the_last():
+    """Ten times as many steps add as many points again; before, ten times as many."""
+    hook, points, losses = made("training_metrics", dense_steps=100), [], []
+    for step in range(100_000):
+        losses.append(math.sin(step) + 2)
+        found = hook.compute(context(None, POST_STEP, step=step, loss=losses[-1], lr=0.1))
+        if found:
+            points.append((step, found))
+    counts = [sum(step < length for step, _ in points) for length in (100, 1_000, 10_000, 100_000)]
+    assert counts[0] == 100
+    assert all(later - earlier <= 50 * math.ceil(math.log2(10)) for earlier, later in itertools.pairwise(counts))
+    assert [step for step, _ in points[:105]] == [*range(100), 100, 102, 104, 106, 108]
+    assert all(found["loss"] == losses[step] for step, found in points[:101])
+    for (before, _), (step, found) in itertools.pairwise(points):
+        assert found["loss"] == pytest.approx(np.mean(losses[before + 1 : step + 1]))
+        assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+
+
+def test_a_loss_that_is_no_number_is_in_the_point_that_follows():
+    hook, found = made("training_metrics", dense_steps=2), {}
+    for step in range(17):
+        loss = torch.tensor(math.nan if step == 11 else 1.0, dtype=torch.bfloat16)
+        found[step] = hook.compute(context(None, POST_STEP, step=step, loss=loss))
+    shown = {step: float(metrics["loss"]) for step, metrics in found.items() if metrics}
+    assert {step for step, loss in shown.items() if math.isnan(loss)} == {16}
+    assert list(shown) == [0, 1, 2, 4, 8, 16]
+
+
+def test_an_evaluation_is_never_left_out_and_comes_once():
+    hook = made("training_metrics", dense_steps=4)
+    for step in range(8):
+        ctx = context(None, POST_STEP, step=step, loss=1.0)
+        if step == 7:  # which has no point of its own
+            vars(ctx)["eval_metrics"] = {"val_loss": 3.0}
+        found = hook.compute(ctx)
+    assert found == {"val_loss": 3.0}
+
+
+@pytest.mark.parametrize("stop", [None, 22])
+def test_the_curve_of_a_run_ends_at_its_last_step_and_goes_on_after_a_checkpoint(stop, tmp_path):
+    """30 steps, a point of their own for 8; every step counts once, in the mean of its point."""
+    plain, sink = hl.sinks.MemorySink(), hl.sinks.MemorySink()
+    losses: list[float] = []
+
+    class Note(hl.TrainingHook):
+        hook_points = {POST_STEP}
+
+        def compute(self, ctx):
+            losses.append(float(ctx.loss))
+
+    hl.step_loop(token_experiment(), steps=30, manager=hl.HookManager(hooks=[Note()], sinks=[plain]))
+    for steps in (30,) if stop is None else (stop, 30):
+        manager = hl.HookManager(hooks=[made("training_metrics", dense_steps=8)], sinks=[sink])
+        checkpoints = hl.training.Checkpoints(tmp_path)
+        hl.step_loop(token_experiment(), steps=steps, manager=manager, checkpoints=checkpoints, resume=steps != stop)
+    shown = {
+        step: loss
+        for record in sink.records
+        if "training_metrics/loss" in record.metrics
+        for step, loss in zip(
+            record.metrics["training_metrics/loss"].steps, record.metrics["training_metrics/loss"], strict=True
+        )
+    }
+    whole = [*range(8), 8, 10, 12, 14, 16, 20, 24, 28, 29]
+    assert sorted(shown) == whole  # the point at the end of the first part was cut off when the run went on
+    for before, step in itertools.pairwise([-1, *whole]):
+        assert shown[step] == pytest.approx(np.mean(losses[before + 1 : step + 1]), rel=1e-5)
+
+
 # -- in a run ------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
@@ -16,12 +16,21 @@ from hookline.analyses._firing_values import raw_number
 from hookline.analyses._vectors import widest_float
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.schedule import growing_interval
+
+_DENSE_STEPS: Final = 2000
+"""Then a run of 1,000,000 steps has 10,954 points, and one of 10,000,000 has 14,221; a screen is 4,000 wide."""
 
 
 class TrainingMetricsHook(Analysis):
     """Report what the loop knows of the run.
 
     Recipe: ``hookline.HookManager(["training_metrics"], sinks=[...])``.
+
+    Args:
+        dense_steps: How many steps have a point of their own, where steps are counted. Whenever the run becomes twice
+            as long, points are twice as far apart: the loss and accuracy of a point are then the mean over the steps
+            since the last one.
     """
 
     name = "training_metrics"
@@ -29,7 +38,13 @@ class TrainingMetricsHook(Analysis):
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.POST_STEP})
     loop_points = {"epoch": {HookPoint.POST_EPOCH}, "step": {HookPoint.POST_STEP}}  # noqa: RUF012
     metrics = (
-        ("loss", "training loss: of the step, or the mean over the epoch", "L", "lower is better", "loss"),
+        (
+            "loss",
+            "training loss: of the step, or the mean over the epoch or the steps since the last point",
+            "L",
+            "lower is better",
+            "loss",
+        ),
         (
             "perplexity",
             "how many equally likely choices the loss amounts to, if it is a cross entropy in nats",
@@ -42,19 +57,59 @@ class TrainingMetricsHook(Analysis):
         ("learning_rate", "of the first group of the optimizer", "η", "", "learning rate"),
         ("{metric}", "whatever else the evaluation found, under its own name"),
     )
+    kept = ("_sums",)
+    _sums: dict[str, tuple[Any, int]] | None = None
+    """Of the steps since the last point: the sum of each number, on its device, and how many they are."""
+
+    def __init__(self, dense_steps: int = _DENSE_STEPS) -> None:
+        self.dense_steps = self.whole_number("dense_steps", dense_steps, 2)
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Return what there is; tensors stay on their device."""
-        loss = raw_number(ctx, "loss")
-        found = {
-            **(ctx.eval_metrics or {}),
-            "loss": loss,
-            "perplexity": None if loss is None else _exp(loss),
-            "train_acc": raw_number(ctx, "train_acc"),
-            "val_acc": raw_number(ctx, "val_acc"),
-            "learning_rate": ctx.lr,
-        }
-        return {name: value for name, value in found.items() if value is not None}
+        found = {name: raw_number(ctx, name) for name in ("loss", "train_acc")}
+        if ctx.hook_point is HookPoint.POST_STEP:
+            interval = self._interval(step := self._step(ctx))
+            if interval > 1 or self._sums:
+                self._add(found)
+                if step % interval:
+                    return ctx.eval_metrics  # those are of now, and come once
+                found = self._take_means()
+        found["val_acc"] = raw_number(ctx, "val_acc")
+        return {**(ctx.eval_metrics or {}), **_present({**found, "learning_rate": ctx.lr})}
+
+    def finish(self) -> None:
+        """Record the steps since the last point: the curve ends at the last step."""
+        if self._sums and self.manager is not None:
+            for name, value in _present(self._take_means()).items():
+                self.manager.take_record(f"{self.name}/{name}", value)
+
+    def _step(self, ctx: RunDataContext) -> int:
+        if ctx.step is not None:
+            return ctx.step
+        return 0 if self.manager is None else max(self.manager.global_step, 0)
+
+    def _interval(self, step: int) -> int:
+        return growing_interval(step, every=1, first=self.dense_steps)
+
+    def _add(self, found: Mapping[str, Any]) -> None:
+        sums = {} if self._sums is None else self._sums
+        for name, value in found.items():
+            if value is not None:
+                wide = value.to(widest_float(value.device)) if isinstance(value, Tensor) else value
+                total, count = sums.get(name, (0.0, 0))
+                sums[name] = (total + wide, count + 1)
+        self._sums = sums
+
+    def _take_means(self) -> dict[str, Any]:
+        sums, self._sums = self._sums or {}, None
+        return {name: total / count for name, (total, count) in sums.items()}
+
+
+def _present(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics that there are, with the perplexity beside the loss."""
+    loss = found.get("loss")
+    with_all = {"loss": loss, "perplexity": None if loss is None else _exp(loss), **found}
+    return {name: value for name, value in with_all.items() if value is not None}
 
 
 def _exp(loss: float | Tensor) -> float | Tensor:

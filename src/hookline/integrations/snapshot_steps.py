@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.schedule import growing_interval
 
 if TYPE_CHECKING:
     from hookline.training.loops.loop_run import Run
@@ -50,7 +51,7 @@ class SnapshotSteps:
         return found + (steps > 0 and self.every > 0 and not self.is_due(steps - 1))
 
     def _interval(self, step: int) -> int:
-        return self.every << (step // (self.every * _AT_FIRST)).bit_length() if self.grows else self.every
+        return growing_interval(step, every=self.every, first=_AT_FIRST) if self.grows else self.every
 
 
 class StepReports:

@@ -1,6 +1,7 @@
 """Define the steps at which something is due.
 
-``watch`` and `PointHooks` ask a `StepSchedule` at each step.
+``watch`` and `PointHooks` ask a `StepSchedule` at each step. Reports of runs whose length nobody knows are as far apart
+as `growing_interval` says.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Final
 from hookline.errors import OptionError
 from hookline.messages import suggest
 
-__all__ = ["StepSchedule"]
+__all__ = ["StepSchedule", "growing_interval"]
 
 _MODES: Final = ("continual", "stride", "burst")
 
@@ -66,3 +67,16 @@ class StepSchedule:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise OptionError(f"every= is a number of steps of at least 1, or a StepSchedule; got {every!r}.")
         return cls() if every == 1 else cls("stride", stride=every)
+
+
+def growing_interval(step: int, *, every: int, first: int) -> int:
+    """Return how far apart points are at ``step``, so that their number grows with the logarithm of a run's length.
+
+    Recipe: ``if step % growing_interval(step, every=10, first=20) == 0``, at 0, 10, …, 200, 220, …, 400, 440, …
+
+    Args:
+        step: Counted from 0.
+        every: How far apart the ``first`` points are. Whenever the run has become twice as long, it is twice that.
+        first: How many points come before the interval doubles, 2 or more; half as many before it doubles again.
+    """
+    return every << (step // (every * first)).bit_length()
