@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from helpers_hooks import PathLength, fire, observer
@@ -181,6 +183,27 @@ def test_two_watches_are_told_apart_by_name():
     with pytest.raises(HookNameError, match="Two hooks are called 'Count'"):
         HookManager(hooks=[Count(), Count()])
     assert list(HookManager(hooks=[Count(), TrackerHook(Count(), name="b")]).hooks) == ["Count", "b"]
+
+
+@pytest.mark.parametrize("starts", [True, False], ids=["a loop that starts hooks", "fired by hand"])
+def test_a_watch_on_another_model_is_told_once_a_run(starts):
+    """A wrapper of the trained model, and a part of it, are the same model."""
+    model, other = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
+    with watch(other) as elsewhere, watch(model[0]) as part, watch(nn.Sequential(model)) as wrapper:
+        assert (elsewhere.model, part.model) == (other, model[0])
+        hooks = [TrackerHook(part, name="part"), TrackerHook(wrapper, name="wrapper"), elsewhere]
+        manager = HookManager(hooks=hooks)
+        for _ in range(2):
+            manager.reset_all()
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                if starts:
+                    manager.start(model)
+                for epoch in range(3):
+                    fire(manager, POST_EPOCH, epoch, model=model)
+            assert [str(each.message).partition(" that has no")[0] for each in told] == [
+                "The watch 'watch' is on a Linear"
+            ]
 
 
 # -- record --------------------------------------------------------------------------------------------------

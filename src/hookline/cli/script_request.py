@@ -61,7 +61,7 @@ class ReportOptions:
     """How often watches and trackers report"""
 
     snapshot_every: Annotated[int | None, flag("N")] = None
-    """Report every N steps; 0: when an epoch ends. If left out, every 10 steps at first and less often later (143 times
+    """Report every N steps; 0: when an epoch ends. If left out, every 10 steps at first and less often later (144 times
     in 1,000,000 steps), or when an epoch ends where a hook needs epochs."""
 
 

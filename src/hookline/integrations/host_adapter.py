@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
-from hookline.errors import HooklineWarning, OptionError
-from hookline.messages import caller_stacklevel, type_name
-from hookline.observe.watch.watch import Watch
+from hookline.errors import OptionError
+from hookline.messages import type_name
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.training.choose_hooks import TrackerHook
 from hookline.training.loops.experiment import Experiment
@@ -21,7 +19,7 @@ from hookline.training.loops.experiment_adapter import ExperimentAdapter, whole_
 if TYPE_CHECKING:
     from hookline.training.manager import HookManager
 
-__all__ = ["HostAdapter", "tell_watches", "warn_of_other_models"]
+__all__ = ["HostAdapter", "tell_watches"]
 
 _PARTS: Final = ("optimizer", "scheduler", "scaler", "loader", "loss_fn")
 """What a host may have, by the names that ``requires`` of a hook uses."""
@@ -67,21 +65,6 @@ class HostAdapter(ExperimentAdapter):
                 "is wrapped."
             )
         whole_number("accumulate", self.accumulate, 1)
-
-
-def warn_of_other_models(manager: HookManager, model: nn.Module) -> None:
-    """Warn of watches that are on another model than the one that is trained: their numbers say nothing of the run."""
-    trained = {id(module) for module in model.modules()}
-    for name, hook in manager.hooks.items():
-        watched = hook.tracker._model if isinstance(hook, TrackerHook) and isinstance(hook.tracker, Watch) else None
-        if watched is not None and trained.isdisjoint(map(id, watched.modules())):
-            warnings.warn(
-                f"The watch {name!r} is on a {type(watched).__name__} that has no module of the "
-                f"{type(model).__name__} that is trained: its numbers say nothing of this run, and it may never fire. "
-                "Next: hookline.watch(model) with the model that is trained; a teacher or a copy may be meant.",
-                HooklineWarning,
-                stacklevel=caller_stacklevel(),
-            )
 
 
 def tell_watches(manager: HookManager, optimizers: Any) -> None:

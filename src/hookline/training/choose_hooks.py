@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 from hookline.errors import HooklineWarning, HookNameError, OptionError
 from hookline.lifecycle.points import HookPoint
 from hookline.messages import caller_stacklevel, type_name
+from hookline.observe.watch.watch import Watch
 from hookline.training.registry import HookRegistry, check_hook, make_hook
 from hookline.training.training_hook import TrainingHook
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hookline.lifecycle.run_context import RunDataContext
 
 __all__ = ["TrackerHook", "checked_interval", "choose_hooks", "find_excluded", "record_decisions", "split_config"]
@@ -131,10 +134,19 @@ class TrackerHook(TrainingHook):
         self.tracker = tracker
         self.name = name or getattr(tracker, "name", "") or type(tracker).__name__
         self._reported: tuple[Any, int, int] | None = None
+        self._knows_model = False
         record_decisions(self, tracker)
+
+    def start(self, model: nn.Module) -> None:
+        """Warn of a watch that is on another model than the one that is trained."""
+        self._knows_model = True
+        if isinstance(self.tracker, Watch):
+            _warn_of_other_model(self.name, self.tracker.model, model)
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Return what was counted since the last time."""
+        if not self._knows_model and ctx.model is not None:  # a loop that does not call start()
+            self.start(ctx.model)
         step = -1 if self.manager is None else self.manager.global_step
         now = (ctx.hook_point, ctx.epoch, step)
         if self._reported is not None and self._reported[0] is not now[0] and self._reported[1:] == now[1:]:
@@ -147,6 +159,7 @@ class TrackerHook(TrainingHook):
     def reset(self) -> None:
         """Forget the last run."""
         self._reported = None
+        self._knows_model = False
         self.tracker.reset()
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,6 +170,18 @@ class TrackerHook(TrainingHook):
         """Load the state of the tracker, if it can."""
         if state and hasattr(self.tracker, "load_state_dict"):
             self.tracker.load_state_dict(state)
+
+
+def _warn_of_other_model(name: str, watched: nn.Module, model: nn.Module) -> None:
+    """Warn if the ``watched`` model has no module of ``model``, which is trained."""
+    if {id(module) for module in model.modules()}.isdisjoint(map(id, watched.modules())):
+        warnings.warn(
+            f"The watch {name!r} is on a {type(watched).__name__} that has no module of the {type(model).__name__} "
+            "that is trained: its numbers say nothing of this run, and it may never fire. Next: hookline.watch(model) "
+            "with the model that is trained; a teacher or a copy may be meant.",
+            HooklineWarning,
+            stacklevel=caller_stacklevel(),
+        )
 
 
 def record_decisions(hook: TrainingHook, watched: Any) -> None:

@@ -118,9 +118,9 @@ def watch(
     layout = _layout_of(stats if stats is None or isinstance(stats, str) else tuple(stats))
     schedule = StepSchedule.of(every) if budget is None else budgeted(unwrap(model), every, budget)
     found = Watch(unwrap(model), layout, schedule, validate_phases(during), scaler)
-    declared = None if replicated is sharded is None else DeclaredShards.of(found._model, replicated, sharded)
+    declared = None if replicated is sharded is None else DeclaredShards.of(found.model, replicated, sharded)
     found._between_ranks = lambda: RankStats(
-        found._engine, found._model, same_on_ranks(target, exclude, kinds, layout, every), declared
+        found._engine, found.model, same_on_ranks(target, exclude, kinds, layout, every), declared
     )
     try:
         found._begin(target, exclude, kinds, optimizer, lenient=on is None)
@@ -142,9 +142,9 @@ class Watch(ShownAsTable):
     def __init__(
         self, model: nn.Module, layout: Layout, schedule: Schedule, during: frozenset[str], scaler: Any
     ) -> None:
-        self._model = model
-        self._layout = layout
-        self._schedule = schedule
+        self.model = model
+        """The model that is watched, wrapped or not, as it was given."""
+        self._layout, self._schedule = layout, schedule
         self.budget = schedule if isinstance(schedule, BudgetedSchedule) else None
         """The decisions about the budget, and what the watch costs; None without ``budget=``, here or of a manager."""
         self._scaler = scaler
@@ -323,7 +323,7 @@ class Watch(ShownAsTable):
             rules.steps = OptimizerSteps(self._schedule, optimizer, self._before_step, self._advance)
         else:
             over, started = self._advance, self._start_steps
-            rules.steps = ForwardSteps(self._schedule, self._model, rules.counts_forward, over, started)
+            rules.steps = ForwardSteps(self._schedule, self.model, rules.counts_forward, over, started)
             if passes is not None and not self._sites.hooks:
                 passes.hook_parameters()  # nothing else would show that the model's own forward is not called
         self._sites.switch(rules.needs_hooks())
@@ -349,7 +349,7 @@ class Watch(ShownAsTable):
     def take_budget(self, budget: Budget, first: int) -> None:
         """Keep to ``budget``; look at every ``first``-th step until the cost is known. A manager's budget calls it."""
         if isinstance(self._schedule, StepSchedule):
-            self.budget = self._schedule = budgeted(self._model, self._schedule, budget, first)
+            self.budget = self._schedule = budgeted(self.model, self._schedule, budget, first)
             self._rules.steps.take_schedule(self._schedule)
             self._sites.switch(self._rules.needs_hooks())
 
