@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers_factories import Batch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import hookline as hl
 from hookline.factories import BatchRows, activation_stats, export, read_export, serving, steer
@@ -16,6 +17,11 @@ from hookline.factories import BatchRows, activation_stats, export, read_export,
 TWO = BatchRows(("exp-1", "other"), (0, 2), (0, 0), ((1, 2, 3), (9,)), "prefill")
 NEXT = BatchRows(("exp-1", "other"), (0, 0), (3, 1), ((4,), (8,)), "decode")
 SOME = {"vector": [1.0] * 4, "requests": ["exp-*"]}
+
+
+def batch(*, rids: list[str] | None = None, lengths: tuple[int, ...] | None = (3, 2)) -> Batch:
+    extend = None if lengths is None else torch.tensor(lengths)
+    return Batch(torch.arange(5), torch.arange(5), torch.tensor([3, 2]), torch.tensor([4, 7]), extend, rids)
 
 
 def steered(config: dict[str, Any], output: Tensor, rows: BatchRows | None, inputs: tuple[Any, ...] = ()) -> list[Any]:
@@ -57,6 +63,47 @@ def test_last_of_tokens_in_a_row_is_the_last_of_each_request() -> None:
     assert steered({"vector": [1.0] * 4, "positions": "last"}, torch.zeros(6, 4), TWO) == [0, 0, 1, 0, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("positions", "first", "then"),
+    [("all", 2 * 3 * 5, 2 * 3 * (5 + 1 + 1)), ("last", 2 * 3, 2 * 3 * 3)],
+)
+def test_a_steer_for_everybody_counts_its_tokens_too(positions: str, first: int, then: int) -> None:
+    """Two blocks of a GPT-2, three rows of five tokens; in generate(), with a key-value cache, one more token each."""
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=16, vocab_size=16, bos_token_id=0, eos_token_id=0)
+    model, ids = GPT2LMHeadModel(config).eval(), torch.arange(1, 16).reshape(3, 5)
+    hook = steer({"vector": [1.0] * 8, "positions": positions})
+    assert hook.to_metrics() == {"steered_tokens": 0}
+    with hl.attach(model, "transformer.h.#", hook), torch.no_grad():
+        model(ids)
+        assert hook.to_metrics() == {"steered_tokens": first}
+        mask = torch.ones_like(ids)
+        model.generate(ids, attention_mask=mask, min_new_tokens=3, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert hook.to_metrics() == {"steered_tokens": first + then}
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "given", "every", "last"),
+    [
+        ((2, 3, 4), TWO, (), 4, 2),  # without the two columns of padding
+        ((6, 4), TWO, (), 4, 2),
+        ((2, 1, 4), NEXT, (), 2, 2),
+        ((2, 4), TWO, (), 2, 2),  # one vector for each request, as a pooled one
+        ((5, 4), None, (batch(),), 5, 2),
+        ((5, 4), None, (batch(rids=["a", "b"]),), 5, 2),
+        ((4,), None, (), 1, 1),
+    ],
+)
+def test_what_everybody_has_is_counted_by_tokens(
+    shape: tuple[int, ...], rows: BatchRows | None, given: tuple[Any, ...], every: int, last: int
+) -> None:
+    """Padded, flat and pooled outputs, and a batch like SGLang's."""
+    for positions, count in (("all", every), ("last", last)):
+        hook = steer({"vector": [1.0] * 4, "positions": positions})
+        with serving(rows):
+            hook(nn.Identity(), given, torch.zeros(shape))
+        assert hook.to_metrics() == {"steered_tokens": count}
+
+
 def test_an_output_that_is_nobodys_is_an_error_and_not_steered_wholesale() -> None:
     """Neither tokens nor requests are its first dimension."""
     with pytest.raises(
@@ -73,11 +120,6 @@ def test_without_an_engine_nothing_is_steered_and_that_is_said_once(caplog: pyte
         assert module(torch.zeros(2, 4)).eq(0).all()
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("steer is for some requests, and it is not known which a forward has")
-
-
-def batch(*, rids: list[str] | None = None, lengths: tuple[int, ...] | None = (3, 2)) -> Batch:
-    extend = None if lengths is None else torch.tensor(lengths)
-    return Batch(torch.arange(5), torch.arange(5), torch.tensor([3, 2]), torch.tensor([4, 7]), extend, rids)
 
 
 @pytest.mark.parametrize(

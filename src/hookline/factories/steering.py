@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
+from hookline.factories.batch_rows import current_batch
 from hookline.factories.factory_hook import FactoryHook, checked_options, choice, number, text, tried_by
 from hookline.factories.served_batch import (
     STAGES,
     Served,
+    TokenBatch,
+    by_token,
     chosen_tokens,
     has_stage,
     last_tokens,
@@ -133,12 +136,26 @@ class Steer(FactoryHook):
     def __init__(self, vector: Tensor, strength: float) -> None:
         self.width = len(vector)
         self.edit: Edit = steer_edit(vector, strength)
+        self._tokens: int | None = 0
+        """How many tokens it was added to, at all modules together; None once only a device, or a graph, knows it."""
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> Any:
         """Return the output with the vector added."""
         where = Site(type(module).__name__, module, Kind.FORWARD) if site is None else site
         main = main_output(output, site_text(where))
-        return rebuilt(output, main, self.edit.apply(main, where), site_text(where))
+        steered = rebuilt(output, main, self.edit.apply(main, where), site_text(where))
+        if _is_recorded():
+            self._tokens = None
+        else:  # not the inputs, in which SGLang has its batch: compiled code would keep them for it
+            self._add(_rows_of(main, current_batch()))
+        return steered
+
+    def to_metrics(self) -> dict[str, float]:
+        """Return how many tokens were steered; nothing once that is unknown."""
+        return {} if self._tokens is None else {"steered_tokens": float(self._tokens)}
+
+    def _add(self, tokens: int | None) -> None:
+        self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
 
 
 class _SteerLast(Steer):
@@ -152,6 +169,10 @@ class _SteerLast(Steer):
         """Return the output with the vector added to the last tokens."""
         where = Site(type(module).__name__, module, Kind.FORWARD) if site is None else site
         main = main_output(output, site_text(where))
+        if _is_recorded():
+            self._tokens = None
+        elif main.dim() > 2:
+            self._add(main.shape[:-2].numel())
         if main.dim() > 2:  # batch, sequence, units; padding is on the left
             return rebuilt(output, main, self.last.apply(main, where), site_text(where))
         steered = self.edit.apply(main, where)
@@ -163,6 +184,7 @@ class _SteerLast(Steer):
             served = running(inputs)
             chosen = True if served is None else chosen_tokens(main, served, None, only_last=True)
             steered = steered if chosen is None else _where(chosen, steered, main)
+            self._add(_rows_of(main, None) if served is None or chosen is None else _last_of(served))
         return rebuilt(output, main, steered, site_text(where))
 
 
@@ -177,12 +199,6 @@ class _SteerSome(Steer):
         self._stage = stage
         self._only_last = only_last
         self._has_logged = False
-        self._tokens: int | None = 0
-        """How many tokens it was added to, at all modules together; None once only a device knows it."""
-
-    def to_metrics(self) -> dict[str, float]:
-        """Return how many tokens were steered: 0 if no request had one of the names."""
-        return {} if self._tokens is None else {"steered_tokens": float(self._tokens)}
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> Any:
         """Return the output with the vector added to the chosen requests; None if there are none."""
@@ -202,12 +218,8 @@ class _SteerSome(Steer):
         if chosen is False:
             return None
         steered = rebuilt(output, main, _where(chosen, self.edit.apply(main, where), main), site_text(where))
-        self._count(served)
+        self._add(count_tokens(served, self._requests, only_last=self._only_last, stage=self._stage))
         return steered
-
-    def _count(self, served: Served) -> None:
-        found = count_tokens(served, self._requests, only_last=self._only_last, stage=self._stage)
-        self._tokens = None if found is None or self._tokens is None else self._tokens + found
 
     def _log_unknown(self) -> None:
         if not self._has_logged:
@@ -216,6 +228,22 @@ class _SteerSome(Steer):
 
 
 _REMEDY: Final = "Put it on a module whose output has the batch, or all tokens, as its first dimension."
+
+
+def _is_recorded() -> bool:
+    """Return whether the call is being made part of a graph, whose runs nobody counts."""
+    return torch.compiler.is_compiling() or _torch.capturing()
+
+
+def _rows_of(main: Tensor, served: Served | None) -> int | None:
+    """Return how many tokens an output has, without padding where an engine says what that is; None if unknown."""
+    if isinstance(served, TokenBatch) or (served is not None and by_token(main, served) is not None):
+        return count_tokens(served, None, only_last=False, stage="both")
+    return main.shape[:-1].numel()
+
+
+def _last_of(served: Served) -> int | None:
+    return count_tokens(served, None, only_last=True, stage="both")
 
 
 def _where(chosen: Tensor | bool, steered: Tensor, main: Tensor) -> Tensor:

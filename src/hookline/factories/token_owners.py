@@ -74,15 +74,22 @@ def count_tokens(served: Served, names: tuple[str, ...] | None, *, only_last: bo
     ids = served.request_ids
     if isinstance(served, BatchRows):
         lengths, phases = [len(tokens) for tokens in served.tokens], None
-    elif ids is None or isinstance(ids, Tensor) or _is_elsewhere(served.lengths):
+    elif served.lengths is not None and not _is_elsewhere(served.lengths):
+        lengths, phases = [int(each) for each in served.lengths], served.phases
+    elif served.lengths is None and ids is not None:
+        lengths, phases = [1] * len(ids), served.phases
+    else:
+        return None
+    if names is None:
+        requests: Sequence[str] = [""] * len(lengths)  # all of them, whatever they are called
+    elif ids is None or isinstance(ids, Tensor):
         return None
     else:
-        lengths = [1] * len(ids) if served.lengths is None else [int(each) for each in served.lengths]
-        phases = served.phases
+        requests = ids
     is_in_stage = [True] * len(lengths) if phases is None or stage == "both" else [each == stage for each in phases]
     return sum(
         1 if only_last else length
-        for request, length, is_there in zip(ids or (), lengths, is_in_stage, strict=False)
+        for request, length, is_there in zip(requests, lengths, is_in_stage, strict=False)
         if is_there and length and _is_named(request, names)
     )
 
