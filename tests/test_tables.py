@@ -48,7 +48,7 @@ def model_and_data() -> tuple[nn.Sequential, torch.Tensor]:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(8, 4)
 
 
-NO_CELLS = ("handle", "receipt of one site", "find", "beside", "captured", "heat map")
+NO_CELLS = ("handle", "receipt of one site", "find", "beside", "captured", "heat map", "factory without numbers")
 """What is shown as one line, a tree or a picture."""
 
 
@@ -84,7 +84,7 @@ def trained() -> tuple[hl.HookManager, hl.sinks.MemorySink, hl.training.LoopResu
 def everything_that_ends_a_cell() -> dict[str, Any]:
     model, x = model_and_data()
     one, many = hl.attach(model, "0", ignore), hl.attach(model, "#", ignore, name="<b>bold</b>")
-    patch, watch = hl.patch(model, {"1": hl.edits.ablate()}), hl.watch(model, "#", on="forward")
+    patch, watch = hl.patch(model, {"1": hl.edits.ablate(), "2": torch.sin}), hl.watch(model, "#", on="forward")
     cache, profile = hl.capture(model, "#"), hl.profile(model)
     model(x)
     with hl.rollback(model) as receipt, torch.no_grad():
@@ -92,6 +92,7 @@ def everything_that_ends_a_cell() -> dict[str, Any]:
     manager, sink, result = trained()
     tool = hl.metta.TrainTool()
     tool.add_training_hook("actor_mlp", hl.metta.attach_relu_activation_hooks())
+    head, probe, steer = probed_and_steered()
     found = {
         "find": hl.find(model),
         "handle": one,
@@ -104,6 +105,12 @@ def everything_that_ends_a_cell() -> dict[str, Any]:
         "cache": cache,
         "captured": cache["1"],
         "doctor": hl.doctor(model),
+        "probe head": head,
+        "probe": probe,
+        "steer": steer,
+        "factory without numbers": hl.factories.log_shapes(),
+        "edit": hl.edits.steer(torch.ones(4), 2.0, index=(slice(None), -1)),
+        "edit by a function": patch.edits[1],
         "heat map": hl.observe.HeatMap(x),
         "heat map with names": hl.observe.HeatMap([[1.0, -2.0]], rows=["<b>"], columns=["<script>", "b"]),
         "beside": hl.find(model).beside(watch, cache, profile, many.report()),
@@ -122,6 +129,35 @@ def everything_that_ends_a_cell() -> dict[str, Any]:
     for handle in (one, many, patch, watch, cache, profile):
         handle.remove()
     return found
+
+
+def probed_and_steered() -> tuple[hl.factories.ProbeHead, Any, Any]:
+    model, x = model_and_data()
+    head = hl.factories.train_probe(x, x[:, 0] > 0, hidden=2, held_out=0.0)
+    probe, steer = hl.factories.probe({"head": head}), hl.factories.steer({"vector": [1.0] * 4})
+    with hl.attach(model, "0", probe), hl.attach(model, ["0", "1"], steer):
+        model(x)
+    return head, probe, steer
+
+
+def test_probes_steers_and_edits_show_what_they_know():
+    """The numbers of their metrics and facts, by module; a number of all modules has a row of its own."""
+    head, probe, steer = probed_and_steered()
+    metrics = probe.to_metrics()
+    assert Cells(head._repr_html_()).cells == [
+        "ProbeHead", "", "features", "4", "hidden units", "2", "threshold", "0.5", "rows", "8",
+        "train accuracy", number_text(head.facts["train_accuracy"]), "held out accuracy", "nan",
+    ]  # fmt: skip
+    stats = ["score", "highest", "flagged", "tokens"]
+    assert Cells(probe._repr_html_()).cells == [
+        "module", *stats, "0", *(number_text(metrics[f"0/{stat}"]) for stat in stats)
+    ]  # fmt: skip
+    assert Cells(steer._repr_html_()).cells == ["module", "steered_tokens", "all modules", "16"]
+    edit = hl.edits.steer(torch.ones(4), 2.0, index=(slice(None), -1))
+    assert Cells(edit._repr_html_()).cells == [
+        "edit", "with", "part of the activation", "steer", "<tensor of shape (4,)>, 2.0", "(:, -1)"
+    ]  # fmt: skip
+    assert Cells(hl.edits.ablate()._repr_html_()).cells[-3:] == ["ablate", "–", "all"]
 
 
 def test_whatever_ends_a_cell_has_html_with_cells_and_a_text_without_addresses():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from hookline.errors import OptionError
 from hookline.messages import suggest
+from hookline.tables import Table, number_text
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,6 +39,8 @@ _T = TypeVar("_T")
 _Factory = TypeVar("_Factory", bound=Callable[..., Any])
 
 
+_ALL: Final = "all modules"
+"""The row of a number that is not of one module."""
 CHECK: Final = "check_config"
 """The attribute of a factory that tries a config."""
 
@@ -68,6 +71,22 @@ class FactoryHook:
 
     def __repr__(self) -> str:
         return f"<hook {self.name!r} of hookline.factories>"
+
+    def _repr_html_(self) -> str:
+        """Return what it has measured so far, a row for each module."""
+        by_module: dict[str, dict[str, float]] = {}
+        for name, value in self.to_metrics().items():
+            module, _, stat = name.rpartition("/")
+            by_module.setdefault(module, {})[stat] = value
+        stats = list(dict.fromkeys(stat for found in by_module.values() for stat in found))
+        rows = [
+            (module or _ALL, *(number_text(found[stat]) if stat in found else "" for stat in stats))
+            for module, found in by_module.items()
+        ]
+        title = repr(self)[1:-1]
+        if not rows:
+            return Table(title=f"{title}: nothing measured so far").html()
+        return Table(("module", *stats), rows, numbers=range(1, len(stats) + 1), title=title).html()
 
 
 class Observer(FactoryHook):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hookline.errors import OptionError
 from hookline.factories.factory_hook import number, whole
-from hookline.tables import number_text
+from hookline.tables import Table, number_text
 
 __all__ = ["ProbeHead", "train_probe"]
 
@@ -59,6 +59,16 @@ class ProbeHead:
     def __repr__(self) -> str:
         facts = "".join(f", {name} {number_text(value)}" for name, value in self.facts.items())
         return f"<ProbeHead of {self.width} features{facts}; scores(activations) gives probabilities>"
+
+    def _repr_html_(self) -> str:
+        sizes = [weight.shape[1] for weight, _ in self.layers]
+        shown = {
+            **dict(zip(("features", "hidden units"), sizes, strict=False)),
+            "threshold": self.threshold,
+            **self.facts,
+        }
+        rows = [(name.replace("_", " "), number_text(value)) for name, value in shown.items()]
+        return Table(("ProbeHead", ""), rows, numbers=(1,)).html()
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Return a probability for each row of ``hidden``, in float32, on its device."""

@@ -17,6 +17,7 @@ from hookline.observe.patch.edit_index import EditIndex, GivenTensor, IndexLike
 from hookline.observe.patch.edited_tensor import Where, misfit, shape_of, site_text
 from hookline.observe.token_axes import GIVE_ROWS, TokenAxes, axes_for
 from hookline.sites import _torch
+from hookline.tables import Table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,6 +57,10 @@ class Edit:
     def __repr__(self) -> str:
         options = [self.options(), "" if self.index is None else f"index={self.index}"]
         return f"{self.word}({', '.join(filter(None, options))})"
+
+    def _repr_html_(self) -> str:
+        part = "all" if self.index is None else self.index.text
+        return Table(("edit", "with", "part of the activation"), [(self.word, self.options() or "–", part)]).html()
 
     def for_part(self, index: IndexLike | None) -> Edit:
         """Return the same edit for a part of the activation, unless it has one of its own."""
