@@ -16,6 +16,7 @@ from torch import nn
 
 from hookline.cli import script_command
 from hookline.cli.main import main
+from hookline.cli.script_request import arguments_by_name
 from hookline.errors import NoMatchError
 from hookline.integrations.model_of_optimizer import find_model
 from hookline.integrations.snapshot_steps import SnapshotSteps
@@ -498,6 +499,32 @@ def test_however_a_script_ends_its_last_step_is_reported(
     assert (facts["status"], facts["result"]["steps"]) == (status, 14)
     assert f"script/script {status}: 14 steps" in err
     assert "3 reports in 14 steps" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], {}),
+        (["--lr", "1e-3", "--steps=100", "--amp", "-v"], {"lr": 0.001, "steps": 100, "amp": True, "v": True}),
+        (["data", "more", "--bounds", "-1", "0.5", "--"], {"arguments": "data more", "bounds": "-1 0.5 --"}),
+        (["optim.lr=3e-4", "model=gpt2", "a/b=c"], {"optim.lr": 3e-4, "model": "gpt2", "arguments": "a/b=c"}),
+        (["--tag", "a", "--tag", "b", "--shift", "-0.5"], {"tag": "a b", "shift": -0.5}),
+    ],
+)
+def test_arguments_of_a_script_are_told_by_name(words: list[str], expected: dict[str, Any]) -> None:
+    assert arguments_by_name(words) == expected
+
+
+def test_a_run_has_the_name_that_it_was_given_and_the_arguments_of_its_script(folder: Path, capfd: Any) -> None:
+    (folder / "script.py").write_text(ONE_EPOCH)
+    (folder / "run.yaml").write_text("name: of the file\nhooks: [norms]\n")
+    for flags in (["--name", "a wide one"], []):
+        assert main(["run", "run.yaml", *flags, "--", sys.executable, "script.py", "--width", "64", "--amp"]) == 0
+    for place, name in (("script", "a wide one"), ("script_1", "of the file")):
+        run = folder / "runs" / "script" / place
+        told = json.loads((run / "run.json").read_text())
+        assert (told["name"], told["config"]) == (name, {"width": 64, "amp": True})
+        assert f"<title>{name}" in (run / "report.html").read_text()
 
 
 def test_a_negative_interval_is_refused(folder: Path, capfd: Any) -> None:

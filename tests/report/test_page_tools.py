@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_page import CARD, cards, drawn, slide, until
+from helpers_page import CARD, cards, drawn, page_width, slide, until
 from helpers_report import facts, loss_at
 
 from hookline.report.report_page import write_report
@@ -316,6 +316,65 @@ def test_a_comparison_has_what_differs_and_what_came_out(visit: Visit, compared:
     assert _column(page, "best val_acc") == ["0.9", "–", "0.8"]
     assert _column(page, "lr") == ["0.1", "0.01", "0.001"]
     assert _column(page, "best loss") == ["0.3333", "0.25", "0.08333"]
+
+
+def _differences(page: Any) -> list[list[str]]:
+    rows: list[list[str]] = page.eval_on_selector_all(
+        ".differences tr", "all => all.map(row => [...row.children].map(cell => cell.textContent))"
+    )
+    return rows
+
+
+def test_the_top_of_a_comparison_is_a_short_table_of_what_differs(visit: Visit, tmp_path: Path) -> None:
+    """Arguments of scripts and of hooks, with the names that users gave; two of one name are told apart everywhere."""
+    given: list[tuple[str, str | None, dict[str, Any], dict[str, Any]]] = [
+        ("script", "slow", {"lr": 0.01, "data": "a"}, {"names": ["norms"], "config": {}}),
+        ("script_1", "wide", {"lr": 0.1, "data": "a", "amp": True}, {"names": ["norms"], "config": {}}),
+        ("script_2", "wide", {"lr": 0.1, "data": "a"}, {"names": ["norms"], "config": {"stats": {"every": 5}}}),
+        ("script_3", None, {"lr": 0.1, "data": "a"}, {"names": ["norms"], "config": {}}),
+    ]
+    for folder, name, config, hooks in given:
+        log = RecordLog(tmp_path / folder / "records.jsonl")
+        log.append(Record({"train/loss": StepSeries([1.0, 0.5], [0, 1])}, None, "POST_STEP", 1))
+        log.close()
+        options = {
+            "command": ["python", folder],
+            "output_dir": folder,
+            "hooks": hooks,
+            "sinks": {"csv": name == "slow"},
+        }
+        about = facts("train", "script", config=config, options=options) | {"name": name}
+        (tmp_path / folder / "run.json").write_text(json.dumps(about))
+    page = visit(write_report(tmp_path)).load()
+    names = ["slow", "wide (script_1)", "wide (script_2)", "train / script"]
+    assert _differences(page) == [
+        ["", *names],
+        ["lr", "0.01", "0.1", "0.1", "0.1"],
+        ["amp", "–", "true", "–", "–"],
+        ["stats.every", "–", "–", "5", "–"],
+    ]
+    assert page.inner_text(".differences caption") == "What differs"
+    tops = [page.locator(place).bounding_box()["y"] for place in (".differences", ".runs", "#findings")]
+    assert tops == sorted(tops)
+    assert _column(page, "run") == names
+    assert page.eval_on_selector_all("#legend button", "all => all.map(one => one.textContent)") == names
+    assert [trace["name"] for trace in drawn(page, LOSS)] == names
+    heads = page.eval_on_selector_all(
+        "#fact-table .facts >> nth=0 >> thead th", "all => all.map(one => one.textContent)"
+    )
+    assert heads == ["", *names]
+    colours = page.eval_on_selector_all(".differences .swatch", "all => all.map(one => one.style.background)")
+    assert len(set(colours)) == 4
+    assert page_width(visit(tmp_path / "report.html", width=390).load()) <= 390
+
+
+def test_runs_with_the_same_settings_have_no_table_of_what_differs(visit: Visit, tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "run.json").write_text(json.dumps(facts()))
+    page = visit(write_report(tmp_path)).load()
+    assert _differences(page) == []
+    assert "All settings that are known are the same." in page.inner_text("#head")
 
 
 def test_a_comparison_is_sorted_by_any_column_both_ways(visit: Visit, compared: Path) -> None:

@@ -35,6 +35,18 @@ def test_the_page_lies_beside_the_run_unless_told_otherwise(tmp_path: Path) -> N
     assert write_report([run / "records.jsonl"]) == run / "report.html"
 
 
+def test_a_run_is_called_what_the_user_said(tmp_path: Path) -> None:
+    """In its title and heading too; of several strategies in one log, each has its own besides."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    log.append(Record({"a/x": 1.0}, 0, "POST_EPOCH", 0, "first"))
+    (tmp_path / "run.json").write_text(json.dumps(facts(strategy="first") | {"name": "a <b>"}))
+    assert list(load_runs(tmp_path)) == ["a <b>"]
+    assert "<title>a &lt;b&gt;" in write_report(tmp_path).read_text()
+    log.append(Record({"a/x": 1.0}, 0, "POST_EPOCH", 0, "second"))
+    log.close()
+    assert list(load_runs(tmp_path)) == ["a <b> / first", "a <b> / second"]
+
+
 def test_a_folder_of_runs_stands_for_its_runs(tmp_path: Path) -> None:
     """In the order of their names; the page lies in the folder that was named."""
     for name in ("b", "a"):

@@ -212,6 +212,7 @@ class Session:
         request = self.request
         return {
             "experiment": request.found.name,
+            "name": request.options.output.name,
             "path": request.found.path,
             "strategy": self.strategy,
             "command": self.prepared.command,

@@ -34,7 +34,7 @@ from hookline.config.run_options import (
 )
 from hookline.errors import OptionError
 
-__all__ = ["STRATEGY", "ScriptRequest", "read_script", "split_command", "write_run_file"]
+__all__ = ["STRATEGY", "ScriptRequest", "arguments_by_name", "read_script", "split_command", "write_run_file"]
 
 STRATEGY: Final = "script"
 """What the folder of a script's run is called, where that of an experiment has its strategy."""
@@ -46,7 +46,7 @@ Examples:
   hookline run my_hooks.yaml -- -m my_package.train
   hookline run --hooks stats --snapshot-every 5 --hook-config stats.every=5 -- python train.py
 """
-_USED: Final = {"config", "output_dir", "no_report", "dry_run", "silent", "no_console_output", "console"}
+_USED: Final = {"config", "output_dir", "name", "no_report", "dry_run", "silent", "no_console_output", "console"}
 _NOT_USED: Final = {
     name for group in (TrainingOptions, OutputOptions, CheckpointOptions) for name in vars(group()) if name not in _USED
 }
@@ -111,6 +111,7 @@ class ScriptRequest:
         found["specs"] = specs
         sinks: list[tuple[str, dict[str, Any]]] = [(path, {}) for path in options.sink.hook_sink] + list(settings.sinks)
         found["sinks"]["others"] = [{"sink": _from_anywhere(path), "options": given} for path, given in sinks]
+        found["name"] = options.output.name
         found["output_dir"] = str(Path(options.output.output_dir).absolute())
         plain: dict[str, Any] = to_plain(_without_none(found))
         return plain
@@ -200,6 +201,43 @@ def _name_of(command: Sequence[str]) -> str:
         if word == "-m" and place + 1 < len(command) and not command[place + 1].startswith("torch."):
             return command[place + 1].rpartition(".")[2]
     return Path(command[0]).name
+
+
+def arguments_by_name(words: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of a script by name, so that those of two runs can be compared.
+
+    Recipe: ``arguments_by_name(["--lr", "1e-3", "--amp", "data.size=8"])`` is ``{"lr": 0.001, "amp": True,
+    "data.size": 8}``.
+
+    Nobody knows which words a flag takes: all up to the next flag are its value. Words before the first flag that name
+    nothing are together the ``arguments``.
+    """
+    found: dict[str, list[str]] = {}
+    current = "arguments"
+    for word in words:
+        name, equals, value = word.lstrip("-").partition("=")
+        if _is_flag(word):
+            current = name
+            found.setdefault(name, []).extend([value] if equals else [])
+        elif equals and name.replace(".", "_").isidentifier():
+            found.setdefault(name, []).append(value)
+        else:
+            found.setdefault(current, []).append(word)
+    return {name: _number_or_text(" ".join(values)) if values else True for name, values in found.items()}
+
+
+def _is_flag(word: str) -> bool:
+    """Return whether a word is a flag, and no number below zero."""
+    return word.startswith("-") and isinstance(_number_or_text(word), str) and word.strip("-") != ""
+
+
+def _number_or_text(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _from_anywhere(path: str) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from hookline.cli.run_folder import LOG, RunNotes, model_facts, new_folder
 from hookline.cli.run_observers import BarMetricsSink
-from hookline.cli.script_request import STRATEGY
+from hookline.cli.script_request import STRATEGY, arguments_by_name
 from hookline.config.read_settings import read_document
 from hookline.distributed.ranks import rank_count, this_rank
 from hookline.error_policy import error_text
@@ -199,10 +199,11 @@ class ScriptSession:
         self._notes.begin(
             {
                 "experiment": self._name,
+                "name": self._asked.get("name"),
                 "path": sys.argv[0],
                 "strategy": STRATEGY,
                 "command": self._asked.get("command", [sys.executable, *sys.argv]),
-                "config": {},
+                "config": arguments_by_name(sys.argv[1:]),
                 "options": self._asked,
                 "optimizer": type(optimizer).__name__,
                 "ranks": rank_count(),

@@ -176,6 +176,8 @@ class OutputOptions:
 
     output_dir: Annotated[str, flag("DIR", None), InFile("output_dir")] = "runs"
     """Where the folders of runs are: DIR/EXPERIMENT/STRATEGY."""
+    name: Annotated[str | None, flag("NAME"), InFile("name")] = None
+    """What pages call the run, in headings, legends and tables; EXPERIMENT / STRATEGY if left out."""
     console: Annotated[
         Shown | None,
         _one_of(Shown),

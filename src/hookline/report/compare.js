@@ -1,22 +1,45 @@
-// Several runs side by side: a table of what differs and what came out, which sorts, and a legend, which hides runs.
+// Several runs side by side: what differs, a table of what came out, which sorts, and a legend, which hides runs.
 
-const SETTINGS = ["config", "model", "versions", "git"]; // parts of the facts of which all entries are settings
-const SINGLE = ["experiment", "strategy", "seed", "device", "dtype"];
+const SETTINGS = ["model", "versions", "git"]; // parts of the facts of which all entries are settings
+const SINGLE = ["experiment", "strategy", "seed", "device", "dtype", "optimizer", "ranks"];
+/** Options that are about files, the screen and going on, or that facts have under a name of their own; not how a run trains. */
+const NO_SETTINGS = new Set(["command", "output_dir", "name", "console", "show", "live", "silent", "no_console_output", "no_report", "record_trajectory",
+  "save_checkpoints", "validate_checkpoints", "run_group", "threads", ...SINGLE]);
+const IS_SINK = /^sinks(\.|$)|^hook_(csv|jsonl|parquet|tensorboard|mlflow|wandb|prometheus|sink)$/;
 
 function settingsOf(run) {
-  const single = SINGLE.filter((name) => name in run.facts).map((name) => [name, run.facts[name]]);
-  const parts = SETTINGS.flatMap((part) => (isObject(run.facts[part]) ? entriesOf(run.facts[part], part === "config" ? "" : `${part}.`) : []));
-  return new Map([...single, ...parts]);
+  const part = (name, prefix = "") => (isObject(run.facts[name]) ? entriesOf(run.facts[name], prefix) : []);
+  const own = [...SINGLE.filter((name) => name in run.facts).map((name) => [name, run.facts[name]]), ...part("config")];
+  const known = new Set([...NO_SETTINGS, ...own.map(([name]) => name)]);
+  const options = part("options").map(([name, value]) => [name.replace(/^(flags|loop|hook_config|hooks\.config)\./, ""), value])
+    .filter(([name, value]) => !known.has(name) && !IS_SINK.test(name) && !isNothing(value));
+  return new Map([...own, ...options, ...SETTINGS.flatMap((name) => part(name, `${name}.`))]);
 }
+
+const isNothing = (value) => value === null || value === false || (Array.isArray(value) && !value.length);
 
 const entriesOf = (facts, prefix) => Object.entries(facts).flatMap(([name, value]) =>
   (isObject(value) ? entriesOf(value, `${prefix}${name}.`) : [[prefix + name, value]]));
 
-/** Columns of settings that are not the same in all runs. */
+const isGiven = (name) => !SETTINGS.some((part) => name.startsWith(`${part}.`));
+
+/** Columns of settings that are not the same in all runs; those that somebody gave come first. */
 function differing() {
   const settings = page.runs.map(settingsOf), names = [...new Set(settings.flatMap((own) => [...own.keys()]))];
-  return names.filter((name) => new Set(settings.map((own) => JSON.stringify(own.get(name)))).size > 1)
+  return names.sort((a, b) => isGiven(b) - isGiven(a)).filter((name) => new Set(settings.map((own) => JSON.stringify(own.get(name)))).size > 1)
     .map((name) => ({ name, kind: "setting", values: settings.map((own) => own.get(name)) }));
+}
+
+/** A short table of the settings that differ, with a column for each run; the facts at the end of the page have all. */
+function differences() {
+  const rows = differing().map(({ name, values }) => make("tr", {}, make("th", { scope: "row" }, name),
+    ...values.map((value) => make("td", {}, value === undefined ? "–" : asFact("", value)))));
+  if (!rows.length) return [];
+  const box = table("facts differences", ["", ...page.runs.map((run) => run.name)], rows);
+  box.querySelectorAll("thead th").forEach((cell, i) => { if (i) cell.prepend(make("span", { class: "swatch", "data-run": i - 1 })); });
+  box.querySelector("table").prepend(make("caption", {}, "What differs"));
+  box.classList.add("narrow");
+  return [box];
 }
 
 const isAccuracy = (name) => /(^|[/_])(acc|accuracy)$|(^|\/)top[15]$/.test(name);

@@ -9,7 +9,7 @@ function showHead() {
   head.replaceChildren();
   if (isLive) document.title = `${page.runs.map((each) => each.name).join(" · ")} – hookline`;
   if (page.runs.length > 1) {
-    head.append(make("h1", {}, plural(page.runs.length, "run")), runTable());
+    head.append(make("h1", {}, plural(page.runs.length, "run")), ...differences(), runTable());
   } else {
     const status = run.facts.status;
     head.append(make("h1", {}, run.name, " ", status ? make("span", { class: `status ${status}` }, status) : null));

@@ -194,8 +194,9 @@ def _seconds(moment: Any) -> float | None:
 
 def _name(facts: dict[str, Any], folder: Path, *, is_alone: bool) -> str:
     experiment = facts.get("experiment") or facts.get("experiment_name")
-    named = experiment or folder.resolve().name
-    parts = [named, facts.get("strategy") if experiment or not is_alone else None]
+    given = facts.get("name")  # by the user; of several strategies in one folder each has its own besides
+    named = given or experiment or folder.resolve().name
+    parts = [named, facts.get("strategy") if (experiment and not given) or not is_alone else None]
     return " / ".join(str(part) for part in parts if part)
 
 
