@@ -150,9 +150,9 @@ def test_probes_steers_and_edits_show_what_they_know():
     ]  # fmt: skip
     stats = ["score", "highest", "flagged", "tokens"]
     assert Cells(probe._repr_html_()).cells == [
-        "module", *stats, "0", *(number_text(metrics[f"0/{stat}"]) for stat in stats)
+        "", *stats, "0", *(number_text(metrics[f"0/{stat}"]) for stat in stats)
     ]  # fmt: skip
-    assert Cells(steer._repr_html_()).cells == ["module", "steered_tokens", "all modules", "16"]
+    assert Cells(steer._repr_html_()).cells == ["", "steered_tokens", "all modules", "16"]
     edit = hl.edits.steer(torch.ones(4), 2.0, index=(slice(None), -1))
     assert Cells(edit._repr_html_()).cells == [
         "edit", "with", "part of the activation", "steer", "<tensor of shape (4,)>, 2.0", "(:, -1)"

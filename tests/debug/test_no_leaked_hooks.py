@@ -87,7 +87,7 @@ def test_a_test_that_leaves_hooks_fails_and_says_which(pytester: pytest.Pytester
     text = result.stdout.str()
     for name in ("ours", "torchs", "one_on_its_own_model", "one_everywhere", "a_function_hook"):
         assert f"ERROR at teardown of test_leaves_{name}" in text
-    assert "1 hooks are left: look (forward) on 0.0, from " in text
+    assert "1 hook is left: look (forward) on 0.0, from " in text
     assert "_leaves_hooks_fails_and_says_which.py:" in text
     assert "ERROR at teardown of test_fails_by_itself" not in text
 

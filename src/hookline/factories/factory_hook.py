@@ -9,12 +9,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from hookline.errors import OptionError
 from hookline.messages import suggest
-from hookline.tables import Table, number_text
+from hookline.observe.watch.stat_columns import table_of
+from hookline.tables import Table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,19 +76,11 @@ class FactoryHook:
 
     def _repr_html_(self) -> str:
         """Return what it has measured so far, a row for each module."""
-        by_module: dict[str, dict[str, float]] = {}
-        for name, value in self.to_metrics().items():
-            module, _, stat = name.rpartition("/")
-            by_module.setdefault(module, {})[stat] = value
-        stats = list(dict.fromkeys(stat for found in by_module.values() for stat in found))
-        rows = [
-            (module or _ALL, *(number_text(found[stat]) if stat in found else "" for stat in stats))
-            for module, found in by_module.items()
-        ]
         title = repr(self)[1:-1]
-        if not rows:
+        metrics = {name if "/" in name else f"{_ALL}/{name}": value for name, value in self.to_metrics().items()}
+        if not metrics:
             return Table(title=f"{title}: nothing measured so far").html()
-        return Table(("module", *stats), rows, numbers=range(1, len(stats) + 1), title=title).html()
+        return replace(table_of(metrics), title=title).html()
 
 
 class Observer(FactoryHook):

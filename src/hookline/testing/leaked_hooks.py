@@ -10,6 +10,7 @@ from torch import nn
 
 from hookline.debug.diagnose.hook_owners import FoundHook, HeldHandles, hooks_by_module, hooks_of_process
 from hookline.errors import HooksLeftError
+from hookline.messages import counted
 
 __all__ = ["HookLedger"]
 
@@ -33,7 +34,10 @@ class HookLedger:
         left = [found for key, hooks in now.items() for found in hooks[len(self._before.get(key, ())) :]]
         if left:
             shown = "; ".join(f"{hook.name} ({hook.kind}) on {hook.place}, from {hook.where}" for hook in left[:8])
-            raise HooksLeftError(f"{len(left)} hooks are left: {shown}. Remove them, or attach in a with block.")
+            more = f"; and {len(left) - 8} more" if len(left) > 8 else ""
+            are = f"{counted(len(left), 'hook')} {'is' if len(left) == 1 else 'are'}"
+            remedy = "Call .remove() of its handle, or attach in a with block"
+            raise HooksLeftError(f"{are} left: {shown}{more}. {remedy}.")
 
 
 def _hooks() -> dict[tuple[object, ...], list[FoundHook]]:

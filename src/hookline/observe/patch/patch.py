@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 from hookline.errors import HooklineWarning, HookSignatureError, KindError, OptionError, TargetError
-from hookline.messages import caller_stacklevel, type_name
+from hookline.messages import caller_stacklevel, counted, type_name
 from hookline.observe.patch.edit import Edit
 from hookline.observe.patch.edited_tensor import (
     EditedPlace,
@@ -193,9 +193,9 @@ def _for_role(edits: Any, role: str) -> dict[str, Any]:
 
 def _empty(index: EditIndex) -> str:
     return (
-        f"index={index.text} selected nothing in {index.calls} calls, so the edit changed nothing. In generate() with "
-        "a key-value cache the forward of a new token has one position; a function that declares site= tells the "
-        "forwards apart by site.step (0 is the prompt)."
+        f"index={index.text} selected nothing in {counted(index.calls, 'call')}, so the edit changed nothing. In "
+        "generate() with a key-value cache the forward of a new token has one position; a function that declares site= "
+        "tells the forwards apart by site.step (0 is the prompt)."
     )
 
 

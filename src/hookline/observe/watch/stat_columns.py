@@ -276,6 +276,7 @@ _AFTER_NONFINITE: Final = ("nonfinite", "nan", "inf", "finite_min", "finite_max"
 
 _SINCE: Final = "since the last reset, in the unit of the tensors"
 _MEANINGS: Final = {
+    "norm": "root mean square over firings",
     "zero_fraction": "from 0 to 1",
     "dead_fraction": "from 0 to 1",
     "nonfinite": "firings with NaN or Inf",

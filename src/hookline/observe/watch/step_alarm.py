@@ -18,7 +18,7 @@ import torch
 
 from hookline.distributed.ranks import gather_objects, this_rank
 from hookline.errors import OptionError
-from hookline.messages import short_repr
+from hookline.messages import counted, short_repr
 from hookline.observe.watch.bad_order import CalledPlace, CallOrder, name_doubts
 from hookline.observe.watch.local_gradients import LOCAL_GRADIENT
 from hookline.observe.watch.watch import Watch, watch
@@ -216,7 +216,9 @@ class StepAlarm(ShownAsTable):
 
     def _table(self) -> Table:
         if not self.troubles:
-            return Table(title=f"rank {this_rank()}: no trouble in {self._steps} steps", foot=self._unjudged())
+            return Table(
+                title=f"rank {this_rank()}: no trouble in {counted(self._steps, 'step')}", foot=self._unjudged()
+            )
         shown = self._shown()
         rows = [each.cells() for each in shown]
         left_out = self.troubles[len(shown) :]
