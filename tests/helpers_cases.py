@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import NoReturn
 
-__all__ = ["Case", "Outcome", "Part", "run_part"]
+__all__ = ["Case", "Outcome", "Part", "go_on", "run_part"]
 
 HANG = 180.0
 """Seconds after which a case counts as hung. The slowest takes ten on a busy machine."""
@@ -72,6 +72,11 @@ class Outcome:
     """Cases that ended or hung their process, and how."""
     refused: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
+    next_number: int = 0
+    """The case that has not run yet."""
+
+    def __post_init__(self) -> None:
+        self.next_number = self.first
 
     @property
     def is_clean(self) -> bool:
@@ -92,17 +97,22 @@ class Outcome:
 def run_part(part: Part, *, first: int = 0, acts: int | None = None, seconds: float = 600.0) -> Outcome:
     """Run cases from ``first`` on, until so many ``acts`` (the part's goal by default) are done or the time is over."""
     part.prepare()
-    outcome, begin, goal = Outcome(part, first), time.monotonic(), part.goal if acts is None else acts
-    number = first
-    while outcome.acts < goal and time.monotonic() - begin < seconds:
-        for case in _run_batch(part, number, outcome, begin + seconds, goal - outcome.acts):
-            outcome.add(case)
-            number = case.number + 1
-        if outcome.died and outcome.died[-1][0] >= number:
-            number = outcome.died[-1][0] + 1
-        print(f"{part.name}: {outcome.acts} of {goal}, {len(outcome.wrong)} wrong", file=sys.stderr, flush=True)
-    outcome.seconds = time.monotonic() - begin
+    outcome = Outcome(part, first)
+    go_on(outcome, part.goal if acts is None else acts, seconds)
     return outcome
+
+
+def go_on(outcome: Outcome, goal: int, seconds: float) -> None:
+    """Run more cases of a part, until so many acts are done or the time is over."""
+    part, begin = outcome.part, time.monotonic()
+    while outcome.acts < goal and time.monotonic() - begin < seconds:
+        for case in _run_batch(part, outcome.next_number, outcome, begin + seconds, goal - outcome.acts):
+            outcome.add(case)
+            outcome.next_number = case.number + 1
+        if outcome.died and outcome.died[-1][0] >= outcome.next_number:
+            outcome.next_number = outcome.died[-1][0] + 1
+        print(f"{part.name}: {outcome.acts} of {goal}, {len(outcome.wrong)} wrong", file=sys.stderr, flush=True)
+    outcome.seconds += time.monotonic() - begin
 
 
 def _run_batch(part: Part, first: int, outcome: Outcome, until: float, acts: int) -> list[Case]:

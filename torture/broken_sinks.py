@@ -147,7 +147,9 @@ def _missed_by_slow_sink(path: Path, is_full: bool) -> list[str]:
     """
     if is_full:
         lines = path.read_text().splitlines() if path.exists() else []
-        return [] if any(f'"counts/fired": [{STEPS}]' in line for line in lines) else ["the slow sink has no last record"]
+        return (
+            [] if any(f'"counts/fired": [{STEPS}]' in line for line in lines) else ["the slow sink has no last record"]
+        )
     return [] if _fired(path) == list(range(1, STEPS + 1)) else [f"the slow sink has {_fired(path)}"]
 
 

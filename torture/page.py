@@ -19,7 +19,7 @@ HEAD = """# Reliability
 Written by `make torture` (`python torture/run.py`). Every case is a number that decides all that is random in it:
 `python torture/run.py --parts PART --only NUMBER` runs one again. A case that ends or hangs its process counts as dead.
 "Refused" are cases in which hookline said by an error that something cannot be done or put back, which is no loss.
-A part ends when its number of acts is reached or its share of the time is over: both are on this page.
+A part ends when its number of acts is reached or the time of all parts is over: both are on this page.
 """
 
 LIMITS = """## What is left out
