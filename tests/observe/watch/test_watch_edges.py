@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import pickle
 import warnings
 import weakref
@@ -133,6 +134,26 @@ def test_a_model_without_parameters_is_watched_all_the_same():
     assert watch.report()["fired"] == {"forward": 1, "backward": 0}
     with pytest.raises(hl.errors.NoMatchError):
         hl.watch(nn.Tanh(), None, on="param")
+
+
+def test_the_table_says_what_a_norm_of_several_calls_is():
+    """As it is computed: norms of 3 and 4 are 3.536, and their mean would be 3.5."""
+    model = nn.Identity()
+    with hl.watch(model, on="forward", stats=("norm",)) as watch:
+        for length in (3.0, 4.0):
+            model(torch.tensor([length]))
+    assert watch.to_metrics()["forward/norm"] == pytest.approx(((9 + 16) / 2) ** 0.5)
+    assert str(watch).splitlines()[-1].endswith("norm root mean square over firings")
+
+
+@pytest.mark.parametrize(("stats", "always"), [(("max",), False), (("max", "finite_max"), True)])
+def test_extremes_of_finite_numbers_are_in_reports_with_nan_or_in_all_if_asked_for(stats, always):
+    model, found = nn.Identity(), []
+    with hl.watch(model, on="forward", stats=stats) as watch:
+        for other in (1.0, math.nan, 1.0):
+            model(torch.tensor([2.0, other]))
+            found.append(watch.to_metrics(reset=True).get("forward/finite_max"))
+    assert found == ([2.0, 2.0, 2.0] if always else [None, 2.0, None])
 
 
 def test_it_prints_as_a_table():

@@ -84,9 +84,9 @@ def watch(
             those that came.
         stats: Which statistics: ``mean``, ``std``, ``norm`` (of one tensor, root mean square over firings), ``rms``,
             ``min``, ``max``, ``absmax``, ``zero_fraction``, ``nonfinite`` (firings with NaN or Inf in them) are the
-            default. Also ``nan`` and ``inf`` (how many), ``finite_min``, ``finite_max`` (all four are reported anyway
-            once there was one), ``"over:6"`` (share of magnitudes over 6), ``dead_fraction`` (units that were never
-            anything but zero), ``histogram`` (counts by binary exponent).
+            default. Also ``nan`` and ``inf`` (how many), ``finite_min``, ``finite_max`` (if not asked for, all four
+            are there only in reports with NaN or Inf), ``"over:6"`` (share of magnitudes over 6), ``dead_fraction``
+            (units that were never anything but zero), ``histogram`` (counts by binary exponent).
         every: How often it looks: every so many steps, or a `StepSchedule`; how often it reports is decided by the loop
             (``loop="step"``). In other steps no hook is on (in compiled code only with ``optimizer=`` or ``step()``).
         exclude: Modules and parameters to leave out.
