@@ -6,6 +6,7 @@ import logging
 import tomllib
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,24 @@ def test_the_points_come_in_order_with_batch_loss_and_evaluation(case: str, step
             assert ctx.eval_metrics["val_loss"] > 0
     rates = [ctx.lr for ctx in seen.contexts if ctx.hook_point is POINTS.POST_EPOCH]
     assert case == "manual" or rates == [5e-3, 2.5e-3]
+
+
+@pytest.mark.parametrize(("fails", "steps"), [(False, [0, 4, 6]), (True, [0, 4, 5])])
+def test_the_steps_after_the_last_snapshot_are_reported_at_the_end(
+    fails: bool, steps: list[int], tmp_path: Path
+) -> None:
+    """Of seven steps, in a run that counts them; also where the last of them fails."""
+
+    class Fails(L.Callback):
+        def on_before_backward(self, trainer: Any, *_: Any) -> None:
+            if fails and trainer.global_step == 6:
+                raise ValueError("a bad day")
+
+    seen = Seen()
+    callback = HooklineCallback([seen], sinks=[], loop="step", snapshot_every=4)
+    with pytest.raises(ValueError, match="a bad day") if fails else nullcontext():
+        fit(tmp_path, callbacks=[callback, Fails()], max_epochs=1)
+    assert [step for point, _, step in seen.places() if point == "SNAPSHOT"] == steps
 
 
 def test_interventions_train_whatever_training_step_calls_its_arguments(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,25 @@ def test_the_run_of_a_trainer_stays_the_same(tmp_path: Path) -> None:
     assert not any(isinstance(value, torch.nn.Module) for value in vars(callback).values())
     assert "training_step" not in vars(hooked)
     assert "evaluation_loop" not in vars(hooked)
+
+
+@pytest.mark.parametrize(("fails", "steps"), [(False, [0, 7, 14, 19]), (True, [0, 7, 14, 16])])
+def test_the_steps_after_the_last_snapshot_are_reported_at_the_end(
+    fails: bool, steps: list[int], tmp_path: Path
+) -> None:
+    """Of twenty steps, in a run that counts them; also where step 17 fails."""
+    hook = noting("SNAPSHOT")
+    callback = HooklineCallback([hook], sinks=[], loop="step", snapshot_every=7)
+    trainer = make_trainer(tmp_path, callback)
+
+    def fail(*_: Any) -> None:
+        if fails and trainer.state.global_step == 17:
+            raise ValueError("a bad day")
+
+    trainer.model.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="a bad day") if fails else nullcontext():
+        trainer.train()
+    assert [ctx.step for ctx in hook.contexts] == steps
 
 
 def test_a_callback_that_does_change_the_run_is_seen(tmp_path: Path) -> None:
