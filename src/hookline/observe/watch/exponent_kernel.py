@@ -18,7 +18,9 @@ from hookline.sites import _torch
 __all__ = ["ExponentInput", "ExponentKernel"]
 
 _TILE: Final = 4096
-"""Numbers that a program takes at a time: 32 a thread."""
+"""Numbers that a program takes at a time: 16 a thread."""
+_WARPS: Final = 8
+"""Per program. 100 million numbers in bfloat16 on an H200 take 0.375 ms, by four warps 0.389, by 16 0.564."""
 _LEAST: Final = 4
 _MOST: Final = 2048
 """At least so many tiles a program, at most so many programs a tensor: each ends with up to 256 atomic additions."""
@@ -53,7 +55,7 @@ class ExponentKernel(Kernel):
         programs, share = _division(flat.numel())
         at = 0 if divisor is None else divisor.data_ptr()
         arguments = (0, 0, bins.data_ptr(), flat.data_ptr(), flat.numel(), share, at)
-        self._launch("count_exponents", (flat.dtype, True), (programs, 1, 1), arguments)
+        self._launch("count_exponents", (flat.dtype, True), (programs, 1, 1), arguments, _WARPS)
 
     def _count_many(self, items: Sequence[ExponentInput]) -> None:
         table: list[int] = []
@@ -68,7 +70,7 @@ class ExponentKernel(Kernel):
             first += programs
         uploaded = self._upload(table)
         arguments = (uploaded.data_ptr(), len(items), 0, 0, 0, 0, 0)
-        self._launch("count_exponents", (items[0].flat.dtype, False), (first, 1, 1), arguments)
+        self._launch("count_exponents", (items[0].flat.dtype, False), (first, 1, 1), arguments, _WARPS)
         del divisors, uploaded
 
     def _program(self, name: str, key: Any) -> tuple[Any, tuple[Any, ...]]:
