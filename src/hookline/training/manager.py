@@ -393,8 +393,7 @@ class HookManager(PlanQueries, RankMember):
                 raise
 
     def __repr__(self) -> str:
-        names = ", ".join(self.hooks) or "none"
-        return f"<HookManager of {len(self.hooks)} hooks, step {self._global_step}: {names}>"
+        return f"<HookManager of {len(self.hooks)} hooks, step {self._global_step}: {', '.join(self.hooks) or 'none'}>"
 
     def _repr_html_(self) -> str:
         fired = ", ".join(f"{name} {count}" for name, count in self.fired.items()) or "none yet"
