@@ -38,6 +38,7 @@ def test_a_run_leaves_its_folder_and_says_where(capsys, tmp_path):
     assert facts["hooks"]["norms"]["fired"] == 2
     assert facts["hooks"]["norms"]["kind"] == "observer"
     assert facts["hooks"]["norms"]["cost"]["count"] == 2
+    assert facts["hooks"]["norms"]["inside_steps"] is False
     assert facts["hooks"]["norms"]["metrics"]
     assert facts["sinks"] == ["ConsoleSink", "CSVSink", "JSONLSink"]
     assert facts["model"] == {"class": "Sequential", "parameters": 44}

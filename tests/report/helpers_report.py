@@ -38,7 +38,7 @@ def facts(name: str = "digits", strategy: str = "default", **more: Any) -> dict[
         "hooks": {
             "training_metrics": _hook("observer", "Loss and accuracy of each epoch.", 4, 1.2),
             "norms": _hook("observer", "How large weights and their gradients are.", 200, 412.0, "total", "‖w‖₂"),
-            "stats": _hook("watch", "Streaming statistics of every layer.", 200, 1630.5),
+            "stats": _hook("watch", "Streaming statistics of every layer.", 200, 1630.5) | {"inside_steps": True},
             "counterfactual": _hook("intervention", "One epoch on shuffled data, undone.", 4, 5230.0),
         },
         "sinks": ["CSVSink", "JSONLSink"],

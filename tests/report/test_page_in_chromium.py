@@ -38,6 +38,9 @@ def test_the_page_is_whole_and_says_what_the_run_was(visit: Visit, made: Path) -
     cost = page.locator(".hooks tr", has_text="counterfactual").inner_text()
     assert "5,230 ms" in cost
     assert "10 %" in cost  # 5.23 of 50 seconds
+    assert "without its work inside steps" not in cost
+    assert "without its work inside steps" in page.locator(".hooks tr", has_text="Streaming statistics").inner_text()
+    assert "HOOKS TOOK AT LEAST 15 %" in " ".join(page.inner_text(".tiles").split()).upper()
 
 
 def test_the_browser_holds_the_page_to_asking_for_nothing(visit: Visit, made: Path) -> None:
@@ -63,13 +66,14 @@ def test_a_curve_that_never_moves_is_shown_at_its_value(visit: Visit, tmp_path: 
     log = RecordLog(tmp_path / "records.jsonl")
     budget = {"budget/asked": StepSeries([0.02] * 2, [20, 40]), "budget/actual": StepSeries([0.25, 0.0189], [20, 40])}
     budget |= {f"budget/watch/{name}": StepSeries([value], [20]) for name, value in (("asked", 0.05), ("actual", 0.04))}
+    budget["budget/whole_run"] = StepSeries([0.25, 0.11], [20, 40])
     log.append(Record({"train/lr": StepSeries([0.002] * 50, range(50)), **budget}, 0, "POST_STEP", 49))
     log.close()
     page = visit(write_report([tmp_path])).load()
     drawn(page, CARD.format("train/lr"))
     low, high = page.evaluate("s => document.querySelector(s)._fullLayout.yaxis.range", CARD.format("train/lr"))
     assert (low, high) == pytest.approx((0.001, 0.003), rel=1e-4)
-    assert "2 %, took 1.9 %" in page.inner_text(".tiles")
+    assert "2 %, took 1.9 %; 11 % of the whole run" in page.inner_text(".tiles")
     assert "BUDGET OF WATCH 5 %, TOOK 4 %" in " ".join(page.inner_text(".tiles").split()).upper()
 
 

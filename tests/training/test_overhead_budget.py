@@ -250,12 +250,48 @@ def test_a_watch_looks_at_as_many_steps_as_its_budget_allows():
     assert metrics["budget/asked"] == 0.02
     assert metrics["budget/actual"] == pytest.approx(0.02)
     assert metrics["budget/every"] == 15
-    assert "budget: asked 2.00%, actual 2.00%; looks at 1 of 15 steps" in str(watch)
+    whole_run = 0.3 * len(looked) / 60
+    assert metrics["budget/whole_run"] == pytest.approx(whole_run)
+    assert whole_run > 1.5 * 0.02  # the looks before the first decision are in it
+    text = f"budget: asked 2.00%, actual 2.00% now, {whole_run:.2%} of the whole run; looks at 1 of 15 steps"
+    assert text in str(watch)
     assert watched(FakeClock(), 40, at_least_every=6)[0].budget.decisions[-1].every == 6
     parts = watched(FakeClock(), 23, decisions=watch.budget.decisions)
     rest = watched(FakeClock(), 37, parts[0].state_dict(), decisions=watch.budget.decisions)
     assert parts[1] + rest[1] == looked
     assert "budget/asked" not in hl.watch(nn.Linear(1, 1)).to_metrics()
+
+
+def test_the_share_of_the_whole_run_has_the_first_looks_and_the_reports_in_it():
+    """It is what the clock says: looks, firings of steps, and reports at a point that the budget does not stretch."""
+    clock = FakeClock()
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = hl.watch(model, "", on="forward", optimizer=optimizer)
+    hooks = [watch, CostlyHook("small", clock, 0.01, POST), CostlyHook("report", clock, 0.5, hl.HookPoint.SNAPSHOT)]
+    sink = hl.sinks.MemorySink()
+    manager = hl.HookManager(hooks=hooks, sinks=[sink], budget=Budget(0.05, window=8, clock=clock), loop_type="step")
+    looks = 0
+    for step in range(101):
+        manager.advance_step(0)
+        clock.now += 1.0 + 0.3 * watch._rules.is_due()
+        looks += watch._rules.is_due() and step < 100  # at the beginning of the last step 100 are over
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        manager.fire(POST, epoch=0)
+        if step % 10 == 3:
+            manager.fire(hl.HookPoint.SNAPSHOT, epoch=0)
+    spent = 0.3 * looks + 0.01 * len([step for step in hooks[1].steps if step < 100]) + 0.5 * 10
+    assert manager.budget.whole_run == pytest.approx(spent / 100)
+    assert manager.budget.actual < 0.05 < manager.budget.whole_run
+    assert f"whole run, reports included: {spent / 100:.2%}" in str(manager.budget)
+    manager.flush_step_metrics(0)
+    recorded = [value for record in sink.records for value in record.metrics.get("budget/whole_run", [])]
+    assert recorded
+    assert recorded[-1] == pytest.approx(spent / 100, rel=0.1)  # of the last window that was over
+    manager.budget.reset()
+    assert manager.budget.whole_run is None
+    watch.remove()
 
 
 def test_the_budget_of_a_manager_holds_for_its_watches_and_is_not_said_to_cost_nothing():

@@ -52,10 +52,17 @@ function hookShare(run) {
   return costs.length && seconds ? costs.reduce((a, b) => a + b, 0) / 1000 / seconds : null;
 }
 
+/** The share of firings; what hooks do inside the forward and backward pass is in none, so it may be more. */
+function hooksTook(run) {
+  const share = hookShare(run), inside = Object.values(run.facts.hooks ?? {}).some((hook) => hook?.inside_steps);
+  return share === null ? undefined : `${inside ? "at least " : ""}${shownShare(share)}`;
+}
+
 /** What the hooks of a step, or one watch (`of`), were allowed, and what they took of it; undefined without a budget. */
 function budgetOf(run, of = "") {
   const asked = lastOf(run, `budget/${of}asked`), actual = lastOf(run, `budget/${of}actual`);
-  return typeof asked === "number" ? `${shownShare(asked)}, took ${typeof actual === "number" ? shownShare(actual) : "?"}` : undefined;
+  const whole = lastOf(run, `budget/${of}whole_run`), ofRun = typeof whole === "number" ? `; ${shownShare(whole)} of the whole run` : "";
+  return typeof asked === "number" ? `${shownShare(asked)}, took ${typeof actual === "number" ? shownShare(actual) : "?"}${ofRun}` : undefined;
 }
 
 function budgetedWatches(run) {
@@ -63,7 +70,7 @@ function budgetedWatches(run) {
 }
 
 function tilesOf(run) {
-  const result = run.facts.result ?? {}, share = hookShare(run);
+  const result = run.facts.result ?? {};
   const figures = Object.entries(result.metrics ?? {}).filter(([, value]) => typeof value === "number").slice(0, 3);
   const tiles = [
     ["Loss", result.loss ?? lastOf(run, "train/loss") ?? lastOf(run, "training_metrics/loss")],
@@ -72,7 +79,7 @@ function tilesOf(run) {
     ["Epochs", run.clock.epochs ? result.epochs ?? Math.floor(run.clock.epochs.at(-1)) : undefined],
     ["Duration", duration(run) ? shownDuration(duration(run)) : undefined],
     ["Parameters", run.facts.model?.parameters],
-    ["Hooks took", share === null ? undefined : shownShare(share)],
+    ["Hooks took", hooksTook(run)],
     ["Budget of hooks", budgetOf(run)],
     ...budgetedWatches(run).map((name) => [`Budget of ${name}`, budgetOf(run, `${name}/`)]),
   ].filter(([, value]) => value !== undefined && value !== null);
@@ -164,7 +171,8 @@ function hookRow(name, hook, seconds) {
     number(HOOK_COLUMNS[1], shown(hook.fired ?? cost.count)),
     number(HOOK_COLUMNS[2], shownMilliseconds(cost.total_ms)),
     number(HOOK_COLUMNS[3], shownMilliseconds(cost.mean_ms)),
-    number(HOOK_COLUMNS[4], share === null ? "–" : shownShare(share), share === null ? null : bar),
+    number(HOOK_COLUMNS[4], share === null ? "–" : shownShare(share), share === null ? null : bar,
+      hook.inside_steps ? make("div", { class: "note" }, "without its work inside steps") : null),
     make("td", {}, hook.description ?? "", about));
 }
 

@@ -109,9 +109,8 @@ class FiringEngine:
     ) -> dict[str, Any]:
         """Run the hooks that are due at a point; return their metrics."""
         due = hooks.due(global_step) if hooks.is_scheduled else hooks.hooks
-        budget = None
-        if self.budget is not None and hooks.is_step and self.current is None:
-            budget = self.budget
+        budget = self.budget if self.current is None else None
+        if budget is not None and hooks.is_step:
             due = budget.choose(due, global_step)
         if hooks.is_windowed and due:
             run_ctx, due = self._in_window(hooks, due, run_ctx, epoch, global_step)
@@ -140,7 +139,7 @@ class FiringEngine:
             self._hold(firing, raised, self.ranks)
         metrics = self._finish(firing, outer, global_step)
         if budget is not None and before is not None:
-            budget.charge(firing.done, before)
+            budget.charge(firing.done, before, is_step=hooks.is_step)
         if self.ranks is not None:
             self.settle(raised)
             # At a step the other ranks are training: an error of a hook waits until the ranks meet.

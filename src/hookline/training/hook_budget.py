@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hookline.training.firing import Done
     from hookline.training.plan import PlannedHook
 
-__all__ = ["HookBudget"]
+__all__ = ["HookBudget", "may_work_inside_steps"]
 
 
 @dataclass(slots=True)
@@ -101,6 +101,11 @@ class HookBudget(ShownAsTable):
         self._steps: deque[_TimedStep] = deque()
         self._spent = self._trained = 0.0
         """Seconds of hooks, and of the steps without them, since the last decision."""
+        self._fired_seconds = 0.0
+        """Those of all firings of the run, at whatever point, that have arrived."""
+        self._other_firings: deque[tuple[TimeMark, TimeMark]] = deque()
+        """The marks around firings at other points than those of a step."""
+        self._first_step: TimeMark | None = None
         self._clear_window()
 
     def _clear_window(self) -> None:
@@ -117,13 +122,29 @@ class HookBudget(ShownAsTable):
     def actual(self) -> float | None:
         """The share that hooks and watches take since their last decisions; None as long as one of them is not known.
 
-        What `not_counted` names is not in it.
+        In it are the firings in steps, and the looks of watches. What `not_counted` names is not in it, nor are the
+        reports of watches; `whole_run` has these.
         """
         known = [None if one.budget is None else one.budget.actual for one in self._watches.values()]
         if self._intervals or not known:
             known.append(self._own_actual)
         found = [share for share in known if share is not None]
         return sum(found) if len(found) == len(known) else None
+
+    @property
+    def whole_run(self) -> float | None:
+        """The share that hooks took since the run began, or was resumed; None as long as a watch does not know its own.
+
+        In it are all firings, reports of watches too, and all looks, those before the first decision too. Not in it is
+        what cannot be told from the step: setting up, and what hooks do inside a model at steps without a look.
+        """
+        looks = [one.budget.looked_seconds for one in self._watches.values() if one.budget is not None]
+        known = [seconds for seconds in looks if seconds is not None]
+        if self._first_step is None or len(known) < len(looks):
+            return None
+        spent = self._fired_seconds + sum(known)
+        trained = self._steps[-1].begin.host_seconds - self._first_step.host_seconds - spent
+        return spent / trained if trained > 0 else None
 
     @property
     def decisions(self) -> list[BudgetDecision]:
@@ -140,14 +161,15 @@ class HookBudget(ShownAsTable):
         They have not fired in a step, or may put hooks into the model when they start.
         """
         others = {name: hook for name, hook in self._hooks.items() if name not in self._watches}
-        puts_hooks = {name for name, hook in others.items() if type(hook).start is not TrainingHook.start}
-        return [name for name in others if name in puts_hooks or name not in self._intervals]
+        return [name for name, hook in others.items() if may_work_inside_steps(hook) or name not in self._intervals]
 
     # -- at each step ------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> dict[str, float]:
         """Begin a step; return metrics if something was decided or a window is over."""
         mark = TimeMark(self._budget.clock)
+        if self._first_step is None:
+            self._first_step = mark
         if self._steps:
             self._steps[-1].end = mark
             self._num_steps += 1
@@ -164,6 +186,7 @@ class HookBudget(ShownAsTable):
             self._spent = self._trained = 0.0
         if (actual := self.actual) is not None:
             found |= {"budget/asked": self.asked, "budget/actual": actual}
+            found |= {} if (whole_run := self.whole_run) is None else {"budget/whole_run": whole_run}
         self._clear_window()
         return found
 
@@ -176,9 +199,18 @@ class HookBudget(ShownAsTable):
         """Return the moment, for `charge`."""
         return TimeMark(self._budget.clock)
 
-    def charge(self, done: Sequence[Done], before: TimeMark) -> None:
-        """Take what a firing took since ``before``, for the hooks that it called."""
+    def charge(self, done: Sequence[Done], before: TimeMark, *, is_step: bool) -> None:
+        """Take what a firing took since ``before``, for the hooks that it called.
+
+        Args:
+            done: The hooks that it called.
+            before: When it began.
+            is_step: Whether it was at a point of a step; others count in `whole_run` alone.
+        """
         if not self._steps or not done:
+            return
+        if not is_step:
+            self._other_firings.append((before, self.mark()))
             return
         whole = sum(seconds for _, seconds, _, _ in done)
         parts: dict[str, float] = {}
@@ -205,8 +237,15 @@ class HookBudget(ShownAsTable):
         while self._steps and (found := self._steps[0].costs()) is not None:
             self._steps.popleft()
             self._bare.append(found[0])
+            self._fired_seconds += sum(found[1].values())
             for name, seconds in found[1].items():
                 self._seconds.setdefault(name, []).append(seconds)
+        while self._other_firings:
+            before, after = self._other_firings[0]
+            if (taken := before.seconds_until(after)) is None:
+                break
+            self._other_firings.popleft()
+            self._fired_seconds += taken
 
     def _decide(self, step: int) -> dict[str, float]:
         self._cost |= {name: fmean(times) for name, times in self._seconds.items()}
@@ -250,9 +289,15 @@ class HookBudget(ShownAsTable):
         actual = "not known yet" if self.actual is None else f"{self.actual:.2%}"
         rows = [(str(d.step), d.name, str(d.every), f"{d.cost_ms:.3f}", f"{d.step_ms:.3f}") for d in self.decisions]
         without = f" (without: {', '.join(self.not_counted)})" if self.not_counted else ""
-        title = f"asked {self.asked:.2%}, actual {actual}{without}"
+        whole_run = "" if self.whole_run is None else f"; whole run, reports included: {self.whole_run:.2%}"
+        title = f"asked {self.asked:.2%}, actual {actual}{without}{whole_run}"
         header = ("from step", "hook", "every", "cost ms", "step ms")
         return Table(header if rows else (), rows, numbers=(0, 2, 3, 4), title=title)
+
+
+def may_work_inside_steps(hook: TrainingHook) -> bool:
+    """Return whether a hook may put hooks into the model when it starts: what these take is in no firing."""
+    return type(hook).start is not TrainingHook.start
 
 
 def _watch_of(hook: TrainingHook) -> Any:

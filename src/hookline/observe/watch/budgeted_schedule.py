@@ -80,7 +80,7 @@ class BudgetedSchedule:
         self.decisions: list[BudgetDecision] = []
         """Every decision so far."""
         self.actual: float | None = None
-        """The share that the watch takes; None before it is known."""
+        """The share that looks take at the interval decided last; None before it is known."""
         self._schedule, self._budget = schedule, budget
         self._interval = LookInterval(budget.at_least_every)
         self._interval.every = first_interval(self._number) if first is None else first
@@ -92,6 +92,13 @@ class BudgetedSchedule:
         self._open: tuple[int, bool, TimeMark] | None = None
         """The step under way: its number, whether it is due, and its beginning."""
         self._ended: deque[tuple[bool, _Company, TimeMark, TimeMark]] = deque()
+        self._forget_costs()
+
+    def _forget_costs(self) -> None:
+        self._found: tuple[float, float] | None = None
+        """The seconds of one look, and of a step without, as they were last compared."""
+        self._looked_seconds = self._step_seconds = 0.0
+        """Those of all looks, and of all steps without them, in the windows that are over."""
         self._clear_window()
 
     def _clear_window(self) -> None:
@@ -163,7 +170,7 @@ class BudgetedSchedule:
         found = None if self._steps < self._budget.window else self._compared()
         if found is None:
             return
-        cost, bare = found
+        self._found = cost, bare = found
         rate = min(1.0, self._interval.num_asked / self._num_steps)
         before = {} if self._every is None else {"watch": self._every}
         every = stretch({"watch": Need(cost, rate)}, bare, self._budget, before)["watch"]
@@ -172,7 +179,25 @@ class BudgetedSchedule:
             self._take(BudgetDecision(step, "watch", every, cost * 1e3, bare * 1e3))
         else:
             self._tell()
+        self._looked_seconds, self._step_seconds = self._seconds_so_far()
         self._clear_window()
+
+    def _seconds_so_far(self) -> tuple[float, float]:
+        """Return the seconds of all looks, and of all steps without them; windows under way by the last costs."""
+        cost, bare = self._found or (0.0, 0.0)
+        num_looks = sum(len(times) for (was_due, _), times in self._times.items() if was_due)
+        return self._looked_seconds + num_looks * cost, self._step_seconds + self._steps * bare
+
+    @property
+    def looked_seconds(self) -> float | None:
+        """What all looks took since the run began, or was resumed; None before the cost of one is known."""
+        return None if self._found is None else self._seconds_so_far()[0]
+
+    @property
+    def whole_run(self) -> float | None:
+        """The share that looks took since the run began, or was resumed, those before the first decision too."""
+        looked, stepped = self._seconds_so_far()
+        return looked / stepped if stepped > 0 else None
 
     def _compared(self) -> tuple[float, float] | None:
         """Return the seconds of one look, and of a step that no watch looks at; None as long as that is not known.
@@ -200,14 +225,17 @@ class BudgetedSchedule:
         self._tell({"every": float(decision.every), "cost_ms": decision.cost_ms})
 
     def _tell(self, decided: Mapping[str, float] | None = None) -> None:
-        actual = {} if self.actual is None else {"actual": self.actual}
-        self.tell({"asked": self._budget.share, **actual, **(decided or {})})
+        known = {"asked": self._budget.share, "actual": self.actual, "whole_run": self.whole_run}
+        told = {name: value for name, value in known.items() if value is not None}
+        self.tell({**told, **(decided or {})})
 
     def to_metrics(self) -> dict[str, float]:
         """Return what was asked for, what it costs, and the interval of looks, in steps of its schedule."""
         found = {"budget/asked": self._budget.share}
         if self.actual is not None:
             found["budget/actual"] = self.actual
+        if (whole_run := self.whole_run) is not None:
+            found["budget/whole_run"] = whole_run
         if self._every is not None:
             found["budget/every"] = float(self._every)
         return found
@@ -216,7 +244,9 @@ class BudgetedSchedule:
         """Return one line about the budget."""
         actual = "not known yet" if self.actual is None else f"{self.actual:.2%}"
         every = self._interval.every
-        return f"budget: asked {self._budget.share:.2%}, actual {actual}; looks at 1 of {every} steps of its schedule"
+        whole_run = "" if self.whole_run is None else f" now, {self.whole_run:.2%} of the whole run"
+        looks = f"looks at 1 of {every} steps of its schedule"
+        return f"budget: asked {self._budget.share:.2%}, actual {actual}{whole_run}; {looks}"
 
     def __repr__(self) -> str:
         return f"<{self.in_words()}; {len(self.decisions)} decisions>"
@@ -232,7 +262,7 @@ class BudgetedSchedule:
         self._open = None
         self._ended.clear()
         self._begun.clear()
-        self._clear_window()
+        self._forget_costs()
         self._kept, self._num_steps, self._every = dict(state["interval"]), state["steps"], state["every"]
         self._interval.load_state_dict(self._kept)
         self.decisions = [BudgetDecision(*one) for one in state["decisions"]]
