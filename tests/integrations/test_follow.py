@@ -84,6 +84,26 @@ def test_a_budget_that_is_handed_on_to_a_watch_changes_no_bit() -> None:
     assert nested_differences(loop.left(), _plain()) == []
 
 
+@pytest.mark.parametrize(("hook", "is_clipped"), [("stats", False), ("watch", True)])
+def test_stats_reads_gradients_before_they_are_clipped_and_a_watch_after(hook: str, is_clipped: bool) -> None:
+    loop, sink = Loop(), hl.sinks.MemorySink()
+    hooks = [hl.watch(loop.model)] if hook == "watch" else ["stats"]
+    config = {"stats": {"every": 1}} if hook == "stats" else None
+    norms: list[tuple[float, float]] = []
+    with loop.follow(hooks, sinks=[sink], hook_config=config, loop="step", snapshot_every=1):
+        for _ in range(3):
+            loop.optimizer.zero_grad()
+            loop.model(torch.randn(8, 6)).square().mean().backward()
+            before = float(loop.model[4].weight.grad.norm())
+            nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3)
+            norms.append((before, float(loop.model[4].weight.grad.norm())))
+            loop.optimizer.step()
+    name = f"{hook}/4.weight/param_grad/norm"
+    found = [record.metrics[name] for record in sink.records if name in record.metrics]
+    assert found == pytest.approx([pair[is_clipped] for pair in norms], rel=1e-4)
+    assert all(before > 2 * after for before, after in norms)
+
+
 def test_a_hook_that_writes_to_the_model_is_noticed_by_that_comparison() -> None:
     loop = Loop()
     with loop.follow([Nudge()], loader=loop.loader):
@@ -372,7 +392,17 @@ def test_an_error_of_the_loop_ends_no_epoch_and_comes_through() -> None:
         (lambda loop: loop.follow([], loader=[1, 2]), UnhookableError, "DataLoader"),
         (lambda loop: loop.follow([], sinks=[], manager=hl.HookManager()), OptionError, "manager="),
         (lambda loop: loop.follow([], every=10), OptionError, r"every= belongs to the watch.*snapshot_every=10"),
-        (lambda loop: loop.follow([], profile_hook=True), OptionError, "no option profile_hook= here.*profile_hooks"),
+        (
+            lambda loop: loop.follow([], profile_hook=True),
+            OptionError,
+            r"no option profile_hook= here\. Did you mean 'profile_hooks'\? There are: ",
+        ),
+        (
+            lambda loop: loop.follow([], loadr=[1]),
+            OptionError,
+            r"loadr= here\. Did you mean 'loader'\?.*snapshot_every",
+        ),
+        (lambda loop: loop.follow([], xyz=1), OptionError, r"no option xyz= here\. There are: .*run_file.*budget"),
         (lambda loop: loop.follow([], sinks=["csv"]), OptionError, "CSVSink.*TensorBoardSink"),
     ],
 )

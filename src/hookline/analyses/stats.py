@@ -31,15 +31,16 @@ class StatsHook(Analysis):
 
     Metrics are ``{layer}/{kind}/{stat}``; those of the whole model have no layer in front. A step is one forward of the
     model, and gradients of parameters are read when its backward pass is over: before they are clipped, and as large
-    as a GradScaler has made them. To have them as the optimizer sees them, make the watch yourself:
+    as a GradScaler has made them, in `hookline.follow`, callbacks and scripts too. To have them as the optimizer sees
+    them, give a watch in place of this hook: ``hookline.follow(model, optimizer, [hookline.watch(model)])``, or
     ``HookManager(hooks=[hookline.watch(model, optimizer=optimizer)])``.
 
     Args:
         targets: Which modules, and parameters below them; as in ``hookline.watch``.
         on: What to look at: ``"forward"``, ``"backward"``, ``"param"``, ``"param_grad"``; one, or several with commas.
         stats: Which statistics; as in ``hookline.watch``, with commas if it is one string.
-        every: Look at every n-th step; the steps between cost nothing. Looking takes about half as long as the
-            step itself in a model of 60,000 parameters, less in larger ones.
+        every: Look at every n-th step; the steps between cost next to nothing. What a look takes goes with the number
+            of modules and parameters: in small models a step and more, in large ones a fifth of a step.
         exclude: Modules and parameters to leave out.
 
     ``budget=`` of the manager holds for it too: it looks at fewer steps where looking costs more.

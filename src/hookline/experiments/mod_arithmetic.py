@@ -135,7 +135,7 @@ class ModArithmetic(Experiment):
         "full": [*_OBSERVERS, *_INTERVENTIONS],
     }
     # Ten times the even share, what fourier asks for by itself, is 0.17 at p = 59; five frequencies have 0.1 each.
-    # A look of stats takes half a step of a model as small as this one: once in three epochs of nine steps.
+    # A look of stats takes 0.6 of a step of a model as small as this one: once in three epochs of nine steps.
     hook_config: ClassVar = {"fourier": {"significance_multiplier": 3.0}, "stats": {"every": 30}}
     live_metrics: ClassVar = {
         "Training": {

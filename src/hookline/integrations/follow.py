@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hookline.errors import LifecycleError, OptionError
 from hookline.integrations.followed_loop import FollowedLoop
 from hookline.integrations.host_adapter import tell_watches
+from hookline.integrations.host_manager import check_options
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.loop_habits import LoopHabits
 from hookline.integrations.process_end import ExitNoted, at_process_end, error_of_process
@@ -105,6 +106,8 @@ def follow(
     Raises:
         UnhookableError: if torch can call no hooks on the optimizer, or the loader cannot be followed.
     """
+    if manager is None:
+        check_options(options, follow)
     host = HostRun(
         hooks,
         sinks=sinks,

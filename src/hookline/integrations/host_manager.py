@@ -7,7 +7,7 @@ What a run file says of training itself (experiment, seed, device) is the host's
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ __all__ = [
     "ManagerAndSpecs",
     "check_callback",
     "check_once",
+    "check_options",
     "check_report_to",
     "hook_names",
     "make_manager",
@@ -56,7 +57,6 @@ def make_manager(
         given = {"hooks": hooks, "sinks": sinks, "run_file": run_file, "hook_config": hook_config, "on_error": on_error}
         _check_manager(manager, [name for name, value in {**given, **options}.items() if value is not None])
         return ManagerAndSpecs(manager, [])
-    _check_options(options)
     names, objects = _split(hooks)
     specs: list[dict[str, Any]] = []
     if run_file is not None:
@@ -74,9 +74,16 @@ def make_manager(
     return ManagerAndSpecs(made, specs)
 
 
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Raise if one is not an option of a manager; say where the options of watches and schedules go."""
-    known = [name for name in inspect.signature(HookManager).parameters if name not in ("hook_names", "loop_type")]
+def check_options(options: Mapping[str, Any], adapter: Callable[..., Any]) -> None:
+    """Raise if one is not an option of a manager; say where the options of watches and schedules go.
+
+    Args:
+        options: What an adapter was given beyond its own parameters.
+        adapter: The adapter, whose parameters are named in the error too.
+    """
+    taken = {**inspect.signature(adapter).parameters, **inspect.signature(HookManager).parameters}
+    others = {"hook_names", "loop_type", "options"}
+    known = [name for name in taken if name not in others]
     for name in options:
         if name in ("every", "on", "stats"):
             raise OptionError(
@@ -84,7 +91,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
                 "loop='step', snapshot_every=10."
             )
         if name not in known:
-            raise OptionError(f"There is no option {name}= here. {unknown_name_text(name, known)}")
+            raise OptionError(f"There is no option {name}= here.{unknown_name_text(name, known)}")
 
 
 def _check_manager(manager: Any, given: list[str]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from hookline.errors import HooklineWarning, LifecycleError
 from hookline.integrations.held_gradients import HeldGradients
 from hookline.integrations.host_adapter import HostAdapter, tell_watches
-from hookline.integrations.host_manager import make_manager
+from hookline.integrations.host_manager import check_options, make_manager
 from hookline.integrations.host_state import check_state, load_state, save_state
 from hookline.integrations.snapshot_steps import SnapshotSteps, StepReports
 from hookline.lifecycle.points import HookPoint
@@ -92,6 +92,7 @@ class HostRun:
         report_to: HostLogSink | None = None,
         **options: Any,
     ) -> None:
+        check_options({} if manager is not None else options, HostRun)
         made = make_manager(
             hooks, sinks=sinks, run_file=run_file, manager=manager, hook_config=hook_config, loop=loop,
             flush_every=flush_every, on_error=on_error, **options,
