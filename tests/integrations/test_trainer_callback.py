@@ -256,7 +256,7 @@ def test_one_callback_for_two_runs(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_said(tmp_path: Path) -> None:
-    """The class in place of an object, one callback twice, an unknown report_to."""
+    """The class in place of an object, one callback twice, an unknown report_to, an option that is spelt wrongly."""
     with pytest.raises(OptionError, match="an object and not the class"):
         make_trainer(tmp_path, HooklineCallback)
     twice = HooklineCallback(["norms"])
@@ -264,6 +264,27 @@ def test_mistakes_are_said(tmp_path: Path) -> None:
         make_trainer(tmp_path, twice, twice).train()
     with pytest.raises(OptionError, match="'sinks' or 'trainer'"):
         HooklineCallback(["norms"], report_to="wandb")
+    with pytest.raises(OptionError, match=r"here\. Did you mean 'snapshot_every'\? There are: ") as found:
+        HooklineCallback(["norms"], snapshot_evry=4)
+    named = str(found.value).rpartition(": ")[2].rstrip(".").split(", ")
+    assert {"snapshot_every", "loop", "run_file", "report_to"} <= set(named)
+
+
+def test_a_log_makes_a_page_and_lines_of_json_are_answered_with_how(tmp_path: Path, capsys: Any) -> None:
+    """What the error of `hookline report` says is tried: the option, and the command."""
+    from hookline.cli.main import main
+
+    make_trainer(tmp_path / "lines", HooklineCallback(["norms"]), num_train_epochs=1).train()
+    (lines,) = (tmp_path / "lines").rglob("*.jsonl")
+    assert main(["report", str(lines)]) == 2
+    said = capsys.readouterr().err
+    assert "log='FOLDER/records.jsonl'" in said
+    assert "then: hookline report FOLDER." in said
+    log = tmp_path / "hooks" / "records.jsonl"
+    make_trainer(tmp_path / "out", HooklineCallback(["norms"], log=log), num_train_epochs=1).train()
+    assert main(["report", str(log.parent)]) == 0
+    assert (log.parent / "report.html").exists()
+    assert "norms/total_norm" in hl.load_run(log.parent).latest
 
 
 def test_two_callbacks_do_not_disturb_each_other(tmp_path: Path) -> None:

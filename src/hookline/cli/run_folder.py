@@ -95,6 +95,12 @@ def _age(folder: Path) -> tuple[float, int]:
     return newest, int(number[1]) if number else 0
 
 
+_OF_OWN_LOOPS: Final = (
+    f" hl.follow and HooklineCallback leave one if they are asked to: log='FOLDER/{LOG}' among their options; then: "
+    "hookline report FOLDER. A file of a JSONLSink is no such log: it has no times, and nothing of the run itself."
+)
+
+
 def run_folder(path: str | Path) -> Path:
     """Return the folder of a run that a user means by its path, or by that of the log in it."""
     folder = Path(path)
@@ -107,8 +113,8 @@ def run_folder(path: str | Path) -> Path:
     below = sorted(one.parent for one in folder.glob(f"**/{LOG}")) if folder.is_dir() else []
     if len(below) == 1:
         return below[0]
-    there = f" Runs below it: {', '.join(map(str, below[:8]))}." if below else ""
-    raise OptionError(f"{path} is no folder of a run: there is no {LOG} in it.{there or _runs_near(folder)}")
+    there = f" Runs below it: {', '.join(map(str, below[:8]))}." if below else _OF_OWN_LOOPS + _runs_near(folder)
+    raise OptionError(f"{path} is no folder of a run: there is no {LOG} in it.{there}")
 
 
 def _runs_near(folder: Path) -> str:
