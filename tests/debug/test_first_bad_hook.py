@@ -48,7 +48,9 @@ def test_both_loops_hand_over_their_steps(loop: str, tmp_path: Path) -> None:
     assert (report.operation.module, report.operation.where) == ("layers.7.gate", "backward")
     assert report.is_same is True
     assert experiment.seen == [0, 1, 2, 3]
-    assert json.loads((tmp_path / "first_bad_operation.json").read_text())[0]["operation"]["node"] == "SqrtBackward0"
+    (written,) = json.loads((tmp_path / "first_bad_operation.json").read_text())
+    assert written["operation"]["node"] == "SqrtBackward0"
+    assert written["headline"] == report.headline()
     assert memory.latest["first_bad_operation/bad_steps"][-1] == 2
     hl.assert_no_hooks(run.model)
 

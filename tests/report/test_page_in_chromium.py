@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers_page import CARD, cards, drawn, page_width, slide, until
 from helpers_report import STATISTICS, large_run, loss_at, small_run, stat_at
 
+import hookline as hl
 from hookline.report import plotly_script
 from hookline.report.report_page import write_report
 from hookline.sinks.record_log import RecordLog
@@ -164,6 +166,37 @@ def test_a_click_on_the_map_shows_the_curve_of_that_layer(visit: Visit, made: Pa
     assert curve["y"] == pytest.approx([stat_at(7, step, "mean") for step in range(200)], rel=2e-5, abs=1e-6)
     page.select_option("#row-layer", label="layers.2.mlp")
     assert page.inner_text("#row-title") == "layers.2.mlp – stats/forward/mean"
+
+
+class Square(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+
+def test_the_first_bad_operation_stands_above_all_anomalies(visit: Visit, tmp_path: Path) -> None:
+    """Step, operator, module and line of what the hook found, of a real run; without the hook, how to find them."""
+    data = [(torch.full((2, 4), 1e30 if step == 3 else 1.0), torch.zeros(2, 1)) for step in range(6)]
+    for name in ("with", "without"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), Square(), torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        hooks = [hl.watch(model, optimizer=optimizer), *([hl.debug.FirstBadOperation()] if name == "with" else [])]
+        with hl.HookManager(hooks=hooks, log=tmp_path / name / "records.jsonl") as manager:
+            context = {"run_dir": str(tmp_path / name)}
+            hl.epoch_loop(hl.Experiment(model, optimizer, data), epochs=2, manager=manager, run_context=context)
+        hooks[0].remove()
+    page = visit(write_report([tmp_path / "with"])).load()
+    titles = page.eval_on_selector_all(".finding", "all => all.map(one => one.dataset.title)")
+    assert titles[:2] == ["First bad operation", "NaN or Inf"]
+    first, second = page.locator(".finding").all_inner_texts()[:2]
+    assert "Step 3: overflow of float32 made by aten.mul.Tensor" in first
+    assert "in the forward of '1', at test_page_in_chromium.py:" in first
+    assert "return x * x" in first
+    assert "not known" not in second
+    page = visit(write_report([tmp_path / "without"])).load()
+    (only,) = page.locator(".finding", has_text="NaN or Inf").all_inner_texts()
+    assert "Which layer was first is not known" in only
+    assert "--hooks first_bad_operation finds the operator" in only
 
 
 def test_anomalies_come_first_and_open_their_plot(visit: Visit, made: Path) -> None:

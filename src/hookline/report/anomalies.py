@@ -86,13 +86,24 @@ class _PlacedCurve:
 
 
 def find_anomalies(
-    facts: Mapping[str, Any], series: RunSeries, places: Mapping[str, LayerPlace]
+    facts: Mapping[str, Any],
+    series: RunSeries,
+    places: Mapping[str, LayerPlace],
+    bad_steps: Sequence[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:
-    """Return findings as the page shows them: ``level``, ``title``, ``text``, ``sights`` and how many ``more``."""
+    """Return findings as the page shows them: ``level``, ``title``, ``text``, ``sights`` and how many ``more``.
+
+    Args:
+        facts: What ``run.json`` says.
+        series: What was recorded.
+        places: The place of each metric that is on a map.
+        bad_steps: What the hook ``first_bad_operation`` found.
+    """
     curves = _placed(series, places)
     found = [
+        *_first_bad_operation(bad_steps),
         *_run_failures(facts),
-        *_not_finite(curves),
+        *_not_finite(curves, is_explained=bool(bad_steps) or _has_hook(facts, "first_bad_operation")),
         *_loss_spikes(curves),
         *_accuracy_falls(curves),
         *_risen_losses(curves),
@@ -170,6 +181,11 @@ def _run_failures(facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield from _finding("warning", f"{sink} could not write", text)
 
 
+def _has_hook(facts: Mapping[str, Any], name: str) -> bool:
+    hooks = facts.get("hooks")
+    return isinstance(hooks, Mapping) and name in hooks
+
+
 def _silent_hooks(facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     hooks = facts.get("hooks")
     if isinstance(hooks, Mapping) and facts.get("status") == "finished":
@@ -182,14 +198,31 @@ def _silent_hooks(facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 # -- values that are not finite, units that are dead --------------------------------------------------------------
 
 
-def _not_finite(curves: Sequence[_PlacedCurve]) -> Iterator[dict[str, Any]]:
-    """Yield NaN and Inf by step, then in the order of the model: the first is the cause, the rest mostly follows."""
+def _first_bad_operation(bad_steps: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield what the hook of that name found first: step, operator, module and line."""
+    for first in bad_steps[:1]:
+        operation = first.get("operation")
+        source = operation.get("source") if isinstance(operation, Mapping) else None
+        more = f" {len(bad_steps)} steps were reported." if len(bad_steps) > 1 else ""
+        told = str(first.get("headline", f"step {first.get('step')}"))
+        text = f"{told[:1].upper()}{told[1:]}{f', at {source}' if source else ''}.{more}"
+        yield from _finding("error", "First bad operation", text)
+
+
+_ORDER_UNKNOWN: Final = (
+    " Which layer was first is not known from reports at intervals: metrics of one step are listed in the order of the "
+    "model. --hooks first_bad_operation finds the operator, the module and the line."
+)
+
+
+def _not_finite(curves: Sequence[_PlacedCurve], *, is_explained: bool) -> Iterator[dict[str, Any]]:
+    """Yield NaN and Inf by step, then in the order of the model; say how to find the first, unless it is known."""
     sights = [_first_bad(one.curve) for one in curves]
     sights += [_first_counted(one.curve) for one in curves if one.statistic in ("nonfinite", "nan", "inf")]
     found = _by_step(sights)
     if found:
         text = f"First at {_step_text(found[0].step)}, in {found[0].metric}; {{metrics}} in all."
-        yield from _finding("error", "NaN or Inf", text, found)
+        yield from _finding("error", "NaN or Inf", text + ("" if is_explained else _ORDER_UNKNOWN), found)
 
 
 def _first_bad(curve: Curve) -> Sight | None:

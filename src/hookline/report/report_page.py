@@ -27,7 +27,7 @@ from hookline.report.anomalies import count_judged, find_anomalies
 from hookline.report.metric_series import KINDS, Collector, Curve, Grid, LayerPlace, RunSeries, layer_places
 from hookline.report.minutes_before import FLIGHT_FILE, minutes_before
 from hookline.report.plotly_script import packed_plotly
-from hookline.report.report_runs import RunData, distinct_names, find_runs, read_runs
+from hookline.report.report_runs import RunData, distinct_names, find_runs, read_bad_steps, read_runs
 
 __all__ = [
     "POLICY",
@@ -154,7 +154,7 @@ def judge(run: RunData[C]) -> JudgedRun:
     """Return a run with its series, searched for anomalies."""
     series = run.collected.series(run.started)
     places = layer_places(curve.name for curve in series.curves)
-    found = find_anomalies(run.facts, series, places)
+    found = find_anomalies(run.facts, series, places, read_bad_steps(run.folder))
     return JudgedRun(run, series, places, found, count_judged(run.facts, series, places))
 
 

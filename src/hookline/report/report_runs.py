@@ -25,6 +25,8 @@ LOG: Final = "records.jsonl"
 """The name of the log in the folder of a run."""
 FACTS: Final = "run.json"
 """The name of the file that says what was run, and how."""
+BAD_STEPS: Final = "first_bad_operation.json"
+"""The name of the file that the hook ``first_bad_operation`` leaves."""
 _PARTS: Final = ("config", "git", "hooks", "model", "result", "sink_errors", "versions")
 """Facts that hold others."""
 _DEPTH: Final = 3
@@ -85,6 +87,15 @@ def _nearby(path: Path) -> str:
     parent = next((folder for folder in path.parents if folder.is_dir()), Path())
     runs = [str(run) for run in _below(parent) if run != parent][:3]
     return f"There are: {', '.join(runs)}." if runs else "Runs lie below the --output-dir that they were given."
+
+
+def read_bad_steps(folder: Path) -> list[dict[str, Any]]:
+    """Return what the hook ``first_bad_operation`` left in the folder of a run, the first first."""
+    try:
+        found = json.loads((folder / BAD_STEPS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def log_of(path: Path) -> Path:

@@ -160,7 +160,10 @@ class FirstBadOperation(TrainingHook):
         self.reports.append(report)
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps([each.to_dict() for each in self.reports], indent=1, default=str)
+            told = [
+                {"headline": each.headline(), **each.to_dict()} for each in self.reports
+            ]  # the page shows the lines
+            text = json.dumps(told, indent=1, default=str)
             replace_file(self._folder / "first_bad_operation.json", text)
         if self._on_report is not None:
             self._on_report(report)
