@@ -107,7 +107,7 @@ def follow(
         UnhookableError: if torch can call no hooks on the optimizer, or the loader cannot be followed.
     """
     if manager is None:
-        check_options(options, follow)
+        check_options(options, follow, HostRun)
     host = HostRun(
         hooks,
         sinks=sinks,

@@ -74,16 +74,15 @@ def make_manager(
     return ManagerAndSpecs(made, specs)
 
 
-def check_options(options: Mapping[str, Any], adapter: Callable[..., Any]) -> None:
+def check_options(options: Mapping[str, Any], *adapters: Callable[..., Any]) -> None:
     """Raise if one is not an option of a manager; say where the options of watches and schedules go.
 
     Args:
         options: What an adapter was given beyond its own parameters.
-        adapter: The adapter, whose parameters are named in the error too.
+        adapters: The adapter, and those that it hands options on to; their parameters are named in the error too.
     """
-    taken = {**inspect.signature(adapter).parameters, **inspect.signature(HookManager).parameters}
-    others = {"hook_names", "loop_type", "options"}
-    known = [name for name in taken if name not in others]
+    taken = dict.fromkeys(name for one in (*adapters, HookManager) for name in inspect.signature(one).parameters)
+    known = [name for name in taken if name not in ("hook_names", "loop_type", "options")]
     for name in options:
         if name in ("every", "on", "stats"):
             raise OptionError(
