@@ -91,6 +91,11 @@ class ErrorPolicy:
             self._logger.error("Hook %r raised%s; it %s", name, place, consequence, exc_info=error)
         return continues
 
+    def why_disabled(self) -> dict[str, str]:
+        """Return the names that are switched off, and the last error of each, if it is known in this process."""
+        raised = {name: f" {self.last[name]}" if name in self.last else "" for name in sorted(self.disabled)}
+        return {name: f"switched off, as it raised{text}" for name, text in raised.items()}
+
     def warn_later(self, about: str, sentence: str, *, hint: Hint | None = None) -> bool:
         """Keep a warning for `warn_pending`, unless there was one `about` the same; return whether it is new."""
         with self._lock:

@@ -61,6 +61,8 @@ class Drawing(hl.TrainingHook):
     step_schedule = hl.StepSchedule("stride", stride=2)
 
     def __init__(self, size: int = 1) -> None:
+        if size > 9:
+            raise ValueError("at most 9")
         self.size = size
 
     def compute(self, ctx):
@@ -177,7 +179,8 @@ def test_where_nothing_can_be_seen_a_line_says_why(case: str, folder: Path, capf
     if case == "no hookline":
         _write_small_torch(folder)
     (folder / "script.py").write_text(text)
-    assert main(["run", "--hooks", "norms", "--", sys.executable, *options, "script.py"]) == 0
+    code = 3 if case in ("no hookline", "no module") else 0  # something was there to follow, and could not be
+    assert main(["run", "--hooks", "norms", "--", sys.executable, *options, "script.py"]) == code
     assert expected in capfd.readouterr().err
     assert not (folder / "runs").exists()
 
@@ -211,7 +214,7 @@ def test_an_optimizer_of_a_bare_tensor_is_not_the_end_of_the_search(folder: Path
     assert main(["run", "run.yaml", "--no-report", "--", sys.executable, "script.py"]) == 143
     err = capfd.readouterr().err
     assert "not attached" not in err
-    assert "script/script stopped: 5 steps" in err
+    assert "script/script stopped by SIGTERM: 5 steps" in err
     assert "not followed: 5 steps of another Adam" in err
     records = _records(folder / "runs/script/script")
     losses = [step for one in records for step in one["metrics"].get("drawing/loss", [])]
@@ -310,6 +313,63 @@ def test_a_hook_ends_a_script_if_that_is_asked_for(folder: Path, capfd: Any) -> 
     assert "the hook fails raised once and ended the script" in capfd.readouterr().err
 
 
+UNATTACHABLE = """
+import sys, time
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(12):
+    optimizer.zero_grad()
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    print("step", step, file=sys.stderr, flush=True)
+sys.exit(int(sys.argv[1]))
+"""
+
+SPECS = """[{"name": "refuses", "target_modules": ["0"], "hook_factory": "refusing:factory", "config": {}}]"""
+
+
+@pytest.mark.parametrize(("own_code", "code"), [(0, 3), (7, 7)])
+def test_what_the_model_has_no_place_for_is_told_at_the_first_step_and_the_rest_stays_on(
+    own_code: int, code: int, folder: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "script.py").write_text(UNATTACHABLE)
+    (folder / "hooks.json").write_text(SPECS)
+    (folder / "refusing.py").write_text("def factory(config):\n    raise ValueError('not today')\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    asked = ["--hooks", "norms", "stats", "--hook-config", "stats.targets=blocks.9", "--hook-specs", "hooks.json"]
+    assert main(["run", *asked, "--no-report", "--", "script.py", str(own_code)]) == code
+    lines = capfd.readouterr().err.splitlines()
+    refused = [place for place, line in enumerate(lines) if "not attached: the spec refuses" in line]
+    unmatched = [place for place, line in enumerate(lines) if "not attached: the hook stats: " in line]
+    assert all("not today" in lines[place] for place in refused)
+    assert all("No module matches 'blocks.9'" in lines[place] for place in unmatched)
+    for first, again in (refused, unmatched):
+        assert first < lines.index("step 0") < lines.index("step 11") < again
+    run = folder / "runs/script/script"
+    facts = json.loads((run / "run.json").read_text())
+    assert facts["result"]["steps"] == 12
+    assert (facts["hooks"]["stats"]["fired"], facts["hooks"]["stats"]["failed"]) == (0, 1)
+    reported = [one["step"] for one in _records(run) if "norms/total_norm" in one["metrics"]]
+    assert reported == [0, 10, 11]
+    assert not any("has not fired" in line or "Traceback" in line for line in lines)
+
+
+def test_a_run_whose_hooks_are_all_lost_says_nothing_of_steps(folder: Path, capfd: Any) -> None:
+    """Asked to raise, a hook that cannot be started ends the following, and never the script."""
+    (folder / "script.py").write_text(UNATTACHABLE)
+    asked = ["--hooks", "stats", "--hook-config", "stats.targets=blocks.9", "--on-hook-error", "raise"]
+    assert main(["run", *asked, "--no-report", "--", "script.py", "0"]) == 3
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].startswith("hookline: not attached: No module matches 'blocks.9'")
+    assert "step 11" in lines
+    assert not any("0 steps" in line for line in lines)
+    facts = json.loads((folder / "runs/script/script/run.json").read_text())
+    assert (facts["status"], facts["result"]) == ("failed", None)
+    assert "blocks.9" in facts["error"]
+
+
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_signals_reach_the_script(name: str, code: int, folder: Path, capfd: Any) -> None:
     (folder / "script.py").write_text(
@@ -356,6 +416,10 @@ WRONG = {
     "hook": (["--hooks", "norm", "--", "train.py"], "norms"),
     "config": (["--hooks", "norms", "--hook-config", "hessian.epsilon=1", "--", "train.py"], "hessian"),
     "group": (["--with-hooks", "observers", "--", "train.py"], "choose hooks with --hooks NAME"),
+    "kind": (["--hooks", "stats", "--hook-config", "stats.on=foward", "--", "train.py"], "did you mean 'forward'?"),
+    "statistic": (["--hooks", "stats", "--hook-config", "stats.stats=meen", "--", "train.py"], "did you mean 'mean'?"),
+    "budget": (["--hooks", "norms", "--hook-budget", "2", "--", "train.py"], "0.02 is 2 %; got 2.0."),
+    "own": (["--hooks", "own_hook.py:Drawing", "--hook-config", "drawing.size=99", "--", "train.py"], "at most 9"),
 }
 
 
@@ -477,7 +541,7 @@ for step, x in enumerate(DataLoader(torch.randn(30, 4), 1)):
         ("break", 0, "finished"),
         ("exit", 3, "failed"),
         ("raise", 1, "failed"),
-        ("SIGINT", 130, "failed"),
+        ("SIGINT", 130, "stopped"),
         ("SIGTERM", 143, "stopped"),
     ],
 )
@@ -497,8 +561,64 @@ def test_however_a_script_ends_its_last_step_is_reported(
     assert any(name.startswith("stats/0/forward/") for name in last), last
     facts = json.loads((run / "run.json").read_text())
     assert (facts["status"], facts["result"]["steps"]) == (status, 14)
-    assert f"script/script {status}: 14 steps" in err
-    assert "3 reports in 14 steps" in err
+    by = f" by {end}" if status == "stopped" else ""
+    assert f"script/script {status}{by}: 14 steps in " in err
+    assert ("3 reports in 14 steps" in err) == (status == "finished")  # no advice after one that was broken off
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from torch import nn
+model = nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(64):
+    optimizer.zero_grad()
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+os.kill(os.getpid(), getattr(signal, sys.argv[1])) if sys.argv[1].startswith("SIG") else os._exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        ("SIGKILL", 137, "failed, by signal 9 (SIGKILL)"),
+        ("SIGSEGV", 139, "failed, by signal 11 (SIGSEGV)"),
+        ("250", 250, "failed"),
+    ],
+)
+def test_a_script_that_is_killed_has_failed_and_its_log_tells_how_far_it_came(
+    end: str, code: int, words: str, folder: Path, capfd: Any
+) -> None:
+    (folder / "script.py").write_text(KILLED)
+    assert main(["run", "--hooks", "norms", "--", sys.executable, "script.py", end]) == code
+    err = capfd.readouterr().err
+    run = folder / "runs/script/script"
+    known = max(one["step"] for one in _records(run)) + 1
+    assert 64 - 50 <= known <= 64
+    assert f"script/script {words}: {known} steps in the log" in err
+    assert " reports in " not in err
+    facts = json.loads((run / "run.json").read_text())
+    assert facts["status"] == "failed"
+    assert facts["error"] == (words if code < 200 else "exit code 250")
+    assert "The run failed" in (run / "report.html").read_text()
+
+
+def test_a_command_that_leaves_with_a_code_of_its_own_after_a_signal_was_stopped(folder: Path, capfd: Any) -> None:
+    """As torchrun does, and bash; here Python catches nothing, and its parent gives another code."""
+    (folder / "script.py").write_text(ENDS)
+    (folder / "outer.py").write_text(
+        "import os, signal, subprocess, sys\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "start = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "code = subprocess.call([sys.executable, 'script.py', 'SIGINT'], preexec_fn=start)\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "sys.exit(1 if code else 0)\n"
+    )
+    assert main(["run", "--hooks", "norms", "--no-report", "--", "outer.py"]) == 1
+    assert "outer/script stopped by SIGINT: 14 steps in " in capfd.readouterr().err
+    assert json.loads((folder / "runs/outer/script/run.json").read_text())["status"] == "stopped"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from hookline.analyses._analysis import Analysis
 from hookline.lifecycle.overhead_budget import Budget
 from hookline.lifecycle.run_context import RunDataContext
 from hookline.lifecycle.schedule import StepSchedule
+from hookline.observe.watch.stat_columns import Layout
 from hookline.observe.watch.watch import Watch, watch
+from hookline.observe.watch.watch_hooks import checked_kinds
 from hookline.training.choose_hooks import record_decisions
 from hookline.training.training_hook import MetricInfo
 
@@ -59,7 +61,8 @@ class StatsHook(Analysis):
         exclude: str | None = None,
     ) -> None:
         self.targets, self.exclude = targets, exclude
-        self.on, self.stats = _listed(on), _listed(stats)
+        self.on, self.stats = checked_kinds(_listed(on)), _listed(stats)
+        Layout.of(self.stats)  # a statistic that there is not is an error now, and not when training starts
         self.every = StepSchedule.of(every)
         self.budget: Any = None
         """What the watch may cost and does cost; None where the manager has no ``budget=``, and before a run."""

@@ -14,13 +14,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-__all__ = ["COMMANDS", "DONE", "FAILED", "WRONG_USE", "RunFailed", "main", "own_text"]
+__all__ = ["COMMANDS", "DONE", "FAILED", "NOT_ATTACHED", "WRONG_USE", "RunFailed", "main", "own_text"]
 
 DONE: Final = 0
 FAILED: Final = 1
 """The run failed: an error in training, or in the user's code."""
 WRONG_USE: Final = 2
 """What was asked cannot be done: an unknown name, a flag that does not go."""
+NOT_ATTACHED: Final = 3
+"""A script has run to its end, and not all that was asked for could be attached to its model."""
 
 _PACKAGE: Final = Path(__file__).resolve().parent.parent
 
@@ -63,7 +65,8 @@ examples:
   hookline audit my_run.yaml --steps 50
 
 exit codes:
-  0 done   1 the run failed   2 wrong use   130, 143 stopped by Ctrl-C or SIGTERM, after saving
+  0 done   1 the run failed   2 wrong use   3 a script has run, with not all of its hooks   130, 143 stopped by Ctrl-C
+  or SIGTERM, after saving
 """
 
 

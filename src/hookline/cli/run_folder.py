@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from hookline.error_policy import error_text
 from hookline.errors import OptionError
 from hookline.messages import did_you_mean
 from hookline.replace_file import replace_file
@@ -198,7 +199,7 @@ class RunNotes:
     def end(self, status: str, seconds: float, *, result: Any = None, error: BaseException | None = None) -> None:
         """Write how it ended; the seconds of the runs that it resumed count."""
         if error is not None:
-            self._facts["error"] = f"{type(error).__name__}: {error}"
+            self._facts["error"] = error_text(error)
         try:
             self._write(status, seconds + (self._before.get("seconds") or 0.0), result)
         except OSError as trouble:  # a full disk has not kept the run from ending

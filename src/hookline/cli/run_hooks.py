@@ -16,7 +16,8 @@ from hookline.cli.hook_config import file_argument
 from hookline.cli.shell_hints import shell_text
 from hookline.config.load_object import add_current_folder_to_path
 from hookline.config.named_hooks import ALWAYS, known_name, make_tracker
-from hookline.errors import ConfigError, HooklineError, HookNameError, NoMatchError
+from hookline.error_policy import error_text
+from hookline.errors import ConfigError, HooklineError, HookNameError, NoMatchError, OptionError
 from hookline.messages import close_names, type_name, unknown_name_text
 
 if TYPE_CHECKING:
@@ -147,6 +148,26 @@ class HookObjects:
                 if hook.name in self.schedules:
                     hook.step_schedule = self.schedules[hook.name]
             return made + [tracker.make() for tracker in self.trackers]
+
+    def check_arguments(self) -> None:
+        """Make the hooks that were given arguments, and drop them, so that a wrong value is an error now.
+
+        For a run that begins in another process, where nobody would see it in time. Others are not made: a constructor
+        of the user's may do anything.
+        """
+        for name in self.names:
+            if self.config.get(name):
+                _make_or_name(name, HookObjects([name], {name: self.config[name]}).make)
+        for tracker in self.trackers:
+            _make_or_name(tracker.name, tracker.make)
+
+
+def _make_or_name(name: str, make: Callable[[], Any]) -> None:
+    try:
+        make()
+    except Exception as error:
+        said = str(error) if isinstance(error, HooklineError) else error_text(error)
+        raise OptionError(f"The hook {name} does not take its arguments: {said}") from error
 
 
 # -- schedules -------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from hookline.cli.main import DONE
+from hookline.cli.main import DONE, NOT_ATTACHED
 from hookline.cli.run_folder import LOG, read_run_json, write_run_json
 from hookline.cli.run_sinks import sink_files
 from hookline.cli.script_request import STRATEGY, ScriptRequest, read_script, split_command, write_run_file
@@ -33,11 +33,15 @@ _BY_SIGNAL: Final = 128
 _AFTER_ERROR: Final = {"disable": "was switched off", "warn": "stayed on", "raise": "ended the script"}
 _ENOUGH: Final = 9
 """Reports from which on the page looks for anomalies in a curve."""
+_STOPS: Final = (signal.SIGINT, signal.SIGTERM)
+"""The signals by which somebody stops a run; by another one it was killed."""
 _FORWARDED: Final = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 def run_script(arguments: Sequence[str]) -> int:
     """Run a command with hooks; return its exit code, which is over 128 if a signal has ended it.
+
+    A command that ends with 0, and to which not all hooks could be attached, gives NOT_ATTACHED.
 
     Args:
         arguments: Flags, ``--`` and the command; or a run file that names the command, and flags.
@@ -48,9 +52,10 @@ def run_script(arguments: Sequence[str]) -> int:
         if request.options.output.dry_run:
             _print_plan(request, json.loads(file.read_text(encoding="utf-8")))
             return DONE
-        code = _run(request.command, _environment(file, Path(folder), request))
-        _Closing(request, Path(folder), code).say()
-    return code
+        code, by_signal = _run(request.command, _environment(file, Path(folder), request))
+        closing = _Closing(request, Path(folder), code, by_signal)
+        closing.say()
+        return code or (NOT_ATTACHED if closing.has_failed_hooks else DONE)
 
 
 def _environment(file: Path, notes: Path, request: ScriptRequest) -> dict[str, str]:
@@ -61,32 +66,39 @@ def _environment(file: Path, notes: Path, request: ScriptRequest) -> dict[str, s
     return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _run(command: Sequence[str], environment: dict[str, str]) -> int:
+def _run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, signal.Signals | None]:
+    """Return the exit code of a command, and the signal that it ended by."""
     try:
         process = subprocess.Popen(command, env=environment)
     except OSError as error:
         raise OptionError(f"The command {shlex.join(command)!r} cannot be started: {error.strerror}.") from None
-    with _signals_to(process):
+    with _signals_to(process) as sent:
         code = process.wait()
-    return _BY_SIGNAL - code if code < 0 else code
+    code = _BY_SIGNAL - code if code < 0 else code
+    # torchrun leaves with 1 after a signal; a script that catches one may leave with a code of its own.
+    number = code - _BY_SIGNAL if code > _BY_SIGNAL else sent[-1] if code and sent else 0
+    return code, next((each for each in signal.Signals if each == number), None)
 
 
 @contextlib.contextmanager
-def _signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Hand signals on while the block lasts, and outlive them.
+def _signals_to(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Hand signals on while the block lasts, and outlive them; yield those that have come and that stop a run.
 
     A terminal sends Ctrl-C to all processes in the foreground, the script among them: sent on, it would come twice.
     """
     on_terminal = _is_in_foreground()
+    stops: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
+        if number in _STOPS:
+            stops.append(number)
         if process.poll() is None and not (number == signal.SIGINT and on_terminal):
             process.send_signal(number)
 
     numbers = [signal.SIGINT, *(getattr(signal, name) for name in _FORWARDED if hasattr(signal, name))]
     before = {number: signal.signal(number, forward) for number in numbers}
     try:
-        yield
+        yield stops
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -105,10 +117,11 @@ def _is_in_foreground() -> bool:
 class _Closing:
     """Say where everything is, or why nothing was seen."""
 
-    def __init__(self, request: ScriptRequest, notes: Path, code: int) -> None:
+    def __init__(self, request: ScriptRequest, notes: Path, code: int, by_signal: signal.Signals | None) -> None:
         self._request = request
         self._notes = notes
         self._code = code
+        self._signal = by_signal
         output = request.options.output
         self._is_silent = output.no_console_output or output.console == "none"
 
@@ -123,22 +136,27 @@ class _Closing:
                 f"{count} step{'s' * (count != 1)} of another {of}" for of, count in json.loads(text).items()
             )
             self._print(f"not followed: {made}. Next: hookline.follow(model, optimizer) in the script, for each model.")
-        for text in self._read("reports"):
+        for text in self._read("reports") if not self._code else ():  # one that was broken off may still become long
             self._print_few(**json.loads(text))
         for text in self._read("silent"):
             for name, why in json.loads(text).items():
                 self._print(f"the hook {name} has not fired: {why}.", always=True)
         for text in self._read("failed"):
             self._print(f"not attached: {text}", always=True)
-        if not followed and not self._read("failed"):
+        if not followed and not self.has_failed_hooks:
             self._print(f"nothing was seen: {self._why_nothing()}", always=True)
+
+    @property
+    def has_failed_hooks(self) -> bool:
+        """Whether something that was asked for could not be attached to the model."""
+        return bool(self._read("failed"))
 
     def _read(self, what: str) -> list[str]:
         return [path.read_text(encoding="utf-8") for path in sorted(self._notes.glob(f"*.{what}"))]
 
     def _why_nothing(self) -> str:
-        if self._code > _BY_SIGNAL:
-            return f"the command was stopped by {_signal_name(self._code - _BY_SIGNAL)} before its first step."
+        if self._signal is not None:
+            return f"the command was stopped by {_signal_text(self._signal)} before its first step."
         if self._code:
             return f"the command ended with exit code {self._code} before its first step."
         if not self._read("python"):
@@ -155,17 +173,19 @@ class _Closing:
 
     def _finish(self, folder: Path) -> None:
         facts = read_run_json(folder)
-        if self._code or facts.get("status") == "running":  # the script left without a word, or failed afterwards
-            facts["status"] = self._status(facts.get("status"))
+        words = facts.get("status", "ended")
+        if self._code or words == "running":  # the script left without a word, or failed afterwards
+            words = self._how_it_ended(words)
+            facts["status"] = words.partition(" ")[0].rstrip(",")
             if self._code:
-                facts.setdefault("error", f"exit code {self._code}")
+                facts.setdefault("error", words if self._signal is not None else f"exit code {self._code}")
             write_run_json(folder, facts)
         has_page = not self._request.options.output.no_report and _write_page(folder)
         steps = (facts.get("result") or {}).get("steps")
-        done = "" if steps is None else f": {steps} steps in {facts.get('seconds') or 0:.1f} s"
-        self._print(f"{self._request.name}/{folder.name} {facts.get('status', 'ended')}{done}")
+        done = _logged(folder) if steps is None else f": {steps} steps in {facts.get('seconds') or 0:.1f} s"
+        self._print(f"{self._request.name}/{folder.name} {words}{done}")
         for hook, told in (facts.get("hooks") or {}).items():
-            if told.get("failed"):
+            if told.get("failed") and told.get("fired"):  # one that never fired was not attached
                 self._print_failed(hook, told["failed"])
         names = {"records": LOG, **sink_files(self._request.options.sink, STRATEGY)}
         for label, name in ({"report": "report.html", **names} if has_page else names).items():
@@ -186,11 +206,15 @@ class _Closing:
         times = "once" if count == 1 else f"{count} times"
         self._print(f"the hook {hook} raised {times} and {became}: its metrics are incomplete.", always=True)
 
-    def _status(self, told: str | None) -> str:
+    def _how_it_ended(self, told: str) -> str:
+        """Return the status in words, the status first; ``told`` is what the script's process has written of it."""
         if self._code == 0:
             return "finished"
-        by_signal = self._code > _BY_SIGNAL and told != "failed"
-        return "stopped" if by_signal else "failed"
+        if self._signal is None or told == "failed":
+            return "failed"
+        return (
+            f"stopped by {self._signal.name}" if self._signal in _STOPS else f"failed, by {_signal_text(self._signal)}"
+        )
 
     def _print_file(self, label: str, path: Path) -> None:
         if path.exists():
@@ -203,11 +227,18 @@ class _Closing:
             print(f"hookline: {text}", file=sys.stderr)
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return f"signal {number} ({signal.Signals(number).name})"
-    except ValueError:  # an exit code of the command's own
-        return f"signal {number}"
+def _signal_text(number: signal.Signals) -> str:
+    return f"signal {number.value} ({number.name})"
+
+
+def _logged(folder: Path) -> str:
+    """Return how many steps the log knows of, where the script was killed before it could say."""
+    from hookline.sinks.record_log import read_log
+    from hookline.sinks.sink import Record
+
+    entries = read_log(folder) if (folder / LOG).exists() else ()
+    steps = [entry.step for entry in entries if isinstance(entry, Record) and entry.step is not None]
+    return f": {max(steps) + 1} steps in the log" if steps else ""
 
 
 def _write_page(folder: Path) -> bool:

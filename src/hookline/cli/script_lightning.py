@@ -38,6 +38,7 @@ def lightning_callbacks() -> list[Any]:
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             super().on_train_start(trainer, pl_module)
             self._session.begin(pl_module, trainer.optimizers[0])
+            self._session.tell_not_started()
 
     return [SessionCallback(run_file=run_file)]
 

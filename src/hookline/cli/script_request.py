@@ -33,6 +33,7 @@ from hookline.config.run_options import (
     flat,
 )
 from hookline.errors import OptionError
+from hookline.lifecycle.overhead_budget import Budget
 
 __all__ = ["STRATEGY", "ScriptRequest", "arguments_by_name", "read_script", "split_command", "write_run_file"]
 
@@ -94,6 +95,9 @@ class ScriptRequest:
         """Return a run file with everything that the script's processes have to know; raise if something is wrong."""
         request, options, settings = self.request, self.options, self.request.settings
         hook_objects = request.hook_objects()
+        hook_objects.check_arguments()
+        if options.hook.hook_budget is not None:
+            Budget(options.hook.hook_budget)  # raises if it is no share
         sink_maker(options.sink, settings.sinks)
         specs = request.module_specs()
         request.check()

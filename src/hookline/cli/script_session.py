@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -20,7 +21,7 @@ from hookline.cli.script_request import STRATEGY, arguments_by_name
 from hookline.config.read_settings import read_document
 from hookline.distributed.ranks import rank_count, this_rank
 from hookline.error_policy import error_text
-from hookline.errors import HooklineError, NoMatchError
+from hookline.errors import HooklineError, HooklineWarning, NoMatchError
 from hookline.integrations.follow import follow
 from hookline.integrations.host_run_file import HooksOfFile
 from hookline.integrations.model_of_optimizer import FoundModel, find_model, find_scaler
@@ -90,15 +91,27 @@ def begin_script(optimizer: Any, first: FirstStep) -> bool:
     except NoMatchError as error:
         note("failed", str(error))
         return False
+    withdraw("failed")  # of an optimizer before this one
+    session = None
     try:
         session = ScriptSession(Path(os.environ[RUN_FILE]))
         first.hand_over(session.follow(found, optimizer, first))
-        withdraw("failed")  # of an optimizer before this one
-    except HooklineError as error:
-        note("failed", str(error))
     except Exception as error:
-        note("failed", f"{type(error).__name__}: {error}")
+        _tell_not_attached(str(error) if isinstance(error, HooklineError) else error_text(error))
+        if session is not None:
+            session.give_up(error)
     return True
+
+
+def _tell_not_attached(text: str, number: int = 0) -> None:
+    """Say at once what is not measured: the script may run for a night. It is said again at its end.
+
+    Args:
+        text: What is not attached, and why.
+        number: How many were told of before.
+    """
+    print(f"hookline: not attached: {text}", file=sys.stderr, flush=True)
+    note(f"{number}.failed", text)
 
 
 def note(what: str, text: str = "") -> None:
@@ -146,6 +159,7 @@ class ScriptSession:
         self._forget_signal: Callable[[], None] = lambda: None
         self._others: OtherSteps | None = None
         self._error: HooklineError | None = None
+        self._told = 0
 
     def _make_manager(self, hooks: list[TrainingHook]) -> HookManager:
         from hookline.sinks.fan_out import FanOut
@@ -179,14 +193,41 @@ class ScriptSession:
         self.begin(found.model, optimizer)
         parts: dict[str, Any] = {"loader": first.loader, "scaler": find_scaler(), "run_context": self.context}
         parts |= {"loop": self.loop, "snapshot_every": self.snapshots}
-        run = self._run = follow(found.model, optimizer, manager=self.manager, **parts)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Hook .* could not be started", HooklineWarning)  # it is told below
+            run = self._run = follow(found.model, optimizer, manager=self.manager, **parts)
+        self.tell_not_started()
         self._others = OtherSteps(optimizer, first.passed_over)
         self._forget_signal = at_sigterm(lambda: self._end_by_signal(run))
-        if self.specs:
-            from hookline.specs.hook_spec import register_hooks
-
-            run.when_closed(register_hooks(found.model, self.specs).remove)
+        for spec in self.specs:
+            self._attach_spec(run, found.model, spec)
         return run
+
+    def tell_not_started(self) -> None:
+        """Name the hooks that the model gave no place to; the others are on."""
+        left_out = self.manager.plan().left_out
+        for name in [name for name in self.manager.hook_errors if name in left_out]:
+            _tell_not_attached(f"the hook {name}: {left_out[name]}", self._count_told())
+
+    def _attach_spec(self, run: Follow, model: Any, spec: dict[str, Any]) -> None:
+        """Attach the hooks of one spec; one whose factory raises is no reason to lose the others."""
+        from hookline.specs.hook_spec import register_hooks
+
+        try:
+            run.when_closed(register_hooks(model, [spec]).remove)
+        except Exception as error:
+            _tell_not_attached(f"the spec {spec.get('name')}: {error_text(error)}", self._count_told())
+
+    def _count_told(self) -> int:
+        self._told += 1
+        return self._told
+
+    def give_up(self, error: Exception) -> None:
+        """Write that the run was not followed, and nothing of steps: the script goes on without hooks."""
+        notes, self._notes = self._notes, None
+        self.end()
+        if notes is not None:
+            notes.end("failed", time.perf_counter() - self._began, error=error)
 
     def begin(self, model: Any, optimizer: Any) -> None:
         """Write what is known of the run when it begins."""
@@ -244,7 +285,8 @@ class ScriptSession:
         reports = self.snapshots.count(steps) if self.loop == "step" else self._count_epochs()
         note("reports", json.dumps({"reports": reports, "steps": steps, "loop": self.loop}))
         result = LoopResult(0, steps, stopped_early=False, loss=self._newest.newest.get("loss"))
-        status = "stopped" if self._error is not None else "finished" if error is None else "failed"
+        is_stopped = self._error is not None or isinstance(error, KeyboardInterrupt)
+        status = "stopped" if is_stopped else "finished" if error is None else "failed"
         notes.end(status, time.perf_counter() - self._began, result=result, error=error)
 
     def _count_epochs(self) -> int:

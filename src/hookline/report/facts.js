@@ -25,7 +25,8 @@ function showHead() {
 
 function remarksOf(run) {
   const going = isLive ? null : "This run was going when the page was made; make it again for what came since.";
-  const stopped = "This run was stopped before its end; hookline run --resume goes on from its last checkpoint.";
+  const again = run.facts.options?.command ? "." : "; hookline run --resume goes on from its last checkpoint.";
+  const stopped = `This run was stopped before its end${again}`;
   return [run.facts.status === "running" ? going : run.facts.status === "stopped" ? stopped : null, ...run.remarks].filter(Boolean);
 }
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.error_policy import ErrorPolicy
+from hookline.error_policy import ErrorPolicy, error_text
 from hookline.errors import GuardError, LifecycleError, OptionError, RankError
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.points import HookPoint
@@ -28,9 +28,11 @@ from hookline.training.reference_weights import ReferenceWeights
 if TYPE_CHECKING:
     import weakref
 
+    from torch import nn
+
     from hookline.training.checkpoint_profiler import CheckpointProfiler
     from hookline.training.hook_budget import HookBudget
-    from hookline.training.hook_state import Offload
+    from hookline.training.hook_state import ManagedHooks, Offload
     from hookline.training.metric_output import MetricOutput
     from hookline.training.plan import PlannedHook, PointHooks
     from hookline.training.ranks.rank_sync import RankSync
@@ -175,12 +177,35 @@ class FiringEngine:
                 )
         return self.ranks
 
-    def together(self, what: str, act: Callable[[], None]) -> None:
-        """Do something that may fail on one rank alone; raise on all if it does."""
+    def start_hooks(self, hooks: ManagedHooks, model: nn.Module) -> None:
+        """Start all hooks; what the error policy says of one that raises on any rank is done on all of them.
+
+        One that cannot be started, as the model has no such module, is no reason to lose the others.
+        """
+        failed: dict[str, Exception] = {}
+        where: dict[str, str] = {}
+
+        def start() -> None:
+            failed.update(hooks.start(model, self.errors.can_continue))
+
         if self.ranks is None:
-            act()
+            start()
         else:
-            self.ranks.together(what, act)
+            self.ranks.together("starting the hooks", start)
+            if self.errors.on_error != "raise":
+                own = {name: error_text(error) for name, error in failed.items()}
+                for rank, texts in enumerate(self.ranks.gather(own, "hooks that cannot be started")):
+                    for name, text in texts.items():
+                        failed.setdefault(name, RankError(text, ranks=(rank,)))
+                        where.setdefault(name, f" on rank {rank}")
+        becomes = _CONSEQUENCES.get(self.errors.on_error)
+        for name, error in failed.items():
+            self.errors.count(name, error, f"in start(model){where.get(name, '')}")
+            if self.errors.on_error == "disable":
+                self.errors.disabled.add(name)
+            why = f"{where.get(name, '')}: {error_text(error).rstrip('.')}"
+            self.errors.warn_later(f"start of {name}", f"Hook {name!r} could not be started{why}; it {becomes}.")
+        self.errors.warn_pending()
 
     def _hold(self, firing: Firing, raised: Exception | None, ranks: RankSync) -> None:
         """Keep what hooks raised for the next exchange, where all ranks learn of it."""

@@ -36,15 +36,19 @@ class ManagedHooks:
         self.by_name = hooks
         self.offload = Offload() if offload_state else None
 
-    def start(self, model: nn.Module) -> None:
-        """Call ``start`` of every hook: training begins, or goes on."""
+    def start(self, model: nn.Module, goes_on_after: Callable[[Exception], bool]) -> dict[str, Exception]:
+        """Call ``start`` of every hook: training begins, or goes on; return the errors that the run goes on after."""
+        failed = {}
         with kept_rng():
             for name, hook in self.by_name.items():
                 try:
                     hook.start(model)
                 except Exception as error:
                     error.add_note(f"Raised by the hook {name!r} when training began, in start(model).")
-                    raise
+                    if not goes_on_after(error):
+                        raise
+                    failed[name] = error
+        return failed
 
     def finish(self) -> None:
         """Call ``finish`` of every hook, the last first, also when another raises."""

@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from hookline.errors import HooklineWarning, HookNameError, LifecycleError, OptionError
@@ -133,7 +132,7 @@ class HookManager(PlanQueries, RankMember):
 
     def _make_plan(self) -> None:
         self._output.counts_steps = self.loop_type not in (None, "epoch")
-        off = dict.fromkeys(sorted(self._engine.errors.disabled), "switched off, as it raised")
+        off = self._engine.errors.why_disabled()
         known = [] if all(not (h.before or h.after) for h in self.hooks.values()) else HookRegistry.known()
         self._set_plan(make_plan(self.hooks, self.loop_type, {**self._excluded, **off}, known))
         # By name as well, so that `fire("POST_EPOCH", ...)` is the same look-up.
@@ -250,7 +249,8 @@ class HookManager(PlanQueries, RankMember):
     def start(self, model: nn.Module) -> None:
         """Tell every hook that training begins, or goes on; the loops of hookline do."""
         self.meet_ranks()
-        self._engine.together("starting the hooks", partial(self._managed.start, model))
+        self._engine.start_hooks(self._managed, model)
+        self._drop_disabled()
 
     def meet_ranks(self) -> RankSync | None:
         """Find out whether there are other ranks, and check that they have the same hooks; the loops call it."""

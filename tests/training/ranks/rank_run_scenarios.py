@@ -298,17 +298,38 @@ def _ended(call: Any) -> str:
     return "went on"
 
 
+class BrokenAtStart(hl.TrainingHook):
+    """Cannot be started on rank 1."""
+
+    name = "broken"
+    hook_points = frozenset({hl.HookPoint.POST_EPOCH})
+
+    def start(self, model: Any) -> None:
+        """Raise on rank 1."""
+        if dist.get_rank() == 1:
+            raise ValueError("the second rank has a bad day")
+
+    def compute(self, ctx: Any) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+
 def raises_everywhere() -> dict[str, Any]:
-    """A hook raises on rank 1, at a step and at the end of an epoch, under each policy."""
+    """A hook raises on rank 1, at a step, at the end of an epoch and when it is started, under each policy."""
     found: dict[str, Any] = {}
-    for point in (hl.HookPoint.POST_STEP, hl.HookPoint.POST_EPOCH):
+    cases: dict[str, Any] = {
+        "POST_STEP": lambda: Broken(hl.HookPoint.POST_STEP),
+        "POST_EPOCH": lambda: Broken(hl.HookPoint.POST_EPOCH),
+        "start": BrokenAtStart,
+    }
+    for case, make in cases.items():
         for policy in ("raise", "warn", "disable"):
             sink = Records()
-            manager = hl.HookManager(hooks=[Local(), Broken(point)], sinks=[sink], on_error=policy)
+            manager = hl.HookManager(hooks=[Local(), make()], sinks=[sink], on_error=policy)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", HooklineWarning)
                 ended = _ended(lambda manager=manager: hl.epoch_loop(experiment(), epochs=2, manager=manager))
-            found[f"{point.name} {policy}"] = {
+            found[f"{case} {policy}"] = {
                 "ended": ended,
                 "off": "broken" in manager.plan().left_out,
                 "step": manager.global_step,

@@ -129,7 +129,7 @@ def test_a_hook_that_raises_on_one_rank_ends_the_run_on_all(both, point):
     assert [found["run/error"] for _, _, found in first["log"]] == [first["ended"]]
 
 
-@pytest.mark.parametrize("point", ["POST_STEP", "POST_EPOCH"])
+@pytest.mark.parametrize("point", ["POST_STEP", "POST_EPOCH", "start"])
 @pytest.mark.parametrize("policy", ["warn", "disable"])
 def test_the_policy_holds_on_all_ranks(both, point, policy):
     """The run goes on to its end; under disable the hook is off everywhere; both ranks are told which rank it was."""
