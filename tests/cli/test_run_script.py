@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,8 @@ from torch import nn
 
 from hookline.cli import script_command
 from hookline.cli.main import main
-from hookline.cli.script_request import arguments_by_name
+from hookline.cli.script_arguments import arguments_by_name
+from hookline.cli.script_request import ReportOptions
 from hookline.errors import NoMatchError
 from hookline.integrations.model_of_optimizer import find_model
 from hookline.integrations.snapshot_steps import SnapshotSteps
@@ -419,6 +422,12 @@ WRONG = {
     "kind": (["--hooks", "stats", "--hook-config", "stats.on=foward", "--", "train.py"], "did you mean 'forward'?"),
     "statistic": (["--hooks", "stats", "--hook-config", "stats.stats=meen", "--", "train.py"], "did you mean 'mean'?"),
     "budget": (["--hooks", "norms", "--hook-budget", "2", "--", "train.py"], "0.02 is 2 %; got 2.0."),
+    "flag": (["--hooks", "norms", "--hook-cvs", "--", "train.py"], "no option --hook-cvs. Did you mean '--hook-csv'?"),
+    "number": (
+        ["--snapshot-every", "x", "--", "train.py"],
+        "--snapshot-every: a whole number is wanted,",
+    ),
+    "word": (["--hooks", "norms", "--no-report", "run.yaml", "more", "--", "train.py"], "'more' is one word too many"),
     "own": (["--hooks", "own_hook.py:Drawing", "--hook-config", "drawing.size=99", "--", "train.py"], "at most 9"),
 }
 
@@ -429,6 +438,7 @@ def test_what_cannot_be_done_is_said_before_anything_is_started(case: str, folde
     assert main(["run", *arguments]) == 2
     out, err = capfd.readouterr()
     assert expected in err
+    assert err.count("\n") == 1  # one sentence, and no box
     assert out == ""
     assert not (folder / "runs").exists()
 
@@ -502,6 +512,11 @@ def test_an_interval_that_grows_gives_few_reports_to_a_long_run() -> None:
     assert steps.count(961) == len(due)
     assert steps.count(1000) == len(due) + 1  # step 999 is the last
     assert steps.count(1_000_000) == 144
+    page = Path(__file__).parents[2] / "docs" / "command_line.md"
+    for text in (page.read_text(), inspect.getsource(ReportOptions), inspect.getsource(SnapshotSteps)):
+        told = re.search(r"(\d+) times\s+in 1,000,000 steps|1,000,000 steps has (\d+) reports", text)
+        assert told is not None
+        assert int(told[1] or told[2]) == steps.count(1_000_000)
     assert SnapshotSteps(0).count(1000) == steps.count(0) == 0
     assert all(steps.next(step) == min(one for one in [*due, 1040] if one >= step) for step in range(1000))
 
@@ -562,7 +577,7 @@ def test_however_a_script_ends_its_last_step_is_reported(
     facts = json.loads((run / "run.json").read_text())
     assert (facts["status"], facts["result"]["steps"]) == (status, 14)
     by = f" by {end}" if status == "stopped" else ""
-    assert f"script/script {status}{by}: 14 steps in " in err
+    assert re.search(rf"script/script {status}{by}: 14 steps in [\d.]+ s, and [\d.]+ s to attach the hooks\n", err)
     assert ("3 reports in 14 steps" in err) == (status == "finished")  # no advice after one that was broken off
 
 

@@ -7,7 +7,8 @@ numbers.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -15,7 +16,9 @@ import tyro
 from tyro.conf import FlagCreatePairsOff
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-__all__ = ["NUMBERS", "parse"]
+from hookline.errors import OptionError
+
+__all__ = ["NUMBERS", "numbers_named", "parse"]
 
 _Options = TypeVar("_Options")
 
@@ -23,14 +26,44 @@ _Options = TypeVar("_Options")
 def parse(cls: type[_Options], arguments: Sequence[str], command: str) -> _Options:
     """Return the options; a mistake in them leaves the process with exit code 2."""
     about = inspect.cleandoc(cls.__doc__ or "")
-    return tyro.cli(
-        cls,
-        args=list(arguments),
-        prog=f"hookline {command}",
-        description=about,
-        config=(FlagCreatePairsOff,),
-        registry=NUMBERS,
-    )
+    with numbers_named(arguments):
+        return tyro.cli(
+            cls,
+            args=list(arguments),
+            prog=f"hookline {command}",
+            description=about,
+            config=(FlagCreatePairsOff,),
+            registry=NUMBERS,
+        )
+
+
+class _NoNumber(Exception):
+    """What was given is no number. No ValueError: tyro would draw a box around it, with the help of the flag."""
+
+    def __init__(self, wanted: str, given: str) -> None:
+        super().__init__(f"{wanted}; got {given!r}")
+        self.given = given
+
+
+@contextmanager
+def numbers_named(arguments: Sequence[str]) -> Iterator[None]:
+    """Turn what is no number into one sentence with its flag, while tyro reads ``arguments``."""
+    try:
+        yield
+    except _NoNumber as error:
+        raise OptionError(f"{_flag_of(error.given, arguments)}{error}.") from None
+
+
+def _flag_of(given: str, arguments: Sequence[str]) -> str:
+    before = ""
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        if value == given and equals and name.startswith("--"):
+            return f"{name}: "
+        if word == given and before.startswith("--"):
+            return f"{before}: "
+        before = word
+    return ""
 
 
 NUMBERS = ConstructorRegistry()
@@ -56,7 +89,7 @@ def _spec(kind: Callable[[str], Any], wanted: str, *, or_none: bool) -> Primitiv
         try:
             return kind(given[0])
         except ValueError:
-            raise ValueError(f"{wanted}; got {given[0]!r}") from None
+            raise _NoNumber(wanted, given[0]) from None
 
     def fits(value: Any) -> Any:
         # As tyro has it: a whole number will do for a number.

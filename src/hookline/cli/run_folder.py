@@ -191,6 +191,10 @@ class RunNotes:
         }
         self._write("running", None, None)
 
+    def add(self, **facts: Any) -> None:
+        """Say more of the run when it ends."""
+        self._facts |= facts
+
     def undo(self) -> None:
         """Write back what was there before: the run was not begun after all."""
         if self._is_written:

@@ -21,7 +21,8 @@ from typing import Any, Final
 from hookline.cli.main import DONE, NOT_ATTACHED
 from hookline.cli.run_folder import LOG, read_run_json, write_run_json
 from hookline.cli.run_sinks import sink_files
-from hookline.cli.script_request import STRATEGY, ScriptRequest, read_script, split_command, write_run_file
+from hookline.cli.script_arguments import STRATEGY
+from hookline.cli.script_request import ScriptRequest, read_script, split_command, write_run_file
 from hookline.errors import OptionError
 
 __all__ = ["run_script"]
@@ -183,6 +184,9 @@ class _Closing:
         has_page = not self._request.options.output.no_report and _write_page(folder)
         steps = (facts.get("result") or {}).get("steps")
         done = _logged(folder) if steps is None else f": {steps} steps in {facts.get('seconds') or 0:.1f} s"
+        set_up = facts.get("set_up_seconds")
+        if steps is not None and set_up is not None:
+            done += f", and {set_up:.1f} s to attach the hooks"
         self._print(f"{self._request.name}/{folder.name} {words}{done}")
         for hook, told in (facts.get("hooks") or {}).items():
             if told.get("failed") and told.get("fired"):  # one that never fired was not attached

@@ -19,10 +19,11 @@ import tyro
 
 from hookline.cli.find_experiment import FoundExperiment
 from hookline.cli.option_sources import RunSettings, settings_of_file
-from hookline.cli.parse import NUMBERS
+from hookline.cli.parse import NUMBERS, numbers_named
 from hookline.cli.run_folder import to_plain
 from hookline.cli.run_request import MARKERS, Request, joined_flags, merged_options
 from hookline.cli.run_sinks import sink_maker
+from hookline.cli.script_arguments import STRATEGY
 from hookline.config.run_options import (
     FILE_KEYS,
     CheckpointOptions,
@@ -34,11 +35,10 @@ from hookline.config.run_options import (
 )
 from hookline.errors import OptionError
 from hookline.lifecycle.overhead_budget import Budget
+from hookline.messages import did_you_mean
 
-__all__ = ["STRATEGY", "ScriptRequest", "arguments_by_name", "read_script", "split_command", "write_run_file"]
+__all__ = ["ScriptRequest", "read_script", "split_command", "write_run_file"]
 
-STRATEGY: Final = "script"
-"""What the folder of a script's run is called, where that of an experiment has its strategy."""
 _ABOUT: Final = """Follow a script that trains, with hooks: hookline run [OPTIONS] -- COMMAND.
 
 Examples:
@@ -131,9 +131,18 @@ def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def read_script(arguments: Sequence[str], command: Sequence[str]) -> ScriptRequest:
     """Return what was asked for; ``arguments`` are those before the ``--``."""
     given = joined_flags(arguments)
-    parsed = tyro.cli(
-        ScriptOptions, args=given, prog="hookline run", description=_ABOUT, config=MARKERS, registry=NUMBERS
-    )
+    with numbers_named(given):
+        parsed, unknown = tyro.cli(
+            ScriptOptions,
+            args=given,
+            prog="hookline run",
+            description=_ABOUT,
+            return_unknown_args=True,
+            config=MARKERS,
+            registry=NUMBERS,
+        )
+    if unknown:
+        _refuse(unknown[0])
     options, every = RunOptions(parsed.experiment, *parsed.groups), parsed.report.snapshot_every
     if every is not None and every < 0:
         raise OptionError(f"--snapshot-every is a number of steps, or 0 for the ends of epochs; got {every}.")
@@ -147,6 +156,16 @@ def read_script(arguments: Sequence[str], command: Sequence[str]) -> ScriptReque
         options.hook.on_hook_error = "disable"  # a hook does not end a script that it does not own
     options.experiment = path
     return ScriptRequest(words, name, Request(options, found, None, {}, settings), every)
+
+
+def _refuse(word: str) -> None:
+    """Raise because of a word before the ``--`` that means nothing here."""
+    if not word.startswith("-"):
+        raise OptionError(f"{word!r} is one word too many. Next: hookline run --hooks norms -- python train.py.")
+    known = [name for name in (*flat(RunOptions()), *vars(ReportOptions())) if name != "experiment"]
+    name = word.partition("=")[0]
+    meant = did_you_mean(name, [f"--{each.replace('_', '-')}" for each in known])
+    raise OptionError(f"There is no option {name}.{meant} All of them: hookline run --help -- python.")
 
 
 def _settings(options: RunOptions, command: Sequence[str]) -> tuple[RunSettings, str]:
@@ -205,43 +224,6 @@ def _name_of(command: Sequence[str]) -> str:
         if word == "-m" and place + 1 < len(command) and not command[place + 1].startswith("torch."):
             return command[place + 1].rpartition(".")[2]
     return Path(command[0]).name
-
-
-def arguments_by_name(words: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of a script by name, so that those of two runs can be compared.
-
-    Recipe: ``arguments_by_name(["--lr", "1e-3", "--amp", "data.size=8"])`` is ``{"lr": 0.001, "amp": True,
-    "data.size": 8}``.
-
-    Nobody knows which words a flag takes: all up to the next flag are its value. Words before the first flag that name
-    nothing are together the ``arguments``.
-    """
-    found: dict[str, list[str]] = {}
-    current = "arguments"
-    for word in words:
-        name, equals, value = word.lstrip("-").partition("=")
-        if _is_flag(word):
-            current = name
-            found.setdefault(name, []).extend([value] if equals else [])
-        elif equals and name.replace(".", "_").isidentifier():
-            found.setdefault(name, []).append(value)
-        else:
-            found.setdefault(current, []).append(word)
-    return {name: _number_or_text(" ".join(values)) if values else True for name, values in found.items()}
-
-
-def _is_flag(word: str) -> bool:
-    """Return whether a word is a flag, and no number below zero."""
-    return word.startswith("-") and isinstance(_number_or_text(word), str) and word.strip("-") != ""
-
-
-def _number_or_text(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def _from_anywhere(path: str) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from hookline.cli.run_folder import LOG, RunNotes, model_facts, new_folder
 from hookline.cli.run_observers import BarMetricsSink
-from hookline.cli.script_request import STRATEGY, arguments_by_name
+from hookline.cli.script_arguments import STRATEGY, arguments_by_name
 from hookline.config.read_settings import read_document
 from hookline.distributed.ranks import rank_count, this_rank
 from hookline.error_policy import error_text
@@ -73,12 +73,13 @@ def wait_for_script() -> None:
         FirstStep(begin_script)
 
 
-def begin_script(optimizer: Any, first: FirstStep) -> bool:
+def begin_script(optimizer: Any, first: FirstStep, began: float | None = None) -> bool:
     """Follow the script of this process from the step that ``optimizer`` makes now.
 
     Args:
         optimizer: One that makes a step.
         first: Knows what came before it.
+        began: When this was asked for, by ``time.perf_counter``, if modules had to be imported since.
 
     Returns:
         Whether the wait is over. An optimizer whose parameters no module has, a temperature that is tuned say, is not
@@ -95,6 +96,8 @@ def begin_script(optimizer: Any, first: FirstStep) -> bool:
     session = None
     try:
         session = ScriptSession(Path(os.environ[RUN_FILE]))
+        if began is not None:
+            session.began = began
         first.hand_over(session.follow(found, optimizer, first))
     except Exception as error:
         _tell_not_attached(str(error) if isinstance(error, HooklineError) else error_text(error))
@@ -141,7 +144,9 @@ class ScriptSession:
         self._output_dir = str(Path(self._asked.get("output_dir", "runs")).absolute())  # the script may go elsewhere
         self._newest = BarMetricsSink()
         self._notes: RunNotes | None = None
-        self._began = time.perf_counter()
+        self.began = time.perf_counter()
+        """When hooks began to be attached; and, once they are, when that was over."""
+        self._set_up: float | None = None
         self.folder: Path | None = None
         """Where records go; None on ranks over 0, which write nothing."""
         self.specs = self._file.specs
@@ -201,6 +206,8 @@ class ScriptSession:
         self._forget_signal = at_sigterm(lambda: self._end_by_signal(run))
         for spec in self.specs:
             self._attach_spec(run, found.model, spec)
+        now = time.perf_counter()
+        self._set_up, self.began = now - self.began, now
         return run
 
     def tell_not_started(self) -> None:
@@ -227,7 +234,7 @@ class ScriptSession:
         notes, self._notes = self._notes, None
         self.end()
         if notes is not None:
-            notes.end("failed", time.perf_counter() - self._began, error=error)
+            notes.end("failed", time.perf_counter() - self.began, error=error)
 
     def begin(self, model: Any, optimizer: Any) -> None:
         """Write what is known of the run when it begins."""
@@ -287,7 +294,9 @@ class ScriptSession:
         result = LoopResult(0, steps, stopped_early=False, loss=self._newest.newest.get("loss"))
         is_stopped = self._error is not None or isinstance(error, KeyboardInterrupt)
         status = "stopped" if is_stopped else "finished" if error is None else "failed"
-        notes.end(status, time.perf_counter() - self._began, result=result, error=error)
+        if self._set_up is not None:
+            notes.add(set_up_seconds=self._set_up)
+        notes.end(status, time.perf_counter() - self.began, result=result, error=error)
 
     def _count_epochs(self) -> int:
         return self.snapshots.count(self._run.epoch_of_step + 1) if self._run is not None else 0

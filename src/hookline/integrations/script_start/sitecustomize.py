@@ -88,9 +88,12 @@ def _wait_for_a_step() -> None:
 
 
 def _begin(optimizer: Any, first: Any) -> bool:
+    from time import perf_counter
+
+    began = perf_counter()
     from hookline.cli.script_session import begin_script
 
-    return begin_script(optimizer, first)
+    return begin_script(optimizer, first, began)
 
 
 _run_own_sitecustomize()
