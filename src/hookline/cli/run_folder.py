@@ -272,7 +272,6 @@ def model_facts(model: Any) -> dict[str, Any]:
 
 def _hook_facts(manager: Any) -> dict[str, Any]:
     """Return for each hook of a manager what it is, what its metrics mean, how often it fired and what that took."""
-    from hookline.training.hook_budget import may_work_inside_steps
     from hookline.training.training_hook import InterventionHook
 
     costs = manager.costs() if hasattr(manager, "costs") else {}
@@ -285,6 +284,6 @@ def _hook_facts(manager: Any) -> dict[str, Any]:
             "fired": manager.fired[name],
             "failed": manager.hook_errors.get(name, 0),
             "cost": costs.get(name, {"count": 0, "total_ms": 0.0, "mean_ms": 0.0}),
-            "inside_steps": may_work_inside_steps(hook),
+            "inside_steps": hook.may_work_inside_steps,
         }
     return found

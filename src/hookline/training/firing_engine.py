@@ -177,10 +177,11 @@ class FiringEngine:
                 )
         return self.ranks
 
-    def start_hooks(self, hooks: ManagedHooks, model: nn.Module) -> None:
+    def start_hooks(self, hooks: ManagedHooks, model: nn.Module) -> bool:
         """Start all hooks; what the error policy says of one that raises on any rank is done on all of them.
 
-        One that cannot be started, as the model has no such module, is no reason to lose the others.
+        One that cannot be started, as the model has no such module, is no reason to lose the others. Returns whether
+        there is one.
         """
         failed: dict[str, Exception] = {}
         where: dict[str, str] = {}
@@ -206,6 +207,7 @@ class FiringEngine:
             why = f"{where.get(name, '')}: {error_text(error).rstrip('.')}"
             self.errors.warn_later(f"start of {name}", f"Hook {name!r} could not be started{why}; it {becomes}.")
         self.errors.warn_pending()
+        return bool(failed)
 
     def _hold(self, firing: Firing, raised: Exception | None, ranks: RankSync) -> None:
         """Keep what hooks raised for the next exchange, where all ranks learn of it."""

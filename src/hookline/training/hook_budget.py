@@ -25,13 +25,13 @@ from hookline.lifecycle.points import HookPoint
 from hookline.tables import ShownAsTable, Table
 from hookline.training.choose_hooks import record_decisions
 from hookline.training.registry import points_in_any_loop
-from hookline.training.training_hook import TrainingHook
 
 if TYPE_CHECKING:
     from hookline.training.firing import Done
     from hookline.training.plan import PlannedHook
+    from hookline.training.training_hook import TrainingHook
 
-__all__ = ["HookBudget", "may_work_inside_steps"]
+__all__ = ["HookBudget"]
 
 
 @dataclass(slots=True)
@@ -161,7 +161,7 @@ class HookBudget(ShownAsTable):
         They have not fired in a step, or may put hooks into the model when they start.
         """
         others = {name: hook for name, hook in self._hooks.items() if name not in self._watches}
-        return [name for name, hook in others.items() if may_work_inside_steps(hook) or name not in self._intervals]
+        return [name for name, hook in others.items() if hook.may_work_inside_steps or name not in self._intervals]
 
     # -- at each step ------------------------------------------------------------------------------------------
 
@@ -293,11 +293,6 @@ class HookBudget(ShownAsTable):
         title = f"asked {self.asked:.2%}, actual {actual}{without}{whole_run}"
         header = ("from step", "hook", "every", "cost ms", "step ms")
         return Table(header if rows else (), rows, numbers=(0, 2, 3, 4), title=title)
-
-
-def may_work_inside_steps(hook: TrainingHook) -> bool:
-    """Return whether a hook may put hooks into the model when it starts: what these take is in no firing."""
-    return type(hook).start is not TrainingHook.start
 
 
 def _watch_of(hook: TrainingHook) -> Any:

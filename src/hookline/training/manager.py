@@ -249,8 +249,8 @@ class HookManager(PlanQueries, RankMember):
     def start(self, model: nn.Module) -> None:
         """Tell every hook that training begins, or goes on; the loops of hookline do."""
         self.meet_ranks()
-        self._engine.start_hooks(self._managed, model)
-        self._drop_disabled()
+        if self._engine.start_hooks(self._managed, model):
+            self._drop_disabled()
 
     def meet_ranks(self) -> RankSync | None:
         """Find out whether there are other ranks, and check that they have the same hooks; the loops call it."""

@@ -166,6 +166,11 @@ class TrainingHook:
         """Return what its metrics mean."""
         return []
 
+    @property
+    def may_work_inside_steps(self) -> bool:
+        """Whether it may put hooks into the model when it starts: what these take is in no firing."""
+        return type(self).start is not TrainingHook.start
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
 
