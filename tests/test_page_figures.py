@@ -50,3 +50,42 @@ def test_the_costs_of_engines_are_those_that_were_measured() -> None:
     for row in rows:
         ratio = row.rsplit(" | ", 1)[1].split(" ")[0]
         assert ratio in page, row
+
+
+def measured_rows() -> dict[str, list[str]]:
+    """All rows of the benchmarks but those beside other libraries, by name; of equal names the last."""
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8").partition("\n## Peers\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in results.splitlines() if line.startswith("| ")]
+    return {cells[0]: cells for cells in rows}
+
+
+def table_after(page: str, head: str) -> list[list[str]]:
+    """The cells of a table whose first line begins with `head`."""
+    lines = page.partition(f"\n{head}")[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_what_a_watch_costs_by_modules_width_and_batch_was_measured() -> None:
+    """Every cell of the table of docs/scaling.md."""
+    rows, page = measured_rows(), (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    table = table_after(page, "| GPT-2 | modules |")
+    assert len(table) == 5
+    for size, modules, width, batch, wall, steady, kernels, by_hand, noise in table:
+        name = f"GPT-2 {size}, batch {batch}, eager step"
+        _, numerator, _, model, ratio, a_a, times, *_ = rows[f"watch, {name}"]
+        assert f"{modules} modules" in numerator
+        assert f"d {width}, seq 1024, batch {batch}," in model
+        assert ratio.startswith(f"{wall} [")
+        assert re.search(rf"steady {steady} \[.*?\], kernels alone {kernels} ", times.partition("before")[0])
+        assert a_a == noise
+        floor = rows.get(f"hooks by hand that only keep, {name}")
+        assert by_hand == ("–" if floor is None else floor[4].split(" ")[0])
+
+
+def test_what_ranks_cost_was_measured() -> None:
+    """The two rows of docs/scaling.md, with their noise."""
+    rows, page = measured_rows(), (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    flush, ddp = table_after(page, "| row | figure | A/A |")
+    for cells, name in ((flush, "flush over 2 ranks (ms, wall clock)"), (ddp, "watch under DDP, 2 processes")):
+        assert cells[1].startswith(rows[name][4])
+        assert cells[2] == rows[name][5]
