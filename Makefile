@@ -147,7 +147,7 @@ $(PEERS_STAMP): pyproject.toml constraints.txt benchmarks/peers.txt benchmarks/p
 bench-growth: setup ## measure what grows with sites, tensors, steps, ranks and clients; writes the plots of docs/scaling.md
 	@$(BIN)/python benchmarks/growth.py $(ARGS)
 
-torture: setup ## break runs, sinks, threads and requests at random for an hour, and count what is lost
+torture: setup ## break runs, sinks, threads and requests at random (ten minutes, an hour at most), and count what is lost
 	@$(BIN)/python torture/run.py --out benchmarks/RELIABILITY.md
 
 docs: setup ## check every link of the pages
