@@ -7,8 +7,7 @@ numbers.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -18,7 +17,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from hookline.errors import OptionError
 
-__all__ = ["NUMBERS", "numbers_named", "parse"]
+__all__ = ["parse", "read_flags"]
 
 _Options = TypeVar("_Options")
 
@@ -26,15 +25,27 @@ _Options = TypeVar("_Options")
 def parse(cls: type[_Options], arguments: Sequence[str], command: str) -> _Options:
     """Return the options; a mistake in them leaves the process with exit code 2."""
     about = inspect.cleandoc(cls.__doc__ or "")
-    with numbers_named(arguments):
-        return tyro.cli(
-            cls,
-            args=list(arguments),
-            prog=f"hookline {command}",
-            description=about,
-            config=(FlagCreatePairsOff,),
-            registry=NUMBERS,
-        )
+    options: _Options = read_flags(
+        cls, arguments, f"hookline {command}", description=about, config=(FlagCreatePairsOff,)
+    )
+    return options
+
+
+def read_flags(cls: Any, arguments: Sequence[str], prog: str, **options: Any) -> Any:
+    """Return what tyro reads from ``arguments``; `parse` and the requests of ``hookline run`` call it.
+
+    What is no number is an `OptionError` of one sentence. Any other mistake leaves the process, as tyro has it.
+
+    Args:
+        cls: The dataclass of the options.
+        arguments: The words of the command line.
+        prog: What the help calls the command.
+        **options: As of ``tyro.cli``.
+    """
+    try:
+        return tyro.cli(cls, args=list(arguments), prog=prog, registry=_NUMBERS, **options)
+    except _NoNumber as error:
+        raise OptionError(f"{_flag_of(error.given, arguments)}{error}.") from None
 
 
 class _NoNumber(Exception):
@@ -43,15 +54,6 @@ class _NoNumber(Exception):
     def __init__(self, wanted: str, given: str) -> None:
         super().__init__(f"{wanted}; got {given!r}")
         self.given = given
-
-
-@contextmanager
-def numbers_named(arguments: Sequence[str]) -> Iterator[None]:
-    """Turn what is no number into one sentence with its flag, while tyro reads ``arguments``."""
-    try:
-        yield
-    except _NoNumber as error:
-        raise OptionError(f"{_flag_of(error.given, arguments)}{error}.") from None
 
 
 def _flag_of(given: str, arguments: Sequence[str]) -> str:
@@ -66,11 +68,11 @@ def _flag_of(given: str, arguments: Sequence[str]) -> str:
     return ""
 
 
-NUMBERS = ConstructorRegistry()
+_NUMBERS = ConstructorRegistry()
 """Reads whole numbers and numbers, with a plain sentence for what is none."""
 
 
-@NUMBERS.primitive_rule
+@_NUMBERS.primitive_rule
 def _number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     kinds = set(get_args(info.type)) if get_origin(info.type) in (Union, UnionType) else {info.type}
     or_none = NoneType in kinds

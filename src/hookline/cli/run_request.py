@@ -18,7 +18,7 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, arg
 from hookline.cli.find_experiment import ConfigFlags, FoundExperiment, find_experiment
 from hookline.cli.hook_config import read_hook_config
 from hookline.cli.option_sources import RunSettings, settings_of_file, settings_of_run
-from hookline.cli.parse import NUMBERS, numbers_named
+from hookline.cli.parse import read_flags
 from hookline.cli.run_hooks import (
     HookObjects,
     check_factories,
@@ -138,15 +138,7 @@ def first_look(argv: Sequence[str]) -> tuple[RunOptions, list[str]]:
     """Return the flags that every experiment has, and the arguments with flags of several values joined."""
     joined = joined_flags(argv)
     without_help = [one for one in joined if one not in ("-h", "--help")]
-    with numbers_named(without_help):
-        options, _ = tyro.cli(
-            RunOptions,
-            args=without_help,
-            prog="hookline run",
-            return_unknown_args=True,
-            config=MARKERS,
-            registry=NUMBERS,
-        )
+    options, _ = read_flags(RunOptions, without_help, "hookline run", config=MARKERS, return_unknown_args=True)
     if options.experiment == "[]":  # tyro 1.0, for a positional that is not there beside flags it does not know
         options.experiment = None
     return options, joined
@@ -247,15 +239,13 @@ def _second_look(
     # Of a switch that is on, tyro knows --no-x alone.
     needed = [one for one in arguments if switches.get(one.removeprefix("--").replace("-", "_")) is not True]
     try:
-        with numbers_named(needed):
-            return tyro.cli(
-                _all_options(default, found, flags, given, settings.flags.get("loop", {})),
-                args=needed,
-                prog=f"hookline run {options.experiment or found.name}",
-                description=f"Train {found.name}, with hooks.",
-                config=(FlagCreatePairsOff,),
-                registry=NUMBERS,
-            )
+        return read_flags(
+            _all_options(default, found, flags, given, settings.flags.get("loop", {})),
+            needed,
+            f"hookline run {options.experiment or found.name}",
+            description=f"Train {found.name}, with hooks.",
+            config=(FlagCreatePairsOff,),
+        )
     except SystemExit as left:
         if left.code:  # tyro has said what is wrong
             own = [f"--{name.replace('_', '-')}" for name in ([] if flags is None else flags.names)]

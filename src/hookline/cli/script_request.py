@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import tyro
-
 from hookline.cli.find_experiment import FoundExperiment
 from hookline.cli.option_sources import RunSettings, settings_of_file
-from hookline.cli.parse import NUMBERS, numbers_named
+from hookline.cli.parse import read_flags
 from hookline.cli.run_folder import to_plain
 from hookline.cli.run_request import MARKERS, Request, joined_flags, merged_options
 from hookline.cli.run_sinks import sink_maker
@@ -131,16 +129,9 @@ def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def read_script(arguments: Sequence[str], command: Sequence[str]) -> ScriptRequest:
     """Return what was asked for; ``arguments`` are those before the ``--``."""
     given = joined_flags(arguments)
-    with numbers_named(given):
-        parsed, unknown = tyro.cli(
-            ScriptOptions,
-            args=given,
-            prog="hookline run",
-            description=_ABOUT,
-            return_unknown_args=True,
-            config=MARKERS,
-            registry=NUMBERS,
-        )
+    parsed, unknown = read_flags(
+        ScriptOptions, given, "hookline run", description=_ABOUT, config=MARKERS, return_unknown_args=True
+    )
     if unknown:
         _refuse(unknown[0])
     options, every = RunOptions(parsed.experiment, *parsed.groups), parsed.report.snapshot_every
