@@ -45,7 +45,7 @@ def check_that_every_page_is_there(pages: dict[str, str]) -> None:
     for made in ("tour", "changelog", "contributing", "results", "examples", *(f"examples/{e.stem}" for e in EXAMPLES)):
         assert f"{made}/index.html" in pages
     for name in errors.__all__:
-        assert f'<h1 id="{name.lower()}">{name}' in pages[f"errors/{name}/index.html"]
+        assert f'<h2 id="{name.lower()}">{name}' in pages["errors/index.html"]
 
 
 def check_that_nothing_is_loaded_from_another_host(pages: dict[str, str], styles: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Every error has a page, every page has an error, and the error leads there."""
+"""Every error has a section of docs/errors.md, every section an error, and the error leads there."""
 
 from __future__ import annotations
 
@@ -15,17 +15,13 @@ from hookline import errors
 from hookline.cli import main as command_line
 
 ROOT = Path(__file__).parents[1]
-PAGES = ROOT / "docs" / "errors"
+PAGE = ROOT / "docs" / "errors.md"
 
 
-def test_every_error_has_its_page_and_every_page_its_error() -> None:
-    """By name; and the overview has a row for each, with its page."""
-    named = {page.stem for page in PAGES.glob("*.md")} - {"README"}
-    assert named == set(errors.__all__)
-    overview = (PAGES / "README.md").read_text(encoding="utf-8")
-    for name in errors.__all__:
-        assert f"| [{name}]({name}.md) |" in overview
-        assert (PAGES / f"{name}.md").read_text(encoding="utf-8").startswith(f"# {name}\n")
+def test_every_error_has_its_section_and_every_section_its_error() -> None:
+    """By name, in alphabetical order."""
+    sections = [line.removeprefix("## ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:3] == "## "]
+    assert sections == sorted(errors.__all__, key=str.lower)
 
 
 def test_an_error_leads_to_its_page_and_its_text_stays_as_it_is() -> None:
@@ -36,14 +32,13 @@ def test_an_error_leads_to_its_page_and_its_text_stays_as_it_is() -> None:
 
     for name in errors.__all__:
         kind = getattr(errors, name)
-        address = f"{errors.DOCUMENTATION}/errors/{name}.md"
+        address = f"{errors.DOCUMENTATION}/errors.md#{name.lower()}"
         assert errors.help_line(kind) == f"See {address}"
         if issubclass(kind, errors.HooklineError):
             error = kind("what was asked")
             assert str(error) == "what was asked"
             assert traceback.format_exception_only(error)[-1] == f"See {address}\n"
     assert Theirs("x").__notes__ == [errors.help_line(errors.OptionError)]
-    assert (ROOT / "docs" / "errors" / "OptionError.md").is_file()
 
 
 def test_the_address_is_that_of_the_documentation_in_the_package_index() -> None:
@@ -51,7 +46,7 @@ def test_the_address_is_that_of_the_documentation_in_the_package_index() -> None
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     stated = project["urls"]["Documentation"]
     assert stated.replace("/tree/", "/blob/") == errors.DOCUMENTATION
-    assert stated.endswith(f"/{PAGES.parent.name}")
+    assert stated.endswith(f"/{PAGE.parent.name}")
 
 
 def test_the_warning_of_a_hook_that_never_fired_leads_to_its_page() -> None:

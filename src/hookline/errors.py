@@ -77,9 +77,9 @@ DOCUMENTATION: Final = "https://github.com/hookline/hookline/blob/main/docs"
 
 
 def help_line(error: type[BaseException] | type[Warning]) -> str:
-    """Return the line that leads to the page about ``error``, or about the nearest of its bases that has one."""
+    """Return the line that leads to the section about ``error``, or about the nearest of its bases that has one."""
     known = next(base.__name__ for base in error.__mro__ if base.__module__ == __name__)
-    return f"See {DOCUMENTATION}/errors/{known}.md"
+    return f"See {DOCUMENTATION}/errors.md#{known.lower()}"
 
 
 class Hint(Enum):
@@ -116,7 +116,7 @@ class _Hinted(Exception):
 
 
 class HooklineError(_Hinted):
-    """Base of every error that hookline raises on purpose; a traceback ends with the address of its page."""
+    """Base of every error that hookline raises on purpose; a traceback ends with the address of its section."""
 
     def __init__(self, *args: object, hint: Hint | None = None, **options: Any) -> None:
         super().__init__(*args, hint=hint, **options)

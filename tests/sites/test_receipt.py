@@ -416,6 +416,23 @@ def test_a_parent_without_source_does_not_break_the_warning():
     assert "'idle': nothing called it" in silent_warning(space["Made"](), "idle")
 
 
+@pytest.mark.parametrize("edited", ["\n" * 2 + "text = (\n" * 20, "\n" * 2 + '"""\n' * 3, "\n" * 2 + "  def\n x y (\n"])
+def test_a_file_that_was_edited_since_does_not_break_the_removal(edited, tmp_path):
+    """The line of the code is then the middle of something else, which need not even be Python."""
+    path = tmp_path / "edited.py"
+    source = """class Made(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.idle = nn.Linear(2, 2)
+    def forward(self, x):
+        return x
+"""
+    space: dict = {"nn": nn, "__name__": "edited"}
+    exec(compile("\n" * 2 + source, str(path), "exec"), space)
+    path.write_text(edited)
+    assert "'idle': nothing called it" in silent_warning(space["Made"](), "idle")
+
+
 def test_a_report_is_made_while_modules_are_collected():
     """A process-wide hook lets go of those that die, at whatever moment the collector comes."""
     handle = hl.attach_everywhere(lambda module, args, output: None)

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import operator
 import re
+import tokenize
 import warnings
 from collections import defaultdict
 from contextlib import suppress
@@ -381,7 +382,8 @@ def _source_of(cls: type) -> str:
     """
     found = []
     for method in _methods_of(cls):
-        with suppress(OSError, TypeError):  # made in a shell, or built in
+        # Made in a shell; built in; or edited on the disk since it was imported, so that its line is the middle of a text.
+        with suppress(OSError, TypeError, SyntaxError, tokenize.TokenError):
             found.append(inspect.getsource(method))
     return "\n".join(found)
 
