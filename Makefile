@@ -22,7 +22,7 @@ LAYERS := $(BIN)/lint-imports --no-logo
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm test-sglang check bench bench-peers bench-growth torture docs site release-check notebooks clean
+.PHONY: help setup run test test-vllm test-sglang check bench bench-peers bench-growth torture mutants docs site release-check notebooks clean
 # `make -j` must not mix the output of check, docs and the tests.
 .NOTPARALLEL:
 
@@ -146,6 +146,11 @@ $(PEERS_STAMP): pyproject.toml constraints.txt benchmarks/peers.txt benchmarks/p
 
 bench-growth: setup ## measure what grows with sites, tensors, steps, ranks and clients; writes the plots of docs/scaling.md
 	@$(BIN)/python benchmarks/growth.py $(ARGS)
+
+mutants: export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
+mutants: export PYTEST_PLUGINS := xdist.plugin,pytest_timeout,pytest_rerunfailures,_hypothesis_pytestplugin,hookline.testing.pytest_plugin
+mutants: setup ## plant known faults in a copy of the package, and see that the tests notice each (half an hour)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py $(ARGS)
 
 torture: setup ## break runs, sinks, threads and requests at random (ten minutes, an hour at most), and count what is lost
 	@$(BIN)/python torture/run.py --out benchmarks/RELIABILITY.md
