@@ -382,7 +382,7 @@ def _source_of(cls: type) -> str:
     """
     found = []
     for method in _methods_of(cls):
-        # Made in a shell; built in; or edited on the disk since it was imported, so that its line is the middle of a text.
+        # Made in a shell; built in; or edited since its import, so that its line is now in the middle of something.
         with suppress(OSError, TypeError, SyntaxError, tokenize.TokenError):
             found.append(inspect.getsource(method))
     return "\n".join(found)
