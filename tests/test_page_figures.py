@@ -89,3 +89,36 @@ def test_what_ranks_cost_was_measured() -> None:
     for cells, name in ((flush, "flush over 2 ranks (ms, wall clock)"), (ddp, "watch under DDP, 2 processes")):
         assert cells[1].startswith(rows[name][4])
         assert cells[2] == rows[name][5]
+
+
+COSTS = {
+    "a model whose hooks were all removed": ("CPU", "all hooks removed, forward"),
+    "twelve empty hooks": ("CPU", "twelve empty forward hooks"),
+    "training step of GPT-2 small": ("GPU", "watch, GPT-2 small step, batch 8"),
+    "the same at batch 32": ("GPU", "watch, GPT-2 small step, batch 32"),
+    "the same at every 50th step": ("GPU", "watch every 50 steps, GPT-2 small, batch 32"),
+    "the same numbers by `.item()`": ("GPU", "item, GPT-2 small step, batch 8"),
+}
+"""How the rows of the README's table begin, and the section and row of the benchmarks that each repeats."""
+
+
+def test_the_costs_of_the_readme_are_those_that_were_measured() -> None:
+    """Each row of its table, to two digits."""
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    table = table_after((ROOT / "README.md").read_text(encoding="utf-8"), "| what | ratio |")
+    assert len(table) == len(COSTS)
+    for (what, ratio), (words, (section, name)) in zip(table, COSTS.items(), strict=True):
+        assert what.startswith(words)
+        part = results.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+        cells = part.partition(f"\n| {name} |")[2].split("\n")[0].split(" | ")
+        assert ratio == f"{float(cells[3].split(' ')[0]):.2f}", what
+
+
+def test_the_versions_of_the_compatibility_page_are_those_of_the_tests() -> None:
+    """Every package of its table, and torch."""
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE))
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| ([a-z-]+) \| (\d\S*) \|", page, re.MULTILINE)
+    assert len(named) > 5
+    assert {name: pins[name] for name, _ in named} == dict(named)
+    assert f"| {pins['torch']} | Linux, CPU | every test" in page

@@ -1,6 +1,6 @@
 """Make the pages of the site that no file under docs/ holds, and let every link lead to a page of the site.
 
-mkdocs calls `on_config`, `on_files` and `on_page_markdown` (mkdocs.yml, `hooks`). Pages that are made: the tour
+mkdocs calls `on_config`, `on_files` and `on_page_markdown` (mkdocs.yml, `hooks`). Pages that are made: the first
 (README.md), the results of the benchmarks, the changelog, a page for each example, and the reference, from the stubs
 that list the public names.
 """
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "hookline"
 
 COPIED = {
-    "README.md": "tour.md",
+    "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
@@ -39,12 +39,8 @@ FOLDERS_IN_NAV = ("recipes", "migrate", "examples", "analyses", "reference")
 
 HOW_TO = "How to"
 
-WITH_FIGURES = ("index.md", "compatibility.md")
-"""Pages on which `{{ CPU: row }}`, `{{ GPU: row }}` and `{{ pin: package }}` stand for a figure of another file."""
-
 FENCE = re.compile(r"^\s*(```|~~~)")
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))")
-FIGURE = re.compile(r"\{\{ *(.+?) *\}\}")
 
 
 # -- what mkdocs calls ----------------------------------------------------------------------------------------------
@@ -67,9 +63,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put in the figures of the benchmarks, and let links out of docs/ lead to the site or to the repository."""
-    if page.file.src_uri in WITH_FIGURES:
-        markdown = FIGURE.sub(lambda match: figure(match[1]), markdown)
+    """Let links out of docs/ lead to the site or to the repository."""
     source = next((old for old, new in COPIED.items() if new == page.file.src_uri), f"docs/{page.file.src_uri}")
     return "\n".join(_relinked(markdown, source, page.file.src_uri))
 
@@ -166,7 +160,7 @@ def public_names(module: str) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(((name, home) for home, name in imported), key=lambda pair: pair[0].lower()))
 
 
-# -- links and figures ----------------------------------------------------------------------------------------------
+# -- links ----------------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -204,29 +198,6 @@ def site_link(target: str, source: str, site_path: str) -> str:
     else:
         raise PluginError(f"{source}: the link {target!r} leads nowhere")
     return os.path.relpath(page, posixpath.dirname(site_path) or ".") + mark + anchor
-
-
-def figure(key: str) -> str:
-    """Return the figure that `key` names: the ratio of a row of the benchmarks, or the version that tests use."""
-    try:
-        return _figures()[key]
-    except KeyError:
-        raise PluginError(f"{key!r} is no row of benchmarks/RESULTS.md and no pin of constraints.txt") from None
-
-
-@cache
-def _figures() -> dict[str, str]:
-    found: dict[str, str] = {}
-    machine = ""
-    for line in (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8").splitlines():
-        machine = line.removeprefix("## ") if line.startswith("## ") else machine
-        cells = line.strip("| ").split(" | ")
-        if len(cells) == 9:
-            found.setdefault(f"{machine}: {cells[0]}", cells[4].split(" [")[0])
-    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
-        name, _, version = line.partition("==")
-        found[f"pin: {name}"] = version
-    return found
 
 
 def _filled(entry: Any) -> Any:
