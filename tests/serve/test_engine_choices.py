@@ -43,6 +43,14 @@ def chances(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) 
     return order, numpy.cumsum(found) / found.sum()
 
 
+def test_top_p_ends_with_the_token_that_reaches_it() -> None:
+    """Of four equal tokens two are half: a third, which begins exactly at 0.5, is never drawn."""
+    request = GenerationRequest("r", (1,), temperature=1.0, top_p=0.5)
+    draws = random.Random(0)
+    drawn = {choose(torch.zeros(1, 4), [request], [draws])[0].id for _ in range(100)}
+    assert len(drawn) == 2
+
+
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 0.9), (1.5, 50, 1.0), (2.0, 1000, 0.5), (0.01, 0, 1.0)]
 )

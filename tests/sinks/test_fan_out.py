@@ -340,6 +340,23 @@ def test_flush_does_not_wait_for_the_next_try(clock):
     assert sink.seen == [0, 1]
 
 
+def test_records_after_the_checkpoint_do_not_reach_a_sink_when_the_run_is_resumed(clock):
+    """They wait for a sink that was away; the resumed run makes them again, and it would have them twice."""
+    sink = Away()
+    fan_out = FanOut([sink])
+    fan_out.write(record(0))
+    state = fan_out.state_dict()
+    sink.error = OSError("no route to host")
+    fan_out.write(record(1))
+    sink.error = None
+    fan_out.load_state_dict(state)
+    clock[0] += 3600
+    for epoch in (1, 2):
+        fan_out.write(record(epoch))
+    fan_out.flush()
+    assert sink.seen == [0, 1, 2]
+
+
 def test_a_mistake_in_a_sink_is_passed_over_with_its_record(clock):
     """It would be made again; the next record may go through."""
     sink = Away(ValueError("what is this"))
