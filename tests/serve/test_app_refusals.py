@@ -159,7 +159,17 @@ def test_unknown_models_paths_and_methods(client: httpx.Client) -> None:
 def test_a_page_of_another_site_gets_nothing_from_a_server_of_this_machine(client: httpx.Client) -> None:
     """A name that was turned to 127.0.0.1 is still in ``Host``, and the site in ``Origin``; the token opens both."""
     body = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
-    elsewhere = ["evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.1", "[half", "", "null"]
+    elsewhere = [
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "evil-localhost",
+        "evillocalhost:80",
+        "10.0.0.1",
+        "[half",
+        "",
+        "null",
+    ]
     for headers in [{"Host": name} for name in elsewhere] + [{"Origin": f"http://{name}"} for name in elsewhere]:
         assert "names another machine" in _error(client.post("/generate", json=body, headers=headers), 403)["message"]
         _error(client.get("/hooks", headers=headers), 403)
