@@ -47,10 +47,10 @@ def data() -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 
 
-def train(model: nn.Module, batch: Tensor, to: Path, *, steps: int = 2, **options: Any) -> None:
+def train(model: nn.Module, batch: Tensor, to: Path, *, steps: int = 2, kinds: Any = KINDS, **options: Any) -> None:
     """Trace two steps of training."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with hl.trace(model, to=to, kinds=KINDS, tensors=True, step=optimizer, **options):
+    with hl.trace(model, to=to, kinds=kinds, tensors=True, step=optimizer, **options):
         for _ in range(steps):
             optimizer.zero_grad()
             model(batch).square().mean().backward()
@@ -98,6 +98,15 @@ def all_traced(folder: str) -> dict[str, Any]:
 
     cases = (ddp, ddp_with_other_weights, fsdp, fsdp_with_another_shard, tensor_parallel)
     return run_cases([*cases, tensor_parallel_with_another_shard, bad_step, changes_nothing])
+
+
+def fsdp_over_tp(folder: str) -> None:
+    """Trace four ranks that shard, over two halves of the batch, what tensor parallelism has split before."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    model: Any = parallelize_module(made(), mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"])
+    train(model, data().chunk(2)[dist.get_rank() // 2], Path(folder), kinds=("parameter", "param_grad"))
 
 
 def spoil(weight: Any) -> None:

@@ -189,6 +189,51 @@ def test_parts_of_ranks_are_put_together_by_placements_and_copies_stay_apart() -
     assert [value.rank for value in kept] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("operation", "whole"), [("sum", 7.0), ("avg", 3.5), ("max", 4.0), ("min", 3.0), ("product", 12.0)]
+)
+def test_partial_results_of_ranks_are_reduced_by_their_operation(operation: str, whole: float) -> None:
+    """The trace says which; nothing else is taken for a sum."""
+    run = _run("A", [_partial(torch.full((3,), 3.0 + rank), rank, f"Partial({operation})") for rank in (0, 1)])
+    (value,), _ = join_ranks(run)
+    assert value.read is not None
+    assert value.read().tolist() == [whole] * 3
+
+
+def test_parts_that_cannot_be_put_together_are_said_and_not_compared() -> None:
+    """A reduction that nobody knows, and a rank that is not there."""
+    odd = [_partial(torch.ones(3), rank, "_NormPartial(2)") for rank in (0, 1)]
+    joined, (note,) = join_ranks(_run("A", odd))
+    assert not joined
+    assert "_NormPartial(2)" in note
+    three = [
+        _part(torch.ones(3), rank, placements=MeshPlacement(("Shard(0)",), (), (3,), (rank,), (9,))) for rank in (0, 2)
+    ]
+    joined, (note,) = join_ranks(_run("A", three))
+    assert not joined
+    assert "[1]" in note
+
+
+def _partial(tensor: Tensor, rank: int, placement: str) -> RunValue:
+    return _part(tensor, rank, placements=MeshPlacement((placement,), ("tp",), (2,), (rank,), tuple(tensor.shape)))
+
+
+def test_shards_of_one_dimension_over_two_of_the_mesh_are_put_together() -> None:
+    """The outer one was cut first; a strided one last, also where the parts are not of one size."""
+    whole = _random(9, 2)
+    plain = whole.split([2, 2, 1, 0, 1, 1, 1, 1])  # of 5 and of 4 rows
+    for placements, shape, parts in (
+        (("Shard(0)", "Shard(0)"), (2, 4), plain),
+        (("StridedShard(0, 2)", "Shard(0)"), (4, 2), [plain[rank % 2 * 4 + rank // 2] for rank in range(8)]),
+    ):
+        places = [MeshPlacement(placements, (), shape, divmod(rank, shape[1]), (9, 2)) for rank in range(8)]
+        full = [_part(part, rank, placements=places[rank]) for rank, part in enumerate(parts)]
+        (value,), _ = join_ranks(_run("A", full))
+        assert value.read is not None
+        assert value.shape == (9, 2)
+        assert torch.equal(value.read(), whole)
+
+
 class Twice(nn.Module):
     """Calls its layer as often as it is told."""
 

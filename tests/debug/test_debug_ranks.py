@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from debug_rank_scenarios import all_traced, data, made, train
+from debug_rank_scenarios import all_traced, data, fsdp_over_tp, made, train
 from helpers_ranks import run_ranks
 
 import hookline as hl
@@ -41,6 +41,19 @@ def test_right_ranks_are_the_same_as_one_process(ranks: Any, name: str) -> None:
     assert {value.rank for value in found.values} == ({0, 1} if name == "ddp" or name == "tp" else {0})
     joined = [value for value in found.values if "put together from 2 ranks" in value.how]
     assert {value.site for value in joined} >= {"ddp": {"up", "head"}, "fsdp": {"up", "up.weight"}, "tp": {"up"}}[name]
+
+
+def test_shards_of_what_tensor_parallelism_has_split_are_joined_in_the_order_they_were_cut(tmp_path: Path) -> None:
+    """FSDP2 cuts the parts of ``up`` once more along the same dimension: a strided shard."""
+    run_ranks(fsdp_over_tp, str(tmp_path / "four"), ranks=4, timeout=180)
+    train(made(), data(), tmp_path / "one", kinds=("parameter", "param_grad"))
+    laid = {each.site: each.placements for each in hl.debug.read_trace(tmp_path / "four").records}
+    assert laid["up.weight"] is not None
+    assert laid["up.weight"].placements == ("StridedShard(0, 2)", "Shard(0)")
+    found = hl.compare(tmp_path / "one", tmp_path / "four")
+    assert found.ok, found.summary
+    assert found.only_a == found.unpaired == []
+    assert {value.shape for value in found.values if value.site == "up.weight"} == {(16, 8)}
 
 
 @pytest.mark.parametrize(("right", "wrong", "module", "rank"), [

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -20,20 +21,32 @@ from hookline.sites.targets import name_matcher
 __all__ = ["join_ranks"]
 
 _PART: Final = re.compile(r"([A-Za-z0-9_*]+)(?:\[([a-z0-9_]+)(?::(sum|partial))?\])?")
-_SHARD: Final = re.compile(r"Shard\((?:dim=)?(-?\d+)\)")
+_SHARD: Final = re.compile(r"(?:Strided)?Shard\((-?\d+)(?:, (\d+))?\)")
+_PARTIAL: Final = re.compile(r"Partial\((\w+)\)")
+_REDUCTIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "sum": lambda parts: parts.sum(0),
+    "avg": lambda parts: parts.mean(0),
+    "max": lambda parts: parts.amax(0),
+    "min": lambda parts: parts.amin(0),
+    "product": lambda parts: parts.prod(0),
+}
+"""What becomes of partial results of ranks, which are stacked, in float64."""
 
 DimsOption = str | Mapping[str, str] | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How parts lie: by each dimension of the mesh, the dimension that is cut, ``sum``, or None for copies."""
+    """How parts lie on the dimensions of a mesh."""
 
     axes: tuple[int | str | None, ...]
+    """For each, the dimension of the tensor that is cut, how partial results are reduced, or None for copies."""
     sizes: tuple[int, ...]
     coordinates: dict[int, tuple[int, ...]]
     """By rank."""
     text: str
+    order: tuple[int, ...]
+    """In which order the tensor was cut along them."""
 
 
 def join_ranks(
@@ -53,10 +66,8 @@ def join_ranks(
         layout = _layout(members, find(members[0].site) or members[0].dims, mesh) if len(members) > 1 else None
         if layout is None or all(axis is None for axis in layout.axes):
             found += members
-        elif missing := set(layout.coordinates) - {member.rank for member in members}:
-            notes[
-                f"{run.name}: parts of ranks {sorted(missing)} are missing; sharded tensors cannot be put together."
-            ] = None
+        elif why := _why_apart(members, layout):
+            notes[f"{run.name}: {why}; sharded tensors cannot be put together."] = None
         else:
             found.append(_joined(members, layout))
     found.sort(key=lambda value: value.order)
@@ -79,15 +90,35 @@ def _layout(members: Sequence[RunValue], dims: str | None, mesh: Mapping[str, in
     return None if dims is None else _by_dims(members, dims, mesh)
 
 
+def _why_apart(members: Sequence[RunValue], layout: _Layout) -> str:
+    """Return why parts cannot be put together; nothing if they can."""
+    unknown = [axis for axis in layout.axes if isinstance(axis, str) and axis not in _REDUCTIONS]
+    if unknown:
+        return f"how ranks reduce {layout.text} is not known"
+    there = {layout.coordinates[member.rank] for member in members}
+    missing = [number for number, place in enumerate(_places(layout.sizes)) if place not in there]
+    return f"parts of ranks {missing} are missing" if missing else ""
+
+
+def _places(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Return the places of a mesh, rank by rank: the outermost axis comes first, and its number changes last."""
+    return itertools.product(*map(range, sizes))
+
+
 def _by_placements(members: Sequence[RunValue]) -> _Layout:
     first = members[0].placements
     assert first is not None
     axes: list[int | str | None] = []
+    factors = []
     for placement in first.placements:
-        shard = _SHARD.search(placement)
-        axes.append(int(shard[1]) if shard else "sum" if placement.startswith("Partial") else None)
+        shard, partial = _SHARD.fullmatch(placement), _PARTIAL.fullmatch(placement)
+        other = None if placement == "Replicate()" else partial[1] if partial else placement
+        axes.append(int(shard[1]) if shard else other)
+        factors.append(int(shard[2] or 1) if shard else 1)
     coordinates = {member.rank: member.placements.coordinate for member in members if member.placements is not None}
-    return _Layout(tuple(axes), first.mesh_shape, coordinates, ", ".join(first.placements))
+    # A strided shard is one of what was cut before it into as many parts as its factor says.
+    order = tuple(sorted(range(len(axes)), key=lambda number: factors[number]))
+    return _Layout(tuple(axes), first.mesh_shape, coordinates, ", ".join(first.placements), order)
 
 
 def _by_dims(members: Sequence[RunValue], dims: str, mesh: Mapping[str, int] | None) -> _Layout | None:
@@ -111,33 +142,27 @@ def _by_dims(members: Sequence[RunValue], dims: str, mesh: Mapping[str, int] | N
             f"dims={dims!r} has {len(names)} axes: say how many ranks each has, the outermost first: "
             f"mesh={{{', '.join(f'{name!r}: …' for name in names)}}}."
         )
-    total = 1
-    for size in sizes:
-        total *= size
-    # The outermost axis comes first: its number changes last from rank to rank.
-    coordinates = {rank: _unravelled(rank, sizes) for rank in range(total)}
-    return _Layout(tuple(cut.get(name) for name in names), sizes, coordinates, dims)
-
-
-def _unravelled(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    place = []
-    for size in reversed(sizes):
-        rank, rest = divmod(rank, size)
-        place.append(rest)
-    return tuple(reversed(place))
+    coordinates = dict(enumerate(_places(sizes)))
+    return _Layout(tuple(cut.get(name) for name in names), sizes, coordinates, dims, tuple(range(len(names))))
 
 
 def _joined(members: Sequence[RunValue], layout: _Layout) -> RunValue:
     """Return one value for all parts; copies along a dimension of the mesh count once."""
-    by_place = {layout.coordinates[member.rank]: member for member in members}
-    shape = _full_shape(members, layout)
-    can_read = all(member.read is not None for member in members)
+    axes = [layout.axes[number] for number in layout.order]
+    by_place = {tuple(layout.coordinates[member.rank][at] for at in layout.order): member for member in members}
+    shapes = {place: torch.empty(member.shape, device="meta") for place, member in by_place.items()}
+    shape = tuple(_join(shapes, axes).shape)
+    reads = [member.read for member in by_place.values() if member.read is not None]
+
+    def read() -> Tensor:
+        return _join(dict(zip(by_place, (each() for each in reads), strict=True)), axes)
+
     first = min(members, key=lambda member: member.rank)
     return replace(
         first,
         shape=shape,
         rank=0,
-        read=(lambda: _join(by_place, layout, ())) if can_read else None,
+        read=read if len(reads) == len(by_place) else None,
         fingerprint=None,
         placements=None,
         rows=None if shape != first.shape and 0 in layout.axes else first.rows,
@@ -145,30 +170,16 @@ def _joined(members: Sequence[RunValue], layout: _Layout) -> RunValue:
     )
 
 
-def _full_shape(members: Sequence[RunValue], layout: _Layout) -> tuple[int, ...]:
-    by_place = {layout.coordinates[member.rank]: member.shape for member in members}
-    shape = list(members[0].shape)
-    for number, axis in enumerate(layout.axes):
-        if isinstance(axis, int):
-            line = [size for place, size in by_place.items()
-                    if all(at == 0 for other, at in enumerate(place) if other != number)]  # fmt: skip
-            shape[axis] = sum(size[axis] for size in line)
-    return tuple(shape)
-
-
-def _join(parts: Mapping[tuple[int, ...], RunValue], layout: _Layout, place: tuple[int, ...]) -> Tensor:
-    """Return the tensor of all parts whose coordinate begins with ``place``."""
-    if len(place) == len(layout.sizes):
-        read = parts[place].read
-        assert read is not None
-        return read()
-    axis = layout.axes[len(place)]
+def _join(parts: Mapping[tuple[int, ...], Tensor], axes: Sequence[int | str | None]) -> Tensor:
+    """Return the tensor of which parts lie at these places along ``axes``."""
+    if not axes:
+        return parts[()]
+    axis, *inner = axes
+    indices = [0] if axis is None else sorted({place[0] for place in parts})
+    pieces = [_join({place[1:]: part for place, part in parts.items() if place[0] == at}, inner) for at in indices]
+    if isinstance(axis, int):
+        return torch.cat(pieces, dim=axis)
     if axis is None:
-        return _join(parts, layout, (*place, 0))
-    pieces = [_join(parts, layout, (*place, index)) for index in range(layout.sizes[len(place)])]
-    if axis == "sum":
-        total = pieces[0].double()
-        for piece in pieces[1:]:
-            total = total + piece
-        return total.to(pieces[0].dtype)
-    return torch.cat(pieces, dim=int(axis))
+        return pieces[0]
+    dtype = pieces[0].dtype
+    return _REDUCTIONS[axis](torch.stack(pieces).to(torch.promote_types(dtype, torch.float64))).to(dtype)

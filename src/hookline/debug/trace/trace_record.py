@@ -68,7 +68,8 @@ class MeshPlacement:
     """How a distributed tensor (DTensor) lies on its mesh; the record's own shape is that of this rank's part."""
 
     placements: tuple[str, ...]
-    """One for each dimension of the mesh: ``"Shard(0)"``, ``"Replicate()"``, ``"Partial(sum)"``."""
+    """One for each dimension of the mesh: ``"Shard(0)"``, ``"Replicate()"``, ``"Partial(sum)"``, or
+    ``"StridedShard(0, 2)"``: a shard of what later dimensions of the mesh have cut before, into 2 parts."""
     mesh_names: tuple[str, ...]
     """Names of these dimensions; empty if they have none."""
     mesh_shape: tuple[int, ...]

@@ -48,7 +48,12 @@ def mesh_placement(tensor: Any) -> MeshPlacement | None:
 
 
 def _placement_words(placement: Any) -> str:
-    """Return a placement in the words of the format, the same in all versions of torch."""
+    """Return a placement in the words of the format, the same in all versions of torch; of an unknown one, its own."""
+    factor = getattr(placement, "split_factor", None)  # FSDP2 over tensor parallelism; no shard by is_shard()
+    if factor is not None:
+        return f"StridedShard({placement.dim}, {factor})"
     if placement.is_shard():
         return f"Shard({placement.dim})"
-    return f"Partial({placement.reduce_op})" if placement.is_partial() else "Replicate()"
+    if placement.is_replicate():
+        return "Replicate()"
+    return f"Partial({placement.reduce_op})" if type(placement).__name__ == "Partial" else repr(placement)
