@@ -16,6 +16,7 @@ from hookline.debug.compare.compare import compare
 from hookline.debug.trace import start_trace
 from hookline.debug.trace.start_trace import trace
 from hookline.errors import CompareError
+from hookline.lifecycle.schedule import StepSchedule
 
 
 def _traced(model: nn.Module, to: Path, run: Any = None, **options: Any) -> Path:
@@ -179,16 +180,12 @@ def test_estimates_are_no_bounds(tmp_path: Path) -> None:
 def test_steps_that_do_not_meet_are_told(tmp_path: Path) -> None:
     """One step beside one other is compared, and said; two steps beside one other cannot be."""
 
-    def run(model: nn.Module, running: Any, skipped: int, steps: int) -> None:
-        with running.paused():
-            for _ in range(skipped):
-                model(torch.ones(2, 8))
-        for _ in range(steps):
-            model(torch.ones(2, 8))
+    def traced(name: str, steps: int, first: int = 0) -> Path:
+        schedule = StepSchedule(warmup=first)
+        return _traced(Net(), tmp_path / name, lambda model, _: [model(torch.ones(2, 8)) for _ in range(steps)],
+                       every=schedule)  # fmt: skip
 
-    one = _traced(Net(), tmp_path / "one", lambda model, running: run(model, running, 0, 1))
-    late = _traced(Net(), tmp_path / "late", lambda model, running: run(model, running, 5, 1))
-    two = _traced(Net(), tmp_path / "two", lambda model, running: run(model, running, 0, 2))
+    one, late, two = traced("one", 1), traced("late", 6, first=5), traced("two", 2)
     found = compare(one, late)
     assert found.ok
     assert found.notes == ["Steps 0 of A are compared with steps 5 of B, in this order."]

@@ -15,7 +15,7 @@ import hookline as hl
 from hookline.debug import RowKey, read_trace
 from hookline.debug.trace.start_trace import bytes_of_budget, trace
 from hookline.debug.trace.trace_recorder import TraceRecorder
-from hookline.errors import OptionError, TraceError
+from hookline.errors import HooklineWarning, OptionError, TraceError
 
 
 class Block(nn.Module):
@@ -156,7 +156,7 @@ def test_tensors_are_stored_where_a_run_parts_from_an_earlier_one(tmp_path):
 class OnDevice(TraceRecorder):
     """Takes the way of tensors that are on a device."""
 
-    def _fingerprint(self, tensor: Tensor, local: Tensor) -> Any:
+    def _fingerprint(self, local: Tensor) -> Any:
         return self._on_device(local)
 
 
@@ -238,6 +238,59 @@ def test_forwards_without_gradients_are_steps_and_are_written_at_once(tmp_path):
     running.remove()
     hl.assert_no_hooks(model, foreign=True)
     assert read_trace(tmp_path / "t").problems == ()
+
+
+def test_what_is_paused_counts_no_step_and_its_gradients_are_not_traced(tmp_path):
+    """A run with evaluations has the steps of one without, whatever ends a step."""
+    for number, step_ in enumerate(("forward", "manual")):
+        model = nn.Sequential(nn.Linear(2, 2))
+        with trace(model, to=tmp_path / str(number), kinds=("output", "output_grad"), step=step_) as running:
+            for _ in range(2):
+                model(torch.ones(1, 2)).sum().backward()
+                with running.paused():
+                    loss = model(torch.ones(1, 2)).sum()
+                    if step_ == "manual":
+                        running.step()
+                loss.backward()
+                if step_ == "manual":
+                    running.step()
+        records = read_trace(tmp_path / str(number)).records
+        found = [(each.kind, each.step, each.call, each.micro_batch) for each in records if not each.site]
+        assert found == [(kind, step, 0, 0) for step in (0, 1) for kind in ("output", "output_grad")]
+
+
+def test_gradients_of_forwards_that_are_forgotten_begin_no_steps(tmp_path):
+    """They are left out, and that is said."""
+    model = nn.Linear(2, 2)
+    kinds = ("output", "output_grad")
+    with pytest.warns(HooklineWarning, match="were left out"), trace(model, to=tmp_path, kinds=kinds):
+        sum(model(torch.ones(1, 2)).sum() for _ in range(300)).backward()
+    folder = read_trace(tmp_path)
+    assert folder.steps == tuple(range(300))
+    grads = [each.step for each in folder.records if each.kind == "output_grad"]
+    assert len(grads) > 200
+    assert sorted(grads) == list(range(300 - len(grads), 300))
+    assert any("left out" in note and "Gradients" in note for note in folder.notes)
+
+
+class DataWriter(nn.Module):
+    """Changes what it is given without a trace in its version, as a kernel does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.data.mul_(2)
+        return x
+
+
+def test_a_fingerprint_is_of_the_numbers_that_are_there(tmp_path):
+    """The very tensor comes again, and other numbers are in it."""
+    model = nn.Sequential(nn.Linear(3, 3), DataWriter())
+    with trace(model, to=tmp_path, kinds="output", tensors=True):
+        model(torch.ones(2, 3))
+    folder = read_trace(tmp_path)
+    for record in folder.records:
+        assert record.fingerprint.norm == pytest.approx(float(folder.tensor(record).norm()), rel=1e-5)
+    first, second, _ = folder.records
+    assert second.fingerprint.norm == pytest.approx(2 * first.fingerprint.norm, rel=1e-5)
 
 
 def test_steps_by_hand_number_micro_batches(tmp_path):

@@ -244,7 +244,7 @@ class Trace:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Write nothing for as long as the block lasts: ``with trace.paused(): evaluate()``."""
+        """Write nothing and count no step for as long as the block lasts: ``with trace.paused(): evaluate()``."""
         self._numbers.paused += 1
         try:
             yield

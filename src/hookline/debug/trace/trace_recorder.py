@@ -10,7 +10,6 @@ import os
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -86,27 +85,6 @@ class _PendingRecord(NamedTuple):
     found: _Found
 
 
-class _LastFingerprint:
-    """The tensor whose fingerprint was found last: what one module returns, the module around it often returns too."""
-
-    __slots__ = ("found", "ref", "version")
-
-    def __init__(self) -> None:
-        self.ref: Callable[[], Tensor | None] = lambda: None
-        self.version = -1
-        self.found: _Found | None = None
-
-    def of(self, tensor: Tensor) -> _Found | None:
-        """Return the fingerprint of the very same tensor, unless it was changed since, which inference tensors hide."""
-        same = self.ref() is tensor and not tensor.is_inference() and tensor._version == self.version
-        return self.found if same else None
-
-    def keep(self, tensor: Tensor, found: _Found) -> None:
-        """Remember a fingerprint."""
-        if not tensor.is_inference():
-            self.ref, self.version, self.found = weakref.ref(tensor), tensor._version, found
-
-
 @dataclass(slots=True)
 class _Waiting:
     """What the next batch will hold."""
@@ -149,7 +127,6 @@ class TraceRecorder:
         self._waiting = _Waiting()
         self._devices: dict[torch.device, _DeviceRows] = {}
         self._places: dict[tuple[Any, ...], int] = {}
-        self._last = _LastFingerprint()
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._told: set[str] = set()
@@ -190,7 +167,7 @@ class TraceRecorder:
     ) -> None:
         place = self._place(site, kind, leaf, tensor, local)
         number = None if rows is None else self._writer.rows_number(rows)
-        found = self._fingerprint(tensor, local)
+        found = self._fingerprint(local)
         wants = self._wants_tensor(site)
         key = None if wants else self._reference_key(site, kind, leaf, moment, found)
         stored = self._store(local) if wants or key is not None else None
@@ -225,13 +202,10 @@ class TraceRecorder:
             number = self._places[key] = self._writer.place_number(found)
         return number
 
-    def _fingerprint(self, tensor: Tensor, local: Tensor) -> _Found:
-        known = self._last.of(tensor)
-        if known is None:
-            on_cpu = local.device.type == "cpu"
-            known = fingerprint_on_cpu(local, self._tables, self._hash_step) if on_cpu else self._on_device(local)
-            self._last.keep(tensor, known)
-        return known
+    def _fingerprint(self, local: Tensor) -> _Found:
+        # Of the very tensor that came before too: a kernel, or .data, may have written to it without a new version.
+        on_cpu = local.device.type == "cpu"
+        return fingerprint_on_cpu(local, self._tables, self._hash_step) if on_cpu else self._on_device(local)
 
     def _on_device(self, local: Tensor) -> tuple[torch.device, int]:
         device = local.device
@@ -286,8 +260,7 @@ class TraceRecorder:
                 else:
                     self.is_spent = self._budget is not None and self._writer.bytes >= self._budget
             self._waiting = _Waiting()
-            self._last = _LastFingerprint()  # rows on devices begin anew
-            for rows in self._devices.values():
+            for rows in self._devices.values():  # begin anew
                 rows.used = 0
 
     def _write(self, waiting: _Waiting) -> None:

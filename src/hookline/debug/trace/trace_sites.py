@@ -71,10 +71,11 @@ class TraceStepNumbers:
         return not self.paused and self._schedule.is_active(max(self.step, 0))
 
     def advance(self) -> None:
-        """Begin the next step."""
-        self.step += 1
-        self._micro_batches = 0
-        self._calls.clear()
+        """Begin the next step; while paused, there is none."""
+        if not self.paused:
+            self.step += 1
+            self._micro_batches = 0
+            self._calls.clear()
 
     def count_by_hand(self) -> int:
         """Let `advance` begin steps from now on; return how many forwards were taken for steps of their own."""
@@ -82,32 +83,32 @@ class TraceStepNumbers:
         self.step = max(self.step, 0)
         return self.step
 
-    def knows(self, number: int) -> bool:
-        """Return whether a forward has begun already."""
-        return number in self._forwards
+    def knows(self, site: Site) -> bool:
+        """Return whether the forward of a call has begun, and is not forgotten."""
+        return site.step in self._forwards
 
-    def of_forward(self, number: int) -> _ForwardNumbers:
-        """Return the numbers of a forward, which begins if it is a new one."""
-        known = self._forwards.get(number)
-        if known is None:
-            if self.by_forward:
-                self.advance()
-            known = _ForwardNumbers(max(self.step, 0), self._micro_batches, self.is_due, dict(self._calls))
-            self._micro_batches += 1
-            self._forwards[number] = known
-            if len(self._forwards) > _KEPT:
-                del self._forwards[next(iter(self._forwards))]
-        return known
+    def begin_forward(self, site: Site) -> None:
+        """Begin the forward of a call; one that is paused is no step and no micro-batch."""
+        if self.by_forward:
+            self.advance()
+        begun = _ForwardNumbers(max(self.step, 0), self._micro_batches, self.is_due, dict(self._calls))
+        self._micro_batches += not self.paused
+        self._forwards[site.step] = begun
+        if len(self._forwards) > _KEPT:
+            del self._forwards[next(iter(self._forwards))]
 
     def moment(self, site: Site) -> TraceMoment | None:
-        """Return the numbers of a call; None if it is not traced."""
-        forward = self.of_forward(site.step)
-        if not forward.is_due or self.paused:
+        """Return when a call is, or was; None if it is not traced."""
+        forward = self._forwards.get(site.step)
+        if forward is None or not forward.is_due or self.paused:
             return None
         call = forward.before.get(site.name, 0) + site.call
-        if not site.recompute and self._calls.get(site.name, 0) <= call and forward.step == max(self.step, 0):
-            self._calls[site.name] = call + 1
         return TraceMoment(forward.step, call, forward.micro_batch, site.recompute)
+
+    def count(self, site: Site, moment: TraceMoment) -> None:
+        """Count a call, for the forwards of this step that come after it."""
+        if not moment.recompute and moment.step == max(self.step, 0):
+            self._calls[site.name] = max(self._calls.get(site.name, 0), moment.call + 1)
 
 
 class _TracedParameter:
@@ -200,8 +201,7 @@ class TraceSites:
 
     def take_output(self, module: nn.Module, args: Any, output: Any, *, site: Site) -> None:
         """Take what a module returns."""
-        self._end_the_one_before(site)
-        moment = self.numbers.moment(site)
+        moment = self._counted(site)
         if moment is None:
             return
         rows = self.rows or rows_of(args)
@@ -214,28 +214,33 @@ class TraceSites:
 
     def count_call(self, module: nn.Module, args: Any, output: Any, *, site: Site) -> None:
         """Count a call whose output is not asked for."""
-        self._end_the_one_before(site)
-        self.numbers.moment(site)
+        self._counted(site)
+
+    def _counted(self, site: Site) -> TraceMoment | None:
+        self._enter(site)
+        moment = self.numbers.moment(site)
+        if moment is not None:
+            self.numbers.count(site, moment)
+        return moment
 
     def take_input(self, module: nn.Module, args: Any, kwargs: Any, *, site: Site) -> None:
         """Take what a module is called with."""
-        self._end_the_one_before(site)
-        forward = self.numbers.of_forward(site.step)
-        if forward.is_due and not self.numbers.paused:
-            call = forward.before.get(site.name, 0) + site.call
-            moment = TraceMoment(forward.step, call, forward.micro_batch, site.recompute)
+        self._enter(site)
+        moment = self.numbers.moment(site)
+        if moment is not None:
             rows = self.rows or rows_of(args)
             self._take_leaves(site.name, "input", tuple(args), moment, rows)
             if kwargs:
                 self._take_leaves(site.name, "input", {"kwargs": dict(kwargs)}, moment, rows)
 
-    def _end_the_one_before(self, site: Site) -> None:
-        """Write what the forwards before have left, and their backward passes, when a new forward begins.
+    def _enter(self, site: Site) -> None:
+        """Begin a forward with its first call, and write what those before have left, and their backward passes.
 
         A process that is killed loses the forward under way at most, whatever ends a step.
         """
-        if not site.recompute and not self.numbers.knows(site.step):
+        if not site.recompute and not self.numbers.knows(site):
             self._recorder.end_part()
+            self.numbers.begin_forward(site)
 
     def take_output_grad(self, module: nn.Module, grads: Any, *, site: Site) -> None:
         """Take the gradients of what a module has returned."""
@@ -246,14 +251,15 @@ class TraceSites:
         self._take_grads(site, "input_grad", grad_input, site.inputs)
 
     def _take_grads(self, site: Site, kind: str, grads: Any, names: tuple[str, ...]) -> None:
-        forward = self.numbers.of_forward(site.step)
-        if not forward.is_due or self.numbers.paused:
+        if not self.numbers.knows(site):
+            self._recorder.tell(f"Gradients of forwards before the last {_KEPT} were left out: their steps are gone")
+        moment = self.numbers.moment(site)
+        if moment is None:
             return
-        moment = TraceMoment(forward.step, forward.before.get(site.name, 0) + site.call, forward.micro_batch)
         for index, grad in enumerate(grads):
             if isinstance(grad, Tensor):
                 leaf = names[index] if index < len(names) else str(index)
-                self._recorder.take(site.name, kind, leaf, grad, moment)
+                self._recorder.take(site.name, kind, leaf, grad, moment._replace(recompute=False))
 
     def _take_leaves(self, name: str, kind: str, value: Any, moment: TraceMoment, rows: RowTable | None) -> None:
         for leaf, tensor in leaves(value):
