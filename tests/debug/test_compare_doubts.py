@@ -77,6 +77,18 @@ def test_what_a_trace_left_out_is_told_and_not_called_the_same(tmp_path: Path) -
     assert len(sparse.left_out) >= 2
 
 
+def test_notes_of_users_decide_nothing(tmp_path: Path) -> None:
+    """Whatever words are in them; they are shown."""
+    model = _layers(1)
+    for name in "ab":
+        with trace(model, to=tmp_path / name, kinds="output") as running, torch.no_grad():
+            running.note("batch 7 was left out by the sampler, whose budget is spent")
+            model(X)
+    found = compare(tmp_path / "a", tmp_path / "b")
+    assert found.ok
+    assert any("by the sampler" in note for note in found.notes)
+
+
 def test_sparse_and_nested_tensors_are_compared_in_full() -> None:
     """Those that are given to compare themselves."""
     eye = torch.eye(3).to_sparse()

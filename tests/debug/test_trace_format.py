@@ -41,13 +41,14 @@ def test_what_is_written_is_read_back(tmp_path):
     kept = [torch.randn(2, 2, 3), torch.randn(3, dtype=torch.complex128), torch.ones(3, dtype=torch.bfloat16)]
     keys = writer.add_tensors(kept)
     batch_of(writer, ["layers.0", "layers.1"], tensors=[keys[0], None])
-    writer.add_note("half of it")
+    writer.add_note("half of it", is_left_out=False)
+    writer.add_note("gone", is_left_out=True)
     batch_of(writer, ["layers.0"], step=1)
     writer.close()
     writer.close()
     folder = read_trace(tmp_path / "t")
     assert folder.problems == ()
-    assert folder.notes == ("half of it",)
+    assert (folder.notes, folder.left_out) == (("half of it", "gone"), ("gone",))
     assert folder.head["seed"] == 0
     assert folder.steps == (0, 1)
     first, second, third = folder.records

@@ -11,14 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
-from hookline.debug.compare.match_calls import (
-    CALLS_DIFFER,
-    STEPS_LEFT,
-    CallMatcher,
-    LostGradient,
-    UnpairedValue,
-    ValuePair,
-)
+from hookline.debug.compare.match_calls import CallMatcher, LostGradient, UnpairedValue, ValuePair
 from hookline.debug.compare.name_rules import (
     FusedRule,
     Rule,
@@ -53,12 +46,19 @@ class Alignment:
     only_b: list[str] = field(default_factory=list)
     lost: list[LostGradient] = field(default_factory=list)
     """Gradients of A that B does not have."""
-    missing: list[str] = field(default_factory=list)
-    """Notes about steps and calls that only one run has."""
-    has_few_partners: bool = False
-    """Whether so little is in both that they look like runs of other models."""
+    steps_left: list[str] = field(default_factory=list)
+    """Notes on steps that only one run has."""
+    calls_left: list[str] = field(default_factory=list)
+    """Notes on sites that one run calls more often."""
+    few_partners: list[str] = field(default_factory=list)
+    """A line if so little is in both that they look like runs of other models."""
     notes: list[str] = field(default_factory=list)
     """What a reader has to know about how values were paired."""
+
+    @property
+    def missing(self) -> list[str]:
+        """Return what only one run has, in words."""
+        return [*self.few_partners, *self.steps_left, *self.calls_left]
 
 
 def align(
@@ -88,12 +88,9 @@ def align(
         # Rows lie in other places: what has no rows, such as a mask, has to have another shape.
         found.unpaired = [replace(value, is_difference=False) for value in found.unpaired]
         # And steps of their own: rows of all steps were paired.
-        found.notes = [note for note in found.notes if not note.startswith(STEPS_LEFT)]
-    found.missing = [note for note in found.notes if note.startswith(STEPS_LEFT) or CALLS_DIFFER in note]
-    found.notes = _shortened(found.notes)
-    few = _few_partners(values_a, values_b, used)
-    found.has_few_partners = bool(few)
-    found.missing = few + found.missing
+        found.steps_left = []
+    found.notes += [*found.steps_left, *_shortened(found.calls_left)]
+    found.few_partners = _few_partners(values_a, values_b, used)
     return found
 
 
@@ -109,13 +106,10 @@ def _few_partners(a: Sequence[RunValue], b: Sequence[RunValue], used: set[int]) 
 
 
 def _shortened(notes: list[str]) -> list[str]:
-    """Return the notes with no more than a few on sites that were called another number of times."""
-    on_calls = [note for note in notes if CALLS_DIFFER in note]
-    if len(on_calls) <= _MAX_NOTES:
-        return notes
-    kept = [note for note in notes if CALLS_DIFFER not in note or note in on_calls[:_MAX_NOTES]]
-    more = len(on_calls) - _MAX_NOTES
-    return [*kept, f"{more} more sites and steps have another number of calls in A than in B."]
+    """Return the first few notes on sites that were called another number of times."""
+    more = len(notes) - _MAX_NOTES
+    rest = [f"{more} more sites and steps have another number of calls in A than in B."] if more > 0 else []
+    return notes[:_MAX_NOTES] + rest
 
 
 def _unused(values: Iterable[RunValue], used: set[int]) -> list[str]:
@@ -166,7 +160,7 @@ class _Aligner:
     ) -> None:
         self.slots = (slots_a, slots_b)
         self.rules = rules
-        self.matcher = CallMatcher(found.pairs, found.unpaired, found.notes, used)
+        self.matcher = CallMatcher(found.pairs, found.unpaired, found.steps_left, found.calls_left, used)
 
     def run(self) -> None:
         """Pair what the rules for residual pairs say, then equal names, then lone leaves, then fused projections."""

@@ -99,7 +99,7 @@ def compare(
     found.notes += [f"No site matches the threshold {pattern!r}." for pattern in allowed.unused_patterns()]
     return Comparison(
         values,
-        [] if found.has_few_partners else find_blame(values, found.unpaired, found.lost),
+        [] if found.few_partners else find_blame(values, found.unpaired, found.lost),
         found.only_a,
         found.only_b,
         found.unpaired,

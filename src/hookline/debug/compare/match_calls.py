@@ -22,10 +22,8 @@ from hookline.debug.compare.run_values import RunValue
 from hookline.debug.compare.tensor_errors import tensor_errors
 from hookline.debug.trace.trace_record import RowKey
 
-__all__ = ["CALLS_DIFFER", "STEPS_LEFT", "CallMatcher", "LostGradient", "UnpairedValue", "ValuePair"]
+__all__ = ["CallMatcher", "LostGradient", "UnpairedValue", "ValuePair"]
 
-CALLS_DIFFER: Final = "the calls that are most alike are compared"
-STEPS_LEFT: Final = "Only some steps: "
 _MAX_LIKENESS: Final = 64
 """Most comparisons that are made to find which calls belong together; beyond, they are paired from the first on."""
 
@@ -87,7 +85,10 @@ class CallMatcher:
 
     pairs: list[ValuePair]
     unpaired: list[UnpairedValue]
-    notes: list[str]
+    steps_left: list[str]
+    """Notes on steps that only one run has."""
+    calls_left: list[str]
+    """Notes on sites that one run calls more often."""
     used: set[int]
     """The ids of values that have found a partner."""
 
@@ -127,7 +128,8 @@ class CallMatcher:
         left = steps_a.keys() ^ steps_b.keys()
         if left:
             have = "A" if left & steps_a.keys() else "B"
-            self._note(f"{STEPS_LEFT}{sorted(left)[:6]} are only in {have} for some sites; the others are compared.")
+            note = f"Only some steps: {sorted(left)[:6]} are only in {have} for some sites; the others are compared."
+            self.steps_left += [note] if note not in self.steps_left else []
         for step in (step for step in steps_a if step in steps_b):
             self._match_calls(steps_a[step], steps_b[step])
 
@@ -139,9 +141,9 @@ class CallMatcher:
         site = a[0].site or "(the model)"
         pairs = _most_alike(a, b)
         calls = ", ".join(f"{one.call} with {other.call}" for one, other in pairs)
-        self.notes.append(
+        self.calls_left.append(
             f"{site} ({a[0].kind}) was called {len(a)} time(s) in step {a[0].step} of A and {len(b)} in B; "
-            f"{CALLS_DIFFER}, in order ({calls}), and are not blamed."
+            f"the calls that are most alike are compared, in order ({calls}), and are not blamed."
         )
         for one, other in pairs:
             self._pair(one, other, how=f"call {one.call} of A with call {other.call} of B", is_sure=False)
@@ -162,10 +164,6 @@ class CallMatcher:
         self.unpaired.append(
             UnpairedValue(b.site, b.kind, b.leaf, b.step, b.call, why, a.order, rank, is_other_shape=differs)
         )
-
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
 
 
 def _advice(a: RunValue, b: RunValue) -> str:

@@ -32,9 +32,6 @@ _CACHE_KEY: Final = "hookline.capture"
 _RANK: Final = re.compile(r"rank_\d+")
 """The folder of one rank in that of a trace."""
 
-_MISSING: Final = ("left out", "is spent")
-"""What notes of a trace say if it does not hold all that was asked for."""
-
 RunSource: TypeAlias = str | Path | TraceFolder | Cache | Mapping[str, Any]
 """What can be compared: the path of a trace or of a safetensors file, a read trace, a cache, tensors by name."""
 
@@ -130,10 +127,11 @@ def _of_trace(folder: TraceFolder, name: str) -> RunValues:
         # Checkpointing repeats calls of the forward: such records are no calls of their own.
         if not record.recompute
     ]  # fmt: skip
-    notes = [f"{name}: {note}" for note in dict.fromkeys(folder.notes)]
-    missing = [note for note in notes if any(words in note for words in _MISSING)]
-    others = [note for note in notes if note not in missing]
-    return RunValues(name, values, [f"{name}: {one}" for one in folder.problems], others, missing, folder.head)
+    others = [note for note in folder.notes if note not in folder.left_out]
+    notes, missing, problems = (
+        [f"{name}: {one}" for one in dict.fromkeys(texts)] for texts in (others, folder.left_out, folder.problems)
+    )
+    return RunValues(name, values, problems, notes, missing, folder.head)
 
 
 def _of_rank(path: Path, name: str) -> RunValues:

@@ -35,6 +35,7 @@ class _RankLines:
     rows: dict[int, RowTable] = field(default_factory=dict)
     records: list[TraceRecord] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
     is_complete: bool = False
 
 
@@ -65,6 +66,8 @@ class TraceFolder:
         self.notes: tuple[str, ...] = tuple(note for rank in sorted(ranks) for note in ranks[rank].notes)
         """What the writer has to say: what it left out and why (a spent budget, sparse tensors, parameters of another
         optimizer, a full disk), each once; and what the user has noted."""
+        self.left_out: tuple[str, ...] = tuple(note for rank in sorted(ranks) for note in ranks[rank].left_out)
+        """Those of the notes by which something is missing in the trace."""
         self._rows = {rank: lines.rows for rank, lines in ranks.items()}
 
     def tensor(self, record: TraceRecord) -> Tensor:
@@ -209,6 +212,7 @@ def _take(line: dict[str, Any], found: _RankLines, rank: int, file: Path) -> Non
         found.rows[line["rows"]] = RowTable(line["layout"], *(tuple(line[key]) for key in fields))
     elif "note" in line:
         found.notes.append(line["note"])
+        found.left_out += [line["note"]] if line.get("left_out") else []
     elif "end" in line:
         found.is_complete = True
 

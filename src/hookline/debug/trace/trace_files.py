@@ -9,9 +9,10 @@ The trace's hooks call `TraceWriter`; `read_trace` reads what it writes::
 The first line has ``head``, the settings. A line with ``place`` gives a number to site, kind, leaf, shape and dtype;
 one with ``rows`` gives one to a table of rows. A line with ``batch`` has many records by columns: places, steps, calls,
 and their numbers as base64 (``numbers`` float64, ``sketches`` float32, ``hashes`` uint64), since writing each number as
-text would take longer than finding it. A line with ``note`` is for people, and one with ``end`` is the last of a trace
-that was closed. Each batch is handed to the system in one call: whatever kills the process, at most one line is cut.
-What Ctrl-C or a full disk has cut ends where the next line begins; a batch that comes again has the same ``order``.
+text would take longer than finding it. A line with ``note`` is for people, with ``left_out`` true of something that is
+missing, and one with ``end`` is the last of a trace that was closed. Each batch is handed to the system in one call:
+whatever kills the process, at most one line is cut. What Ctrl-C or a full disk has cut ends where the next line begins;
+a batch that comes again has the same ``order``.
 """
 
 from __future__ import annotations
@@ -196,9 +197,9 @@ class TraceWriter:
         self._order += count  # a batch that Ctrl-C has cut comes again, with the same numbers
         self._pending.clear()
 
-    def add_note(self, text: str) -> None:
-        """Append a sentence for people."""
-        self._append({"note": text, "order": self._order})
+    def add_note(self, text: str, *, is_left_out: bool) -> None:
+        """Append a sentence for people, and whether it is of something that is missing in the trace."""
+        self._append({"note": text, "left_out": is_left_out, "order": self._order})
 
     def close(self) -> None:
         """Mark the trace as complete and let others at the folder; may be called again."""

@@ -155,12 +155,13 @@ class TraceRecorder:
         try:
             local = measurable(arrived(tensor) if type(tensor) is not Tensor else tensor)
             if local is None:
-                self.tell(f"{in_words(site, kind, leaf)}: {unreadable(tensor)} was left out")
+                self.tell(f"{in_words(site, kind, leaf)}: {unreadable(tensor)} was left out", is_left_out=True)
                 return
             with self._lock, torch.no_grad():
                 self._add(site, kind, leaf, tensor, local, moment, rows)
         except Exception as error:
-            self.tell(f"{in_words(site, kind, leaf)} was left out: {type(error).__name__}: {error}")
+            text = f"{in_words(site, kind, leaf)} was left out: {type(error).__name__}: {error}"
+            self.tell(text, is_left_out=True)
 
     def _add(
         self, site: str, kind: str, leaf: str, tensor: Tensor, local: Tensor, moment: TraceMoment, rows: RowTable | None
@@ -324,7 +325,8 @@ class TraceRecorder:
         if self._failure is None:
             self.tell(
                 f"The budget of {self._budget:,} bytes is spent: nothing is traced any more; all from step {step}, "
-                f"{what}, on was left out. Give a larger budget="
+                f"{what}, on was left out. Give a larger budget=",
+                is_left_out=True,
             )
 
     def _fail(self, error: Exception) -> None:
@@ -334,21 +336,21 @@ class TraceRecorder:
             self._failure = f"The trace ends early, and the rest was left out: it could not be written ({error})."
             self.warn(f"Trace in {self._writer.folder}: {self._failure}")
 
-    def note(self, text: str) -> None:
-        """Write a sentence into the trace."""
+    def note(self, text: str, *, is_left_out: bool = False) -> None:
+        """Write a sentence into the trace; with ``is_left_out`` it is of something that is missing there."""
         with self._lock:
             if self._writer.is_open and os.getpid() == self._process:
                 try:
-                    self._writer.add_note(text)
+                    self._writer.add_note(text, is_left_out=is_left_out)
                 except OSError as error:
                     self._fail(error)
 
-    def tell(self, text: str) -> None:
+    def tell(self, text: str, *, is_left_out: bool = False) -> None:
         """Say something once, in the trace and as a warning."""
         if text.partition(";")[0] in self._told:
             return
         self._told.add(text.partition(";")[0])
-        self.note(text + ".")
+        self.note(text + ".", is_left_out=is_left_out)
         self.warn(f"Trace in {self._writer.folder}: {text}.")
 
     def warn(self, text: str) -> None:
@@ -362,7 +364,7 @@ class TraceRecorder:
             self.flush()
             try:
                 if self._failure is not None and self._writer.is_open:
-                    self._writer.add_note(self._failure)
+                    self._writer.add_note(self._failure, is_left_out=True)
                 self._writer.close()
             except OSError as error:
                 self._fail(error)

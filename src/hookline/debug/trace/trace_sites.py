@@ -252,7 +252,8 @@ class TraceSites:
 
     def _take_grads(self, site: Site, kind: str, grads: Any, names: tuple[str, ...]) -> None:
         if not self.numbers.knows(site):
-            self._recorder.tell(f"Gradients of forwards before the last {_KEPT} were left out: their steps are gone")
+            text = f"Gradients of forwards before the last {_KEPT} were left out: their steps are forgotten"
+            self._recorder.tell(text, is_left_out=True)
         moment = self.numbers.moment(site)
         if moment is None:
             return
@@ -299,7 +300,8 @@ class TraceSites:
             self._has_told = True
             self._recorder.tell(
                 f"param_grad of {len(left_out)} parameter(s) ({', '.join(left_out[:3])}{', …' * (len(left_out) > 3)}) "
-                "was left out: no optimizer of step= has them. Give all optimizers: step=[first, second]"
+                "was left out: no optimizer of step= has them. Give all optimizers: step=[first, second]",
+                is_left_out=True,
             )
 
     def _end_pass(self) -> None:
