@@ -42,12 +42,30 @@ def test_dicts_caches_and_files_are_compared_by_name(tmp_path: Path) -> None:
         compare({"x": _random(2)}, 3)  # type: ignore[arg-type]
 
 
-def test_missing_and_extra_sites_are_listed_and_the_rest_is_compared() -> None:
-    """They do not make a difference by themselves."""
+def test_missing_and_extra_sites_are_listed_and_make_the_runs_differ() -> None:
+    """The rest is compared, and nothing is blamed."""
     x = _random(2, 3)
-    found = compare({"a": x, "b": x}, {"a": x, "c": x})
-    assert (found.ok, found.only_a, found.only_b) == (True, ["b output"], ["c output"])
-    assert "Only in A: b output." in found.summary
+    for a, b in (({"a": x, "b": x}, {"a": x}), ({"a": x}, {"a": x, "b": x})):
+        found = compare(a, b)
+        assert (found.ok, found.blame, len(found.values)) == (False, None, 1)
+        assert found.only_a + found.only_b == ["b output"]
+        assert "b output" in found.headline[1]
+
+
+def test_a_kind_that_one_trace_was_not_asked_for_is_no_difference(tmp_path: Path) -> None:
+    """It is listed. A gradient that was asked for and does not come is one."""
+    model = nn.Linear(2, 2)
+    for name, kinds, is_trained in (
+        ("all", ("output", "output_grad"), True),
+        ("outputs", "output", True),
+        ("lost", ("output", "output_grad"), False),
+    ):
+        with hl.trace(model, to=tmp_path / name, kinds=kinds):
+            loss = model(torch.ones(1, 2)).sum()
+            loss.backward() if is_trained else None
+    found = compare(tmp_path / "all", tmp_path / "outputs")
+    assert (found.ok, found.only_a) == (True, ["(the model) output_grad"])
+    assert not compare(tmp_path / "all", tmp_path / "lost").ok
 
 
 def test_runs_without_a_site_in_common_cannot_be_compared() -> None:

@@ -35,6 +35,9 @@ def test_the_exit_code_says_whether_runs_are_the_same(files: Path, capsys: pytes
     assert main(["compare", "a.safetensors", "b.safetensors", "--atol", "1e-3"]) == 1
     assert main(["compare", "a.safetensors", "b.safetensors", "--threshold", "h.#.mlp=0.5"]) == 0
     capsys.readouterr()
+    save_file({"h.0.mlp": torch.randn(4, 3, generator=torch.Generator().manual_seed(0))}, "c.safetensors")
+    assert main(["compare", "a.safetensors", "c.safetensors"]) == 1
+    assert "h.1.mlp output" in capsys.readouterr().out
     assert main(["compare", "a.safetensors", "nowhere"]) == 2
     assert "no such folder" in capsys.readouterr().err
     assert main(["compare", "a.safetensors", "b.safetensors", "--threshold", "h=x:1"]) == 2

@@ -46,6 +46,8 @@ class Alignment:
     only_b: list[str] = field(default_factory=list)
     lost: list[LostGradient] = field(default_factory=list)
     """Gradients of A that B does not have."""
+    sites_left: list[str] = field(default_factory=list)
+    """Notes on sites that one run has and the other, which was asked for such values, has not."""
     steps_left: list[str] = field(default_factory=list)
     """Notes on steps that only one run has."""
     calls_left: list[str] = field(default_factory=list)
@@ -58,7 +60,7 @@ class Alignment:
     @property
     def missing(self) -> list[str]:
         """Return what only one run has, in words."""
-        return [*self.few_partners, *self.steps_left, *self.calls_left]
+        return [*self.few_partners, *self.sites_left, *self.steps_left, *self.calls_left]
 
 
 def align(
@@ -80,8 +82,14 @@ def align(
     for rank_a, rank_b in _rank_pairs(values_a, values_b, found.notes):
         slots_a, slots_b = _slots(values_a, rank_a), _slots(values_b, rank_b)
         _Aligner(slots_a, slots_b, rules, found, used).run()
-    found.only_a = _unused(values_a, used)
-    found.only_b = _unused(values_b, used)
+    lone_a, lone_b = _unused(values_a, used), _unused(values_b, used)
+    found.only_a, found.only_b = [*lone_a], [*lone_b]
+    for own, lone, other in ((a, lone_a, b), (b, lone_b, a)):
+        kinds = other.kinds
+        left = [text for text, kind in lone.items() if kind in kinds]
+        if left:
+            some = f"{', '.join(left[:_MAX_NOTES])}{', …' * (len(left) > _MAX_NOTES)}"
+            found.sites_left.append(f"{len(left)} of what {own.name} has is not in {other.name}: {some}.")
     found.lost = _lost_gradients(values_a, used)
     found.pairs.sort(key=lambda pair: pair.b.order)
     if any(pair.keys for pair in found.pairs):
@@ -112,11 +120,11 @@ def _shortened(notes: list[str]) -> list[str]:
     return notes[:_MAX_NOTES] + rest
 
 
-def _unused(values: Iterable[RunValue], used: set[int]) -> list[str]:
+def _unused(values: Iterable[RunValue], used: set[int]) -> dict[str, str]:
+    """Return the sites that have found no partner, in words, with their kinds."""
     touched = {(value.kind, value.site) for value in values if id(value) in used}
-    return list(dict.fromkeys(
-        f"{value.site or '(the model)'} {value.kind}" for value in values if (value.kind, value.site) not in touched
-    ))  # fmt: skip
+    left = (value for value in values if (value.kind, value.site) not in touched)
+    return {f"{value.site or '(the model)'} {value.kind}": value.kind for value in left}
 
 
 def _lost_gradients(values: Sequence[RunValue], used: set[int]) -> list[LostGradient]:

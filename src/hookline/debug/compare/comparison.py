@@ -42,7 +42,7 @@ class Comparison(ShownAsTable):
     blamed: list[Blame] = field(default_factory=list)
     """The modules in which the runs part: none, one, or each that holds other parameters from the beginning."""
     only_a: list[str] = field(default_factory=list)
-    """Sites that only A has."""
+    """Sites that only A has; those of a kind that B was not asked for make no difference."""
     only_b: list[str] = field(default_factory=list)
     """Sites that only B has."""
     unpaired: list[UnpairedValue] = field(default_factory=list)
@@ -56,14 +56,14 @@ class Comparison(ShownAsTable):
     left_out: list[str] = field(default_factory=list)
     """What a trace says is missing in it, so that nobody knows whether it is the same."""
     missing: list[str] = field(default_factory=list)
-    """Steps and calls that only one of the runs has: one ended early, or called a module more often."""
+    """Sites, steps and calls that only one of the runs has: it ended early, or called a module more or less often."""
     limit: dict[str, Any] = field(default_factory=dict)
     """What counts as the same: ``atol``, ``rtol`` and ``thresholds`` as given; for sites that none of them is about, so
     many times the error of ``rounding``, which is ``"modelled"`` or ``"measured"`` (``noise``)."""
 
     @property
     def ok(self) -> bool:
-        """Whether all that was compared is the same, steps, calls and shapes too, and no trace left something out."""
+        """Whether both have the same sites, steps, calls, shapes and values, and no trace left something out."""
         differs = any(value.is_difference for value in self.unpaired) or bool(self.missing)
         return all(value.is_same for value in self.values) and not differs and not self.left_out
 

@@ -82,6 +82,11 @@ class RunValues:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """What its sketches and hashes were made with."""
 
+    @property
+    def kinds(self) -> set[str]:
+        """Return the kinds that there are values of, or were to be, as a trace says."""
+        return {*self.settings.get("kinds", ()), *(value.kind for value in self.values)}
+
 
 def read_run(source: RunSource, name: str, rows: Any = None) -> RunValues:
     """Return the values of one side; ``name`` stands for it in messages, ``rows`` says whose rows tensors have.
