@@ -15,6 +15,7 @@ from hookline.debug.compare.compare import compare
 from hookline.debug.compare.comparison import Comparison
 from hookline.debug.compare.tensor_errors import tensor_errors
 from hookline.debug.trace.start_trace import trace
+from hookline.lifecycle.schedule import StepSchedule
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
 
@@ -290,6 +291,25 @@ def test_a_noise_run_of_the_dtype_of_b_is_the_floor(tmp_path: Path) -> None:
     assert compare(a, b).ok
     assert compare(a, good, noise=[exact, good]).ok
     assert compare(a, b, noise=[exact, good]).blame == "1"
+
+
+def test_noise_is_found_whatever_names_and_steps_b_has(tmp_path: Path) -> None:
+    """The noise run has those of A: a prefix more than B, and steps that B does not have."""
+    values = {f"layers.{place}": torch.randn(64, generator=torch.Generator().manual_seed(place)) for place in range(4)}
+    a = {f"model.{name}": value for name, value in values.items()}
+    noise = {name: value * (1 + 1e-3) for name, value in a.items()}
+    b = {name: value * (1 - 1e-3) for name, value in values.items()}
+    found = compare(a, b, noise=noise)
+    assert found.ok, found.summary
+    assert {round(value.floor, 4) for value in found.values} == {1e-3}
+    runs = []
+    for name, first, factor in (("a", 0, 1.0), ("noise", 0, 1 + 1e-3), ("b", 1, 1 - 1e-3)):
+        model = _layers(2)
+        model[1].weight.data *= factor
+        schedule = StepSchedule(warmup=first)
+        runs.append(_traced(model, tmp_path / name, times=first + 1, every=schedule))
+    found = compare(runs[0], runs[2], noise=runs[1])
+    assert found.ok, found.summary
 
 
 def test_what_has_no_partner_is_told_shortly(tmp_path: Path) -> None:

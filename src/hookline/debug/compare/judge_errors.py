@@ -26,12 +26,12 @@ from hookline.debug.compare.rounding import (
 )
 from hookline.debug.compare.tensor_errors import TensorErrors
 
-__all__ = ["BACKWARD", "ErrorJudge", "MeasuredNoise", "NoiseFloors", "noise_floors", "value_key"]
+__all__ = ["BACKWARD", "ErrorJudge", "MeasuredNoise", "NoiseFloors", "noise_floors"]
 
 MeasuredNoise: TypeAlias = Mapping[str, tuple[float, float]]
 """By the dtype of the noise run: the relative error, and the largest of a row or channel."""
 NoiseFloors: TypeAlias = Mapping[tuple[Any, ...], MeasuredNoise]
-"""The noise that was measured, by `value_key`."""
+"""The noise that was measured, by `_place_in_a`."""
 
 BACKWARD: Final = ("output_grad", "input_grad", "param_grad")
 _NEAR_ZERO: Final = 1e-3
@@ -68,10 +68,9 @@ _BY_HASH: Final = (
 )
 
 
-def value_key(value: ValuePair | ComparedValue) -> tuple[Any, ...]:
-    """Return what tells a value of A from the others."""
-    one = value.a if isinstance(value, ValuePair) else value
-    return one.kind, one.site, one.leaf, one.step, one.call
+def _place_in_a(pair: ValuePair) -> tuple[Any, ...]:
+    """Return what tells a value of A from the others, whatever names and steps it was given to fit another run."""
+    return pair.a.rank, pair.a.order, pair.a.kind, pair.a.leaf
 
 
 class _History:
@@ -122,7 +121,7 @@ class ErrorJudge:
             value.dtype_a, value.dtype_b, site=value.site, kind=value.kind, is_equal=errors.is_equal,
             has_inputs=has_inputs,
         )  # fmt: skip
-        value.floor, noise_of_parts = self._floor(value, modelled)
+        value.floor, noise_of_parts = self._floor(pair, value, modelled)
         if errors.mismatched:
             value.verdict, value.ratio, self._is_apart = WRONG, math.inf, True
             return
@@ -156,9 +155,9 @@ class ErrorJudge:
         is_more = errors.rel_l2 > _ONE_OPERATION * unit or errors.part_rel > 2 * _ONE_OPERATION * unit
         return is_more and pair.a.site not in self._with_modules and all(each.is_equal for _, each in given)
 
-    def _floor(self, value: ComparedValue, modelled: float) -> tuple[float, float | None]:
+    def _floor(self, pair: ValuePair, value: ComparedValue, modelled: float) -> tuple[float, float | None]:
         """Return the floor, and the noise of rows and channels if noise was measured."""
-        measured = self._noise.get(value_key(value))
+        measured = self._noise.get(_place_in_a(pair))
         if not measured:
             return modelled, None
         unit = unit_of(value.dtype_a, value.dtype_b)
@@ -243,7 +242,7 @@ def noise_floors(measured: Sequence[Sequence[tuple[ValuePair, TensorErrors]]]) -
         for pair, errors in of_run:
             # A run that is A to the bit at this place, as one that was repeated on a CPU, measures no rounding.
             if not errors.mismatched and not errors.is_equal and math.isfinite(errors.rel_l2):
-                of_place = found[value_key(pair)]
+                of_place = found[_place_in_a(pair)]
                 whole, parts = of_place.get(pair.b.dtype, (0.0, 0.0))
                 of_place[pair.b.dtype] = max(whole, errors.rel_l2), max(parts, errors.part_rel)
     return dict(found)
