@@ -238,6 +238,46 @@ def test_rows_are_found_in_left_right_and_packed_batches_of_one() -> None:
         hl.compare(given["right"][0], wrong, rows=(given["right"][1], packed_rows([3, 4, 3])))
 
 
+@pytest.mark.parametrize("masks", [([[1, 1, 1], [1, 1, 0]], [[1, 1, 1], [0, 1, 1]]), ([[1, 1]] * 2, [[0, 1, 1]] * 2)])
+def test_rows_permute_no_parameter_and_nothing_that_all_requests_share(tmp_path: Path, masks: Any) -> None:
+    """A weight with as many rows as the batch has tokens; positions that are counted from the padding on."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"place": nn.Embedding(8, 4), "norm": nn.LayerNorm(4)})
+    model.weight = nn.Parameter(torch.randn(6, 4))  # type: ignore[assignment]
+    model.forward = lambda x: (model.norm(x), model.place(torch.arange(x.shape[1])[None]))  # type: ignore[attr-defined]
+    tokens, rows = torch.randn(2, 3, 4), []
+    for name, each in zip("ab", masks, strict=True):
+        mask = torch.tensor(each)
+        rows.append(padded_rows(mask))
+        x = torch.zeros(2, mask.shape[1], 4)
+        for number, length in enumerate(mask.sum(dim=1).tolist()):
+            x[number, mask[number].bool()] = tokens[number, :length]
+        with hl.trace(model, to=tmp_path / name, kinds=("parameter", "output"), tensors=True), torch.no_grad():
+            model(x)
+    found = hl.compare(tmp_path / "a", tmp_path / "b", rows=(rows[0], rows[1]))
+    assert found.ok, found.summary
+
+
+def test_keys_of_samples_are_not_those_of_tokens_that_all_samples_share() -> None:
+    """As many samples as positions."""
+    x, shared, order = torch.randn(4, 2), torch.randn(1, 4, 2), [2, 0, 3, 1]
+    a, b = {"h": x, "rotary_emb": shared}, {"h": x[order], "rotary_emb": shared}
+    found = hl.compare(a, b, rows=([0, 1, 2, 3], order))
+    assert found.ok, found.summary
+
+
+def test_another_parameter_of_the_model_itself_is_said_with_its_name(tmp_path: Path) -> None:
+    """The module that holds it has no name."""
+    for name, shift in (("a", 0.0), ("b", 1.0)):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        model.weight.data += shift
+        with hl.trace(model, to=tmp_path / name, kinds="parameter", tensors=True):
+            pass
+    found = hl.compare(tmp_path / "a", tmp_path / "b")
+    assert "model holds another parameter: weight" in found.blamed[0].why
+
+
 def test_rows_that_all_requests_share_are_compared(tmp_path: Path) -> None:
     """Two requests are decoded in steps: the positions, which have a batch of one, are blamed if they are off."""
     folders = []

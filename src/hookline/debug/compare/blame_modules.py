@@ -191,7 +191,7 @@ class _BlameFinder:
         """Return the module that made ``first``, of what else of it was traced."""
         if first.kind in ("parameter", "param_grad"):
             what = "holds another parameter" if first.kind == "parameter" else "gets another gradient"
-            return Blame(first.module, f"{first.module} {what}: {first.site}.", first)
+            return Blame(first.module, f"{first.module or 'The model'} {what}: {first.site}.", first)
         lost = self._lost_before(first)
         if lost is not None:
             taker = lost.taker or _caller(lost.site, self.seen)

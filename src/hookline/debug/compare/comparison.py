@@ -74,7 +74,10 @@ class Comparison(ShownAsTable):
 
     @property
     def blame(self) -> str | None:
-        """The name of the module in which the runs part; None if they do not."""
+        """The name of the module in which the runs part; None if they do not, or nobody knows where.
+
+        Empty for the model itself and for what is outside of it: ``blamed[0].name`` says which.
+        """
         return self.blamed[0].module if self.blamed else None
 
     @property

@@ -69,15 +69,18 @@ def _names(requests: Sequence[Any] | None, count: int) -> tuple[str, ...]:
 def as_row_keys(rows: Any, shape: tuple[int, ...]) -> RowKeys | None:
     """Return the keys of the rows of a tensor of that shape; None if it has no such rows.
 
-    ``rows`` is a `RowTable`, or a key for each row: ``(request, position)``, None for padding.
+    ``rows`` is a `RowTable`, or a key for each row: ``(request, position)``, None for padding. What all requests share,
+    as rotary embeddings are, has a batch of one, and is of no request.
     """
     if isinstance(rows, RowTable):
-        return rows.keys_for(shape)
+        is_shared = rows.layout == "padded" and len(rows.requests) > 1 and shape[:1] == (1,)
+        return None if is_shared else rows.keys_for(shape)
     if isinstance(rows, str) or not isinstance(rows, Sequence):
         raise OptionError(f"rows= takes a pair, for A and for B, of padded_rows(), packed_rows() or keys; got "
                           f"{type_name(rows)}.")  # fmt: skip
     keys = tuple(None if key is None else _key(key) for key in rows)
-    for dims in (1, 2):
+    of_tokens = any(key is not None and key.position is not None for key in keys)
+    for dims in (1, 2) if of_tokens or shape[:1] != (1,) else (1,):
         if len(shape) >= dims and math.prod(shape[:dims]) == len(keys):
             return RowKeys(dims, keys)
     return None

@@ -24,13 +24,16 @@ from hookline.sites.tree import leaves
 if TYPE_CHECKING:
     from hookline.debug.trace.trace_record import Fingerprint, MeshPlacement, RowKeys
 
-__all__ = ["RunSource", "RunValue", "RunValues", "read_run"]
+__all__ = ["PARAMETERS", "RunSource", "RunValue", "RunValues", "read_run"]
 
 _CACHE_KEY: Final = "hookline.capture"
 """What the metadata of a file has that `Cache.save` wrote."""
 
 _RANK: Final = re.compile(r"rank_\d+")
 """The folder of one rank in that of a trace."""
+
+PARAMETERS: Final = ("parameter", "param_grad")
+"""The kinds that belong to a parameter: they have no rows of a batch."""
 
 RunSource: TypeAlias = str | Path | TraceFolder | Cache | Mapping[str, Any]
 """What can be compared: the path of a trace or of a safetensors file, a read trace, a cache, tensors by name."""
@@ -63,8 +66,7 @@ class RunValue:
     @property
     def module(self) -> str:
         """The module it belongs to: of a parameter, the one that owns it."""
-        is_parameter = self.kind in ("parameter", "param_grad")
-        return self.site.rpartition(".")[0] if is_parameter else self.site
+        return self.site.rpartition(".")[0] if self.kind in PARAMETERS else self.site
 
 
 @dataclass(slots=True)
@@ -96,7 +98,8 @@ def read_run(source: RunSource, name: str, rows: Any = None) -> RunValues:
     run = _read(source, name)
     if rows is not None:
         for value in run.values:
-            value.rows = as_row_keys(rows, value.shape)
+            if value.kind not in PARAMETERS:
+                value.rows = as_row_keys(rows, value.shape)
     if not run.values:
         why = f" {' '.join(run.problems)}" if run.problems else ""
         raise CompareError(f"{name} holds nothing to compare.{why} Trace or capture a run first.")
