@@ -179,6 +179,31 @@ def test_what_changes_the_run_is_not_inert(hook):
     assert faulty(hook) == {"inert"}
 
 
+class DrawsOnDevice(Plain):
+    pure = True
+
+    def value(self, ctx):
+        torch.rand(1, generator=torch.cuda.default_generators[0])
+        return 1.0
+
+
+def test_streams_of_devices_are_compared_and_kept(monkeypatch: pytest.MonkeyPatch):
+    """A generator of the CPU stands for that of a device."""
+    device = torch.Generator().manual_seed(3)
+    begun = device.get_state()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", (device,))
+
+    def make() -> Any:
+        device.manual_seed(0)
+        return small_experiment()
+
+    assert {finding.check for finding in check_hook(DrawsOnDevice, make_experiment=make, raises=False).findings} == {
+        "inert"
+    }
+    assert torch.equal(device.get_state(), begun)
+
+
 def test_what_is_not_inert_is_told_what_changed():
     """And what to do about it."""
     assert "'weight embedding.weight', 'weight attention.in_proj_weight'" in text_of(Writes, "inert")
@@ -422,6 +447,9 @@ def test_the_comparison_sees_one_bit_and_takes_nan_as_equal():
     assert differences(left, left_by(experiment)) == ["weight decoder.bias"]
     assert is_same([float("nan"), {"a": (1,)}], [float("nan"), {"a": (1,)}])
     assert not is_same([1], [1.0])
+    for zero in (torch.zeros(2), np.zeros(2), 0.0, np.float32(0), torch.zeros(2, dtype=torch.complex64)):
+        assert is_same(zero, zero + 0)
+        assert not is_same(zero, -zero)
     assert not is_same({"a": 1}, {"b": 1})
     assert HookCheck("x").ok
 

@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-import math
-import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hookline.guard.rng import RandomStates, stream_states
 from hookline.sinks.memory_sink import MemorySink
 from hookline.training.manager import HookManager
 
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from hookline.training.training_hook import TrainingHook
 
 __all__ = ["Outcome", "Trial", "collected_warnings", "differences", "is_same", "kept_streams", "left_by"]
+
+_INEXACT: Final = (float, complex, np.inexact)
 
 
 @dataclass
@@ -95,13 +96,11 @@ def collected_warnings() -> Iterator[list[str]]:
 @contextmanager
 def kept_streams() -> Iterator[None]:
     """Restore the random streams after the block, as if nothing had been drawn."""
-    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    states = RandomStates()
     try:
         yield
     finally:
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
+        states.restore()
 
 
 def left_by(experiment: Experiment) -> dict[str, Any]:
@@ -117,11 +116,7 @@ def left_by(experiment: Experiment) -> dict[str, Any]:
     left |= {f"mode of {name or 'the model'}": module.training for name, module in model.named_modules()}
     left["learning rate"] = [float(group["lr"]) for group in getattr(optimizer, "param_groups", ())]
     left["scheduler"] = getattr(experiment.scheduler, "last_epoch", None)
-    left["random stream of torch"] = torch.get_rng_state()
-    left["random stream of NumPy"] = [
-        part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state(legacy=True)
-    ]
-    left["random stream of Python"] = list(random.getstate())
+    left |= stream_states()
     generator = getattr(experiment.loader, "generator", None)
     left["random stream of the loader"] = None if generator is None else generator.get_state()
     return left
@@ -135,12 +130,20 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 def is_same(one: Any, other: Any) -> bool:
     """Return whether two values are equal to the last bit; NaN is equal to NaN."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        alike = one.dtype == other.dtype and one.shape == other.shape
-        return alike and bool(((one == other) | ((one != one) & (other != other))).all())
-    if isinstance(one, float) and isinstance(other, float):
-        return one == other or (math.isnan(one) and math.isnan(other))
+        return one.dtype == other.dtype and one.shape == other.shape and _has_same_bits(one, other)
+    if isinstance(one, _INEXACT) and isinstance(other, _INEXACT):
+        return repr(complex(one)) == repr(complex(other))  # has all digits, and the sign of zero
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and is_same(one.tolist(), other.tolist())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(is_same, one, other))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
     return type(one) is type(other) and bool(one == other)
+
+
+def _has_same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    same = (one == other) & (one.signbit() == other.signbit())
+    return bool((same | (one.isnan() & other.isnan())).all())
