@@ -258,12 +258,13 @@ class BadOperationFinder:
 
     def _run_again(self, number: int, again: SecondRun) -> tuple[OperatorRun, str]:
         assert again.run is not None
+        run_by = BadOperationFinder._run_again.__code__
         try:
             kept = self._kept.back_to(number, again.run)
             difference = "" if kept.marks is None else kept.marks.difference(self._model)
             if difference == "other":
                 raise _UnrepeatedError
-            with torch.compiler.set_stance("force_eager"), OperatorRun(self._model) as run:
+            with torch.compiler.set_stance("force_eager"), OperatorRun(self._model, run_by) as run:
                 self._run = run
                 run.note_end(again.run(kept))
             return run, _ROUNDED if difference else ""

@@ -11,7 +11,7 @@ import linecache
 import os
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple, Self
 
 import torch
@@ -24,15 +24,11 @@ from hookline.sites import _torch
 from hookline.sites.functions.function_names import find_places
 from hookline.sites.wrappers import clean_modules
 
-__all__ = ["RUN_AGAIN", "OperatorPlace", "OperatorPlaces"]
+__all__ = ["OperatorPlace", "OperatorPlaces"]
 
 _OURS: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _TORCH: Final = os.path.dirname(os.path.abspath(inspect.getfile(torch))) + os.sep
 _OPTIMIZERS: Final = os.path.join(_TORCH, "optim") + os.sep
-
-
-RUN_AGAIN: Final = "_run_again"
-"""The name of our functions that run a step once more."""
 
 
 class OperatorPlace(NamedTuple):
@@ -84,9 +80,16 @@ class _CurrentFunction(TorchFunctionMode):
 
 
 class OperatorPlaces:
-    """Follow modules and functions while the block lasts; ``at_output(name, output)`` is called after each module."""
+    """Follow modules and functions while the block lasts.
 
-    def __init__(self, model: nn.Module, at_output: Callable[[str, Any], None] | None = None) -> None:
+    Args:
+        model: The model.
+        run_by: The code of the function that runs the step: the code above it has only caused the run.
+        at_output: Is called with the name and the output of each module.
+    """
+
+    def __init__(self, model: nn.Module, run_by: CodeType, at_output: Callable[[str, Any], None] | None = None) -> None:
+        self._run_by = run_by
         self._names = {id(module): name for name, module in clean_modules(model)}
         self._parameters = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
         self._at_output = at_output
@@ -125,7 +128,7 @@ class OperatorPlaces:
         node = None if _torch.graph_task_id() == -1 or _torch.in_recomputation() else _torch.current_node()
         if node is not None:
             return self._of_node(node)
-        line, in_optimizer = _user_line()
+        line, in_optimizer = _user_line(self._run_by)
         module = self._running[-1] if self._running else None
         where = "forward" if module is not None else "optimizer" if in_optimizer else "outside of the model"
         place = OperatorPlace(where, module, self._functions.function, line=line)
@@ -143,15 +146,15 @@ class OperatorPlaces:
         return OperatorPlace("backward", module, None, name, operator, line)
 
 
-def _user_line() -> tuple[tuple[str, int, str] | None, bool]:
+def _user_line(run_by: CodeType) -> tuple[tuple[str, int, str] | None, bool]:
     """Return file, line and function of the innermost code that is not torch's or ours, and whether it steps."""
     frame: FrameType | None = sys._getframe(1)
     in_optimizer = False
     while frame is not None:
         path = frame.f_code.co_filename
         in_optimizer = in_optimizer or path.startswith(_OPTIMIZERS)
-        if frame.f_code.co_name == RUN_AGAIN and path.startswith(_OURS):
-            return None, in_optimizer  # the loop above has only caused the second run
+        if frame.f_code is run_by:
+            return None, in_optimizer
         if not path.startswith((_OURS, _TORCH)) and not path.startswith("<"):
             return (path, frame.f_lineno, frame.f_code.co_name), in_optimizer
         frame = frame.f_back

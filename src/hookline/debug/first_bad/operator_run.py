@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, Final
 
 import torch
@@ -65,10 +66,10 @@ class _Origin:
 class OperatorRun(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Look at every operator of the block; then `first` says which made the first number that was not finite."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, run_by: CodeType) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
-        self._places = OperatorPlaces(model, self._take_output)
+        self._places = OperatorPlaces(model, run_by, self._take_output)
         self._known = {_key(tensor): name for name, tensor in _named_tensors(model)}
         self._origins: dict[int, _Origin] = {}
         """By the storage of a tensor that is not finite."""

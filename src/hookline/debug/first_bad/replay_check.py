@@ -180,7 +180,7 @@ class _BitRecorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._places = OperatorPlaces(model)
+        self._places = OperatorPlaces(model, _run_again.__code__)
         self.marks: list[_Mark] = []
 
     def __enter__(self) -> Any:
