@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from hookline.cli.main import main
+from hookline.debug import PrecisionChecker
+from hookline.debug.compare.compare import compare
 
 
 @pytest.fixture
@@ -43,6 +47,49 @@ def test_the_exit_code_says_whether_runs_are_the_same(files: Path, capsys: pytes
     assert main(["compare", "a.safetensors", "b.safetensors", "--threshold", "h=x:1"]) == 2
     Path("broken.safetensors").write_bytes(b"no safetensors")
     assert main(["compare", "a.safetensors", "broken.safetensors"]) == 2
+
+
+def test_folders_of_arrays_are_compared_with_the_same_exit_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hand-written dumps, whose files are named by sites, in folders or not."""
+    monkeypatch.chdir(tmp_path)
+    x = np.linspace(1, 2, 12, dtype=np.float32).reshape(3, 4)
+    runs = {"a": x, "same": x, "off": x * 1.1, "shape": x[:2], "swapped": x.astype(">f4")}
+    for name, array in runs.items():
+        (tmp_path / name / "deep").mkdir(parents=True)
+        np.save(tmp_path / name / "layers.2.npy", x)
+        np.save(tmp_path / name / "deep" / "layers.10.npy", array)
+    codes = {name: main(["compare", "a", name]) for name in runs}
+    assert codes == {"a": 0, "same": 0, "off": 1, "shape": 1, "swapped": 0}
+    capsys.readouterr()
+    assert main(["compare", "a", "off", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["blamed"][0]["module"] == "deep/layers.10"
+    assert main(["compare", "a", "off", "--rtol", "0.2"]) == 0
+    for name in ("a", "same"):
+        np.save(tmp_path / name / "words.npy", ["no numbers"])
+    assert main(["compare", "a", "same"]) == 1
+    assert "words.npy was left out" in capsys.readouterr().out
+    (tmp_path / "empty").mkdir()
+    assert main(["compare", "a", "empty"]) == 2
+
+
+def test_folders_of_precision_checks_are_compared_by_module_call_and_rank(tmp_path: Path) -> None:
+    """The names of their files say the kind too, and the first wrong module is blamed."""
+    for name, factor in (("a", 1.0), ("b", 1.5)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        with torch.no_grad():
+            model[1].weight *= factor
+        with PrecisionChecker(model, f"level=1,path={tmp_path / name},save_tensors=true"):
+            model(torch.ones(2, 4)).sum().backward()
+    (a,), (b,) = ([*(tmp_path / name).iterdir()] for name in "ab")
+    assert compare(a, a).ok
+    for one, other in ((a, b), (a / "rank_0", b / "rank_0")):
+        found = compare(one, other)
+        assert (found.ok, found.blame) == (False, "1")
+        assert {value.kind for value in found.values} == {"output", "output_grad"}
+        assert found.only_a == found.only_b == []
 
 
 def test_json_has_everything_and_the_page_is_one_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

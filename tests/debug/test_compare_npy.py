@@ -32,8 +32,10 @@ def test_equal_folders_pass_whatever_one_has_alone(tmp_path) -> None:
 def test_values_shapes_dtypes_and_broken_files_are_told_apart(tmp_path) -> None:
     """The worst first; NaN is unlike NaN unless asked."""
     x, n = np.ones(3, np.float32), np.array([1.0, np.nan])
-    a = write(tmp_path / "a", same=x, off=x, shape=x, dtype=x, nan=n, broken=x, flag=x > 0)
-    b = write(tmp_path / "b", same=x, off=x * 1.5, shape=x[:2], dtype=x.astype(float), nan=n, broken=x, flag=x > 0)
+    a = write(tmp_path / "a", same=x, off=x, shape=x, dtype=x, nan=n, broken=x, flag=x > 0, text=["a"])
+    b = write(
+        tmp_path / "b", same=x, off=x * 1.5, shape=x[:2], dtype=x.astype(float), nan=n, broken=x, flag=x > 0, text=["a"]
+    )
     (b / "rank_0" / "broken.npy").write_bytes(b"no array")
     found = compare_npy_folders(a, b)
     verdicts = {Path(file.name).stem: (file.verdict, file.reason) for file in found.files}
@@ -42,9 +44,9 @@ def test_values_shapes_dtypes_and_broken_files_are_told_apart(tmp_path) -> None:
     assert verdicts["nan"] == ("fail", "not finite: 1 in a, 1 in b")
     assert verdicts["shape"] == ("error", "shapes (3,) and (2,)")
     assert verdicts["dtype"] == ("error", "dtypes float32 and float64")
-    assert verdicts["broken"][0] == "error"
+    assert verdicts["broken"][0] == verdicts["text"][0] == "error"
     assert found.exit_code == 1
-    assert found.summary == "Summary: 2 passed, 2 failed, 3 errors"
+    assert found.summary == "Summary: 2 passed, 2 failed, 4 errors"
     off = next(file for file in found.files if "off" in file.name)
     assert (off.max_abs, off.max_rel) == (0.5, pytest.approx(1 / 3))
     assert "error" in str(found).splitlines()[2]

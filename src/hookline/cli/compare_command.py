@@ -35,7 +35,7 @@ class CompareOptions:
     """
 
     a: Annotated[Positional[str], flag("A")]
-    """The reference: the folder of a trace, or a safetensors file."""
+    """The reference: the folder of a trace, a safetensors file, or a folder of .npy files."""
     b: Annotated[Positional[str], flag("B")]
     """The run in question."""
     atol: Annotated[float | None, flag("NUMBER")] = None

@@ -47,10 +47,10 @@ def compare(
         print(found)  # the first divergence, then the largest errors
         found.blame  # 'transformer.h.3.mlp.c_fc', or None
 
-    Each run is the folder of a trace, what ``read_trace`` or ``capture`` gave, a safetensors file, or a dict from names
-    to tensors. Values are paired by kind, site, leaf, step and call; by rows where both say whose their rows are. What
-    has no partner is listed, and what was paired in another way says how. Without tensors, errors are estimated from
-    fingerprints, and marked as estimates.
+    Each run is the folder of a trace, what ``read_trace`` or ``capture`` gave, a safetensors file, a folder of ``.npy``
+    files, or a dict from names to tensors. Values are paired by kind, site, leaf, step and call; by rows where both say
+    whose their rows are. What has no partner is listed, and what was paired in another way says how. Without tensors,
+    errors are estimated from fingerprints, and marked as estimates.
 
     A value is the same if the user's thresholds allow its error, or, where there are none for it, if the error is
     within rounding. The first that is not the same, in the order of the calls, is blamed; later ones follow from it.

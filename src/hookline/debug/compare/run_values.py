@@ -1,4 +1,4 @@
-"""Read one side of a comparison into plain values: a trace, a capture's cache, a dict of tensors, a safetensors file.
+"""Read one side of a comparison into plain values: a trace, a cache, a dict of tensors, safetensors or ``.npy`` files.
 
 `compare` calls `read_run` for each side; what comes after it does not know where a value came from.
 """
@@ -8,9 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from urllib.parse import unquote
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,14 +32,21 @@ __all__ = ["PARAMETERS", "RunSource", "RunValue", "RunValues", "read_run"]
 _CACHE_KEY: Final = "hookline.capture"
 """What the metadata of a file has that `Cache.save` wrote."""
 
-_RANK: Final = re.compile(r"rank_\d+")
-"""The folder of one rank in that of a trace."""
+_RANK: Final = re.compile(r"rank_(\d+)")
+"""The folder of one rank in that of a trace, or of a precision check."""
+
+_CHECKED: Final = re.compile(r"(.*)_(\d+)_(forward|backward|forward_input|backward_input)(?:_t(\d+))?")
+"""The name of a file of a precision check, as `PrecisionRecord.stem` writes it."""
+_STAGES: Final = {
+    "forward": "output", "forward_input": "input", "backward": "output_grad", "backward_input": "input_grad",
+}  # fmt: skip
 
 PARAMETERS: Final = ("parameter", "param_grad")
 """The kinds that belong to a parameter: they have no rows of a batch."""
 
 RunSource: TypeAlias = str | Path | TraceFolder | Cache | Mapping[str, Any]
-"""What can be compared: the path of a trace or of a safetensors file, a read trace, a cache, tensors by name."""
+"""What can be compared: the path of a trace, of a safetensors file or of a folder of ``.npy`` files, a read trace, a
+cache, tensors by name."""
 
 
 @dataclass(slots=True)
@@ -111,6 +121,9 @@ def _read(source: Any, name: str) -> RunValues:
         path = Path(source)
         if path.suffix == ".safetensors" or path.is_file():
             return _of_file(path, name)
+        arrays = sorted(path.rglob("*.npy"), key=_when_written)
+        if arrays:
+            return _of_arrays(path, arrays, name)
         return _of_rank(path, name) if _RANK.fullmatch(path.name) else _of_trace(read_trace(path), name)
     if isinstance(source, TraceFolder):
         return _of_trace(source, name)
@@ -167,6 +180,49 @@ def _of_file(path: Path, name: str) -> RunValues:
             f"{name}: {path} cannot be read as safetensors ({error}). Give the folder of a trace, or such a file."
         ) from error
     return _of_cache(Cache.load(path), name)
+
+
+def _of_arrays(folder: Path, files: Sequence[Path], name: str) -> RunValues:
+    """Read ``.npy`` files, in the order of the calls; those without numbers are left out."""
+    values, unread = [], []
+    for path in files:
+        try:
+            array = _array(path)
+        except (OSError, ValueError, TypeError, EOFError) as error:
+            unread.append(f"{name}: {path} was left out: it cannot be read as numbers ({error}).")
+            continue
+        *folders, file = path.relative_to(folder).with_suffix("").parts
+        found = _RANK.fullmatch(folders[0]) if folders else None
+        rank = int(found[1]) if found else 0
+        site, kind, leaf, call = _named("/".join([*folders[bool(found) :], file]))
+        dtype = str(array.dtype).removeprefix("torch.")
+        values.append(RunValue(site, kind, leaf, 0, call, 0, tuple(array.shape), dtype, partial(_array, path), rank))
+    notes = [f"{name}: the order of the calls is that in which its .npy files were written."]
+    return RunValues(name, _numbered(values), notes=notes, left_out=unread)
+
+
+def _array(path: Path) -> Tensor:
+    """Return an array, mapped from its file; it is not written to."""
+    array = np.load(path, mmap_mode="c", allow_pickle=False)
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
+
+
+def _when_written(path: Path) -> tuple[Any, ...]:
+    """Return what files are sorted by: when they were written, which some systems know to 4 ms.
+
+    Within that, those of the forward come first, then by the numbers in names, and the modules in a module before it.
+    """
+    words = re.split(r"(\d+)", path.with_suffix("").as_posix())
+    name = [(int(word), "") if word.isdecimal() else (-1, f"{word}~") for word in words]
+    return path.stat().st_mtime_ns, "_backward" in path.name, name
+
+
+def _named(stem: str) -> tuple[str, str, str, int]:
+    """Return site, kind, leaf and call of a file: as a precision check names them, else its name is that of a site."""
+    found = _CHECKED.fullmatch(stem)
+    if found is None:
+        return stem, "output", "", 0
+    return unquote(found[1]), _STAGES[found[3]], found[4] or "", int(found[2])
 
 
 def _of_cache(cache: Cache, name: str) -> RunValues:

@@ -110,6 +110,8 @@ def _compared(name: str, a: Path, b: Path, atol: float, rtol: float, equal_nan: 
         return NpyDifference(name, "error", f"shapes {one.shape} and {other.shape}", 0.0, 0.0)
     if one.dtype != other.dtype:
         return NpyDifference(name, "error", f"dtypes {one.dtype} and {other.dtype}", 0.0, 0.0)
+    if one.dtype.kind not in "biufc":
+        return NpyDifference(name, "error", f"no numbers, but {one.dtype}", 0.0, 0.0)
     max_abs, max_rel = _errors(one, other)
     if np.allclose(one, other, atol=atol, rtol=rtol, equal_nan=equal_nan):
         return NpyDifference(name, "pass", "", max_abs, max_rel)
