@@ -133,26 +133,6 @@ def test_two_equal_runs_have_equal_fingerprints_and_another_weight_shows(tmp_pat
     assert next(each.site for each in parted if each.kind == "output") == "tail.0"
 
 
-def test_tensors_are_stored_where_a_run_parts_from_an_earlier_one(tmp_path):
-    """``against`` stores what is another: from the first other bit, or from a distance on; another seed is refused."""
-    for name, options in (("a", {}), ("same", {"against": tmp_path / "a"}), ("b", {"against": tmp_path / "a"}),
-                          ("far", {"against": tmp_path / "a", "apart": 0.5})):  # fmt: skip
-        model, optimizer = made()
-        if name in ("b", "far"):
-            with torch.no_grad():
-                model.head.weight.mul_(1.01)
-        with trace(model, to=tmp_path / name, step=optimizer, kinds=("output", "parameter"), **options):
-            step(model, optimizer)
-    stored = {
-        name: [each.site for each in read_trace(tmp_path / name).records if each.tensor is not None]
-        for name in ("same", "b", "far")
-    }
-    assert stored == {"same": [], "b": ["head.weight", *["head", ""] * 2], "far": []}
-    with pytest.raises(TraceError, match="Give the same seed="):
-        trace(made()[0], to=tmp_path / "other", against=tmp_path / "a", seed=1)
-    assert not (tmp_path / "other").exists()
-
-
 class OnDevice(TraceRecorder):
     """Takes the way of tensors that are on a device."""
 
@@ -161,7 +141,7 @@ class OnDevice(TraceRecorder):
 
 
 def test_rows_that_wait_on_a_device_are_written_like_numbers(tmp_path, monkeypatch):
-    """Also when the buffer on the device is full several times a step, and where a run is held against another."""
+    """Also when the buffer on the device is full several times a step, and with tensors."""
     monkeypatch.setattr("hookline.debug.trace.trace_recorder._DEVICE_ROWS", 7)
     for name in ("cpu", "device"):
         if name == "device":
@@ -169,8 +149,7 @@ def test_rows_that_wait_on_a_device_are_written_like_numbers(tmp_path, monkeypat
         model, optimizer = made()
         with torch.no_grad():
             model.head.bias.add_(float(name == "device"))
-        against = tmp_path / "cpu" if name == "device" else None
-        with trace(model, to=tmp_path / name, step=optimizer, kinds="output", against=against):
+        with trace(model, to=tmp_path / name, step=optimizer, kinds="output", tensors=["head", ""]):
             step(model, optimizer)
     one, two = (read_trace(tmp_path / name) for name in ("cpu", "device"))
     for a, b in zip(one.records, two.records, strict=True):

@@ -16,8 +16,6 @@ import torch
 from torch import nn
 
 from hookline.debug.trace.fingerprints import tables_of
-from hookline.debug.trace.read_trace import TraceFolder
-from hookline.debug.trace.reference_trace import ReferenceTrace
 from hookline.debug.trace.trace_files import TraceWriter
 from hookline.debug.trace.trace_record import KINDS, RowTable
 from hookline.debug.trace.trace_recorder import TraceRecorder
@@ -55,8 +53,6 @@ def trace(
     every: StepSchedule | int = 1,
     exclude: Target = None,
     dims: str | Mapping[str, str] | None = None,
-    against: str | Path | TraceFolder | None = None,
-    apart: float = 0.0,
     hash_step: float = 0.0,
     seed: int = 0,
     groups: int = 16,
@@ -89,9 +85,6 @@ def trace(
         every: Every how many steps to write, or a `StepSchedule`.
         exclude: Modules and parameters to leave out.
         dims: What the dimensions of tensors are, such as ``"b s h[tp] d"``: a text for all, or one by glob of sites.
-        against: The trace of an earlier run. Tensors are also stored where this run parts from it: where site, kind,
-            step and call are the same and the fingerprint is not.
-        apart: From which distance on that is, relative to the norm, as sketches estimate it; 0 for the first other bit.
         hash_step: Hash numbers rounded to multiples of this; 0 hashes the exact bits.
         seed: The seed of the sketches; traces to be compared need the same one.
         groups: How many numbers a sketch has.
@@ -109,9 +102,6 @@ def trace(
     schedule, dims_of, wants = StepSchedule.of(every), dims_finder(dims), matching(tensors)
     head = {"seed": seed, "groups": groups, "hash_step": hash_step, "kinds": list(wanted), "ranks": rank_count(),
             "model": type(unwrap(model)).__name__, "torch": torch.__version__}  # fmt: skip
-    earlier: ReferenceTrace | None = None
-    if against is not None:
-        earlier = ReferenceTrace(against, rank=this_rank(), seed=seed, groups=groups, hash_step=hash_step, apart=apart)
     writer = TraceWriter(Path(to).absolute(), this_rank(), head)
     recorder = TraceRecorder(
         writer,
@@ -120,7 +110,6 @@ def trace(
         budget=limit,
         wants_tensor=wants,
         dims_of=dims_of,
-        reference=earlier,
     )
     found = Trace(unwrap(model), recorder, writer.folder, wanted, TraceStepNumbers(step == "forward", schedule))
     try:

@@ -16,7 +16,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.debug.trace.fingerprints import (
@@ -26,7 +25,6 @@ from hookline.debug.trace.fingerprints import (
     fingerprint_on_cpu,
     fingerprint_on_device,
 )
-from hookline.debug.trace.reference_trace import ReferenceKey, ReferenceTrace
 from hookline.debug.trace.trace_files import RecordBatch, TracePlace, TraceWriter
 from hookline.debug.trace.trace_record import RowTable, layer_of
 from hookline.debug.trace.traced_tensor import in_words, mesh_placement, unreadable
@@ -80,8 +78,6 @@ class _PendingRecord(NamedTuple):
     rows: int | None
     tensor: int | None
     """The number among the tensors that wait."""
-    key: ReferenceKey | None
-    """For a tensor that is stored only if an earlier run had another; whether it had is known when it is written."""
     found: _Found
 
 
@@ -104,7 +100,6 @@ class TraceRecorder:
         budget: How many bytes may be written in all; None for any number.
         wants_tensor: Returns whether the tensors of a site are to be stored, given its name.
         dims_of: Returns what the user has said of the dimensions of a site, given its name and kind.
-        reference: An earlier run; tensors are also stored where this one parts from it.
     """
 
     def __init__(
@@ -116,14 +111,12 @@ class TraceRecorder:
         budget: int | None = None,
         wants_tensor: Callable[[str], bool] = lambda site: False,
         dims_of: Callable[[str, str], str | None] = lambda site, kind: None,
-        reference: ReferenceTrace | None = None,
     ) -> None:
         self._writer = writer
         self._tables = tables
         self._hash_step = hash_step
         self._budget = budget
         self._wants_tensor, self._dims_of = wants_tensor, dims_of
-        self._reference = reference
         self._waiting = _Waiting()
         self._devices: dict[torch.device, _DeviceRows] = {}
         self._places: dict[tuple[Any, ...], int] = {}
@@ -169,26 +162,11 @@ class TraceRecorder:
         place = self._place(site, kind, leaf, tensor, local)
         number = None if rows is None else self._writer.rows_number(rows)
         found = self._fingerprint(local)
-        wants = self._wants_tensor(site)
-        key = None if wants else self._reference_key(site, kind, leaf, moment, found)
-        stored = self._store(local) if wants or key is not None else None
-        self._waiting.records.append(_PendingRecord(place, moment, number, stored, key, found))
+        stored = self._store(local) if self._wants_tensor(site) else None
+        self._waiting.records.append(_PendingRecord(place, moment, number, stored, found))
         self.records += 1
         if len(self._waiting.records) >= _MOST_RECORDS or self._waiting.bytes >= _MOST_BYTES:
             self.flush()
-
-    def _reference_key(
-        self, site: str, kind: str, leaf: str, moment: TraceMoment, found: _Found
-    ) -> ReferenceKey | None:
-        """Return the key of a tensor that may be another than in the earlier run; of numbers here, that it is."""
-        if self._reference is None:
-            return None
-        key = (site, kind, leaf, moment.step, moment.call, moment.recompute)
-        if not self._reference.has(key):
-            return None
-        if not isinstance(found, FoundNumbers):
-            return key
-        return key if self._reference.is_apart(key, found.numbers[1], found.hash, found.sketch.tolist()) else None
 
     def _place(self, site: str, kind: str, leaf: str, tensor: Tensor, local: Tensor) -> int:
         is_laid = tensor is not local and hasattr(tensor, "placements")
@@ -284,7 +262,7 @@ class TraceRecorder:
                     numbers[index], sketches[index] = rows_there[found[1], :5], rows_there[found[1], 5:]
                     hashes[index] = hashes_there[found[1]].view(np.uint64)
         records = waiting.records
-        keys = self._store_waiting(waiting, numbers, sketches, hashes)
+        keys = self._writer.add_tensors(waiting.tensors) if waiting.tensors else []
         self._writer.add_records(
             RecordBatch(
                 place=[each.place for each in records],
@@ -293,33 +271,12 @@ class TraceRecorder:
                 micro_batch=[each.moment.micro_batch for each in records],
                 recompute=[int(each.moment.recompute) for each in records],
                 rows=[each.rows for each in records],
-                tensor=[None if each.tensor is None else keys.get(each.tensor) for each in records],
+                tensor=[None if each.tensor is None else keys[each.tensor] for each in records],
                 numbers=numbers,
                 sketches=sketches,
                 hashes=hashes,
             )
         )
-
-    def _store_waiting(
-        self, waiting: _Waiting, numbers: NDArray[Any], sketches: NDArray[Any], hashes: NDArray[Any]
-    ) -> dict[int, str]:
-        """Write the tensors that wait, but for those that turn out to be as they were; return the keys of them."""
-        kept: list[int] = []
-        for index, record in enumerate(waiting.records):
-            if record.tensor is None:
-                continue
-            own = (float(numbers[index, 1]), int(hashes[index]), sketches[index].tolist())
-            if self._is_wanted(record, own):
-                kept.append(record.tensor)
-        if not kept:
-            return {}
-        return dict(zip(kept, self._writer.add_tensors([waiting.tensors[each] for each in kept]), strict=True))
-
-    def _is_wanted(self, record: _PendingRecord, own: tuple[float, int, list[float]]) -> bool:
-        """Return whether a tensor was asked for, or is another than in the earlier run."""
-        if self._reference is None or record.key is None or isinstance(record.found, FoundNumbers):
-            return True
-        return self._reference.is_apart(record.key, *own)
 
     def _tell_of_budget(self, what: str, step: int) -> None:
         if self._failure is None:
