@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from hookline.debug.trace import fingerprint_kernel
-from hookline.debug.trace.fingerprints import DeviceTables, fingerprint_on_cpu, tables_of
+from hookline.debug.trace.fingerprints import DeviceTables, fingerprint_on_cpu, sketch_tables
 
 torch.manual_seed(0)
-host = tables_of(0, 16)
+host = sketch_tables()
 tables = DeviceTables(torch.device("cpu"), host)
 several = torch.randn(257, 1021)
 several[3, 5], several[200, 7] = float("nan"), -float("inf")

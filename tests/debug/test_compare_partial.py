@@ -53,15 +53,6 @@ def test_a_run_that_ended_early_is_not_the_same(tmp_path: Path, capsys: pytest.C
     assert "the page cannot be written" in err
 
 
-def test_fingerprints_of_other_settings_tell_nothing(tmp_path: Path) -> None:
-    """Only norms can be compared: equal ones are unsure, not the same; with the same settings they are the same."""
-    a = traced(model(), tmp_path / "a", tensors=False)
-    assert hl.compare(a, traced(model(), tmp_path / "b", tensors=False)).ok
-    found = hl.compare(a, traced(model(), tmp_path / "c", tensors=False, seed=5))
-    assert (found.ok, found.blamed) == (False, [])
-    assert "another seed or other groups" in found.summary
-
-
 def test_a_noise_run_that_is_equal_to_the_bit_measures_nothing(tmp_path: Path) -> None:
     """A repeated run neither lowers the floor below the modelled one nor below that of a float64 run."""
     a, again = traced(model(), tmp_path / "a"), traced(model(), tmp_path / "again")

@@ -168,13 +168,12 @@ def test_a_continuous_batch_is_compared_with_a_padded_one_row_by_row(tmp_path: P
 
 
 def test_estimates_are_no_bounds(tmp_path: Path) -> None:
-    """A tolerance on single numbers that passes by estimates says so; hashes of rounded numbers claim no equal bits."""
+    """A tolerance on single numbers that passes by estimates says so."""
     run = lambda model, _: model(torch.ones(2, 8))  # noqa: E731
-    a, b = (_traced(Net(), tmp_path / name, run, hash_step=0.5) for name in "ab")
+    a, b = (_traced(Net(), tmp_path / name, run) for name in "ab")
     found = compare(a, b, atol=1e-3)
     assert found.ok
     assert any("no bounds" in note for note in found.notes)
-    assert not any(value.errors.is_equal for value in found.values)
 
 
 def test_steps_that_do_not_meet_are_told(tmp_path: Path) -> None:

@@ -12,9 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from hookline.debug.trace.fingerprints import DeviceTables, fingerprint_on_cpu, fingerprint_on_device, tables_of
+from hookline.debug.trace.fingerprints import (
+    DeviceTables,
+    SketchTables,
+    fingerprint_on_cpu,
+    fingerprint_on_device,
+    sketch_tables,
+)
 
-TABLES = tables_of(0, 16)
+TABLES = sketch_tables()
 VALUES = {
     "float32": torch.randn(3, 5),
     "two blocks": torch.randn(600, 700),
@@ -65,8 +71,8 @@ def test_the_programs_for_gpus_find_the_same(tmp_path: Path) -> None:
     assert done.stdout == "all agree\n", done.stderr[-3000:]
 
 
-def test_a_bit_a_swap_and_another_shape_change_the_hash_and_rounding_does_not_if_asked():
-    """Single changes anywhere show; with a step, changes far below it do not."""
+def test_a_bit_a_swap_and_another_shape_change_the_hash():
+    """Single changes anywhere show."""
     value = torch.randn(300, 77)
     known = fingerprint_on_cpu(value, TABLES).hash
     for place in (0, 11_111, 23_099):
@@ -75,10 +81,6 @@ def test_a_bit_a_swap_and_another_shape_change_the_hash_and_rounding_does_not_if
         assert fingerprint_on_cpu(other, TABLES).hash != known
     assert fingerprint_on_cpu(value[torch.randperm(300)], TABLES).hash != known
     assert fingerprint_on_cpu(value.t(), TABLES).hash != known
-    steps = torch.round(value * 8) / 8
-    near = steps + 1e-4
-    assert fingerprint_on_cpu(steps, TABLES, 0.125).hash == fingerprint_on_cpu(near, TABLES, 0.125).hash
-    assert fingerprint_on_cpu(steps, TABLES, 0.125).hash != fingerprint_on_cpu(steps + 0.125, TABLES, 0.125).hash
 
 
 @pytest.mark.parametrize("kind", ["all", "one row", "one column", "a bias", "a constant"])
@@ -90,7 +92,7 @@ def test_sketches_are_linear_and_tell_how_far_two_tensors_are_apart(kind):
     change = change * {"a bias": torch.randn(256), "all": torch.randn(200, 256)}.get(kind, 1.0)
     estimates = []
     for seed in range(30):
-        tables = tables_of(seed, 16)
+        tables = SketchTables(seed)
         one, two, apart = (fingerprint_on_cpu(each, tables).sketch for each in (value + change, value, change))
         np.testing.assert_allclose(one - two, apart, atol=1e-3)
         estimates.append(float(np.linalg.norm(one - two)) / change.norm().item())

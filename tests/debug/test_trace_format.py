@@ -13,7 +13,7 @@ from hookline.debug.trace.trace_files import RecordBatch, TracePlace, TraceWrite
 from hookline.debug.trace.trace_record import RowTable
 from hookline.errors import TraceError
 
-HEAD = {"seed": 0, "groups": 2, "ranks": 1}
+HEAD = {"model": "Net", "ranks": 1}
 LAID = MeshPlacement(("Shard(0)",), ("tp",), (2,), (1,), (4, 3))
 ROWS = RowTable("padded", ("a", "b"), (0, 1), (2, 1), (0, 5))
 
@@ -49,7 +49,7 @@ def test_what_is_written_is_read_back(tmp_path):
     folder = read_trace(tmp_path / "t")
     assert folder.problems == ()
     assert (folder.notes, folder.left_out) == (("half of it", "gone"), ("gone",))
-    assert folder.head["seed"] == 0
+    assert folder.head["model"] == "Net"
     assert folder.steps == (0, 1)
     first, second, third = folder.records
     assert [each.order for each in folder.records] == [0, 1, 2]

@@ -85,9 +85,6 @@ def compare(
         pairs,
         found.unpaired,
         problems := [*run_a.problems, *run_b.problems],
-        same_sketches=_has_same_sketches(run_a, run_b),
-        same_hashes=run_a.settings.get("hash_step") == run_b.settings.get("hash_step"),
-        exact_hashes=not run_a.settings.get("hash_step"),
     )
     if not measured:
         raise CompareError(_why_nothing(found, run_a, run_b))
@@ -133,10 +130,6 @@ def _name_of(source: RunSource, otherwise: str) -> str:
     return str(source) if isinstance(source, str | Path) else otherwise
 
 
-def _has_same_sketches(a: RunValues, b: RunValues) -> bool:
-    return all(a.settings.get(key) == b.settings.get(key) for key in ("seed", "groups"))
-
-
 def _why_nothing(found: Alignment, a: RunValues, b: RunValues) -> str:
     if found.unpaired:
         first = found.unpaired[0]
@@ -165,7 +158,7 @@ def _measured_noise(a: RunSource, rows: Any, noise: Any, notes: list[str], **opt
         reference = read_run(a, "A", rows)
         other = read_run(source, f"noise run {number}", rows)
         found = align(reference, other, **options)
-        measured.append(measure(found.pairs, [], other.problems, same_sketches=_has_same_sketches(reference, other)))
+        measured.append(measure(found.pairs, [], other.problems))
         if measured[-1] and all(errors.is_equal for _, errors in measured[-1]):
             notes.append(f"Noise run {number} is A to the bit: it measures no rounding. Give a run in float64.")
         if not measured[-1]:

@@ -28,13 +28,7 @@ _MAX_PLACES: Final = 60
 
 
 def measure(
-    pairs: Sequence[ValuePair],
-    unpaired: list[UnpairedValue],
-    problems: list[str],
-    *,
-    same_sketches: bool,
-    same_hashes: bool = True,
-    exact_hashes: bool = True,
+    pairs: Sequence[ValuePair], unpaired: list[UnpairedValue], problems: list[str]
 ) -> list[tuple[ValuePair, TensorErrors]]:
     """Return the errors of each pair, from tensors or else fingerprints.
 
@@ -56,16 +50,8 @@ def measure(
             errors = tensor_errors(*tensors)
             found.append((pair, errors if pair.a.kind in BACKWARD else add_part_errors(errors, *tensors)))
         elif pair.a.fingerprint is not None and pair.b.fingerprint is not None:
-            estimate = sketch_errors(
-                pair.a.fingerprint,
-                pair.b.fingerprint,
-                same_sketches=same_sketches,
-                same_dtype=pair.a.dtype == pair.b.dtype,
-                same_hashes=same_hashes,
-                exact_hashes=exact_hashes,
-            )
-            # Norms alone say that something differs, not where it began.
-            found.append((pair if same_sketches else replace(pair, is_sure=False), estimate))
+            same_dtype = pair.a.dtype == pair.b.dtype
+            found.append((pair, sketch_errors(pair.a.fingerprint, pair.b.fingerprint, same_dtype=same_dtype)))
         else:
             unpaired.append(_unpaired(pair, _why_unreadable(pair)))
     if lost:

@@ -63,8 +63,7 @@ _BY_ONE_OPERATION: Final = (
 _ONE_OPERATION: Final = 3.0
 """So many units of a 16-bit dtype one module may be off that is given the same; two times as many in one channel."""
 _BY_HASH: Final = (
-    "fingerprints do not tell it: there is NaN or infinity in both, or they were made with another seed or "
-    "other groups, so that only norms were compared; trace with the same settings, or with tensors="
+    "fingerprints do not tell it: there is NaN or infinity in both, or sums were too large; trace with tensors="
 )
 
 

@@ -91,13 +91,13 @@ class RunValues:
     """What the writer of a trace has to say."""
     left_out: list[str] = field(default_factory=list)
     """Those of its notes by which something is missing in it."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """What its sketches and hashes were made with."""
+    asked: Sequence[str] = ()
+    """The kinds that a trace was to have."""
 
     @property
     def kinds(self) -> set[str]:
         """Return the kinds that there are values of, or were to be, as a trace says."""
-        return {*self.settings.get("kinds", ()), *(value.kind for value in self.values)}
+        return {*self.asked, *(value.kind for value in self.values)}
 
 
 def read_run(source: RunSource, name: str, rows: Any = None) -> RunValues:
@@ -152,7 +152,7 @@ def _of_trace(folder: TraceFolder, name: str) -> RunValues:
     notes, missing, problems = (
         [f"{name}: {one}" for one in dict.fromkeys(texts)] for texts in (others, folder.left_out, folder.problems)
     )
-    return RunValues(name, values, problems, notes, missing, folder.head)
+    return RunValues(name, values, problems, notes, missing, folder.head.get("kinds", ()))
 
 
 def _of_rank(path: Path, name: str) -> RunValues:

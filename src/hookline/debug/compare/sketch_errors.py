@@ -19,30 +19,20 @@ _MEAN_OF_NORMAL: Final = math.sqrt(2 / math.pi)
 """The mean of |x| of normal numbers whose mean square is one."""
 
 
-def sketch_errors(
-    a: Fingerprint,
-    b: Fingerprint,
-    *,
-    same_sketches: bool,
-    same_dtype: bool,
-    same_hashes: bool = True,
-    exact_hashes: bool = True,
-) -> TensorErrors:
-    """Return estimates: the norm of the difference from sketches, or, without, no less than the norms differ.
+def sketch_errors(a: Fingerprint, b: Fingerprint, *, same_dtype: bool) -> TensorErrors:
+    """Return estimates: the norm of the difference from sketches; ``max_abs`` is no more than a lower bound.
 
-    ``same_sketches`` says whether both were made with the same seed, ``same_hashes`` and ``same_dtype`` whether hashes
-    can be compared, too, and ``exact_hashes`` whether hashes are of all bits, not of rounded numbers.
-    ``max_abs`` is no more than a lower bound.
+    Hashes are of bits, and so can be compared if both have the ``same_dtype``.
     """
     mismatched = abs(a.nan - b.nan) + abs(a.inf - b.inf)
-    can_hash = same_sketches and same_hashes and same_dtype
-    if can_hash and a.hash == b.hash and not mismatched:
+    if same_dtype and a.hash == b.hash and not mismatched:
         bad = a.nan + a.inf
         return TensorErrors(
-            a.count, norm_a=a.norm, norm_b=b.norm, bad_a=bad, bad_b=bad, is_equal=exact_hashes, is_estimate=True
+            a.count, norm_a=a.norm, norm_b=b.norm, bad_a=bad, bad_b=bad, is_equal=True, is_estimate=True
         )
-    distance = a.distance(b) if same_sketches else math.nan
-    if math.isnan(distance):
+    distance = a.distance(b)
+    is_unknown = math.isnan(distance)  # sums were too large for a sketch: norms alone say that something differs
+    if is_unknown:
         distance = math.hypot(a.norm - b.norm, (a.mean - b.mean) * math.sqrt(a.count))
     squares = a.norm**2 + b.norm**2
     scale = distance / math.sqrt(a.count) if a.count else 0.0
@@ -58,6 +48,6 @@ def sketch_errors(
         bad_b=b.nan + b.inf,
         mismatched=mismatched,
         is_estimate=True,
-        is_blind=(can_hash and a.nan + a.inf > 0) or not same_sketches,
+        is_blind=is_unknown or (same_dtype and a.nan + a.inf > 0),
     )
     return found

@@ -14,23 +14,19 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hookline.debug.trace.sketch_tables import DeviceTables
+from hookline.debug.trace.sketch_tables import COLUMNS, ROWS, WIDTH, DeviceTables
 
 __all__ = ["can_launch", "launch"]
 
 _READ: Final = (torch.float32, torch.bfloat16, torch.float16)
-_ROWS: Final = 32
+_PROGRAM_ROWS: Final = 32
 """Rows of 1,021 numbers for each program: 130 KB of float32. A block of 256 rows has a whole number of programs."""
-_BLOCK_ROWS: Final = 256
-_COLUMNS: Final = 1021
 _GROUPS: Final = 16
-_WIDTH: Final = 64
 
 
-def can_launch(flat: Tensor, tables: DeviceTables, hash_step: float) -> bool:
-    """Return whether the programs can read this tensor: usual numbers, at an address of whole words, 16 groups."""
-    is_usual = flat.dtype in _READ and not hash_step and len(tables.host.starts) == _GROUPS
-    return is_usual and flat.device.type == "cuda" and _has_triton() and flat.data_ptr() % 8 == 0
+def can_launch(flat: Tensor) -> bool:
+    """Return whether the programs can read this tensor: usual numbers, at an address of whole words."""
+    return flat.dtype in _READ and flat.device.type == "cuda" and _has_triton() and flat.data_ptr() % 8 == 0
 
 
 @functools.cache
@@ -46,18 +42,18 @@ def _programs() -> Any:
 def launch(flat: Tensor, tables: DeviceTables, numbers_out: Tensor, hash_out: Tensor) -> None:
     """Write the fingerprint of a flat tensor into a row, without waiting for the device."""
     count, size = flat.numel(), flat.element_size()
-    programs = -(-count // (_ROWS * _COLUMNS))
+    programs = -(-count // (_PROGRAM_ROWS * COLUMNS))
     found = torch.empty(programs, 32, dtype=torch.float64, device=flat.device)
     hashes = torch.empty(programs, dtype=torch.int64, device=flat.device)
     num_words, num_bytes = divmod(count * size, 8)
     memory = flat.view(torch.uint8)
     words = memory[: num_words * 8].view(torch.int64)
-    blocks = tables.block_signs(-(-count // (_BLOCK_ROWS * _COLUMNS)))
+    blocks = tables.block_signs(-(-count // (ROWS * COLUMNS)))
     kernels = _programs()
     with _on(flat.device):
         kernels.read_rows[(programs,)](
             flat, words, tables.signs, blocks, tables.odd, found, hashes, count, num_words,
-            ROWS=_ROWS, BLOCK_ROWS=_BLOCK_ROWS, GROUPS=_GROUPS, WIDTH=_WIDTH, WORDS=_ROWS * _COLUMNS * size // 8,
+            ROWS=_PROGRAM_ROWS, BLOCK_ROWS=ROWS, GROUPS=_GROUPS, WIDTH=WIDTH, WORDS=_PROGRAM_ROWS * COLUMNS * size // 8,
         )  # fmt: skip
         kernels.merge_programs[(1,)](
             found, hashes, memory[num_words * 8 :] if num_bytes else memory, tables.odd, numbers_out, hash_out,

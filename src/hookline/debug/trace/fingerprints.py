@@ -21,9 +21,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.debug.trace.fingerprint_kernel import can_launch, launch
-from hookline.debug.trace.sketch_tables import BLOCK, COLUMNS, ROWS, DeviceTables, SketchTables
+from hookline.debug.trace.sketch_tables import BLOCK, COLUMNS, ROWS, WIDTH, DeviceTables, SketchTables
 
-__all__ = ["DeviceTables", "FoundNumbers", "SketchTables", "fingerprint_on_cpu", "fingerprint_on_device"]
+__all__ = [
+    "DeviceTables",
+    "FoundNumbers",
+    "SketchTables",
+    "fingerprint_on_cpu",
+    "fingerprint_on_device",
+    "sketch_tables",
+]
 
 _TINY: Final = 1e-30
 """Sums of squares below this may have lost numbers that are too small to be squared in float32."""
@@ -38,12 +45,14 @@ class FoundNumbers(NamedTuple):
     sketch: NDArray[np.float64]
 
 
-tables_of = functools.cache(SketchTables)
-"""Return the tables of a seed and a number of groups."""
+@functools.cache
+def sketch_tables() -> SketchTables:
+    """Return the signs of all traces."""
+    return SketchTables()
 
 
-def fingerprint_on_cpu(tensor: Tensor, tables: SketchTables, hash_step: float = 0.0) -> FoundNumbers:
-    """Return the fingerprint of a dense tensor that is on the CPU; of one with ``hash_step``, hash rounded numbers."""
+def fingerprint_on_cpu(tensor: Tensor, tables: SketchTables) -> FoundNumbers:
+    """Return the fingerprint of a dense tensor that is on the CPU."""
     flat = _flat(tensor)
     numbers = _as_real(flat)
     count = numbers.numel()
@@ -57,10 +66,9 @@ def fingerprint_on_cpu(tensor: Tensor, tables: SketchTables, hash_step: float = 
         numbers = torch.nan_to_num(numbers, 0.0, 0.0, 0.0)
         high, low = numbers.amax().item(), numbers.amin().item()
     total, squares = _moments(numbers, max(high, -low))
-    words = flat if not hash_step else _rounded(numbers, hash_step)
     found = (total / count, math.sqrt(squares), max(high, -low), nan, inf)
     with np.errstate(over="ignore", invalid="ignore"):  # of numbers near 1e38 the sums are infinite, or NaN
-        return FoundNumbers(found, _hash(words, tables), _sketch(numbers.numpy(), tables))
+        return FoundNumbers(found, _hash(flat, tables), _sketch(numbers.numpy(), tables))
 
 
 def _moments(numbers: Tensor, absmax: float) -> tuple[float, float]:
@@ -134,16 +142,10 @@ def _as_real(flat: Tensor) -> Tensor:
     return flat.float() if dtype.is_floating_point else flat.double()
 
 
-def _rounded(numbers: Tensor, step: float) -> Tensor:
-    return (numbers.double() / step).round().to(torch.int64)
-
-
 # -- other devices: no number comes to the host before it is asked for --------------------------------------------
 
 
-def fingerprint_on_device(
-    tensor: Tensor, tables: DeviceTables, numbers_out: Tensor, hash_out: Tensor, hash_step: float = 0.0
-) -> None:
+def fingerprint_on_device(tensor: Tensor, tables: DeviceTables, numbers_out: Tensor, hash_out: Tensor) -> None:
     """Write the fingerprint of a dense tensor into a row: mean, norm, absmax, NaN, Inf, sketch; and the hash.
 
     Only operators that do not wait for the device, and none that autocast would run in another precision.
@@ -151,7 +153,7 @@ def fingerprint_on_device(
     flat = _flat(tensor)
     if not flat.numel():
         return
-    if can_launch(flat, tables, hash_step):
+    if can_launch(flat):
         launch(flat, tables, numbers_out, hash_out)
         return
     numbers = _as_real(flat)
@@ -170,17 +172,16 @@ def fingerprint_on_device(
     )
     numbers_out[:5] = found
     numbers_out[5:] = _device_sketch(finite, tables)
-    hash_out.copy_(_device_hash(flat if not hash_step else _rounded(finite, hash_step), tables))
+    hash_out.copy_(_device_hash(flat, tables))
 
 
 def _device_sketch(numbers: Tensor, tables: DeviceTables) -> Tensor:
-    count, host = numbers.numel(), tables.host
+    count = numbers.numel()
     blocks = -(-count // BLOCK)
     rows = min(ROWS, -(-count // COLUMNS))
     padded = torch.nn.functional.pad(numbers, (0, blocks * rows * COLUMNS - count))
     columns = (padded.view(blocks, rows, COLUMNS) * tables.signs[:rows]).sum(1, dtype=torch.float64)
-    wide = len(host.starts) * host.width
-    groups = torch.nn.functional.pad(columns, (0, wide - COLUMNS)).view(blocks, -1, host.width).sum(2)
+    groups = torch.nn.functional.pad(columns, (0, -COLUMNS % WIDTH)).view(blocks, -1, WIDTH).sum(2)
     if blocks == 1:
         return groups[0]
     return (groups * tables.block_signs(blocks)).sum(0)

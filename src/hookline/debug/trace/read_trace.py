@@ -54,7 +54,7 @@ class TraceFolder:
     def __init__(self, path: Path, head: dict[str, Any], ranks: dict[int, _RankLines], problems: list[str]) -> None:
         self.path = path
         self.head = head
-        """The settings it was written with: ``seed``, ``groups``, ``hash_step``, ``kinds``, ``model``, …"""
+        """The settings it was written with: ``kinds``, ``model``, …"""
         self.records: tuple[TraceRecord, ...] = tuple(
             record for rank in sorted(ranks) for record in ranks[rank].records
         )

@@ -13,24 +13,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["BLOCK", "COLUMNS", "ROWS", "DeviceTables", "SketchTables"]
+__all__ = ["BLOCK", "COLUMNS", "ROWS", "WIDTH", "DeviceTables", "SketchTables"]
 
 COLUMNS: Final = 1021
 ROWS: Final = 256
 BLOCK: Final = COLUMNS * ROWS
+WIDTH: Final = 64
+"""How many neighbouring columns make a group; there are 16."""
 
 
 class SketchTables:
-    """The random signs of a seed, and how many groups a sketch has; one for all traces of a seed."""
+    """The random signs of a seed. All traces have those of 0, so that any two can be compared."""
 
-    def __init__(self, seed: int, groups: int) -> None:
+    def __init__(self, seed: int = 0) -> None:
         made = np.random.Generator(np.random.Philox(seed))
-        self.seed, self.groups = seed, groups
+        self.seed = seed
         self.signs: NDArray[np.float32] = (made.integers(0, 2, (ROWS, COLUMNS)) * 2 - 1).astype(np.float32)
         self.odd: NDArray[np.uint64] = made.integers(0, 1 << 64, COLUMNS, dtype=np.uint64) | np.uint64(1)
-        self.width = -(-COLUMNS // groups)
-        """How many neighbouring columns make a group."""
-        self.starts: NDArray[np.intp] = np.arange(0, COLUMNS, self.width)
+        self.starts: NDArray[np.intp] = np.arange(0, COLUMNS, WIDTH)
         self.signs_double: NDArray[np.float64] = self.signs.astype(np.float64)
 
     @functools.cache  # noqa: B019  # one object for each seed lives as long as the process

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 from torch import nn
 
-from hookline.debug.trace.fingerprints import tables_of
 from hookline.debug.trace.trace_files import TraceWriter
 from hookline.debug.trace.trace_record import KINDS, RowTable
 from hookline.debug.trace.trace_recorder import TraceRecorder
@@ -53,9 +52,6 @@ def trace(
     every: StepSchedule | int = 1,
     exclude: Target = None,
     dims: str | Mapping[str, str] | None = None,
-    hash_step: float = 0.0,
-    seed: int = 0,
-    groups: int = 16,
 ) -> Trace:
     """Write what flows through a model to a folder, as fingerprints, and where asked as tensors.
 
@@ -85,9 +81,6 @@ def trace(
         every: Every how many steps to write, or a `StepSchedule`.
         exclude: Modules and parameters to leave out.
         dims: What the dimensions of tensors are, such as ``"b s h[tp] d"``: a text for all, or one by glob of sites.
-        hash_step: Hash numbers rounded to multiples of this; 0 hashes the exact bits.
-        seed: The seed of the sketches; traces to be compared need the same one.
-        groups: How many numbers a sketch has.
 
     Names are those of the model inside of wrappers (``torch.compile``, DDP, FSDP, …). A forward that activation
     checkpointing repeats is marked as such, and is no further call.
@@ -97,16 +90,12 @@ def trace(
     if isinstance(step, str) and step not in ("forward", "manual"):
         raise OptionError(f"trace(step={step!r}): a step is 'forward', 'manual', or an optimizer.")
     limit = bytes_of_budget(budget)
-    if not 1 <= groups <= 64:
-        raise OptionError(f"trace(groups={groups!r}): a sketch has 1 to 64 numbers; 16 are the default.")
     schedule, dims_of, wants = StepSchedule.of(every), dims_finder(dims), matching(tensors)
-    head = {"seed": seed, "groups": groups, "hash_step": hash_step, "kinds": list(wanted), "ranks": rank_count(),
-            "model": type(unwrap(model)).__name__, "torch": torch.__version__}  # fmt: skip
+    head = {"kinds": list(wanted), "ranks": rank_count(), "model": type(unwrap(model)).__name__,
+            "torch": torch.__version__}  # fmt: skip
     writer = TraceWriter(Path(to).absolute(), this_rank(), head)
     recorder = TraceRecorder(
         writer,
-        tables_of(seed, groups),
-        hash_step=hash_step,
         budget=limit,
         wants_tensor=wants,
         dims_of=dims_of,

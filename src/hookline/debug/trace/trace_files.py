@@ -88,7 +88,7 @@ class TraceWriter:
     Args:
         folder: The folder of the trace, of all ranks.
         rank: The rank of this process.
-        head: Settings to keep: ``seed``, ``groups``, ``hash_step``, ``kinds``, and whatever the reader should know.
+        head: Settings to keep: ``kinds``, and whatever the reader should know.
     """
 
     def __init__(self, folder: Path, rank: int, head: Mapping[str, Any]) -> None:

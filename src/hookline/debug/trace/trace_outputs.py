@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from hookline.debug.trace.fingerprints import tables_of
 from hookline.debug.trace.start_trace import bytes_of_budget, dims_finder, matching
 from hookline.debug.trace.trace_files import TraceWriter
 from hookline.debug.trace.trace_record import RowTable
@@ -58,9 +57,6 @@ _OPTIONS: Final = {
     "every": 1,
     "add_residual": False,
     "dims": None,
-    "hash_step": 0.0,
-    "seed": 0,
-    "groups": 16,
     "flush_seconds": 5.0,
 }
 
@@ -83,17 +79,14 @@ def trace_outputs(config: Mapping[str, Any] | None = None) -> TraceOutputs:
 
     Args:
         config: ``folder``: where to; the only option that has to be given. ``tensors``, ``budget``, ``dims``,
-            ``hash_step``, ``seed``, ``groups``: as in ``trace``. ``requests``: names or patterns; only forwards with
+            as in ``trace``. ``requests``: names or patterns; only forwards with
             such a request are written. ``phase``: ``"prefill"`` or ``"decode"``, for one of them alone. ``every``: take
             each n-th forward. ``add_residual``: of an output that is a pair of tensors of one shape, write the sum.
             ``flush_seconds``: after how long what waits is written, at the begin of a forward (5).
     """
     found = _checked_settings(config)
-    head = {**found.head, "kinds": ["output"], "ranks": rank_count(), "torch": torch.__version__}
-    tables = tables_of(found.head["seed"], found.head["groups"])
-    recorder = TraceRecorder(
-        TraceWriter(found.folder, this_rank(), head), tables, hash_step=found.head["hash_step"], **found.of_recorder
-    )
+    head = {"kinds": ["output"], "ranks": rank_count(), "torch": torch.__version__}
+    recorder = TraceRecorder(TraceWriter(found.folder, this_rank(), head), **found.of_recorder)
     return found.hook(recorder, **found.of_hook)
 
 
@@ -101,7 +94,6 @@ class _TraceSettings(NamedTuple):
     """What a config of ``trace_outputs`` says, checked."""
 
     folder: Path
-    head: dict[str, Any]
     of_recorder: dict[str, Any]
     hook: type[TraceOutputs]
     of_hook: dict[str, Any]
@@ -115,11 +107,6 @@ def _checked_settings(config: Mapping[str, Any] | None) -> _TraceSettings:
     patterns = [] if isinstance(options["tensors"], bool) else options["tensors"]
     return _TraceSettings(
         path(_NAME, "folder", options["folder"]),
-        {
-            "seed": whole(_NAME, "seed", options["seed"], least=0),
-            "groups": whole(_NAME, "groups", options["groups"]),
-            "hash_step": number(_NAME, "hash_step", options["hash_step"]),
-        },
         {
             "budget": bytes_of_budget(options["budget"]),
             "wants_tensor": matching(options["tensors"]),

@@ -35,11 +35,11 @@ class Fingerprint:
     inf: int
     """How many infinities there are."""
     hash: int
-    """64 bits that depend on the bits and positions of all numbers, or, in a trace with ``hash_step``, of numbers
-    rounded to it. Equal tensors of one dtype and shape have equal hashes; unequal ones differ but for 1 in 2^60."""
+    """64 bits that depend on the bits and positions of all numbers. Equal tensors of one dtype and shape have equal
+    hashes; unequal ones differ but for 1 in 2^60."""
     sketch: tuple[float, ...] = ()
-    """Sums of the numbers with random signs, in as many groups as it is long. The signs depend on the trace's seed and
-    on ``count`` alone, so that sketches are linear: sketch(a) - sketch(b) = sketch(a - b)."""
+    """Sums of the numbers with random signs, in as many groups as it is long. The signs depend on
+    ``count`` alone, so that sketches are linear: sketch(a) - sketch(b) = sketch(a - b)."""
 
     @property
     def rms(self) -> float:

@@ -21,9 +21,9 @@ from torch import Tensor
 from hookline.debug.trace.fingerprints import (
     DeviceTables,
     FoundNumbers,
-    SketchTables,
     fingerprint_on_cpu,
     fingerprint_on_device,
+    sketch_tables,
 )
 from hookline.debug.trace.trace_files import RecordBatch, TracePlace, TraceWriter
 from hookline.debug.trace.trace_record import RowTable, layer_of
@@ -95,8 +95,6 @@ class TraceRecorder:
 
     Args:
         writer: Where to.
-        tables: The signs of sketches.
-        hash_step: What numbers are rounded to before they are hashed; 0 for the exact bits.
         budget: How many bytes may be written in all; None for any number.
         wants_tensor: Returns whether the tensors of a site are to be stored, given its name.
         dims_of: Returns what the user has said of the dimensions of a site, given its name and kind.
@@ -105,16 +103,13 @@ class TraceRecorder:
     def __init__(
         self,
         writer: TraceWriter,
-        tables: SketchTables,
         *,
-        hash_step: float = 0.0,
         budget: int | None = None,
         wants_tensor: Callable[[str], bool] = lambda site: False,
         dims_of: Callable[[str, str], str | None] = lambda site, kind: None,
     ) -> None:
         self._writer = writer
-        self._tables = tables
-        self._hash_step = hash_step
+        self._tables = sketch_tables()
         self._budget = budget
         self._wants_tensor, self._dims_of = wants_tensor, dims_of
         self._waiting = _Waiting()
@@ -184,7 +179,7 @@ class TraceRecorder:
     def _fingerprint(self, local: Tensor) -> _Found:
         # Of the very tensor that came before too: a kernel, or .data, may have written to it without a new version.
         on_cpu = local.device.type == "cpu"
-        return fingerprint_on_cpu(local, self._tables, self._hash_step) if on_cpu else self._on_device(local)
+        return fingerprint_on_cpu(local, self._tables) if on_cpu else self._on_device(local)
 
     def _on_device(self, local: Tensor) -> tuple[torch.device, int]:
         device = local.device
@@ -200,7 +195,7 @@ class TraceRecorder:
             self._devices[device] = rows
         at = rows.used
         rows.used += 1
-        fingerprint_on_device(local, rows.tables, rows.numbers[at], rows.hashes[at], self._hash_step)
+        fingerprint_on_device(local, rows.tables, rows.numbers[at], rows.hashes[at])
         return device, at
 
     def _store(self, local: Tensor) -> int | None:
