@@ -91,8 +91,8 @@ def test_forwards_of_requests_are_steps_with_their_rows(tmp_path):
 
 
 def test_plain_torch_calls_it_with_flat_batches_and_pairs(tmp_path):
-    """Without sites a forward begins at the first module; rows come from the batch; pairs are added up if asked for."""
-    hook = trace_outputs({"folder": str(tmp_path), "add_residual": True, "every": 2})
+    """Without sites a forward begins at the first module; rows come from the batch; of pairs both are there."""
+    hook = trace_outputs({"folder": str(tmp_path), "every": 2})
     layers = nn.ModuleList(Layer() for _ in range(2))
     for layer in layers:
         layer.register_forward_hook(hook)
@@ -102,12 +102,14 @@ def test_plain_torch_calls_it_with_flat_batches_and_pairs(tmp_path):
     hook.close()
     hook.close()
     folder = read_trace(tmp_path)
-    assert [(each.site, each.step) for each in folder.records] == [(f"Layer.{n}", s) for s in (0, 2) for n in (0, 1)]
-    assert {each.fingerprint.mean for each in folder.records} == {3.0}
+    assert [(each.site, each.step, each.leaf) for each in folder.records] == [
+        (f"Layer.{n}", step, leaf) for step in (0, 2) for n in (0, 1) for leaf in "01"
+    ]
+    assert [each.fingerprint.mean for each in folder.records[:2]] == [2.0, 1.0]
     rows = folder.row_keys(folder.records[0])
     assert rows is not None
     assert rows.keys == (RowKey("x", 0), RowKey("x", 1), RowKey("y", 9))
-    assert hook.to_metrics()["records"] == 4
+    assert hook.to_metrics()["records"] == 8
 
 
 def test_wrong_options_of_the_factory_say_what_to_do(tmp_path):

@@ -5,7 +5,6 @@ Specs and users make it. It hands outputs to a `TraceRecorder`, with whose rows 
 
 from __future__ import annotations
 
-import time
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -29,13 +28,11 @@ from hookline.factories.factory_hook import (
     Observer,
     checked_options,
     choice,
-    number,
     path,
     tried_by,
     whole,
-    yes_or_no,
 )
-from hookline.factories.served_batch import STAGES, only_in_stage, output_tensor, request_names
+from hookline.factories.served_batch import STAGES, only_in_stage, request_names
 from hookline.sites import _torch
 from hookline.sites.targets import name_matcher
 from hookline.sites.tree import leaves
@@ -55,9 +52,7 @@ _OPTIONS: Final = {
     "requests": None,
     "phase": "both",
     "every": 1,
-    "add_residual": False,
     "dims": None,
-    "flush_seconds": 5.0,
 }
 
 
@@ -78,11 +73,9 @@ def trace_outputs(config: Mapping[str, Any] | None = None) -> TraceOutputs:
     inputs of a module, so that a trace of a served model can be compared with one of a trainer, row by row.
 
     Args:
-        config: ``folder``: where to; the only option that has to be given. ``tensors``, ``budget``, ``dims``,
-            as in ``trace``. ``requests``: names or patterns; only forwards with
-            such a request are written. ``phase``: ``"prefill"`` or ``"decode"``, for one of them alone. ``every``: take
-            each n-th forward. ``add_residual``: of an output that is a pair of tensors of one shape, write the sum.
-            ``flush_seconds``: after how long what waits is written, at the begin of a forward (5).
+        config: ``folder``: where to; the only option that has to be given. ``tensors``, ``budget``, ``dims``:
+            as in ``trace``. ``requests``: names or patterns; only forwards with such a request are written. ``phase``:
+            ``"prefill"`` or ``"decode"``, for one of them alone. ``every``: take each n-th forward.
     """
     found = _checked_settings(config)
     head = {"kinds": ["output"], "ranks": rank_count(), "torch": torch.__version__}
@@ -117,8 +110,6 @@ def _checked_settings(config: Mapping[str, Any] | None) -> _TraceSettings:
             "tensors": [patterns] if isinstance(patterns, str) else list(patterns),
             "requests": request_names(_NAME, options["requests"]),
             "every": whole(_NAME, "every", options["every"]),
-            "add_residual": yes_or_no(_NAME, "add_residual", options["add_residual"]),
-            "flush_seconds": number(_NAME, "flush_seconds", options["flush_seconds"]),
         },
     )
 
@@ -170,15 +161,10 @@ class TraceOutputs(Observer):
         tensors: list[str],
         requests: tuple[str, ...] | None,
         every: int,
-        add_residual: bool,
-        flush_seconds: float,
     ) -> None:
         self._recorder = recorder
         self._requests = requests
         self._every = every
-        self._add_residual = add_residual
-        self._flush_seconds = flush_seconds
-        self._flushed = time.monotonic()
         self._names: ByModule[str] = ByModule(lambda name: name)
         self._clock = _ForwardClock()
         self._finalizer = weakref.finalize(self, recorder.close)
@@ -197,15 +183,13 @@ class TraceOutputs(Observer):
         before = self._clock.forward
         call = self._clock.count(name, site)
         step = self._clock.forward
-        if step != before and time.monotonic() - self._flushed >= self._flush_seconds:
-            self._flushed = time.monotonic()
-            self._recorder.flush()
+        if step != before:
+            self._recorder.end_part()
         rows = rows_of(inputs)
         if step % self._every or not self._is_asked_for(rows):
             return
         moment = TraceMoment(step, call)
-        both = output_tensor(output, self._add_residual) if self._add_residual else None
-        for leaf, tensor in [("", both)] if both is not None else leaves(output):
+        for leaf, tensor in leaves(output):
             if isinstance(tensor, Tensor):
                 self._recorder.take(name, "output", leaf, tensor, moment, rows)
 
