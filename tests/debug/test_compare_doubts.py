@@ -325,7 +325,7 @@ def test_what_has_no_partner_is_told_shortly(tmp_path: Path) -> None:
     twice = nn.Sequential(*(Twice(layer, count=2) for layer in _layers(5)))
     once = nn.Sequential(*(Twice(layer, count=1) for layer in _layers(5)))
     notes = _of(once, twice, tmp_path).notes
-    assert sum("most alike" in note for note in notes) == 3
+    assert sum("compared in order" in note for note in notes) == 3
     assert any("more sites and steps" in note for note in notes)
 
 

@@ -1,7 +1,7 @@
 """Find which value of run A belongs to which of run B, and say what has no partner.
 
 `compare` calls `align`. Values are paired by kind, site and leaf, then by step and call, or by rows where both runs say
-whose their rows are; rules pair what is fused or returned in another way. Nothing is paired by position in a list.
+whose their rows are; rules pair what is fused or returned in another way.
 """
 
 from __future__ import annotations

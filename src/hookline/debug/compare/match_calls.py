@@ -1,4 +1,4 @@
-"""Pair the calls of one site in two runs: by row, by step and call, or, where the counts differ, by likeness.
+"""Pair the calls of one site in two runs: by row, by step and call, or, where the counts differ, in order.
 
 `align_runs` calls `CallMatcher.match` with the values of a site on both sides.
 """
@@ -9,7 +9,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from hookline.debug.compare.row_matching import (
     has_other_columns,
@@ -19,13 +18,9 @@ from hookline.debug.compare.row_matching import (
     why_no_rows,
 )
 from hookline.debug.compare.run_values import RunValue
-from hookline.debug.compare.tensor_errors import tensor_errors
 from hookline.debug.trace.trace_record import RowKey
 
 __all__ = ["CallMatcher", "LostGradient", "UnpairedValue", "ValuePair"]
-
-_MAX_LIKENESS: Final = 64
-"""Most comparisons that are made to find which calls belong together; beyond, they are paired from the first on."""
 
 
 @dataclass(slots=True)
@@ -139,11 +134,10 @@ class CallMatcher:
                 self._pair(one, other)
             return
         site = a[0].site or "(the model)"
-        pairs = _most_alike(a, b)
-        calls = ", ".join(f"{one.call} with {other.call}" for one, other in pairs)
+        pairs = list(zip(a, b, strict=False))
         self.calls_left.append(
             f"{site} ({a[0].kind}) was called {len(a)} time(s) in step {a[0].step} of A and {len(b)} in B; "
-            f"the calls that are most alike are compared, in order ({calls}), and are not blamed."
+            "they are compared in order, and are not blamed."
         )
         for one, other in pairs:
             self._pair(one, other, how=f"call {one.call} of A with call {other.call} of B", is_sure=False)
@@ -185,43 +179,3 @@ def _by_step(values: Sequence[RunValue]) -> dict[int, list[RunValue]]:
     for of_step in found.values():
         of_step.sort(key=lambda value: value.call)
     return found
-
-
-def _most_alike(a: list[RunValue], b: list[RunValue]) -> list[tuple[RunValue, RunValue]]:
-    """Return the pairs, in the order of the calls, whose errors are the least in sum; one side may have calls left."""
-    is_swapped = len(a) > len(b)
-    short, long = (b, a) if is_swapped else (a, b)
-    if len(short) * len(long) > _MAX_LIKENESS:
-        chosen = list(range(len(short)))
-    else:
-        chosen = _least_sum([[_distance(one, other) for other in long] for one in short])
-    pairs = [(short[place], long[at]) for place, at in enumerate(chosen)]
-    return [(two, one) for one, two in pairs] if is_swapped else pairs
-
-
-def _least_sum(costs: list[list[float]]) -> list[int]:
-    """Return a rising choice of columns, one for each row, with the least sum."""
-    width = len(costs[0])
-    best: list[tuple[float, list[int]]] = [(0.0, [])] * (width + 1)
-    for row, of_row in enumerate(costs):
-        following: list[tuple[float, list[int]]] = [(math.inf, [])] * (width + 1)
-        for column in range(row, width):
-            before, chosen = best[column]
-            with_this = (before + of_row[column], [*chosen, column])
-            following[column + 1] = min(following[column], with_this, key=lambda item: item[0])
-            if not following[column + 1][1]:
-                following[column + 1] = with_this
-        best = following
-    return best[width][1]
-
-
-def _distance(a: RunValue, b: RunValue) -> float:
-    """Return how unlike two values are: 0 to 1, and more if they cannot be compared."""
-    if a.shape != b.shape:
-        return 4.0
-    if a.read is not None and b.read is not None:
-        return min(1.0, tensor_errors(a.read(), b.read()).rel_diff)
-    if a.fingerprint is None or b.fingerprint is None:
-        return 2.0
-    norms = a.fingerprint.norm + b.fingerprint.norm
-    return min(1.0, abs(a.fingerprint.norm - b.fingerprint.norm) / norms) if norms else 0.0
