@@ -30,7 +30,7 @@ def test_the_rank_that_comes_first_names_the_folder_for_all(tmp_path: Path, monk
         clock = SimpleNamespace(now=lambda rank=rank: datetime(2024, 1, 1, 0, 0, rank))
         monkeypatch.setattr(precision_files, "datetime", clock)
         for check in range(2):
-            files = PrecisionFiles(str(tmp_path), "")
+            files = PrecisionFiles(str(tmp_path), save=False)
             files.write(f"check {check}", "x", torch.ones(1))
             files.close()
             folders[rank, check] = files.folder
@@ -39,12 +39,12 @@ def test_the_rank_that_comes_first_names_the_folder_for_all(tmp_path: Path, monk
     assert len(list(tmp_path.rglob("*.log"))) == 4
 
 
-@pytest.mark.parametrize("save", ["", "npy"])
+@pytest.mark.parametrize("save", [False, True])
 def test_a_full_disk_ends_the_files_and_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, save: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, save: bool
 ) -> None:
     """The second tensor does not fit any more: said once, and later ones are left out."""
-    files = PrecisionFiles(str(tmp_path), save)
+    files = PrecisionFiles(str(tmp_path), save=save)
     files.write("first", "a", torch.ones(2))
     full = OSError(errno.ENOSPC, "No space left on device")
     failing = "_write_tensor" if save else "_write_line"
@@ -60,4 +60,4 @@ def test_a_path_that_never_worked_is_an_error(tmp_path: Path) -> None:
     """A file stands where the folder should be."""
     (tmp_path / "taken").write_text("")
     with pytest.raises(OSError, match="taken"):
-        PrecisionFiles(str(tmp_path / "taken"), "").write("line", "a", torch.ones(1))
+        PrecisionFiles(str(tmp_path / "taken"), save=False).write("line", "a", torch.ones(1))

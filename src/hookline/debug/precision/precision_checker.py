@@ -96,7 +96,7 @@ class PrecisionChecker:
         self._counters: dict[tuple[str, str], int] = defaultdict(int)
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._manual: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._files = PrecisionFiles(self.config.path, self.config.save_tensors)
+        self._files = PrecisionFiles(self.config.path, save=bool(self.config.save_tensors))
         self._general = HandleSet()
         self._function_outputs = HandleSet()
         self._own = HandleSet()

@@ -36,7 +36,7 @@ class PrecisionConfig:
     format: str = "simple"
     """``simple`` (minimum, maximum, mean, first values) or ``md5`` (a hash of the numbers)."""
     save_tensors: str = ""
-    """``npy`` or ``safetensors``: write each tensor to a file; empty: none. ``true`` means ``npy``."""
+    """``npy``: write each tensor to a file; empty: none. ``true`` means ``npy``."""
     md5_tolerance: float = 0.0
     """Above 0, the hash is of the numbers rounded to multiples of this; 0: of every bit."""
     check_nan: bool = True
@@ -112,13 +112,11 @@ def _format(key: str, value: Any) -> str:
 
 def _save(key: str, value: Any) -> str:
     text = str(value).lower() if isinstance(value, str | bool | int) else ""
-    if text in ("npy", "safetensors"):
-        return text
-    if text in _YES:
+    if text in ("npy", *_YES):
         return "npy"
     if value is None or (text in _NO and isinstance(value, str | bool | int)):
         return ""
-    raise OptionError(f"{key} is true, false, 'npy' or 'safetensors', got {value!r}.")
+    raise OptionError(f"{key} is true (or 'npy') or false, got {value!r}.")
 
 
 def _tolerance(key: str, value: Any) -> float:

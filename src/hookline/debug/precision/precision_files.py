@@ -32,7 +32,7 @@ _NUMBERS: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 class PrecisionFiles:
     """The folder of one check."""
 
-    def __init__(self, path: str, save: str) -> None:
+    def __init__(self, path: str, *, save: bool) -> None:
         self._path = Path(path)
         self._save = save
         self._log: IO[str] | None = None
@@ -82,14 +82,9 @@ class PrecisionFiles:
             folder.mkdir(exist_ok=True)
         beside = folder / f"{stem}.{os.getpid()}.{threading.get_ident()}.part"
         try:
-            if self._save == "npy":
-                with beside.open("wb") as file:  # a path would get another ending
-                    np.save(file, as_numpy(plain), allow_pickle=False)
-            else:
-                from safetensors.torch import save_file
-
-                save_file({"value": plain}, beside)
-            beside.replace(folder / f"{stem}.{self._save}")
+            with beside.open("wb") as file:  # a path would get another ending
+                np.save(file, as_numpy(plain), allow_pickle=False)
+            beside.replace(folder / f"{stem}.npy")
         finally:
             beside.unlink(missing_ok=True)
 
