@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,65 @@ def test_evaluations_between_steps_are_no_micro_batches():
             model(torch.full((2, 4), float("inf") if part == 2 else 1.0)).sum().backward()
         optimizer.step()
         assert {(each.step, each.micro_batch) for each in alarm.troubles} == {(0, 2)}
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(type(each) is torch.Tensor for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_an_alarm_holds_no_copy_for_each_forward_of_an_evaluation(trained, gradients):
+    """Before there was training too, where it is not known yet that it is an evaluation."""
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hl.observe.alarm(model, optimizer=optimizer) as alarm:
+        if trained:
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        model.eval()
+        with torch.set_grad_enabled(gradients):
+            held = [[model(torch.ones(2, 4)).sum() for _ in range(100)] and live_tensors() for _ in range(3)]
+        assert held[1] == held[2]
+        model.train()
+        for part in range(70):
+            model(torch.full((2, 4), float("inf") if part == 68 else 1.0)).sum().backward()
+        optimizer.step()
+    assert {(each.step, each.micro_batch) for each in alarm.troubles} == {(int(trained), 68)}
+
+
+def test_where_parts_of_the_model_are_called_their_calls_are_micro_batches():
+    """As Lightning calls ``training_step``: the model's own forward is not called."""
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hl.observe.alarm(model, optimizer=optimizer) as alarm:
+        for step in range(2):
+            for part in range(3):
+                alarm.note_batch(f"{step}.{part}")
+                is_bad = (step, part) in [(0, 0), (0, 1), (1, 2)]
+                model[2](model[1](model[0](torch.full((2, 4), float("nan") if is_bad else 1.0)))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                nn.init.ones_(parameter)
+    assert [(each.step, each.micro_batch, each.place, each.batch) for each in alarm.troubles] == [
+        (0, 0, "0/forward", "0.0"),
+        (0, 1, "0/forward", "0.1"),
+        (1, 2, "0/forward", "1.2"),
+    ]
+    hl.assert_no_hooks(model, foreign=True)
+
+
+def test_norms_that_stay_high_are_one_spike_and_then_the_usual_ones():
+    """A new level from step 6 on; a spike of ten times the new level; back to the old level, and a spike of that."""
+    model = small()
+    sizes = [1.0] * 6 + [100.0] * 12 + [1e4] + [100.0] * 3 + [1.0] * 60 + [100.0]
+    with hl.observe.alarm(model, on="forward", spike=10) as alarm:
+        for size in sizes:
+            model(torch.full((2, 4), size)).sum().backward()
+            alarm.step()
+    assert [(each.step, each.what) for each in alarm.troubles] == [(6, "spike"), (18, "spike"), (82, "spike")]
 
 
 def test_an_alarm_says_what_is_wrong_with_its_options():

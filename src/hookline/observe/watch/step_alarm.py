@@ -1,7 +1,7 @@
 """Say which rank, micro-batch and layer was the first with NaN, infinity or a spike.
 
-Users call `alarm`. It keeps a `Watch`, copies its rows at the beginning of each forward, and compares the copies when
-the step is over; on a GPU that is one transfer per step.
+Users call `alarm`. It keeps a `Watch`, copies its rows at the beginning of each forward that counts, and compares the
+copies when the step is over; from a GPU they come to the host together, by one transfer per step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Target
     from hookline.observe.watch.stats_engine import WatchedPlace
+    from hookline.sites.hook_at_site import StandIn
 
 __all__ = ["StepAlarm", "Trouble", "alarm"]
 
@@ -51,6 +52,9 @@ _HEADER: Final = ("step", "micro_batch", "rank", "place", "what", "value", "usua
 _HISTORY: Final = 5
 """Micro-batches that a place is seen in before one can be a spike."""
 _SMOOTHING: Final = 0.9
+_APART: Final = 64
+"""Forwards of a step that are told apart where none is in training mode: an evaluation before training makes no step,
+and each holds a copy of the rows."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ def alarm(
         on: Where to look: ``"forward"``, ``"backward"``, and ``"param_grad_local"``, the gradients of parameters before
             ranks reduce them; after that every rank has the NaN of one.
         spike: How many times its usual norm makes a spike; None looks for NaN and infinity alone. The usual norm is a
-            running mean, known after five micro-batches.
+            running mean, known after five micro-batches. Norms that stay high are one spike, and after five more
+            micro-batches the usual ones.
         exclude: Modules and parameters to leave out.
         scaler: The ``GradScaler`` in use.
     """
@@ -162,15 +167,23 @@ class StepAlarm(ShownAsTable):
         self._watch = watched
         self._engine = watched._engine
         self._spike = spike
-        self._usual: dict[WatchedPlace, tuple[int, float]] = {}
+        self._usual: dict[WatchedPlace, _UsualNorm] = {}
+        self._is_high = False
+        """Whether the last micro-batch had a spike."""
         self._batch: Any = None
         self._steps = 0
         self._first_judged: int | None = None
         """The first step in which a place had a usual norm."""
         self._ordered_rows: dict[torch.device, int] = {}
-        self._marks = [self._mark()]
+        self._marks: list[_Mark] = []
+        self._add_mark()
         self._removed = False
+        self._part: nn.Module | None = None
+        """The part whose calls are the micro-batches, where the model's own forward is not called."""
         self._handles = HandleSet([attach(model, self._begin_forward, on="forward_pre", observe=True, name="alarm")])
+        self._rules = watched._rules
+        self._rules.find_counter()  # there is one by now, whatever is watched
+        self._rules.on_part = self._follow
         self._by_optimizer = optimizer is not None
         if optimizer is not None:
             inner = unwrap_optimizer(optimizer)
@@ -245,19 +258,31 @@ class StepAlarm(ShownAsTable):
     # -- at forwards and steps -------------------------------------------------------------------------------
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        """Begin a micro-batch, if the forward counts."""
         # What activation checkpointing repeats was counted the first time.
-        if not _torch.in_recomputation() and _torch.graph_task_id() == -1:
-            self._marks.append(self._mark())
+        if _torch.in_recomputation() or _torch.graph_task_id() != -1:
+            return
+        if module is self._part and _torch.times_running(self._watch.model):
+            return  # a forward of the model has begun it
+        if self._rules.counts_forward():
+            if len(self._marks) > _APART and not all(self._rules.counter.mode()):
+                self._marks.pop()
+            self._add_mark()
+
+    def _follow(self, stand_in: StandIn) -> None:
+        """Take calls of `stand_in` for micro-batches; the first of them is under way."""
+        part = stand_in.module()
+        if part is not None and self._part is None:
+            self._part = part
+            self._handles.add(attach(part, self._begin_forward, on="forward_pre", observe=True, name="alarm"))
+            self._add_mark()
 
     def _end_step(self, *args: Any) -> None:
         """Compare the copies of the step that is over."""
-        marks = [*self._marks, self._mark()]
-        rows = [mark.on_host() for mark in marks]
-        for index, mark in enumerate(marks[:-1]):
-            if mark.forgotten != marks[index + 1].forgotten:  # until then it was an evaluation, and rows began anew
-                rows[: index + 1] = [{}] * (index + 1)
+        self._add_mark()
         micro_batch = 0
-        for (mark, until), before, after in zip(pairwise(marks), rows, rows[1:], strict=False):
+        rows = _on_host(self._marks)
+        for (mark, until), before, after in zip(pairwise(self._marks), rows, rows[1:], strict=False):
             change = _difference(before, after)
             if any(found[:, _FIRES].any() for found in change.values()):
                 self._ordered_rows = self._ordered_rows or {device: len(found) for device, found in change.items()}
@@ -265,13 +290,17 @@ class StepAlarm(ShownAsTable):
                 micro_batch += 1
         self._steps += 1
         self._watch.reset()  # or one NaN would stay in the sums of its place
-        self._marks = [self._mark()]
+        self._marks = []
+        self._add_mark()
 
-    def _mark(self) -> _Mark:
+    def _add_mark(self) -> None:
+        forgotten = self._watch.times_forgotten
+        if self._marks and self._marks[-1].forgotten != forgotten:  # it was an evaluation, and rows began anew
+            self._marks = [_Mark({}, self._marks[-1].batch, forgotten, {})]
         self._engine.flush()
         rows = {device: rows.copy() for device, rows in self._engine.device_rows.items()}
         bad_rows = CallOrder.take(self._engine.device_rows, {}).bad_rows
-        return _Mark(rows, self._batch, self._watch.times_forgotten, bad_rows)
+        self._marks.append(_Mark(rows, self._batch, forgotten, bad_rows))
 
     def _find(
         self, change: dict[torch.device, NDArray[np.float64]], micro_batch: int, batch: Any, order: CallOrder
@@ -286,6 +315,9 @@ class StepAlarm(ShownAsTable):
                     called = CalledPlace(place.label, device, row.number, fires == (bad or 1.0))
                     for what, value, usual in self._judge(place, numbers):
                         found.setdefault(what, {})[called] = value, usual
+        was_high, self._is_high = self._is_high, "spike" in found
+        if was_high:
+            found.pop("spike", None)
         bad = order.sort([place for what in found if what != "spike" for place in found[what]]).places
 
         def position(what: str) -> tuple[int, int]:
@@ -307,13 +339,11 @@ class StepAlarm(ShownAsTable):
         if not squares >= 0:  # NaN was here earlier in this step, and is in the sum
             return []
         norm = math.sqrt(squares / fires)
-        seen, usual = self._usual.get(place, (0, norm))
-        if seen >= _HISTORY and self._first_judged is None:
+        usual = self._usual.setdefault(place, _UsualNorm())
+        if usual.is_known and self._first_judged is None:
             self._first_judged = self._steps
-        is_spike = self._spike is not None and seen >= _HISTORY and norm > self._spike * usual
-        if not is_spike:
-            self._usual[place] = seen + 1, usual + (norm - usual) * max(1 - _SMOOTHING, 1 / (seen + 1))
-        return [("spike", norm, usual)] if is_spike else []
+        before = usual.value
+        return [("spike", norm, before)] if usual.take(norm, self._spike) else []
 
     def _note(self, trouble: Trouble) -> None:
         if len(self.troubles) < _KEPT:
@@ -329,19 +359,52 @@ _FIRES, _SQUARES, _BAD, _NAN, _INF = 0, 3, 5, 6, 7
 """Columns of a row, among those that are added up."""
 
 
-class _Mark:
-    """The rows of all devices when a forward began, the batch that it was given, and the bad calls before it."""
+class _UsualNorm:
+    """The running mean of the norms of one place."""
 
-    def __init__(
-        self, rows: dict[torch.device, Tensor], batch: Any, forgotten: int, bad_rows: dict[torch.device, list[int]]
-    ) -> None:
-        self.rows = rows
-        self.batch = batch
-        self.forgotten = forgotten
-        self.bad_rows = bad_rows
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._seen = self._high = 0
 
-    def on_host(self) -> dict[torch.device, NDArray[np.float64]]:
-        return {device: rows.cpu().numpy() for device, rows in self.rows.items()}
+    @property
+    def is_known(self) -> bool:
+        """Whether enough norms were seen to call one a spike."""
+        return self._seen >= _HISTORY
+
+    def take(self, norm: float, spike: float | None) -> bool:
+        """Take one more norm; return whether it is a spike. It has no part in the mean then, unless norms stay high."""
+        if spike is not None and self.is_known and norm > spike * self.value:
+            self._high += 1
+            if self._high == _HISTORY:
+                self._seen, self._high, self.value = 1, 0, norm
+            return True
+        self._seen, self._high = self._seen + 1, 0
+        self.value += (norm - self.value) * max(1 - _SMOOTHING, 1 / self._seen)
+        return False
+
+
+class _Mark(NamedTuple):
+    """What there was when a forward began."""
+
+    rows: dict[torch.device, Tensor]
+    """Copies, on their devices."""
+    batch: Any
+    forgotten: int
+    """How often the watch had dropped what it had counted."""
+    bad_rows: dict[torch.device, list[int]]
+    """The bad calls since the mark before."""
+
+
+def _on_host(marks: list[_Mark]) -> list[dict[torch.device, NDArray[np.float64]]]:
+    """Return the rows of each mark, by one transfer from each device."""
+    found: list[dict[torch.device, NDArray[np.float64]]] = [{} for _ in marks]
+    for device in marks[-1].rows:
+        copies = [(index, mark.rows[device]) for index, mark in enumerate(marks) if device in mark.rows]
+        numbers = torch.cat([rows for _, rows in copies]).cpu().numpy()
+        ends = np.cumsum([len(rows) for _, rows in copies])
+        for (index, _), rows in zip(copies, np.split(numbers, ends[:-1]), strict=True):
+            found[index][device] = rows
+    return found
 
 
 def _difference(
@@ -353,7 +416,8 @@ def _difference(
         change = rows.copy()
         old = before.get(device)
         if old is not None:
-            change[: len(old)] -= old
+            with np.errstate(invalid="ignore"):  # infinity less infinity, after an infinite sum earlier in the step
+                change[: len(old)] -= old
         found[device] = change
     return found
 

@@ -249,6 +249,8 @@ class CountingRules:
         self.paused = 0
         """How many ``paused()`` blocks are open."""
         self.counter: ForwardCounter = NO_MODEL
+        self.on_part: Callable[[StandIn], None] = lambda stand_in: None
+        """Called at outputs of parts of the model whose own forward is not called, with what stands in for it."""
         self._model = model
         self._is_in_parts = False
         self._taken: tuple[Any, bool] = None, False
@@ -300,6 +302,7 @@ class CountingRules:
             counter.find_stand_in()
         if counter.stand_in is not None:
             self._is_in_parts = True
+            self.on_part(counter.stand_in)
             if isinstance(steps, ForwardSteps) and not steps.has_begun:
                 steps.follow(counter.stand_in)
         if not self.is_due():
