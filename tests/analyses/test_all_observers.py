@@ -152,13 +152,14 @@ def test_state_is_all_that_a_hook_knows(name):
 
 @pytest.mark.parametrize("name", OBSERVERS)
 def test_reset_forgets_the_run(name):
-    """A hook that was reset says what a new one says."""
+    """A hook that was reset says what a new one says; it is given the reference of the new run, as a manager does."""
     used, model = made_with_reference(name), token_experiment().model
     used.start(model)
     show(used, model, range(4))
     used.compute(report(used, model, 1))
     used.finish()
     used.reset()
+    give_reference(used)
     found = []
     for hook in (used, made_with_reference(name)):
         twin = copy.deepcopy(model)
@@ -172,8 +173,12 @@ def test_reset_forgets_the_run(name):
 def made_with_reference(name):
     """A hook that has what it may need."""
     hook = made(name, every=2) if name == "stats" else made(name)
-    hook.set_reference_weights({key: value + 1 for key, value in token_experiment().model.state_dict().items()})
+    give_reference(hook)
     return hook
+
+
+def give_reference(hook):
+    hook.set_reference_weights({key: value + 1 for key, value in token_experiment().model.state_dict().items()})
 
 
 def show(hook, model, seeds):

@@ -227,4 +227,4 @@ def test_the_window_goes_on_after_a_checkpoint_and_not_into_another_run():
         assert all(map(torch.equal, window, resumed.get_state_tensors()[part]))
     hook.reset()
     assert [len(window) for window in hook.get_state_tensors().values()] == [0, 0]
-    assert hook.reference is None
+    assert not hook.reference_weights

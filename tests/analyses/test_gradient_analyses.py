@@ -98,6 +98,22 @@ def test_subspace_has_the_singular_values_of_the_centred_window(model):
     assert "top10_energy_fraction_toward_solution" not in last
 
 
+@pytest.mark.parametrize("name", ["gradient_projection", "subspace_gradient_info"])
+def test_a_reference_saved_under_ddp_is_a_reference_and_lasts_one_run(model, name):
+    """Names with ``module.`` in front give the same numbers; loading a state keeps it, another run has its own."""
+    plain = {name: value + 1 for name, value in model.state_dict().items()}
+    wanted, saved = [], {f"module.{name}": value for name, value in plain.items()}
+    for reference in (plain, saved):
+        hook = made(name)
+        hook.set_reference_weights(reference)
+        hook.load_state_dict(hook.state_dict())
+        wanted.append(shown(hook, model, range(3))[0])
+    assert wanted[0] == wanted[1]
+    assert any("solution" in metric or "distance" in metric for metric in wanted[0][-1])
+    hook.reset()
+    assert not hook.reference_weights
+
+
 def test_subspace_without_a_reference_tells_the_rest(model):
     """Also with one of another model: what it cannot compare, it leaves out."""
     for reference in ({}, {"other": torch.ones(3)}):

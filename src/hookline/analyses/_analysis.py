@@ -36,13 +36,13 @@ __all__ = [
     "ChangeAnalysis",
     "CountingAnalysis",
     "Intervention",
+    "ReferenceHook",
     "ReferenceIntervention",
     "StepAnalysis",
     "by_parameter",
     "loss_on_batch",
     "same_random_numbers",
     "shuffled_epochs",
-    "way_to_solution",
 ]
 
 _WITH_STATE: Final = (GradientWindow, StepNumbers)
@@ -82,6 +82,38 @@ class BuiltInHook(TrainingHook):
                 f"{option}= of hook {self.name!r} must be a whole number of at least {least}, got {value!r}."
             )
         return value
+
+
+class ReferenceHook(BuiltInHook):
+    """Compare with reference weights where the run has some."""
+
+    needs_reference_weights = True
+    reference_weights: Mapping[str, Tensor] = MappingProxyType({})
+    """The weights to compare with, by parameter; none unless the run has some."""
+
+    def reset(self) -> None:
+        """Begin another run, which may have other reference weights, or none."""
+        super().reset()
+        self.reference_weights = {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` gave, with the reference of this run."""
+        reference = self.reference_weights
+        super().load_state_dict(state)
+        self.reference_weights = reference
+
+    def goals(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the reference of each parameter that it has in that shape, on the device of the parameter."""
+        found = {}
+        for name, parameter in parameters.items():
+            goal = self.reference_weights.get(name, self.reference_weights.get(f"module.{name}"))  # saved under DDP
+            if goal is not None and goal.shape == parameter.shape:
+                found[name] = dense_float(goal).to(parameter.device)
+        return found
+
+    def way_to_reference(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the difference from each parameter to its reference, of those that have one."""
+        return {name: goal - dense_float(parameters[name]) for name, goal in self.goals(parameters).items()}
 
 
 class Analysis(BuiltInHook):
@@ -237,35 +269,13 @@ class Intervention(BuiltInHook, InterventionHook):
         return ctx.step if ctx.step is not None else int(getattr(self.manager, "global_step", 0))
 
 
-class ReferenceIntervention(Intervention):
-    """Compare with reference weights where the run has some."""
+class ReferenceIntervention(ReferenceHook, Intervention):
+    """Try something after a step, and compare with reference weights where the run has some."""
 
-    needs_reference_weights = True
-    reference: Mapping[str, Tensor] | None = None
-    """The weights to compare with, by parameter, if the run has some."""
-
-    def set_reference_weights(self, reference: Mapping[str, Tensor]) -> None:
-        """Compare with these weights."""
-        self.reference = reference
-
-    def reset(self) -> None:
-        """Begin another run, which may have other reference weights, or none."""
-        super().reset()
-        self.reference = None
-
-
-def way_to_solution(reference: Mapping[str, Tensor] | None, model: nn.Module) -> dict[str, Tensor]:
-    """Return the difference from the weights of ``model`` to the reference, by parameter, without those that are 0."""
-    ways: dict[str, Tensor] = {}
-    for name, parameter in parameters_of(model).items() if reference else ():
-        assert reference is not None
-        target = reference.get(name, reference.get(f"module.{name}"))
-        if target is None or target.shape != parameter.shape:
-            continue
-        way = dense_float(target).to(parameter.device) - dense_float(parameter)
-        if bool((way != 0).any()):
-            ways[name] = way
-    return ways
+    def way_to_solution(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the difference from the weights of ``model`` to the reference, without parameters that are there."""
+        ways = self.way_to_reference(parameters_of(model))
+        return {name: way for name, way in ways.items() if bool((way != 0).any())}
 
 
 def by_parameter(names: Iterable[str], metrics: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:

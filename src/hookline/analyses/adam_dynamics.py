@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hookline.analyses._analysis import ReferenceIntervention, way_to_solution
+from hookline.analyses._analysis import ReferenceIntervention
 from hookline.analyses._firing_values import parameters_of
 from hookline.analyses._vectors import cosine, flat_vector, flat_vector_or_none, norm, ratio, weight_names, widest_float
 from hookline.guard.model_context import ModelDataContext
@@ -60,7 +60,7 @@ class AdamDynamicsHook(ReferenceIntervention):
             return None
         metrics = _turn_and_stretch(parts)
         for prefix, aim in (
-            ("solution", way_to_solution(self.reference, model_ctx.model)),
+            ("solution", self.way_to_solution(model_ctx.model)),
             ("probe", run_ctx.target_grad or {}),
         ):
             names = weight_names(parts, aim)

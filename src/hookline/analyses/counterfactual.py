@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from hookline.analyses._analysis import ReferenceIntervention, by_parameter, shuffled_epochs, way_to_solution
+from hookline.analyses._analysis import ReferenceIntervention, by_parameter, shuffled_epochs
 from hookline.analyses._vectors import cosine, flat_vector, is_bias, norm, ratio
 from hookline.guard.model_context import ModelDataContext
 from hookline.lifecycle.points import HookPoint
@@ -83,7 +83,7 @@ class CounterfactualHook(ReferenceIntervention):
         if not actual:
             return None
         model_ctx.restore_pre_epoch()
-        way = way_to_solution(self.reference, model_ctx.model)
+        way = self.way_to_solution(model_ctx.model)
         shuffled = _mean_of_shuffled(model_ctx, self.k, actual)
         if shuffled is None:
             return None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.analyses._analysis import ReferenceIntervention, shuffled_epochs, way_to_solution
+from hookline.analyses._analysis import ReferenceIntervention, shuffled_epochs
 from hookline.analyses._firing_values import parameters_of
 from hookline.analyses._vectors import cosine, flat_vector, norm, ratio, weight_names
 from hookline.analyses.counterfactual import COUNTERFACTUAL_POINTS
@@ -68,7 +68,7 @@ class CounterfactualValidatorHook(ReferenceIntervention, DebugInterventionHook):
         if not names:
             return None
         model_ctx.restore_pre_epoch()
-        way = way_to_solution(self.reference, model_ctx.model)
+        way = self.way_to_solution(model_ctx.model)
         shapes = parameters_of(model_ctx.model)
         # On the CPU: there are k + 1 of them, each as large as the model.
         rows = [_row(gradients, names, shapes) for gradients in shuffled_epochs(model_ctx, self.k + 1)]

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hookline.analyses._analysis import Analysis
+from hookline.analyses._analysis import Analysis, ReferenceHook
 from hookline.analyses._firing_values import values_of
 from hookline.analyses._vectors import dense_float, is_bias, norm_of_all
 from hookline.errors import Hint
@@ -26,7 +26,7 @@ _DISP: Final = "cos(θ − θ_prev, θ* − θ_prev)"
 _SIGN: Final = "above 0: towards the reference; below 0: away from it"
 
 
-class GradientProjectionHook(Analysis):
+class GradientProjectionHook(ReferenceHook, Analysis):
     """Measure the cosines of descent and displacement with the way from the last weights to the reference.
 
     Recipe: ``hookline.HookManager(["gradient_projection"], reference_weights="final.pt", sinks=[...])``.
@@ -38,7 +38,6 @@ class GradientProjectionHook(Analysis):
     name = "gradient_projection"
     description = "whether gradients and moves point at the reference weights"
     needs_grads = True
-    needs_reference_weights = True
     kept = ("previous",)
     previous: dict[str, Tensor] | None = None
 
@@ -53,50 +52,25 @@ class GradientProjectionHook(Analysis):
         ("distance_to_reference", "how far it is yet", "‖θ* − θ‖", "falls if it gets there"),
     )
 
-    def __init__(self) -> None:
-        self.reference_weights: Mapping[str, Tensor] = {}
-        self._moved: dict[str, Tensor] = {}
-
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Compare with the weights at the last report; the first time return only the distance."""
         if self.off:
             return None
         parameters = values_of(ctx).parameters
-        there = [name for name, p in parameters.items() if _shape(self.reference_weights, name) == p.shape]
-        now = {name: dense_float(parameters[name]) for name in there}
-        if not there:
+        goal = self.goals(parameters)
+        if not goal:
             self.turn_off(
                 "looked for reference weights with the names and shapes of the model's and found "
                 f"{len(self.reference_weights) or 'none'}",
                 hint=Hint.REFERENCE_WEIGHTS,
             )
             return None
-        goal = {name: self._reference(name, now[name]) for name in there}
-        metrics: dict[str, Any] = {"distance_to_reference": norm_of_all(goal[name] - now[name] for name in there)}
-        previous, self.previous = self.previous, {name: now[name].clone() for name in there}
+        now = {name: dense_float(parameters[name]) for name in goal}
+        metrics: dict[str, Any] = {"distance_to_reference": norm_of_all(goal[name] - now[name] for name in goal)}
+        previous, self.previous = self.previous, {name: value.clone() for name, value in now.items()}
         if previous is not None:
-            metrics |= _projections({name: goal[name] for name in there if name in previous}, previous, now, ctx)
+            metrics |= _projections({name: goal[name] for name in goal if name in previous}, previous, now, ctx)
         return metrics
-
-    def _reference(self, name: str, like: Tensor) -> Tensor:
-        """Return the reference of a parameter, moved to its device once."""
-        if self._moved.get(name) is None or self._moved[name].device != like.device:
-            self._moved[name] = dense_float(self.reference_weights[name]).to(like.device)
-        return self._moved[name]
-
-    def set_reference_weights(self, reference: Mapping[str, Tensor]) -> None:
-        """Compare with these weights."""
-        self.reference_weights = reference
-        self._moved.clear()
-
-    def reset(self) -> None:
-        """Begin another run."""
-        super().reset()
-        self._moved.clear()
-
-
-def _shape(tensors: Mapping[str, Tensor], name: str) -> Any:
-    return tensors[name].shape if name in tensors else None
 
 
 def _projections(

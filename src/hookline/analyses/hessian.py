@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hookline.analyses._analysis import ReferenceIntervention, by_parameter, same_random_numbers, way_to_solution
+from hookline.analyses._analysis import ReferenceIntervention, by_parameter, same_random_numbers
 from hookline.analyses._vectors import cosine, flat_vector, norm, ratio, weight_names
 from hookline.errors import HooklineWarning, OptionError
 from hookline.guard.model_context import ModelDataContext
@@ -136,7 +136,7 @@ class HessianHook(ReferenceIntervention):
         """Go back to before the last step and measure the curvature there."""
         step = self.step_of(run_ctx)
         before, now = self._before.get(step - 1), self._before.get(step)
-        way = way_to_solution(self.reference, model_ctx.model)  # from here, before going anywhere
+        way = self.way_to_solution(model_ctx.model)  # from here, before going anywhere
         if now is None or now.seen_after:
             self._keep(step + 1, run_ctx, seen_after=True)
         found = None if before is None else self._measure(run_ctx, model_ctx, before, way)

@@ -14,17 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.analyses._analysis import Analysis
+from hookline.analyses._analysis import Analysis, ReferenceHook
 from hookline.analyses._firing_values import FiringValues, values_of
 from hookline.analyses._history import GradientWindow
-from hookline.analyses._vectors import dense_float, flat_vector_or_none, norm
+from hookline.analyses._vectors import flat_vector_or_none, norm
 from hookline.lifecycle.run_context import RunDataContext
 
 _TOP: Final = (1, 5, 10)
 _FEW: Final = "low: the gradient varies in a few directions"
 
 
-class SubspaceGradientInfoHook(Analysis):
+class SubspaceGradientInfoHook(ReferenceHook, Analysis):
     """Measure the singular values of the centred window of mean gradients; from the second gradient on.
 
     Recipe: ``hookline.HookManager(["subspace_gradient_info"], reference_weights="final.pt", sinks=[...])``.
@@ -38,7 +38,6 @@ class SubspaceGradientInfoHook(Analysis):
     name = "subspace_gradient_info"
     description = "how many directions the mean gradients of the last epochs vary in"
     needs_grads = True
-    needs_reference_weights = True
     kept = ("window",)
 
     # With σ the singular values of the centred gradients, v their directions, d the unit vector to the reference.
@@ -65,7 +64,6 @@ class SubspaceGradientInfoHook(Analysis):
         self.window = GradientWindow(self.whole_number("window_size", window_size, 2), exact=True)
         self.n_components = self.whole_number("n_components", n_components, 1)
         self.max_gib = max_gib
-        self.reference_weights: Mapping[str, Tensor] = {}
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Decompose the window, of which this gradient is the newest."""
@@ -105,13 +103,9 @@ class SubspaceGradientInfoHook(Analysis):
 
     def _way(self, values: FiringValues) -> Tensor | None:
         """Return the way to the reference, in the order of the flat gradient; None if a parameter is missing."""
-        parts = []
-        for name in values.mean_gradients:
-            weight, goal = values.parameters.get(name), self.reference_weights.get(name)
-            if weight is None or goal is None or goal.shape != weight.shape:
-                return None
-            parts.append(dense_float(goal).to(weight.device) - dense_float(weight))
-        return flat_vector_or_none(parts)
+        names = values.mean_gradients
+        ways = self.way_to_reference({name: values.parameters[name] for name in names if name in values.parameters})
+        return flat_vector_or_none(ways[name] for name in names) if len(ways) == len(names) else None
 
 
 def _spectrum_metrics(squares: NDArray[Any]) -> dict[str, Any]:
