@@ -224,6 +224,35 @@ def test_means_are_over_all_tokens_of_each_module(tmp_path: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["means.safetensors"]
 
 
+def test_tokens_are_those_of_the_mean(tmp_path) -> None:
+    """Of outputs of two widths, the mean is that of the one with most tokens, and so is the number of tokens."""
+    model = nn.Sequential(nn.Identity())
+    hook = record_mean({"file": str(tmp_path / "means.safetensors")})
+    with hl.attach(model, "0", hook):
+        model(torch.zeros(2, 4))
+        model(torch.ones(3, 6))
+    assert hook.means()["0"].tolist() == [1.0] * 6
+    assert hook.tokens() == {"0": 3}
+    with safe_open(hook.save(), framework="pt") as file:
+        assert file.metadata() == {"tokens/0": "3"}
+
+
+@pytest.mark.parametrize(("shape", "units"), [((5,), 5), ((2, 5), 5), ((2, 3, 5), 5), ((2, 5, 3, 3), 5),
+                                              ((2, 5, 3, 3, 3), 5), ((2, 5, 3, 3, 3, 3), 5)])  # fmt: skip
+def test_units_are_the_same_dimension_for_means_ablations_and_dead_units(shape, units) -> None:
+    model, x = nn.Identity(), torch.randn(shape)
+    hook = record_mean({})
+    with hl.attach(model, "", hook), hl.capture(model, "") as cache, hl.watch(model, "", stats="dead_fraction") as seen:
+        model(x)
+    (mean,) = hook.means().values()
+    assert mean.shape == (units,)
+    with hl.patch(model, {"": hl.edits.mean_ablate(cache)}):
+        ablated = model(torch.zeros(shape))
+    wanted = mean if len(shape) < 4 else mean.reshape(units, *[1] * (len(shape) - 2))
+    assert torch.allclose(ablated, wanted.expand(shape))
+    assert seen.to_metrics()["forward/dead_fraction"] == 0.0
+
+
 def test_means_serve_an_ablation() -> None:
     """hookline.edits.mean_ablate takes what means() gives."""
     model, hook, x = nn.Sequential(nn.Linear(4, 3), nn.Identity()), record_mean(), torch.randn(5, 4)

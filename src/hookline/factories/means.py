@@ -6,7 +6,6 @@ device of the tensor, and kept in float64.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,8 @@ from torch import Tensor
 from hookline.errors import OptionError
 from hookline.factories.factory_hook import ByModule, Observer, checked_options, path, tried_by, yes_or_no
 from hookline.factories.served_batch import measurable, output_tensor, without_padding
-from hookline.observe.host_values import on_host
+from hookline.observe.host_values import on_host, unit_axis
+from hookline.replace_file import draft_of
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def record_mean(config: Mapping[str, Any] | None = None) -> RecordMean:
     Args:
         config: ``file``: a safetensors file to which ``close()`` writes one vector per module, by its name.
             ``add_residual``: of an output that is a pair of tensors of one shape, as SGLang's layers give, take the
-            sum. Units are the last dimension, of images (four or five dimensions) the second.
+            sum. Units are the last dimension, of images (four dimensions or more) the second.
     """
     options = checked_options(_NAME, config, _OPTIONS)
     file = None if options["file"] is None else path(_NAME, "file", options["file"])
@@ -78,8 +78,8 @@ class RecordMean(Observer):
         tensor = None if tensor is None else without_padding(tensor.dequantize() if tensor.is_quantized else tensor)
         if tensor is None or not tensor.numel() or not tensor.dim() or tensor.is_complex():
             return
-        unit = 1 if tensor.dim() in (4, 5) else tensor.dim() - 1
-        others = [dim for dim in range(tensor.dim()) if dim != unit]
+        units = unit_axis(tensor, None)
+        others = [dim for dim in range(tensor.dim()) if dim != units]
         with torch.no_grad():
             # In float32, of half precision too; float64 has no cost only where it was float64 before.
             wide = torch.float64 if not tensor.is_floating_point() or tensor.dtype is torch.float64 else torch.float32
@@ -99,6 +99,14 @@ class RecordMean(Observer):
 
     def means(self) -> dict[str, Tensor]:
         """Return the mean of each module so far, in float32 on the CPU; of several widths, the one with most tokens."""
+        return {name: mean for name, (mean, _) in self._counted_means().items()}
+
+    def tokens(self) -> dict[str, int]:
+        """Return over how many tokens (or samples) each mean is."""
+        return {name: count for name, (_, count) in self._counted_means().items()}
+
+    def _counted_means(self) -> dict[str, tuple[Tensor, int]]:
+        """Return the mean of each module, and over how many tokens it is."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
             kept = [(name, total, count) for name, sums in self._sums.items() for total, (count,) in sums.values()]
             # Copies: another thread may add to what is on the CPU.
@@ -109,16 +117,13 @@ class RecordMean(Observer):
             before, tokens = by_width.get(total.numel(), (torch.zeros_like(total), 0))
             by_width[total.numel()] = (before + total, tokens + count)
         most = {name: max(by_width.values(), key=lambda each: each[1]) for name, by_width in by_name.items()}
-        return {name: (total / count).float() for name, (total, count) in most.items()}
-
-    def tokens(self) -> dict[str, int]:
-        """Return over how many tokens (or samples) each mean is."""
-        return {name: sum(count for _, (count,) in sums.values()) for name, sums in self._sums.items()}
+        return {name: ((total / count).float(), count) for name, (total, count) in most.items()}
 
     def to_metrics(self) -> dict[str, float]:
         """Return, for each module, the number of tokens and the norm of the mean."""
-        metrics = {f"{name}/tokens": float(count) for name, count in self.tokens().items()}
-        return metrics | {f"{name}/norm": float(mean.norm()) for name, mean in self.means().items()}
+        found = self._counted_means()
+        metrics = {f"{name}/tokens": float(count) for name, (_, count) in found.items()}
+        return metrics | {f"{name}/norm": float(mean.norm()) for name, (mean, _) in found.items()}
 
     def save(self, file: str | Path | None = None) -> Path:
         """Write the means so far to a safetensors file, and return its path."""
@@ -128,10 +133,10 @@ class RecordMean(Observer):
         if target is None:
             raise OptionError("record_mean has no file to write to: give save() a path, or its config a file.")
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f"{target.name}.{os.getpid()}.part")
-        tokens = {f"tokens/{name}": str(count) for name, count in self.tokens().items()}
-        save_file(self.means(), str(partial), metadata=tokens)
-        os.replace(partial, target)
+        found = self._counted_means()
+        tokens = {f"tokens/{name}": str(count) for name, (_, count) in found.items()}
+        with draft_of(target) as draft:
+            save_file({name: mean for name, (mean, _) in found.items()}, draft, metadata=tokens)
         return target
 
     def close(self) -> None:

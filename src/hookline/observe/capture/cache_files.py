@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -21,6 +20,7 @@ from hookline.errors import CaptureError
 from hookline.messages import type_name
 from hookline.observe.capture.captured_calls import NOT_ASKED, CapturedCall
 from hookline.observe.capture.stored_value import StoredValue, tensors_of
+from hookline.replace_file import draft_of
 from hookline.sites.compiled.value_layout import Unseen
 
 __all__ = ["read", "write"]
@@ -48,14 +48,11 @@ def write(path: str | Path, calls: Calls) -> Path:
         for name, of_module in calls.items()
     ]
     about = json.dumps({"version": _VERSION, "sites": sites})
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")  # so that a reader never finds half a file
     try:
-        save_file(tensors.numbered, beside, metadata={_KEY: about, "format": "pt"})
-        beside.replace(path)
+        with draft_of(path) as draft:
+            save_file(tensors.numbered, draft, metadata={_KEY: about, "format": "pt"})
     except (OSError, SafetensorError) as error:
         raise CaptureError(f"{path} could not be written ({error}).") from error
-    finally:
-        beside.unlink(missing_ok=True)
     return path
 
 

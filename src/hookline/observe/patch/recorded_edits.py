@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hookline.errors import NoMatchError, OptionError
 from hookline.messages import nearest_names
+from hookline.observe.host_values import unit_axis
 from hookline.observe.patch.edit import Edit, broadcasts
 from hookline.observe.patch.edit_index import GivenTensor, as_tensor
 from hookline.observe.patch.edited_tensor import Where, find_main_input, misfit, shape_of, site_text
@@ -73,8 +74,8 @@ def mean_ablate(
     Args:
         cache: What ``capture`` gave, or a dict from module names to tensors. The mean is taken when the patch is put
             on, over all calls, in float32 or better; no gradients flow into it.
-        dims: The dimensions to average over. By default all but that of the units: the last one, of images (four or
-            five dimensions) the second. ``dims=0`` keeps one mean for each position.
+        dims: The dimensions to average over. By default all but that of the units: the last one, of images (four
+            dimensions or more) the second. ``dims=0`` keeps one mean for each position.
         index: The part of the activation to ablate; all of it by default.
     """
     _check_cache(cache, "mean_ablate")
@@ -207,7 +208,7 @@ def _not_there(cache: Mapping[str, Any], name: str, word: str) -> NoMatchError:
 def _mean_of(tensors: Sequence[Tensor], dims: Sequence[int] | None, name: str) -> Tensor:
     """Return the mean over all calls and over ``dims``, which stay as dimensions of size 1."""
     first = tensors[0]
-    over = _all_but_units(first.dim()) if dims is None else _checked_dims(dims, first.dim(), name)
+    over = _all_but_units(first) if dims is None else _checked_dims(dims, first.dim(), name)
     kept = {(tensor.dim(), *(size for dim, size in enumerate(tensor.shape) if dim not in over)) for tensor in tensors}
     if len(kept) > 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:4])
@@ -226,10 +227,10 @@ def _mean_of(tensors: Sequence[Tensor], dims: Sequence[int] | None, name: str) -
         return total / count
 
 
-def _all_but_units(num_dims: int) -> tuple[int, ...]:
+def _all_but_units(tensor: Tensor) -> tuple[int, ...]:
     """Return every dimension but that of the units: the last, or the channels of images."""
-    units = 1 if num_dims in (4, 5) else num_dims - 1
-    return tuple(dim for dim in range(num_dims) if dim != units)
+    units = unit_axis(tensor, None)
+    return tuple(dim for dim in range(tensor.dim()) if dim != units)
 
 
 def _checked_dims(dims: Sequence[int], num_dims: int, name: str) -> tuple[int, ...]:
