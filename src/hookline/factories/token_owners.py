@@ -43,13 +43,10 @@ class TokenOwners:
         return values.index_select(0, places)
 
 
-@dataclass(slots=True)
 class _LastOwners:
-    """Keep the answer for the last forward: every layer of it asks the same."""
+    """Keep the answer for the last forward: every layer of it asks the same. One tuple, for threads."""
 
-    served: Served | None = None
-    asked: tuple[tuple[str, ...] | None, bool] = (None, False)
-    found: TokenOwners | None = None
+    kept: tuple[Served | None, tuple[tuple[str, ...] | None, bool], TokenOwners | None] = None, (None, False), None
 
 
 _LAST: Final = _LastOwners()
@@ -60,12 +57,12 @@ def owners_of(served: Served, names: tuple[str, ...] | None = None, *, only_last
 
     With ``only_last``, the last token of each request.
     """
-    kept = _LAST
-    if kept.served is served and kept.asked == (names, only_last):
-        return kept.found
+    of, asked, known = _LAST.kept
+    if of is served and asked == (names, only_last):
+        return known
     found = _of_rows(served) if isinstance(served, BatchRows) else _of_flat(served)
     chosen = None if found is None else _chosen(found, names, only_last)
-    _LAST.served, _LAST.asked, _LAST.found = served, (names, only_last), chosen
+    _LAST.kept = served, (names, only_last), chosen
     return chosen
 
 
