@@ -1,4 +1,7 @@
-"""Observe and change what flows through a model: `watch`, `capture`, `patch`, `profile`."""
+"""Observe and change what flows through a model: what the verbs of ``hookline`` return, and tools beside them.
+
+The verbs ``watch``, ``capture``, ``patch`` and ``profile`` are at the top: ``hookline.capture(model)``.
+"""
 
 from __future__ import annotations
 

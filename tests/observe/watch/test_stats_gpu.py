@@ -521,3 +521,25 @@ def test_a_copied_model_is_watched_apart() -> None:
         two(torch.ones(2, 16, device=DEVICE))
         assert set(first.report()["fired"].values()) == {2}
         assert set(second.report()["fired"].values()) == {1}
+
+
+class Packed(nn.Parameter):
+    """A weight that does not tell how it lies in memory, as a quantized one whose library is broken."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.layout.__get__:  # type: ignore[attr-defined]
+            raise RuntimeError("cannot be unpacked")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("stats", [None, ["norm", "histogram", "dead_fraction"]])
+def test_a_parameter_that_cannot_be_read_costs_itself_alone(stats: Any) -> None:
+    """The others have their numbers, and it is the one that the warning names."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).to(DEVICE)
+    model[1].weight = Packed(torch.ones(4, 4, device=DEVICE))
+    with pytest.warns(HooklineWarning) as warned, hl.watch(model, on="param", stats=stats) as watch:
+        found = watch.to_metrics()
+    assert all("1.weight" in str(each.message) for each in warned)
+    norms = {name.partition("/")[0] for name in found if name.endswith("/norm")}
+    assert norms == {name for name, _ in model.named_parameters()} - {"1.weight"}

@@ -8,6 +8,7 @@ import math
 import pickle
 import warnings
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from helpers_stats import batch, make_model, of, train
 from torch import Tensor, nn
 
 import hookline as hl
+from hookline.errors import OptionError
+from hookline.factories import activation_stats
 
 # -- coming off, being told ----------------------------------------------------------------------------------
 
@@ -378,3 +381,22 @@ def test_after_a_report_the_table_says_that_nothing_came_since() -> None:
         model(torch.randn(2, 4))
         watch.to_metrics(reset=True)
         assert str(watch).startswith("nothing since the last report or reset")
+
+
+def test_a_value_and_a_module_called_budget_are_in_tables():
+    """Beside what the watch says of its own budget, which is none of its places."""
+    model = nn.Sequential(OrderedDict(budget=nn.Linear(6, 4)))
+    hook = activation_stats({})
+    with hl.attach(model, "budget", hook), hl.watch(model, "budget", on="forward", budget=0.5) as watch:
+        watch.update("budget", torch.ones(3))
+        model(batch())
+        assert watch.to_metrics()["budget/asked"] == 0.5
+    rows = [line.split()[0] for line in str(watch).splitlines() if line]
+    assert "budget" in rows
+    assert "budget/forward" in rows
+    assert ">budget<" in hook._repr_html_()
+
+
+def test_this_rank_alone_and_all_ranks_is_refused():
+    with hl.watch(make_model(), on="param") as watch, pytest.raises(OptionError, match=r"(?s)per_rank=.*local="):
+        watch.to_metrics(local=True, per_rank=True)

@@ -287,13 +287,13 @@ def table_of(metrics: Mapping[str, Any], places: Mapping[str, str] | None = None
     """Return one row per place and one column per statistic of ``metrics``; nested ones are left out.
 
     Args:
-        metrics: By ``"place/statistic"``; what they say of a budget is left out.
+        metrics: By ``"place/statistic"``.
         places: The name of the site of each place, those without numbers among them, for two lines below the table.
     """
     rows: dict[str, dict[str, str]] = {}
     for key, value in metrics.items():
         place, _, name = key.rpartition("/")
-        if isinstance(value, int | float) and place != "budget":
+        if isinstance(value, int | float):
             rows.setdefault(place, {})[name] = f"{value:.4g}"
     if not rows:
         return Table(title="nothing watched yet")

@@ -203,14 +203,20 @@ class StatsEngine:
             self._pending_on(device).take(place, local, scale)
 
     def take_all(self, tensors: Iterable[tuple[WatchedPlace, Tensor, Any]]) -> None:
-        """Add the statistics of several tensors, each with its place and scale; those on a GPU in one launch."""
+        """Add the statistics of several tensors, each with its place and scale; those on a GPU in one launch.
+
+        One that cannot be read costs neither the run nor the rest.
+        """
         notes: dict[torch.device, list[Note]] = {}
         for place, tensor, scale in tensors:
-            local = place.numbers_in(tensor)
-            if local is not None and local.device.type != "cpu" and self._kernel(local.device) is not None:
-                notes.setdefault(local.device, []).append(Note(place, local, scale))
-            else:
-                self.take(place, tensor, scale)
+            try:
+                local = place.numbers_in(tensor)
+                if local is not None and local.device.type != "cpu" and self._kernel(local.device) is not None:
+                    notes.setdefault(local.device, []).append(Note(place, local, scale))
+                else:
+                    self.take(place, tensor, scale)
+            except Exception as error:
+                place.give_up(tensor, error)
         for device, some in notes.items():
             self._take_notes(device, some)
 
@@ -293,9 +299,12 @@ class StatsEngine:
                 return
             except Exception as error:  # no compiler for C, for instance
                 self._give_up_kernel(device, error)
-        with torch.no_grad():
-            for note in notes:
-                self.take_vector(note.place, summarize(note.tensor, self.layout.with_details), note.scale)
+        for place, tensor, scale in notes:
+            try:
+                with torch.no_grad():
+                    self.take_vector(place, summarize(tensor, self.layout.with_details), scale)
+            except Exception as error:
+                place.give_up(tensor, error)
 
     def _inputs(self, device: torch.device, notes: Sequence[Note]) -> Iterator[KernelInput]:
         """Yield the tensors with their rows, by no call of Python's in the common case."""
@@ -306,7 +315,11 @@ class StatsEngine:
             # A view with a sign to come is one of complex numbers: every other one in memory, unless there is but one.
             # To ask whether it is one takes as long as all else here together.
             if tensor.dtype not in READ or not tensor.is_contiguous() or tensor.numel() < 2:
-                tensor = readable(tensor.dequantize() if tensor.is_quantized else tensor)
+                try:
+                    tensor = readable(tensor.dequantize() if tensor.is_quantized else tensor)
+                except Exception as error:  # it is not the kernel that does not work
+                    place.give_up(tensor, error)
+                    continue
             yield kernel_input((tensor, row, scale))
 
     def _take_rows(self, device: torch.device, items: Sequence[tuple[WatchedPlace, FoundByRow]]) -> None:

@@ -50,19 +50,22 @@ class UnitStats:
         self.take_all([(place, tensor, scale)])
 
     def take_all(self, tensors: Iterable[tuple[WatchedPlace, Tensor, Any]]) -> None:
-        """Add several, each with its place and scale."""
+        """Add several, each with its place and scale; one that cannot be read costs neither the run nor the rest."""
         notes: dict[torch.device, list[Note]] = {}
         for place, tensor, scale in tensors:
             deferred, bins, others = place.deferred, place.bins, place.beside
-            if deferred is not None and bins is not None and deferred.note_again(bins, tensor, scale):
-                others = tuple(one for one in others if one is not bins)
-            local = place.numbers_in(tensor) if others else None
-            if local is None:
-                continue
-            if bins is not None and bins in others and self._kernel(local.device) is not None:
-                notes.setdefault(local.device, []).append(Note(bins, local, scale))
-                others = tuple(one for one in others if one is not bins)
-            self._take_here(others, local, scale)
+            try:
+                if deferred is not None and bins is not None and deferred.note_again(bins, tensor, scale):
+                    others = tuple(one for one in others if one is not bins)
+                local = place.numbers_in(tensor) if others else None
+                if local is None:
+                    continue
+                if bins is not None and bins in others and self._kernel(local.device) is not None:
+                    notes.setdefault(local.device, []).append(Note(bins, local, scale))
+                    others = tuple(one for one in others if one is not bins)
+                self._take_here(others, local, scale)
+            except Exception as error:
+                place.give_up(tensor, error)
         for device, some in notes.items():
             self._count(device, some)
 

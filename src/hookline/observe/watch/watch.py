@@ -23,7 +23,7 @@ from hookline.observe.watch.budgeted_schedule import BudgetedSchedule, budgeted
 from hookline.observe.watch.rank_stats import DeclaredShards, RankStats, same_on_ranks
 from hookline.observe.watch.saved_rows import load_rows, saved_rows
 from hookline.observe.watch.stat_columns import Layout
-from hookline.observe.watch.stats_engine import StatsEngine
+from hookline.observe.watch.stats_engine import StatsEngine, StatsSnapshot
 from hookline.observe.watch.watch_hooks import WatchSites, checked_kinds
 from hookline.observe.watch.watch_steps import CountingRules, ForwardSteps, ManualSteps, OptimizerSteps, Schedule
 from hookline.observe.watch.watch_table import watch_table
@@ -167,21 +167,29 @@ class Watch(ShownAsTable):
                 receives the numbers of one process that has seen the whole batch; ``nonfinite`` adds up firings of
                 ranks.
             per_rank: Return also, for each statistic, ``"…/per_rank"`` (a list by rank), and the ranks of its smallest
-                and its largest value: ``"…/min_rank"``, ``"…/max_rank"``. NaN counts as the largest.
+                and its largest value: ``"…/min_rank"``, ``"…/max_rank"``. NaN counts as the largest. Every rank has to
+                call, so it does not go with ``local``.
         """
+        if local and per_rank:
+            raise OptionError("to_metrics(per_rank=True) asks every rank, and local=True none; give one of them.")
+        snapshot = self._snapshot(reset=reset)
+        is_alone = local or not is_distributed()
+        metrics = self._engine.to_metrics(snapshot) if is_alone else self._over_ranks().to_metrics(snapshot)
+        metrics |= {} if self.budget is None else self.budget.to_metrics()
+        if per_rank:
+            return self._over_ranks().per_rank(metrics, self._engine.to_metrics(snapshot))
+        return metrics
+
+    def _snapshot(self, *, reset: bool = False) -> StatsSnapshot:
+        """Return all numbers of this rank as they are now; with `reset`, count from zero afterwards."""
         with self._engine.lock:
             if self._sites.parameters is not None:
                 self._sites.parameters.read_values()
             snapshot = self._engine.snapshot()
             if reset:
                 self.reset()
-        is_alone = local or not is_distributed()
-        metrics = self._engine.to_metrics(snapshot) if is_alone else self._over_ranks().to_metrics(snapshot)
-        metrics |= {} if self.budget is None else self.budget.to_metrics()
         self._sites.look_closer(snapshot.rows)
-        if per_rank:
-            return self._over_ranks().per_rank(metrics, self._engine.to_metrics(snapshot))
-        return metrics
+        return snapshot
 
     def _over_ranks(self) -> RankStats:
         self._ranks = self._ranks or self._between_ranks()
@@ -228,7 +236,7 @@ class Watch(ShownAsTable):
 
     def table(self, *, sort: str | None = None, top: int | None = None) -> Table:
         """Return what ``print(watch)`` shows; with ``sort="norm", top=10`` the ten places with the largest norm."""
-        return watch_table(self.to_metrics(local=True), self._engine, self._rules, sort, top)
+        return watch_table(self._engine.to_metrics(self._snapshot()), self._engine, self._rules, sort, top)
 
     def _table(self) -> Table:
         return self.table()

@@ -251,16 +251,9 @@ class ParameterReader:
             slot.place.empty()
 
     def _take_all(self, items: list[tuple[WatchedPlace, Tensor, Any]]) -> None:
-        """Take those on a GPU together, others one by one; one that cannot be read costs neither run nor rest."""
-        apart = [[item] for item in items if item[1].device.type in ("cpu", "meta")]
-        together = [item for item in items if item[1].device.type not in ("cpu", "meta")]
-        for some in [together, *apart] if together else apart:
-            try:
-                self._engine.take_all(some)
-                if self._engine.layout.by_unit:
-                    self._engine.units.take_all(some)
-            except Exception as error:
-                some[0][0].give_up(some[0][1], error)
+        self._engine.take_all(items)
+        if self._engine.layout.by_unit:
+            self._engine.units.take_all(items)
 
 
 class WatchSites:
