@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from hookline.observe.host_values import unit_axis
 from hookline.observe.patch.edit import Edit, broadcasts
 from hookline.observe.patch.edit_index import GivenTensor, as_tensor
 from hookline.observe.patch.edited_tensor import Where, find_main_input, misfit, shape_of, site_text
+from hookline.sites.hook_at_site import NO_MODEL
 from hookline.sites.site_info import Site
 from hookline.sites.tree import main_tensor
 
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["mean_ablate", "swap"]
 
 _ONE_CALL: Final = "Give the one that is meant: hookline.edits.replace(cache[name].calls[0].output)."
-_CALL_MODEL: Final = (
-    "So its calls are counted on: call the model, patch anew for each run, or give the one that is meant: "
-    "hookline.edits.replace(cache[name].calls[0].output)."
-)
 
 
 def swap(cache: Mapping[str, Any], *, index: IndexLike | None = None) -> Edit:
@@ -49,9 +45,9 @@ def swap(cache: Mapping[str, Any], *, index: IndexLike | None = None) -> Edit:
 
     Args:
         cache: What ``capture`` gave, or a dict from module names to tensors. It is read when the patch is put on. Of a
-            module that was called several times in a forward, each call gets its own (not in compiled code, which does
-            not know which call it is). Gradients flow into what was captured with its graph: capture under
-            ``torch.no_grad()`` if they are not to.
+            module that was called several times in a forward, each call gets its own; not in compiled code, nor where
+            parts are called without the model: which call it is is not known there. Gradients flow into what was
+            captured with its graph: capture under ``torch.no_grad()`` if they are not to.
         index: The part of the activation to swap, in both runs; all of it by default. If the cache holds nothing but
             such a part, it is taken as it is. Shapes have to agree, but for a batch of one in the cache.
     """
@@ -94,14 +90,14 @@ class _Recorded(Edit):
         self.cache: Mapping[str, Any] | None = cache
         self.values: dict[str, list[GivenTensor]] = {}
         """For each site it is bound to, the tensors to put in, call by call."""
-        self.calls = SwapCalls()
+        self.counter = NO_MODEL
+        """Counts the forwards of the model, once it was put on one."""
 
     def bound(self, names: Mapping[str, Sequence[str]], *, inputs: bool) -> Edit:
         assert self.cache is not None
         twin = copy.copy(self)
         twin.cache = None  # what is not patched need not be kept
         twin.values = {}
-        twin.calls = SwapCalls()
         for name, spellings in names.items():
             found = _tensors_of(self.cache, spellings, inputs=inputs, word=self.word, one_forward=self.one_forward)
             twin.values[name] = [GivenTensor(tensor) for tensor in self.combined(found, name)]
@@ -112,12 +108,12 @@ class _Recorded(Edit):
         return found
 
     def attached(self, counter: ForwardCounter) -> None:
-        self.calls.counter = counter
+        self.counter = counter
 
     def change(self, part: Tensor, x: Tensor, site: Where) -> Tensor:
         values = self.values[site.name]
         assert isinstance(site, Site)
-        number = 0 if len(values) == 1 else self.calls.number(site, len(values))
+        number = 0 if len(values) == 1 else self._number(site, len(values))
         value = self.converted(values[number], x, site)
         if self.index is not None and value.dim() == x.dim() and self.fits(value, x):
             value = self.index.part(value.expand(x.shape), site_text(site))
@@ -127,6 +123,20 @@ class _Recorded(Edit):
             )
             self.misfit(f"has a tensor of shape {shape_of(value)} from the other run", part, x, site, remedy)
         return value.expand(part.shape).clone()  # what comes next may change it in place
+
+    def _number(self, site: Site, num_calls: int) -> int:
+        """Return the number of this call of its module, of `num_calls` recorded ones; raise if it is none of them."""
+        if torch.compiler.is_compiling():
+            why = "is in compiled code, which does not know its call"
+        elif site.recompute:
+            why = "is repeated by activation checkpointing, in another order"
+        elif self.counter.here.by_part:
+            why = "is called while the model's own forward is not, so the number of the call is not known"
+        elif site.call >= num_calls:
+            why = f"comes from call {site.call + 1} of its module in this forward"
+        else:
+            return site.call
+        misfit(f"swap() has {num_calls} calls from the other run", site_text(site), why, _ONE_CALL)
 
     def fits(self, value: Tensor, part: Tensor) -> bool:
         """Return whether it has the shape of what it replaces; one sample of the other run may serve a whole batch."""
@@ -238,57 +248,3 @@ def _checked_dims(dims: Sequence[int], num_dims: int, name: str) -> tuple[int, .
         if not -num_dims <= dim < num_dims:
             raise OptionError(f"mean_ablate(dims={tuple(dims)}): {name!r} has {num_dims} dimensions in the cache.")
     return tuple(sorted({dim % num_dims for dim in dims}))
-
-
-class _LastCall(NamedTuple):
-    step: int
-    before: int
-    """Calls of earlier steps that are counted with this one."""
-    calls: int
-    """Calls in this step."""
-
-
-class SwapCalls:
-    """Counts the calls of modules for a swap that has several recorded calls of one.
-
-    The calls of one forward of the model are told apart by their number in it. Where the model's own forward is not
-    called, calls of a part begin the steps, and a module that a forward would call twice may be called once in each of
-    two steps: there its calls are counted on from step to step.
-    """
-
-    def __init__(self) -> None:
-        self.counter: ForwardCounter | None = None
-        """Counts the steps of the model, once the swap was put on one."""
-        self._last: dict[tuple[int, str], _LastCall] = {}
-        """For each thread and site, the call before this one, if a part has begun its step."""
-
-    def number(self, site: Site, num_calls: int) -> int:
-        """Return the number of this call of its module, of `num_calls` recorded ones; raise if it is none of them."""
-        recorded = f"swap() has {num_calls} calls from the other run"
-        if torch.compiler.is_compiling():
-            misfit(recorded, site_text(site), "is in compiled code, which does not know its call", _ONE_CALL)
-        if site.recompute:
-            misfit(recorded, site_text(site), "is repeated by activation checkpointing, in another order", _ONE_CALL)
-        is_by_part = self.counter is not None and self.counter.here.by_part
-        before, is_clear = self._before(site, num_calls) if is_by_part else (0, True)
-        call = before + site.call
-        if call >= num_calls or not is_clear:
-            which = f"comes from call {call + 1} of its module"
-            if before:
-                misfit(recorded, site_text(site), f"{which}, and the model's own forward is not called", _CALL_MODEL)
-            misfit(recorded, site_text(site), f"{which} in this forward", _ONE_CALL)
-        return call
-
-    def _before(self, site: Site, num_calls: int) -> tuple[int, bool]:
-        """Return how many calls of earlier steps count with this one, and whether that is certain."""
-        key = threading.get_ident(), site.name
-        last = self._last.get(key)
-        before, is_clear = 0, True
-        if last is not None and last.step == site.step:
-            before = last.before
-            is_clear = not before
-        elif last is not None and (last.before or last.calls < num_calls):
-            before = last.before + last.calls
-            is_clear = last.calls == 1
-        self._last[key] = _LastCall(site.step, before, site.call + 1)
-        return before, is_clear
