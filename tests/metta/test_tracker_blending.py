@@ -239,15 +239,3 @@ def test_a_beta_outside_of_0_to_1_is_refused(make, beta):
     """The message has the value; nought is allowed, one is not."""
     with pytest.raises(hl.errors.OptionError, match="beta= must be at least 0 and less than 1, got " + repr(beta)):
         make(beta=beta)
-
-
-@MEANS
-def test_two_betas_for_one_component_are_refused_with_both(make):
-    """Another component may have another beta."""
-    state = make()
-    state.register_component("c", beta=0.9)
-    state.register_component("d", beta=0.99)
-    with pytest.raises(
-        hl.errors.OptionError, match=r"'c' is tracked with beta=0.9 already, and cannot be with beta=0.95"
-    ):
-        state.register_component("c", beta=0.95)

@@ -374,13 +374,13 @@ def test_a_unit_dim_that_is_no_number_of_a_dimension_is_refused(counting, dim):
         make(unit_dim=dim)
 
 
-def test_two_thresholds_for_one_component_are_refused_with_both():
-    """The first stays; the same once more, or none, is no conflict."""
+def test_a_second_registration_is_ignored():
+    """The first threshold stays; one that is wrong is an error all the same."""
     state = hl.metta.SaturatedActivationState("tanh")
     state.register_component("c", saturation_threshold=0.5)
-    with pytest.raises(hl.errors.OptionError, match=r"'c' is tracked with saturation_threshold=0.5 already.*=0.6"):
-        state.register_component("c", saturation_threshold=0.6)
-    state.register_component("c", saturation_threshold=0.5)
+    state.register_component("c", saturation_threshold=0.6)
+    with pytest.raises(hl.errors.OptionError, match=r"saturation_threshold=.*between"):
+        state.register_component("c", saturation_threshold=1.5)
     state.register_component("c")
     state.update("c", torch.tensor([0.55]))
     assert state.to_metrics()["activations/tanh/saturation/c/fraction"] == 1.0

@@ -6,9 +6,7 @@ is there, and returns a hook of ``feeders`` that feeds it. `TrainTool` calls bui
 
 from __future__ import annotations
 
-import inspect
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -216,7 +214,7 @@ def _forward_builder(key: str, make: Callable[[], Any], spec: Any, during: Phase
                 stacklevel=2,
             )
             return None
-        tracker.register_component(component, extractor=_identity(extract), **options)
+        tracker.register_component(component, **options)
         return ActivationFeeder(tracker, component, phases, extract)
 
     return builder
@@ -273,7 +271,7 @@ def build_extractor(spec: Any) -> Extractor | None:
 
 
 class _KeyExtractor:
-    """Look a key up; two extractors of the same key are equal."""
+    """Look a key up."""
 
     __slots__ = ("_key",)
 
@@ -291,46 +289,5 @@ class _KeyExtractor:
             return None
         return found if isinstance(found, Tensor) else None
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _KeyExtractor) and other._key == self._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
     def __repr__(self) -> str:
         return repr(self._key)
-
-
-def _identity(extract: Extractor) -> object:
-    """Return what a tracker compares to notice another extractor for the same component."""
-    return extract if isinstance(extract, _KeyExtractor) else _FunctionIdentity(extract)
-
-
-class _FunctionIdentity:
-    """Stand for a function as long as that lives: a tracker keeps neither it nor what it refers to.
-
-    Only the same function is equal: two functions that do the same cannot be recognised. A function that was deleted
-    is equal to any other, which may take its place.
-    """
-
-    __slots__ = ("_ref",)
-
-    def __init__(self, function: Any = None) -> None:
-        self._ref: Callable[[], Any]
-        try:
-            self._ref = weakref.WeakMethod(function) if inspect.ismethod(function) else weakref.ref(function)
-        except TypeError:  # there are none to functions written in C, such as operator.itemgetter
-            self._ref = lambda: function
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _FunctionIdentity):
-            return self._ref() is None
-        mine, theirs = self._ref(), other._ref()
-        return mine is None or theirs is None or bool(mine == theirs)
-
-    def __repr__(self) -> str:
-        function = self._ref()
-        return getattr(function, "__qualname__", repr(function))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _FunctionIdentity, ()  # a lambda cannot be pickled; a copy of a tracker has none of its hooks

@@ -73,8 +73,6 @@ class UnitOptions:
 
     unit_dim: int | None = None
     """The dimension whose entries are the units; None for the usual one (see `unit_axis`)."""
-    extractor: Any = None
-    """Which tensor of its output is read; kept to notice a request for another."""
 
     def __post_init__(self) -> None:
         if self.unit_dim is None:
@@ -110,32 +108,31 @@ class ComponentTracker(Generic[OptionsT]):
         self._kept: dict[str, Any] = {}
         """By component: its state, in a form that each tracker chooses."""
         self._known: dict[str, OptionsT] = {}
-        self._given: dict[str, dict[str, Any]] = {}
-        """By component: the options that were asked for."""
+        self._feeders: dict[str, int] = {}
+        """By component: the number of the hook that was made last to feed it."""
         self._warned: set[str] = set()
         self._reasons: dict[str, str] = {}
         """By component without a state: why its passes were not counted."""
         self._has_given: set[str] = set()
 
     def register_component(self, component: str, **options: Any) -> None:
-        """Register ``component`` with options of its own; raise if it has other options already.
+        """Register ``component`` with options of its own; one that is known keeps those that it has.
 
         Args:
             component: Its name.
             options: ``unit_dim``, ``beta``, ``saturation_threshold``, as the tracker takes them; None leaves one open.
         """
         asked = {key: value for key, value in options.items() if value is not None}
-        with LOCK:
-            before = self._given.get(component, {})
-            known = self._known.get(component, self._defaults)
-            wanted = dataclasses.replace(self._defaults, **(before | asked))  # checks and normalises them
-            given = {key: getattr(wanted, key) for key in before | asked}
-            # What was counted with the tracker's own options cannot be counted again with others.
-            fixed = _by_name(known) | before if component in self._kept else before
-            changed = [key for key in asked if key in fixed and fixed[key] != given[key]]
-            if changed:
-                raise _conflict(component, known, wanted, changed)
-            self._known[component], self._given[component] = wanted, given
+        self._known.setdefault(component, dataclasses.replace(self._defaults, **asked))  # checks and normalises them
+
+    def new_feeder(self, component: str) -> int:
+        """Return a number for a hook that feeds ``component``; those that were made before it feed it no more."""
+        self._feeders[component] = number = self._feeders.get(component, 0) + 1
+        return number
+
+    def is_fed_by(self, component: str, number: int) -> bool:
+        """Return whether the hook of that ``number`` feeds ``component``: a pass is counted once."""
+        return self._feeders.get(component) == number
 
     def has_component(self, component: str) -> bool:
         """Return whether ``component`` is registered."""
@@ -145,7 +142,6 @@ class ComponentTracker(Generic[OptionsT]):
         """Drop ``component``, its options and its counts; do nothing if it is not known."""
         with LOCK:
             self._known.pop(component, None)
-            self._given.pop(component, None)
             self._kept.pop(component, None)
 
     def forget_counts(self, component: str) -> None:
@@ -233,21 +229,6 @@ def set_plain(options: UnitOptions, **values: Any) -> None:
     """Write normalised ``values`` into frozen ``options``, while these are made."""
     for name, value in values.items():
         object.__setattr__(options, name, value)
-
-
-def _by_name(options: UnitOptions) -> dict[str, Any]:
-    """Return the options that counts depend on; the extractor is chosen by the hook."""
-    fields = (field.name for field in dataclasses.fields(options))
-    return {name: getattr(options, name) for name in fields if name != "extractor"}
-
-
-def _conflict(component: str, known: Any, wanted: Any, keys: list[str]) -> OptionError:
-    has = ", ".join(f"{key}={getattr(known, key)!r}" for key in keys)
-    got = ", ".join(f"{key}={getattr(wanted, key)!r}" for key in keys)
-    return OptionError(
-        f"Component {component!r} is tracked with {has} already, and cannot be with {got} as well; ask for the same, "
-        "give it a ComponentContext of its own, or call forget_component() first."
-    )
 
 
 # -- counting by unit ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import TargetError
 from hookline.lifecycle.run_phase import Phases
-from hookline.metta.feeders import TrackerFeeder, claim_backward
+from hookline.metta.feeders import TrackerFeeder
 from hookline.metta.trackers import FisherInformationState
 from hookline.sites import _torch
 from hookline.sites.attach import attach
@@ -47,12 +47,12 @@ class ParameterFeeder(TrackerFeeder):
 
     def __call__(self, module: nn.Module, grad_input: Any, grad_output: Any, *, site: Site | None = None) -> None:
         """Count the gradients as they are accumulated by now, where it is attached as a plain backward hook."""
-        if not self._count_backward(module, site):
+        if not self._feeds() or not self._count_backward(module, site):
             return
         for name, owner, key in _parameters(module):
             parameter = owner._parameters[key]
             if parameter is not None and isinstance(parameter.grad, Tensor):
-                self._take(name, id(parameter), parameter.grad)
+                self._take(name, parameter.grad)
 
     def attach_to(self, model: nn.Module, module: nn.Module) -> RemovableHandle:
         """Attach it to every parameter of ``module``, and to those that take their place later."""
@@ -60,18 +60,20 @@ class ParameterFeeder(TrackerFeeder):
 
     def take(self, leaf: _Leaf, gradient: Tensor) -> None:
         """Count the gradient of one parameter in one backward pass."""
-        if leaf.accumulates() and self.during.count_forward(leaf.is_training(), True, _torch.graph_task_id()):
-            self._take(leaf.name, leaf.seen, gradient)
+        if (
+            self._feeds()
+            and leaf.accumulates()
+            and self.during.count_forward(leaf.is_training(), True, _torch.graph_task_id())
+        ):
+            self._take(leaf.name, gradient)
 
     def note_without_parameters(self, are_frozen: bool) -> None:
         """Note a call of the component that has no parameter to train."""
         self._note(_no_parameters, are_frozen)
 
-    def _take(self, name: str, leaf: int | None, gradient: Tensor) -> None:
-        # With the leaf: policies that share a tracker may have components of the same name.
-        if claim_backward(self.tracker, (self.component, name, leaf), self):
-            self.tracker.update(self.component, f"{self.component}.{name}", gradient)
-            self._note(_no_numbers)
+    def _take(self, name: str, gradient: Tensor) -> None:
+        self.tracker.update(self.component, f"{self.component}.{name}", gradient)
+        self._note(_no_numbers)
 
 
 class _Leaf:

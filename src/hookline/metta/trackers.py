@@ -112,7 +112,7 @@ class SaturatedActivationState(CountingTracker[_SaturationOptions]):
 
     def __init__(self, activation: str, saturation_threshold: float = 0.95, *, unit_dim: int | None = None) -> None:
         check_activation(activation)
-        super().__init__(_SaturationOptions(unit_dim, None, saturation_threshold, activation))
+        super().__init__(_SaturationOptions(unit_dim, saturation_threshold, activation))
         self.activation = activation
 
     @property
