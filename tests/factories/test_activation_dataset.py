@@ -347,16 +347,6 @@ def test_an_export_of_a_served_model_is_read_by_request(tmp_path: Path) -> None:
         assert found[0]["activation"].tolist() == [20.0, 21.0, 22.0, 23.0]
 
 
-def test_the_hook_itself_continues_an_export_if_asked(tmp_path: Path) -> None:
-    """Without ``resume`` a second hook writes the same tokens again; the control."""
-    for resume, count in ((False, 4), (True, 4), (False, 8)):
-        hook = export({"folder": str(tmp_path), "resume": resume})
-        with serving(PADDED):
-            hook(nn.Identity(), (), torch.zeros(2, 3, 4))
-        hook.close()
-        assert len(ActivationDataset(tmp_path)) == count
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

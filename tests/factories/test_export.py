@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from helpers_factories import PADDED, exported
 from helpers_threads import in_threads
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 import hookline as hl
 from hookline.factories import BatchRows, export, read_export, serving
 from hookline.factories.export_files import Shards
+from hookline.factories.exporting import Export
 
 
 class Stuck:
@@ -133,9 +135,10 @@ def test_what_cannot_be_written_is_counted(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # and no file was made for nothing
 
 
-def test_shards_end_at_their_size(tmp_path: Path) -> None:
+def test_shards_end_at_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 1000 bytes, each file has as many tensors as first exceed it; safetensors reads each by itself."""
-    records, metrics = exported(tmp_path, *[torch.ones(100)] * 10, shard_bytes=1000)
+    monkeypatch.setattr("hookline.factories.export_files.SHARD_BYTES", 1000)
+    records, metrics = exported(tmp_path, *[torch.ones(100)] * 10)
     shards = sorted(tmp_path.glob("*.safetensors"))
     assert len(shards) == 4
     counts = []
@@ -147,21 +150,10 @@ def test_shards_end_at_their_size(tmp_path: Path) -> None:
     assert len(records) == 10
 
 
-def test_more_tensors_than_a_header_holds_begin_another_shard(tmp_path: Path) -> None:
-    """The room for the header is not exceeded, by however small tensors with however long names."""
-    hook, module = export({"folder": str(tmp_path)}), nn.Identity()
-    module.prefix = "model." + "layers." * 40
-    for _ in range(1500):
-        hook(module, (), torch.ones(1))
-    hook.close()
-    assert hook.to_metrics()["shards"] >= 2
-    assert [each.call for each in read_export(tmp_path)] == list(range(1500))
-
-
 def test_a_full_queue_drops_and_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a disk that is stuck, a thousand forwards go through, three tensors wait, and the rest is counted."""
     stuck = Stuck(monkeypatch)
-    hook, module = export({"folder": str(tmp_path), "queue_bytes": 1200}), nn.Identity()
+    hook, module = Export(tmp_path, queue_bytes=1200), nn.Identity()
     module.register_forward_hook(hook)
     for call in range(1000):
         module(torch.full((100,), float(call)))  # would never return if it waited: nobody lets the disk go
@@ -188,14 +180,15 @@ def test_a_disk_that_fails_ends_the_export_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The error is logged once; complete shards stay readable, and no half one is left."""
-    hook, module = export({"folder": str(tmp_path), "shard_bytes": 400}), nn.Identity()
+    monkeypatch.setattr("hookline.factories.export_files.SHARD_BYTES", 400)
+    hook, module = export({"folder": str(tmp_path)}), nn.Identity()
     hook(module, (), torch.ones(100))
     until(lambda: hook.to_metrics()["shards"] == 1)
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hookline.factories.export_files._write", full)
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
     for _ in range(3):
         hook(module, (), torch.ones(100))
     hook.close()
@@ -205,7 +198,7 @@ def test_a_disk_that_fails_ends_the_export_and_not_the_run(
     assert len(caplog.messages) == 1
     assert "No space left on device" in caplog.messages[0]
     assert [each.call for each in read_export(tmp_path)] == [0]
-    assert not list(tmp_path.glob("*.part"))
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_folder_that_cannot_be_made_ends_the_export_and_not_the_run(
@@ -218,9 +211,10 @@ def test_a_folder_that_cannot_be_made_ends_the_export_and_not_the_run(
     assert "NotADirectoryError" in caplog.text
 
 
-def test_a_shard_is_completed_after_a_while(tmp_path: Path) -> None:
-    """Without close(): what came is readable after flush_seconds."""
-    hook = export({"folder": str(tmp_path), "flush_seconds": 0.0})
+def test_a_shard_is_completed_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without close(): what came is readable after some seconds."""
+    monkeypatch.setattr("hookline.factories.export_queue._FLUSH_SECONDS", 0.0)
+    hook = export({"folder": str(tmp_path)})
     hook(nn.Identity(), (), torch.ones(3))
     until(lambda: len(list(read_export(tmp_path))) == 1 if tmp_path.exists() else False)
     hook(nn.Identity(), (), torch.ones(4))
@@ -297,8 +291,10 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
 
 RUN = """
 import sys, torch
+import hookline.factories.export_files as export_files
 from hookline.factories import export
-hook = export({"folder": sys.argv[1], "shard_bytes": 200_000, "flush_seconds": 1000})
+export_files.SHARD_BYTES = 200_000
+hook = export({"folder": sys.argv[1]})
 module = torch.nn.Identity()
 module.register_forward_hook(hook)
 for call in range(int(sys.argv[2])):

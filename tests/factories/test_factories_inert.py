@@ -26,7 +26,7 @@ from hookline.sites.signature import changes_in_place, may_return_value, what_it
 
 OBSERVERS: dict[str, dict[str, Any]] = {
     "activation_stats": {"stats": ["mean", "std", "absmax", "zero_fraction", "nan", "dead_fraction"]},
-    "export": {"queue_bytes": 1 << 24},
+    "export": {"max_bytes": 1 << 30},
     "nan_alarm": {},
     "log_shapes": {"inputs": True},
     "record_mean": {},

@@ -1,22 +1,18 @@
 """Write and read the files of an export: safetensors shards that appear whole, and an index of what is in them.
 
-`ExportQueue` calls `pieces_of` and `Shards` in its writing thread; users call `read_export`. A shard grows under a
-temporary name and gets its own when it is complete, and only then its lines go into the index: whatever kills the
-process, every file is whole and every line is true. Nothing is pickled, and nothing that is read is run.
-
-The header of a safetensors file comes first and may end in blanks, so room for it is left, and tensors are written as
-they arrive, small ones by the MiB: by system calls, which let other threads run, and without holding a shard in memory.
+`ExportQueue` calls `pieces_of` and `Shards` in its writing thread; users call `read_export`. A shard is held in memory
+until it is written as a whole, and only then its lines go into the index: whatever kills the process, every file is
+whole and every line is true. Nothing is pickled, and nothing that is read is run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +20,14 @@ from torch import Tensor
 from hookline.errors import OptionError
 from hookline.factories.batch_rows import BatchRows
 from hookline.factories.served_batch import TokenBatch, by_token
+from hookline.replace_file import draft_of
 from hookline.sinks.metric_values import dumps
 
 if TYPE_CHECKING:
     from hookline.factories.export_queue import ExportItem
 
 __all__ = [
+    "SHARD_BYTES",
     "ExportRecord",
     "Shards",
     "WrittenSoFar",
@@ -45,15 +43,12 @@ __all__ = [
 _INDEX: Final = "index-{number:03d}.jsonl"
 _SUFFIX: Final = ".safetensors"
 _SHARD: Final = "export-{number:03d}-{count:06d}" + _SUFFIX
-_ROOM: Final = (1 << 18) - 8
-"""Bytes for the header: 1,500 tensors or so; the file's first 8 bytes are its length."""
-_SMALL: Final = 1 << 16
-"""Bytes of a tensor that is written together with others."""
-_DTYPES: Final = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+SHARD_BYTES: Final = 64 << 20
+"""How large a shard grows."""
+_DTYPES: Final = frozenset({
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+})  # fmt: skip
 
 
 def can_store(tensor: Tensor) -> bool:
@@ -64,29 +59,24 @@ def can_store(tensor: Tensor) -> bool:
 class Shards:
     """Write the files of one hook into a folder, which several hooks and processes may share."""
 
-    def __init__(self, folder: Path, shard_bytes: int) -> None:
+    def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        self._shard_bytes = shard_bytes
         self._number, self._index = _claim_number(folder)
         self.count = 0
         """How many shards are complete."""
         self._tensors = self._bytes = 0
         """What is in them."""
-        self._file = -1
         self._begin()
 
     def _begin(self) -> None:
-        self._header: dict[str, Any] = {}
-        self._header_bytes = 2
+        self._held: dict[str, Tensor] = {}
         self._lines: list[bytes] = []
-        self._small = bytearray()
-        """Small tensors that are not written yet: a system call for each would take longer than the tensors."""
         self._size = 0
 
     @property
     def tensors(self) -> int:
-        """Return how many tensors are in files, complete or not."""
+        """Return how many tensors were added, in complete shards or not."""
         return self._tensors + len(self._lines)
 
     @property
@@ -97,55 +87,31 @@ class Shards:
     @property
     def is_open(self) -> bool:
         """Return whether there is a shard that is not complete."""
-        return self._file >= 0
+        return bool(self._held)
 
     def add(self, key: str, tensor: Tensor, line: dict[str, Any]) -> None:
-        """Write a tensor, which is contiguous and on the CPU; ``line`` is what the index says of it."""
-        if self._file < 0:
-            self._file = os.open(self._partial(), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            os.lseek(self._file, 8 + _ROOM, os.SEEK_SET)
-        self._align(tensor.element_size())
-        numbers: Any = tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-        self._put(key, _DTYPES[tensor.dtype], list(tensor.shape), memoryview(numbers))
+        """Hold a tensor, which is on the CPU, until its shard is complete; ``line`` is what the index says of it."""
+        # A copy: the format refuses tensors that share memory, as the rows of a batch do.
+        self._held[key] = tensor.clone(memory_format=torch.contiguous_format)
         self._lines.append(dumps({**line, "shard": self._name(), "key": key}) + b"\n")
-        if self._size >= self._shard_bytes or self._header_bytes > _ROOM - 4096:
+        self._size += tensor.numel() * tensor.element_size()
+        if self._size >= SHARD_BYTES:
             self.complete()
 
-    def _put(self, key: str, dtype: str, shape: list[int], memory: memoryview) -> None:
-        if len(memory) < _SMALL:
-            self._small += memory
-        if len(memory) >= _SMALL or len(self._small) >= 16 * _SMALL:
-            self._write_small()
-        if len(memory) >= _SMALL:
-            _write(self._file, memory)
-        end = self._size + len(memory)
-        self._header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [self._size, end]}
-        self._header_bytes += len(json.dumps({key: self._header[key]}))
-        self._size = end
-
-    def _write_small(self) -> None:
-        if self._small:
-            _write(self._file, memoryview(self._small))
-            self._small = bytearray()
-
-    def _align(self, width: int) -> None:
-        """Write padding, so that a reader can map the next tensor, of elements ``width`` bytes wide."""
-        missing = -self._size % width
-        if missing:
-            self._put(f"_blank.{self._size}", "U8", [missing], memoryview(bytes(missing)))
-
     def complete(self) -> None:
-        """Give the shard its name, and write its lines to the index."""
-        if self._file < 0:
+        """Write the shard, and its lines to the index."""
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        if not self._held:
             return
-        self._write_small()
-        header = json.dumps(self._header, separators=(",", ":")).encode().ljust(_ROOM)
-        os.lseek(self._file, 0, os.SEEK_SET)
-        _write(self._file, memoryview(_ROOM.to_bytes(8, "little") + header))
-        os.close(self._file)
-        self._file = -1
-        os.replace(self._partial(), self.folder / self._name())
-        _write(self._index, memoryview(b"".join(self._lines)))
+        try:
+            with draft_of(self.folder / self._name()) as draft:
+                save_file(self._held, draft)
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        self._index.writelines(self._lines)
+        self._index.flush()
         self.count += 1
         self._tensors += len(self._lines)
         self._bytes += self._size
@@ -159,38 +125,23 @@ class Shards:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the files, and delete a shard that is not complete."""
-        if self._file >= 0:
-            with contextlib.suppress(OSError):
-                os.unlink(self._partial())
-        for file in (self._file, self._index):
-            if file >= 0:
-                os.close(file)
-        self._file = self._index = -1
+        """Drop a shard that is not complete, and close the index."""
+        with contextlib.suppress(OSError):  # what a full disk did not take is tried once more
+            self._index.close()
         self._begin()
 
     def _name(self) -> str:
         return _SHARD.format(number=self._number, count=self.count)
 
-    def _partial(self) -> Path:
-        return self.folder / f"{self._name()}.part"
 
-
-def _claim_number(folder: Path) -> tuple[int, int]:
+def _claim_number(folder: Path) -> tuple[int, BinaryIO]:
     """Return a number that no other hook has in this folder, and its index, open."""
     number = 0
     while True:
         try:
-            path = folder / _INDEX.format(number=number)
-            return number, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+            return number, (folder / _INDEX.format(number=number)).open("xb")
         except FileExistsError:
             number += 1
-
-
-def _write(file: int, memory: memoryview) -> None:
-    done = 0
-    while done < len(memory):
-        done += os.write(file, memory[done:])
 
 
 # -- pieces: an output by request ------------------------------------------------------------------------------------
@@ -364,7 +315,7 @@ def written_so_far(folder: Path) -> WrittenSoFar:
     lines = [line for line in index_lines(folder) if line["request"] is not None and line["positions"]]
     shards = {line["shard"] for line in index_lines(folder)}
     try:
-        written = sum((folder / shard).stat().st_size - 8 - _ROOM for shard in shards)
+        written = sum(_data_bytes(folder / shard) for shard in shards)
     except OSError as error:
         raise OptionError(f"A file of the export is in the index, and lost ({error}); choose another folder.") from None
     return WrittenSoFar(
@@ -372,6 +323,12 @@ def written_so_far(folder: Path) -> WrittenSoFar:
         frozenset((line["module"], line["request"], line["positions"][0]) for line in lines),
         {(line["module"], line["request"]): summary_of(line["tokens"], line["positions"]) for line in reversed(lines)},
     )
+
+
+def _data_bytes(shard: Path) -> int:
+    """Return how many bytes of tensors a file has: what is behind its header, whose length comes first."""
+    with shard.open("rb") as file:
+        return shard.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
 def summary_of(tokens: Sequence[int], positions: Sequence[int]) -> int:

@@ -13,21 +13,23 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from hookline.factories.export_files import pieces_of
+from hookline.factories.export_files import Shards, pieces_of
 from hookline.factories.served_batch import TokenBatch
 
 if TYPE_CHECKING:
-    from hookline.factories.batch_rows import BatchRows
-    from hookline.factories.export_files import Shards, WrittenSoFar
+    from pathlib import Path
 
-__all__ = ["ExportItem", "ExportQueue", "Limits"]
+    from hookline.factories.batch_rows import BatchRows
+    from hookline.factories.export_files import WrittenSoFar
+
+__all__ = ["QUEUE_BYTES", "ExportItem", "ExportQueue"]
 
 logger = logging.getLogger("hookline.factories.export")
 
@@ -37,17 +39,12 @@ _NAP: Final = 0.03
 """Seconds that the thread waits for more outputs, unless a quarter of the queue is full: a thread that wakes up, or
 returns from the disk, takes the interpreter from the forward. With one that did so for each output, the export of one
 layer made a decoding forward on an H200 take 9 % longer."""
+QUEUE_BYTES: Final = 256 << 20
+"""Bytes that may wait to be written; what does not fit is dropped and counted."""
+_FLUSH_SECONDS: Final = 5.0
+"""After how long a smaller shard is completed."""
 _TOGETHER: Final = 16 << 20
 """Bytes that are copied to the host together, in pinned memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Limit the bytes in the queue and in all, and the age of an open shard."""
-
-    queue_bytes: int
-    max_bytes: int | None
-    flush_seconds: float
 
 
 @dataclass(slots=True)
@@ -79,13 +76,19 @@ class _ExportCounts:
 
 
 class ExportQueue:
-    """The queue of one hook; its thread starts with the first tensor."""
+    """The queue of one hook; its thread starts with the first tensor.
 
-    def __init__(self, open_shards: Callable[[], Shards], limits: Limits, earlier: WrittenSoFar | None = None) -> None:
-        self._open_shards = open_shards
+    Args:
+        folder: Where to.
+        max_bytes: How much may be written in all.
+        queue_bytes: How much may wait to be written.
+        earlier: What an export that is continued has left.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int | None, queue_bytes: int, earlier: WrittenSoFar | None) -> None:
+        self._folder = folder
         self._earlier = earlier
-        """What an export that is continued has left."""
-        self._limits = limits
+        self._max_bytes, self._queue_bytes = max_bytes, queue_bytes
         self._items: queue.SimpleQueue[ExportItem | None] = queue.SimpleQueue()
         self._hurry = threading.Event()
         """Set when the thread should not wait for more."""
@@ -115,19 +118,19 @@ class ExportQueue:
 
     def reserve(self, size: int) -> bool:
         """Reserve ``size`` bytes; return False, and count what is dropped, if there is no room."""
-        counts, limits = self._counts, self._limits
+        counts, most = self._counts, self._max_bytes
         with self._lock:
-            if self.stopped or counts.queued_bytes + size > limits.queue_bytes:
+            if self.stopped or counts.queued_bytes + size > self._queue_bytes:
                 counts.dropped += 1
                 counts.dropped_bytes += size
                 return False
-            if limits.max_bytes is None or counts.accepted_bytes + size <= limits.max_bytes:
+            if most is None or counts.accepted_bytes + size <= most:
                 counts.accepted_bytes += size
                 counts.queued_bytes += size
                 return True
             counts.dropped += 1
             counts.dropped_bytes += size
-            self.stopped = f"more than max_bytes ({limits.max_bytes}) is asked for"
+            self.stopped = f"more than max_bytes ({most}) is asked for"
             self.is_full = True
         logger.warning("Export stops: %s; %d bytes were taken", self.stopped, counts.accepted_bytes)
         return False
@@ -140,7 +143,7 @@ class ExportQueue:
                     self._thread = threading.Thread(target=self._work, name="hookline-export", daemon=True)
                     self._thread.start()
         self._items.put(item)
-        if self._counts.queued_bytes * 4 > self._limits.queue_bytes:
+        if self._counts.queued_bytes * 4 > self._queue_bytes:
             self._hurry.set()
 
     # -- in the thread -----------------------------------------------------------------------------------
@@ -200,13 +203,13 @@ class ExportQueue:
                     continue
                 if not shards.is_open:
                     self._since = time.monotonic()
-                shards.add(piece.key, piece.tensor.contiguous(), piece.line)
+                shards.add(piece.key, piece.tensor, piece.line)
         if shards.count > complete:  # a part of this one may be in the next
             self._unsure = [item.bytes] if shards.is_open else []
 
     def _opened(self) -> Shards:
         if self._shards is None:
-            self._shards = self._open_shards()
+            self._shards = Shards(self._folder)
         return self._shards
 
     def _flush_if_old(self) -> None:
@@ -215,7 +218,7 @@ class ExportQueue:
             shards is not None
             and shards.is_open
             and not self._failed
-            and time.monotonic() - self._since > self._limits.flush_seconds
+            and time.monotonic() - self._since > _FLUSH_SECONDS
         ):
             try:
                 shards.complete()

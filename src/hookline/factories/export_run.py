@@ -22,8 +22,8 @@ from torch import nn
 from hookline.errors import HooklineWarning, OptionError
 from hookline.factories.batch_rows import BatchRows, serving
 from hookline.factories.export_files import WrittenSoFar, summary_of, written_so_far
-from hookline.factories.exporting import INPUT, Export, ExportInputs, export
-from hookline.factories.factory_hook import whole
+from hookline.factories.exporting import INPUT, Export, ExportInputs
+from hookline.factories.factory_hook import choice, whole
 from hookline.file_lock import lock_holder, take_lock
 from hookline.messages import caller_stacklevel
 from hookline.replace_file import replace_file
@@ -125,14 +125,16 @@ def export_activations(
         )
     whole(_NAME, "batch_size", batch_size)
     names = [name + INPUT if inputs else name for name, _ in select(model, target)]
-    options = {"folder": str(folder), "positions": positions, "queue_bytes": _QUEUE, "max_bytes": max_bytes}
+    only_last = choice(_NAME, "positions", positions, ("all", "last")) == "last"
+    most = None if max_bytes is None else whole(_NAME, "max_bytes", max_bytes)
     with _only_writer(Path(folder)):
         earlier = written_so_far(Path(folder))
         if not resume and earlier.bytes:
             raise OptionError(f"{_NAME}: {folder} holds an export already; choose another folder, or resume=True.")
         _compare_weights(model, Path(folder), begun=bool(earlier.bytes))
-        due = _DueSequences(sequences, names, earlier, only_last=positions == "last")
-        hook = export({**options, "inputs": inputs, "resume": True})
+        due = _DueSequences(sequences, names, earlier, only_last=only_last)
+        kind = ExportInputs if inputs else Export
+        hook = kind(Path(folder), max_bytes=most, only_last=only_last, queue_bytes=_QUEUE, earlier=earlier)
         ran = 0
         try:
             with _attached(model, target, hook):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,14 +16,13 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.export_files import Shards, can_store, written_so_far
-from hookline.factories.export_queue import ExportItem, ExportQueue, Limits
+from hookline.factories.export_files import WrittenSoFar, can_store
+from hookline.factories.export_queue import QUEUE_BYTES, ExportItem, ExportQueue
 from hookline.factories.factory_hook import (
     ByModule,
     Observer,
     checked_options,
     choice,
-    number,
     path,
     tried_by,
     whole,
@@ -46,13 +44,8 @@ _OPTIONS: Final = {
     "folder": None,
     "positions": "all",
     "phase": "both",
-    "every": 1,
-    "queue_bytes": 256 << 20,
     "max_bytes": None,
-    "shard_bytes": 64 << 20,
-    "flush_seconds": 5.0,
     "add_residual": False,
-    "resume": False,
     "inputs": False,
 }
 INPUT: Final = "/input"
@@ -75,15 +68,14 @@ def export(config: Mapping[str, Any] | None = None) -> Export:
     Args:
         config: ``folder``: where to; the only option that has to be given. ``positions``: ``"all"``, or ``"last"``, the
             last token of each sequence in each forward. ``phase``: ``"prefill"`` or ``"decode"`` of a served model, for
-            one of them alone. ``every``: take each n-th call of a module. ``queue_bytes``:
-            how much may wait to be written (256 MiB); what does not fit is dropped and counted. ``max_bytes``: how
-            much may be written in all; then it stops, and says so once. ``shard_bytes``: how large a file grows
-            (64 MiB). ``flush_seconds``: after how long a smaller one is completed (5). ``add_residual``: of an output
-            that is a pair of tensors of one shape, as SGLang's layers give, write the sum. ``resume``: continue an
-            export in the folder: ``max_bytes`` counts what is there, and what is there of a request and position is
-            not written again. ``inputs``: write what goes into the modules in place of what comes out, under the name
+            one of them alone. ``max_bytes``: how much may be written in all; then it stops, and says so once.
+            ``add_residual``: of an output that is a pair of tensors of one shape, as SGLang's layers give, write the
+            sum. ``inputs``: write what goes into the modules in place of what comes out, under the name
             ``"layers.8/input"``: the main tensor of the positional arguments. The hook is then one for
             ``on="forward_pre"``, as a module may change its input in place.
+
+    At most 256 MiB wait to be written; what does not fit is dropped and counted. A file is complete at 64 MiB, or after
+    five seconds.
     """
     options = checked_options(_NAME, config, _OPTIONS)
     if options["folder"] is None:
@@ -92,11 +84,6 @@ def export(config: Mapping[str, Any] | None = None) -> Export:
     if folder.exists() and not folder.is_dir():
         raise OptionError(f"{_NAME}: {folder} is a file, and folder has to be a folder.")
     most = options["max_bytes"]
-    limits = Limits(
-        whole(_NAME, "queue_bytes", options["queue_bytes"]),
-        None if most is None else whole(_NAME, "max_bytes", most),
-        number(_NAME, "flush_seconds", options["flush_seconds"]),
-    )
     stage = choice(_NAME, "phase", options["phase"], STAGES)
     if yes_or_no(_NAME, "inputs", options["inputs"]):
         _check_inputs(stage, options)
@@ -105,12 +92,9 @@ def export(config: Mapping[str, Any] | None = None) -> Export:
         kind = only_in_stage(Export, stage)
     return kind(
         folder,
-        limits,
-        shard_bytes=whole(_NAME, "shard_bytes", options["shard_bytes"]),
-        every=whole(_NAME, "every", options["every"]),
+        max_bytes=None if most is None else whole(_NAME, "max_bytes", most),
         only_last=choice(_NAME, "positions", options["positions"], ("all", "last")) == "last",
         add_residual=yes_or_no(_NAME, "add_residual", options["add_residual"]),
-        resume=yes_or_no(_NAME, "resume", options["resume"]),
     )
 
 
@@ -141,18 +125,15 @@ class Export(Observer):
     def __init__(
         self,
         folder: Path,
-        limits: Limits,
         *,
-        shard_bytes: int,
-        every: int = 1,
+        max_bytes: int | None = None,
         only_last: bool = False,
         add_residual: bool = False,
-        resume: bool = False,
+        queue_bytes: int = QUEUE_BYTES,
+        earlier: WrittenSoFar | None = None,
     ) -> None:
         self.folder = folder
-        earlier = written_so_far(folder) if resume else None
-        self._queue = ExportQueue(partial(Shards, folder, shard_bytes), limits, earlier)
-        self._every = every
+        self._queue = ExportQueue(folder, max_bytes, queue_bytes, earlier)
         self._only_last = only_last
         self._add_residual = add_residual
         self._calls = ByModule(self._named)
@@ -180,7 +161,7 @@ class Export(Observer):
         with self._lock:
             call = seen.calls
             seen.calls = call + 1
-        return (seen.name, call) if call % self._every == 0 and self._queue.is_ours() else None
+        return (seen.name, call) if self._queue.is_ours() else None
 
     def _take(self, name: str, call: int, inputs: Any, taken: Tensor | None) -> None:
         tensor = measurable(taken)
