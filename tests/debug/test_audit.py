@@ -91,7 +91,7 @@ class LateHook(CountHook):
     """Fires at epoch ends alone, and this loop has no loader to tell of them before it is stopped."""
 
     name = "late"
-    hook_points = frozenset({hl.HookPoint.SNAPSHOT})
+    hook_points = frozenset({hl.HookPoint.POST_EPOCH})
     step_schedule = None
 
 
@@ -111,21 +111,64 @@ def test_hooks_of_every_form_change_nothing_and_the_audit_leaves_no_trace():
 
     torch.manual_seed(9)
     init, before = torch.optim.Optimizer.__init__, stream_states()
-    found = hl.audit(train, ["norms", CountHook, spec, look, look, watch, block, LateHook], steps=3)
+    found = hl.audit(train, ["norms", CountHook, spec, look, look, watch, block], steps=3)
     after = stream_states()
     assert found.ok
     assert found.verdict == "same"
     assert found.first_step is None
     assert not found.culprits
-    assert found.hooks == ("norms", "counter", "shape", "look", "look 2", "watch", "block", "late")
-    assert (found.steps, found.trainings, len(put_on), found.silent) == (3, 4, 1, ("late", "norms"))
-    assert "did not fire" in str(found)
+    assert found.hooks == ("norms", "counter", "shape", "look", "look 2", "watch", "block")
+    assert (found.steps, found.trainings, len(put_on), found.silent, found.leftovers) == (3, 4, 1, (), ())
     assert "<table>" in found._repr_html_()
     assert json.loads(json.dumps(found.to_dict()))["ok"] is True
     assert torch.equal(before["random stream of torch"], after["random stream of torch"])
     assert before["random stream of Python"] == after["random stream of Python"]
     assert torch.optim.Optimizer.__init__ is init
     hl.assert_no_hooks(put_on[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*stays silent")
+@pytest.mark.parametrize("silent", [LateHook, "gradient_projection"])
+def test_a_hook_that_did_nothing_is_not_certified(silent: Any):
+    """One whose point does not come in these steps, and one that has nothing to measure and turns itself off."""
+    found = hl.audit(train, [CountHook, silent], steps=3)
+    assert (found.verdict, found.ok, len(found.silent)) == ("cannot be told", False, 1)
+    assert "did not fire" in str(found)
+    assert hl.audit(train, CountHook, steps=3).ok
+
+
+def test_steps_of_a_script_with_a_short_lived_first_optimizer_all_count():
+    """A warm-up of one step by another optimizer comes first; hooks of steps see the training after it."""
+
+    def warms_up() -> None:
+        model, _, data = make()
+        steps_before = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        model(torch.randn(5, 4, generator=data)).sum().backward()
+        steps_before.step()
+        steps(model, torch.optim.AdamW(model.parameters()), data)
+
+    assert hl.audit(warms_up, look).steps == STEPS
+
+
+def _less_precise(model: nn.Module) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = not torch.backends.cuda.matmul.allow_tf32
+
+
+def _stays_on(model: nn.Module) -> None:
+    model[0].register_forward_hook(look)
+
+
+@pytest.mark.parametrize(
+    ("act", "left"), [(_less_precise, "float32 precision"), (_stays_on, "forward hooks on 0")], ids=["switch", "hook"]
+)
+def test_what_a_hook_leaves_on_is_told(act: Callable[..., None], left: str):
+    """A switch and a hook of torch, which change no bit of this training; the audit sets the switch back."""
+    precise = torch.backends.cuda.matmul.allow_tf32
+    found = hl.audit(train, {"leaves": act})
+    assert found.verdict == "same"
+    assert any(left in one for one in found.leftovers)
+    assert left in str(found)
+    assert torch.backends.cuda.matmul.allow_tf32 == precise
 
 
 def test_a_training_under_audit_ends_with_the_same_bits():
@@ -418,10 +461,11 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.filterwarnings("ignore:.*stays silent")
 def test_the_command_audits_scripts_functions_and_run_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Exit codes 0, 1 and 2; the answer on the standard output alone."""
+    """Exit codes 0 to 3; the answer on the standard output alone; reference weights reach the hook that needs them."""
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "audited_script.py"
     script.write_text(SCRIPT)
@@ -444,11 +488,18 @@ def test_the_command_audits_scripts_functions_and_run_files(
     run_file.write_text(json.dumps({"experiment": f"{experiments}:Tiny", "hooks": hooks, "specs": [spec]}))
     code, out = hookline(str(run_file), "--steps", "3", "--json")
     found = json.loads(out)
-    assert code == 0
+    assert code == 3
     assert found["hooks"] == ["training_metrics", "norms", "hessian", "shape"]
     assert found["steps"] == 3
     assert "hessian" in found["silent"]
     assert not (tmp_path / "runs").exists()
+    weights = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Dropout(0.2), nn.Linear(6, 2)).state_dict()
+    torch.save(weights, tmp_path / "final.pt")
+    for given, expected in (({"path": "final.pt"}, 0), ({}, 3)):
+        hooks = {"names": ["gradient_projection"], "config": {"reference_weights": given}}
+        run_file.write_text(json.dumps({"experiment": f"{experiments}:Tiny", "hooks": hooks}))
+        code, out = hookline(str(run_file), "--json")
+        assert (code, json.loads(out)["silent"]) == (expected, ["gradient_projection"] if expected else [])
     assert hookline()[0] == 2
     assert hookline("--train", f"{script}:look")[0] == 2
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from tyro.conf import Positional
 
 from hookline.cli.json_output import tell_json
-from hookline.cli.main import DONE, FAILED, WRONG_USE
+from hookline.cli.main import DONE, FAILED, NOT_ATTACHED, WRONG_USE
 from hookline.cli.parse import parse
 from hookline.cli.screen import messages, tell
 from hookline.cli.script_request import split_command
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 
 __all__ = ["AuditOptions", "audit"]
 
-_EXIT_CODES: Final = {"same": DONE, "changed": FAILED, "not repeatable": WRONG_USE}
+_EXIT_CODES: Final = {"same": DONE, "changed": FAILED, "not repeatable": WRONG_USE, "cannot be told": NOT_ATTACHED}
 
 
 @dataclass
 class AuditOptions:
     """Train with and without hooks, compare bit for bit after every step, and name the hook that changes the run.
 
-    Exit codes: 0 the same to the last bit, 1 a hook changes the run, 2 the training does not repeat by itself.
+    Exit codes: 0 the same to the last bit, 1 a hook changes the run, 2 the training does not repeat by itself, 3 it
+    cannot be told, as a hook did not fire.
 
     Examples:
       hookline audit my_run.yaml                                    # the hooks of a run file

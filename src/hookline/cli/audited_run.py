@@ -17,16 +17,19 @@ from hookline.cli.process_settings import process_settings
 from hookline.cli.run_command import prepare_run
 from hookline.cli.run_request import Request, first_look, read_request
 from hookline.cli.run_session import Prepared, Session
+from hookline.config.run_options import flat, manager_options
 from hookline.debug.audit.audit import audit
+from hookline.debug.audit.train_once import did_nothing
 from hookline.errors import OptionError
 from hookline.messages import short_repr
-from hookline.training.manager import HookManager
+from hookline.training.reference_weights import read_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hookline.cli.prepared_experiment import PreparedExperiment
     from hookline.debug.audit.audit_result import Audit
+    from hookline.training.manager import HookManager
 
 __all__ = ["ScriptTraining", "audit_run"]
 
@@ -41,13 +44,17 @@ def audit_run(path: str, hooks: Sequence[str], steps: int) -> Audit:
     asked = request.options.training
     with process_settings(deterministic=not asked.no_determinism, matmul_precision=asked.matmul_precision):
         found = audit(training.train, training.names, steps=steps)
-    return replace(found, silent=tuple(name for name, count in training.fired.items() if not count))
+    return replace(found, silent=tuple(name for name, nothing in training.silent.items() if nothing))
 
 
 def _hooks_of(request: Request) -> dict[str, Any]:
     """Return the hooks of a run file by name, for a script that the audit puts them on."""
-    specs = request.module_specs()
-    found: dict[str, Any] = {hook.name: hook for hook in request.hook_objects().make()}
+    specs, objects = request.module_specs(), request.hook_objects()
+    found: dict[str, Any] = {hook.name: hook for hook in objects.make()}
+    reference = manager_options(flat(request.options), objects.config)["reference_weights"]
+    for hook in found.values():
+        if hook.needs_reference_weights and reference is not None:
+            hook.set_reference_weights(read_weights(reference))
     return found | {_spec_name(spec, place): spec for place, spec in enumerate(specs)}
 
 
@@ -65,8 +72,8 @@ class RunTraining:
         objects = prepared.hook_objects
         self.names = [*objects.names, *(tracker.name for tracker in objects.trackers), *self._specs]
         """The hooks of the run: lifecycle hooks, trackers, hooks on modules."""
-        self.fired: dict[str, int] = {}
-        """How often each lifecycle hook fired in the last training that it was in."""
+        self.silent: dict[str, bool] = {}
+        """Of each lifecycle hook, whether it did nothing in the last training that it was in."""
 
     def train(self, hooks: Sequence[str]) -> None:
         """Train with the hooks of these names alone."""
@@ -77,7 +84,7 @@ class RunTraining:
                 made.train(manager, {"strategy": self._strategy}, None, resume=False)
             finally:
                 if manager is not None:
-                    self.fired |= {name: manager.fired[name] for name in manager.hooks}
+                    self.silent |= {name: did_nothing(manager, name) for name in manager.hooks}
                     manager.close()
 
     def _manager(self, made: PreparedExperiment, hooks: Sequence[str]) -> HookManager | None:
@@ -87,15 +94,7 @@ class RunTraining:
             names=[name for name in objects.names if name in hooks],
             trackers=[tracker for tracker in objects.trackers if tracker.name in hooks],
         ).make()
-        if not chosen:
-            return None
-        options = self._prepared.request.options.hook
-        return HookManager(
-            hooks=chosen,
-            reference_weights=objects.reference,
-            offload_state=options.hook_offload_state,
-            loop_type=made.loop,
-        )
+        return self._prepared.make_manager(chosen, made.loop, on_error="raise") if chosen else None
 
 
 class ScriptTraining:

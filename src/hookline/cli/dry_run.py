@@ -95,10 +95,7 @@ def _manager(prepared: Prepared, made: PreparedExperiment) -> Any:
     objects = prepared.hook_objects
     if not objects.names and not made.hooks:
         return None
-    from hookline.training.manager import HookManager
-
-    hooks = [*objects.make(), *made.hooks]
-    return HookManager(hooks=hooks, hook_config=objects.reference, loop_type=made.loop)
+    return prepared.make_manager([*objects.make(), *made.hooks], made.loop)
 
 
 def _sites(prepared: Prepared, manager: Any, made: PreparedExperiment) -> list[Row]:

@@ -67,7 +67,7 @@ _COMPARED: Final = _record(
 _FIELDS: Final[dict[str, dict[str, Schema]]] = {
     "audit": {
         "ok": _TRUTH,
-        "verdict": {"enum": ["same", "changed", "not repeatable"]},
+        "verdict": {"enum": ["same", "changed", "not repeatable", "cannot be told"]},
         "hooks": _TEXTS,
         "steps": _WHOLE,
         "trainings": _WHOLE,
@@ -77,6 +77,7 @@ _FIELDS: Final[dict[str, dict[str, Schema]]] = {
         "left_behind": _or_null(_DIFFERENCE),
         "end_differs": _TEXTS,
         "silent": _TEXTS,
+        "leftovers": _TEXTS,
         "notes": _TEXTS,
     },
     "check": {

@@ -131,11 +131,6 @@ class HookObjects:
     schedules: dict[str, StepSchedule] = field(default_factory=dict)
     trackers: list[TrackerChoice] = field(default_factory=list)
 
-    @property
-    def reference(self) -> dict[str, dict[str, Any]]:
-        """The part of `config` that a `HookManager` gets when the hooks are made."""
-        return {name: options for name, options in self.config.items() if name not in self.names}
-
     def make(self) -> list[TrainingHook]:
         """Make them; the random streams of the run stay where they are."""
         from hookline.guard.rng import kept_rng

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
@@ -30,10 +30,12 @@ from hookline.cli.run_folder import (
 from hookline.cli.run_hooks import HookObjects
 from hookline.cli.run_request import Request
 from hookline.cli.screen import Screen
+from hookline.config.run_options import flat, manager_options
 from hookline.errors import HooklineWarning, OptionError, ResumeError
 
 if TYPE_CHECKING:
     from hookline.training.checkpoint_profiler import CheckpointProfiler
+    from hookline.training.manager import HookManager
 
 __all__ = ["Ended", "Prepared", "Session"]
 
@@ -57,6 +59,13 @@ class Prepared:
     command: list[str]
     hooks: list[Any] = field(default_factory=list)
     """The hook objects, once the first strategy has made them; each strategy resets them."""
+
+    def make_manager(self, hooks: Sequence[Any], loop: str, **others: Any) -> HookManager:
+        """Return a manager of these hooks with all that was asked for; `others` come before that."""
+        from hookline.training.manager import HookManager
+
+        asked = manager_options(flat(self.request.options), self.hook_objects.config)
+        return HookManager(hooks=hooks, loop_type=loop, **(asked | others))
 
 
 @dataclass(frozen=True)
@@ -163,22 +172,12 @@ class Session:
             prepared.screen.say("No hooks: metrics are not recorded, and there is no page. --hooks records the loss.")
             return None
         from hookline.sinks.fan_out import FanOut
-        from hookline.training.manager import HookManager
 
         if is_first_rank():  # some sinks begin a run somewhere when they are made
             self._sinks = [*prepared.screen.sinks(made.epochs_to_snapshot), *prepared.make_sinks()]
         sinks = FanOut([*self._sinks, self._bar_metrics], log=folder / LOG)
-        manager = HookManager(
-            (),
-            prepared.hooks or [*prepared.hook_objects.make(), *own],
-            sinks,
-            self.request.options.hook.hook_offload_state,
-            prepared.hook_objects.reference,
-            profile_hooks=self.request.options.hook.profile_hooks,
-            loop_type=made.loop,
-            on_error=self.request.options.hook.on_hook_error,
-            budget=self.request.options.hook.hook_budget,
-        )
+        hooks = prepared.hooks or [*prepared.hook_objects.make(), *own]
+        manager = prepared.make_manager(hooks, made.loop, sinks=sinks)
         prepared.hooks[:] = manager.hooks.values()
         made.report_trackers_to(manager)
         return manager
@@ -319,7 +318,9 @@ def _every(asked: tuple[int, ...] | None, loop: str) -> int | None:
 
 def _warn_of_unused(request: Request) -> None:
     """Warn of sinks that were asked for, and get nothing."""
-    chosen = [name for name, value in vars(request.options.sink).items() if value not in (None, False, ())]
+    chosen = [
+        name for name, value in vars(request.options.sink).items() if value is not False and value not in (None, ())
+    ]
     if chosen or request.settings.sinks:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in chosen) or "The sinks of the run file"
         warnings.warn(

@@ -28,7 +28,7 @@ from hookline.integrations.model_of_optimizer import FoundModel, find_model, fin
 from hookline.integrations.other_steps import OtherSteps
 from hookline.integrations.process_end import at_process_end, error_of_process
 from hookline.integrations.sigterm import at_sigterm
-from hookline.integrations.snapshot_steps import SnapshotSteps
+from hookline.integrations.snapshot_steps import SnapshotSteps, can_count_steps
 from hookline.lifecycle.points import HookPoint
 from hookline.training.loops.loop_result import LoopResult
 from hookline.training.manager import HookManager
@@ -51,7 +51,6 @@ NAME: Final = "HOOKLINE_RUN_NAME"
 SNAPSHOT_EVERY: Final = "HOOKLINE_RUN_SNAPSHOT_EVERY"
 """How many steps from one report to the next, if that was asked for; 0 for the ends of epochs."""
 _SNAPSHOTS: Final = SnapshotSteps(10, grows=True)
-_STEP_POINTS: Final = frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})
 _ON_ERROR: Final = "disable"
 """A hook that raises does not end a script that it does not own, unless that was asked for."""
 _FLUSH_EVERY: Final = 50
@@ -153,7 +152,7 @@ class ScriptSession:
         """Hooks on modules."""
         hooks = self._file.make_hooks()
         asked = os.environ.get(SNAPSHOT_EVERY)
-        counts_steps = all(map(_works_by_steps, hooks)) if asked is None else asked != "0"
+        counts_steps = can_count_steps(hooks) if asked is None else asked != "0"
         self.loop = "step" if counts_steps else "epoch"
         """What the run counts. Epochs only where a hook needs them: a script of one epoch would have one report."""
         self.snapshots = (SnapshotSteps(int(asked)) if asked else _SNAPSHOTS) if counts_steps else SnapshotSteps(1)
@@ -179,9 +178,8 @@ class ScriptSession:
             hooks=hooks,
             sinks=fan_out,
             loop_type=self.loop,
-            on_error=self._file.on_error if self._file.says_on_error else _ON_ERROR,
             flush_every=_FLUSH_EVERY,
-            **self._file.options,
+            **self._file.options | ({} if self._file.says_on_error else {"on_error": _ON_ERROR}),
         )
         if self.folder is not None:
             self._notes = RunNotes(self.folder, manager, sinks)
@@ -300,12 +298,6 @@ class ScriptSession:
 
     def _count_epochs(self) -> int:
         return self.snapshots.count(self._run.epoch_of_step + 1) if self._run is not None else 0
-
-
-def _works_by_steps(hook: TrainingHook) -> bool:
-    """Return whether all that a hook does can be done where steps are counted."""
-    by_loop = hook.loop_points
-    return bool(by_loop.get("step")) if by_loop is not None else _STEP_POINTS.issuperset(hook.hook_points or ())
 
 
 def _why_silent(manager: HookManager) -> dict[str, str]:

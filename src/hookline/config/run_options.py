@@ -12,14 +12,24 @@ import inspect
 import itertools
 import operator
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, NamedTuple, get_args, get_type_hints
 
 from tyro.conf import Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
-__all__ = ["FILE_KEYS", "InFile", "OutputOptions", "RunOptions", "SinkOptions", "field_help", "flag", "flat"]
+__all__ = [
+    "FILE_KEYS",
+    "InFile",
+    "OutputOptions",
+    "RunOptions",
+    "SinkOptions",
+    "field_help",
+    "flag",
+    "flat",
+    "manager_options",
+]
 
 
 class InFile(NamedTuple):
@@ -260,6 +270,22 @@ def flat(options: RunOptions) -> dict[str, Any]:
     for group in options.groups:
         found |= vars(group)
     return found
+
+
+def manager_options(flags: Mapping[str, Any], hook_config: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the options of a run say to its `HookManager`, whoever makes it.
+
+    Args:
+        flags: The values of flags by name, of the command line or of a run file.
+        hook_config: Arguments by hook; and, beside them, where reference weights are.
+    """
+    return {
+        "offload_state": flags["hook_offload_state"],
+        "profile_hooks": flags["profile_hooks"],
+        "on_error": flags["on_hook_error"],
+        "budget": flags["hook_budget"],
+        "reference_weights": hook_config.get("reference_weights", {}).get("path"),
+    }
 
 
 GROUPS: Final = (TrainingOptions, HookOptions, SinkOptions, OutputOptions, CheckpointOptions)

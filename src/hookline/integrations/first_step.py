@@ -54,7 +54,7 @@ class FirstStep:
         self.passed_over: Counter[str] = Counter()
         """How many steps of optimizers were made that were not the ones, by class."""
         self._others: WeakSet[Any] = WeakSet()  # looking for the model of one takes longer than most steps
-        self._handle = register_optimizer_step_pre_hook(self._take_step)
+        self._handles = [register_optimizer_step_pre_hook(self._take_step)]
         self._passes = LoaderPasses(DataLoader, self._remember)
         self._losses = BackwardLosses(most=_MOST_LOSSES)
 
@@ -70,7 +70,8 @@ class FirstStep:
     def remove(self) -> None:
         """Wait no more; may be called again."""
         self._is_over = True
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         self._stop_noting()
 
     def _stop_noting(self) -> None:
@@ -95,8 +96,8 @@ class FirstStep:
             self._losses.forget()  # those were its own
         else:
             self._stop_noting()
-            optimizer.register_step_post_hook(self._remove_hook)
+            self._handles.append(optimizer.register_step_post_hook(self._remove_hook))
 
     def _remove_hook(self, *_: Any) -> None:
         # Only now: torch goes through the hooks before a step while it calls `_take_step`, and fails if one goes.
-        self._handle.remove()
+        self._handles[0].remove()

@@ -65,12 +65,11 @@ def make_manager(
         file = HooksOfFile(run_file)
         objects, specs = [*file.make_hooks(), *objects], file.specs
         sinks = [*file.make_sinks(), *(sinks or ())]
-        on_error = on_error or file.on_error
         options = {**file.options, **options}
+    options["on_error"] = on_error or options.get("on_error", "raise")
     made = HookManager(
-        names, objects, sinks, hook_config=hook_config, loop_type=loop, on_error=on_error or "raise",
-        flush_every=flush_every, **options,
-    )  # fmt: skip
+        names, objects, sinks, hook_config=hook_config, loop_type=loop, flush_every=flush_every, **options
+    )
     return ManagerAndSpecs(made, specs)
 
 

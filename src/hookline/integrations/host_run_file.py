@@ -15,6 +15,7 @@ import hookline.sinks
 from hookline.config.load_object import load_object
 from hookline.config.named_hooks import ALWAYS, known_name, make_tracker
 from hookline.config.run_file import RunFile, SinkEntry, TrackerEntry
+from hookline.config.run_options import manager_options
 from hookline.errors import ConfigError
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.schedule import StepSchedule
@@ -37,7 +38,7 @@ class HooksOfFile:
     Recipe::
 
         file = HooksOfFile("run.yaml")
-        manager = HookManager(hooks=file.make_hooks(), sinks=file.make_sinks(), on_error=file.on_error)
+        manager = HookManager(hooks=file.make_hooks(), sinks=file.make_sinks(), **file.options)
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -46,18 +47,9 @@ class HooksOfFile:
         self._hooks: Any = file.hooks
         self.specs = file.given_specs()
         """Hooks on modules."""
-        flags = file.flags()
-        self.on_error: str = flags["on_hook_error"]
-        """What happens when a hook raises."""
         self.says_on_error = "on_error" in self._hooks.model_fields_set
-        """Whether the file says so, and it is not only the default."""
-        reference = self._hooks.config.get("reference_weights", {}).get("path")
-        self.options: dict[str, Any] = {
-            "offload_state": flags["hook_offload_state"],
-            "profile_hooks": flags["profile_hooks"],
-            "budget": flags["hook_budget"],
-            "reference_weights": reference,
-        }
+        """Whether the file says what happens when a hook raises, and it is not only the default."""
+        self.options = manager_options(file.flags(), self._hooks.config)
         """Other options of the manager."""
         ignored = sorted(file.model_fields_set - {"hooks", "specs", "enable_hooks", "trackers", "sinks"})
         if ignored:

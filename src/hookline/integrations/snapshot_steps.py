@@ -14,15 +14,28 @@ from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.schedule import growing_interval
 
 if TYPE_CHECKING:
-    from hookline.training.loops.loop_run import Run
+    from collections.abc import Iterable
 
-__all__ = ["SnapshotSteps", "StepReports"]
+    from hookline.training.loops.loop_run import Run
+    from hookline.training.training_hook import TrainingHook
+
+__all__ = ["SnapshotSteps", "StepReports", "can_count_steps"]
 
 _AT_FIRST: Final = 20
 """Reports before the interval doubles for the first time; ten reports after that, it doubles again."""
-
+_STEP_POINTS: Final = frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})
 
 logger = logging.getLogger(__name__)
+
+
+def can_count_steps(hooks: Iterable[TrainingHook]) -> bool:
+    """Return whether all that these hooks do can be done where steps are counted, and not epochs."""
+    return all(
+        _STEP_POINTS.issuperset(hook.hook_points or ())
+        if hook.loop_points is None
+        else bool(hook.loop_points.get("step"))
+        for hook in hooks
+    )
 
 
 @dataclass(frozen=True)

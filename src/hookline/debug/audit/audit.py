@@ -106,9 +106,16 @@ def _compare(hooks: list[AuditedHook], trainings: Trainings, *, blame: bool) -> 
         culprits,
         left_behind=left_behind,
         silent=tuple(sorted(trainings.silent)) if hooked.error is None else (),
+        leftovers=_leftovers(plain, hooked),
         end_differs=_end_differs(plain, hooked),
         notes=notes,
     )
+
+
+def _leftovers(plain: Training, hooked: Training) -> tuple[str, ...]:
+    """Return what is on after the training with hooks and not after that without, or the other way round."""
+    before, after = plain.recorded.left, hooked.recorded.left
+    return tuple(name for name in {**before, **after} if before.get(name) != after.get(name)) if after else ()
 
 
 def _end_differs(plain: Training, hooked: Training) -> tuple[str, ...]:

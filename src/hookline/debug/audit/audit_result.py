@@ -40,7 +40,9 @@ class Audit(ShownAsTable):
     end_differs: tuple[str, ...] = ()
     """What differs when the trainings have ended: the final weights, say."""
     silent: tuple[str, ...] = ()
-    """Lifecycle hooks that did not fire in these steps: nothing can be said of them."""
+    """Lifecycle hooks that did not fire in these steps, or turned themselves off: nothing can be said of them."""
+    leftovers: tuple[str, ...] = ()
+    """The switches and the hooks of torch that are not as without hooks when the hooks are off."""
     notes: list[str] = field(default_factory=list)
     """What else is worth knowing."""
 
@@ -51,10 +53,12 @@ class Audit(ShownAsTable):
 
     @property
     def verdict(self) -> str:
-        """``"same"``, ``"changed"`` or ``"not repeatable"``."""
+        """``"same"``, ``"changed"``, ``"not repeatable"``, or ``"cannot be told"`` where a hook did not fire."""
         if self.not_repeatable is not None:
             return "not repeatable"
-        return "same" if self.difference is None and self.left_behind is None else "changed"
+        if self.difference is not None or self.left_behind is not None:
+            return "changed"
+        return "cannot be told" if self.silent else "same"
 
     @property
     def first_step(self) -> int | None:
@@ -68,7 +72,11 @@ class Audit(ShownAsTable):
     def _table(self) -> Table:
         rows = [(name, *self._row(name)) for name in self.hooks] if self.not_repeatable is None else []
         header = ("hook", "finding", "differs first at", "what differs first")
-        foot = [*self.notes, *(["Next, for hooks that did not fire: audit more steps."] if self.silent else [])]
+        foot = list(self.notes)
+        if self.leftovers:
+            foot.append(f"Left on by the hooks: {', '.join(self.leftovers)}.")
+        if self.silent:
+            foot.append("Next, for hooks that did not fire: audit more steps, or give them what they need to measure.")
         return Table(header if rows else (), rows, title=self._headline(), foot=foot)
 
     def _headline(self) -> str:
@@ -80,6 +88,10 @@ class Audit(ShownAsTable):
             return f"Changed: {length} with {on} differ from {length} without: {self.difference}."
         if self.left_behind is not None:
             return f"Changed: {on} left something behind; the training after them differs: {self.left_behind}."
+        if self.silent:
+            return (
+                f"Cannot be told: of {on}, {', '.join(self.silent)} did not fire in {length}; the rest changes no bit."
+            )
         return f"Same: {length} with and without {on} are the same to the last bit."
 
     def _row(self, name: str) -> tuple[str, str, str]:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hookline.errors import OptionError
+from hookline.guard.rng import kept_rng
 from hookline.messages import type_name
 from hookline.observe.watch.step_alarm import StepAlarm
 from hookline.observe.watch.watch import Watch
@@ -218,11 +219,22 @@ def _take_off_later(found: Any, stack: ExitStack) -> None:
                 return
 
 
+def _made(given: Any) -> TrainingHook:
+    from hookline.training.registry import HookRegistry
+
+    (made,) = HookRegistry.create([given]) if isinstance(given, str) else [given]
+    return made() if isinstance(made, type) else made
+
+
 def follow_with(hooks: list[AuditedHook], model: nn.Module, optimizer: Optimizer, first: FirstStep) -> Any:
     """Fire lifecycle hooks in the training from now on; return what follows it."""
     from hookline.integrations.follow import follow
+    from hookline.integrations.snapshot_steps import can_count_steps
 
-    made = [one() if isinstance(one, type) else one for one in (hook.fresh() for hook in hooks)]
-    run = follow(model, optimizer, made, loader=first.loader, on_error="raise")
+    with kept_rng():
+        made = [_made(hook.fresh()) for hook in hooks]
+    # A script is stopped long before its first epoch ends: hooks that can report by steps are asked after each.
+    loop = "step" if can_count_steps(made) else "epoch"
+    run = follow(model, optimizer, made, loader=first.loader, on_error="raise", loop=loop, snapshot_every=1)
     first.hand_over(run)
     return run

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -20,7 +21,7 @@ from hookline.guard.torch_switches import TorchSwitches
 from hookline.sites import _torch
 from hookline.sites.tree import leaves
 
-__all__ = ["Difference", "RunState", "first_difference", "run_state", "tensor_digests"]
+__all__ = ["Difference", "RunState", "first_difference", "left_on", "run_state", "tensor_digests"]
 
 RunState: TypeAlias = Mapping[str, bytes]
 """The digest of each thing by its name; causes stand before effects: streams, then modes, then numbers."""
@@ -28,6 +29,8 @@ RunState: TypeAlias = Mapping[str, bytes]
 _SWITCH: Final = "switch of torch: "
 _BATCH: Final = "first input of the step"
 _EXPLAINS: Final = (_SWITCH, _BATCH)
+_OF_TENSORS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""The tables of hooks that a tensor has; ``vars`` does not list them."""
 _PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """The types whose ``repr`` says everything; that of other objects may have an address in it."""
 
@@ -70,6 +73,25 @@ def run_state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], batc
     """
     with torch.no_grad():
         return dict(_digests(_things(models, optimizers, batch)))
+
+
+def left_on(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Return the switches of torch, and how many hooks each of its tables has: of the process, modules, parameters."""
+    things: list[tuple[str, Any]] = [
+        ("every module", sys.modules[nn.Module.__module__]),
+        ("every optimizer", sys.modules[Optimizer.__module__]),
+    ]
+    for model in models:
+        things += [(name or "the model", module) for name, module in model.named_modules()]
+        things += model.named_parameters()
+    things += [(type(optimizer).__name__, optimizer) for optimizer in optimizers]
+    found: dict[str, Any] = {f"{_SWITCH}{name}": value for name, value in TorchSwitches().values.items()}
+    for where, thing in things:
+        tables = _OF_TENSORS if isinstance(thing, Tensor) else [name for name in vars(thing) if name.endswith("_hooks")]
+        for table in tables:
+            if count := len(getattr(thing, table, None) or ()):
+                found[f"{table.strip('_').replace('_', ' ')} on {where}"] = count
+    return found
 
 
 def tensor_digests(values: Any) -> bytes | None:

@@ -7,6 +7,7 @@ step. The recorder reads and never writes, with hooks and without.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Self
@@ -18,7 +19,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hookline.debug.audit.run_state import Difference, RunState, first_difference, run_state, tensor_digests
+from hookline.debug.audit.run_state import (
+    Difference,
+    RunState,
+    first_difference,
+    left_on,
+    run_state,
+    tensor_digests,
+)
 from hookline.errors import NoMatchError
 from hookline.integrations.model_of_optimizer import find_model, find_optimizers
 from hookline.integrations.replaced_function import ReplacedFunction
@@ -78,6 +86,9 @@ class StepRecorder:
         """After each step."""
         self.end: RunState | None = None
         """After the training, when the hooks are off; None if it raised."""
+        self.left: dict[str, Any] = {}
+        """The switches and hooks of torch that are on then."""
+        self._counts: Counter[Optimizer] = Counter()
 
     @property
     def model(self) -> nn.Module | None:
@@ -99,10 +110,12 @@ class StepRecorder:
             handle.remove()
         self._models, self._optimizers = [], []
         self._made.clear()
+        self._counts.clear()
 
     def finish(self) -> None:
         """Take the state that is left when the training has ended or was stopped, and the hooks are off."""
         self.end = self._now()
+        self.left = left_on(self._models, self._optimizers)
 
     def difference(self, other: StepRecorder, *, with_batch: bool = False) -> Difference | None:
         """Return where ``other`` first differs from this training; None if nowhere.
@@ -168,8 +181,11 @@ class StepRecorder:
             self._models.append(model)
 
     def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        # Of several optimizers, the first one's steps count.
-        if phase() == "intervention" or optimizer is not self._optimizers[0]:
+        if phase() == "intervention":
+            return
+        # Of several optimizers, the one that has made most steps counts: the first may be there for a warm-up alone.
+        self._counts[optimizer] += 1
+        if self._counts[optimizer] <= len(self.states):
             return
         self.states.append(self._now())
         self._batch = None

@@ -32,7 +32,7 @@ from hookline.integrations.first_step import FirstStep
 if TYPE_CHECKING:
     from hookline.training.manager import HookManager
 
-__all__ = ["Training", "Trainings", "takes_hooks"]
+__all__ = ["Training", "Trainings", "did_nothing", "takes_hooks"]
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Trainings:
 
     def _note_silent(self, manager: HookManager) -> None:
         for name in manager.hooks:
-            (self.silent.discard if manager.fired[name] else self.silent.add)(name)
+            (self.silent.add if did_nothing(manager, name) else self.silent.discard)(name)
 
     def _check(self, recorder: StepRecorder, hooks: Sequence[AuditedHook]) -> None:
         if not recorder.states:
@@ -156,6 +156,11 @@ class Trainings:
                 "No module has the parameters that the optimizer of train_fn trains: audit() cannot put hooks on one. "
                 "Next: write train_fn(hooks), which gets the hooks and puts them on itself."
             )
+
+
+def did_nothing(manager: HookManager, name: str) -> bool:
+    """Return whether a hook has not fired, or has turned itself off because there was nothing to measure."""
+    return not manager.fired[name] or bool(getattr(manager.hooks[name], "off", ""))
 
 
 def takes_hooks(train_fn: Callable[..., Any]) -> bool:
