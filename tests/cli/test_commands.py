@@ -11,7 +11,7 @@ from helpers_cli import EXPERIMENTS, TINY, facts_of, records_of, run_here
 
 import hookline as hl
 from hookline.analyses import BUILT_IN
-from hookline.cli import run_sinks
+from hookline.config import named_sinks
 
 QUIET = ("--silent", "--no-report")
 
@@ -139,14 +139,23 @@ def test_a_replayed_run_is_what_the_sink_would_have_written(tmp_path, to, name, 
     assert (folder / name).read_text() == there
 
 
+def test_a_run_that_was_moved_is_replayed_where_it_is_now(tmp_path):
+    """The contexts in its log name the old folder, which does not come back."""
+    assert run_here("run", TINY, "--epochs", "1", "--hooks", "norms", *QUIET) == 0
+    moved = (tmp_path / "runs").rename(tmp_path / "archive") / "tiny" / "forward"
+    assert run_here("replay", moved, "--to", "csv") == 0
+    assert (moved / "forward.csv").exists()
+    assert not (tmp_path / "runs").exists()
+
+
 def test_an_unknown_sink_is_answered_with_all_there_are(capsys, monkeypatch):
     """Those without a flag and those of other packages among them; the help of the command has the same names."""
     assert run_here("replay", "--help") == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("console", "memory", "prometheus", "csv"))
-    monkeypatch.setattr(run_sinks, "entry_points", lambda group: [SimpleNamespace(name="postgres")])
+    monkeypatch.setattr(named_sinks, "entry_points", lambda group: [SimpleNamespace(name="postgres")])
     with pytest.raises(hl.errors.OptionError, match=r"Did you mean 'memory'\? There are: .*console.*memory.*postgres"):
-        run_sinks.sink_class("memry")
+        named_sinks.sink_class("memry")
 
 
 def test_a_run_without_records_cannot_be_replayed(capsys):

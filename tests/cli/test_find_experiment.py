@@ -21,5 +21,5 @@ def test_the_recipe_of_config_flags_runs():
     flags = ConfigFlags(Config, flags={"seed"})
     values = tyro.cli(flags.dataclass({"epochs": 5}), args=["--fast"])
     assert flags.make(vars(values), {"seed": 3}) == Config(epochs=5, seed=3, fast=True)
-    assert flags.make(vars(values), {"seed": None}, {"seed": 7}).seed == 7
+    assert flags.make(vars(values), {"seed": None}).seed == 1
     assert flags.switch_defaults({"epochs": 5}) == {"fast": False}

@@ -90,9 +90,14 @@ def test_a_negative_length_is_wrong_use_and_makes_no_folder(capsys, own, tmp_pat
 @pytest.mark.filterwarnings("always::hookline.errors.HooklineWarning")  # as outside of tests
 def test_sinks_without_hooks_are_not_passed_over_in_silence(capsys, own):
     """Nothing would be written; with a hook there is no warning."""
-    assert run_here("run", f"{own}:Own", "--epochs", "1", "--hook-csv", "--hooks", "none", *QUIET) == 0
+    assert (
+        run_here(
+            "run", f"{own}:Own", "--epochs", "1", "--hook-csv", "--hook-prometheus", "0", "--hooks", "none", *QUIET
+        )
+        == 0
+    )
     err = capsys.readouterr().err
-    assert "--hook-csv will write nothing: no hooks are on" in err
+    assert "--hook-csv, --hook-prometheus will write nothing: no hooks are on" in err
     assert run_here("run", f"{own}:Own", "--epochs", "1", *QUIET) == 0
     assert run_here("run", f"{own}:Own", "--epochs", "1", "--hooks", "norms", "--hook-csv", *QUIET) == 0
     assert "will write nothing" not in capsys.readouterr().err

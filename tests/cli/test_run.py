@@ -234,7 +234,7 @@ def test_a_sink_of_ones_own_by_file_and_with_options(tmp_path, capsys):
 
 def test_an_entry_point_names_a_sink(monkeypatch, tmp_path):
     """``[project.entry-points."hookline.sinks"]``."""
-    from hookline.cli import run_sinks
+    from hookline.config import named_sinks
 
     class Point:
         name = "lines"
@@ -244,7 +244,7 @@ def test_an_entry_point_names_a_sink(monkeypatch, tmp_path):
 
             return load_object(f"{EXPERIMENTS}:LinesSink", wanted="a sink")
 
-    monkeypatch.setattr(run_sinks, "entry_points", lambda group: [Point()] if group == "hookline.sinks" else [])
+    monkeypatch.setattr(named_sinks, "entry_points", lambda group: [Point()] if group == "hookline.sinks" else [])
     assert run_here("run", TINY, "--epochs", "1", "--hooks", *QUIET, "--hook-sink", "lines") == 0
     assert (tmp_path / "runs/tiny/forward/lines.txt").exists()
 
@@ -350,6 +350,39 @@ def test_a_run_file_says_everything_and_flags_win(tmp_path):
     assert run_here("run", "files/run.toml", "--seed", "8", "--epochs", "2", "--strategy", "forward") == 0
     facts = facts_of(tmp_path / "runs" / "tiny" / "forward")
     assert (facts["seed"], facts["config"]["epochs"], facts["config"]["seed"]) == (8, 2, 8)
+
+
+def test_files_that_a_run_file_names_are_beside_it(tmp_path):
+    """Experiment, hook and sink; one of the same name in the current folder is another file."""
+    Path("files").mkdir()
+    Path("files/experiments.py").write_text(EXPERIMENTS.read_text())
+    Path("experiments.py").write_text("raise RuntimeError('this one was not named')\n")
+    text = "experiment: experiments.py:Tiny\nhooks: ['experiments.py:NotedHook']\nconfig: {epochs: 1}\n"
+    Path("files/run.yaml").write_text(f"{text}sinks: {{others: ['experiments.py:LinesSink']}}\n")
+    assert run_here("run", "files/run.yaml", *QUIET) == 0
+    folder = tmp_path / "runs" / "tiny" / "forward"
+    assert list(facts_of(folder)["hooks"]) == ["training_metrics", "noted"]
+    assert "noted/scale" in (folder / "lines.txt").read_text()
+
+
+def test_the_seed_of_a_configuration_in_a_file_is_the_seed_of_the_run(tmp_path, capsys):
+    """As a field of a flag's name is that flag; a flag wins, and two that differ are a mistake."""
+    Path("run.yaml").write_text(f"experiment: {TINY}\nconfig: {{epochs: 1, seed: 3}}\n")
+    for number, (flags, seed) in enumerate([((), 3), (("--seed", "199"), 199)]):
+        assert run_here("run", "run.yaml", "--output-dir", f"runs{number}", *flags, *QUIET) == 0
+        facts = facts_of(tmp_path / f"runs{number}" / "tiny" / "forward")
+        assert (facts["seed"], facts["config"]["seed"]) == (seed, seed)
+    Path("run.yaml").write_text(f"experiment: {TINY}\nseed: 4\nconfig: {{epochs: 1, seed: 3}}\n")
+    assert run_here("run", "run.yaml", *QUIET) == 2
+    assert "config.seed" in capsys.readouterr().err
+
+
+def test_a_word_that_is_the_name_of_a_switch_stays_on_the_line(tmp_path):
+    """It is the value of another flag: of a switch of the configuration that is on, and of the run that goes on."""
+    nested = f"{EXPERIMENTS}:Nested"
+    assert run_here("run", nested, "--epochs", "1", "--name", "shuffle", "--live", "--no-report") == 0
+    assert facts_of(tmp_path / "runs" / "nested" / "forward")["name"] == "shuffle"
+    assert run_here("run", nested, "--epochs", "2", "--resume", "--console", "live", "--no-report") == 0
 
 
 def test_a_dry_run_prints_the_plan_and_leaves_nothing(capsys, tmp_path):

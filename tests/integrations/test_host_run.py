@@ -366,8 +366,11 @@ def test_a_run_file_serves_a_host(tmp_path: Any) -> None:
         "hooks: {names: [norms], schedules: {}, on_error: warn}\n"
         "trackers: [{tracker: relu_activations, name: relus, target_modules: ['2']}]\n"
         "specs: [{name: stats, target_modules: ['0'], hook_factory: 'hookline.factories:activation_stats'}]\n"
-        "sinks: {jsonl: true}\n"
+        "sinks: {jsonl: true, others: [memory, {sink: 'own.py:Own', options: {path: OWN}}]}\n".replace(
+            "OWN", str(tmp_path / "own.jsonl")
+        )
     )
+    (tmp_path / "own.py").write_text("from hookline.sinks import JSONLSink\nclass Own(JSONLSink):\n    pass\n")
     experiment, sink = rich_experiment(), MemorySink()
     run = HostRun(run_file=tmp_path / "run.yaml", sinks=[sink])
     run.manager.set_run_context(run_dir=str(tmp_path), strategy="host")
@@ -378,4 +381,5 @@ def test_a_run_file_serves_a_host(tmp_path: Any) -> None:
     assert {"training_metrics/loss", "norms/total_norm"} <= names
     assert any(name.startswith("activations/") or name.startswith("relus/") for name in names)
     assert (tmp_path / "host.jsonl").read_text().count("\n") == len(sink.records)
+    assert (tmp_path / "own.jsonl").read_text() == (tmp_path / "host.jsonl").read_text()
     assert not experiment.model[0]._forward_hooks

@@ -258,7 +258,7 @@ def _hooks() -> list[str]:
 
 
 def _sinks() -> list[str]:
-    from hookline.cli.run_sinks import sink_names
+    from hookline.config.named_sinks import sink_names
 
     return sink_names()
 

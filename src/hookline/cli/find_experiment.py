@@ -211,17 +211,14 @@ class ConfigFlags:
             made.append((name, hint, _default(one, given)))
         return dataclasses.make_dataclass(self.cls.__name__, made, kw_only=True)
 
-    def make(self, values: Mapping[str, Any], shared: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> Any:
+    def make(self, values: Mapping[str, Any], shared: Mapping[str, Any]) -> Any:
         """Return the configuration.
 
         Args:
             values: By field, what tyro has read.
             shared: By name, the values of hookline's own flags; None where a flag is not given.
-            given: Values of the run file, for the fields in ``shared`` whose flag is not given.
         """
-        given = given or {}
-        of_flags = {name: given[name] for name in self.shared if name in given}
-        of_flags |= {name: shared[name] for name in self.shared if shared[name] is not None}
+        of_flags = {name: shared[name] for name in self.shared if shared[name] is not None}
         return self.cls(**(dict(values) | of_flags))
 
     def valid(self, values: Mapping[str, Any], mistakes: Mistakes) -> dict[str, Any]:

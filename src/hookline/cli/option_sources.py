@@ -71,7 +71,7 @@ def settings_of_file(options: RunOptions, *, has_command: bool = False) -> tuple
         settings.mistakes.add_text(
             f"{file} does not say what to run: experiment: NAME, or path/file.py:Class; or command: python train.py."
         )
-    return settings, _beside(path or "", Path(file))
+    return settings, path or ""
 
 
 def _of_run_file(document: Any) -> tuple[RunSettings, str | None]:
@@ -85,18 +85,8 @@ def _of_run_file(document: Any) -> tuple[RunSettings, str | None]:
     settings.specs = run.given_specs()
     settings.trackers = [entry.model_dump() for entry in run.trackers]
     settings.schedules = {name: entry.arguments() for name, entry in run.hooks.schedules.items()}
-    for other in run.sinks.others:
-        settings.sinks.append((other, {}) if isinstance(other, str) else (other.sink, dict(other.options)))
+    settings.sinks = run.given_sinks()
     return settings, run.experiment
-
-
-def _beside(path: str, file: Path) -> str:
-    """Return ``path``, or the path of the same file beside the run file ``file``, if only that exists."""
-    where, colon, name = path.rpartition(":")
-    where = where if colon else path
-    if where.endswith(".py") and not Path(where).exists() and (file.parent / where).exists():
-        return f"{file.parent / where}{colon}{name if colon else ''}"
-    return path
 
 
 def settings_of_run(options: RunOptions, found: FoundExperiment) -> RunSettings | None:

@@ -16,8 +16,8 @@ from tyro.conf import Positional
 from hookline.cli.main import DONE
 from hookline.cli.parse import parse
 from hookline.cli.run_folder import LOG, read_run_json, run_folder
-from hookline.cli.run_sinks import FILES, check_package, sink_class, sink_names
 from hookline.cli.screen import tell
+from hookline.config.named_sinks import FILES, check_package, sink_class, sink_names
 from hookline.config.run_options import flag
 from hookline.errors import OptionError
 
@@ -58,12 +58,7 @@ def replay(arguments: Sequence[str]) -> int:
     from hookline.sinks import replay_log
 
     context = _context(folder)
-    if context:
-        sink.set_run_context(**context)
-    replay_log.replay(folder / LOG, sink)
-    close = getattr(sink, "close", None)
-    if close is not None:
-        close()
+    replay_log.replay(folder / LOG, sink, context=context)
     into = options.into or _usual_place(options.to, folder, context)
     tell(f"{folder / LOG} is replayed to {options.to}{f', into {into}' if into else ''}.")
     return DONE
@@ -100,10 +95,10 @@ def _store(into: str) -> str:
 
 
 def _context(folder: Path) -> dict[str, Any]:
-    """Return the arguments of ``set_run_context`` that the run gave its sinks."""
+    """Return what the contexts of the log are replaced by: the run may be in another place than it was made in."""
     facts = read_run_json(folder)
     if not facts:
-        return {}
+        return {"run_dir": str(folder)}
     return {
         "strategy": facts.get("strategy", folder.name),
         "experiment_name": facts.get("experiment"),

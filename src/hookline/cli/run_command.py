@@ -27,8 +27,8 @@ from hookline.cli.process_settings import (
 from hookline.cli.run_folder import LOG, to_plain
 from hookline.cli.run_request import Request, first_look, read_request
 from hookline.cli.run_session import Ended, Prepared, Session
-from hookline.cli.run_sinks import sink_files, sink_maker
 from hookline.cli.screen import Screen, messages
+from hookline.config.named_sinks import sink_files, sink_maker
 from hookline.errors import OptionError
 
 __all__ = ["prepare_run", "run"]
@@ -93,7 +93,7 @@ def prepare_run(request: Request, arguments: Sequence[str]) -> Prepared:
     return Prepared(
         request=request,
         hook_objects=request.hook_objects(),
-        make_sinks=sink_maker(options.sink, settings.sinks),
+        make_sinks=sink_maker(vars(options.sink), settings.sinks),
         specs=request.module_specs(),
         device=device_of(local_device(options.training.device)),
         dtype=dtype_of(options.training.dtype),

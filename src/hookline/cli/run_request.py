@@ -111,11 +111,11 @@ class Request:
         A value that a flag replaces is not checked.
         """
         from hookline.cli.process_settings import device_of, dtype_of
-        from hookline.cli.run_sinks import sink_maker
+        from hookline.config.named_sinks import sink_maker
 
         options, settings = self.options, self.settings
         self.hook_objects()
-        sink_maker(options.sink, settings.sinks, self._at)
+        sink_maker(vars(options.sink), settings.sinks, self._at)
         check_specs(settings.specs, ("specs",), settings.mistakes)
         with self._at(["strategy"]):
             if self.found is not UNKNOWN:
@@ -158,12 +158,17 @@ def read_request(options: RunOptions, arguments: Sequence[str]) -> Request:
     given = {} if flags is None else flags.valid(settings.config, mistakes)
     if flags is None and settings.config and found is not UNKNOWN:
         mistakes.add(["config"], f"{found.name} takes no options of its own.")
+    shared = {} if flags is None else {name: settings.config[name] for name in flags.shared if name in given}
+    defaults = flat(RunOptions())
+    for name, value in shared.items():
+        if settings.flags.get(name, value) not in (value, defaults[name]):
+            mistakes.add(["config", name], f"this is the flag --{name.replace('_', '-')}, and {name} says another.")
     if len(mistakes):
         Request(merged_options(options, settings), found, None, {}, settings).check()  # raises, with the rest
-    values = _second_look(options, arguments, found, flags, given, settings)
+    values = _second_look(options, arguments, found, flags, given, settings, shared)
     config = None
     if flags is not None:
-        config = flags.make(vars(values.config), flat(values.options), given)
+        config = flags.make(vars(values.config), flat(values.options))
     loop = {name: value for name, value in vars(values.loop).items() if value is not None}
     values.options.experiment = path
     request = Request(values.options, found, config, loop, settings)
@@ -232,12 +237,14 @@ def _second_look(
     flags: ConfigFlags | None,
     given: Mapping[str, Any],
     settings: RunSettings,
+    shared: dict[str, Any],
 ) -> Any:
-    default = RunOptions(options.experiment).with_values(settings.flags)
+    default = RunOptions(options.experiment).with_values(settings.flags | shared)
     default.experiment = options.experiment
     switches = flat(default) | ({} if flags is None else flags.switch_defaults(given))
     # Of a switch that is on, tyro knows --no-x alone.
-    needed = [one for one in arguments if switches.get(one.removeprefix("--").replace("-", "_")) is not True]
+    on = {f"--{name}".replace("_", "-") for name, value in switches.items() if value is True}
+    needed = [one for one in arguments if one.replace("_", "-") not in on]
     try:
         return read_flags(
             _all_options(default, found, flags, given, settings.flags.get("loop", {})),

@@ -20,8 +20,9 @@ from hookline.cli.option_sources import RunSettings, settings_of_file
 from hookline.cli.parse import read_flags
 from hookline.cli.run_folder import to_plain
 from hookline.cli.run_request import MARKERS, Request, joined_flags, merged_options
-from hookline.cli.run_sinks import sink_maker
 from hookline.cli.script_arguments import STRATEGY
+from hookline.config.load_object import from_folder
+from hookline.config.named_sinks import sink_maker
 from hookline.config.run_options import (
     FILE_KEYS,
     CheckpointOptions,
@@ -96,7 +97,7 @@ class ScriptRequest:
         hook_objects.check_arguments()
         if options.hook.hook_budget is not None:
             Budget(options.hook.hook_budget)  # raises if it is no share
-        sink_maker(options.sink, settings.sinks)
+        sink_maker(vars(options.sink), settings.sinks)
         specs = request.module_specs()
         request.check()
         flags = flat(options)
@@ -105,14 +106,14 @@ class ScriptRequest:
             section, _, key = place.key.rpartition(".")
             if section in ("hooks", "sinks") and place.convert is None:
                 found[section][key] = flags[name]
-        names = options.hook.hooks
-        found["hooks"]["names"] = None if names is None else [_from_anywhere(name) for name in names]
+        names, here = options.hook.hooks, Path.cwd()  # the script may change its folder
+        found["hooks"]["names"] = None if names is None else [from_folder(name, here) for name in names]
         found["hooks"]["config"] = hook_objects.config
         found["hooks"]["schedules"] = {name: _schedule(given) for name, given in settings.schedules.items()}
-        found["trackers"] = [{**entry, "tracker": _from_anywhere(entry["tracker"])} for entry in settings.trackers]
+        found["trackers"] = [{**entry, "tracker": from_folder(entry["tracker"], here)} for entry in settings.trackers]
         found["specs"] = specs
         sinks: list[tuple[str, dict[str, Any]]] = [(path, {}) for path in options.sink.hook_sink] + list(settings.sinks)
-        found["sinks"]["others"] = [{"sink": _from_anywhere(path), "options": given} for path, given in sinks]
+        found["sinks"]["others"] = [{"sink": from_folder(path, here), "options": given} for path, given in sinks]
         found["name"] = options.output.name
         found["output_dir"] = str(Path(options.output.output_dir).absolute())
         plain: dict[str, Any] = to_plain(_without_none(found))
@@ -215,12 +216,6 @@ def _name_of(command: Sequence[str]) -> str:
         if word == "-m" and place + 1 < len(command) and not command[place + 1].startswith("torch."):
             return command[place + 1].rpartition(".")[2]
     return Path(command[0]).name
-
-
-def _from_anywhere(path: str) -> str:
-    """Return ``file.py:Class`` with the whole path of the file: the script may change its folder."""
-    where, colon, name = path.rpartition(":")
-    return f"{Path(where).absolute()}{colon}{name}" if where.endswith(".py") else path
 
 
 def _schedule(given: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from hookline.errors import OptionError
 from hookline.messages import unknown_name_text
 
-__all__ = ["add_current_folder_to_path", "load_object"]
+__all__ = ["add_current_folder_to_path", "from_folder", "load_object"]
 
 
 def load_object(path: str, *, wanted: str, pick: Callable[[ModuleType], Sequence[str]] | None = None) -> Any:
@@ -46,6 +46,12 @@ def load_object(path: str, *, wanted: str, pick: Callable[[ModuleType], Sequence
             raise OptionError(f"{where} has no {name!r}.{unknown_name_text(name, _public_names(module))}")
         found = getattr(found, part)
     return found
+
+
+def from_folder(path: str, folder: Path) -> str:
+    """Return ``path``; if it is ``file.py:Name`` or ``file.py``, with the folder that the file is relative to."""
+    where = path.rpartition(":")[0] if _has_name(path) else path
+    return str(folder / path) if where.endswith(".py") else path
 
 
 def _has_name(path: str) -> bool:

@@ -1,6 +1,7 @@
 """Find and make the hooks that a run file or the command line names.
 
-`run_hooks` of the command line and the run files of adapters call it, so that a name means the same in both.
+`run_hooks` of the command line and the run files of adapters call it, so that a name means the same in both: a file is
+relative to the folder of the run file that names it, or else to the current folder.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 
+from hookline.config.load_object import from_folder
 from hookline.config.mistakes import Mistakes
 from hookline.config.read_settings import Document, KeyPath, read_document
 from hookline.config.run_options import FILE_KEYS, GROUPS, field_help
@@ -175,6 +176,7 @@ class RunFile(_RunFlags):
             )
         found = Mistakes.of(document) if mistakes is None else mistakes
         run = cls._valid_part(document, found)
+        run._place_files(pathlib.Path(document.path).parent)
         if mistakes is None:
             found.check()
         return run
@@ -195,6 +197,26 @@ class RunFile(_RunFlags):
                 return cls.model_validate(values)
             except ValidationError as error:
                 faults = _faults_of(error, cls)
+
+    def _place_files(self, folder: pathlib.Path) -> None:
+        """Give every ``file.py:Name`` its folder: it is relative to that of the run file."""
+        hooks: Any = self.hooks
+        if self.experiment is not None:
+            self.experiment = from_folder(self.experiment, folder)
+        if hooks.names is not None:
+            hooks.names = tuple(from_folder(name, folder) for name in hooks.names)
+        for tracker in self.trackers:
+            tracker.tracker = from_folder(tracker.tracker, folder)
+        for place, other in enumerate(self.sinks.others):
+            if isinstance(other, str):
+                self.sinks.others[place] = from_folder(other, folder)
+            else:
+                other.sink = from_folder(other.sink, folder)
+
+    def given_sinks(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the sinks without a flag of their own: name or path, and arguments."""
+        entries = [SinkEntry(sink=one) if isinstance(one, str) else one for one in self.sinks.others]
+        return [(entry.sink, dict(entry.options)) for entry in entries]
 
     def command_words(self) -> list[str]:
         """Return the command that starts a script, word by word; nothing if the file names none."""

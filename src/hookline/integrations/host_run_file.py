@@ -9,12 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import hookline.sinks
-from hookline.config.load_object import load_object
 from hookline.config.named_hooks import ALWAYS, known_name, make_tracker
-from hookline.config.run_file import RunFile, SinkEntry, TrackerEntry
+from hookline.config.named_sinks import sink_maker
+from hookline.config.run_file import RunFile, TrackerEntry
 from hookline.config.run_options import manager_options
 from hookline.errors import ConfigError
 from hookline.guard.rng import kept_rng
@@ -26,10 +25,6 @@ from hookline.training.training_hook import TrainingHook
 __all__ = ["HooksOfFile"]
 
 logger = logging.getLogger(__name__)
-
-_ARGUMENTS: Final = {"wandb": "project", "prometheus": "port"}
-"""Sinks whose key has a value, and which argument that is."""
-_SINKS: Final = ("csv", "jsonl", "parquet", "tensorboard", "mlflow", "wandb", "prometheus")
 
 
 class HooksOfFile:
@@ -66,17 +61,7 @@ class HooksOfFile:
 
     def make_sinks(self) -> list[Any]:
         """Make the sinks."""
-        sinks: Any = self._file.sinks
-        made = []
-        for name in _SINKS:
-            chosen = getattr(sinks, name)
-            if chosen is not None and chosen is not False:
-                cls = _sink_class(name)
-                made.append(cls(**{_ARGUMENTS[name]: chosen}) if name in _ARGUMENTS else cls())
-        for entry in sinks.others:
-            path, options = (entry.sink, entry.options) if isinstance(entry, SinkEntry) else (entry, {})
-            made.append(load_object(self._from_here(path), wanted="a sink")(**options))
-        return made
+        return sink_maker(self._file.flags(), self._file.given_sinks())()
 
     def _names(self) -> list[str]:
         group, names = self._hooks.with_hooks, self._hooks.names
@@ -86,23 +71,15 @@ class HooksOfFile:
                 "the hooks under hooks: {names: [...]}."
             )
         chosen = [] if group in (None, "none") else [group]
-        chosen += [self._known(name) for name in names or () if name != "none"]
+        chosen += [known_name(name) for name in names or () if name != "none"]
         if not chosen and (group == "none" or names == ("none",) or list(names or ()) == ["none"]):
             return []
         return list(dict.fromkeys([ALWAYS, *HookRegistry.resolve(chosen)]))
 
-    def _known(self, name: str) -> str:
-        return known_name(self._from_here(name))
-
     def _make_tracker(self, entry: TrackerEntry) -> TrainingHook:
-        tracker = self._known(entry.tracker)
+        tracker = known_name(entry.tracker)
         where = _listed(entry.target_modules), _listed(entry.exclude)
         return make_tracker(entry.name or tracker, tracker, *where, entry.options)
-
-    def _from_here(self, path: str) -> str:
-        """Return ``file.py:Class`` with its folder, which is relative to that of the run file."""
-        where = path.rpartition(":")[0]
-        return str(self._path.parent / path) if where.endswith(".py") else path
 
     def _set_schedules(self, hooks: Mapping[str, TrainingHook]) -> None:
         for name, entry in self._hooks.schedules.items():
@@ -114,11 +91,3 @@ class HooksOfFile:
 
 def _listed(patterns: list[str] | str | None) -> list[str]:
     return [patterns] if isinstance(patterns, str) else list(patterns or ())
-
-
-def _sink_class(name: str) -> Any:
-    public = next(one for one in hookline.sinks.__all__ if one.lower() == f"{name}sink")
-    cls = getattr(hookline.sinks, public)
-    if hasattr(cls, "check"):
-        cls.check()  # a missing package is an error now, with the line that installs it
-    return cls

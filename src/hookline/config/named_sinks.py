@@ -1,13 +1,12 @@
 """Make the sinks of a run from its flags and its run file, and look up sinks by name.
 
-`run_request` calls `sink_maker` to check a run file, and `run_command` to get what makes new sinks for each strategy.
-`replay_command` and `completion_command` call `sink_class` and `sink_names`. A missing package is an error before
-training begins, with the line that installs it.
+The command line and the run files of adapters call `sink_maker`, so that a name means the same in both; ``replay``
+calls `sink_class`. A missing package is an error before training begins, with the line that installs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import entry_points
 from typing import Any, Final
@@ -44,21 +43,21 @@ run file, and raises errors about flags."""
 
 
 def sink_maker(
-    options: SinkOptions,
+    flags: Mapping[str, Any],
     others: Iterable[tuple[str, dict[str, Any]]],
     collect_errors_at: ErrorCollector = lambda path: nullcontext(),
 ) -> Callable[[], list[Any]]:
-    """Return a function that makes the sinks of ``options`` and ``others``, new ones at each call.
+    """Return a function that makes the sinks of flags, by name, and of ``others``, new ones at each call.
 
     Raise now if a sink is unknown, or if its package is missing.
     """
     made: list[tuple[Any, dict[str, Any]]] = []
     for name in WITH_FLAG:
-        chosen = getattr(options, f"hook_{name}")
+        chosen = flags[f"hook_{name}"]
         if chosen is not None and chosen is not False:
             with collect_errors_at(["sinks", name]):
                 made.append((check_package(sink_class(name)), _arguments(name, chosen)))
-    made += [(check_package(sink_class(path)), {}) for path in options.hook_sink]
+    made += [(check_package(sink_class(path)), {}) for path in flags.get("hook_sink", ())]
     for number, (path, arguments) in enumerate(others):
         with collect_errors_at(["sinks", "others", number]):
             made.append((check_package(sink_class(path)), arguments))
