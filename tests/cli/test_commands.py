@@ -139,6 +139,13 @@ def test_a_replayed_run_is_what_the_sink_would_have_written(tmp_path, to, name, 
     assert (folder / name).read_text() == there
 
 
+def test_two_runs_are_no_traces_to_compare(capsys):
+    """What shows them side by side is named."""
+    assert run_here("run", TINY, "--epochs", "1", "--hooks", "--strategy", "all", *QUIET) == 0
+    assert run_here("compare", "runs/tiny/forward", "runs/tiny/backward") == 2
+    assert "hookline report runs/tiny/forward runs/tiny/backward" in capsys.readouterr().err
+
+
 def test_a_run_that_was_moved_is_replayed_where_it_is_now(tmp_path):
     """The contexts in its log name the old folder, which does not come back."""
     assert run_here("run", TINY, "--epochs", "1", "--hooks", "norms", *QUIET) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from helpers_cli import EXPERIMENTS, TINY, facts_of, hookline, run_here
@@ -127,6 +128,26 @@ def test_a_mistake_is_a_sentence_and_exit_code_2(arguments, said, capsys, tmp_pa
     assert said in heard.err
     assert "Traceback" not in heard.err
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [("train.py",), ("python", "train.py", "--lr", "1"), ("train.py", "--lr", "1")])
+def test_a_script_without_the_two_dashes_is_not_imported(words, capsys, tmp_path):
+    """It would train; the error names the command that follows it."""
+    Path("train.py").write_text("class Net: ...\nopen('trained', 'w').close()\n")
+    assert run_here("run", *words) == 2
+    assert "hookline run -- python train.py" in capsys.readouterr().err
+    assert not (tmp_path / "trained").exists()
+
+
+def test_a_file_does_not_get_the_arguments_of_the_command(monkeypatch, capsys):
+    """A model's file may read the arguments of its own program, when it is imported and when it makes the model."""
+    Path("model.py").write_text(
+        "import sys\nfrom torch import nn\nassert len(sys.argv) == 1, sys.argv\n"
+        "def make():\n    assert len(sys.argv) == 1, sys.argv\n    return nn.Linear(2, 2)\n"
+    )
+    monkeypatch.setattr("sys.argv", words := ["hookline", "doctor", "model.py:make", "--json"])
+    assert run_here(*words[1:]) == 0
+    assert sys.argv is words
 
 
 def test_an_unknown_flag_is_told_with_what_was_meant(capsys):

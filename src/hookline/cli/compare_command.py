@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from tyro.conf import Positional
@@ -14,9 +16,10 @@ from tyro.conf import Positional
 from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE, FAILED
 from hookline.cli.parse import parse
+from hookline.cli.run_folder import LOG
 from hookline.cli.screen import tell
 from hookline.config.run_options import flag
-from hookline.errors import OptionError
+from hookline.errors import HooklineError, OptionError
 
 __all__ = ["CompareOptions", "compare"]
 
@@ -64,17 +67,23 @@ def compare(arguments: Sequence[str]) -> int:
     from hookline.debug.compare.compare import compare as compare_runs
     from hookline.debug.compare.error_thresholds import parse_thresholds
 
-    found = compare_runs(
-        options.a,
-        options.b,
-        atol=options.atol,
-        rtol=options.rtol,
-        thresholds=parse_thresholds(options.threshold),
-        noise=list(options.noise) or None,
-        dims=_dims(options.dims),
-        mesh=_mesh(options.mesh),
-        tensors_only=options.tensors,
-    )
+    try:
+        found = compare_runs(
+            options.a,
+            options.b,
+            atol=options.atol,
+            rtol=options.rtol,
+            thresholds=parse_thresholds(options.threshold),
+            noise=list(options.noise) or None,
+            dims=_dims(options.dims),
+            mesh=_mesh(options.mesh),
+            tensors_only=options.tensors,
+        )
+    except HooklineError as error:
+        if all((Path(path) / LOG).exists() for path in (options.a, options.b)):
+            runs = shlex.join([options.a, options.b])
+            raise OptionError(f"These are runs, not traces. Side by side: hookline report {runs}.") from error
+        raise
     if options.json:
         tell_json("compare", found.to_json())
     else:

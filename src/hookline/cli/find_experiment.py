@@ -6,12 +6,15 @@ configuration (or the parameters of a function), whose fields tyro reads. The ex
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
+import shutil
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
@@ -66,11 +69,28 @@ def find_experiment(path: str) -> FoundExperiment:
     if path in EMBEDDED:
         return replace(_found(load_object(EMBEDDED[path], wanted="an experiment"), path), name=path)
     if ":" not in path and "." not in path and "/" not in path:
+        if shutil.which(path):
+            raise OptionError(f"{path} is a program, which stands behind --: hookline run -- {path} train.py.")
         raise OptionError(
             f"Unknown experiment {path!r}.{unknown_name_text(path, list(EMBEDDED))} One of your own: "
             "path/file.py:Class. EXPERIMENT comes before its flags."
         )
+    if path.endswith(".py") and Path(path).is_file() and not _defines_experiment(Path(path)):
+        raise OptionError(
+            f"{path} defines no Experiment. Next, for a script: hookline run -- python {path}; for something "
+            f"else in it: {path}:NAME."
+        )
     return _found(load_object(path, wanted="an experiment", pick=_experiments_of), path)
+
+
+def _defines_experiment(file: Path) -> bool:
+    """Return whether a class of the file is one by its name for its base. Read, as a script would train when run."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except SyntaxError:
+        return True  # Python says where, when it is imported
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return any("Experiment" in ast.unparse(base) for one in classes for base in one.bases)
 
 
 def _experiments_of(module: Any) -> list[str]:

@@ -1,6 +1,6 @@
-"""Find the model that a name on the command line means, for the commands ``find`` and ``check``.
+"""Find the model that a name on the command line means, for the commands ``find``, ``check`` and ``doctor``.
 
-`find_command` and `check_command` call `model_at` with ``path/file.py:Name``, ``package.module:Name`` or the folder of
+They call `model_at` with ``path/file.py:Name``, ``package.module:Name`` or the folder of
 a saved model.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hookline.config.load_object import load_object
+from hookline.config.load_object import load_object, without_arguments
 from hookline.errors import OptionError
 
 __all__ = ["model_at"]
@@ -30,7 +30,8 @@ def model_at(path: str) -> Any:
         return make_empty(Path(path).expanduser())
     thing = load_object(EMBEDDED.get(path, path), wanted="a model")
     if not isinstance(thing, nn.Module) and callable(thing):
-        thing = _made_model(thing, path)
+        with without_arguments(path):
+            thing = _made_model(thing, path)
     model = thing if isinstance(thing, nn.Module) else getattr(thing, "model", None)
     if not isinstance(model, nn.Module):
         raise OptionError(f"{path} gives {thing!r}, and a model is an nn.Module.")

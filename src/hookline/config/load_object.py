@@ -10,7 +10,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from hookline.errors import OptionError
 from hookline.messages import unknown_name_text
 
-__all__ = ["add_current_folder_to_path", "from_folder", "load_object"]
+__all__ = ["add_current_folder_to_path", "from_folder", "load_object", "without_arguments"]
 
 
 def load_object(path: str, *, wanted: str, pick: Callable[[ModuleType], Sequence[str]] | None = None) -> Any:
@@ -46,6 +47,16 @@ def load_object(path: str, *, wanted: str, pick: Callable[[ModuleType], Sequence
             raise OptionError(f"{where} has no {name!r}.{unknown_name_text(name, _public_names(module))}")
         found = getattr(found, part)
     return found
+
+
+@contextmanager
+def without_arguments(program: str | Path) -> Iterator[None]:
+    """Let code of a user's file find no arguments in ``sys.argv``: those of the command are none of its own."""
+    before, sys.argv = sys.argv, [str(program)]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def from_folder(path: str, folder: Path) -> str:
@@ -90,7 +101,8 @@ def _run(name: str, path: Path) -> ModuleType:
         sys.path.insert(0, str(path.parent))
     sys.modules[name] = module  # dataclasses and pickle look their module up
     try:
-        spec.loader.exec_module(module)
+        with without_arguments(path):
+            spec.loader.exec_module(module)
     except BaseException:
         sys.modules.pop(name, None)
         raise
