@@ -135,7 +135,8 @@ def _hold_lease() -> None:
             _leases.append(_lease())
             return
         Path(folder, "socket").unlink(missing_ok=True)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PYTHON"))}
+        kept = {name for name in os.environ if not name.startswith(("PYTEST", "PYTHON")) or name == "PYTHONPATH"}
+        environment = {name: os.environ[name] for name in kept}
         subprocess.run(  # returns when everything is imported; the process that forks stays behind
             [sys.executable, __file__, folder], env={**environment, "OMP_NUM_THREADS": "1"}, cwd=folder, check=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hookline.distributed import _torch_distributed
+from hookline.distributed.long_waits import LongWaits
 from hookline.errors import ConfigError, RankError
 
 __all__ = ["Channel", "Connections", "ConnectionsInUse", "connections", "reaching", "stop_reaching"]
@@ -32,6 +33,8 @@ _WAIT_FOR_WORD: Final = 2.0
 """Seconds to wait for what the other ranks were doing, once one did not come. They fail within milliseconds of each
 other, because gloo closes its connections."""
 
+_LONG_WAIT: Final = 10.0
+"""Seconds after which it is said for whom a rank waits; half the time-out, if that is shorter."""
 _WAIT_AT_EXIT: Final = 60.0
 """Seconds for which a process that ends waits for the others. If it ends by ``sys.exit(1)`` in the middle of training,
 they wait for it too, so it must not wait for long."""
@@ -50,7 +53,8 @@ class Channel:
             return [value] * self._owner.size
         found: list[Any] = [None] * self._owner.size
         try:
-            dist.all_gather_object(found, value, group=self._group)
+            with self._owner.waits.at(what):
+                dist.all_gather_object(found, value, group=self._group)
         except _FAILURES as error:
             raise self._owner.missing(what, error) from error
         return found
@@ -59,7 +63,8 @@ class Channel:
         """Return the ``value`` of one rank."""
         box = [value]
         try:
-            dist.broadcast_object_list(box, group=self._group, group_src=rank)
+            with self._owner.waits.at(what):
+                dist.broadcast_object_list(box, group=self._group, group_src=rank)
         except _FAILURES as error:
             raise self._owner.missing(what, error) from error
         return box[0]
@@ -75,9 +80,10 @@ class Channel:
                 dist.all_reduce(numbers, op=op, group=self._group, async_op=True)
                 for numbers, op in ((kept, dist.ReduceOp.MAX), (added, dist.ReduceOp.SUM))
             ]
-            for work in works:
-                if work is not None:  # the fake process group returns none
-                    work.wait()
+            with self._owner.waits.at(what):
+                for work in works:
+                    if work is not None:  # the fake process group returns none
+                        work.wait()
         except _FAILURES as error:
             raise self._owner.missing(what, error) from error
 
@@ -96,6 +102,8 @@ class Connections:
         self._store = _torch_distributed.default_store()
         self._channels: dict[str, Channel] = {}
         self._broken = ""
+        own, seconds = _torch_distributed.own_connection(self._store), min(_LONG_WAIT, timeout_seconds() / 2)
+        self.waits = LongWaits(own, self.rank, self.size, seconds)
 
     def channel(self, name: Literal["gather", "reduce"], what: str) -> Channel:
         """Return one of the two channels; connect it the first time, which all ranks have to do."""
@@ -111,7 +119,8 @@ class Connections:
             return self.world
         limit = timedelta(seconds=timeout_seconds())
         try:
-            return _torch_distributed.new_gloo_group(name, limit, self._store, self.rank, self.size)
+            with self.waits.at(what):
+                return _torch_distributed.new_gloo_group(name, limit, self._store, self.rank, self.size)
         except RuntimeError as error:
             raise self.missing(what, error) from error
 

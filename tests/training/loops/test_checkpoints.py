@@ -292,8 +292,8 @@ def test_a_compiled_model_goes_on_uncompiled(tmp_path):
 # -- faults ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_told_once_and_the_run_goes_on(tmp_path, monkeypatch):
-    """The checkpoint of before is intact, and there is room again later."""
+def test_a_full_disk_is_told_ever_less_often_and_the_run_goes_on(tmp_path, monkeypatch):
+    """Of three failures the first two; the checkpoint of before is intact, and there is room again later."""
     expected = linear_experiment()
     hl.epoch_loop(expected, epochs=5)
     real, calls = module.write, []
@@ -307,10 +307,10 @@ def test_a_full_disk_is_told_once_and_the_run_goes_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "write", write)
     experiment = linear_experiment()
-    match = r"could not be saved after 3 steps.*No space left.*newest checkpoint is step_00000000"
+    match = r"could not be saved after [36] steps.*No space left.*newest checkpoint is step_00000000"
     with pytest.warns(hl.HooklineWarning, match=match) as caught:
         hl.epoch_loop(experiment, epochs=5, checkpoints=Checkpoints(tmp_path, every=1, keep=9))
-    assert len(caught) == 1
+    assert len(caught) == 2
     assert differences(left_by(expected), left_by(experiment)) == []
     assert [path.name for path in Checkpoints(tmp_path).paths()] == steps(0, 12, 15)
 
@@ -344,7 +344,7 @@ def test_what_cannot_be_saved_ends_the_run_at_its_start_and_is_told_later(tmp_pa
         hl.epoch_loop(linear_experiment(), epochs=1, manager=manager, checkpoints=Checkpoints(tmp_path / "a"))
     manager = hl.HookManager(hooks=[Keeps(4)])
     checkpoints = Checkpoints(tmp_path / "b", every=1)
-    with pytest.warns(hl.HooklineWarning, match=r"could not be saved after 6 steps.*Keeps\.list\.1\.deep"):
+    with pytest.warns(hl.HooklineWarning, match=r"could not be saved after [69] steps.*Keeps\.list\.1\.deep"):
         result = hl.epoch_loop(linear_experiment(), epochs=3, manager=manager, checkpoints=checkpoints)
     assert result.steps == 9
     assert checkpoints.newest().name == steps(3)[0]

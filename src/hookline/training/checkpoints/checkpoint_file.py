@@ -1,7 +1,8 @@
 """Write a checkpoint as one safetensors file, and read it back.
 
-`Checkpoints` calls `read` and `write` with a tree of dictionaries, lists, numbers, tensors and arrays. The tensors are
-numbered; the file's metadata holds the tree as JSON, in which a tensor is a number, and a checksum over everything.
+`Checkpoints` calls `write`, and `rank_checkpoint` calls `read`, with a tree of dictionaries, lists, numbers, tensors
+and arrays. The tensors are numbered; the file's metadata holds the tree as JSON, in which a tensor is a number, and a
+checksum over everything.
 Nothing is pickled, and nothing that is read is run. What cannot be kept is refused by its place in the tree.
 """
 

@@ -61,6 +61,8 @@ class Saving:
         self._loaded: dict[str, Any] | None = None
         self._saved_at: tuple[int, bool] | None = None
         self._warned: set[str] = set()
+        self._failures = 0
+        """How often the run could not be saved."""
         self._every_steps = checkpoints.every_steps or (None if run.in_epochs else checkpoints.every)
 
     # -- the beginning -----------------------------------------------------------------------------------------
@@ -308,12 +310,14 @@ class Saving:
                 raise
             if self._checkpoints.count == 0 and isinstance(error, CheckpointError):
                 raise  # at the start, where it costs nothing to mend
-            newest = self._checkpoints.newest()
-            self._warn(
-                f"The run could not be saved after {run.num_steps} steps ({type(error).__name__}: {error}). It goes "
-                f"on; the newest checkpoint is {'none' if newest is None else newest.name}.",
-                once="saving",
-            )
+            self._failures += 1
+            if self._failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th: a week of failures is no single line
+                newest = self._checkpoints.newest()
+                self._warn(
+                    f"The run could not be saved after {run.num_steps} steps ({type(error).__name__}: {error}), which "
+                    f"makes {self._failures} times. It goes on; the newest checkpoint is "
+                    f"{'none' if newest is None else newest.name}."
+                )
             return
         self._saved_at = (run.num_steps, within)
 
@@ -336,10 +340,9 @@ class Saving:
             "demand": None if run.retention is None else run.retention.state_dict(),
         }
 
-    def _warn(self, text: str, once: str | None = None) -> None:
-        key = once or text
-        if key not in self._warned:
-            self._warned.add(key)
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
             warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
 
 

@@ -50,7 +50,7 @@ _DEFAULTS: Final = {
 class ExperimentAdapter:
     """Read attributes and call methods of an experiment, with the defaults of `Experiment`.
 
-    AttributeSnapshot are read anew each time: an experiment may change its optimizer on the way.
+    Attributes are read anew each time: an experiment may change its optimizer on the way.
     """
 
     def __init__(self, experiment: Any, loop: str) -> None:

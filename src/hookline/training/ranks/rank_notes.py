@@ -1,6 +1,6 @@
 """Leave a note for the other ranks when this one ends, and read why others ended.
 
-`HookManager.leave_ranks` calls it when a run ends by an error that not all ranks know of. Notes are keys of the store
+`RankSync` calls it when a run ends by an error that not all ranks know of. Notes are keys of the store
 that all ranks connect to; nothing is written while a run goes well, and nobody waits for a rank that may be gone.
 """
 
