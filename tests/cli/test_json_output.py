@@ -88,7 +88,6 @@ OTHERS = [
     ["report", "runs/tiny/forward", "-o", "page.html"],
     ["replay", "runs/tiny/forward", "--to", "jsonl", "--into", "all.jsonl"],
     ["new", "hook", "new.py"],
-    ["completion", "bash"],
     ["serve", "--help"],
 ]
 """Forms of commands beside those of `COMMANDS`; a server prints addresses."""

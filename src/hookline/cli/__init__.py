@@ -1,1 +1,1 @@
-"""The command line: ``hookline run | hooks | find | check | report | replay | new | completion``."""
+"""The command line: ``hookline run | hooks | find | check | report | replay | new``."""

@@ -39,7 +39,6 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "compare": ("hookline.cli.compare_command", "find where two traced runs part, and whether that is rounding"),
     "replay": ("hookline.cli.replay_command", "feed a run's records to another destination"),
     "new": ("hookline.cli.new_command", "write a file to start from: experiment, hook or sink"),
-    "completion": ("hookline.cli.completion_command", "print what makes bash complete these commands"),
 }
 """Each command: the module that has a function of its name, which takes the arguments; and what it does."""
 
@@ -65,7 +64,7 @@ examples:
   hookline audit my_run.yaml --steps 50
 
 exit codes:
-  0 done   1 the run failed   2 wrong use   3 a script has run, with not all of its hooks   130, 143 stopped by Ctrl-C
+  0 done   1 the run failed   2 wrong use   3 not all hooks were attached, or fired   130, 143 stopped by Ctrl-C
   or SIGTERM, after saving
 """
 
@@ -118,10 +117,6 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"hookline {__version__}")
         return DONE
     name, rest = arguments[0], arguments[1:]
-    if name == "__complete":
-        from hookline.cli.completion_command import print_candidates
-
-        return print_candidates(rest)
     if name not in COMMANDS:
         from hookline.messages import did_you_mean  # not for every --help
 
