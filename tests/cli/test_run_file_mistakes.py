@@ -82,10 +82,10 @@ TOLD = [
 
 
 def told(text: str, file: str) -> list[tuple[int, str, str]]:
-    """The line, the path and the words of each mistake that was printed."""
-    found = re.findall(rf"^(?:hookline: )?{re.escape(file)}, line (\d+), at (\S+): (.*)$", text, re.MULTILINE)
+    """The line (0 in TOML), the path and the words of each mistake that was printed."""
+    found = re.findall(rf"^(?:hookline: )?{re.escape(file)}(?:, line (\d+))?, at (\S+): (.*)$", text, re.MULTILINE)
     assert len(found) == len(text.strip().splitlines())
-    return [(int(line), path, words) for line, path, words in found]
+    return [(int(line or 0), path, words) for line, path, words in found]
 
 
 @pytest.mark.parametrize("command", ["check", "run"])
@@ -148,16 +148,13 @@ LINES = {
         "$.config.epoch": 2, "$.hooks[0]": 3, "$.sinks.others[0]": 5, "$.specs[0].hook_factory": 6,
         "$.specs[1].evry": 8, "$.seed": 9, "$.sed": 11,
     },
-    "toml": {
-        "$.seed": 1, "$.sed": 2, "$.hooks[0]": 3, "$.config.epoch": 7, "$.specs[0].hook_factory": 10,
-        "$.specs[1].evry": 12, "$.sinks.others[0]": 14,
-    },
 }  # fmt: skip
+LINES["toml"] = dict.fromkeys(LINES["json"], 0)
 
 
 @pytest.mark.parametrize("command", ["check", "run"])
 @pytest.mark.parametrize(("language", "text"), [("json", JSON), ("toml", TOML)])
-def test_json_and_toml_have_their_lines_too(language, text, command, capsys):
+def test_json_has_its_lines_and_toml_its_paths(language, text, command, capsys):
     """In the order in which the file has them, whatever that is."""
     file = f"run.{language}"
     Path(file).write_text(text % TINY)

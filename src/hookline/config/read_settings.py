@@ -1,8 +1,7 @@
 """Read a file of settings by its ending: YAML, TOML, or JSON with comments.
 
 The command line and `ServerArgs` call `read_document` and give the `Document` to `run_file` and `spec_files`. It has
-plain values and, once one of them is wrong, the line of each: for YAML and JSON from the marks of PyYAML, for TOML by
-its key.
+plain values and, once one of them is wrong, the line of each from the marks of PyYAML; TOML has no lines.
 """
 
 from __future__ import annotations
@@ -101,9 +100,6 @@ def _reason(error: Exception) -> str:
 
 # -- YAML 1.2 --------------------------------------------------------------------------------------------------
 
-_MAX_VALUES: Final = 1_000_000
-"""How many values a file may have with its aliases written out: ten lines of them can stand for billions."""
-
 
 class CoreLoader(yaml.SafeLoader):
     """The safe loader by the core schema of YAML 1.2: ``on``, ``no`` and ``12:30`` are strings, ``1e-3`` is a number.
@@ -113,6 +109,12 @@ class CoreLoader(yaml.SafeLoader):
     """
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (a copy of the class's)
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        node: Any = super().compose_node(parent, index)
+        if node.end_mark is None:  # it is still being read
+            _refuse("an alias stands inside of what it is an alias of", node)
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -162,27 +164,9 @@ def _read_yaml(text: str) -> tuple[Any, Callable[[], Lines]]:
         root = loader.get_single_node()
         if root is None:
             return None, dict
-        _check_size(root, {})
         return own_copy(loader.construct_document(root)), partial(_lines_below, root)
     finally:
         loader.dispose()
-
-
-def _check_size(node: Any, known: dict[int, int]) -> int:
-    """Return how many values a node has with its aliases written out; raise for too many, or for a ring."""
-    if isinstance(node, yaml.ScalarNode):
-        return 1
-    if id(node) in known:
-        if known[id(node)] == 0:
-            _refuse("an alias stands inside of what it is an alias of", node)
-        return known[id(node)]
-    known[id(node)] = 0  # begun
-    parts = [each for pair in node.value for each in pair] if isinstance(node, yaml.MappingNode) else node.value
-    size = 1 + sum(_check_size(part, known) for part in parts)
-    if size > _MAX_VALUES:
-        _refuse(f"its aliases stand for more than {_MAX_VALUES:,} values", node)
-    known[id(node)] = size
-    return size
 
 
 def _lines_below(root: Any) -> Lines:
@@ -256,45 +240,10 @@ def _json_lines(text: str) -> Lines:
 
 # -- TOML ------------------------------------------------------------------------------------------------------
 
-_HEADING: Final = re.compile(r"\s*(\[\[?)([^\[\]]+)\]")
-_PAIR: Final = re.compile(r"""\s*([\w.\-"' ]+?)\s*=""")
-
 
 def _read_toml(text: str) -> tuple[Any, Callable[[], Lines]]:
-    return tomllib.loads(text), partial(_toml_lines, text)
-
-
-def _toml_lines(text: str) -> Lines:
-    """Return the lines of headings and of keys at the beginning of a line; `tomllib` does not tell them."""
-    found: Lines = {(): 1}
-    table: KeyPath = ()
-    counts: Counter[KeyPath] = Counter()
-    for number, line in enumerate(text.split("\n"), 1):
-        if match := _HEADING.match(line):
-            table = ()
-            *above, last = _toml_keys(match[2])
-            for key in above:
-                table = _newest((*table, key), counts)
-            table = (*table, last)
-            if match[1] == "[[":
-                counts[table] += 1
-            found.setdefault(table, number)
-            table = _newest(table, counts)
-            found.setdefault(table, number)
-        elif match := _PAIR.match(line):
-            keys = _toml_keys(match[1])
-            for length in range(1, len(keys) + 1):
-                found.setdefault((*table, *keys[:length]), number)
-    return found
-
-
-def _newest(table: KeyPath, counts: Counter[KeyPath]) -> KeyPath:
-    """Return the path of the newest table of an array of tables; `table` itself if it is no such array."""
-    return (*table, counts[table] - 1) if table in counts else table
-
-
-def _toml_keys(dotted: str) -> list[str]:
-    return [key.strip().strip("\"'") for key in dotted.split(".")]
+    """Return the value of `text`; `tomllib` tells no lines, so that errors have the key alone."""
+    return tomllib.loads(text), dict
 
 
 _READERS: Final[dict[str, tuple[str, Callable[[str], tuple[Any, Callable[[], Lines]]]]]] = {
