@@ -186,33 +186,6 @@ def test_odd_names_and_heads_are_written_as_well(tmp_path):
     assert len(list(read_log(log.path))) == 1
 
 
-WITHOUT = """
-import sys
-if {block}:
-    sys.modules["orjson"] = None
-sys.path.insert(0, {here!r})
-import datetime, math
-from hookline.sinks.record_log import RecordLog
-from hookline.sinks.sink import Record, StepSeries
-log = RecordLog({path!r})
-log.append_context({{"strategy": "größe", "what": object, "path": datetime.date(2020, 1, 1)}})
-log.append(Record({{"a": 0.1, "b": 1e-300, "c": 10**300, "d": 123456789012345678}}, 0, "POST_EPOCH", time=1.5))
-log.append(Record({{"a": math.nan, "s": StepSeries([1, 2], [3, 4]), "t": "é\\ud800", "m": {{1: [2, (3,)]}}}}, 0, "X"))
-assert ("orjson" in sys.modules and sys.modules["orjson"] is not None) is not {block}
-"""
-
-
-def test_without_orjson_the_lines_mean_the_same(tmp_path):
-    """By the standard library; numbers to the last bit."""
-    for name, block in (("with", False), ("without", True)):
-        code = WITHOUT.format(block=block, here=str(Path(__file__).parents[1]), path=str(tmp_path / name))
-        subprocess.run([sys.executable, "-c", code], check=True)
-    with_it, without = lines(tmp_path / "with"), lines(tmp_path / "without")
-    with_it[0].pop("time"), without[0].pop("time")
-    assert with_it[1]["metrics"].pop("c") == pytest.approx(without[1]["metrics"].pop("c"))
-    assert with_it == without
-
-
 def test_contexts_stand_where_they_were_said_and_hold_what_json_can(tmp_path):
     """Paths as text; they have no number."""
     log = RecordLog(tmp_path / "records.jsonl")
