@@ -98,8 +98,6 @@ def settings_of_run(options: RunOptions, found: FoundExperiment) -> RunSettings 
             facts = read_run_json(folder)
             saved = facts.get("options", {})
             flags = {k: tuple(v) if isinstance(v, list) else v for k, v in saved.get("flags", {}).items()}
-            if not facts.get("hooks") and flags.get("with_hooks") is None and flags.get("hooks") is None:
-                flags["with_hooks"] = "none"  # written by a version in which a run without these flags had no hooks
             flags |= {"strategy": options.training.strategy, "output_dir": options.output.output_dir}
             return RunSettings(
                 flags | {"loop": saved.get("loop", {}), "run_group": saved.get("run_group")},
