@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from hookline.errors import OptionError
 from hookline.local_access import is_loopback
 from hookline.serve.http.engine_state import Serving
+from hookline.serve.http.hook_routes import HookRoutes
 from hookline.serve.http.http_settings import Settings, check_local
 from hookline.serve.http.request_bodies import CompletionBody
 from hookline.serve.http.request_gate import Gate
@@ -40,7 +41,6 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
     exports = tmp_path_factory.mktemp("exports")
     (exports / "way_out").symlink_to("/")
     settings = {"allow": ("hookline.factories", "helpers_http"), "export_dir": exports, "max_body": LIMIT}
-    settings["local_only"] = True  # as `hookline serve` sets it on this machine's own address
     with served(folder, settings=settings, max_batch=1, max_waiting=2) as found:
         yield found
 
@@ -291,6 +291,27 @@ def test_a_server_without_a_token_lets_nobody_change_hooks() -> None:
     """403 and what to do, with whatever token; reading stays open."""
     answer = _without_engine(Settings()).post("/hooks", json=SPEC, headers=BEARER)
     assert "--token-file" in _error(answer, 403)["message"]
+
+
+@pytest.mark.parametrize("kind", ["mounted", "behind a proxy", "the hook paths of another engine"])
+def test_the_token_is_asked_for_wherever_the_app_is_put(kind: str) -> None:
+    """Routes are found without the path of a mount or a proxy, and so is what needs the token."""
+    from fastapi.testclient import TestClient
+    from starlette.applications import Starlette
+    from starlette.routing import Mount
+
+    from hookline.serve.http.app import make_app
+    from hookline.serve.http.hook_paths import make_hook_app
+
+    settings = Settings(token=TOKEN)
+    app = make_hook_app(HookRoutes(Serving(), settings), settings) if "engine" in kind else make_app(None, settings)
+    client = TestClient(
+        Starlette(routes=[Mount("/llm", app=app)]) if kind == "mounted" else app,
+        root_path="" if kind == "mounted" else "/llm",
+    )
+    for headers, status in (({}, 401), (BEARER, 503)):  # with it, there is no model yet
+        assert client.post("/llm/hooks", json=SPEC, headers=headers).status_code == status
+        assert client.delete("/llm/hooks/h1", headers=headers).status_code == status
 
 
 def test_everything_can_need_the_token() -> None:

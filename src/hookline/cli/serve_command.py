@@ -149,7 +149,6 @@ def _settings(options: ServeOptions, model: Path) -> Settings:
     return Settings(
         model_name=options.served_model_name or model.resolve().name,
         token=token,
-        local_only=not is_open,
         protect=options.protect or ("everything" if is_open and token is not None else "hooks"),
         allow=options.allow or _ALLOWED,
         export_dir=None if options.export_dir is None else _folder(options.export_dir),

@@ -18,7 +18,7 @@ from hookline.serve.engine_counts import EngineCount
 from hookline.serve.http.error_answers import Refused, error_body, refusal_from_error, to_json
 from hookline.serve.http.http_settings import Settings, check_access
 from hookline.serve.http.metrics_page import HookFigures, Metrics
-from hookline.serve.http.request_gate import Asgi, LimitedBody, Message, Receive, Scope, Send
+from hookline.serve.http.request_gate import Asgi, LimitedBody, Message, Receive, Scope, Send, route_path
 
 __all__ = ["RequestHooksMiddleware"]
 
@@ -52,7 +52,7 @@ class RequestHooksMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        method, path = scope["method"], _route_path(scope)
+        method, path = scope["method"], route_path(scope)
         try:
             check_access(self._settings, method, path, dict(scope["headers"]).get(b"authorization"))
             if method == "POST" and path in _GENERATE:
@@ -129,12 +129,6 @@ class RequestHooksMiddleware:
         except Exception as error:  # the metrics of the engine are worth more than ours
             logger.warning("/metrics has no hooks: %s", refusal_from_error(error).message)
             return {}, []
-
-
-def _route_path(scope: Scope) -> str:
-    """Return the path that routes are chosen by: without that of a proxy (``--root-path``), which may come with it."""
-    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
-    return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
 def _replay(messages: list[Message], receive: Receive) -> Receive:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from hookline.serve.http.error_answers import Refused, error_body, to_json
 from hookline.serve.http.http_settings import Settings, check_access, check_local
 
-__all__ = ["AT_THE_END", "Gate", "LimitedBody"]
+__all__ = ["AT_THE_END", "Gate", "LimitedBody", "route_path"]
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -67,7 +67,7 @@ class Gate:
     async def _through(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = LimitedBody(receive, self._settings)
         try:
-            method, path = scope["method"], scope["path"]
+            method, path = scope["method"], route_path(scope)
             check_access(self._settings, method, path, _header(scope, b"authorization"))
             names = {"Host": _header(scope, b"host"), "Origin": _header(scope, b"origin")}
             check_local(self._settings, method, path, names)
@@ -168,6 +168,12 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
     """Return the value of a header; both values of one that comes twice, which is no token and no number."""
     found = [value for key, value in scope["headers"] if key == name]
     return b", ".join(found) if found else None
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path that routes are chosen by: without that of a mount or a proxy (``--root-path``), if it has it."""
+    path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
 def _route(scope: Scope) -> str:

@@ -16,10 +16,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import ConfigError, HooklineError, MissingPackageError, NoMatchError, OptionError
+from hookline.local_access import is_loopback
 from hookline.serve.http.http_settings import Settings
 from hookline.specs.apply_specs import find_sites
 from hookline.specs.hook_spec import HookSpec
@@ -66,7 +68,8 @@ class Server:
     Args:
         make_engine: Loads the model and makes the engine, not started; called while the server listens already.
         settings: How it behaves.
-        host: The address to listen at.
+        host: The address to listen at. At one of this machine alone, requests without the token have to name it
+            (`Settings.local_only`).
         port: 0 takes one that is free.
     """
 
@@ -75,7 +78,7 @@ class Server:
     ) -> None:
         need_packages()
         self._make_engine = make_engine
-        self._settings = settings
+        self._settings = replace(settings, local_only=settings.local_only or is_loopback(host))
         self._socket = _bound(host, port)
         self._is_stopping = False
         self._uvicorn: Any = None
