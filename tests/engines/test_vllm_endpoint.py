@@ -139,7 +139,8 @@ def test_hooks_of_one_request_go_to_the_workers(server: Server) -> None:
     server.workers.answers["hookline_take_states"] = states(1.0, states={}, hooks=[HOOKED])
     answer = server.ask("POST", "/v1/completions", json={"prompt": "w5", "hooks": {"hooks": [STATS]}})
     assert json.loads(server.bodies[0]["vllm_xargs"]["hookline"]) == {
-        "hooks": [{**STATS, "on_error": "disable", "config": {}}]
+        "hooks": [{**STATS, "on_error": "disable", "config": {}}],
+        "answers": 1,
     }
     found = answer.json()["choices"][0]["hooks"]
     assert (found["hidden_states"], [each["rows"] for each in found["hooks"]]) == ({}, [9])

@@ -33,7 +33,7 @@ def model():
 
 
 def request_hooks(model):
-    return RequestHooks(EngineLiveHooks(model), flat_rows_of)
+    return RequestHooks(model, EngineLiveHooks(model), flat_rows_of)
 
 
 def begin(hooks, id, specs, allow=None):

@@ -108,6 +108,19 @@ def test_a_probe_flags_requests(context):
     assert hooks.flags("a") == []
 
 
+def test_hooks_times_modules_times_answers_of_a_request_are_bounded(context):
+    """The worker gets each answer as a request of its own, and is told how many there are."""
+    engine = Engine(Worker(context))
+    for answers, error in ((1, None), (64, OptionError)):
+        engine.step({"a-00000001": 3}, {"a-00000001": {"hooks": [STATS] * 64, "answers": answers}})
+        engine.step({}, finished=["a-00000001"])
+        if error is None:
+            assert len(VllmHooks(engine).states("a").hooks) == 64
+        else:
+            with pytest.raises(error, match="4096 is the most"):
+                VllmHooks(engine).states("a")
+
+
 def test_wrong_options_of_a_request_harm_nobody(context):
     engine = Engine(Worker(context))
     hooks = VllmHooks(engine)

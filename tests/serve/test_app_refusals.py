@@ -24,7 +24,7 @@ from hookline.serve.http.engine_state import Serving
 from hookline.serve.http.hook_routes import HookRoutes
 from hookline.serve.http.http_settings import Settings, check_local
 from hookline.serve.http.request_bodies import CompletionBody
-from hookline.serve.http.request_gate import Gate
+from hookline.serve.http.request_gate import AT_THE_END, Gate
 
 LIMIT = 20_000
 SPEC = {"target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:log_shapes"}
@@ -438,6 +438,71 @@ def test_a_body_that_does_not_come_is_408_or_what_it_is_anyway(headers: list[Any
     gate = Gate(app, Settings(token=TOKEN, body_s=0.05), lambda *_: None)
     asyncio.run(gate({"type": "http", "method": "POST", "path": "/hooks", "headers": headers}, receive, send))
     assert [sent[0]["status"], json.loads(sent[1]["body"])["error"]["code"]] == [408 if headers else 401] * 2
+
+
+def test_a_client_that_does_not_take_its_answer_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
+    """An answer goes out in pieces, and holds its hidden states until the last: not for ever."""
+    sent: list[Any] = []
+    over: list[bool] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope[AT_THE_END] = [lambda: over.append(True)]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x" * 1_000_000})
+
+    async def take(message: Any) -> None:
+        sent.append(message)
+
+    async def stop_taking(message: Any) -> None:
+        if len(sent) == 2:
+            await asyncio.sleep(60)
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b""}
+
+    gate = Gate(app, Settings(body_s=0.05), lambda *_: None)
+    scope = {"type": "http", "method": "GET", "path": "/health", "headers": []}
+    asyncio.run(gate(dict(scope), receive, take))
+    assert b"".join(each.get("body", b"") for each in sent) == b"x" * 1_000_000
+    assert [each.get("more_body", False) for each in sent[1:]] == [True, True, True, False]
+    sent.clear()
+    asyncio.run(gate(dict(scope), receive, stop_taking))
+    assert (len(sent), over) == (2, [True, True])
+    assert "took nothing of its answer" in caplog.text
+
+
+def test_the_answers_of_a_request_share_the_room_of_states(folder: Path) -> None:
+    """64 prompts held 60 times as much as all requests together may."""
+    body = {"prompt": [[5, 6, 7]] * 4, "max_tokens": 0, "hooks": {"hidden_states": {"layers": ["model.layers.#"]}}}
+    with served(folder, captured_bytes=3 * 768) as server:
+        assert "or answers" in _error(server.client.post("/v1/completions", json=body), 400)["message"]
+        for _ in range(3):  # what was sent is let go
+            assert server.client.post("/v1/completions", json={**body, "prompt": [[5, 6, 7]] * 3}).status_code == 200
+        until(lambda: server.engine.counts()["captured_bytes_reserved"] == 0, "all is let go")
+
+
+def test_patterns_are_matched_while_others_are_answered(server: Any, client: httpx.Client) -> None:
+    """256 of them take half a second in a large model; ``/health`` does not wait."""
+    asked = threading.Event()
+    submit = server.engine.submit_all
+
+    def slow(*args: Any, **options: Any) -> Any:
+        assert asked.wait(PATIENCE)
+        return submit(*args, **options)
+
+    server.engine.submit_all = slow
+    answers: list[httpx.Response] = []
+    body = {"prompt": "a", "max_tokens": 1, "hooks": {"hidden_states": LAYERS}}
+    thread = threading.Thread(target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=body)))
+    try:
+        thread.start()
+        assert client.get("/health").status_code == 200
+        asked.set()
+        thread.join()
+    finally:
+        del server.engine.submit_all
+    assert answers[0].status_code == 200
 
 
 def test_an_endless_body_is_cut_off(server: Any) -> None:

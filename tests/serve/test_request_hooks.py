@@ -207,7 +207,8 @@ def test_what_cannot_be_had_is_told_at_once(engine: Any, case: str) -> None:
     request = GenerationRequest("r", PROMPTS[0], hooks=(good, spec))
     with pytest.raises(error, match=words):
         engine.submit(request, Answer(), allow=(__name__,))
-    made_first = case not in ("a factory of others", "files", "another kind", "errors that end the batch")
+    unmade = ("a factory of others", "files", "another kind", "errors that end the batch", "no such module")
+    made_first = case not in unmade
     assert ["closed"] * made_first == CLOSED
     assert engine.counts()["requests_accepted"] == 0
 
@@ -319,6 +320,24 @@ def test_a_body_that_asks_too_much_is_refused(client: httpx.Client, hook: Any, s
     answer = client.post("/v1/completions", json={**BODY, "hooks": {"hooks": [hook]}})
     assert answer.status_code == status, answer.text
     assert words in answer.json()["error"]["message"]
+
+
+def test_hooks_times_modules_times_answers_are_bounded(client: httpx.Client) -> None:
+    """A body of 5 kB attached 100,000 hooks one by one, while nobody else got a token."""
+    everywhere = {"hooks": [{"target_modules": ["*"], "hook_factory": "hookline.factories:nan_alarm"}] * 8}
+    assert client.post("/v1/completions", json={**BODY, "hooks": everywhere}).status_code == 200
+    answer = client.post("/v1/completions", json={**BODY, "n": 64, "hooks": everywhere})
+    assert answer.status_code == 400
+    assert "4096 is the most" in answer.json()["error"]["message"]
+
+
+def test_patterns_are_bounded_in_all_hooks_together(client: httpx.Client) -> None:
+    """Each is held against every module."""
+    many = {**STATS, "target_modules": [f"model.layers.{place}*" for place in range(100)]}
+    for hooks in ({"hooks": [many] * 3}, {"hidden_states": {"layers": [f"*{place}" for place in range(300)]}}):
+        answer = client.post("/v1/completions", json={**BODY, "hooks": hooks})
+        assert answer.status_code == 400
+        assert "256 names and patterns" in answer.json()["error"]["message"]
 
 
 def test_more_than_64_hooks_are_refused(client: httpx.Client) -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import hookline as hl
 from hookline.errors import NoMatchError, OptionError
 from hookline.factories.batch_rows import current_rows
-from hookline.serve.generation_request import StatesWanted
+from hookline.serve.generation_request import GenerationRequest, StatesWanted
 from hookline.serve.serving_engine import Engine
 
 LAYER = "model.layers.0"
@@ -160,6 +160,41 @@ def test_bytes_are_bounded_before_a_request_runs(tiny) -> None:
     assert engine.counts()["captured_bytes"] == 4 * 2560
     until(lambda: engine.counts()["captured_bytes_reserved"] == 0)
     engine.close()
+
+
+def test_the_room_of_states_is_taken_until_they_are_let_go(tiny) -> None:
+    """A client that still has them holds it: the next waits, one without states does not; a group is one piece."""
+    engine = started(*tiny, captured_bytes=2560)
+    both = StatesWanted(("model.layers.#",))
+    prompt, first, rest = (5, 6, 7, 8, 9), [Answer(), Answer()], Answer()
+    group = [GenerationRequest(name, prompt, max_tokens=1, states=both) for name in ("a", "b")]
+    ticket = engine.submit_all(group, first, hold=True)
+    for answer in first:
+        assert answer.wait().finished.states
+    assert engine.counts()["captured_bytes_reserved"] == 2560
+    engine.submit(GenerationRequest("c", prompt, max_tokens=1, states=both), rest)
+    assert ask(engine, prompt).wait().finished.reason == "length"
+    assert (rest.finished, engine.counts()["requests_waiting"]) == (None, 1)
+    ticket.release()
+    assert rest.wait().finished.states
+    with pytest.raises(OptionError, match=r"3,840 bytes.*answers"):
+        engine.submit_all([*group, GenerationRequest("d", prompt, max_tokens=1, states=both)], [*first, rest])
+    engine.close()
+
+
+def test_who_waits_for_room_does_not_keep_the_engine_from_closing(tiny) -> None:
+    """Those who hold it are told nothing; who waits is cancelled when the time is up, or when it is asked for."""
+    engine = started(*tiny, captured_bytes=2560)
+    both = StatesWanted(("model.layers.#",))
+    held, waits, cancelled = Answer(), Answer(), Answer()
+    engine.submit_all([GenerationRequest("a", tuple(range(5, 11)), max_tokens=1, states=both)], [held], hold=True)
+    held.wait()
+    engine.submit(GenerationRequest("b", tuple(range(5, 14)), max_tokens=1, states=both), waits)
+    engine.submit(GenerationRequest("c", tuple(range(5, 14)), max_tokens=1, states=both), cancelled).cancel()
+    assert cancelled.wait().finished.reason == "cancelled"
+    assert waits.finished is None
+    engine.close(0.05)
+    assert waits.wait().finished.reason == "cancelled"
 
 
 def test_experts_give_their_tokens_back_to_whom_they_belong() -> None:

@@ -67,7 +67,7 @@ class ServeOptions:
     max_sequence: Annotated[int | None, flag("N")] = None
     """The most tokens of prompt and answer; if left out, as many as the model was made for."""
     captured_bytes: Annotated[int, flag("BYTES", None)] = 1 << 30
-    """The most memory for hidden states that requests wait for."""
+    """The most memory for hidden states of all requests, until they are sent."""
     served_model_name: Annotated[str | None, flag("NAME")] = None
     """What clients call the model; the folder's name if left out."""
     no_tokenizer: Annotated[bool, flag()] = False

@@ -14,7 +14,6 @@ from hookline.errors import HooklineError, OptionError
 from hookline.serve.counted_hooks import check_width
 from hookline.serve.request_hooks import MadeForRequest, RequestHooks
 from hookline.serve.request_rows import row_in_padded
-from hookline.specs.apply_specs import find_sites
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,12 +57,13 @@ class RequestHookMaker:
     """
 
     def __init__(self, model: nn.Module, live: LiveHooks, widths: Mapping[str, int], *, is_compiled: bool) -> None:
-        self._model = model
-        self._running = RequestHooks(live, row_in_padded)
+        self._running = RequestHooks(model, live, row_in_padded)
         self._widths = widths
         self._is_compiled = is_compiled
 
-    def prepare(self, id: str, specs: Sequence[Mapping[str, Any]], allow: Sequence[str]) -> PreparedHooks | None:
+    def prepare(
+        self, id: str, specs: Sequence[Mapping[str, Any]], allow: Sequence[str], *, answers: int = 1
+    ) -> PreparedHooks | None:
         """Return the hooks of the request `id`, None for none; raise if one of them cannot be had."""
         if not specs:
             return None
@@ -72,7 +72,7 @@ class RequestHookMaker:
                 "This engine runs compiled code, in which a request has no hooks of its own. Attach the hook to the "
                 "engine, with requests=[...] in its config, and give the request a name that is among them."
             )
-        confined = self._running.confine(id, specs, allow)
+        confined = self._running.confine(id, specs, allow, answers=answers)
         try:
             return PreparedHooks(self._running, id, [self._made(spec) for spec in confined])
         except BaseException:
@@ -81,15 +81,14 @@ class RequestHookMaker:
 
     def _made(self, spec: HookSpec) -> HookSpec:
         """Return `spec` on the modules that have rows of requests, with its hook made and checked."""
-        sites = find_sites(self._model, spec, strict=True)
-        names = [name for name in (() if sites is None else sites.names) if name in self._widths]
+        names = [name for name in spec.target_modules if name in self._widths]
         if not names:
             asked = ", ".join(map(repr, spec.target_modules))
             raise OptionError(f"{asked}: no module of these has an output with a row for each token.")
         factory = spec.hook_factory
         assert isinstance(factory, MadeForRequest)
         check_width(_call(factory, spec.config), names, self._widths)
-        return replace(spec, target_modules=tuple(names), exclude=())
+        return replace(spec, target_modules=tuple(names))
 
 
 def _call(factory: MadeForRequest, config: Mapping[str, Any]) -> Any:

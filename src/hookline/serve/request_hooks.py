@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.errors import NotAllowedError, OptionError
+from hookline.errors import HooklineError, NotAllowedError, OptionError
 from hookline.factories import FILE_OPTIONS
 from hookline.factories.batch_rows import current_batch, serving
 from hookline.factories.factory_hook import FactoryHook
 from hookline.serve.counted_hooks import finite_metrics
 from hookline.serve.request_rows import part_of, with_part
 from hookline.sites.signature import check_hook, may_return_value
-from hookline.specs.apply_specs import call_factory, close_hook
+from hookline.specs.apply_specs import call_factory, close_hook, find_sites
 from hookline.specs.hook_spec import HookSpec
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ __all__ = ["MOST_HOOKS", "HookOfRequest", "MadeForRequest", "RequestHooks", "con
 
 MOST_HOOKS: Final = 64
 """Of one request."""
+MOST_PLACES: Final = 4096
+"""Hooks times modules times answers of one request. Attaching, calling and removing a hook takes a part of a
+millisecond for each, in which no other request gets a token."""
+_MOST_REMEMBERED: Final = 32
 _READY: Final = "hookline.factories"
 FindRows = Callable[[Any, str], "RowsOfRequest | None"]
 """Returns the rows of a request in the table of the running forward; None if it has none there."""
@@ -41,12 +46,15 @@ class RequestHooks:
     """The hooks of single requests on one model.
 
     Args:
+        model: The served model.
         live: What attaches and removes them; its hooks are of requests alone.
         find_rows: Returns the rows of a request in the batch of this engine.
     """
 
-    def __init__(self, live: LiveHooks, find_rows: FindRows) -> None:
+    def __init__(self, model: nn.Module, live: LiveHooks, find_rows: FindRows) -> None:
         self._live = live
+        # The answers of one request, which come one by one, have the same patterns.
+        self._names = lru_cache(maxsize=_MOST_REMEMBERED)(partial(_names, model))
         self._find_rows = find_rows
         self._running: dict[str, list[LiveHook]] = {}
         """The hooks of each running request, by the engine's own id."""
@@ -57,7 +65,7 @@ class RequestHooks:
         return any(not live.off for hooks in self._running.values() for live in hooks)
 
     def confine(
-        self, id: str, specs: Sequence[Mapping[str, Any]], allow: Sequence[str] | None = None
+        self, id: str, specs: Sequence[Mapping[str, Any]], allow: Sequence[str] | None = None, *, answers: int = 1
     ) -> list[HookSpec]:
         """Return the specs of a request for `open`; raise for what a request may not ask.
 
@@ -65,10 +73,26 @@ class RequestHooks:
             id: The engine's own id of the request. Not a name that clients choose, where others can have the same.
             specs: The hooks.
             allow: What paths of other factories may begin with.
+            answers: How many answers the client asked for together, each with these hooks.
         """
         if len(specs) > MOST_HOOKS:
             raise OptionError(f"A request may have {MOST_HOOKS} hooks, got {len(specs)}.")
-        return [confined_spec(spec, id, allow, self._find_rows) for spec in specs]
+        confined = [self._on_names(confined_spec(spec, id, allow, self._find_rows)) for spec in specs]
+        places = sum(len(spec.target_modules) for spec in confined)
+        if places * answers > MOST_PLACES:
+            raise OptionError(
+                f"The hooks of this request are on {places} modules, for {answers} answers: together "
+                f"{places * answers}, and {MOST_PLACES} is the most. Name fewer modules or hooks, or ask for fewer "
+                "answers at once."
+            )
+        return confined
+
+    def _on_names(self, spec: HookSpec) -> HookSpec:
+        """Return `spec` with the names of the modules that its patterns match."""
+        found = self._names(spec.target_modules, spec.exclude)
+        if isinstance(found, Exception):
+            raise found.with_traceback(None)
+        return replace(spec, target_modules=found, exclude=())
 
     def open(self, id: str, confined: Sequence[HookSpec]) -> None:
         """Attach the hooks of a request, all or none."""
@@ -85,6 +109,15 @@ class RequestHooks:
         """Remove the hooks of all requests."""
         for id in list(self._running):
             self.close(id)
+
+
+def _names(model: nn.Module, patterns: tuple[str, ...], exclude: tuple[str, ...] | None) -> Any:
+    """Return the names of modules that match, or the error to raise: it took as long, and is remembered too."""
+    try:
+        found = find_sites(model, HookSpec(target_modules=patterns, exclude=exclude), strict=True)
+    except HooklineError as error:
+        return error
+    return () if found is None else tuple(found.names)
 
 
 def confined_spec(given: Mapping[str, Any], request: str, allow: Sequence[str] | None, find_rows: FindRows) -> HookSpec:

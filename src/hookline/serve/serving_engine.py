@@ -71,8 +71,9 @@ class Engine:
         max_batch: So many requests run at once.
         max_waiting: So many more may wait; then `EngineBusy`.
         max_sequence: Tokens of prompt and answer together; as many as the model has positions if None.
-        captured_bytes: Hidden states that all running requests together may want. One that could want more than that
-            by itself is refused; others wait until there is room, and requests that want none pass them meanwhile.
+        captured_bytes: Hidden states that all requests together may want, from when a request runs until it has ended
+            (or is released, see `submit_all`). One that could want more than that by itself is refused; others wait
+            until there is room, and requests that want none pass them meanwhile.
         allow: What paths of hook factories may begin with, for ``hooks``; None allows all.
         on_error: What an exception in a hook does, unless its spec says: ``"disable"``, ``"warn"`` or
             ``"raise"``, which fails the requests of that batch.
@@ -118,7 +119,8 @@ class Engine:
         """The requests that wait or run, and some that have ended, by their ids."""
         self._acts: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._accepted = self._refused = 0
-        self._reserved = 0
+        self._holding: list[Ticket] = []
+        """Those whose hidden states have room."""
         self._thread: threading.Thread | None = None
         self._is_closing = False
         self._is_over = False
@@ -167,33 +169,54 @@ class Engine:
             NotAllowedError: A hook of it has a factory that requests may not name, or files.
             NoMatchError: (a KeyError) a layer that the model does not have; the message names the nearest.
         """
-        row = RequestRow(
-            request, on_event, tokenizer=self.tokenizer, eos=self._eos, states=self._validator.check(request)
-        )
-        row.hooks = self._hook_maker.prepare(request.id, request.hooks, allow)
-        try:
-            self._accept(row)
-        except BaseException:
-            if row.hooks is not None:
-                row.hooks.close()
-            raise
-        return Ticket(row, self._wake)
+        return self.submit_all([request], [on_event], allow=allow)
 
-    def _accept(self, row: RequestRow) -> None:
-        request = row.request
+    def submit_all(
+        self,
+        requests: Sequence[GenerationRequest],
+        listeners: Sequence[Callable[[Event], None]],
+        *,
+        allow: Sequence[str] = (),
+        hold: bool = False,
+    ) -> Ticket:
+        """Queue several requests of one client, all or none; each has its ``on_event`` in `listeners`.
+
+        Patterns of layers and hooks are matched once. With `hold`, the hidden states count as captured until
+        `Ticket.release`, because the client still has them; otherwise until the last request has ended.
+        """
+        options = {"tokenizer": self.tokenizer, "eos": self._eos}
+        rows = [
+            RequestRow(request, listener, states=states, **options)
+            for request, listener, states in zip(requests, listeners, self._validator.check(requests), strict=True)
+        ]
+        ticket = Ticket(rows, self._wake, hold=hold)
+        try:
+            for row in rows:
+                row.hooks = self._hook_maker.prepare(row.request.id, row.request.hooks, allow, answers=len(rows))
+            self._accept(rows)
+        except BaseException:
+            for row in rows:
+                if row.hooks is not None:
+                    row.hooks.close()
+            raise
+        return ticket
+
+    def _accept(self, rows: Sequence[RequestRow]) -> None:
         with self._changed:
             self._check_runs()
-            other = self._known.get(request.id)
-            if other is not None and other.finished is None:
-                raise OptionError(
-                    f"A request {request.id!r} is waiting or running already; give each an id of its own."
+            ids = [row.request.id for row in rows]
+            for place, id in enumerate(ids):
+                other = self._known.get(id)
+                if id in ids[:place] or (other is not None and other.finished is None):
+                    raise OptionError(f"A request {id!r} is waiting or running already; give each an id of its own.")
+            if len(self._waiting) + len(rows) > self._max_waiting:
+                self._refused += len(rows)
+                raise EngineBusy(
+                    f"{len(self._waiting)} requests are waiting, and {self._max_waiting} may; try again later."
                 )
-            if len(self._waiting) >= self._max_waiting:
-                self._refused += 1
-                raise EngineBusy(f"{len(self._waiting)} requests are waiting, which is all that may; try again later.")
-            self._known[request.id] = row
-            self._waiting.append(row)
-            self._accepted += 1
+            self._known.update(zip(ids, rows, strict=True))
+            self._waiting.extend(rows)
+            self._accepted += len(rows)
             self._changed.notify_all()
 
     def _check_runs(self) -> None:
@@ -261,7 +284,7 @@ class Engine:
             EngineCount.DECODE_FORWARDS: forward.counts["decode_forwards"],
             EngineCount.FORWARD_SECONDS: forward.seconds,
             EngineCount.CAPTURED_BYTES: self._gatherer.gathered,
-            EngineCount.CAPTURED_BYTES_RESERVED: self._reserved,
+            EngineCount.CAPTURED_BYTES_RESERVED: self._reserved(),
             EngineCount.CAPTURED_BYTES_LIMIT: self._captured_bytes,
             EngineCount.HOOKS: len(self.hooks.list()),
         }
@@ -285,8 +308,8 @@ class Engine:
     def _run_once(self) -> bool:
         """Run one turn; return False if it was the last."""
         with self._changed:
-            while not (self._acts or self._waiting or self._loop.rows or self._is_closing):
-                self._changed.wait()
+            while not self._has_work():
+                self._changed.wait(min(self._deadline - time.monotonic(), threading.TIMEOUT_MAX))
             acts = list(self._acts)
             self._acts.clear()
         for act, future in acts:
@@ -300,6 +323,20 @@ class Engine:
         self._forget()
         return bool(self._loop.rows or self._waiting or self._acts or not self._is_closing)
 
+    def _has_work(self) -> bool:
+        """Return whether there is something to do now; requests that wait for room alone are no work."""
+        if self._acts or self._loop.rows or self._fitting() or any(row.cancelled for row in self._waiting):
+            return True
+        return self._is_closing and (not self._waiting or time.monotonic() >= self._deadline)
+
+    def _fitting(self) -> list[RequestRow]:
+        """Return the waiting requests that can be taken in now."""
+        return self._loop.select_fitting(list(self._waiting), self._captured_bytes - self._reserved())
+
+    def _reserved(self) -> int:
+        """Return the bytes of hidden states that are set aside."""
+        return sum(ticket.nbytes for ticket in tuple(self._holding) if ticket.needs_room)
+
     def _leave(self) -> None:
         """End cancelled requests, those that still wait too."""
         self._loop.leave_cancelled()
@@ -312,19 +349,21 @@ class Engine:
 
     def _enter(self) -> None:
         with self._changed:
-            reserved = sum(row.states.nbytes for row in self._loop.rows if row.states is not None)
-            rows = self._loop.select_fitting(list(self._waiting), self._captured_bytes - reserved)
+            rows = self._fitting()
             for row in rows:
                 self._waiting.remove(row)
+                if row.ticket.nbytes and not row.ticket.has_room:
+                    row.ticket.has_room = True
+                    self._holding.append(row.ticket)
         if rows:
             self._loop.enter(rows)
 
     def _forget(self) -> None:
-        """Drop requests that have ended."""
+        """Drop requests that have ended, and the room of states that nobody keeps."""
         running = self._loop.rows
         with self._changed:
             self._known = {row.request.id: row for row in (*running, *self._waiting)}
-            self._reserved = sum(row.states.nbytes for row in running if row.states is not None)
+            self._holding = [ticket for ticket in self._holding if ticket.needs_room]
 
     def _abandon(self, error: str | None) -> None:
         """End all requests that are left."""

@@ -104,7 +104,8 @@ def _read(content: bytes, path: str, name: str | None, settings: Settings) -> St
     check_answers_wanted(settings, prompts * copies)  # a name is made for each
     unique = "-".join([*([name] if name else []), uuid.uuid4().hex])
     body.pop("hooks", None)
-    body[_XARGS] = {**(body.get(_XARGS) or {}), _OPTION: json.dumps(_for_workers(wanted, settings))}
+    asked = _for_workers(wanted, settings, prompts * copies)
+    body[_XARGS] = {**(body.get(_XARGS) or {}), _OPTION: json.dumps(asked)}
     if states is not None and states.bypass_cache:
         body["cache_salt"] = unique  # blocks of another salt are never shared
     return StatesRequest(unique, tuple(_keys(path, unique, prompts, copies)), _written(body), states_as, prompts == 1)
@@ -158,13 +159,13 @@ def _validated(place: str, given: Any) -> EngineRequestHooks:
         raise refusal_from_validation(found, lambda at: keys_at(EngineRequestHooks, at[len(before) :])) from None
 
 
-def _for_workers(wanted: EngineRequestHooks, settings: Settings) -> dict[str, Any]:
+def _for_workers(wanted: EngineRequestHooks, settings: Settings, answers: int) -> dict[str, Any]:
     """Return the options that workers read, see `request_options`."""
     asked: dict[str, Any] = {}
     if wanted.hidden_states is not None:
         asked["hidden_states"] = wanted.hidden_states.model_dump(exclude_none=True, exclude={"as_", "bypass_cache"})
     if wanted.hooks is not None:
-        asked["hooks"] = specs_of_request(wanted.hooks, settings)
+        asked |= {"hooks": specs_of_request(wanted.hooks, settings), "answers": answers}
     return asked
 
 

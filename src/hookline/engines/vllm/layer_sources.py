@@ -49,7 +49,7 @@ def find_sources(model: nn.Module, layers: Sequence[str], of: str) -> list[Layer
 
     A name of transformers that vLLM has fused into another (``q_proj`` into ``qkv_proj``) selects that part of it.
     """
-    return list(dict.fromkeys(source for layer in layers for source in _sources(model, layer, of)))
+    return list(dict.fromkeys(source for layer in dict.fromkeys(layers) for source in _sources(model, layer, of)))
 
 
 def _sources(model: nn.Module, layer: str, of: str) -> Iterator[LayerSource]:

@@ -18,7 +18,7 @@ from hookline.serve.generation_request import StatesWanted
 
 __all__ = ["RequestOptions", "StatesPlan", "request_options"]
 
-_KEYS: Final = ("hidden_states", "hooks", "key")
+_KEYS: Final = ("hidden_states", "hooks", "key", "answers")
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ class RequestOptions:
     states: StatesPlan | None = None
     hooks: tuple[Mapping[str, Any], ...] = ()
     """Specs of hooks for this request alone."""
+    answers: int = 1
+    """How many answers, each a request of its own here, the client asked for together."""
 
 
 def request_options(given: Any) -> RequestOptions:
@@ -98,8 +100,11 @@ def request_options(given: Any) -> RequestOptions:
     key = given.get("key")
     if key is not None and (not isinstance(key, str) or not key):
         raise OptionError(f"key is a text that is not empty, got {key!r}.")
-    states = given.get("hidden_states")
-    return RequestOptions(key, None if states is None else StatesPlan.read(states), _hooks(given.get("hooks")))
+    states, answers = given.get("hidden_states"), given.get("answers", 1)
+    if type(answers) is not int or answers < 1:
+        raise OptionError(f"answers is a whole number from 1 on, got {answers!r}.")
+    plan = None if states is None else StatesPlan.read(states)
+    return RequestOptions(key, plan, _hooks(given.get("hooks")), answers)
 
 
 def _hooks(given: Any) -> tuple[Mapping[str, Any], ...]:

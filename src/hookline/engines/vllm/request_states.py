@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from hookline.engines.vllm.layer_sources import LayerSource, Shard, find_sources, never_called, shard_of, stream_of
 from hookline.engines.vllm.step_rows import BookedRequest, StepRow, key_of_answer
-from hookline.errors import HookNameError, OptionError
+from hookline.errors import HooklineError, HookNameError, OptionError
 from hookline.factories.batch_rows import sent_to_host
 from hookline.sites.attach import attach
 from hookline.sites.receipt import cause_around
@@ -32,6 +33,7 @@ logger = logging.getLogger("hookline.engines.vllm")
 
 _MOST_KEPT: Final = 4096
 """Requests whose states wait to be taken."""
+_MOST_REMEMBERED: Final = 32
 
 
 @dataclass(eq=False)
@@ -111,6 +113,8 @@ class RequestStates:
 
     def __init__(self, model: nn.Module, *, tp_size: int, most_bytes: int) -> None:
         self._model = model
+        # Remembered: the answers to one prompt, which come one by one, have the same patterns.
+        self._find_sources = lru_cache(maxsize=_MOST_REMEMBERED)(partial(_sources_or_error, model))
         self._tp_size = tp_size
         self._most_bytes = most_bytes
         self._held = 0
@@ -146,7 +150,10 @@ class RequestStates:
         if plan is None or error is not None:
             return states
         try:
-            states.sources = find_sources(self._model, plan.wanted.layers, plan.wanted.of)
+            found = self._find_sources(plan.wanted.layers, plan.wanted.of)
+            if isinstance(found, Exception):
+                raise found.with_traceback(None)
+            states.sources = [*found]
             for source in states.sources:
                 module = submodule(self._model, source.module) if source.module else self._model
                 states.shards[source] = shard_of(module, source.of, self._tp_size)
@@ -319,6 +326,14 @@ class RequestStates:
         """Return what is known of the request with that key; None if there is none."""
         states = self._by_key.get(key)
         return None if states is None else states.booked
+
+
+def _sources_or_error(model: nn.Module, layers: tuple[str, ...], of: str) -> list[LayerSource] | HooklineError:
+    """Return what `find_sources` does, or the error that it raises: that took as long, and is remembered too."""
+    try:
+        return find_sources(model, layers, of)
+    except HooklineError as error:
+        return error
 
 
 def _plain(states: StatesOfRequest, source: LayerSource) -> dict[str, Any]:

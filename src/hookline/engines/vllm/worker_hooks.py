@@ -65,7 +65,7 @@ class WorkerHooks:
         """How many of them a compiled engine ran eagerly, for the hooks."""
         self.states = RequestStates(self.model, tp_size=self.facts.tp_size, most_bytes=options.captured_bytes)
         widths = output_widths(self.model, hidden_size_of(worker))
-        self.request_hooks = RequestHooks(EngineLiveHooks(self.model, widths), flat_rows_of)
+        self.request_hooks = RequestHooks(self.model, EngineLiveHooks(self.model, widths), flat_rows_of)
         self.flags = RequestFlags(can_stop=self.facts.why_no_stop is None)
         self.ends = None if self.facts.why_no_stop else AnswerEnds(worker.model_runner)
         self._runner = worker.model_runner
@@ -279,7 +279,7 @@ class WorkerHooks:
         opened = self.states.open(booked.name, booked, asked.states)
         if asked.hooks and opened.error is None:
             try:
-                confined = self.request_hooks.confine(booked.id, asked.hooks, self.options.allow)
+                confined = self.request_hooks.confine(booked.id, asked.hooks, self.options.allow, answers=asked.answers)
                 self.request_hooks.open(booked.id, confined)
             except Exception as error:
                 opened.fail(error)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hookline.serve.generation.hidden_states import Gatherer
-    from hookline.serve.generation.request_row import RequestRow
+    from hookline.serve.generation.request_row import RequestRow, Ticket
     from hookline.serve.generation.row_batch import BatchForward
 
 __all__ = ["EngineLoop"]
@@ -58,12 +58,15 @@ class EngineLoop:
         the first for the next place.
         """
         found: list[RequestRow] = []
+        fitting: set[Ticket] = set()
         width = 0
         for row in waiting:
-            if row.states is not None:
-                bytes_left -= row.states.nbytes
+            ticket = row.ticket
+            if ticket.nbytes and not ticket.has_room and ticket not in fitting:
+                bytes_left -= ticket.nbytes
                 if bytes_left < 0:
                     continue
+                fitting.add(ticket)
             width = max(width, len(row.request.prompt_ids))
             if len(self.rows) + len(found) >= self._max_batch or (found and width * (len(found) + 1) > _PREFILL_TOKENS):
                 break

@@ -26,7 +26,7 @@ from hookline.sites.tree import main_tensor
 if TYPE_CHECKING:
     from hookline.sites.handle import HookHandle
 
-__all__ = ["Gatherer", "RowStates", "StateShape", "StateSource", "by_token", "wanted_states"]
+__all__ = ["Gatherer", "RowStates", "StateShape", "StateSource", "by_token", "wanted_sources", "wanted_states"]
 
 
 class StateSource(NamedTuple):
@@ -50,20 +50,24 @@ class StateShape(NamedTuple):
         return self.features * self.dtype.itemsize
 
 
-def wanted_states(
-    model: nn.Module, wanted: StatesWanted, prompt: int, answer: int, shapes: dict[StateSource, StateShape]
-) -> RowStates:
-    """Return what to gather for a request of `prompt` and `answer` tokens; raise if that cannot be had."""
-    sources = list(
-        dict.fromkeys(source for layer in wanted.layers for source in _sources(model, layer, wanted.of, shapes))
-    )
+_Shapes = dict[StateSource, StateShape]
+
+
+def wanted_sources(model: nn.Module, wanted: StatesWanted, shapes: _Shapes) -> _Shapes:
+    """Return the sources that a request asks for, each once, with their sizes; raise if there is none for a name."""
+    layers = dict.fromkeys(wanted.layers)
+    return {source: shapes[source] for layer in layers for source in _sources(model, layer, wanted.of, shapes)}
+
+
+def wanted_states(wanted: StatesWanted, prompt: int, answer: int, sources: _Shapes) -> RowStates:
+    """Return what to gather of `sources` for `prompt` and `answer` tokens; raise if that cannot be had."""
     last = prompt + max(answer, 1) - 2  # the last token of an answer is run by no forward
     positions = _positions(wanted, prompt, last)
     most = _count(wanted, prompt, last, positions)
-    return RowStates(wanted, positions, {source: StateBuffer(most, shapes[source]) for source in sources})
+    return RowStates(wanted, positions, {source: StateBuffer(most, shape) for source, shape in sources.items()})
 
 
-def _sources(model: nn.Module, layer: str, of: str, shapes: dict[StateSource, StateShape]) -> list[StateSource]:
+def _sources(model: nn.Module, layer: str, of: str, shapes: _Shapes) -> list[StateSource]:
     """Return the sources of the name or glob `layer` that have hidden states; at least one."""
     named = [StateSource(name, of) for name, _ in select(model, layer)]
     found = [source for source in named if source in shapes]  # in a glob over everything, containers come along

@@ -159,6 +159,8 @@ class RequestRow:
     ) -> None:
         self.request = request
         self.states = states
+        self.ticket: Ticket
+        """What its client holds."""
         self.hooks: RowHooks | None = None
         """Its own hooks, if it asks for any."""
         self.hook_results: tuple[dict[str, Any], ...] = ()
@@ -272,7 +274,7 @@ class RequestRow:
 
 
 class Ticket:
-    """Cancel a request; `Engine.submit` returns it.
+    """Cancel a request, or several that were submitted together; `Engine.submit` returns it.
 
     Recipe::
 
@@ -281,19 +283,38 @@ class Ticket:
         ticket.cancel()
     """
 
-    def __init__(self, row: RequestRow, wake: Callable[[], None]) -> None:
-        self._row = row
+    def __init__(self, rows: Sequence[RequestRow], wake: Callable[[], None], *, hold: bool = False) -> None:
+        self._rows = rows
         self._wake = wake
+        self._is_held = hold
+        self.nbytes = sum(row.states.nbytes for row in rows if row.states is not None)
+        """What all their hidden states can come to."""
+        self.has_room = False
+        """Whether the engine has set these bytes aside; it does so for all rows at once, or they would wait for each
+        other."""
+        for row in rows:
+            row.ticket = self
 
     @property
     def finished(self) -> bool:
-        """Return whether its end has been reported."""
-        return self._row.finished is not None
+        """Return whether the end of all has been reported."""
+        return all(row.finished is not None for row in self._rows)
+
+    @property
+    def needs_room(self) -> bool:
+        """Return whether the bytes of the hidden states are still in use."""
+        return self._is_held or not self.finished
 
     def cancel(self) -> None:
-        """Cancel the request at the next round; ``Finished("cancelled")`` follows, unless it has ended meanwhile.
+        """Cancel the requests at the next round; ``Finished("cancelled")`` follows, unless they have ended meanwhile.
 
         From any thread, and as often as one likes.
         """
-        self._row.cancelled = True
+        for row in self._rows:
+            row.cancelled = True
+        self._wake()
+
+    def release(self) -> None:
+        """Say that the hidden states are kept no longer, if they were submitted with ``hold``; from any thread."""
+        self._is_held = False
         self._wake()

@@ -1,14 +1,15 @@
 """Check a request against the model before the engine accepts it.
 
-`Engine.submit` calls `RequestValidator`, which returns the hidden states to gather, or raises with what there is.
+`Engine.submit_all` calls `RequestValidator`, which returns the hidden states to gather, or raises with what there is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hookline.errors import OptionError
-from hookline.serve.generation.hidden_states import RowStates, StateShape, StateSource, wanted_states
+from hookline.serve.generation.hidden_states import RowStates, StateShape, StateSource, wanted_sources, wanted_states
 from hookline.sites.targets import check_model
 
 if TYPE_CHECKING:
@@ -39,21 +40,27 @@ class RequestValidator:
         self._captured_bytes = captured_bytes
         self._has_text = has_text
 
-    def check(self, request: GenerationRequest) -> RowStates | None:
-        """Return the hidden states that `request` wants, None for none; raise if it asks for what cannot be had."""
-        self._check_tokens(request)
-        if request.stop and not self._has_text:
-            raise OptionError("stop needs text, and this engine has no tokenizer; leave stop out.")
-        if request.states is None:
-            return None
-        prompt, answer = len(request.prompt_ids), request.max_tokens
-        states = wanted_states(self._model, request.states, prompt, answer, self._shapes)
-        if states.nbytes > self._captured_bytes:
+    def check(self, requests: Sequence[GenerationRequest]) -> list[RowStates | None]:
+        """Return the hidden states that each of `requests` wants, None for none; raise for what cannot be had."""
+        for request in requests:
+            self._check_tokens(request)
+            if request.stop and not self._has_text:
+                raise OptionError("stop needs text, and this engine has no tokenizer; leave stop out.")
+        wanted = {request.states for request in requests} - {None}  # matched once, however many answers there are
+        sources = {each: wanted_sources(self._model, each, self._shapes) for each in wanted if each is not None}
+        found = [
+            None
+            if request.states is None
+            else wanted_states(request.states, len(request.prompt_ids), request.max_tokens, sources[request.states])
+            for request in requests
+        ]
+        nbytes = sum(states.nbytes for states in found if states is not None)
+        if nbytes > self._captured_bytes:
             raise OptionError(
-                f"Its hidden states can come to {states.nbytes:,} bytes, and all requests together may have "
-                f"{self._captured_bytes:,}; ask for fewer layers, positions or tokens."
+                f"Its hidden states can come to {nbytes:,} bytes, and all requests together may have "
+                f"{self._captured_bytes:,}; ask for fewer layers, positions, tokens or answers."
             )
-        return states
+        return found
 
     def _check_tokens(self, request: GenerationRequest) -> None:
         prompt, answer, most = len(request.prompt_ids), request.max_tokens, self._max_sequence

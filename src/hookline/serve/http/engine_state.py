@@ -150,17 +150,16 @@ class RunningRequest:
         self._every_token = every_token
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self._tickets: list[Ticket] = []
+        self._ticket: Ticket | None = None
+        self._is_over = False
 
     def submit(self, engine: Engine, allow: Sequence[str] = ()) -> None:
         """Hand all sequences to the engine, or none; `allow` is for factories of their hooks. From any thread."""
-        try:
-            for index, answer in enumerate(self.answers):
-                on_event = partial(self.on_event, index)
-                self._tickets.append(engine.submit(answer.request, on_event, allow=allow))
-        except Exception:  # there was room for some of them: all or none
-            self.cancel()
-            raise
+        listeners = [partial(self.on_event, index) for index in range(len(self.answers))]
+        requests = [answer.request for answer in self.answers]
+        self._ticket = engine.submit_all(requests, listeners, allow=allow, hold=True)
+        if self._is_over:  # the client went meanwhile
+            self.end()
 
     def on_event(self, index: int, event: Event) -> None:
         """Take an event of sequence `index`; called on the engine's thread, so it must not wait."""
@@ -172,7 +171,7 @@ class RunningRequest:
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
         except RuntimeError:  # the event loop has ended, and with it the client's connection
-            self.cancel()
+            self.end()
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Yield events until all sequences have ended."""
@@ -191,10 +190,12 @@ class RunningRequest:
                 check_complete(event)
         return self.answers
 
-    def cancel(self) -> None:
-        """Cancel what still runs; may be called again."""
-        for ticket in self._tickets:
-            ticket.cancel()
+    def end(self) -> None:
+        """Cancel what still runs, and let go of the hidden states: the answer is sent, or its client has gone."""
+        self._is_over = True
+        if self._ticket is not None:
+            self._ticket.cancel()
+            self._ticket.release()
 
 
 def check_complete(finished: Finished) -> None:

@@ -145,15 +145,15 @@ async def stream(http: HttpRequest, serving: Serving, asked: ParsedRequest, form
 async def _start(http: HttpRequest, serving: Serving, asked: ParsedRequest, *, every_token: bool) -> RunningRequest:
     running = RunningRequest(asked.requests, every_token=every_token)
     engine = serving.ready()
+    http.scope.setdefault(AT_THE_END, []).append(running.end)
     try:
-        if asked.has_hooks:  # in a thread: making 64 hooks for 64 answers takes seconds
+        if asked.has_hooks or asked.has_states:  # in a thread: a thousand patterns take seconds
             await asyncio.to_thread(running.submit, engine, asked.allow)
         else:
             running.submit(engine)
     except EngineClosed:
         serving.has_failed = not serving.is_draining  # it was not closed on purpose
         raise
-    http.scope.setdefault(AT_THE_END, []).append(running.cancel)
     return running
 
 

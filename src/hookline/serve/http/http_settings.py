@@ -46,7 +46,7 @@ class Settings:
     max_body: int = 4 << 20
     """The largest body of a request in bytes: a prompt of a million tokens fits."""
     body_s: float = 30.0
-    """How long the next piece of a body may take to come."""
+    """How long the next piece of a body may take to come, and that of an answer to be taken."""
     max_sequences: int = 64
     """The most answers (prompts times ``n``) that one request may ask for."""
     drain_s: float = 30.0

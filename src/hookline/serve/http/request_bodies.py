@@ -33,6 +33,9 @@ _MOST_KEYS: Final = 64
 """Of one object; the largest body that there is has half as many. Without a bound, 300 000 unknown keys of a body
 of 4 MB blocked all clients for 6 s. For the same reason lists end at their first mistake: 20 s and 2 GB without."""
 
+_MOST_PATTERNS: Final = 256
+"""Of one request: each is held against every module, 256 of them for 0.4 s in a model of 423."""
+
 TokenId = Annotated[int, Field(ge=0, lt=_LIMIT)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, StringConstraints(min_length=1)]
@@ -142,6 +145,15 @@ class RequestHooks(_RequestBody):
     """Send these hidden states back."""
     hooks: Annotated[list[HookBody], Field(min_length=1, max_length=64, fail_fast=True)] | None = None
     """Attach these specs for this request alone: they see its rows, and change them alone."""
+
+    @model_validator(mode="after")
+    def _limit_patterns(self) -> RequestHooks:
+        lists: list[str | list[str]] = [] if self.hidden_states is None else [self.hidden_states.layers]
+        lists += [each for hook in self.hooks or () for each in (hook.target_modules, hook.exclude or [])]
+        if sum(1 if isinstance(each, str) else len(each) for each in lists) > _MOST_PATTERNS:
+            words = "this has more than {most} names and patterns of modules"
+            raise PydanticCustomError("too_many_patterns", words, {"most": _MOST_PATTERNS})
+        return self
 
 
 class StreamOptions(_RequestBody):

@@ -7,8 +7,9 @@ client without the token could make it read gigabytes, and would learn whether t
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -30,6 +31,10 @@ AT_THE_END: Final = "hookline.at_the_end"
 _DRAIN_FACTOR: Final = 4
 """Of a body that is too large, so many times the limit is read and dropped before the connection is cut: a client that
 is still sending would see a broken pipe instead of the answer."""
+_PIECE: Final = 1 << 18
+"""Bytes of an answer that are sent at a time."""
+
+logger = logging.getLogger("hookline.serve")
 
 
 class Gate:
@@ -49,16 +54,26 @@ class Gate:
             await self._app(scope, receive, send)
             return
         start = time.perf_counter()
-        status = 500
+        status, has_stalled = 500, False
 
         async def noting(message: Message) -> None:
-            nonlocal status
+            nonlocal status, has_stalled
             if message["type"] == "http.response.start":
                 status = message["status"]
-            await send(message)
+            for piece in _pieces(message):
+                try:
+                    async with asyncio.timeout(self._settings.body_s):
+                        await send(piece)
+                except TimeoutError:
+                    has_stalled = True
+                    raise
 
         try:
             await self._through(scope, receive, noting)
+        except Exception:
+            if not has_stalled:
+                raise
+            logger.warning("a client took nothing of its answer for %g s, and is cut off", self._settings.body_s)
         finally:
             for act in scope.get(AT_THE_END, ()):
                 act()
@@ -154,6 +169,16 @@ class LimitedBody:
             f"{self._option}.",
             headers={"Connection": "close"},
         )
+
+
+def _pieces(message: Message) -> Iterator[Message]:
+    """Yield a body in pieces: the server takes the next when the client has taken most of those before, so that an
+    answer is over, and what it holds let go, when it is sent.
+    """
+    body = message.get("body", b"")
+    for start in range(0, len(body) - _PIECE, _PIECE):
+        yield {"type": message["type"], "body": body[start : start + _PIECE], "more_body": True}
+    yield {**message, "body": body[(len(body) - 1) // _PIECE * _PIECE :]} if len(body) > _PIECE else message
 
 
 async def _answer(send: Send, refused: Refused) -> None:
