@@ -139,6 +139,7 @@ def test_options_of_the_start(tmp_path):
         {"captured_bytes": -1},
         {"in_graph": 1},
         {"allow": "x"},
+        {"allow_requests": [1]},
         {"protect": "x"},
     ):
         with pytest.raises(OptionError):

@@ -12,7 +12,7 @@ from torch import nn
 
 import hookline
 from hookline.engines.vllm import VllmHooks, extension
-from hookline.errors import HookNameError, HookNeverFired, NoMatchError, OptionError
+from hookline.errors import HookNameError, HookNeverFired, NoMatchError, NotAllowedError, OptionError
 from hookline.factories.probe_heads import ProbeHead
 
 
@@ -106,6 +106,23 @@ def test_a_probe_flags_requests(context):
     engine.step(PROMPTS)
     assert hooks.flags("a")[0]["tokens"] == 3
     assert hooks.flags("a") == []
+
+
+def test_what_token_holders_may_name_is_not_for_requests(context):
+    spec = {"target_modules": ["layers.0"], "hook_factory": f"{__name__}:counts_nothing"}
+    for options, refused in (({"allow": [__name__]}, True), ({"allow_requests": [__name__]}, False)):
+        engine = Engine(Worker(context, **options))
+        engine.step({"a-00000001": 3}, {"a-00000001": {"hooks": [spec]}})
+        engine.step({}, finished=["a-00000001"])
+        if refused:
+            with pytest.raises(NotAllowedError, match="may not name"):
+                VllmHooks(engine).states("a")
+        else:
+            assert VllmHooks(engine).states("a").hooks[0]["rows"] == 3
+
+
+def counts_nothing(config):
+    return lambda module, args, output: None
 
 
 def test_hooks_times_modules_times_answers_of_a_request_are_bounded(context):

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from helpers_http import served
+from helpers_http import BEARER, served
 from helpers_serve import Answer, alone, ask, held_back, small_model, started
 
 import hookline as hl
@@ -338,6 +338,16 @@ def test_patterns_are_bounded_in_all_hooks_together(client: httpx.Client) -> Non
         answer = client.post("/v1/completions", json={**BODY, "hooks": hooks})
         assert answer.status_code == 400
         assert "256 names and patterns" in answer.json()["error"]["message"]
+
+
+def test_what_token_holders_may_name_is_not_for_requests(folder: Path) -> None:
+    """``allow`` is for ``POST /hooks``; a request without the token needs a list of its own."""
+    spec = {"target_modules": [LAYER], "hook_factory": "helpers_http:slow"}
+    body, allow = {**BODY, "hooks": {"hooks": [spec]}}, ("helpers_http",)
+    for settings, status in (({"allow": allow}, 403), ({"allow": allow, "allow_requests": allow}, 200)):
+        with served(folder, settings=settings) as server:
+            assert server.client.post("/hooks", json=spec, headers=BEARER).status_code == 201
+            assert server.client.post("/v1/completions", json=body).status_code == status
 
 
 def test_more_than_64_hooks_are_refused(client: httpx.Client) -> None:

@@ -75,7 +75,11 @@ class ServeOptions:
     chat_template: Annotated[str | None, flag("FILE")] = None
     """A chat template in Jinja, for a model that has none or another; runs in a sandbox."""
     allow: Annotated[tuple[str, ...], flag("PREFIX ...")] = ()
-    """What paths of factories may begin with. If left out: hookline.factories over HTTP, anything in files."""
+    """What paths of factories may begin with, of those who have the token, and in files. If left out:
+    hookline.factories over HTTP, anything in files."""
+    allow_requests: Annotated[tuple[str, ...], flag("PREFIX ...")] = ()
+    """What paths of factories of hooks in the bodies of requests may begin with, beside hookline.factories: whoever
+    may generate can call all that begins so."""
     token: Annotated[str | None, flag("TOKEN")] = None
     """What changes of hooks over HTTP need. Others on this machine can read it here: better --token-file, or the
     environment variable HOOKLINE_SERVE_TOKEN."""
@@ -151,6 +155,7 @@ def _settings(options: ServeOptions, model: Path) -> Settings:
         token=token,
         protect=options.protect or ("everything" if is_open and token is not None else "hooks"),
         allow=options.allow or _ALLOWED,
+        allow_requests=options.allow_requests,
         export_dir=None if options.export_dir is None else _folder(options.export_dir),
         max_body=options.max_body,
         max_sequences=max(1, min(64, options.max_waiting)),

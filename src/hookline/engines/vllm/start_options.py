@@ -37,7 +37,10 @@ class StartOptions:
     captured_bytes: int = 1 << 30
     """How much hidden states of requests may take in each worker."""
     allow: tuple[str, ...] | None = None
-    """What paths of factories may begin with that come over HTTP; None allows ``hookline.factories``."""
+    """What paths of factories may begin with that come over HTTP with the token; None allows
+    ``hookline.factories``."""
+    allow_requests: tuple[str, ...] | None = None
+    """What paths of factories may begin with that requests bring, beside ``hookline.factories``."""
     export_dir: str | None = None
     """The folder for files of hooks that come over HTTP; without it such hooks get no files."""
     protect: str = "hooks"
@@ -48,10 +51,12 @@ class StartOptions:
     def __post_init__(self) -> None:
         if self.hooks is not None and (not isinstance(self.hooks, str) or not self.hooks):
             raise OptionError(f"hooks is the path of a file of hooks, got {self.hooks!r}.")
-        if self.allow is not None:
-            if isinstance(self.allow, str) or not all(isinstance(each, str) for each in self.allow):
-                raise OptionError(f"allow is a list of prefixes such as ['my_project'], got {self.allow!r}.")
-            object.__setattr__(self, "allow", tuple(self.allow))
+        for name in ("allow", "allow_requests"):
+            given = getattr(self, name)
+            if given is not None:
+                if isinstance(given, str) or not all(isinstance(each, str) for each in given):
+                    raise OptionError(f"{name} is a list of prefixes such as ['my_project'], got {given!r}.")
+                object.__setattr__(self, name, tuple(given))
         if self.protect not in ("hooks", "everything"):
             raise OptionError(f"protect is 'hooks' or 'everything', got {self.protect!r}.")
         if type(self.max_body) is not int or self.max_body < 1024:

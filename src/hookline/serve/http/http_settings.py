@@ -37,7 +37,10 @@ class Settings:
     protect: Protect = "hooks"
     """What needs the token: changing hooks, or everything but ``/health``."""
     allow: tuple[str, ...] = ("hookline.factories",)
-    """What paths of factories that come over HTTP may begin with."""
+    """What paths of factories that come with ``POST /hooks``, which needs the token, may begin with."""
+    allow_requests: tuple[str, ...] = ()
+    """What paths of factories of hooks of single requests may begin with, beside those of ``hookline.factories`` that
+    need no files: of whoever may generate, with any configuration."""
     export_dir: Path | None = None
     """Where files of hooks that come over HTTP have to lie; without it such hooks get no files."""
     local_only: bool = False

@@ -202,7 +202,7 @@ def _parsed(
     echoes = [echo for echo in wanted.echoes for _ in range(wanted.copies)]
     tokens = sum(map(len, wanted.prompts))
     states_as = "base64" if states is None else states.as_
-    return ParsedRequest(name, requests, echoes, tokens, states_as, wanted.is_one, settings.allow)
+    return ParsedRequest(name, requests, echoes, tokens, states_as, wanted.is_one, settings.allow_requests)
 
 
 def _checked_name(name: str) -> str:
