@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from typing import Any
 
 import pytest
 import torch
-from helpers_endpoint import ASKED, BEARER, HOOKED, STATS, TOKEN, WANTED, Server, hook, states
+from helpers_endpoint import ASKED, BEARER, HOOKED, STATS, TOKEN, WANTED, Server, Workers, hook, states
 
+from hookline.engines.vllm import worker_calls
 from hookline.engines.vllm.asked_hooks import read_request
 from hookline.engines.vllm.endpoint_plugin import endpoint_settings
+from hookline.engines.vllm.worker_calls import WorkerCalls
 from hookline.errors import OptionError
 from hookline.serve.http.error_answers import Refused
+from hookline.serve.http.http_settings import Settings
+from hookline.serve.http.request_bodies import HookBody
 
 
 @pytest.fixture
@@ -93,6 +98,34 @@ def test_a_hook_that_one_worker_cannot_attach_is_on_none(server: Server) -> None
     assert (answer.status_code, answer.json()["missing_on"]) == (201, [1])
     server.workers.answers["hookline_remove"] = {"error": {"type": "HookNameError", "message": "no hook h9"}}
     assert server.ask("DELETE", "/hooks/h9", headers=BEARER).status_code == 404
+
+
+def test_a_hook_that_is_refused_for_want_of_time_is_not_attached_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers get to the call after its client was told 503: what they attach then is removed."""
+    monkeypatch.setattr(worker_calls, "_PATIENCE_S", 0.02)
+
+    async def try_it() -> Workers:
+        workers, calls = Workers(), WorkerCalls(Settings(token=TOKEN))
+        has_time = asyncio.Event()
+        now = workers.collective_rpc
+
+        async def later(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+            if method == "hookline_add":
+                await has_time.wait()
+            return await now(method, args)
+
+        monkeypatch.setattr(workers, "collective_rpc", later)
+        calls.client = workers
+        with pytest.raises(Refused, match="no time"):
+            await calls.add(HookBody.model_validate(STATS))
+        has_time.set()
+        for _ in range(20):  # turns of the event loop
+            await asyncio.sleep(0)
+        return workers
+
+    workers = asyncio.run(try_it())
+    assert [method for method, _ in workers.calls] == ["hookline_add", "hookline_remove"]
+    assert workers.of("hookline_remove") == [("h1",)]
 
 
 def test_an_engine_without_the_extension_is_told_what_to_start_it_with(server: Server) -> None:

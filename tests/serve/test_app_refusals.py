@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from hookline.errors import OptionError
 from hookline.local_access import is_loopback
+from hookline.serve.http import engine_state
 from hookline.serve.http.engine_state import Serving
 from hookline.serve.http.hook_routes import HookRoutes
 from hookline.serve.http.http_settings import Settings, check_local
@@ -544,6 +545,20 @@ def test_when_too_many_wait_the_next_is_told_to_come_back(server: Any, client: h
     first.join()
     assert answers[0].status_code == 200
     assert client.post("/v1/completions", json={"prompt": ["a", "b"], "max_tokens": 1}).status_code == 200
+
+
+def test_a_hook_that_is_refused_for_want_of_time_is_not_attached_later(
+    server: Any, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """503 while a forward runs for too long; "try again" would have attached it twice."""
+    monkeypatch.setattr(engine_state, "_PATIENCE_S", 0.05)
+    gate = threading.Event()
+    server.engine.between(lambda: gate.wait(PATIENCE))
+    answer = client.post("/hooks", json=SPEC, headers=BEARER)
+    gate.set()
+    assert "no time" in _error(answer, 503)["message"]
+    server.engine.between(lambda: None).result()
+    assert client.get("/hooks").json() == {"hooks": []}
 
 
 def test_a_server_that_stops_finishes_what_runs_and_takes_no_more(folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from torch.utils.hooks import RemovableHandle
 
-from hookline.errors import EngineClosed, HookNameError, OptionError
+from hookline.errors import EngineBusy, EngineClosed, HookNameError, OptionError
 from hookline.factories.factory_hook import FactoryHook
 from hookline.serve.counted_hooks import CountedHook, CountingFactory
 from hookline.serve.generation.row_batch import is_compiled
@@ -122,6 +122,16 @@ class LiveHook:
         return self.handle.removed
 
 
+def _in_time(done: Future[T], patience_s: float | None) -> T:
+    """Return the result of an act between two forwards; take back one whose turn has not come in time."""
+    try:
+        return done.result(patience_s)
+    except TimeoutError:
+        if done.cancel():
+            raise EngineBusy(f"The engine had no time for this within {patience_s:g} s; try again.") from None
+        return done.result()  # it is being done, or the error is its own
+
+
 _Hooks = list[LiveHook]  # `LiveHooks` has a method of that name
 _Made = dict[int, CountingFactory | LiveHook]
 """Owners of hooks that are to be closed; each hook once, by its identity."""
@@ -170,6 +180,7 @@ class LiveHooks:
         allow: _Allow = _Own.LIST,
         strict: bool = True,
         origin: Origin = "http",
+        patience_s: float | None = None,
     ) -> LiveHook:
         """Attach one hook, wholly or not at all.
 
@@ -179,13 +190,15 @@ class LiveHooks:
             allow: What paths of factories may begin with, if not the engine's own list; None allows all.
             strict: Every pattern has to match; with False, one of them.
             origin: Where the spec came from.
+            patience_s: How long to wait for the running forward; None waits to its end.
 
         Raises:
             NotAllowedError, NoMatchError, OptionError, ValueError, AttributeError, ImportError: As `register_hooks`.
+            EngineBusy: The forward took longer than ``patience_s``; nothing is attached, now or later.
             OptionError: Its vector or head is not as long as the output of a module, where the engine knows that.
             Exception: Whatever the factory raises.
         """
-        added = self.add_all([spec], allow=allow, strict=strict, origin=origin)
+        added = self.add_all([spec], allow=allow, strict=strict, origin=origin, patience_s=patience_s)
         if not added:
             raise OptionError("Nothing was attached: the spec is not enabled, or nothing matches (see the log).")
         return added[0]
@@ -197,19 +210,20 @@ class LiveHooks:
         allow: _Allow = _Own.LIST,
         strict: bool = False,
         origin: Origin = "start",
+        patience_s: float | None = None,
     ) -> _Hooks:
         """Attach several hooks, all or none; without ``strict``, log and skip those that match nothing."""
         own = self._allow if isinstance(allow, _Own) else allow
         allowed = None if own is None else (own,) if isinstance(own, str) else tuple(own)
-        return self._between(lambda: self._add(specs, allowed, strict, origin)).result()
+        return _in_time(self._between(lambda: self._add(specs, allowed, strict, origin)), patience_s)
 
-    def remove(self, id: str) -> LiveHook:
+    def remove(self, id: str, *, patience_s: float | None = None) -> LiveHook:
         """Remove one hook, and close what its factory made, unless another hook has the same.
 
         Raises:
             HookNameError: There is none of that id, or it is off already.
         """
-        live, going = self._between(lambda: self._remove(id)).result()
+        live, going = _in_time(self._between(lambda: self._remove(id)), patience_s)
         self._close_made(going)  # on this thread: the caller waits until all is written, forwards do not
         return live
 

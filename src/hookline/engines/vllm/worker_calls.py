@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from hookline.engines.vllm.merge_answers import (
@@ -31,6 +32,7 @@ __all__ = ["WorkerCalls"]
 
 logger = logging.getLogger("hookline.engines.vllm")
 
+_ADD: Final = "hookline_add"
 _PATIENCE_S: Final = 60.0
 """How long a route waits for the workers: they are in a step, and its next comes first."""
 _COUNTS: Final = (EngineCount.STEPS, EngineCount.EAGER_STEPS, EngineCount.PROMPT_TOKENS, EngineCount.NOT_COMPUTED)
@@ -50,6 +52,8 @@ class WorkerCalls:
         self._settings = settings
         self._changes = asyncio.Lock()
         """Workers number hooks by themselves: calls that change them come in one order everywhere."""
+        self._undoing: asyncio.Future[None] | None = None
+        """Kept here, as the event loop does not keep it."""
 
     async def describe(self) -> str:
         """Return a sentence on what the engine is, for the log."""
@@ -71,15 +75,19 @@ class WorkerCalls:
         """Attach one hook in all workers, or in none."""
         spec = values_from_body(body, self._settings)
         async with self._changes:
-            answers = await self._call("hookline_add", [spec], [*self._settings.allow], True, "http")
+            answers = await self._call(_ADD, [spec], [*self._settings.allow], True, "http")
             try:
                 added = merge_added(answers)[0]
             except Exception:
-                for id in {hook["id"] for answer in answers for hook in answer.get("hooks", ())}:
-                    await self._call("hookline_remove", id)
+                await self._undo(answers)
                 raise
         logger.info("hook %s (%s) is attached: %s", added["id"], added["hook_factory"], ", ".join(added["matched"]))
         return self._shown(added)
+
+    async def _undo(self, answers: _Shown) -> None:
+        """Remove what workers have attached."""
+        for id in {hook["id"] for answer in answers for hook in answer.get("hooks", ())}:
+            await self._call("hookline_remove", id)
 
     async def remove(self, id: str) -> dict[str, Any]:
         """Remove one hook from all workers."""
@@ -133,14 +141,22 @@ class WorkerCalls:
     async def _call(self, method: str, *args: Any) -> _Shown:
         if self.client is None:
             raise Refused(503, "The engine is not ready; ask /health until it is.", headers={"Retry-After": "2"})
+        asked: asyncio.Future[_Shown] = asyncio.ensure_future(self.client.collective_rpc(method, args=args))
         try:
-            found: _Shown = await asyncio.wait_for(self.client.collective_rpc(method, args=args), _PATIENCE_S)
-            return found
+            return await asyncio.wait_for(asyncio.shield(asked), _PATIENCE_S)
         except TimeoutError:
+            asked.add_done_callback(partial(self._on_late, method))
             raise Refused(503, f"The engine had no time for this within {_PATIENCE_S:g} s; try again.") from None
         except Exception as error:
             logger.warning("workers did not answer %s", method, exc_info=error)
             raise Refused(503, _no_extension(error)) from error
+
+    def _on_late(self, method: str, asked: asyncio.Future[_Shown]) -> None:
+        """Take back a hook that workers attached after its client was told that they had no time: a call that is
+        under way cannot be cancelled.
+        """
+        if not asked.cancelled() and asked.exception() is None and method == _ADD:
+            self._undoing = asyncio.ensure_future(self._undo(asked.result()))
 
 
 def _no_extension(error: Exception) -> str:

@@ -279,7 +279,8 @@ class WorkerHooks:
         opened = self.states.open(booked.name, booked, asked.states)
         if asked.hooks and opened.error is None:
             try:
-                confined = self.request_hooks.confine(booked.id, asked.hooks, self.options.allow_requests, answers=asked.answers)
+                allow = self.options.allow_requests
+                confined = self.request_hooks.confine(booked.id, asked.hooks, allow, answers=asked.answers)
                 self.request_hooks.open(booked.id, confined)
             except Exception as error:
                 opened.fail(error)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, TypeVar
 
+from hookline.errors import EngineBusy
 from hookline.serve.generation_request import Event, Finished, GenerationRequest, Token
 from hookline.serve.http.chat_template import render_chat
 from hookline.serve.http.error_answers import Refused
@@ -35,7 +36,7 @@ _LONG_AT_ONCE: Final = 2
 class Serving:
     """Hold the engine, and whether it takes requests.
 
-    Recipe: ``serving = Serving(engine); await serving.between_forwards(engine.hooks.metrics)``.
+    Recipe: ``serving = Serving(engine); await serving.on_engine(engine.hooks.metrics)``.
     """
 
     def __init__(self, engine: Engine | None = None) -> None:
@@ -65,17 +66,17 @@ class Serving:
             raise Refused(503, "The model is being loaded; ask /health until it is.", headers={"Retry-After": "2"})
         return self.engine
 
-    async def between_forwards(self, act: Callable[[], T]) -> T:
-        """Run `act`, which waits for the running forward and may take long, in a thread."""
-        return await self._in_time(asyncio.to_thread(act))
+    async def change_hooks(self, change: Callable[..., T]) -> T:
+        """Call `change` of the live hooks in a thread: it waits for the running forward, and may take long."""
+        try:
+            return await asyncio.to_thread(change, patience_s=_PATIENCE_S)
+        except EngineBusy as busy:
+            raise Refused(503, str(busy)) from None
 
     async def on_engine(self, act: Callable[[], T]) -> T:
         """Run a short `act` between two forwards; no thread waits meanwhile, of which the process has few."""
-        return await self._in_time(asyncio.wrap_future(self.ready().between(act)))
-
-    async def _in_time(self, done: Awaitable[T]) -> T:
         try:
-            return await asyncio.wait_for(done, _PATIENCE_S)
+            return await asyncio.wait_for(asyncio.wrap_future(self.ready().between(act)), _PATIENCE_S)
         except TimeoutError:
             raise Refused(503, f"The engine had no time for this within {_PATIENCE_S:g} s; try again.") from None
 

@@ -211,7 +211,7 @@ class HookRoutes:
         spec = spec_from_body(body, self._settings)
         hooks = self._serving.ready().hooks
         try:
-            live = await self._serving.between_forwards(partial(hooks.add, spec, allow=self._settings.allow))
+            live = await self._serving.change_hooks(partial(hooks.add, spec, allow=self._settings.allow))
         except (Refused, HooklineError):
             raise
         except Exception as error:  # the factory's own, or that of importing it
@@ -225,7 +225,7 @@ class HookRoutes:
         """Remove one hook."""
         hooks = self._serving.ready().hooks
         try:
-            shown = self._to_json(await self._serving.between_forwards(partial(hooks.remove, id)))
+            shown = self._to_json(await self._serving.change_hooks(partial(hooks.remove, id)))
         except HookNameError as error:
             raise Refused(404, str(error)) from None
         logger.info("hook %s (%s) is taken off", shown["id"], shown["hook_factory"])
