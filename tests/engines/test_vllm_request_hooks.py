@@ -189,12 +189,16 @@ def test_a_hook_of_a_request_is_shown_its_own_rows_alone(model):
     seen.clear()
     begin(hooks, "b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:sees_all"}], (__name__,))
     x = torch.arange(10.0).reshape(5, 2)
-    with torch.inference_mode(), serving(table_of_step(ROWS, ("a", "b", "c"), {})):
-        model[0](x, torch.ones(3), object())
-    ((inputs, output),) = seen
-    assert torch.equal(inputs[0], x[1:4])
-    assert inputs[1:] == (None, None)
-    assert torch.equal(output[0], x[1:4] + 1)
+    padded = torch.cat([x, torch.zeros(3, 2)])
+    step = {"input_ids": torch.zeros(8)}
+    for given, third in ((x, object()), (x, torch.ones(9, 2)), (padded, object())):  # 9: of a cache with many blocks
+        with torch.inference_mode(), serving(table_of_step(ROWS, ("a", "b", "c"), step)):
+            model[0](given, torch.ones(3), third)
+        inputs, output = seen.pop()
+        assert torch.equal(inputs[0], x[1:4])
+        assert inputs[1:] == (None, None)
+        assert torch.equal(output[0], x[1:4] + 1)
+        assert inputs[0].untyped_storage().nbytes() == inputs[0].nbytes
     hooks.clear()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers_http import BEARER, served
 from helpers_serve import Answer, alone, ask, held_back, small_model, started
+from torch import nn
 
 import hookline as hl
 from hookline.errors import EngineBusy, NoMatchError, NotAllowedError, OptionError
@@ -131,6 +132,70 @@ def test_a_hook_is_shown_the_rows_of_its_request_and_no_other(tiny: Any) -> None
     assert [tuple(output.logits.shape[:2]) for _, output, _ in of_model] == [(1, 2), *[(1, 1)] * 3]
     assert [output.past_key_values for _, output, _ in of_model] == [None] * 4
     KEPT.clear()
+
+
+class Swapped(nn.Module):
+    """Takes the rows of the batch in another order, as experts may, and returns them in order."""
+
+    def forward(self, swapped: torch.Tensor) -> torch.Tensor:
+        return swapped.flip(0)
+
+
+class Mlp(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp, self.swapped = mlp, Swapped()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.swapped(self.mlp(x).flip(0))
+
+
+def test_a_hook_gets_nothing_of_another_request_from_inputs_or_storage() -> None:
+    """Where the order of inputs is not that of the batch they are not shown; what is shown is a copy of its rows."""
+    model = small_model("Llama")
+    model.model.layers[0].mlp = Mlp(model.model.layers[0].mlp)
+    engine = Engine(model)
+    release = held_back(engine)
+    KEPT.clear()
+    names = ["model.layers.0.mlp.swapped", "model.layers.0.mlp"]
+    own = {**OWN, "target_modules": names}
+    answers = [Answer(), ask(engine, PROMPTS[1], max_tokens=1)]
+    request = GenerationRequest("mine", PROMPTS[1], max_tokens=1, hooks=(own,), states=StatesWanted(tuple(names)))
+    engine.submit(request, answers[0], allow=(__name__,))
+    release()
+    for answer in answers:
+        answer.wait()
+    engine.close()
+    (swapped, swapped_output, _), (mlp, mlp_output, _) = sorted(KEPT, key=lambda each: each[0][0] is not None)
+    assert swapped == (None,)
+    for shown in (swapped_output, mlp[0], mlp_output):
+        assert tuple(shown.shape) == (1, 2, 32)
+        assert shown.untyped_storage().nbytes() == shown.nbytes
+    assert torch.equal(swapped_output[0], answers[0].finished.states[names[0]].values)
+    KEPT.clear()
+
+
+def doubles_in_place(config: dict[str, Any]) -> Any:
+    def hook(module: Any, args: Any, output: Any) -> None:
+        output.mul_(2)
+
+    return hook
+
+
+def test_a_hook_may_change_its_rows_in_place(tiny: Any, plain: list[Answer]) -> None:
+    """Those of its request, and no other."""
+    engine = Engine(*tiny)
+    release = held_back(engine)
+    spec = {"target_modules": [LAYER], "hook_factory": f"{__name__}:doubles_in_place"}
+    changed, other = Answer(), ask(engine, PROMPTS[0], STATES, max_tokens=1)
+    request = GenerationRequest("mine", PROMPTS[1], max_tokens=1, hooks=(spec,), states=STATES)
+    engine.submit(request, changed, allow=(__name__,))
+    release()
+    changed.wait()
+    other.wait()
+    engine.close()
+    assert torch.equal(states(changed), states(plain[1])[:2] * 2)
+    assert torch.equal(states(other), states(plain[0])[:7])
 
 
 def test_a_probe_of_a_request_ends_its_answer_alone(tiny: Any, plain: list[Answer]) -> None:

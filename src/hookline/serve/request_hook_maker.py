@@ -6,7 +6,7 @@ the request then carries. What is wrong with a hook is told at once, not when th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,11 +53,20 @@ class RequestHookMaker:
         model: The served model.
         live: What attaches and removes them.
         widths: How many numbers the output of a module has for a token; other modules have no rows of requests.
+        inputs: Modules that take a row for each token.
         is_compiled: Whether any part of the model is compiled.
     """
 
-    def __init__(self, model: nn.Module, live: LiveHooks, widths: Mapping[str, int], *, is_compiled: bool) -> None:
-        self._running = RequestHooks(model, live, row_in_padded)
+    def __init__(
+        self,
+        model: nn.Module,
+        live: LiveHooks,
+        widths: Mapping[str, int],
+        inputs: Container[str],
+        *,
+        is_compiled: bool,
+    ) -> None:
+        self._running = RequestHooks(model, live, row_in_padded, inputs)
         self._widths = widths
         self._is_compiled = is_compiled
 

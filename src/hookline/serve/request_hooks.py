@@ -7,7 +7,7 @@ these rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
@@ -17,8 +17,8 @@ from hookline.factories import FILE_OPTIONS
 from hookline.factories.batch_rows import current_batch, serving
 from hookline.factories.factory_hook import FactoryHook
 from hookline.serve.counted_hooks import finite_metrics
-from hookline.serve.request_rows import part_of, with_part
-from hookline.sites.signature import check_hook, may_return_value
+from hookline.serve.request_rows import NO_ROWS, part_of, with_part
+from hookline.sites.signature import changes_in_place, check_hook, may_return_value
 from hookline.specs.apply_specs import call_factory, close_hook, find_sites
 from hookline.specs.hook_spec import HookSpec
 
@@ -49,10 +49,15 @@ class RequestHooks:
         model: The served model.
         live: What attaches and removes them; its hooks are of requests alone.
         find_rows: Returns the rows of a request in the batch of this engine.
+        inputs: Modules that take a row for each token in the order of the batch, by name; hooks on others are shown no
+            tensors that go in. None if the engine does not know: then the number of rows decides.
     """
 
-    def __init__(self, model: nn.Module, live: LiveHooks, find_rows: FindRows) -> None:
+    def __init__(
+        self, model: nn.Module, live: LiveHooks, find_rows: FindRows, inputs: Container[str] | None = None
+    ) -> None:
         self._live = live
+        self._inputs = inputs
         # The answers of one request, which come one by one, have the same patterns.
         self._names = lru_cache(maxsize=_MOST_REMEMBERED)(partial(_names, model))
         self._find_rows = find_rows
@@ -77,7 +82,7 @@ class RequestHooks:
         """
         if len(specs) > MOST_HOOKS:
             raise OptionError(f"A request may have {MOST_HOOKS} hooks, got {len(specs)}.")
-        confined = [self._on_names(confined_spec(spec, id, allow, self._find_rows)) for spec in specs]
+        confined = [self._on_names(confined_spec(spec, id, allow, self._find_rows, self._inputs)) for spec in specs]
         places = sum(len(spec.target_modules) for spec in confined)
         if places * answers > MOST_PLACES:
             raise OptionError(
@@ -120,7 +125,13 @@ def _names(model: nn.Module, patterns: tuple[str, ...], exclude: tuple[str, ...]
     return () if found is None else tuple(found.names)
 
 
-def confined_spec(given: Mapping[str, Any], request: str, allow: Sequence[str] | None, find_rows: FindRows) -> HookSpec:
+def confined_spec(
+    given: Mapping[str, Any],
+    request: str,
+    allow: Sequence[str] | None,
+    find_rows: FindRows,
+    inputs: Container[str] | None = None,
+) -> HookSpec:
     """Return the spec of a hook that sees the rows of one request alone.
 
     Requests come from anybody, so a spec may name a factory of `hookline.factories`, without files, or one that starts
@@ -131,6 +142,7 @@ def confined_spec(given: Mapping[str, Any], request: str, allow: Sequence[str] |
         request: The engine's own id of the request.
         allow: What paths of other factories may begin with.
         find_rows: Returns the rows of the request in the running batch.
+        inputs: See `RequestHooks`.
     """
     checked = HookSpec.from_dict(harmless_spec(given))
     path = checked.hook_factory
@@ -141,17 +153,22 @@ def confined_spec(given: Mapping[str, Any], request: str, allow: Sequence[str] |
     _check_allowed(path, checked.config, allow)
 
     name = checked.name or path.rpartition(":")[2].rpartition(".")[2]
-    return replace(checked, name=name, hook_factory=MadeForRequest(checked, request, allow, find_rows))
+    return replace(
+        checked,
+        name=name,
+        hook_factory=MadeForRequest(
+            checked, allow, partial(_confined, request=request, find_rows=find_rows, inputs=inputs)
+        ),
+    )
 
 
 class MadeForRequest:
     """The factory of a hook of one request: it makes the hook once, at the first call."""
 
-    def __init__(self, spec: HookSpec, request: str, allow: Sequence[str] | None, find_rows: FindRows) -> None:
+    def __init__(self, spec: HookSpec, allow: Sequence[str] | None, confine: Callable[[Any], HookOfRequest]) -> None:
         self._spec = spec
-        self._request = request
         self._allow = [_READY, *(allow or ())]
-        self._find_rows = find_rows
+        self._confine = confine
         self._made: HookOfRequest | None = None
 
     def __call__(self, config: dict[str, Any]) -> HookOfRequest | None:
@@ -159,7 +176,7 @@ class MadeForRequest:
         if self._made is None:
             # Checked again, now that its module is imported: what that has from elsewhere is not meant by a prefix.
             hook = call_factory(self._spec.hook_factory, config, self._allow, observe=self._spec.observe)
-            self._made = None if hook is None else _confined(hook, self._request, self._find_rows)
+            self._made = None if hook is None else self._confine(hook)
         return self._made
 
     def __str__(self) -> str:  # in messages
@@ -196,17 +213,20 @@ def _check_allowed(path: str, config: Mapping[str, Any], allow: Sequence[str] | 
         )
 
 
-def _confined(hook: Any, request: str, find_rows: FindRows) -> HookOfRequest:
+def _confined(hook: Any, request: str, find_rows: FindRows, inputs: Container[str] | None) -> HookOfRequest:
     wants_site = check_hook(hook, HookSpec().kind_and_site_type[0], site_type=HookSpec().kind_and_site_type[1])
-    kind = _EditOfRequest if may_return_value(hook) else _ObserverOfRequest
-    return kind(hook, request, find_rows, wants_site)
+    kind = _EditOfRequest if may_return_value(hook) or changes_in_place(hook) else _ObserverOfRequest
+    return kind(hook, request, find_rows, inputs, wants_site)
 
 
 class HookOfRequest(FactoryHook):
     """Call a hook with the rows of one request."""
 
-    def __init__(self, hook: Any, request: str, find_rows: FindRows, wants_site: bool) -> None:
+    def __init__(
+        self, hook: Any, request: str, find_rows: FindRows, inputs: Container[str] | None, wants_site: bool
+    ) -> None:
         self.hook = hook
+        self._inputs = inputs
         if isinstance(hook, FactoryHook):
             self.name, self.width = hook.name, hook.width
         self._request = request
@@ -233,8 +253,8 @@ class HookOfRequest(FactoryHook):
         if callable(close):
             close()
 
-    def _run(self, module: nn.Module, inputs: Any, output: Any, site: Site | None) -> tuple[RowsOfRequest | None, Any]:
-        """Return the rows of the request, and what the hook returns for them."""
+    def _run(self, module: nn.Module, inputs: Any, output: Any, site: Site) -> tuple[RowsOfRequest | None, Any]:
+        """Return the rows of the request, and what the hook makes of them: what it returns, or changes in place."""
         batch = current_batch()
         if self._last[0] is not batch:
             self._last = batch, self._find_rows(batch, self._request)
@@ -244,13 +264,16 @@ class HookOfRequest(FactoryHook):
         self.rows += rows.count
         with serving(rows.table):
             options = {"site": site} if self._wants_site else {}
-            return rows, self.hook(module, part_of(inputs, rows), part_of(output, rows), **options)
+            are_rows = self._inputs is None or site.name in self._inputs
+            shown, own = part_of(inputs, rows if are_rows else NO_ROWS), part_of(output, rows)
+            edited = self.hook(module, shown, own, **options)
+            return rows, own if edited is None else edited
 
 
 class _ObserverOfRequest(HookOfRequest):
     """Observe the rows of one request."""
 
-    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
+    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site) -> None:
         """Observe the rows."""
         self._run(module, inputs, output, site)
 
@@ -258,10 +281,10 @@ class _ObserverOfRequest(HookOfRequest):
 class _EditOfRequest(HookOfRequest):
     """Edit the rows of one request; those of others stay as they are, to the last bit."""
 
-    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> Any:
-        """Return the output with the rows that the hook returned; None if it returned nothing."""
+    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site) -> Any:
+        """Return the output with the rows that the hook returned or changed; None if the request has none here."""
         rows, edited = self._run(module, inputs, output, site)
-        return None if rows is None or edited is None else with_part(output, edited, rows)
+        return None if rows is None else with_part(output, edited, rows)
 
 
 def _found(live: LiveHook) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from hookline.factories.batch_rows import BatchRows, TokenBatch
 from hookline.messages import type_name
 from hookline.sites.tree import children, rebuilt_tuple
 
-__all__ = ["FlatRows", "PaddedRow", "RowsOfRequest", "part_of", "row_in_padded", "with_part"]
+__all__ = ["NO_ROWS", "FlatRows", "PaddedRow", "RowsOfRequest", "part_of", "row_in_padded", "with_part"]
 
 
 class RowsOfRequest(Protocol):
@@ -44,6 +44,8 @@ class FlatRows:
     end: int
     total: int
     """How many rows the step has for all requests."""
+    length: int
+    """How many rows the batch has, with its padding."""
     table: TokenBatch
 
     @property
@@ -53,7 +55,7 @@ class FlatRows:
 
     def cut(self, tensor: Tensor) -> Tensor | None:
         """Return the rows as a view of `tensor`; None if it has no row for each token."""
-        has_rows = tensor.dim() > 0 and tensor.shape[0] >= self.total
+        has_rows = tensor.dim() > 0 and tensor.shape[0] in (self.total, self.length)
         return tensor[self.begin : self.end] if has_rows else None
 
 
@@ -84,6 +86,16 @@ class PaddedRow:
         return None
 
 
+class _NoRows:
+    """Stands for the rows of a request in what is not in the order of the batch."""
+
+    def cut(self, tensor: Tensor) -> None:
+        """Return None: there are none."""
+
+
+NO_ROWS: Final = _NoRows()
+
+
 def row_in_padded(batch: Any, request: str) -> PaddedRow | None:
     """Return the row of a request in the padded batch of a forward; None if it has none."""
     if not isinstance(batch, BatchRows) or request not in batch.request_ids:
@@ -94,10 +106,14 @@ def row_in_padded(batch: Any, request: str) -> PaddedRow | None:
     return PaddedRow(row, len(batch.request_ids), start + len(tokens), start, own)
 
 
-def part_of(value: Any, rows: RowsOfRequest) -> Any:
-    """Return `value` with the rows of the request alone; None stands for what has no such rows, a cache for example."""
+def part_of(value: Any, rows: RowsOfRequest | _NoRows) -> Any:
+    """Return `value` with the rows of the request alone; None stands for what has no such rows, a cache for example.
+
+    The rows are a copy: a view has the whole batch in its storage.
+    """
     if isinstance(value, Tensor):
-        return rows.cut(value)
+        own = rows.cut(value)
+        return None if own is None else own.clone()
     parts = children(value)
     if parts is None:
         return value if isinstance(value, bool | int | float | str) else None
@@ -119,7 +135,7 @@ def with_part(value: Any, edited: Any, rows: RowsOfRequest) -> Any:
 
 def _with_rows(value: Tensor, edited: Any, rows: RowsOfRequest) -> Tensor:
     own = rows.cut(value)
-    if own is None or edited is own:
+    if own is None:
         return value
     if not isinstance(edited, Tensor) or edited.shape != own.shape:
         found = tuple(edited.shape) if isinstance(edited, Tensor) else type_name(edited)

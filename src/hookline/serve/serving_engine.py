@@ -129,7 +129,11 @@ class Engine:
         self._request_hooks = LiveHooks(model, self.between, allow=None, widths=self.widths)
         """Those of single requests, which nobody else is shown."""
         self._hook_maker = RequestHookMaker(
-            model, self._request_hooks, self.widths, is_compiled=self._forward.is_compiled
+            model,
+            self._request_hooks,
+            self.widths,
+            frozenset(source.name for source in shapes if source.of == "input"),
+            is_compiled=self._forward.is_compiled,
         )
 
     # -- from any thread -------------------------------------------------------------------------------------

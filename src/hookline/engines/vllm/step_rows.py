@@ -57,6 +57,8 @@ class StepTable(TokenBatch):
 
     ids: tuple[str, ...] = ()
     """The engine's own id of each request, in the order of ``request_ids``."""
+    length: int = 0
+    """How many rows the batch has, with its padding; 0 if it is not known."""
 
 
 def flat_rows_of(batch: Any, request: str) -> FlatRows | None:
@@ -74,7 +76,7 @@ def flat_rows_of(batch: Any, request: str) -> FlatRows | None:
         request_ids=(batch.request_ids[row],),
         phase=batch.phase if batch.phases is None else batch.phases[row],
     )
-    return FlatRows(begin, end, sum(lengths), own)
+    return FlatRows(begin, end, sum(lengths), batch.length, own)
 
 
 def rows_of_runner(runner: Any, batch: Any = None) -> list[StepRow]:
@@ -115,12 +117,19 @@ def table_of_step(rows: Sequence[StepRow], names: Sequence[str], inputs: dict[st
         phase=_phase(phases),
         phases=phases,
         ids=tuple(row.request_id for row in rows),
+        length=_length(inputs),
     )
 
 
 def table_after_model(table: StepTable) -> StepTable:
     """Return the table for what runs behind the model, on the last token of each request: the logits."""
     return StepTable(None, None, None, table.request_ids, table.phase, table.phases, table.ids)
+
+
+def _length(inputs: dict[str, Any]) -> int:
+    """Return how many tokens the model is called with; 0 where it is called with something else."""
+    given = [each for name in ("input_ids", "inputs_embeds") if isinstance(each := inputs.get(name), Tensor)]
+    return int(given[0].shape[0]) if given else 0
 
 
 def _phase(phases: Sequence[str]) -> str:
