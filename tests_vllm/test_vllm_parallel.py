@@ -66,7 +66,7 @@ def test_the_other_extension_works_beside_ours(llm: Any, expected: list[list[int
 
 
 def test_trl_loads_weights_beside_our_hooks(llm: Any, expected: list[list[int]]) -> None:
-    """Its own `update_named_param` changes a weight on both ranks while statistics are on; then it changes it back."""
+    """Its own `update_named_param` changes one norm's weight on both ranks while statistics are on, and back again."""
     added = VllmHooks(llm).add(STATS)
     weight = ("model.layers.1.input_layernorm.weight", "torch.float32", (128,))
     answers = []

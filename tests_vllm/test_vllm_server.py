@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -84,7 +86,7 @@ def test_a_hook_goes_on_fires_and_comes_off(client: httpx.Client, reference: Any
             {**STATS, "hook_factory": "hookline.factories:export", "config": {"folder": "/tmp"}},
             BEARER,
             403,
-            "export-dir",
+            "export folder",
         ),
         ({**STATS, "target_modules": ["model.layer.#"]}, BEARER, 400, "model.layers"),
         ({**STATS, "config": {"stat": []}}, BEARER, 400, "stat"),
@@ -182,6 +184,30 @@ def test_thirty_two_clients_get_the_answers_they_get_alone(client: httpx.Client,
     for place, answer in enumerate(found):
         assert answer is None or answer == alone(reference, prompts[place], 24), place
     until(lambda: _running(client) == 0, "those who left are out of the engine")
+
+
+def test_a_client_that_leaves_a_whole_request_with_hooks_is_no_error(server: VllmServer, client: httpx.Client) -> None:
+    """vLLM answers null to it, which has no choices; nothing is logged, and nothing of it stays."""
+    body = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    hooks = {"hidden_states": {"layers": ["model.norm"]}, "hooks": [STATS]}
+    content = json.dumps({**body, "hooks": hooks}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
+        until(lambda: _running(client) == 1, "it runs")
+    until(lambda: _running(client) == 0, "it is out of the engine")
+    until(lambda: "hookline_engine_captured_bytes_reserved 0.0" in client.get("/metrics").text, "nothing is kept")
+    assert "Exception in ASGI application" not in server.said
+
+
+def test_what_could_never_give_anything_is_refused(client: httpx.Client) -> None:
+    """A window that ends before it starts, in either way to say it; a hook on a module that vLLM never calls."""
+    for window in ([5, 2], [4, -3]):
+        hooks = {"hidden_states": {"layers": ["model.norm"], "window": window}}
+        answer = client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1, "hooks": hooks})
+        assert (answer.status_code, "window" in answer.text) == (400, True)
+    answer = client.post("/hooks", json={**STATS, "target_modules": ["lm_head"]}, headers=BEARER)
+    assert (answer.status_code, "logits_processor" in answer.text) == (400, True)
 
 
 def _leave_early(client: httpx.Client, prompt: list[int]) -> None:

@@ -115,6 +115,8 @@ class Server:
             return JSONResponse({"error": {"message": "no"}}, 400)
         if body.get("prompt") == "broken":
             return JSONResponse({"error": {"message": "broken"}}, 500)
+        if body.get("prompt") == "gone":
+            return None
         if not body.get("stream"):
             places = range(body.get("n", 1))
             return {"choices": [{"index": place, "text": "w5", "finish_reason": "length"} for place in places]}

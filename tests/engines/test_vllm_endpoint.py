@@ -72,7 +72,7 @@ def test_who_has_no_token_changes_nothing(server: Server, monkeypatch: pytest.Mo
     ("body", "status", "words"),
     [
         ({**STATS, "hook_factory": "os:system"}, 403, "os:system"),
-        ({**STATS, "hook_factory": "hookline.factories:export"}, 403, "--export-dir"),
+        ({**STATS, "hook_factory": "hookline.factories:export"}, 403, "export_dir in --additional-config"),
         ({**STATS, "evry": 2}, 400, "$.evry"),
         ({"hook_factory": "hookline.factories:log_shapes"}, 400, "$.target_modules"),
     ],
@@ -256,7 +256,8 @@ def test_who_fails_gets_no_states_and_leaves_none_behind(server: Server) -> None
         ({"hidden_state": {"layers": ["a"]}}, "hidden_states"),
         ({"hidden_states": {"layers": ["a"], "bypass_cach": True}}, "bypass_cache"),
         ({"hidden_states": {"layers": ["a"], "positions": "first"}}, "$.hooks.hidden_states.positions"),
-        (3, "$.hooks"),
+        ({"hidden_states": {"layers": ["a"], "window": [5, 2]}}, "ends before it starts"),
+        (3, "$.hooks is an object, got 3"),
     ],
 )
 def test_hooks_of_a_request_that_are_not_valid_are_told(server: Server, hooks: Any, words: str) -> None:
@@ -264,6 +265,13 @@ def test_hooks_of_a_request_that_are_not_valid_are_told(server: Server, hooks: A
     answer = server.ask("POST", "/v1/completions", json={"prompt": "w5", "hooks": hooks})
     assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True), answer.text
     assert not server.bodies
+
+
+def test_a_client_that_goes_gets_what_vllm_says_and_leaves_nothing_behind(server: Server) -> None:
+    """To a request that was cancelled vLLM answers 200 and null, which has no choices."""
+    answer = server.ask("POST", "/v1/completions", json={"prompt": "gone", "hooks": ASKED})
+    assert (answer.status_code, answer.json()) == (200, None)
+    assert len(server.workers.of("hookline_drop_states")) == 1
 
 
 def test_what_is_not_for_us_is_left_to_vllm() -> None:

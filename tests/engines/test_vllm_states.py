@@ -338,10 +338,22 @@ def test_what_a_request_may_say():
         {"hidden_states": {"layers": None}},
         {"hidden_states": {"layers": ["a"], "windw": 1}},
         {"hidden_states": {"layers": ["a"], "window": [1]}},
+        {"hidden_states": {"layers": ["a"], "window": [3, 1]}},
+        {"hidden_states": {"layers": ["a"], "window": [-1, -4]}},
+        {"hidden_states": {"layers": ["a"], "window": [2, 2]}},
         {"hidden_states": {"layers": ["a"], "window": [0, 1], "positions": "last"}},
     ):
         with pytest.raises(OptionError):
             request_options(wrong)
+
+
+@pytest.mark.parametrize("window", [[5, -4], [-1, 3], [0, -6], [2, -9]])
+def test_a_window_that_ends_before_it_starts_is_refused(model, tokens, window):
+    """Which of the two comes first is known when the length of the prompt is: 6 tokens here."""
+    states = opened(model, "a", window=window)
+    run(states, model, STEPS[0], tokens)
+    with pytest.raises(OptionError, match="no position"):
+        states.take("a")
 
 
 def test_names_that_select_nothing_are_refused(model):

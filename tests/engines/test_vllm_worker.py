@@ -108,6 +108,28 @@ def test_a_probe_flags_requests(context):
     assert hooks.flags("a") == []
 
 
+class ParallelLMHead(nn.Linear):
+    """vLLM's has this name, and is never called."""
+
+
+def test_a_hook_on_a_module_that_vllm_never_calls_is_refused(context):
+    """It would be silent for ever; beside modules that are called it is told as silent."""
+    worker = Worker(context)
+    worker.get_model().lm_head = ParallelLMHead(4, 4)
+    engine = Engine(worker)
+    hooks = VllmHooks(engine)
+    head = {**STATS, "target_modules": ["lm_head"]}
+    with pytest.raises(OptionError, match=r"never fire.*logits_processor"):
+        hooks.add(head)
+    assert hooks.list() == []
+    engine.step({"a-00000001": 3}, {"a-00000001": {"hooks": [head]}})
+    with pytest.raises(OptionError, match="never fire"):
+        hooks.states("a")
+    hooks.add({**STATS, "target_modules": ["lm_head", "layers.0"]})
+    engine.step({"b-00000002": 2})
+    assert list(hooks.list()[0]["silent"]) == ["lm_head"]
+
+
 def test_what_token_holders_may_name_is_not_for_requests(context):
     spec = {"target_modules": ["layers.0"], "hook_factory": f"{__name__}:counts_nothing"}
     for options, refused in (({"allow": [__name__]}, True), ({"allow_requests": [__name__]}, False)):

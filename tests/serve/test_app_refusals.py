@@ -75,9 +75,11 @@ BAD_BODIES = {
         "$.hooks.hidden_states.window",
         "a window is for vLLM alone; give positions here",
     ),
-    "no such penalty": ({"prompt": "a", "repetition_penalty": 2}, "$.repetition_penalty", "is known here. See /docs"),
+    "no such penalty": ({"prompt": "a", "repetition_penalty": 2}, "$.repetition_penalty", "known here. There are"),
     "a mistyped key": ({"prompt": "a", "temprature": 0}, "$.temprature", "Did you mean 'temperature'?"),
-    "a key of another level": ({"prompt": "a", "hooks": {"layers": []}}, "$.hooks.layers", "known here. See"),
+    "a key of another level": (
+        {"prompt": "a", "hooks": {"layers": []}}, "$.hooks.layers", "known here. There are hidden_states, hooks",
+    ),
     "a hook of one request without a factory": (
         {"prompt": "a", "hooks": {"hooks": [{"target_modules": ["*"]}]}},
         "$.hooks.hooks[0].hook_factory",

@@ -112,9 +112,10 @@ class AnswerWriter:
     async def _send_answer(self) -> None:
         status, content = self._start["status"], self._rest
         kind = b"application/json"
-        if status == 200:
+        answer = json.loads(content) if status == 200 else None
+        if isinstance(answer, dict) and "choices" in answer:  # to a client that has gone, vLLM answers null
             try:
-                content, kind = await self._whole(json.loads(content))
+                content, kind = await self._whole(answer)
             except Refused as refused:
                 status, content = refused.status, to_json(error_body(refused))
         kept = [

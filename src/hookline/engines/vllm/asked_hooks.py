@@ -14,6 +14,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
+from hookline.engines.vllm.request_options import StatesPlan
+from hookline.errors import OptionError
 from hookline.serve.http.error_answers import Refused, refusal_from_validation, to_json
 from hookline.serve.http.hook_routes import specs_of_request
 from hookline.serve.http.http_settings import Settings, check_answers_wanted
@@ -77,6 +79,8 @@ def read_request(
         return _read(content, path, name, settings or Settings())
     except RecursionError:
         raise _too_deep() from None
+    except OptionError as error:
+        raise Refused(400, str(error), param="$.hooks") from None
 
 
 def check_asks_nothing(content: bytes) -> None:
@@ -164,6 +168,7 @@ def _for_workers(wanted: EngineRequestHooks, settings: Settings, answers: int) -
     asked: dict[str, Any] = {}
     if wanted.hidden_states is not None:
         asked["hidden_states"] = wanted.hidden_states.model_dump(exclude_none=True, exclude={"as_", "bypass_cache"})
+        StatesPlan.read(asked["hidden_states"])  # raises before the request runs
     if wanted.hooks is not None:
         asked |= {"hooks": specs_of_request(wanted.hooks, settings), "answers": answers}
     return asked

@@ -46,6 +46,17 @@ class StatesPlan:
             raise OptionError("hidden_states takes positions or a window, not both.")
         return cls(StatesWanted(**rest), window)
 
+    def check(self, prompt: int) -> None:
+        """Raise for a window that ends before it starts, in a sequence whose prompt has so many tokens."""
+        if self.window is None or self.window[1] is None:
+            return
+        first, end = (each + prompt if each < 0 else each for each in self.window if each is not None)
+        if end <= max(first, 0):
+            raise OptionError(
+                f"window {list(self.window)} has no position in it: of {prompt} tokens of prompt it begins at {first} "
+                f"and ends before {end}."
+            )
+
     def positions(self, row: StepRow) -> Sequence[int]:
         """Return the positions of a row's tokens that are wanted, rising."""
         first, end = row.first, row.first + row.count
@@ -121,4 +132,7 @@ def _window(given: Any) -> tuple[int, int | None] | None:
     fits = isinstance(given, list | tuple) and len(given) == 2 and type(given[0]) is int
     if not fits or not (given[1] is None or type(given[1]) is int):
         raise OptionError(f"window is [first, behind the last], such as [0, 16] or [-8, null], got {given!r}.")
-    return int(given[0]), given[1]
+    first, end = given
+    if end is not None and (first < 0) == (end < 0) and end <= first:
+        raise OptionError(f"window is [first, behind the last], and {given!r} ends before it starts.")
+    return int(first), end

@@ -150,6 +150,7 @@ class RequestStates:
         if plan is None or error is not None:
             return states
         try:
+            plan.check(booked.prompt)
             found = self._find_sources(plan.wanted.layers, plan.wanted.of)
             if isinstance(found, Exception):
                 raise found.with_traceback(None)

@@ -104,6 +104,8 @@ class WorkerHooks:
                 check_stop(self.facts, spec)
                 new = self._live.add_all([spec], allow=allow, strict=strict, origin=origin)
                 added += new
+                for live in new:
+                    self._check_called(live.matched)
                 self._ways.update({live.id: way for live in new})
         except BaseException:
             for live in added:
@@ -198,6 +200,12 @@ class WorkerHooks:
             "captured_bytes": self.states.nbytes,
         }
 
+    def _check_called(self, names: Sequence[str]) -> None:
+        """Raise for a hook on modules that vLLM calls none of; beside others, they are told as silent."""
+        causes = [never_called(submodule(self.model, name) if name else self.model) for name in names]
+        if causes and all(causes):
+            raise OptionError(f"A hook on {', '.join(map(repr, names))} would never fire: {causes[0]}.")
+
     def _silent(self, live: LiveHook) -> dict[str, str]:
         """Return the modules where a hook has not fired although the model ran, with the cause."""
         absent = _absent(live)
@@ -268,8 +276,8 @@ class WorkerHooks:
             if asked.states is None and not asked.hooks:
                 return
             choose_way(self.facts, before_compiling=False, edits=False)
-            for spec in asked.hooks:
-                check_stop(self.facts, spec)
+            for given in asked.hooks:
+                check_stop(self.facts, given)
             if booked.name == booked.id != self.book.client_name(booked.id):
                 raise OptionError(f"Another request is called {self.book.client_name(booked.id)!r}; give each an id.")
         except Exception as error:
@@ -281,6 +289,8 @@ class WorkerHooks:
             try:
                 allow = self.options.allow_requests
                 confined = self.request_hooks.confine(booked.id, asked.hooks, allow, answers=asked.answers)
+                for spec in confined:
+                    self._check_called(spec.target_modules)
                 self.request_hooks.open(booked.id, confined)
             except Exception as error:
                 opened.fail(error)

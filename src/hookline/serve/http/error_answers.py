@@ -113,10 +113,14 @@ def refusal_from_validation(
     if words is not None:
         return Refused(400, f"{param} is {words}.", param=param)
     if first["type"] == "extra_forbidden":
-        meant = did_you_mean(_short(place[-1]), () if keys_at is None else keys_at(place))
-        return Refused(400, f"{param} is no key that is known here.{meant} See /docs for those that are.", param=param)
+        keys = () if keys_at is None else keys_at(place)
+        meant = did_you_mean(_short(place[-1]), keys)
+        there = f" There are {', '.join(keys)}." if keys else ""
+        return Refused(400, f"{param} is no key that is known here.{meant}{there}", param=param)
     if first["type"] == "missing":
         return Refused(400, f"{param} is missing.", param=param)
+    if first["type"] == "model_type":  # pydantic would name a class of ours
+        return Refused(400, f"{param} is an object, got {_short(repr(first.get('input')))}.", param=param)
     return Refused(
         400, f"{param}: {_sentence(str(first['msg']))}, got {_short(repr(first.get('input')))}.", param=param
     )

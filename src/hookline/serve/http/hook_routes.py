@@ -117,8 +117,8 @@ def _confined(name: str, config: Mapping[str, Any], folder: Path | None) -> dict
             continue
         if folder is None:
             raise NotAllowedError(
-                f"{name} has a {option}, and the server was started without --export-dir, so that hooks which come "
-                "over HTTP have no files."
+                f"{name} has a {option}, and the server was started without an export folder (--export-dir; on vLLM, "
+                "export_dir in --additional-config), so that hooks which come over HTTP have no files."
             )
         found[option] = str(_inside(folder, "." if given is None else given, option))
     return found
@@ -130,7 +130,7 @@ def _inside(folder: Path, given: Any, option: str) -> Path:
     root = folder.resolve()
     path = (root / given).resolve()  # links are followed: one that leads out is out
     if path != root and root not in path.parents:
-        raise NotAllowedError(f"{option} has to lie in the server's --export-dir, and {given!r} does not.")
+        raise NotAllowedError(f"{option} has to lie in the server's export folder, and {given!r} does not.")
     return path
 
 

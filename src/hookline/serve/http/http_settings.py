@@ -84,7 +84,8 @@ def check_access(settings: Settings, method: str, path: str, authorization: byte
         raise Refused(
             403,
             "Hooks cannot be changed over HTTP: the server was started without a token. "
-            "Start it with --token-file FILE (or HOOKLINE_SERVE_TOKEN), and send 'Authorization: Bearer TOKEN'.",
+            "Start it with HOOKLINE_SERVE_TOKEN=TOKEN in its environment (or hookline serve with --token-file FILE), "
+            "and send 'Authorization: Bearer TOKEN'.",
         )
     if authorization is None:
         raise _unknown("The request has no token; send the header 'Authorization: Bearer TOKEN'.")
