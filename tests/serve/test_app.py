@@ -533,22 +533,6 @@ def test_a_client_that_goes_away_takes_its_request_out_of_the_engine(
     assert after["answer_tokens"] - before["answer_tokens"] < 150
 
 
-def test_the_page_of_the_api_needs_no_internet(client: httpx.Client) -> None:
-    """``/docs`` shows every route, and loads nothing."""
-    page = client.get("/docs").text
-    for route in (
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/generate",
-        "/v1/models",
-        "/hooks/{id}",
-        "/modules",
-        "/metrics",
-        "/health",
-    ):
-        assert route in page
-    assert f"curl {str(client.base_url).rstrip('/')}/health" in page
-    assert "<script" not in page
-    assert "src=" not in page
+def test_the_model_and_the_health_are_told(client: httpx.Client) -> None:
     assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
     assert client.get("/health").json() == {"status": "ready"}

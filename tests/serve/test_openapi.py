@@ -62,21 +62,21 @@ def test_every_route_is_described(server: Any) -> None:
 
 
 FITTING, FORBIDDEN = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
-# A route that takes nothing has nothing that could be forbidden.
-CASES = [(*route, FITTING) for route in ROUTES] + [(*route, FORBIDDEN) for route in ROUTES if route[0] != "GET"]
+# A route that takes no body has nothing that could be forbidden.
+CASES = [(*route, FITTING) for route in ROUTES] + [(*route, FORBIDDEN) for route in ROUTES if route[0] == "POST"]
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), CASES)
 def test_a_route_does_what_its_description_says(described: Any, method: str, path: str, mode: Any) -> None:
-    """Bodies that fit it and bodies that do not: no 500, a documented status, type and shape; what is forbidden is
+    """Bodies that fit it and bodies that do not: no 500, a documented status and type; what is forbidden is
     refused. That everything which fits is accepted is not claimed: the names of layers are the model's own."""
     _go_through(described[path][method], mode)
 
 
 def test_a_description_that_is_not_true_would_be_found_out(server: Any) -> None:
-    """The other way round: without its 404, the route that removes hooks fails the test above."""
+    """The other way round: without its errors, the route that removes hooks fails the test above."""
     found = server.client.get("/openapi.json").json()
-    del found["paths"]["/hooks/{id}"]["delete"]["responses"]["404"]
+    del found["paths"]["/hooks/{id}"]["delete"]["responses"]["4XX"]
     untrue = schemathesis.openapi.from_dict(found)
     untrue.config.update(base_url=server.url)
     with pytest.raises(FailureGroup) as caught:

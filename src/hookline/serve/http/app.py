@@ -11,16 +11,14 @@ from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import Response
 
-from hookline.serve.http import answer_bodies as answers
 from hookline.serve.http import request_bodies as bodies
-from hookline.serve.http.api_docs import correct_openapi, render_docs
 from hookline.serve.http.chat_format import ChatFormat
 from hookline.serve.http.engine_state import Serving
 from hookline.serve.http.exception_handlers import add_exception_handlers, json_response
 from hookline.serve.http.generation_routes import NAMED, CompletionFormat, GenerateFormat, answer, stream
-from hookline.serve.http.hook_paths import HookPaths, can_fail
+from hookline.serve.http.hook_paths import ERRORS, HookPaths
 from hookline.serve.http.hook_routes import HookRoutes
 from hookline.serve.http.http_settings import Settings
 from hookline.serve.http.metrics_page import Metrics
@@ -38,9 +36,6 @@ The header `X-Request-Id` names a request that generates (in `/generate`, `rid` 
 and the answer has it in the same header."""
 
 
-_NOTHING_ELSE: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-
-
 def make_app(engine: Engine | None, settings: Settings | None = None) -> Any:
     """Return the ASGI app of a served model; set ``app.state.serving.engine`` if the engine comes later.
 
@@ -53,7 +48,7 @@ def make_app(engine: Engine | None, settings: Settings | None = None) -> Any:
     settings = settings or Settings()
     metrics = Metrics()
     routes = _Routes(Serving(engine), settings, metrics)
-    # No pages of FastAPI's own: they load scripts from the internet, which a closed network has not.
+    # No pages: those of FastAPI load scripts from the internet, which a closed network has not.
     app = FastAPI(
         title="hookline", version=_version(), description=_ABOUT, docs_url=None, redoc_url=None, redirect_slashes=False
     )
@@ -61,8 +56,6 @@ def make_app(engine: Engine | None, settings: Settings | None = None) -> Any:
     routes.add_to(app)
     add_exception_handlers(app)
     app.add_middleware(Gate, settings=settings, observe=metrics.observe)
-    made = app.openapi
-    app.openapi = lambda: correct_openapi(made(), settings)
     return app
 
 
@@ -73,11 +66,14 @@ def _version() -> str:
         return "unknown"
 
 
-_GENERATION: Final = (400, 401, 408, 413, 429, 500, 503)
+_WHOLE_OR_STREAM: Final[dict[int | str, Any]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}},
+    **ERRORS,
+}
 
 
 class _Routes:
-    """Answer each path; the docstring of a route is its description on ``/docs``."""
+    """Answer each path; the docstring of a route is its description in ``/openapi.json``."""
 
     def __init__(self, serving: Serving, settings: Settings, metrics: Metrics) -> None:
         self.serving = serving
@@ -87,37 +83,16 @@ class _Routes:
 
     def add_to(self, app: Any) -> None:
         """Add every route to `app`."""
-        generated = answers.Generated | list[answers.Generated]
-        described: list[tuple[str, str, str, Any, Any, tuple[int, ...]]] = [
-            ("POST", "/v1/completions", "generation", self.complete, answers.Completion, (*_GENERATION, 404)),
-            ("POST", "/v1/chat/completions", "generation", self.chat, answers.ChatCompletion, (*_GENERATION, 404)),
-            ("POST", "/generate", "generation", self.generate, generated, _GENERATION),
-            ("GET", "/v1/models", "generation", self.list_models, answers.ModelList, (401,)),
-        ]
-        for method, path, tag, handler, model, statuses in described:
-            app.add_api_route(
-                path, handler, methods=[method], tags=[tag], name=handler.__name__, response_model=model,
-                responses=can_fail(*statuses),
-            )  # fmt: skip
+        generating: dict[str, Any] = {"methods": ["POST"], "responses": _WHOLE_OR_STREAM}
+        app.add_api_route("/v1/completions", self.complete, **generating)
+        app.add_api_route("/v1/chat/completions", self.chat, **generating)
+        app.add_api_route("/generate", self.generate, **generating)
         HookPaths(self._hooks).add_to(app)
-        app.add_api_route(
-            "/modules", self.list_modules, methods=["GET"], tags=["hooks"], name="list_modules",
-            response_model=answers.FoundModules, responses=can_fail(400, 401, 503),
-        )  # fmt: skip
-        app.add_api_route(
-            "/health", self.health, methods=["GET"], tags=["server"], name="health",
-            response_model=answers.Health, responses={503: {"model": answers.Health}},
-        )  # fmt: skip
-        app.add_api_route(
-            "/metrics", self.metrics, methods=["GET"], tags=["server"], name="metrics",
-            response_class=Response, responses={200: {"content": {"text/plain": {}}}, **can_fail(401)},
-        )  # fmt: skip
-
-        async def docs(http: HttpRequest) -> Any:
-            page = render_docs(app.openapi(), str(http.base_url).rstrip("/"))
-            return HTMLResponse(page, headers={"Content-Security-Policy": _NOTHING_ELSE})
-
-        app.add_api_route("/docs", docs, methods=["GET"], include_in_schema=False)
+        app.add_api_route("/v1/models", self.list_models, methods=["GET"], responses=ERRORS)
+        app.add_api_route("/modules", self.list_modules, methods=["GET"], responses=ERRORS)
+        app.add_api_route("/health", self.health, methods=["GET"], responses=ERRORS)
+        text: dict[int | str, Any] = {200: {"content": {"text/plain": {}}}, **ERRORS}
+        app.add_api_route("/metrics", self.metrics, methods=["GET"], response_class=Response, responses=text)
 
     async def complete(self, body: bodies.CompletionBody, http: HttpRequest) -> Any:
         """Answer one or several prompts, as OpenAI's completions; with `hooks`, add their hidden states."""

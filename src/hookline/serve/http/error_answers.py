@@ -104,7 +104,9 @@ def refusal_from_validation(
         return Refused(400, f"The body is not JSON: {reason}, at character {place[0] if place else 0}.")
     if not place and first["type"] != "too_many_keys":
         return Refused(
-            400, "The body is a JSON object with Content-Type: application/json; see /docs for its keys.", param="$"
+            400,
+            "The body is a JSON object with Content-Type: application/json; see /openapi.json for its keys.",
+            param="$",
         )
     depth, words = _union(place)
     param = _spelled(place[:depth])

@@ -56,8 +56,8 @@ async def _on_body(http: HttpRequest, error: Any) -> Any:
 async def _on_http(http: HttpRequest, error: Any) -> Any:
     message = {
         400: "The body cannot be read as JSON.",
-        404: f"There is nothing at {http.url.path!r}; see /docs for what there is.",
-        405: f"{http.url.path!r} does not take {http.method}; see /docs for what it takes.",
+        404: f"There is nothing at {http.url.path!r}; see /openapi.json for what there is.",
+        405: f"{http.url.path!r} does not take {http.method}; see /openapi.json for what it takes.",
     }.get(error.status_code, str(error.detail))
     headers = dict(error.headers or {})
     if error.status_code == 405:  # where two routes share a path, the first would tell of itself alone

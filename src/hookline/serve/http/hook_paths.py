@@ -6,17 +6,20 @@ beside the engine's own routes. Both give it what attaches and removes: a `HookC
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from fastapi import FastAPI
 
-from hookline.serve.http import answer_bodies as answers
 from hookline.serve.http import request_bodies as bodies
 from hookline.serve.http.exception_handlers import add_exception_handlers, json_response
 from hookline.serve.http.http_settings import Settings
 from hookline.serve.http.request_gate import Gate
 
-__all__ = ["HookCalls", "HookPaths", "can_fail", "make_hook_app"]
+__all__ = ["ERRORS", "HookCalls", "HookPaths", "make_hook_app"]
+
+_ERROR: Final = {"description": 'An error: `{"error": {"message", "type", "param", "code"}}`.'}
+ERRORS: Final[dict[int | str, dict[str, Any]]] = {"4XX": _ERROR, "5XX": _ERROR}
+"""What every route may answer, for ``/openapi.json``."""
 
 
 class HookCalls(Protocol):
@@ -43,29 +46,17 @@ def make_hook_app(hooks: HookCalls, settings: Settings) -> Any:
     return Gate(app, settings, observe=lambda method, route, status, seconds: None)
 
 
-def can_fail(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the description of the errors of a route, for ``/openapi.json``."""
-    return {status: {"model": answers.ErrorAnswer} for status in statuses}
-
-
 class HookPaths:
-    """Answer each hook path; the docstring of a route is its description on ``/docs``."""
+    """Answer each hook path; the docstring of a route is its description in ``/openapi.json``."""
 
     def __init__(self, hooks: HookCalls) -> None:
         self._hooks = hooks
 
     def add_to(self, app: Any) -> None:
         """Add the paths to `app`."""
-        described: list[tuple[str, str, Any, Any, int | None, tuple[int, ...]]] = [
-            ("GET", "/hooks", self.list_hooks, answers.HookList, None, (401, 503)),
-            ("POST", "/hooks", self.add_hook, answers.HookAnswer, 201, (400, 401, 403, 408, 413, 503)),
-            ("DELETE", "/hooks/{id}", self.remove_hook, answers.HookAnswer, None, (401, 403, 404, 503)),
-        ]
-        for method, path, handler, model, status, statuses in described:
-            app.add_api_route(
-                path, handler, methods=[method], tags=["hooks"], name=handler.__name__, response_model=model,
-                responses=can_fail(*statuses), status_code=status,
-            )  # fmt: skip
+        app.add_api_route("/hooks", self.list_hooks, methods=["GET"], responses=ERRORS)
+        app.add_api_route("/hooks", self.add_hook, methods=["POST"], responses=ERRORS, status_code=201)
+        app.add_api_route("/hooks/{id}", self.remove_hook, methods=["DELETE"], responses=ERRORS)
 
     async def list_hooks(self) -> Any:
         """List the attached hooks: on which modules, how often each fired, and what it costs."""

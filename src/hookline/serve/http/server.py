@@ -142,7 +142,7 @@ class Server:
         try:
             self.start()
             if not self._is_stopping:
-                logger.info("ready at %s (API: %s/docs)", self.url, self.url)
+                logger.info("ready at %s", self.url)
             # Looked at here too: an exception that is raised in some object's ``__del__`` is lost.
             while not self._is_stopping and self.serving.status != "failed":
                 time.sleep(_LOOK_S)
