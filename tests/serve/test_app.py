@@ -10,7 +10,6 @@ import base64
 import json
 import threading
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -164,20 +163,14 @@ def test_an_answer_ends_before_a_stop_text(client: httpx.Client) -> None:
     assert (choice["text"], choice["finish_reason"]) == (text[: text.index(stop)], "stop")
 
 
-def test_generate_answers_one_with_an_object_and_several_with_a_list(client: httpx.Client, alone: Any) -> None:
-    """``/generate`` takes text or ids, gives ids too, and in a stream tells the text so far."""
-    sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
-    one = client.post("/generate", json={"text": PROMPT, "sampling_params": sampling, "return_logprob": True}).json()
-    ids = alone[1].encode(PROMPT)
-    assert one["output_ids"] == _greedy(alone, PROMPT, 8)[len(ids) :]
-    assert one["meta_info"]["finish_reason"] == {"type": "length"}
-    assert [pair[1] for pair in one["meta_info"]["output_token_logprobs"]] == one["output_ids"]
-    several = client.post("/generate", json={"input_ids": [ids, ids], "sampling_params": sampling}).json()
-    assert [each["text"] for each in several] == [one["text"]] * 2
-    streamed = client.post("/generate", json={"text": PROMPT, "sampling_params": sampling, "stream": True}).text
-    texts = [event["text"] for event in _events(streamed)]
-    assert texts[-1] == one["text"]
-    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+def test_token_ids_come_with_the_answer_if_asked_for(client: httpx.Client, alone: Any) -> None:
+    """Whole and in a stream, where a token may have no text yet."""
+    expected = _greedy(alone, PROMPT, 8)[len(alone[1].encode(PROMPT)) :]
+    assert _complete(client, return_token_ids=True)["choices"][0]["token_ids"] == expected
+    body = {"prompt": PROMPT, **GREEDY, "stream": True, "return_token_ids": True}
+    events = _events(client.post("/v1/completions", json=body).text)
+    assert [id for event in events for id in event["choices"][0]["token_ids"]] == expected
+    assert "token_ids" not in _complete(client)["choices"][0]
 
 
 # -- hidden states ---------------------------------------------------------------------------------------------
@@ -368,54 +361,41 @@ def _steered_tokens(client: httpx.Client) -> float:
 def test_a_hook_for_named_requests_steers_these_and_leaves_their_neighbours_alone(
     server: Any, client: httpx.Client
 ) -> None:
-    """The three routes take a name, and give it back; requests of other names, in the same batch too, answer as they do
+    """A route takes a name, and gives it back; requests of other names, in the same batch too, answer as they do
     without the hook. The count of steered tokens tells a hook that met nobody from one that did."""
     plain = _complete(client)["choices"][0]["text"]
     client.post("/hooks", headers=BEARER, json=STEER).raise_for_status()
     assert _complete(client)["choices"][0]["text"] == plain
     assert _steered_tokens(client) == 0  # and it has fired
-    paths = {"exp-a-1": "/v1/completions", "exp-b-1": "/v1/completions", "exp-a-2": "/generate", "exp-b-2": "/generate"}
-    bodies = {
-        "/v1/completions": {"prompt": PROMPT, **GREEDY},
-        "/generate": {"text": PROMPT, "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}},
-    }
-    answers = _in_one_batch(server, {name: (path, bodies[path]) for name, path in paths.items()})
+    answers = _in_one_batch(server, ["exp-a-1", "exp-b-1", "exp-a-2", "exp-b-2"])
     texts = {}
-    for name, path in paths.items():
-        found = answers[name].json()
-        assert answers[name].headers["X-Request-Id"] == name
-        assert (found["id"] if "id" in found else found["meta_info"]["id"]) == name
-        texts[name] = found["choices"][0]["text"] if path == "/v1/completions" else found["text"]
+    for name, answer in answers.items():
+        assert (answer.headers["X-Request-Id"], answer.json()["id"]) == (name, name)
+        texts[name] = answer.json()["choices"][0]["text"]
     assert texts["exp-b-1"] == texts["exp-b-2"] == plain
     assert texts["exp-a-1"] == texts["exp-a-2"] != plain
     tokens = answers["exp-a-1"].json()["usage"]["prompt_tokens"] + 7  # the last one passes through no forward
     assert _steered_tokens(client) == 2 * tokens
-    several = client.post(
-        "/generate", json={"rid": "exp-c", "text": [PROMPT, OTHER], "sampling_params": {"max_new_tokens": 1}}
-    )
-    assert [each["meta_info"]["id"] for each in several.json()] == ["exp-c-0", "exp-c-1"]
 
 
-def _in_one_batch(server: Any, asked: dict[str, tuple[str, Any]]) -> dict[str, httpx.Response]:
+def _in_one_batch(server: Any, asked: list[str]) -> dict[str, httpx.Response]:
     """Send requests by their names while the engine stands still, so that they begin together."""
     held, go = threading.Event(), threading.Event()
     server.engine.between(lambda: (held.set(), go.wait(PATIENCE)))
     assert held.wait(PATIENCE)
     answers: dict[str, httpx.Response] = {}
 
-    def ask(name: str, path: str, body: dict[str, Any]) -> None:
-        named = {"json": {**body, "rid": name}} if path == "/generate" else {"headers": {"X-Request-Id": name}}
+    def ask(name: str) -> None:
+        body = {"prompt": PROMPT, **GREEDY}
         with httpx.Client(base_url=server.url, timeout=PATIENCE) as own:
-            answers[name] = own.post(path, **{"json": body, **named})
+            answers[name] = own.post("/v1/completions", json=body, headers={"X-Request-Id": name})
 
-    threads = [threading.Thread(target=ask, args=(name, *what)) for name, what in asked.items()]
+    threads = [threading.Thread(target=ask, args=(name,)) for name in asked]
     for thread in threads:
         thread.start()
     try:
         until(lambda: server.engine.counts()["requests_waiting"] == len(asked), "all wait")
-        refused = server.client.post(
-            "/v1/completions", json={"prompt": PROMPT}, headers={"X-Request-Id": next(iter(asked))}
-        )
+        refused = server.client.post("/v1/completions", json={"prompt": PROMPT}, headers={"X-Request-Id": asked[0]})
         assert refused.status_code == 400  # two requests of one name would share what hooks do
         assert "is waiting or running already" in refused.text
     finally:

@@ -138,16 +138,9 @@ def test_what_is_not_json_is_400_in_the_same_shape(client: httpx.Client, content
 
 @pytest.mark.parametrize("name", ["", "exp a", "exp-*", "x" * 129])
 def test_a_name_that_is_none_is_refused(client: httpx.Client, name: str) -> None:
-    """Nothing that a pattern of names could mean, or a log be spoiled by; the body's ``rid`` is held to the same."""
+    """Nothing that a pattern of names could mean, or a log be spoiled by."""
     answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"X-Request-Id": name})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "X-Request-Id")
-    assert client.post("/generate", json={"text": "a", "rid": name}).json()["error"]["param"] == "$.rid"
-
-
-def test_text_and_ids_together_or_neither_is_an_error(client: httpx.Client) -> None:
-    """``/generate`` wants one of the two."""
-    for body in ({}, {"text": "a", "input_ids": [1]}):
-        assert "one of the two" in _error(client.post("/generate", json=body), 400)["message"]
 
 
 def test_unknown_models_paths_and_methods(client: httpx.Client) -> None:
@@ -156,33 +149,24 @@ def test_unknown_models_paths_and_methods(client: httpx.Client) -> None:
     assert "there is 'tiny'" in _error(asked, 404)["message"]
     _error(client.get("/v1/nothing"), 404)
     _error(client.post("/v1/completions/", json={"prompt": "a"}), 404)  # no redirect, whose status is no success either
-    _error(client.put("/generate"), 405)
+    _error(client.put("/v1/completions"), 405)
 
 
 def test_a_page_of_another_site_gets_nothing_from_a_server_of_this_machine(client: httpx.Client) -> None:
     """A name that was turned to 127.0.0.1 is still in ``Host``, and the site in ``Origin``; the token opens both."""
-    body = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
-    elsewhere = [
-        "evil.example",
-        "evil.example:8000",
-        "localhost.evil.example",
-        "evil-localhost",
-        "evillocalhost:80",
-        "10.0.0.1",
-        "[half",
-        "",
-        "null",
-    ]
+    path, body = "/v1/completions", {"prompt": "a", "max_tokens": 1}
+    elsewhere = ["evil.example", "evil.example:8000", "localhost.evil.example", "evil-localhost", "evillocalhost:80"]
+    elsewhere += ["10.0.0.1", "[half", "", "null"]
     for headers in [{"Host": name} for name in elsewhere] + [{"Origin": f"http://{name}"} for name in elsewhere]:
-        assert "names another machine" in _error(client.post("/generate", json=body, headers=headers), 403)["message"]
+        assert "names another machine" in _error(client.post(path, json=body, headers=headers), 403)["message"]
         _error(client.get("/hooks", headers=headers), 403)
         assert client.get("/health", headers=headers).status_code == 200
     for name in ("localhost:3000", "127.0.0.1", "[::1]:80", "app.localhost"):
         for headers in ({"Host": name}, {"Origin": f"http://{name}"}):
-            assert client.post("/generate", json=body, headers=headers).status_code == 200, headers
+            assert client.post(path, json=body, headers=headers).status_code == 200, headers
     with_token = {"Host": "evil.example", "Authorization": f"Bearer {TOKEN}"}
     _error(client.delete("/hooks/h0", headers=with_token), 404)  # asked for with the token, and not there
-    check_local(Settings(), "POST", "/generate", {"Host": b"evil.example"})  # control: without the setting
+    check_local(Settings(), "POST", path, {"Host": b"evil.example"})  # control: without the setting
 
 
 def _deep(levels: int) -> dict[str, Any]:
@@ -322,7 +306,7 @@ def test_everything_can_need_the_token() -> None:
     client = _without_engine(Settings(token=TOKEN, protect="everything"))
     for path in ("/hooks", "/modules", "/metrics", "/v1/models", "/openapi.json"):
         _error(client.get(path), 401)
-    _error(client.post("/generate", json={"text": "a"}), 401)
+    _error(client.post("/v1/completions", json={"prompt": "a"}), 401)
     assert client.get("/health").status_code == 503  # there is no model
     assert client.get("/v1/models", headers=BEARER).status_code == 200
 
@@ -332,7 +316,7 @@ def test_while_the_model_is_loaded_the_server_says_so() -> None:
     client = _without_engine(Settings(token=TOKEN))
     health = client.get("/health")
     assert (health.status_code, health.json()) == (503, {"status": "loading"})
-    answer = client.post("/generate", json={"text": "a"})
+    answer = client.post("/v1/completions", json={"prompt": "a"})
     assert "being loaded" in _error(answer, 503)["message"]
     assert answer.headers["Retry-After"] == "2"
     assert client.get("/metrics").status_code == 200
@@ -508,7 +492,7 @@ def test_patterns_are_matched_while_others_are_answered(server: Any, client: htt
 def test_an_endless_body_is_cut_off(server: Any) -> None:
     """A client that never stops sending is answered and hung up on, after a bounded number of bytes."""
     host, port = server.url.removeprefix("http://").split(":")
-    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += b"Transfer-Encoding: chunked\r\n\r\n"
     piece = b"1000\r\n" + b"x" * 0x1000 + b"\r\n"
     sent = 0

@@ -39,7 +39,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 ROUTES = [
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
-    ("POST", "/generate"),
     ("GET", "/v1/models"),
     ("GET", "/hooks"),
     ("POST", "/hooks"),

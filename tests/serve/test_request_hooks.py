@@ -358,13 +358,10 @@ def test_a_body_brings_hooks_as_it_does_on_vllm(client: httpx.Client, tiny: Any)
 
 
 def test_each_answer_of_a_request_has_hooks_of_its_own(client: httpx.Client) -> None:
-    """Prompts and ``n``, in `/generate` and in a stream too."""
+    """Prompts and ``n``, and in a stream too."""
     body = {**BODY, "prompt": [[5, 6], [7, 8, 9]], "n": 2, "hooks": {"hooks": [STATS]}}
     choices = client.post("/v1/completions", json=body).json()["choices"]
     assert [each["hooks"]["hooks"][0]["rows"] for each in choices] == [2 + 5, 2 + 5, 3 + 5, 3 + 5]
-    sampling = {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True}
-    asked = {"input_ids": [5, 6], "sampling_params": sampling, "hooks": {"hooks": [STATS]}}
-    assert client.post("/generate", json=asked).json()["hooks"]["hooks"][0]["rows"] == 2 + 2
     events = client.post("/v1/completions", json={**BODY, "stream": True, "hooks": {"hooks": [STATS]}}).text
     assert events.count('"rows":12') == 1
 

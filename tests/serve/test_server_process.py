@@ -171,17 +171,15 @@ def test_a_model_without_a_tokenizer_is_served_by_ids(folder: Path, tmp_path: Pa
         (copy / name).unlink()
     with ServerProcess("--model", str(copy), "--no-tokenizer", "--device", "cpu") as server:
         with httpx.Client(base_url=server.url(), timeout=PATIENCE) as client:
-            asked = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
-            answer = client.post("/generate", json=asked).json()
-            completion = client.post("/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 3, "logprobs": 1})
+            asked = {"prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True, "logprobs": 1, "return_token_ids": True}
+            [choice] = client.post("/v1/completions", json=asked).json()["choices"]
             refused = [
-                client.post("/generate", json={"text": "A hook"}),
                 client.post("/v1/completions", json={"prompt": "A hook"}),
                 client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "A hook"}]}),
             ]
         assert server.lines[0] == f"hookline: loading {copy}"
-    assert (len(answer["output_ids"]), answer["text"]) == (3, "")
-    assert completion.json()["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
+    assert (len(choice["token_ids"]), choice["text"]) == (3, "")
+    assert choice["logprobs"]["tokens"][0] == f"token_id:{choice['token_ids'][0]}"
     for each in refused:
         assert each.status_code == 400
         assert "served without a tokenizer" in each.json()["error"]["message"]

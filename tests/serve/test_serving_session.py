@@ -23,7 +23,7 @@ CHANGING = {
     r'(?<="cost_us":)\d+\.\d+': r"\d+\.\d+",
     r'(?<="text":)"[^"]*"': r'"[^"]*"',  # which token is the likeliest of a random model depends on the processor
     r'(?<="data":)"[^"]*"': '"[^"]*"',
-    r'(?<="output_ids":)\[[\d,]*\]': r"\[[\d,]*\]",
+    r'(?<="token_ids":)\[[\d,]*\]': r"\[[\d,]*\]",
     "…": ".*",
 }
 """What is another at each run, and what is left out, by how it is printed; and what may stand in its place."""

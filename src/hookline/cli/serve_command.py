@@ -71,7 +71,7 @@ class ServeOptions:
     served_model_name: Annotated[str | None, flag("NAME")] = None
     """What clients call the model; the folder's name if left out."""
     no_tokenizer: Annotated[bool, flag()] = False
-    """Load no tokenizer: prompts are token ids, answers have output_ids and no text."""
+    """Load no tokenizer: prompts are token ids, answers have no text, and ids with return_token_ids."""
     chat_template: Annotated[str | None, flag("FILE")] = None
     """A chat template in Jinja, for a model that has none or another; runs in a sandbox."""
     allow: Annotated[tuple[str, ...], flag("PREFIX ...")] = ()

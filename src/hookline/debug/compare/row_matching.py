@@ -91,7 +91,7 @@ def why_no_rows(values_a: Sequence[RunValue], values_b: Sequence[RunValue]) -> s
         )
     return (
         f"A and B have no request in common: A has {_some(requests[0])}, B has {_some(requests[1])}. Give both the "
-        "same names: set_rows([name, …]) of a trace; X-Request-Id, rid or the id of the request on a served model"
+        "same names: set_rows([name, …]) of a trace; X-Request-Id, or the id of the request on a served model"
     )
 
 

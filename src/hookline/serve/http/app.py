@@ -17,12 +17,12 @@ from hookline.serve.http import request_bodies as bodies
 from hookline.serve.http.chat_format import ChatFormat
 from hookline.serve.http.engine_state import Serving
 from hookline.serve.http.exception_handlers import add_exception_handlers, json_response
-from hookline.serve.http.generation_routes import NAMED, CompletionFormat, GenerateFormat, answer, stream
+from hookline.serve.http.generation_routes import NAMED, CompletionFormat, answer, stream
 from hookline.serve.http.hook_paths import ERRORS, HookPaths
 from hookline.serve.http.hook_routes import HookRoutes
 from hookline.serve.http.http_settings import Settings
 from hookline.serve.http.metrics_page import Metrics
-from hookline.serve.http.parsed_request import parse_chat, parse_completion, parse_generate
+from hookline.serve.http.parsed_request import parse_chat, parse_completion
 from hookline.serve.http.request_gate import Gate
 from hookline.serve.serving_engine import Engine
 
@@ -32,8 +32,8 @@ _ABOUT: Final = """A causal language model with hooks: hidden states by request,
 
 Every error has one shape: `{"error": {"message", "type", "param", "code"}}`.
 
-The header `X-Request-Id` names a request that generates (in `/generate`, `rid` does too): hooks know it by that name,
-and the answer has it in the same header."""
+The header `X-Request-Id` names a request that generates: hooks know it by that name, and the answer has it in the same
+header."""
 
 
 def make_app(engine: Engine | None, settings: Settings | None = None) -> Any:
@@ -86,7 +86,6 @@ class _Routes:
         generating: dict[str, Any] = {"methods": ["POST"], "responses": _WHOLE_OR_STREAM}
         app.add_api_route("/v1/completions", self.complete, **generating)
         app.add_api_route("/v1/chat/completions", self.chat, **generating)
-        app.add_api_route("/generate", self.generate, **generating)
         HookPaths(self._hooks).add_to(app)
         app.add_api_route("/v1/models", self.list_models, methods=["GET"], responses=ERRORS)
         app.add_api_route("/modules", self.list_modules, methods=["GET"], responses=ERRORS)
@@ -98,7 +97,10 @@ class _Routes:
         """Answer one or several prompts, as OpenAI's completions; with `hooks`, add their hidden states."""
         asked = await parse_completion(body, self.serving, self.settings, _name_of(http))
         with_usage = _wants_usage(body.stream_options)
-        form = CompletionFormat(asked, self.serving, self.settings.model_name, include_usage=with_usage)
+        with_ids = bool(body.return_token_ids)
+        form = CompletionFormat(
+            asked, self.serving, self.settings.model_name, include_usage=with_usage, with_ids=with_ids
+        )
         return await (stream if body.stream else answer)(http, self.serving, asked, form)
 
     async def chat(self, body: bodies.ChatBody, http: HttpRequest) -> Any:
@@ -108,11 +110,6 @@ class _Routes:
             asked, self.serving, self.settings.model_name, include_usage=_wants_usage(body.stream_options)
         )
         return await (stream if body.stream else answer)(http, self.serving, asked, form)
-
-    async def generate(self, body: bodies.GenerateBody, http: HttpRequest) -> Any:
-        """Answer one or several prompts, as SGLang does; with `hooks`, add their hidden states."""
-        asked = await parse_generate(body, self.serving, self.settings, _name_of(http))
-        return await (stream if body.stream else answer)(http, self.serving, asked, GenerateFormat(asked))
 
     async def list_models(self) -> Any:
         """Name the model that is served."""

@@ -32,8 +32,6 @@ TYPES: Final[dict[int, str]] = {
 _UNIONS: Final[dict[str, str]] = {
     "prompt": "a text, a list of texts, a list of token ids, or a list of such lists; none of them empty",
     "content": "a text, or a list of parts of text ({'type': 'text', 'text': ...}); pictures and sound are not served",
-    "text": "a text, or a list of texts; none of them empty",
-    "input_ids": "a list of token ids, or a list of such lists; none of them empty",
     "stop": "a text, or a list of at most 16 texts; none of them empty",
     "positions": "'all', 'last', or a list of whole numbers",
     "target_modules": "a list of module names or patterns; none of them empty",

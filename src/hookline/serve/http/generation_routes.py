@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from hookline.serve.generation_request import StatesOfLayer
 
-__all__ = ["NAMED", "SAFETENSORS", "AnswerFormat", "CompletionFormat", "GenerateFormat", "answer", "stream", "usage_of"]
+__all__ = ["NAMED", "SAFETENSORS", "AnswerFormat", "CompletionFormat", "answer", "stream", "usage_of"]
 
 SAFETENSORS = "application/vnd.safetensors"
 """What a safetensors answer is sent as."""
@@ -219,14 +219,23 @@ def usage_of(asked: ParsedRequest, answers: Sequence[AnswerSoFar]) -> dict[str, 
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-# -- the formats of /v1/completions and /generate; `chat_format` has that of chat ------------------------------
+# -- the format of /v1/completions; `chat_format` has that of chat ---------------------------------------------
 
 
 class CompletionFormat(AnswerFormat):
     """Format answers as OpenAI does."""
 
-    def __init__(self, asked: ParsedRequest, serving: Serving, model_name: str, *, include_usage: bool = False) -> None:
+    def __init__(
+        self,
+        asked: ParsedRequest,
+        serving: Serving,
+        model_name: str,
+        *,
+        include_usage: bool = False,
+        with_ids: bool = False,
+    ) -> None:
         self._parsed = asked
+        self._with_ids = with_ids
         self._serving = serving
         self._include_usage = include_usage
         self._frame = {
@@ -255,7 +264,7 @@ class CompletionFormat(AnswerFormat):
         """Return a choice with the text that is new."""
         if isinstance(event, Finished):
             choice = self._choice(index, "", [], event.reason, hooks)
-        elif event.text or event.logprob is not None:
+        elif event.text or event.logprob is not None or self._with_ids:
             choice = self._choice(index, event.text, [event], None, None)
         else:
             return None  # half a character: nothing to tell yet
@@ -267,6 +276,8 @@ class CompletionFormat(AnswerFormat):
 
     def _choice(self, index: int, text: str, tokens: Sequence[Token], reason: str | None, hooks: Any) -> dict[str, Any]:
         choice = {"index": index, "text": text, "logprobs": self._logprobs(index, tokens), "finish_reason": reason}
+        if self._with_ids:
+            choice["token_ids"] = [token.id for token in tokens]
         return choice if hooks is None else {**choice, "hooks": hooks}
 
     def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
@@ -289,45 +300,6 @@ class CompletionFormat(AnswerFormat):
         for id, logprob in token.top_logprobs:
             found.setdefault(self._serving.word_of(id), _finite(logprob))  # the likeliest of those that look the same
         return found
-
-
-class GenerateFormat(AnswerFormat):
-    """Format answers as SGLang does: an object for each, and in a stream the text so far."""
-
-    def __init__(self, asked: ParsedRequest) -> None:
-        self._parsed = asked
-        self._so_far = [""] * len(asked.requests)
-        self._heard = [0] * len(asked.requests)
-
-    def whole(self, answers: Sequence[AnswerSoFar], hooks: Sequence[Any]) -> Any:
-        """Return one object, or a list."""
-        made = [
-            self._one(answer, answer.tokens, answer.text, found) for answer, found in zip(answers, hooks, strict=True)
-        ]
-        return made[0] if self._parsed.is_one else made
-
-    def piece(self, index: int, answer: AnswerSoFar, event: Token | Finished, hooks: Any) -> Any | None:
-        """Return the answer so far."""
-        if isinstance(event, Token):
-            self._so_far[index] += event.text
-            self._heard[index] += 1  # the engine's thread may be ahead of us
-            if not event.text:
-                return None
-        made = self._one(answer, answer.tokens[: self._heard[index]], self._so_far[index], hooks)
-        return made if self._parsed.is_one else {**made, "index": index}
-
-    def _one(self, answer: AnswerSoFar, tokens: Sequence[Token], text: str, hooks: Any) -> dict[str, Any]:
-        finished = answer.finished
-        meta: dict[str, Any] = {
-            "id": answer.request.id,
-            "finish_reason": None if finished is None else {"type": finished.reason},
-            "prompt_tokens": len(answer.request.prompt_ids),
-            "completion_tokens": len(tokens),
-        }
-        if answer.request.logprobs is not None:
-            meta["output_token_logprobs"] = [[_finite(token.logprob), token.id] for token in tokens]
-        made = {"text": text, "output_ids": [token.id for token in tokens], "meta_info": meta}
-        return made if hooks is None else {**made, "hooks": hooks}
 
 
 def _finite(value: float | None) -> float | None:

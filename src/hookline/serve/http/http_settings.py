@@ -96,7 +96,7 @@ def check_access(settings: Settings, method: str, path: str, authorization: byte
 def check_local(settings: Settings, method: str, path: str, names: Mapping[str, bytes | None]) -> None:
     """Raise for a request that needs no token and was sent by a page of another site; called before the body is read.
 
-    Recipe: ``check_local(Settings(local_only=True), "POST", "/generate", {"Host": b"localhost", "Origin": None})``.
+    Recipe: ``check_local(Settings(local_only=True), "GET", "/hooks", {"Host": b"localhost", "Origin": None})``.
     """
     if not settings.local_only or path in _OPEN or needs_token(settings, method, path):
         return

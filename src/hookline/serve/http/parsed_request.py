@@ -1,7 +1,7 @@
 """Turn the bodies of requests that generate into requests to the engine.
 
-The app calls `parse_completion`, `parse_chat` and `parse_generate` with a body that FastAPI has read, and answers the
-`ParsedRequest` that they return.
+The app calls `parse_completion` and `parse_chat` with a body that FastAPI has read, and answers the `ParsedRequest`
+that they return.
 """
 
 from __future__ import annotations
@@ -22,18 +22,14 @@ from hookline.serve.http.request_bodies import (
     ChatBody,
     ChatMessage,
     CompletionBody,
-    GenerateBody,
     HiddenStatesBody,
     RequestHooks,
-    SamplingParams,
 )
 
-__all__ = ["ParsedRequest", "parse_chat", "parse_completion", "parse_generate"]
+__all__ = ["ParsedRequest", "parse_chat", "parse_completion"]
 
 _COMPLETION_LENGTH: Final = 16
 """OpenAI's."""
-_GENERATE_LENGTH: Final = 128
-"""SGLang's."""
 _CHAT_LENGTH: Final = 1024
 """Of a model that does not say how long a sequence may be; of others, as many as there is room for, as OpenAI's."""
 
@@ -50,8 +46,6 @@ class ParsedRequest:
     prompt_tokens: int
     """Of all prompts; each counts once, however many answers it gets."""
     states_as: Literal["base64", "safetensors"]
-    is_one: bool
-    """Whether one answer was asked for, not a list of them."""
     allow: tuple[str, ...] = ()
     """What paths of factories of its hooks may begin with."""
 
@@ -85,7 +79,7 @@ async def parse_completion(
     _check_count(body.prompt, _or(body.n, 1), settings)
     prompts = await _prompts(body.prompt, serving)
     echoes = [_echo(body, prompt, serving) for prompt in prompts]
-    wanted = _Prompts("cmpl", name, prompts, echoes, _or(body.n, 1), body.seed, bool(body.stream), is_one=True)
+    wanted = _Prompts("cmpl", name, prompts, echoes, _or(body.n, 1), body.seed, bool(body.stream))
     return _parsed(wanted, options, body.hooks, settings)
 
 
@@ -109,7 +103,7 @@ async def parse_chat(body: ChatBody, serving: Serving, settings: Settings, name:
         "ignore_eos": bool(body.ignore_eos),
         "logprobs": _or(body.top_logprobs, 0) if body.logprobs else None,
     }
-    wanted = _Prompts("chatcmpl", name, [prompt], [""], _or(body.n, 1), body.seed, bool(body.stream), is_one=True)
+    wanted = _Prompts("chatcmpl", name, [prompt], [""], _or(body.n, 1), body.seed, bool(body.stream))
     return _parsed(wanted, options, body.hooks, settings)
 
 
@@ -132,32 +126,6 @@ def _room(serving: Serving, prompt: tuple[int, ...]) -> int:
     return _CHAT_LENGTH if most is None else max(1, most - len(prompt))
 
 
-async def parse_generate(
-    body: GenerateBody, serving: Serving, settings: Settings, name: str | None = None
-) -> ParsedRequest:
-    """Return the requests of a ``/generate`` body; its ``rid`` goes before `name`."""
-    given = body.text if body.text is not None else body.input_ids
-    if given is None or (body.text is not None and body.input_ids is not None):
-        raise Refused(400, "A prompt comes as text or as input_ids; give one of the two.", param="$.text")
-    sampling = body.sampling_params or SamplingParams()
-    options = {
-        "max_tokens": _or(sampling.max_new_tokens, _GENERATE_LENGTH),
-        "temperature": _or(sampling.temperature, 1.0),
-        "top_p": _or(sampling.top_p, 1.0),
-        "top_k": max(_or(sampling.top_k, 0), 0),
-        "stop": _several(sampling.stop),
-        "ignore_eos": bool(sampling.ignore_eos),
-        "logprobs": 0 if body.return_logprob else None,
-    }
-    copies = _or(sampling.n, 1)
-    _check_count(given, copies, settings)
-    prompts = await _prompts(given, serving)
-    is_one = copies == 1 and (isinstance(given, str) or isinstance(given[0], int))
-    echoes, seed = [""] * len(prompts), sampling.sampling_seed
-    wanted = _Prompts("gen", _or(body.rid, name), prompts, echoes, copies, seed, bool(body.stream), is_one=is_one)
-    return _parsed(wanted, options, body.hooks, settings)
-
-
 @dataclass(frozen=True)
 class _Prompts:
     """Prompts and options of a body, except those of sampling."""
@@ -171,7 +139,6 @@ class _Prompts:
     copies: int
     seed: int | None
     stream: bool
-    is_one: bool
 
 
 def _parsed(
@@ -202,7 +169,7 @@ def _parsed(
     echoes = [echo for echo in wanted.echoes for _ in range(wanted.copies)]
     tokens = sum(map(len, wanted.prompts))
     states_as = "base64" if states is None else states.as_
-    return ParsedRequest(name, requests, echoes, tokens, states_as, wanted.is_one, settings.allow_requests)
+    return ParsedRequest(name, requests, echoes, tokens, states_as, settings.allow_requests)
 
 
 def _checked_name(name: str) -> str:

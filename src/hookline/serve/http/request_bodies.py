@@ -18,11 +18,9 @@ __all__ = [
     "ChatBody",
     "ChatMessage",
     "CompletionBody",
-    "GenerateBody",
     "HiddenStatesBody",
     "HookBody",
     "RequestHooks",
-    "SamplingParams",
     "StreamOptions",
     "keys_at",
 ]
@@ -210,6 +208,8 @@ class CompletionBody(_GenerationBody):
     """Put the prompt before the answer."""
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     """Log-probabilities of the chosen tokens, and of so many of the likeliest."""
+    return_token_ids: bool | None = None
+    """Add the token ids of the answer, as ``token_ids``. (Not of OpenAI; vLLM has it.)"""
     # What OpenAI's clients may send, and means nothing here: only the value that asks for nothing is taken.
     best_of: Literal[1] | None = None
     """Not done: 1 or nothing."""
@@ -290,54 +290,12 @@ class ChatBody(_GenerationBody):
     """Not done: false or nothing."""
 
 
-class SamplingParams(_RequestBody):
-    """Options of sampling for ``/generate``."""
-
-    max_new_tokens: Length | None = None
-    """The longest answer, in tokens; 128 if left out. 0 runs the prompt alone, for its hidden states."""
-    temperature: Temperature | None = None
-    """0 is greedy; 1 if left out."""
-    top_p: Probability | None = None
-    """Sample from the likeliest tokens that together have this probability."""
-    top_k: Annotated[int, Field(ge=-1, lt=_LIMIT)] | None = None
-    """Sample from so many of the likeliest tokens; 0 and -1 from all."""
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    """How many answers to each prompt."""
-    stop: Stop | Stops | None = None
-    """The answer ends before any of these texts."""
-    sampling_seed: Seed | None = None
-    """Makes sampling repeatable."""
-    ignore_eos: bool | None = None
-    """Go on after the end-of-text token."""
-
-
-class GenerateBody(_RequestBody):
-    """``POST /generate``: a text or token ids, one or a list of them."""
-
-    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["text"]}, {"required": ["input_ids"]}]})
-
-    text: Text | Texts | None = None
-    """The prompt, or several; or else ``input_ids``."""
-    input_ids: Tokens | ManyTokens | None = None
-    """The prompt as token ids, or several; or else ``text``."""
-    sampling_params: SamplingParams | None = None
-    """How to choose tokens."""
-    stream: bool | None = None
-    """Server-sent events, each with the text so far, then ``data: [DONE]``."""
-    return_logprob: bool | None = None
-    """Add the log-probabilities of the chosen tokens."""
-    hooks: RequestHooks | None = None
-    """Hooks of this request."""
-    rid: Annotated[str, StringConstraints(pattern=REQUEST_NAME)] | None = None
-    """What hooks know this request by; of several answers, each has a hyphen and its number behind it."""
-
-
 def keys_at(body: type[BaseModel], place: Sequence[str | int]) -> list[str]:
     """Return the keys that the object takes in which the last part of `place` is, for suggestions.
 
     Those that are there to be refused are left out.
 
-    Recipe: ``keys_at(GenerateBody, ("sampling_params", "temprature"))``.
+    Recipe: ``keys_at(CompletionBody, ("hooks", "hiden_states"))``.
     """
     found = body
     for part in place[:-1]:  # numbers are places in lists, and pydantic adds names of the kinds that it tried
