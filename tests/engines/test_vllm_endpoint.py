@@ -218,16 +218,6 @@ def _first(hooks: dict[str, Any]) -> float:
     return float(torch.frombuffer(raw, dtype=torch.float32)[0])
 
 
-def test_a_safetensors_answer_is_a_file_with_the_answer_in_it(server: Server) -> None:
-    """As our own server sends it."""
-    from safetensors.torch import load
-
-    wanted = {"hidden_states": {"layers": ["model.norm"], "as": "safetensors"}}
-    answer = server.ask("POST", "/v1/completions", json={"prompt": "w5", "hooks": wanted})
-    assert answer.headers["content-type"] == "application/vnd.safetensors"
-    assert torch.equal(load(answer.content)["0/model.norm"], torch.zeros(1, 2))
-
-
 def test_who_fails_gets_no_states_and_leaves_none_behind(server: Server) -> None:
     """A request that vLLM refuses, and one whose layer no worker has, whole and streamed."""
     refused = server.ask("POST", "/v1/completions", json={"prompt": "bad", "hooks": ASKED})
@@ -283,8 +273,6 @@ def test_what_is_not_for_us_is_left_to_vllm() -> None:
         read_request(json.dumps(both).encode())
     with pytest.raises(Refused, match="no JSON"):
         read_request(b'{"vllm_xargs": {"hookline": "{"}}')
-    with pytest.raises(Refused, match="a stream has none"):
-        read_request(b'{"stream": true, "hooks": {"hidden_states": {"layers": ["a"], "as": "safetensors"}}}')
 
 
 def test_settings_come_from_the_engines_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -100,10 +100,6 @@ BAD_BODIES = {
         {"prompt": "a", "hooks": {"hidden_states": {**LAYERS, "positions": "first"}}},
         "$.hooks.hidden_states.positions", "'all', 'last', or a list",
     ),
-    "a file in a stream": (
-        {"prompt": "a", "stream": True, "hooks": {"hidden_states": {**LAYERS, "as": "safetensors"}}},
-        "$.hooks.hidden_states.as", "ask for base64",
-    ),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Put the hidden states of a request into the answer that vLLM writes: JSON, a stream of events, or safetensors.
+"""Put the hidden states of a request into the answer that vLLM writes: JSON, or a stream of events.
 
 `RequestHooksMiddleware` gives `AnswerWriter.send` to vLLM's app in place of the server's ``send``. It asks the workers
 for the states once the answer, or a choice of a stream, is whole.
@@ -9,13 +9,12 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from hookline.engines.vllm.merge_states import merge_states
 from hookline.engines.vllm.worker_calls import WorkerCalls
 from hookline.errors import HooklineError
 from hookline.serve.http.error_answers import Refused, error_body, refusal_from_error, to_json
-from hookline.serve.http.generation_routes import SAFETENSORS
 from hookline.serve.http.request_gate import Message, Send
 
 __all__ = ["AnswerWriter"]
@@ -28,14 +27,11 @@ _DONE: Final = b"data: [DONE]"
 class AnswerWriter:
     """Send on an answer of vLLM, with hidden states in it."""
 
-    def __init__(
-        self, calls: WorkerCalls, keys: Sequence[str], states_as: Literal["base64", "safetensors"], send: Send
-    ) -> None:
+    def __init__(self, calls: WorkerCalls, keys: Sequence[str], send: Send) -> None:
         self.has_taken = False
         """Whether the states have been asked for, and are gone from the workers."""
         self._calls = calls
         self._keys = keys
-        self._as = states_as
         self._send = send
         self.status: int | None = None
         """Of vLLM's answer, once it has begun."""
@@ -111,33 +107,26 @@ class AnswerWriter:
 
     async def _send_answer(self) -> None:
         status, content = self._start["status"], self._rest
-        kind = b"application/json"
         answer = json.loads(content) if status == 200 else None
         if isinstance(answer, dict) and "choices" in answer:  # to a client that has gone, vLLM answers null
             try:
-                content, kind = await self._whole(answer)
+                content = await self._whole(answer)
             except Refused as refused:
                 status, content = refused.status, to_json(error_body(refused))
-        kept = [
-            (name, value)
-            for name, value in self._start["headers"]
-            if name.lower() not in (b"content-length", b"content-type")
-        ]
-        headers = [*kept, (b"content-type", kind), (b"content-length", str(len(content)).encode())]
+        kept = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
+        headers = [*kept, (b"content-length", str(len(content)).encode())]
         await self._send({**self._start, "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": content})
 
-    async def _whole(self, answer: dict[str, Any]) -> tuple[bytes, bytes]:
-        """Return the body with the states in it, and its media type."""
+    async def _whole(self, answer: dict[str, Any]) -> bytes:
+        """Return the body with the states in it."""
         hooks = await self._take()
         for choice in answer["choices"]:
             found = hooks[choice["index"]]
             if isinstance(found, Refused):
                 raise found
             choice["hooks"] = found
-        if self._as == "base64":
-            return to_json(answer), b"application/json"
-        return _to_safetensors(answer), SAFETENSORS.encode()
+        return to_json(answer)
 
     async def _take(self) -> list[dict[str, Any] | Refused]:
         """Return ``hooks`` of each choice, or why it has none."""
@@ -155,18 +144,3 @@ class AnswerWriter:
         }
         rest = {name: merged[name] for name in ("hooks", "flags", "silent") if merged[name]}
         return {"hidden_states": layers, "tokens_not_computed": merged["not_computed"], **rest}
-
-
-def _to_safetensors(answer: dict[str, Any]) -> bytes:
-    """Return the answer as a file of its tensors, with itself as ``answer`` in the metadata."""
-    import torch
-    from safetensors.torch import save
-
-    tensors = {}
-    for choice in answer["choices"]:
-        for layer, found in choice["hooks"]["hidden_states"].items():
-            raw = bytearray(base64.b64decode(found.pop("data")))
-            found["tensor"] = name = f"{choice['index']}/{layer}"
-            values = torch.frombuffer(raw, dtype=getattr(torch, found["dtype"])) if raw else torch.empty(0)
-            tensors[name] = values.reshape(found["shape"])
-    return bytes(save(tensors, metadata={"answer": to_json(answer).decode("ascii")}))

@@ -10,7 +10,7 @@ import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 from pydantic import Field, ValidationError
 
@@ -56,7 +56,6 @@ class StatesRequest:
     keys: tuple[str, ...]
     """The ids under which workers keep the states of each choice, in the order of choices."""
     body: bytes
-    states_as: Literal["base64", "safetensors"]
     has_one_prompt: bool
     """Whether an answer of vLLM that refuses it means that nothing of it has begun."""
 
@@ -101,9 +100,6 @@ def _read(content: bytes, path: str, name: str | None, settings: Settings) -> St
     if wanted is None or (wanted.hidden_states is None and wanted.hooks is None):
         return None
     states = wanted.hidden_states
-    states_as = "base64" if states is None else states.as_
-    if states_as == "safetensors" and body.get("stream"):
-        raise Refused(400, "as='safetensors' is a whole body, and a stream has none; ask for base64.")
     prompts, copies = _prompts(body, path), _copies(body)
     check_answers_wanted(settings, prompts * copies)  # a name is made for each
     unique = "-".join([*([name] if name else []), uuid.uuid4().hex])
@@ -112,7 +108,7 @@ def _read(content: bytes, path: str, name: str | None, settings: Settings) -> St
     body[_XARGS] = {**(body.get(_XARGS) or {}), _OPTION: json.dumps(asked)}
     if states is not None and states.bypass_cache:
         body["cache_salt"] = unique  # blocks of another salt are never shared
-    return StatesRequest(unique, tuple(_keys(path, unique, prompts, copies)), _written(body), states_as, prompts == 1)
+    return StatesRequest(unique, tuple(_keys(path, unique, prompts, copies)), _written(body), prompts == 1)
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
@@ -167,7 +163,7 @@ def _for_workers(wanted: EngineRequestHooks, settings: Settings, answers: int) -
     """Return the options that workers read, see `request_options`."""
     asked: dict[str, Any] = {}
     if wanted.hidden_states is not None:
-        asked["hidden_states"] = wanted.hidden_states.model_dump(exclude_none=True, exclude={"as_", "bypass_cache"})
+        asked["hidden_states"] = wanted.hidden_states.model_dump(exclude_none=True, exclude={"bypass_cache"})
         StatesPlan.read(asked["hidden_states"])  # raises before the request runs
     if wanted.hooks is not None:
         asked |= {"hooks": specs_of_request(wanted.hooks, settings), "answers": answers}

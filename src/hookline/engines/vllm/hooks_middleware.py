@@ -79,7 +79,7 @@ class RequestHooksMiddleware:
         if asked is None:
             await self._app(scope, _replay(messages, receive), send)
             return
-        writer = AnswerWriter(self._calls, asked.keys, asked.states_as, send)
+        writer = AnswerWriter(self._calls, asked.keys, send)
         headers = [(key, value) for key, value in scope["headers"] if key != _NAME]
         headers = [*_with_length(headers, len(asked.body)), (_NAME, asked.name.encode("latin-1"))]
         scope = {**scope, "headers": headers}

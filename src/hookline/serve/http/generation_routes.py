@@ -1,8 +1,7 @@
-"""Answer requests that generate: whole, as a stream, or as a safetensors file.
+"""Answer requests that generate: whole, or as a stream.
 
 The app calls `answer` and `stream` with a `ParsedRequest`; both run it on the engine. Each route has an `AnswerFormat`,
-which makes the JSON of an answer and of a piece of one. Hidden states go as base64 in JSON, or in a safetensors file
-that carries the JSON; no pickle anywhere.
+which makes the JSON of an answer and of a piece of one. Hidden states go as base64 in JSON; no pickle anywhere.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ if TYPE_CHECKING:
 
     from hookline.serve.generation_request import StatesOfLayer
 
-__all__ = ["NAMED", "SAFETENSORS", "AnswerFormat", "CompletionFormat", "answer", "stream", "usage_of"]
+__all__ = ["NAMED", "AnswerFormat", "CompletionFormat", "answer", "stream", "usage_of"]
 
-SAFETENSORS = "application/vnd.safetensors"
-"""What a safetensors answer is sent as."""
 NAMED: Final = "X-Request-Id"
 """The header that names a request, and its answer."""
 
@@ -46,31 +43,6 @@ def _states_as_base64(states: Mapping[str, StatesOfLayer]) -> dict[str, Any]:
         layer: {**_facts(found), "data": base64.b64encode(_raw(found.values)).decode("ascii")}
         for layer, found in states.items()
     }
-
-
-class _SafetensorsFile:
-    """Collect the tensors of an answer that is sent as a safetensors file.
-
-    Recipe: ``file = _SafetensorsFile(); facts = file.put(0, states); body = file.to_bytes({"choices": [...]})``.
-    """
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
-
-    def put(self, index: int, states: Mapping[str, StatesOfLayer]) -> dict[str, Any]:
-        """Keep the states of one answer; return their description for JSON."""
-        facts = {}
-        for layer, found in states.items():
-            name = f"{index}/{layer}"
-            self._tensors[name] = found.values.contiguous()
-            facts[layer] = {**_facts(found), "tensor": name}
-        return facts
-
-    def to_bytes(self, answer: Mapping[str, Any] | Sequence[Any]) -> bytes:
-        """Return the file; the JSON answer is ``answer`` in its metadata."""
-        from safetensors.torch import save
-
-        return bytes(save(self._tensors, metadata={"answer": to_json(answer).decode("ascii")}))
 
 
 def _facts(states: StatesOfLayer) -> dict[str, Any]:
@@ -123,13 +95,8 @@ async def answer(http: HttpRequest, serving: Serving, asked: ParsedRequest, form
 
 
 def _response(asked: ParsedRequest, form: AnswerFormat, answers: list[AnswerSoFar]) -> Any:
-    named = {NAMED: asked.id}
-    if asked.states_as == "safetensors":
-        file = _SafetensorsFile()
-        hooks = [_hooks(answer, file, index) for index, answer in enumerate(answers)]
-        return Response(file.to_bytes(form.whole(answers, hooks)), media_type=SAFETENSORS, headers=named)
-    hooks = [_hooks(answer) for answer in answers]
-    return Response(to_json(form.whole(answers, hooks)), media_type="application/json", headers=named)
+    content = to_json(form.whole(answers, [_hooks(answer) for answer in answers]))
+    return Response(content, media_type="application/json", headers={NAMED: asked.id})
 
 
 async def stream(http: HttpRequest, serving: Serving, asked: ParsedRequest, form: AnswerFormat) -> Any:
@@ -199,13 +166,13 @@ async def _until_gone(http: HttpRequest) -> None:
         pass
 
 
-def _hooks(answer: AnswerSoFar, file: _SafetensorsFile | None = None, index: int = 0) -> Any:
+def _hooks(answer: AnswerSoFar) -> Any:
     if answer.finished is None:
         return None
     found: dict[str, Any] = {}
     states = answer.finished.states
     if states is not None:
-        found["hidden_states"] = _states_as_base64(states) if file is None else file.put(index, states)
+        found["hidden_states"] = _states_as_base64(states)
     if answer.finished.hooks:
         found["hooks"] = list(answer.finished.hooks)
     if answer.finished.flags:

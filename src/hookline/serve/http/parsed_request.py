@@ -10,7 +10,7 @@ import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from hookline.serve.generation_request import GenerationRequest, StatesWanted
 from hookline.serve.http.engine_state import Serving
@@ -45,7 +45,6 @@ class ParsedRequest:
     """What goes before each answer."""
     prompt_tokens: int
     """Of all prompts; each counts once, however many answers it gets."""
-    states_as: Literal["base64", "safetensors"]
     allow: tuple[str, ...] = ()
     """What paths of factories of its hooks may begin with."""
 
@@ -79,7 +78,7 @@ async def parse_completion(
     _check_count(body.prompt, _or(body.n, 1), settings)
     prompts = await _prompts(body.prompt, serving)
     echoes = [_echo(body, prompt, serving) for prompt in prompts]
-    wanted = _Prompts("cmpl", name, prompts, echoes, _or(body.n, 1), body.seed, bool(body.stream))
+    wanted = _Prompts("cmpl", name, prompts, echoes, _or(body.n, 1), body.seed)
     return _parsed(wanted, options, body.hooks, settings)
 
 
@@ -103,7 +102,7 @@ async def parse_chat(body: ChatBody, serving: Serving, settings: Settings, name:
         "ignore_eos": bool(body.ignore_eos),
         "logprobs": _or(body.top_logprobs, 0) if body.logprobs else None,
     }
-    wanted = _Prompts("chatcmpl", name, [prompt], [""], _or(body.n, 1), body.seed, bool(body.stream))
+    wanted = _Prompts("chatcmpl", name, [prompt], [""], _or(body.n, 1), body.seed)
     return _parsed(wanted, options, body.hooks, settings)
 
 
@@ -138,19 +137,12 @@ class _Prompts:
     echoes: list[str]
     copies: int
     seed: int | None
-    stream: bool
 
 
 def _parsed(
     wanted: _Prompts, options: Mapping[str, Any], hooks: RequestHooks | None, settings: Settings
 ) -> ParsedRequest:
     states = None if hooks is None else hooks.hidden_states
-    if states is not None and states.as_ == "safetensors" and wanted.stream:
-        raise Refused(
-            400,
-            "as='safetensors' is a whole body, and a stream has none; ask for base64.",
-            param="$.hooks.hidden_states.as",
-        )
     specs = () if hooks is None or hooks.hooks is None else tuple(specs_of_request(hooks.hooks, settings))
     name = f"{wanted.prefix}-{uuid.uuid4().hex}" if wanted.name is None else _checked_name(wanted.name)
     pairs = [(prompt, copy) for prompt in wanted.prompts for copy in range(wanted.copies)]
@@ -168,8 +160,7 @@ def _parsed(
     ]
     echoes = [echo for echo in wanted.echoes for _ in range(wanted.copies)]
     tokens = sum(map(len, wanted.prompts))
-    states_as = "base64" if states is None else states.as_
-    return ParsedRequest(name, requests, echoes, tokens, states_as, settings.allow_requests)
+    return ParsedRequest(name, requests, echoes, tokens, settings.allow_requests)
 
 
 def _checked_name(name: str) -> str:

@@ -103,8 +103,6 @@ class HiddenStatesBody(_RequestBody):
     """Of the prompt, of the answer, or of both."""
     of: Literal["output", "input"] = "output"
     """What the module gives, or what it gets."""
-    as_: Annotated[Literal["base64", "safetensors"], Field(alias="as")] = "base64"
-    """base64 in the JSON answer, or the whole answer as a safetensors file with the JSON in its metadata."""
     window: NoWindow | None = None
     """Not done: on vLLM alone."""
 
