@@ -78,16 +78,15 @@ def facts(*, compiled=True, graphs="none", version="0.32.0", runner="V1"):
 
 
 def test_the_way_to_fire():
-    assert choose_way(facts(compiled=False), before_compiling=False, edits=False) == "eager"
-    assert choose_way(facts(compiled=False), before_compiling=True, edits=False) == "eager"
-    assert choose_way(facts(), before_compiling=False, edits=False) == "on_demand"
-    assert choose_way(facts(), before_compiling=True, edits=False) == "in_graph"
-    assert choose_way(facts(), before_compiling=True, edits=True) == "on_demand"
-    assert choose_way(facts(graphs="piecewise"), before_compiling=False, edits=True) == "on_demand"
-    assert choose_way(facts(graphs="piecewise"), before_compiling=True, edits=False) == "on_demand"
+    assert choose_way(facts(compiled=False), before_compiling=False) == "eager"
+    assert choose_way(facts(compiled=False), before_compiling=True) == "eager"
+    assert choose_way(facts(), before_compiling=False) == "on_demand"
+    assert choose_way(facts(), before_compiling=True) == "in_graph"
+    assert choose_way(facts(graphs="piecewise"), before_compiling=False) == "on_demand"
+    assert choose_way(facts(graphs="piecewise"), before_compiling=True) == "on_demand"
     for before in (False, True):
         with pytest.raises(OptionError, match="enforce-eager"):
-            choose_way(facts(graphs="full"), before_compiling=before, edits=False)
+            choose_way(facts(graphs="full"), before_compiling=before)
 
 
 def test_an_extension_without_a_module_is_refused():

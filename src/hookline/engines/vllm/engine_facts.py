@@ -82,18 +82,15 @@ class EngineFacts:
         return found
 
 
-def choose_way(facts: EngineFacts, *, before_compiling: bool, edits: bool) -> Way:
+def choose_way(facts: EngineFacts, *, before_compiling: bool) -> Way:
     """Return how a hook fires; raise where no way is left.
-
-    An edit is never put into the compiled code, where it would be part of the arithmetic and could not be switched off.
 
     Args:
         facts: The engine.
         before_compiling: Whether the hook comes before the engine compiles the model, and is to be in that code.
-        edits: Whether the hook may change what flows.
     """
     # A replayed CUDA graph calls no Python: a hook in it would be silent, and nobody would be told.
-    if before_compiling and facts.is_compiled and not edits and facts.graphs == "none":
+    if before_compiling and facts.is_compiled and facts.graphs == "none":
         return "in_graph"
     if facts.graphs == "full":
         raise OptionError(

@@ -161,7 +161,7 @@ def _start(worker: Any) -> None:
         return
     options = hooks.options
     specs = [] if options.hooks is None else specs_of_file(options.hooks)
-    way = choose_way(hooks.facts, before_compiling=options.in_graph, edits=False) if specs else "eager"
+    way = choose_way(hooks.facts, before_compiling=options.in_graph) if specs else "eager"
     if options.in_graph and way == "on_demand":
         logger.warning(
             "in_graph is left out: no hook fires in the CUDA graphs that this engine replays; hooks fire on demand"

@@ -95,7 +95,7 @@ class WorkerHooks:
 
         Each spec uses up a number, attached or not: workers have the same numbers for the same hooks then.
         """
-        way = choose_way(self.facts, before_compiling=False, edits=False)
+        way = choose_way(self.facts, before_compiling=False)
         added: _Live = []
         start = self._live.made
         try:
@@ -275,7 +275,7 @@ class WorkerHooks:
                 self._name(booked, asked.key)
             if asked.states is None and not asked.hooks:
                 return
-            choose_way(self.facts, before_compiling=False, edits=False)
+            choose_way(self.facts, before_compiling=False)
             for given in asked.hooks:
                 check_stop(self.facts, given)
             if booked.name == booked.id != self.book.client_name(booked.id):
