@@ -74,6 +74,47 @@ def test_a_copy_of_a_marked_model_is_clean_after_its_first_call(make: Any) -> No
         assert twin.layers[0].forward.__self__ is twin.layers[0]
 
 
+def _replica(module: nn.Module) -> nn.Module:
+    """What ``nn.DataParallel`` makes on each device, here with the parameters of the original."""
+    replica = module._replicate_for_data_parallel()
+    replica._parameters = dict(module._parameters)
+    return replica
+
+
+class _Stateful(nn.Linear):
+    """Says itself what a copy gets, as a class with slots does: a tuple."""
+
+    def __getstate__(self) -> tuple[dict[str, Any], str]:
+        return dict(self.__dict__), "slots"
+
+    def __setstate__(self, state: tuple[dict[str, Any], str]) -> None:
+        super().__setstate__(state[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"always_call": True}, {"on": "backward"}, {"on": "state_dict_pre"}], ids=str)
+@pytest.mark.parametrize("cls", [nn.Linear, _Stateful])
+@pytest.mark.parametrize(
+    "make",
+    [copy.copy, copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), _replica],
+    ids=["copy", "deepcopy", "pickle", "replica"],
+)
+def test_a_copy_of_a_marked_module_computes_with_its_own_parameters(make: Any, cls: Any, options: Any) -> None:
+    """While the original has hooks, and after; so does the copy of the copy."""
+    compiled(Blocks(1))(torch.randn(3, 4))
+    module, x = cls(4, 4), torch.randn(3, 4)
+    expected = module(x)
+    with hl.attach(module, "", _look, **options):
+        twins = [make(module)]
+        twins.append(make(twins[0]))
+        for twin in twins:
+            twin._parameters = {name: torch.zeros(()).expand_as(value) for name, value in twin._parameters.items()}
+            assert not twin(x).any()
+            assert not twin.forward(x).any()
+        assert torch.equal(module(x), expected)
+    assert not any(twin(x).any() for twin in twins)
+    assert not vars(module).keys() & {"forward", "__getstate__", "_replicate_for_data_parallel"}
+
+
 def test_a_hooked_model_that_is_marked_dies_with_its_last_reference() -> None:
     """The handle keeps nothing alive."""
     import weakref

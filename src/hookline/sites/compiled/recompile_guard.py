@@ -10,6 +10,9 @@ with hooks and one without.
 
 Where somebody else has replaced a module's ``forward``, another function that does the same stands in for theirs.
 
+A bound ``forward`` that went into a copy would compute with the parameters of the original. So a module that has one
+also has, of its own, the two methods by which it is copied: they leave out what is bound to it.
+
 Loading the compiler takes a second, so this file does not load it: where it is not loaded yet, a finder
 on ``sys.meta_path`` tells us when it is, and then the compiler when it first compiles. Both go when the last hook does.
 """
@@ -30,6 +33,9 @@ from hookline.sites import _torch
 
 _COMPILER: Final = "torch._dynamo"
 _FORWARD: Final = "forward"
+_STATE: Final = "__getstate__"
+_REPLICATE: Final = "_replicate_for_data_parallel"
+_BOUND: Final = (_FORWARD, _STATE, _REPLICATE)
 _STANDS_FOR: Final = "hookline_stands_for"
 
 
@@ -47,6 +53,8 @@ def add_own_forward(module: nn.Module) -> None:
             module.__dict__[_FORWARD] = _stand_in(own)
     elif isinstance(forward, FunctionType) and forward.__name__ == _FORWARD:  # it is pickled by that name
         module.__dict__[_FORWARD] = MethodType(forward, module)
+        module.__dict__[_STATE] = MethodType(_state_for_copy, module)
+        module.__dict__[_REPLICATE] = MethodType(_replica, module)
     elif forward is not nn.Module.forward:  # which containers have, and which is never called
         _compile_again(type(module))
 
@@ -55,16 +63,29 @@ def drop_own_forward(module: nn.Module) -> None:
     """Take it away: that code fits again."""
     own = module.__dict__.get(_FORWARD)
     if _is_own_forward(module, own):
-        del module.__dict__[_FORWARD]
+        for name in _BOUND:
+            module.__dict__.pop(name, None)
     elif hasattr(own, _STANDS_FOR):
         module.__dict__[_FORWARD] = getattr(own, _STANDS_FOR)
 
 
-def drop_copied_forward(copy: nn.Module) -> None:
-    """Take from a shallow copy the ``forward`` of the module it was copied from, which has that module's parameters."""
-    own = copy.__dict__.get(_FORWARD)
-    if isinstance(own, MethodType) and own.__func__ is type(copy).forward and own.__self__ is not copy:
-        del copy.__dict__[_FORWARD]
+def _state_for_copy(module: nn.Module) -> Any:
+    """Return what ``copy.copy``, ``copy.deepcopy`` and ``pickle`` take over, which ask the instance for it."""
+    state = type(module).__getstate__(module)
+    if isinstance(state, tuple):  # of a class with slots
+        return (_unbound(state[0]), *state[1:])
+    return _unbound(state)
+
+
+def _replica(module: nn.Module) -> nn.Module:
+    """Return what ``nn.DataParallel`` calls instead of the module."""
+    replica: nn.Module = getattr(type(module), _REPLICATE)(module)
+    replica.__dict__ = _unbound(replica.__dict__)
+    return replica
+
+
+def _unbound(state: Any) -> Any:
+    return {key: state[key] for key in state if key not in _BOUND} if isinstance(state, dict) else state
 
 
 def is_forward_replaced(module: nn.Module) -> bool:

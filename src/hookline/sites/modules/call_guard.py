@@ -16,7 +16,6 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.errors import HooklineWarning, HookReturnError
 from hookline.sites import _torch
-from hookline.sites.compiled import recompile_guard
 from hookline.sites.gradients.gradient_hooks import GradientHooks
 from hookline.sites.kinds import Kind
 
@@ -167,8 +166,6 @@ class CallGuard:
         module_hooks = self._module_hooks
         if module is None:
             module = module_hooks.module()
-        elif module is not self._module():
-            recompile_guard.drop_copied_forward(module)
         around = module_hooks.around
         if around is None:
             return self._attempt(module, args, kwargs)
