@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import os
 import signal
+import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 
@@ -13,11 +16,14 @@ import pytest
 import torch
 from helpers_guard import Run, differing, portrait
 from torch import nn
+from torch.autograd import grad_mode
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
 from hookline.errors import GuardError
+from hookline.guard import guard as guard_module
+from hookline.guard import interrupts
 from hookline.guard import tensor_copies as copies
 from hookline.guard.guard import Guard, rollback
 from hookline.guard.model_context import ModelDataContext
@@ -381,6 +387,99 @@ def test_a_receipt_is_whole_though_an_interrupt_came(monkeypatch):
         model.note = 1
     assert receipt.touched == receipt.restored == ("model.note",)
     assert len(times) == 2  # model and optimizer, gradients; there is no batch, and nothing else
+
+
+class Interrupting:
+    """Traces the guard's outer code, and sends one interrupt before its opcode (in torch: its line) number ``at``."""
+
+    by_opcode = guard_module.__file__, interrupts.__file__, contextlib.__file__
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame, event, arg):
+        name = frame.f_code.co_filename
+        frame.f_trace_opcodes = name in self.by_opcode
+        frame.f_trace_lines = name == grad_mode.__file__
+        return self.count if frame.f_trace_opcodes or frame.f_trace_lines else None
+
+    def count(self, frame, event, arg):
+        self.left -= event in ("opcode", "line")
+        if self.left == 0:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return self.count
+
+
+def spoil(model):
+    model.weight.data.zero_()
+    model.note = 1
+    model.eval()
+    torch.set_grad_enabled(False)
+
+
+def roll_back(model):
+    with rollback(model):
+        spoil(model)
+
+
+def protect(model):
+    guard = Guard(model)
+    guard.save()
+    try:
+        with guard.protecting("any"):
+            spoil(model)
+    finally:
+        guard.release()
+
+
+def observe(model):
+    with Guard(model).check_observers("any"):
+        pass
+
+
+@pytest.mark.parametrize("use", [roll_back, protect, observe])
+def test_an_interrupt_at_any_opcode_of_the_guard_loses_nothing(use):
+    """Not even the mode for gradients, into and out of which the guard itself goes."""
+    model = nn.Linear(2, 1)
+    weight, handler = model.weight.detach().clone(), signal.getsignal(signal.SIGINT)
+
+    def lost():
+        whole = torch.equal(model.weight, weight) and not hasattr(model, "note")
+        return not (whole and model.training and torch.is_grad_enabled())
+
+    before = sys.gettrace()
+    for at in itertools.count(1):
+        interrupting, was_interrupted = Interrupting(at), False
+        try:
+            sys.settrace(interrupting)
+            use(model)
+        except KeyboardInterrupt:
+            was_interrupted = True
+        finally:
+            sys.settrace(before)
+        assert was_interrupted is (interrupting.left <= 0)
+        if lost():
+            gc.collect()  # contextlib was interrupted before it went on: that is over with the last reference
+        assert not lost()
+        assert signal.getsignal(signal.SIGINT) is handler
+        if not was_interrupted:
+            break
+    assert at > 1
+
+
+def test_a_hook_on_a_module_that_was_taken_out_is_off():
+    """It is in the model again when hooks are looked for; so is one on a module that was put in."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    first, other, expected = model[0], nn.ReLU(), model(X)
+    with rollback(model):
+        hl.attach(model, "0", lambda module, args, output: output + 1)
+        del model[0]
+        model.append(other)
+        hl.attach(model, "1", lambda module, args, output: output + 1)
+    assert torch.equal(model(X), expected)
+    for module in (first, other):
+        hl.assert_no_hooks(module)
 
 
 def test_blocks_of_one_guard_in_each_other_have_switches_of_their_own():

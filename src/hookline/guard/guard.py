@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -68,6 +68,14 @@ class GuardReceipt(ShownAsTable):
         return Table(header, rows, title=title, most=_MAX_ROWS, rest=rest) if rows else Table(title=title)
 
 
+class _Block(NamedTuple):
+    """A protected block that has begun and is not undone yet."""
+
+    receipt: GuardReceipt
+    began: float
+    switches: TorchSwitches
+
+
 class Guard:
     """Save a run, and put it back after each intervention.
 
@@ -104,7 +112,8 @@ class Guard:
         self._strict = strict
         self._saved_scope: str | None = None
         self._copies_gradients = False
-        self._is_restored = True
+        self._blocks: list[_Block] = []
+        """Those in each other, the outermost first."""
         self.num_saves = 0
         """How often `save` was called."""
         self.last_bytes = 0
@@ -145,20 +154,20 @@ class Guard:
         """
         self._check_saved(name, _check_scope(scope))
         receipt = GuardReceipt(name, scope, saved_bytes=self.last_bytes)
-        switches = TorchSwitches()
-        began = time.perf_counter()
+        block = _Block(receipt, time.perf_counter(), TorchSwitches())
+        self._blocks.append(block)
         try:
-            if scope == "grads":
-                self._snapshot.park_gradients()
-            yield receipt
-        except BaseException as error:
-            forbidden = self._end(receipt, began, switches)
-            if forbidden:
-                raise GuardError(_forbidden_message(receipt, forbidden)) from error
+            try:
+                if scope == "grads":
+                    self._snapshot.park_gradients()
+                yield receipt
+            except BaseException as error:
+                self._end(block, error)
+                raise
+            self._end(block)
+        except KeyboardInterrupt:
+            self._end(block)  # one that came at the end of the block, before interrupts were deferred
             raise
-        forbidden = self._end(receipt, began, switches)
-        if forbidden:
-            raise GuardError(_forbidden_message(receipt, forbidden))
 
     def _check_saved(self, name: str, scope: str) -> None:
         if self._saved_scope is None:
@@ -169,39 +178,37 @@ class Guard:
                 f"Next: save([{scope!r}])."
             )
 
-    def _end(self, receipt: GuardReceipt, began: float, switches: TorchSwitches) -> list[StateChange]:
-        """Put everything back; return the changes that the scope forbids.
-
-        An interrupt may come before interrupts are deferred: then restore once more.
-        """
-        receipt.seconds, self._is_restored = time.perf_counter() - began, False
+    @interrupts_deferred()
+    def _end(self, block: _Block, cause: BaseException | None = None) -> None:
+        """Put everything back, unless it was; raise where something cannot be, or the scope forbids a change."""
+        if block not in self._blocks:
+            return
+        block.receipt.seconds = time.perf_counter() - block.began
         try:
-            return self._restore(receipt, switches)
-        except KeyboardInterrupt:
-            if not self._is_restored:
-                self._restore(receipt, switches)
-            raise
+            forbidden = self._restore(block.receipt, block.switches)
+        finally:
+            self._blocks.remove(block)
+        if forbidden:
+            raise GuardError(_forbidden_message(block.receipt, forbidden)) from cause
 
     def _restore(self, receipt: GuardReceipt, switches: TorchSwitches) -> list[StateChange]:
-        with interrupts_deferred():
-            bytewise = self._strict and receipt.scope != "trains"
-            if not bytewise:
-                self._snapshot.begin_restore()
-            changes = self._snapshot.changes(bytewise=bytewise)
-            if receipt.scope == "grads":
-                allowed = ("gradient", "other gradient") if self._copies_gradients else ("other gradient",)
-                changes = [change for change in changes if change.kind not in allowed]
-            lost = self._snapshot.restore(looked=True, own_stream=False)
-            changes += [StateChange("switch", name) for name in switches.restore()]
-            lost |= switches.lost
-            if self._dataset is not None:
-                lost |= dict.fromkeys(self._dataset.written(), "part of the data, which are not copied")
-            forbidden = [change for change in changes if change.kind in _FORBIDDEN[receipt.scope]]
-            uncopied = self._without_copy(forbidden) if forbidden and self._saved_scope != "trains" else ()
-            missing = {*lost, *uncopied}
-            receipt.touched = tuple(dict.fromkeys(change.name for change in changes))
-            receipt.restored = tuple(name for name in receipt.touched if name not in missing)
-            self._is_restored = True
+        bytewise = self._strict and receipt.scope != "trains"
+        if not bytewise:
+            self._snapshot.begin_restore()
+        changes = self._snapshot.changes(bytewise=bytewise)
+        if receipt.scope == "grads":
+            allowed = ("gradient", "other gradient") if self._copies_gradients else ("other gradient",)
+            changes = [change for change in changes if change.kind not in allowed]
+        lost = self._snapshot.restore(looked=True, own_stream=False)
+        changes += [StateChange("switch", name) for name in switches.restore()]
+        lost |= switches.lost
+        if self._dataset is not None:
+            lost |= dict.fromkeys(self._dataset.written(), "part of the data, which are not copied")
+        forbidden = [change for change in changes if change.kind in _FORBIDDEN[receipt.scope]]
+        uncopied = self._without_copy(forbidden) if forbidden and self._saved_scope != "trains" else ()
+        missing = {*lost, *uncopied}
+        receipt.touched = tuple(dict.fromkeys(change.name for change in changes))
+        receipt.restored = tuple(name for name in receipt.touched if name not in missing)
         if lost:
             raise GuardError(unrestored_message(f"Hook {receipt.hook!r}", lost))
         return forbidden
@@ -213,8 +220,14 @@ class Guard:
             if change.kind == "gradient" or (change.kind != "other gradient" and change.name in known):
                 yield change.name
 
+    @interrupts_deferred()
     def release(self) -> None:
-        """Let go of what was saved; keep the memory for the next firing."""
+        """Let go of what was saved; keep the memory for the next firing.
+
+        Put it back before, where an interrupt has come between a block and its end.
+        """
+        for block in reversed(self._blocks):
+            self._end(block)
         self._saved_scope = self._dataset = None
         self._snapshot.forget()
 

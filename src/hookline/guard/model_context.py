@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from hookline.errors import GuardError, NoMatchError, OptionError
 from hookline.guard.guard import Guard
-from hookline.guard.interrupts import interrupts_deferred
 from hookline.guard.loaders import call_loader_factory, copy_loader, private_generator
 from hookline.guard.snapshot import PreEpochState, Snapshot, roots_of
 from hookline.messages import nearest_names
@@ -143,8 +142,7 @@ class ModelDataContext:
         """
         roots = roots_of(self._model, self._optimizer, self._scheduler, self._scaler, self._loader)
         snapshot = Snapshot(roots)
-        with interrupts_deferred():
-            snapshot.take("all" if full else "parameters", gradients=full)
+        snapshot.take("all" if full else "parameters", gradients=full)
         self._checkpoints[token := f"ckpt_{next(self._token_numbers)}"] = snapshot, full
         return token
 

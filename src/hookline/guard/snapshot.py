@@ -125,6 +125,7 @@ class Snapshot:
 
     # -- saving --------------------------------------------------------------------------------------------------
 
+    @interrupts_deferred()
     def take(self, which: str = "all", *, gradients: bool = True, random: bool = True, batch: Any = None) -> None:
         """Save; copy the tensors that ``which`` names, the ``gradients``, ``random`` streams, and all of ``batch``."""
         self._is_saved = False
@@ -206,6 +207,7 @@ class Snapshot:
             return []
         return [number for number, (found, grad) in enumerate(zip(now, self._grads, strict=True)) if found is not grad]
 
+    @interrupts_deferred()
     def forget(self) -> None:
         """Let go of what was saved; keep the memory, and what is known about a run that has not changed since."""
         self._is_saved, self._random, self._hooks = False, None, TensorHooks([])
@@ -267,13 +269,16 @@ class Snapshot:
         """
         self._check_saved()
         assert self._internals is not None
-        looked = not (hooks and self._remove_new_hooks()) and looked
+        hooked = hooks and self._has_new_hooks()
+        if hooked:
+            self._remove_new_hooks()
+        looked = looked and not hooked
         with torch.inference_mode(False), torch.no_grad():
             is_as_seen = looked and all(group.is_as_seen for group in self._groups)
             swapped = self._internals.changed(everything=not is_as_seen)
             lost = self._internals.restore(swapped) if swapped else {}
             looked = looked and not swapped
-            self._restore_parts(versions=versions, looked=looked, renew_hooks=bool(swapped))
+            self._restore_parts(versions=versions, looked=looked, renew_hooks=bool(swapped), hooked=hooked)
             if gradients:
                 self._restore_gradients(looked=looked, is_as_seen=is_as_seen and not swapped)
             moved = [tensor for group in self._groups for tensor in group.moved]
@@ -298,11 +303,13 @@ class Snapshot:
         if lost:
             raise GuardError(unrestored_message(who, lost))
 
-    def _restore_parts(self, *, versions: bool, looked: bool, renew_hooks: bool) -> None:
+    def _restore_parts(self, *, versions: bool, looked: bool, renew_hooks: bool, hooked: bool) -> None:
         for part in self._parts:
             part.tensors.restore(looked=looked)
         for part in self._parts:
             part.containers.restore(part.containers.changed(looked=looked))
+        if hooked:
+            self._remove_new_hooks()  # those on modules that were taken out, too: they are back only now
         self._hooks.restore(renew=renew_hooks)
         for part in self._parts:
             (part.tensors.restore_versions if versions else part.tensors.advance_versions)()
@@ -317,20 +324,18 @@ class Snapshot:
             self._owning[number].grad = self._grads[number]
         self._gradients.restore_versions()
 
-    def _remove_new_hooks(self) -> bool:
-        """Remove hooks of hookline attached since, also those on no model; their handles clear all that belongs.
-
-        Return False if none was attached anywhere.
-        """
+    def _has_new_hooks(self) -> bool:
+        """Return whether a hook of hookline was attached anywhere since this was last asked."""
         before, self._checked_order = self._checked_order, next_order()
-        if self._checked_order == before + 1:
-            return False
+        return self._checked_order > before + 1
+
+    def _remove_new_hooks(self) -> None:
+        """Remove hooks of hookline attached since, also those on no model; their handles clear all that belongs."""
         for where in (None, self.roots["model"], self.roots.get("optimizer")):
             if where is None or isinstance(where, nn.Module | torch.optim.Optimizer):
                 for handle in attached(where):
                     if handle._attachment.order > self._order:
                         handle.remove(quiet=True)
-        return True
 
 
 class PreEpochState:
@@ -365,8 +370,7 @@ class PreEpochState:
         roots = roots_of(model, optimizer, scheduler, scaler, loader)
         is_same = into is not None and into._snapshot.roots == roots
         snapshot = into._snapshot if into is not None and is_same else Snapshot(roots, where)
-        with interrupts_deferred():
-            snapshot.take("all", gradients=False)
+        snapshot.take("all", gradients=False)
         return cls(snapshot)
 
     def restore(self) -> None:

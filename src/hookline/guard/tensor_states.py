@@ -99,8 +99,7 @@ class TensorStates:
     def _note_memory(self) -> None:
         self._storages = [live.untyped_storage() for live in self._strided]
         self._sizes, self._begins = self._sizes_now(), self._begins_now()
-        with torch.no_grad():
-            self._aliases = [live.detach() for live in self._strided]
+        self._aliases = [live.detach() for live in self._strided]
 
     @property
     def has_graphs(self) -> bool:

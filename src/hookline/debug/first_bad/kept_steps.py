@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hookline.debug.first_bad.state_marks import StateMarks
-from hookline.guard.interrupts import interrupts_deferred
 from hookline.guard.rng import RandomStates
 from hookline.guard.snapshot import Snapshot, roots_of
 from hookline.guard.tensor_copies import Where
@@ -78,8 +77,7 @@ class KeptSteps:
         # The memory of the older one is used again, unless the run has other parts now (another loader, say).
         same = window is not None and window.snapshot.roots == roots
         snapshot = window.snapshot if window is not None and same else Snapshot(roots, self._where)
-        with interrupts_deferred():
-            snapshot.take("all", gradients=True)
+        snapshot.take("all", gradients=True)
         self._windows.append(_Window(snapshot, None if attributes is None else attributes()))
 
     def has(self, number: int) -> bool:
