@@ -468,6 +468,29 @@ def test_an_interrupt_at_any_opcode_of_the_guard_loses_nothing(use):
     assert at > 1
 
 
+@pytest.mark.parametrize("wants_error", [False, True])
+def test_the_copies_of_a_rollback_are_gone_with_its_block(monkeypatch, wants_error):
+    """At once, not when cycles are next looked for: until then every rollback would hold as much memory again."""
+    kept, original = weakref.WeakSet(), copies.MemoryCopies.save
+
+    def noted(self):
+        kept.add(self)
+        original(self)
+
+    monkeypatch.setattr(copies.MemoryCopies, "save", noted)
+    model = nn.Linear(2, 2)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(ZeroDivisionError), rollback(model):
+            assert kept
+            model(torch.ones(1, 2)).sum().backward()
+            1 / (not wants_error)
+        assert not kept
+    finally:
+        gc.enable()
+
+
 def test_a_hook_on_a_module_that_was_taken_out_is_off():
     """It is in the model again when hooks are looked for; so is one on a module that was put in."""
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())

@@ -129,7 +129,7 @@ class Snapshot:
     def take(self, which: str = "all", *, gradients: bool = True, random: bool = True, batch: Any = None) -> None:
         """Save; copy the tensors that ``which`` names, the ``gradients``, ``random`` streams, and all of ``batch``."""
         self._is_saved = False
-        with torch.inference_mode(False), torch.no_grad():  # what is made there cannot be written elsewhere
+        with torch.inference_mode(False), torch.no_grad():  # see `MemoryCopies`
             is_rebuilt = self._main.take(which)
             self._rest.take(which, self._main.containers.seen, rebuild=is_rebuilt)
             self._take_gradients(copied=gradients)
@@ -146,7 +146,7 @@ class Snapshot:
         if self._internals is not None and self._internals.is_about(tensors):
             self._internals.note()
         else:
-            self._internals = TensorInternals(tensors, lambda: self.names + self._grad_names, self._model)
+            self._internals = TensorInternals(tensors, self._model)
 
     def _take_batch(self, batch: Any, which: str) -> None:
         """Copy the tensors of a batch that were not met elsewhere; there is another batch at every step."""
@@ -276,18 +276,20 @@ class Snapshot:
         with torch.inference_mode(False), torch.no_grad():
             is_as_seen = looked and all(group.is_as_seen for group in self._groups)
             swapped = self._internals.changed(everything=not is_as_seen)
-            lost = self._internals.restore(swapped) if swapped else {}
+            unlike = self._internals.restore(swapped) if swapped else {}
             looked = looked and not swapped
             self._restore_parts(versions=versions, looked=looked, renew_hooks=bool(swapped), hooked=hooked)
             if gradients:
                 self._restore_gradients(looked=looked, is_as_seen=is_as_seen and not swapped)
             moved = [tensor for group in self._groups for tensor in group.moved]
-            lost |= self._internals.repair_accumulators(swapped, moved)
+            unlike |= self._internals.repair_accumulators(swapped, moved)
             if any(group.has_new_internals for group in self._groups):
                 self._internals.refresh()
         if self._random is not None:
             self._random.restore(own=own_stream, looked=looked)
         torch.clear_autocast_cache()  # it holds casts of numbers that may be others now
+        names = self.names + self._grad_names if unlike else []
+        lost = {names[number]: reason for number, reason in unlike.items()}
         named = [(part.tensors, part.names) for part in self._parts]
         for tensors, names in (*named, (self._gradients, self._grad_names)):
             lost |= dict.fromkeys((names[index] for index in tensors.stuck), _GRAPH)

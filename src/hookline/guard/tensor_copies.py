@@ -97,7 +97,10 @@ class _Piece(NamedTuple):
 
 
 class MemoryCopies:
-    """A copy of the memory of some tensors; they must have memory and not be on the meta device."""
+    """A copy of the memory of some tensors; they must have memory and not be on the meta device.
+
+    Make it outside of inference mode: what is made there cannot be written elsewhere.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], pool: BufferPool) -> None:
         self._pieces = _pieces_of(tensors)
@@ -201,6 +204,5 @@ def _as_integers(storage: torch.UntypedStorage, spans: Iterable[tuple[int, int]]
     begins, ends = zip(*spans, strict=True)
     begin, end = min(begins), max(ends)
     width, dtype = next((width, dtype) for width, dtype in _WIDE if math.gcd(begin, end) % width == 0)
-    with torch.inference_mode(False):
-        view = torch.empty(0, dtype=dtype, device=storage.device)
-        return view.set_(storage, begin // width, ((end - begin) // width,))  # type: ignore[call-overload,no-any-return]
+    view = torch.empty(0, dtype=dtype, device=storage.device)
+    return view.set_(storage, begin // width, ((end - begin) // width,))  # type: ignore[call-overload,no-any-return]

@@ -7,7 +7,7 @@ that expects gradients of that shape for as long as a graph keeps it. Neither sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, Final
@@ -28,12 +28,12 @@ _NO_HOOKS: Final[Any] = (None,) * len(_torch.TENSOR_HOOKS)
 class TensorInternals:
     """The internals of some tensors, as they are when this is made.
 
-    ``groups`` are lists of tensors, ``names`` returns the names of all; ``model`` may be data-parallel, which hooks
+    ``groups`` are lists of tensors, which have numbers through all of them; ``model`` may be data-parallel, which hooks
     their nodes. `note` keeps what was worked out about the tensors, as long as the lists are the same.
     """
 
-    def __init__(self, groups: Sequence[list[Tensor]], names: Callable[[], list[str]], model: nn.Module) -> None:
-        self._groups, self._names, self._model = tuple(groups), names, model
+    def __init__(self, groups: Sequence[list[Tensor]], model: nn.Module) -> None:
+        self._groups, self._model = tuple(groups), model
         self._tensors = list(chain.from_iterable(groups))
         self._classes = list(map(type, self._tensors))
         # A plain tensor is asked only where something else is other: torch refuses to swap one that anything refers to,
@@ -96,9 +96,9 @@ class TensorInternals:
                 changed.add(number)
         return sorted(changed)
 
-    def restore(self, changed: Iterable[int]) -> dict[str, str]:
-        """Give each its own internals again; return the names of those that cannot have them, and why."""
-        lost: dict[str, str] = {}
+    def restore(self, changed: Iterable[int]) -> dict[int, str]:
+        """Give each its own internals again; return the numbers of those that cannot have them, and why."""
+        lost: dict[int, str] = {}
         holders = {_torch.identity_of(tensor): tensor for tensor in self._tensors}
         holders |= {self._before[number]: node.variable for number, node in self._nodes.items()}
         changed = list(changed)
@@ -115,7 +115,7 @@ class TensorInternals:
             # Hooks of autograd sit in the internals. New ones have none; numbers and flags are put back into them.
             _torch.swap_insides(tensor, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
             if uses.get(number, 1) > 1:
-                lost[self._names()[number]] = "swap_tensors() gave its insides, which something refers to, away"
+                lost[number] = "swap_tensors() gave its insides, which something refers to, away"
         own_attributes = dict(zip(self._with_attributes, self._attributes, strict=True))
         for number in changed:
             tensor, attributes = self._tensors[number], own_attributes.get(number)
@@ -125,8 +125,8 @@ class TensorInternals:
                 tensor.__dict__ = attributes
         return lost
 
-    def repair_accumulators(self, swapped: Collection[int], moved: Collection[Tensor]) -> dict[str, str]:
-        """Give old and new graphs the right nodes; return the names of parameters for which that fails, and why.
+    def repair_accumulators(self, swapped: Collection[int], moved: Collection[Tensor]) -> dict[int, str]:
+        """Give old and new graphs the right nodes; return the numbers of parameters for which that fails, and why.
 
         Only those can be wrong that were ``swapped`` or ``moved``, that have more references, or that had a node.
         """
@@ -142,11 +142,11 @@ class TensorInternals:
                 _repair_accumulator(tensor)
         return {} if not self._is_parallel else self._with_unhooked_node()
 
-    def _with_unhooked_node(self) -> dict[str, str]:
-        """Return the names of parameters that have another node than the one a data-parallel model has hooked."""
+    def _with_unhooked_node(self) -> dict[int, str]:
+        """Return the numbers of parameters that have another node than the one a data-parallel model has hooked."""
         pairs = [(number, self._tensors[number], node) for number, node in self._nodes.items()]
-        names = [self._names()[number] for number, tensor, node in pairs if _torch.accumulator_of(tensor) is not node]
-        return dict.fromkeys(names, "DistributedDataParallel would not see its gradients any more")
+        unhooked = [number for number, tensor, node in pairs if _torch.accumulator_of(tensor) is not node]
+        return dict.fromkeys(unhooked, "DistributedDataParallel would not see its gradients any more")
 
 
 def _is_parallel(model: nn.Module) -> bool:

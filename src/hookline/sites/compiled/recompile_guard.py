@@ -71,7 +71,7 @@ def drop_own_forward(module: nn.Module) -> None:
 
 def _state_for_copy(module: nn.Module) -> Any:
     """Return what ``copy.copy``, ``copy.deepcopy`` and ``pickle`` take over, which ask the instance for it."""
-    state = type(module).__getstate__(module)
+    state = getattr(type(module), _STATE)(module)
     if isinstance(state, tuple):  # of a class with slots
         return (_unbound(state[0]), *state[1:])
     return _unbound(state)
