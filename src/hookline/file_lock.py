@@ -7,6 +7,7 @@ run per folder). The system frees the lock of a process that died.
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
@@ -22,6 +23,10 @@ _FLAGS: Final = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
 _OURS: Final[dict[tuple[int, int], int]] = {}
 """The files that this process has locked, each with its process number: the system refuses a lock only to other
 processes, and a forked child does not inherit it."""
+_TAKING: Final = threading.Lock()
+"""Held while a thread looks whether a file is ours, and makes it so."""
+if hasattr(os, "register_at_fork"):  # no child is to find it taken by a thread that it does not have
+    os.register_at_fork(before=_TAKING.acquire, after_in_parent=_TAKING.release, after_in_child=_TAKING.release)
 
 
 class FileLock:
@@ -51,6 +56,11 @@ class FileLock:
 
 def take_lock(path: Path) -> FileLock | None:
     """Return the lock of the file at `path`, or None if it is held already, here or elsewhere; does not wait."""
+    with _TAKING:
+        return _take(path)
+
+
+def _take(path: Path) -> FileLock | None:
     # A lock of the process, not of the open file: workers that were forked from a killed run do not hold it. To open
     # and close a file that we have locked would free the lock, so `_is_ours` comes first.
     while not _is_ours(path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers_sinks import Slow, record
@@ -27,6 +29,22 @@ def other_process_gets(path) -> bool:
     """Whether somebody else could have the lock now."""
     found = subprocess.run([sys.executable, "-c", OTHER, str(path)], capture_output=True, text=True, check=True)
     return found.stdout.strip() == "True"
+
+
+def test_one_of_two_threads_gets_a_lock(tmp_path, monkeypatch):
+    """Though both look whether it is free before either has it."""
+    original, path = os.fstat, tmp_path / "lock"
+
+    def slow(file):
+        time.sleep(0.05)
+        return original(file)
+
+    monkeypatch.setattr(os, "fstat", slow)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(take_lock, [path, path]))
+    assert found.count(None) == 1
+    for lock in filter(None, found):
+        lock.release()
 
 
 def test_two_managers_of_one_process_do_not_write_one_log(tmp_path):

@@ -103,3 +103,15 @@ def test_many_hooks_on_one_module_are_put_in_order_without_sorting_all_of_them_e
 
     edits, observers = ([n for n in range(200) if (n % 3 == 0) is late] for late in (False, True))
     assert order == promised(edits) + promised(observers)
+
+
+def test_without_strict_no_match_leaves_the_model_as_it_is():
+    """Torch has no hook to call; the handle reports nothing and comes off."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.warns(hl.HooklineWarning, match="nothing"):
+        handle = hl.attach(model, "nothing", lambda *args: None, strict=False)
+    hl.assert_no_hooks(model)
+    assert not model._forward_pre_hooks
+    model(torch.ones(1, 2))
+    assert (handle.report().matched, handle.report().fired) == (0, 0)
+    handle.remove()

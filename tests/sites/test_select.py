@@ -232,6 +232,12 @@ def test_exclude_takes_modules_away():
     assert names(Tower(), "head.*", exclude=["head.1", nn.Sequential]) == ["head.0", "head.2.0"]
 
 
+@pytest.mark.parametrize("nothing", [None, [], (), set(), frozenset()], ids=repr)
+def test_exclude_may_be_empty(nothing):
+    """A list that a program has made may have nothing in it."""
+    assert names(Tower(), "head.*", exclude=nothing) == names(Tower(), "head.*")
+
+
 def test_exclude_takes_a_shared_module_away_by_any_of_its_names():
     """Exclusion is of the module, not of one of its names."""
     assert "layers.0.norm" not in names(Tower(), "*", exclude="layers.5.norm")

@@ -250,6 +250,8 @@ SILENT = [
     Silent.of_class,
     functools.partial(says_nothing),
     functools.partial(functools.partial(Silent().bound)),
+    torch.no_grad()(says_nothing),
+    torch.inference_mode()(torch.enable_grad()(says_nothing)),
 ]
 
 

@@ -162,3 +162,21 @@ def test_site_tells_the_mode_that_the_forward_began_in() -> None:
             model(torch.randn(3, 4))
         model.eval()(torch.randn(3, 4))
     assert told == [(True, True), (True, False), (False, True)]
+
+
+def test_steps_go_on_after_a_rollback_in_which_they_began():
+    """It takes the step counter off, which came on inside of it; the next call puts another one on."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = nn.Linear(2, 2)
+
+    model, steps = Encoder(), []
+    with hl.attach(model, "part", lambda module, args, output, *, site: steps.append(site.step)):
+        with hl.rollback(model):
+            model.part(torch.ones(1, 2))
+        for _ in range(3):
+            model.part(torch.ones(1, 2))
+    assert steps == [0, 1, 2, 3]
+    hl.assert_no_hooks(model)

@@ -166,7 +166,7 @@ class Snapshot:
             self._owners = [index for index in self._owners if tensors[index].is_leaf]
         self._owning = [tensors[index] for index in self._owners]
         self._grads = list(map(_grad, self._owning))
-        if self._grads.count(None) == len(self._grads):
+        if all(grad is None for grad in self._grads):  # count(None) would compare each with torch.eq: 58 µs
             if self._gradients.tensors:
                 self._gradients.assign([], [])
             self._gradients.take("gradients", ())

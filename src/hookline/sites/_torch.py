@@ -190,6 +190,14 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
             yield attribute, hook_id, getattr(hook, "hook", hook) if wrapped else hook
 
 
+_IN_MODE: Final = torch.no_grad()(lambda: None).__code__
+
+
+def is_in_mode(function: Any) -> bool:
+    """Return whether it is a function in ``@torch.no_grad()`` or the like, which give back what the function does."""
+    return getattr(function, "__code__", None) is _IN_MODE
+
+
 def caller() -> nn.Module | None:
     """Return the module whose ``_call_impl`` is being called, for what stands in for that method on the instance."""
     module = sys._getframe(2).f_locals.get("self")

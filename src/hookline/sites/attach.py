@@ -237,7 +237,7 @@ def attach_to_modules(attachment: Attachment, model: nn.Module, chosen: list[Nam
 
 def _prepare_for_compiling(attachment: Attachment, chosen: list[Named]) -> None:
     """Name a hook that edits a forward, and so becomes part of compiled code, after the place where it sits."""
-    if not chosen or attachment.kind not in _FORWARD_KINDS:
+    if attachment.kind not in _FORWARD_KINDS:
         return
     if attachment.may_edit or changes_in_place(attachment.hook):
         first = repr(chosen[0][0])
@@ -252,6 +252,8 @@ _EDIT: Final = OrderGroup.EDIT
 
 def add_entries(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> None:
     """Put an attachment on modules of a model."""
+    if not chosen:
+        return
     counter = counter_of(model if WRAPPER_KEYS.isdisjoint(model._modules.keys()) else unwrap(model))
     if attachment.order_group is _EDIT:
         _prepare_for_compiling(attachment, chosen)
@@ -289,6 +291,7 @@ def _count_by_part(counter: ForwardCounter) -> None:
             _begin_by_part(counter)
 
     handle = attach(part, begin_step, on="forward_pre", observe=True, sees="raw", prepend=True, name="step counter")
+    handle._attachment.on_remove = lambda attachment: counter.drop_stand_in()  # a rollback may take it off
     counter.stand_in = StandIn(names[id(running[-1])], weakref.ref(part), lambda: handle.remove(quiet=True))
     _begin_by_part(counter)
 

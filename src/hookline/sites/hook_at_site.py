@@ -183,6 +183,10 @@ class ForwardCounter:
         if self.stand_in is None and _torch.graph_task_id() == -1:
             self.on_uncalled()
 
+    def drop_stand_in(self) -> None:
+        """Look for another part at the next firing: calls of this one begin no steps any more."""
+        self.stand_in, self.here.step = None, -1
+
     def moment(self, key: Hashable) -> tuple[int, int]:
         """Count one more call of ``key``; return the step of this thread and how many calls were before it."""
         current = self.here

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hookline.errors import HookSignatureError, OptionError
 from hookline.messages import type_name
+from hookline.sites import _torch
 from hookline.sites.kinds import MODULE, Kind, SiteType
 
 if TYPE_CHECKING:
@@ -192,6 +193,8 @@ def _declares_site(signature: inspect.Signature) -> bool:
 def _code_of(hook: Any) -> CodeType | None:
     while isinstance(hook, functools.partial):
         hook = hook.func
+    while _torch.is_in_mode(hook):
+        hook = hook.__wrapped__
     if not isinstance(hook, FunctionType | MethodType):
         hook = inspect.getattr_static(type(hook), "__call__", None)
     if isinstance(hook, MethodType):

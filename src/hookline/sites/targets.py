@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from hookline.hook_types import Target
 
 Named: TypeAlias = tuple[str, nn.Module]
+NOTHING: Final = ([], (), set())
+"""What ``exclude`` may be where nothing is to be left out, beside None."""
 _Matcher: TypeAlias = Callable[[str, nn.Module], Any]
 
 # "#" standing alone between dots is one numeric name part; this character, which no name has, holds its place
@@ -58,7 +60,7 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
     for item, hit in zip(items, matched, strict=True):
         if not hit:
             raise _no_match(model, everything, item)
-    if exclude is None or exclude == []:
+    if exclude is None or exclude in NOTHING:
         return chosen
     unwanted, _ = _matches(everything, as_list(exclude))
     unwanted_ids = {id(module) for _, module in unwanted}

@@ -169,6 +169,21 @@ def test_structures_come_as_they_do_in_eager_code(make: str) -> None:
     assert classes == expected
 
 
+@pytest.mark.parametrize("make", MAKES)
+def test_the_places_of_gradients_have_the_names_of_eager_code(make: str) -> None:
+    """As ``site.outputs``, one for each gradient."""
+    model, x, names = Chain(MAKES[make]), torch.randn(3, 4), []
+
+    def note(module, grad_input, grad_output, *, site):
+        names.append(site.outputs)
+        assert len(site.outputs) == len(grad_output)
+
+    with hl.attach(model, "one", note, on="backward", observe=True):
+        step(model, x)
+        step(compiled(model), x)
+    assert names[0] == names[1]
+
+
 def test_a_changing_batch_size_compiles_no_more_than_without_hooks() -> None:
     """torch makes the size dynamic at the second one; so it does with hooks."""
     counted = []

@@ -160,6 +160,8 @@ def test_private_functions_and_attributes_come_only_when_asked_for() -> None:
         (["torch.relu", torch.Tensor.relu], {"torch.nn.functional.relu"}),
         (re.compile(r".*Tensor.*"), {"torch.relu", "torch.nn.functional.relu"}),
         ([], RELUS),
+        ((), RELUS),
+        (set(), RELUS),
         (None, RELUS),
         ("torch.mm", RELUS),
     ],

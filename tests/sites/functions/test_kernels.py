@@ -410,3 +410,19 @@ def test_what_may_not_be_overridden_is_refused_alone_and_left_out_of_globs() -> 
     assert not [name for name in handle.names if name.startswith("aten.empty")]
     assert "aten.exp.default" in handle.names
     handle.remove(quiet=True)
+
+
+def test_an_operator_that_cannot_be_hooked_wholly_has_its_kernels_back(monkeypatch):
+    """Here the second kernel cannot be overridden."""
+    original, calls = _torch.override_kernel, []
+
+    def fails(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) > 1:
+            raise RuntimeError("no more")
+        return original(*args)
+
+    monkeypatch.setattr(_torch, "override_kernel", fails)
+    with pytest.raises(RuntimeError, match="no more"):
+        hl.attach_function(aten.mul.Tensor, nothing)
+    assert not overridden_kernels()

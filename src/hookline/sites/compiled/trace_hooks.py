@@ -9,9 +9,11 @@ for gradients (`plan_of`), whether the model counts its forwards here, and the n
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import warnings
+from collections.abc import Mapping
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
@@ -21,7 +23,7 @@ from torch import Tensor
 from hookline.errors import HooklineWarning, OptionError
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
-from hookline.sites.compiled.value_layout import Parts, collect, describe, substitute
+from hookline.sites.compiled.value_layout import Parts, collect, describe, is_record, substitute
 from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
@@ -299,7 +301,7 @@ def _leave_gradients(hook: CompiledSteps, plan: str, output: Any) -> Any:
 
 
 def _places(plan: str, args: Any, kwargs: dict[str, Any]) -> tuple[str, list[Tensor], str]:
-    """Return which places gradients will be handed over in, as ``gradient_slots.tensors`` has them, and their names."""
+    """Return which places gradients will be handed over in, and their names."""
     tensors: list[Tensor] = []
     places = ""
     names: list[str] = []
@@ -322,14 +324,14 @@ def _places(plan: str, args: Any, kwargs: dict[str, Any]) -> tuple[str, list[Ten
 def _names(value: Any, path: str) -> list[str]:
     if isinstance(value, Tensor):
         return [path]
-    names: list[str] = []
+    items: list[tuple[Any, Any]] = []
     if isinstance(value, tuple | list):
-        for index, item in enumerate(value):
-            names += _names(item, f"{path}.{index}" if path else str(index))
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            names += _names(item, f"{path}.{key}" if path else str(key))
-    return names
+        items = list(enumerate(value))
+    elif isinstance(value, Mapping):
+        items = list(value.items())
+    elif is_record(value):
+        items = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return [name for key, item in items for name in _names(item, f"{path}.{key}" if path else str(key))]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -86,7 +86,7 @@ def _describe_container(value: Any, parts: Parts) -> str:
     if isinstance(value, Mapping):
         inside = "".join([describe(key, parts) + describe(item, parts) for key, item in value.items()])
         return "{" + inside + "}" if type(value) is dict else _named("D", type(value)) + "{" + inside + "}"
-    if _is_record(value):
+    if is_record(value):
         fields = [field.name for field in dataclasses.fields(value)]
         inside = "".join([describe(name, parts) + describe(getattr(value, name), parts) for name in fields])
         return _named("C", type(value)) + "{" + inside + "}"
@@ -120,12 +120,13 @@ def collect(value: Any, found: list[Tensor]) -> None:
     elif isinstance(value, Mapping):
         for item in value.values():
             collect(item, found)
-    elif _is_record(value):
+    elif is_record(value):
         for field in dataclasses.fields(value):
             collect(getattr(value, field.name), found)
 
 
-def _is_record(value: Any) -> bool:
+def is_record(value: Any) -> bool:
+    """Return whether a value is a dataclass, whose fields are looked into. To be traced."""
     # None is asked for first: on torch 2.11 the compiler cannot trace what is_dataclass asks of its class.
     return value is not None and dataclasses.is_dataclass(value) and not isinstance(value, type)
 
@@ -150,7 +151,7 @@ def substitute(value: Any, tensors: list[Tensor], used: list[None]) -> Any:
     if isinstance(value, MutableMapping):
         for key, item in list(value.items()):
             value[key] = substitute(item, tensors, used)
-    elif _is_record(value):
+    elif is_record(value):
         for field in dataclasses.fields(value):
             item = substitute(getattr(value, field.name), tensors, used)
             if not type(value).__dataclass_params__.frozen:

@@ -191,6 +191,13 @@ class Operator(Override):
 
     def put_on(self) -> None:
         """Take the place of its kernels on every device there is."""
+        try:
+            self._override_kernels()
+        except BaseException:
+            self.restore()
+            raise
+
+    def _override_kernels(self) -> None:
         for backend in _torch.backends():
             for key, level in ((f"Autograd{backend}", self._at_autograd), (backend, self._at_backend)):
                 restore = _torch.override_kernel(self.place.func, key, level)

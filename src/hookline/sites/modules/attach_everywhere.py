@@ -1,6 +1,6 @@
 """Attach one hook to every module there is: of the process, or of a model.
 
-Users call `attach_everywhere`; within a model it is an ``attach`` on everything, before_torch of other hooks. For the
+Users call `attach_everywhere`; within a model it is an ``attach`` on everything, before other hooks. For the
 process, torch's own global pre-hook shows us each module the first time it is called, and the hook goes onto
 that module and all below it, like any other. So it keeps every promise of a module hook, and a transformer
 layer that would skip its children in a fused inference path sees their hooks and does not.

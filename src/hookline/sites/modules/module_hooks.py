@@ -347,7 +347,6 @@ def release_counters(attachment: Attachment) -> None:
         model = counter.model()
         if counter.users == 0 and counter.stand_in is not None:
             counter.stand_in.remove()
-            counter.stand_in = None
         hooks = existing_hooks(model) if counter.users == 0 and model is not None else None
         if hooks is not None:
             hooks.set_counter(None)

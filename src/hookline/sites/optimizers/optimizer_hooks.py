@@ -161,7 +161,7 @@ class _OptimizerHooks(_HooksByKind):
     def __init__(self) -> None:
         super().__init__()
         self.step = -1
-        self._settled = -1  # the state of _EVERYWHERE that the torch_hooks were brought in line with
+        self._settled = -1  # the state of _EVERYWHERE that torch's hooks were brought in line with
         self._handles: dict[Kind, RemovableHandle] = {}
         _TABLES.add(self)
 
@@ -215,7 +215,7 @@ class _OptimizerHooks(_HooksByKind):
         self.fit(optimizer)
 
     def discard(self, entry: HookAtSite) -> None:
-        """Take a hook off, and the torch_hook if it was the last."""
+        """Take a hook off, and torch's hook if it was the last."""
         self._take(entry)
         self.tidy()
         _drop_leftovers()
@@ -240,7 +240,7 @@ class _OptimizerHooks(_HooksByKind):
             self._handles[kind] = _REGISTER[kind](optimizer, _OptimizerTorchHook(self, kind))
 
     def tidy(self) -> None:
-        """Take off the torch_hooks that nothing needs; one that cannot go yet does nothing, and goes with the next
+        """Take off the hooks in torch that nothing needs; one that cannot go yet does nothing, and goes with the next
         change.
         """
         needed = self._needed()
@@ -276,8 +276,8 @@ class _OptimizerTorchHook:
 class _OptimizersEverywhere(_HooksByKind):
     """The hooks on every optimizer, and the one global hook of torch that shows us each optimizer.
 
-    They run in the optimizer's own torch_hooks: torch would run global hooks after the optimizer's own ones when a step
-    is over. At the global hook the optimizer's own are not yet under way, so torch_hooks added there are in time.
+    They run in the optimizer's own hooks: torch would run global hooks after the optimizer's own ones when a step
+    is over. At the global hook the optimizer's own are not yet under way, so hooks added there are in time.
     """
 
     __slots__ = ("_handle", "changes")
@@ -304,7 +304,7 @@ class _OptimizersEverywhere(_HooksByKind):
                 _OptimizerHooks().fit(optimizer)
 
     def discard(self, entry: HookAtSite) -> None:
-        """Take a hook off; the last one takes torch's hook, and the torch_hooks that were there for its sake."""
+        """Take a hook off; the last one takes torch's hook, and the hooks of optimizers that were there for its sake."""
         self._take(entry)
         self.changes += 1
         for table in tuple(_TABLES):
