@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.debug import FlightRecorder, read_flight
+from hookline.debug.first_bad.step_reader import StepRows
 
 
 def test_the_steps_before_a_nan_are_written_with_batch_loss_and_random_streams(tmp_path: Path) -> None:
@@ -91,10 +92,10 @@ from torch import nn
 import hookline as hl
 from hookline.debug import FlightRecorder
 
-def train(path, number, **options):
+def train(path, number):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with FlightRecorder(to=path, keep=4, **options).recording(model, optimizer) as recorder:
+    with FlightRecorder(to=path, keep=4).recording(model, optimizer) as recorder:
         for step in range(10):
             optimizer.zero_grad()
             loss = model(torch.ones(3, 2)).square().mean()
@@ -104,27 +105,66 @@ def train(path, number, **options):
             if step == 6:
                 os.kill(os.getpid(), number)
 
-for path, number, options in ((sys.argv[1], signal.SIGTERM, {}), (sys.argv[2], signal.SIGKILL, {"write_every": 3})):
-    child = os.fork()
-    if not child:
-        train(path, number, **options)
-        os._exit(7)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+child = os.fork()
+if not child:
+    train(sys.argv[1], signal.SIGTERM)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_real_signals_leave_a_file(tmp_path: Path) -> None:
-    """SIGTERM writes and then ends the process as ever; kill -9 leaves the file that was written last."""
-    paths = [str(tmp_path / name) for name in ("term.json", "kill.json")]
+def test_a_real_signal_leaves_a_file(tmp_path: Path) -> None:
+    """SIGTERM writes and then ends the process as ever."""
+    path = str(tmp_path / "term.json")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = run_warm(
-        [sys.executable, "-c", _CHILD, *paths], capture_output=True, text=True, env=environment, timeout=300, check=True
+        [sys.executable, "-c", _CHILD, path], capture_output=True, text=True, env=environment, timeout=300, check=True
     )
-    assert done.stdout.split() == [str(-signal.SIGTERM), str(-signal.SIGKILL)]
-    asked, killed = map(read_flight, paths)
+    assert done.stdout.split() == [str(-signal.SIGTERM)]
+    asked = read_flight(path)
     assert asked.reason == "SIGTERM"
     assert [step["batch"] for step in asked.steps] == [f"ids [{step}]" for step in (3, 4, 5, 6)]
-    assert [step["step"] for step in killed.steps] == [2, 3, 4, 5]
+
+
+def test_a_signal_that_the_run_survives_may_come_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here while the recorder looks whether the numbers of a step have arrived: the step is written, and taken once."""
+    before = signal.signal(signal.SIGUSR1, lambda *args: None)
+    is_there = StepRows.is_there
+
+    def interrupted(rows: StepRows) -> bool:
+        if rows.number == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return is_there(rows)
+
+    monkeypatch.setattr(StepRows, "is_there", interrupted)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path = tmp_path / "flight.json"
+    try:
+        with FlightRecorder(to=path, signals=["SIGUSR1"]).recording(model, optimizer) as recorder:
+            for number in range(6):
+                model(torch.ones(3, 2)).sum().backward()
+                optimizer.step()
+                recorder.note(ids=[number])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert set(recorder.written) == {"SIGUSR1"}
+    assert read_flight(path).steps[-1]["statistics"]
+
+
+def test_a_loss_that_stays_at_a_new_level_is_written_once(tmp_path: Path) -> None:
+    """Twice the loss is a spike where the noise is a hundredth; forty steps there are the same one."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    noise = 0.02 * np.random.default_rng(0).standard_normal(100)
+    with FlightRecorder(to=tmp_path / "flight.json").recording(model, optimizer) as recorder:
+        for number, extra in enumerate(noise):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            recorder.note(loss=(4.18 if number >= 60 else 2.04) + float(extra))
+    (reason,) = recorder.written
+    assert "a loss spike" in reason
+    assert "step 60" in reason
 
 
 def _train(hooks: list[Any]) -> dict[str, Tensor]:
@@ -144,19 +184,19 @@ class Drawing(FlightRecorder):
 def test_a_recorded_run_is_the_run_without_to_the_last_bit(tmp_path: Path) -> None:
     """Twenty steps with dropout, BatchNorm and AdamW; negative control: a recorder that draws."""
     bare = _train([])
-    assert differences(bare, _train([FlightRecorder(to=tmp_path / "a.json", write_every=5)])) == []
+    assert differences(bare, _train([FlightRecorder(to=tmp_path / "a.json")])) == []
     assert differences(bare, _train([Drawing(to=tmp_path / "b.json")])) != []
 
 
 def test_a_file_that_cannot_be_written_is_said_once_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its folder becomes a file; a NaN, steps by count and an exception all want to write. Later the folder is back."""
+    """Its folder becomes a file; a NaN and an exception want to write. Later the folder is back."""
     folder = tmp_path / "gone"
     folder.mkdir()
     model = nn.Sequential(nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recorder = FlightRecorder(to=folder / "flight.json", write_every=2)
+    recorder = FlightRecorder(to=folder / "flight.json")
 
     def run(steps: int) -> None:
         with recorder.recording(model, optimizer):

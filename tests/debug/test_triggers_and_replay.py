@@ -50,15 +50,16 @@ class Losses(hl.Experiment):
 @pytest.mark.parametrize(
     ("when", "added", "steps"),
     [
-        ("nan", {12: float("nan")}, [13, 14, 15]),
-        ("loss_spike", {12: 50.0, 14: 60.0}, [13, 14, 15, 16, 17]),
+        ("nan", {12: float("nan"), 14: float("nan")}, [13, 14, 15, 16, 17]),
+        ("loss_spike", {12: 50.0}, [13, 14, 15]),
+        ("loss_spike", dict.fromkeys(range(12, 30), 50.0), [13, 14, 15]),
         ("new_best", {20: -0.5}, [21, 22, 23]),
         (lambda ctx: ctx.step == 4, {}, [5, 6, 7]),
     ],
-    ids=["nan", "loss_spike", "new_best", "function"],
+    ids=["nan", "loss_spike", "new_level", "new_best", "function"],
 )
 def test_hooks_are_on_for_the_next_steps_and_off_again(when: Any, added: dict[int, float], steps: list[int]) -> None:
-    """A lifecycle hook and a watch; what happens again meanwhile counts from there."""
+    """A lifecycle hook and a watch; what happens again meanwhile counts from there. A loss that stays up rose once."""
     counted, watches = Counted(), []
 
     def make(model: nn.Module) -> hl.observe.Watch:
@@ -98,10 +99,24 @@ def test_a_trigger_in_a_loop_of_ones_own_and_options_that_cannot_work() -> None:
         ({"when": "nan", "do": []}, "do= is empty"),
         ({"when": "nan", "do": Counted(), "steps": 0}, "steps="),
         ({"when": "nan", "do": "hessian"}, "cannot be switched on"),
-        ({"when": "nan", "do": Counted(), "spike": 0.5}, "spike="),
     ):
         with pytest.raises(hl.errors.OptionError, match=match):
             on_trigger(options.pop("when"), **options)
+
+
+def test_what_was_switched_on_before_a_function_raised_is_off_again() -> None:
+    """The hook is finished, the watch removed, and the trigger is not on."""
+
+    def fail(model: nn.Module) -> None:
+        raise ValueError("no room")
+
+    model, counted = nn.Linear(2, 1), Counted()
+    trigger = on_trigger("nan", do=[counted, lambda model: hl.watch(model, on="forward"), fail])
+    trigger.start(model)
+    with pytest.raises(ValueError, match="no room"):
+        trigger.step(float("nan"))
+    assert (counted.started, trigger.is_on) == (0, False)
+    hl.assert_no_hooks(model)
 
 
 def _train(hooks: list[Any]) -> dict[str, Tensor]:

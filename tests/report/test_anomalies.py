@@ -109,6 +109,22 @@ def test_noise_is_no_spike_and_a_spike_in_noise_is() -> None:
     assert [s["step"] for s in _found(train__loss=loss)["Loss spikes"]["sights"]] == [400]
 
 
+def test_a_loss_of_a_language_model_spikes_by_its_noise_and_its_perplexity() -> None:
+    """Twice a loss of 2, or half a nat above 4, is far from a noise of 0.03; a loss that stays up has risen once."""
+    noise = 0.03 * np.random.default_rng(0).standard_normal(400)
+    for level, peak in ((2.04, 4.18), (4.0, 4.5)):
+        loss = level + noise
+        loss[300] = peak
+        assert [s["step"] for s in _found(train__loss=loss)["Loss spikes"]["sights"]] == [300]
+    assert _found(train__loss=540 + 20 * noise) == {}
+    loss = 2 + noise
+    loss[200:] += 2
+    loss[320] = 9.0
+    sights = _found(train__loss=loss)["Loss spikes"]["sights"]
+    assert [s["step"] for s in sights] == [200, 320]
+    assert sights[0]["text"].endswith("to the end")
+
+
 def test_a_gradient_spikes_by_its_name_or_by_what_its_hook_says_of_it() -> None:
     """Five times its recent level; of the norm of weights nothing is said."""
     values = [*[1.0] * 20, 8.0, 7.0, *[1.0] * 9]
@@ -212,6 +228,29 @@ def test_no_rule_cries_wolf_in_a_quiet_run(recorded: Recorded) -> None:
 def test_what_went_wrong_in_an_ill_run_is_found(recorded: Recorded, run: str, titles: set[str]) -> None:
     """By these rules and no others: the numbers of docs/report.md."""
     assert set(recorded[run][1]) == titles
+
+
+@pytest.mark.parametrize(
+    ("run", "times"),
+    [
+        ("quiet_mod_1", 1.5),
+        ("quiet_mod_4", 1.7),
+        ("quiet_fast_mod_2", 1.9),
+        ("quiet_slow_mod_1", 2.1),
+        ("quiet_slow_mod_2", 2.3),
+        ("quiet_slow_mod_3", 2.5),
+    ],
+)
+def test_a_spike_of_less_than_three_times_is_found_in_a_recorded_loss(
+    recorded: Recorded, run: str, times: float
+) -> None:
+    """One value of a quiet run is raised, where the loss begins to fall: that step is told, and no other."""
+    (curve,) = (each for each in recorded[run][0].curves if each.name == "training_metrics/loss")
+    values = curve.values.copy()
+    at = max(9, int(np.flatnonzero(values < 0.93 * values[0])[0]))
+    values[at] *= times
+    (finding,) = find_anomalies({}, RunSeries([Curve(curve.name, curve.steps, values)]), {})
+    assert [(finding["title"], sight["step"]) for sight in finding["sights"]] == [("Loss spikes", curve.steps[at])]
 
 
 def test_the_default_run_is_told_where_it_became_unstable(recorded: Recorded) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from hookline.report.metric_series import Curve, LayerPlace, RunSeries
-from hookline.report.recent_changes import FEWEST, Event, end_above_best, falls, rises
+from hookline.report.recent_changes import FEWEST, Event, end_above_best, falls, first_level, loss_spikes, rises
 
 __all__ = ["count_judged", "find_anomalies"]
 
@@ -25,10 +25,6 @@ _EXPLODED: Final = 100.0
 """Times its own median up to then. Norms of healthy runs move by ten at most, warm-up included."""
 _VANISHED: Final = 1e-6
 """Of the largest gradient among the layers at that moment: what float32 can add to a weight that moves with it."""
-_SPIKE: Final = 3.0
-"""Times its recent level, of a loss."""
-_SMALL: Final = 0.01
-"""A loss below this share of the loss at the start is no spike."""
 _GRADIENT_SPIKE: Final = 5.0
 """Times its recent level, of a gradient norm, which moves more than a loss does."""
 _FALL: Final = 0.05
@@ -333,15 +329,9 @@ def _is_cancelled(layer: str, small: Collection[str], by_layer: Mapping[str, Cur
 
 def _loss_spikes(curves: Sequence[_PlacedCurve]) -> Iterator[dict[str, Any]]:
     losses = [one.curve for one in _losses(curves)]
-    sights = [_risen(curve, event) for curve in losses for event in rises(curve, _SPIKE, _SMALL * _first_level(curve))]
-    text = f"{{metrics}} at {_SPIKE:g} × their recent level or more."
+    sights = [_risen(curve, event) for curve in losses for event in loss_spikes(curve, first_level(curve))]
+    text = "{metrics} far above the recent level and its noise."
     yield from _finding("warning", "Loss spikes", text, _by_step(sights))
-
-
-def _first_level(curve: Curve) -> float:
-    """Return the level at the start, 0 if nothing is finite."""
-    finite = curve.values[np.isfinite(curve.values)][:_FEW]
-    return float(np.median(finite)) if finite.size else 0.0
 
 
 def _risen(curve: Curve, event: Event) -> Sight:
@@ -366,7 +356,7 @@ def _risen_losses(curves: Sequence[_PlacedCurve]) -> Iterator[dict[str, Any]]:
     sights = []
     for curve in (one.curve for one in _losses(curves)):
         if not _NOT_TRAINED_ON.search(curve.name):
-            event = end_above_best(curve, _ENDS_ABOVE, _ENDS_SMALL * _first_level(curve))
+            event = end_above_best(curve, _ENDS_ABOVE, _ENDS_SMALL * first_level(curve))
             if event is not None:
                 text = f"best {event.level:.3g}, in the end {event.extreme:.3g}"
                 sights.append(Sight(curve.name, event.step, text))

@@ -1,22 +1,25 @@
-"""Find values that leave what the curve was just before: sudden rises, falls of an accuracy, a loss that ends high.
+"""Find values that leave what the curve was just before: spikes of a loss, sudden rises, falls of an accuracy.
 
-`anomalies` calls these with one curve each. Everything is compared with recent values of the same curve, so a rule
-means the same for a loss of 4 and for one of 0.004. Each threshold is the larger of a fixed factor and six times the
+`anomalies` calls these with one curve each; the flight recorder and triggers of ``hookline.debug`` ask `LossHistory`,
+which judges the newest loss by the same rule. Everything is compared with recent values of the same curve, so a rule
+means the same for a loss of 4 and for one of 0.004. Each threshold is the larger of what matters and six times the
 curve's own noise; noise is measured on the differences of neighbours, so that a trend does not count as noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hookline.report.metric_series import Curve
 
-__all__ = ["FEWEST", "Event", "end_above_best", "falls", "rises"]
+__all__ = ["FEWEST", "Event", "LossHistory", "end_above_best", "falls", "first_level", "loss_spikes", "rises"]
 
 FEWEST: Final = 8
 """A curve needs so many points before one of them can be judged."""
@@ -24,10 +27,21 @@ _LEVEL: Final = 5
 """The level of a curve is the median of so many points: short, so that it follows a curve that falls."""
 _WINDOW: Final = 20
 """Noise is measured over so many points, or over what there is."""
+_LOSS_WINDOW: Final = 64
+"""The same of a loss. Of 100,000 normal losses 0 to 3 are then beyond six times the noise. Over 20 points it were 40:
+so short a measure of noise is often too small, and the other rules need a rise that is larger by itself."""
 _SIGMAS: Final = 6.0
 """Batches of the quiet recorded runs stay within 5 of their noise; see the table in docs/report.md."""
-_OVER: Final = 2.0
-"""A rise is over when the curve is back below this many times the level it left."""
+_SETTLED: Final = 20
+"""A curve that stays up for so many points has a new level."""
+_LOSS: Final = 1.4
+"""Times its recent level, of a loss: less does not matter, however small the noise."""
+_PERPLEXITY: Final = 1.5
+"""The same of the perplexity, if the loss is a cross entropy: 4.0 to 4.5 is 1.1 times the loss and 1.6 times that."""
+_MOST_NATS: Final = 16.0
+"""A larger loss is no cross entropy in nats: guessing among nine million classes is as much."""
+_SMALL: Final = 0.02
+"""Of the loss at the start: a smaller rise is that of a model that has learned."""
 
 Values = NDArray[np.float64]
 
@@ -46,10 +60,24 @@ class Event:
     """The step at which it was back; None if it never was."""
 
 
-def rises(curve: Curve, factor: float, floor: float = 0.0) -> Iterator[Event]:
-    """Yield where the curve rises to `factor` times its recent level or more, and above `floor`.
+def loss_spikes(curve: Curve, first: float) -> Iterator[Event]:
+    """Yield the spikes of a loss, whose level at the start of the run was ``first``."""
+    return rises(curve, _LOSS, least=_SMALL * first, nats=math.log(_PERPLEXITY), window=_LOSS_WINDOW)
 
-    Recipe: ``[event.step for event in rises(curve, 3.0)]``. Only positive values are looked at.
+
+def first_level(curve: Curve) -> float:
+    """Return the level of a curve at its start, 0 if nothing is finite."""
+    finite = _finite(curve)[0][:_LEVEL]
+    return float(np.median(finite)) if finite.size else 0.0
+
+
+def rises(
+    curve: Curve, factor: float, *, least: float = 0.0, nats: float = math.inf, window: int = _WINDOW
+) -> Iterator[Event]:
+    """Yield where the curve rises to ``factor`` times its recent level or more, and by ``least`` or more.
+
+    Recipe: ``[event.step for event in rises(curve, 5.0)]``. Only positive values are looked at. A rise by ``nats``
+    matters too, whatever the factor, while the value may be a cross entropy. A curve that stays up has risen once.
     """
     values, steps = _finite(curve)
     positive = values > 0
@@ -58,17 +86,24 @@ def rises(curve: Curve, factor: float, floor: float = 0.0) -> Iterator[Event]:
         return
     logs = np.log(values)
     index = FEWEST
-    for candidate in _candidates(logs, np.log(factor), floor):
+    for candidate in _candidates(values, factor, max(least, 0.0), nats):
         if candidate < index:
             continue
-        level = float(np.median(logs[candidate - _LEVEL : candidate]))
-        noise = _noise(logs[max(0, candidate - _WINDOW) : candidate])
-        if logs[candidate] - level - _growth(logs[:candidate]) > max(np.log(factor), _SIGMAS * noise):
-            back = np.flatnonzero(logs[candidate:] < level + np.log(_OVER))
-            index = candidate + int(back[0]) if back.size else values.size
-            peak = float(values[candidate:index].max())
-            yield Event(int(steps[candidate]), float(np.exp(level)), peak, int(steps[index]) if back.size else None)
-            index = max(index, candidate + _LEVEL)  # what comes right after belongs to it
+        level = float(np.median(logs[candidate - _LEVEL : candidate])) + _growth(logs[:candidate])
+        rise = float(logs[candidate]) - level
+        noise = _noise(logs[max(0, candidate - window) : candidate])
+        if rise > _SIGMAS * noise and _matters(float(values[candidate]), math.exp(level), factor, least, nats):
+            back = np.flatnonzero(logs[candidate:] < level + rise / 2)
+            over = candidate + int(back[0]) if back.size else values.size
+            peak = float(values[candidate:over].max())
+            yield Event(int(steps[candidate]), math.exp(level), peak, int(steps[over]) if back.size else None)
+            # What comes right after belongs to it; what stays is the new level.
+            index = max(min(over, candidate + _SETTLED), candidate + _LEVEL)
+
+
+def _matters(value: float, level: float, factor: float, least: float, nats: float) -> bool:
+    is_large = value > factor * level or (value - level > nats and value < _MOST_NATS)
+    return is_large and value - level > least
 
 
 def _growth(logs: Values) -> float:
@@ -77,12 +112,11 @@ def _growth(logs: Values) -> float:
     return (_LEVEL + 1) / 2 * float(np.median(steps)) if (steps > 0).all() else 0.0
 
 
-def _candidates(logs: Values, least: float, floor: float) -> Iterator[int]:
+def _candidates(values: Values, factor: float, least: float, nats: float) -> Iterator[int]:
     """Yield the points that may be rises; a median of every window of every curve would take seconds."""
-    lowest = np.lib.stride_tricks.sliding_window_view(logs, _LEVEL)[:-1].min(axis=1)
-    high = logs[_LEVEL:] - lowest > least
-    if floor > 0:
-        high &= logs[_LEVEL:] > np.log(floor)
+    lowest = np.lib.stride_tricks.sliding_window_view(values, _LEVEL)[:-1].min(axis=1)
+    higher = values[_LEVEL:] - lowest
+    high = ((values[_LEVEL:] > factor * lowest) | (higher > nats)) & (higher > least)
     yield from (int(at) + _LEVEL for at in np.flatnonzero(high))
 
 
@@ -142,3 +176,39 @@ def _noise(values: Values) -> float:
     differences = np.diff(values)
     spread = np.median(np.abs(differences - np.median(differences)))
     return float(1.4826 * spread / np.sqrt(2))
+
+
+class LossHistory:
+    """Tell whether a loss is a spike or a new best, by those before it.
+
+    Recipe: ``history = LossHistory(); is_spike, is_best = history.add(2.31)``.
+    """
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=2 * _LOSS_WINDOW)
+        self._first: list[float] = []
+        self._best = math.inf
+
+    def add(self, loss: float | None) -> tuple[bool, bool]:
+        """Add a loss; return whether it begins a spike, and whether it is the smallest so far (the first is not)."""
+        if loss is None or not math.isfinite(loss):
+            return False, False
+        if len(self._first) < _LEVEL:
+            self._first.append(loss)
+        is_best = loss < self._best < math.inf
+        self._best = min(self._best, loss)
+        self._losses.append(loss)
+        values = np.array(self._losses)
+        curve = Curve("loss", np.arange(values.size), values)
+        last = values.size - 1
+        is_spike = any(event.step == last for event in loss_spikes(curve, float(np.median(self._first))))
+        return is_spike, is_best
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run has to know."""
+        return {"losses": list(self._losses), "first": list(self._first), "best": self._best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        self._losses = deque(state["losses"], maxlen=2 * _LOSS_WINDOW)
+        self._first, self._best = list(state["first"]), state["best"]

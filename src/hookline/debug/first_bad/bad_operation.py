@@ -17,6 +17,7 @@ from hookline.observe.watch.bad_order import name_doubts
 from hookline.observe.watch.cpu_stats import reduce
 from hookline.observe.watch.stat_columns import Layout
 from hookline.tables import ShownAsTable, Table
+from hookline.training.loops.training_step import MicroBatches
 
 __all__ = [
     "BadOperation",
@@ -228,14 +229,24 @@ def describe_batch(batch: Any, ids: Any) -> str:
 
 def find_ids(batch: Any) -> Any:
     """Return what names the samples of a batch: the entry ``ids``, ``id``, ``indices``, ``index`` or ``idx``."""
+    if isinstance(batch, MicroBatches):
+        found = [ids.tolist() if isinstance(ids, Tensor) else ids for ids in map(find_ids, batch)]
+        return None if None in found else found
     if isinstance(batch, dict):
         return next((batch[name] for name in ("ids", "id", "indices", "index", "idx") if name in batch), None)
     return None
 
 
-def name_batch(ids: Any, index: int | None, epoch: int | None) -> Any:
-    """Return the ids of a batch; if nobody knows them, its place in the run, if that is known."""
-    return f"{index} of epoch {epoch}" if ids is None and index is not None else ids
+def count_batches(batch: Any) -> int:
+    """Return how many batches made a step together."""
+    return len(batch) if isinstance(batch, MicroBatches) else 1
+
+
+def name_batch(ids: Any, index: int | None, epoch: int | None, count: int = 1) -> Any:
+    """Return the ids of a batch, or of ``count``; if nobody knows them, their place in the run, if that is known."""
+    if ids is not None or index is None:
+        return ids
+    return f"{index} to {index + count - 1} of epoch {epoch}" if count > 1 else f"{index} of epoch {epoch}"
 
 
 def _shapes(batch: Any, depth: int = 2) -> str:

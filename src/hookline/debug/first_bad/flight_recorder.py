@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
-from hookline.debug.first_bad.bad_operation import describe_batch, find_ids, name_batch, name_first
+from hookline.debug.first_bad.bad_operation import count_batches, describe_batch, find_ids, name_batch, name_first
 from hookline.debug.first_bad.flight_file import Streams, write_flight
-from hookline.debug.first_bad.loss_history import LossHistory
 from hookline.debug.first_bad.step_reader import BAD, StepReader, StepRows
 from hookline.distributed.ranks import this_rank
-from hookline.errors import OptionError
+from hookline.errors import HooklineError, OptionError
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_phase import phase
 from hookline.observe.watch.watch import Watch, watch
 from hookline.report.minutes_before import FLIGHT_FILE
+from hookline.report.recent_changes import LossHistory
 from hookline.sites.optimizers.optimizer_hooks import attach_optimizer
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.wrappers import clean_modules
@@ -66,13 +66,11 @@ class FlightRecorder(TrainingHook):
     before".
 
     Args:
-        to: The file; by default ``flight_recorder.json`` in the folder of the run. Rank 1 of several writes
-            ``flight_recorder.rank_1.json`` beside it, and so on.
+        to: The file; by default ``flight_recorder.json`` in the folder of the run, or beside its log. Rank 1 of several
+            writes ``flight_recorder.rank_1.json`` beside it, and so on.
         keep: How many steps are kept.
         target: Which modules; by default the elements of the longest ``ModuleList`` of the model, else ``Sequential``.
-        spike: How many times its usual value makes a loss a spike; None for never.
         signals: Signals at which the file is written; then they do what they did before.
-        write_every: Write also every so many steps, for what leaves no time to write (``kill -9``); None for never.
     """
 
     name = "flight_recorder"
@@ -89,18 +87,14 @@ class FlightRecorder(TrainingHook):
         to: str | Path | None = None,
         keep: int = 64,
         target: Target = None,
-        spike: float | None = 3.0,
         signals: Sequence[str] = ("SIGTERM",),
-        write_every: int | None = None,
     ) -> None:
-        if keep < 1 or (write_every is not None and write_every < 1):
-            raise OptionError(f"keep= and write_every= are at least 1; got {keep!r} and {write_every!r}.")
+        if keep < 1:
+            raise OptionError(f"keep= is a number of steps, 1 or more; got {keep!r}.")
         self._to = None if to is None else Path(to)
         self._folder: Path | None = None
         self._target = target
-        self._write_every = write_every
-        self._spike = spike
-        self._losses = None if spike is None else LossHistory(spike)
+        self._losses = LossHistory()
         self._signals = [signal.Signals[name] for name in ([signals] if isinstance(signals, str) else signals)]
         self._before: dict[int, Any] = {}
         self._steps: deque[_FlightStep] = deque(maxlen=keep)
@@ -121,7 +115,8 @@ class FlightRecorder(TrainingHook):
     @property
     def path(self) -> Path | None:
         """Where the file is written, of rank 1 and so on beside that of rank 0; None if nothing says where."""
-        path = self._to or (None if self._folder is None else self._folder / FLIGHT_FILE)
+        folder = self._folder or log_folder(self.manager)
+        path = self._to or (None if folder is None else folder / FLIGHT_FILE)
         rank = this_rank()
         return path if path is None or not rank else path.with_name(f"{path.stem}.rank_{rank}{path.suffix}")
 
@@ -131,7 +126,13 @@ class FlightRecorder(TrainingHook):
             self._folder = Path(context["run_dir"])
 
     def start(self, model: nn.Module) -> None:
-        """Begin to record."""
+        """Begin to record; a model that cannot be watched is no reason to end a run."""
+        try:
+            self._begin(model)
+        except HooklineError as error:
+            logger.warning("no flight recorder: %s", error)
+
+    def _begin(self, model: nn.Module) -> None:
         target = blocks_of(model) if self._target is None else self._target
         self._watch = watch(model, target, on=("forward", "backward"), stats=["norm"])
         self._reader = StepReader(self._watch)
@@ -152,7 +153,7 @@ class FlightRecorder(TrainingHook):
         """Forget the last run."""
         self._steps.clear()
         self.written = []
-        self._losses = None if self._spike is None else LossHistory(self._spike)
+        self._losses = LossHistory()
         self._count, self._last_bad, self._written_bad = 0, -2, -2
         self._has_failed = False
 
@@ -187,7 +188,7 @@ class FlightRecorder(TrainingHook):
         """Begin to record a loop of your own, in which a step of ``optimizer`` ends a step; for ``with``."""
         if self.path is None:
             raise OptionError("The recorder does not know where to write: give it a file, FlightRecorder(to=...).")
-        self.start(model)
+        self._begin(model)
         inner = unwrap_optimizer(optimizer)
         self._noted = {}
         self._handle = attach_optimizer(inner, self._end_step, on="step_post", name=self.name)
@@ -233,15 +234,13 @@ class FlightRecorder(TrainingHook):
     ) -> None:  # fmt: skip
         if self._reader is None:
             return
-        ids = name_batch(find_ids(batch) if ids is None else ids, index, epoch)
+        ids = name_batch(find_ids(batch) if ids is None else ids, index, epoch, count_batches(batch))
         step = _FlightStep(number, epoch, describe_batch(batch, ids), lr, loss, streams)
         if self._steps:
             self._steps[-1].is_open = False
         self._steps.append(step)
         self._reader.end_step(number, loss if isinstance(loss, Tensor | float) else None)
         self._take(self._reader.arrived())
-        if self._write_every is not None and (number + 1) % self._write_every == 0:
-            self.write(f"step {number}, as every {self._write_every} steps", quiet=True)
 
     def _take(self, arrived: list[StepRows]) -> None:
         """Give steps their numbers, and write if they are bad."""
@@ -255,17 +254,15 @@ class FlightRecorder(TrainingHook):
                 is_first, self._last_bad = step.number > self._last_bad + 1, step.number
                 if is_first and self.write(f"NaN or infinity at {first} in step {step.number}") is not None:
                     self._written_bad = step.number
-            is_spike = self._losses is not None and self._losses.add(step.loss_value)[0]
-            if is_spike:
+            if self._losses.add(step.loss_value)[0]:
                 self.write(f"a loss spike, {step.loss_value:.4g} in step {step.number}")
 
-    def write(self, reason: str, *, quiet: bool = False) -> Path | None:
+    def write(self, reason: str) -> Path | None:
         """Write the last steps to the file now; return where it is."""
         path = self._dump(reason)
         if path is not None:
             self.written.append(reason)
-            if not quiet:
-                logger.warning("the last %d steps are in %s, because of %s", len(self._steps), path, reason)
+            logger.warning("the last %d steps are in %s, because of %s", len(self._steps), path, reason)
         return path
 
     def _dump(self, reason: str) -> Path | None:
@@ -274,7 +271,7 @@ class FlightRecorder(TrainingHook):
             return None
         if self._reader is not None:
             by_number = {step.number: step for step in self._steps}
-            for rows in self._reader.arrived(wait=True):
+            for rows in self._reader.coming():  # left there for `_take`: this may run in a signal handler
                 if rows.number in by_number:
                     by_number[rows.number].take(rows, self._reader.places)
         try:
@@ -354,7 +351,7 @@ class _FlightStep:
             self.statistics[place.label] = {"mean": float(row[_SUM] / count), "norm": norm, "bad": float(row[BAD])}
         calls = rows.bad_places(places)
         bad = [place.label for place in calls.places]
-        self.bad += bad
+        self.bad = bad or self.bad
         first = name_first(bad, calls.num_candidates) if bad else ""
         if rows.loss is not None:
             self.loss = rows.loss
@@ -374,6 +371,12 @@ class _FlightStep:
             "bad": ", ".join(self.bad[:3]) + (f" and {len(self.bad) - 3} more" if len(self.bad) > 3 else ""),
             "statistics": self.statistics,
         }
+
+
+def log_folder(manager: Any) -> Path | None:
+    """Return the folder in which the log of a manager lies; None without one."""
+    log = None if manager is None else manager.fan_out.log
+    return None if log is None else log.parent
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -124,6 +124,13 @@ class StepReader:
             found.append(step)
         return found
 
+    def coming(self) -> list[StepRows]:
+        """Return the steps that have not been taken, and wait for their numbers; `arrived` returns them again."""
+        found = list(self._pending)
+        for step in found:
+            step.wait()
+        return found
+
     def arrived_until(self, number: int) -> list[StepRows]:
         """Return the steps that have arrived; wait for those up to ``number``."""
         found = self.arrived()

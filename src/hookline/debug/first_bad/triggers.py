@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
-from hookline.debug.first_bad.loss_history import LossHistory
 from hookline.debug.first_bad.step_reader import copy_to_host
 from hookline.errors import OptionError
 from hookline.lifecycle.points import HookPoint, validate_points
 from hookline.messages import suggest, type_name
+from hookline.report.recent_changes import LossHistory
 from hookline.training.registry import HookRegistry
 from hookline.training.training_hook import InterventionHook, TrainingHook
 
@@ -38,7 +39,6 @@ def on_trigger(
     *,
     do: Any,
     steps: int = 10,
-    spike: float = 3.0,
 ) -> TriggeredHooks:
     """Switch hooks on for the next ``steps`` steps when something happens, and off again.
 
@@ -56,7 +56,6 @@ def on_trigger(
         do: What is switched on: lifecycle hooks (objects, classes, names), or functions ``make(model)`` that attach
             something and return its handle; one, or several.
         steps: For how many steps. What happens again meanwhile counts from there.
-        spike: How many times its usual value makes a loss a spike.
     """
     if when not in _EVENTS and not callable(when):
         known = ", ".join(map(repr, _EVENTS))
@@ -67,7 +66,7 @@ def on_trigger(
     given = list(do) if isinstance(do, Iterable) and not isinstance(do, str | type) else [do]
     if not given:
         raise OptionError("do= is empty: give the hooks that are to be switched on.")
-    return TriggeredHooks(when, [_as_hook(each) for each in given], steps, LossHistory(spike))
+    return TriggeredHooks(when, [_as_hook(each) for each in given], steps)
 
 
 def _as_hook(given: Any) -> TrainingHook | Make:
@@ -99,17 +98,16 @@ class TriggeredHooks(TrainingHook):
         when: str | Callable[[RunDataContext], bool],
         hooks: list[TrainingHook | Make],
         steps: int,
-        losses: LossHistory,
     ) -> None:
         self._when = when
         self._hooks = [each for each in hooks if isinstance(each, TrainingHook)]
         self._makes: list[Make] = [each for each in hooks if not isinstance(each, TrainingHook)]
         self._num_steps = steps
-        self._losses = losses
+        self._losses = LossHistory()
         self._arriving: deque[tuple[Any, list[Any]]] = deque()
         self._model: nn.Module | None = None
         self._left = 0
-        self._is_attached = False
+        self._on = ExitStack()
         self._bad = 0
         self.name = f"on_{when}" if isinstance(when, str) else f"on_{getattr(when, '__name__', 'trigger')}"
         points = {each: validate_points(each.hook_points) for each in self._hooks}
@@ -179,33 +177,32 @@ class TriggeredHooks(TrainingHook):
         return happened
 
     def _end_step(self, happened: bool, model: nn.Module | None) -> None:
-        if self.is_on:
-            self._left -= 1
-            if not self._left and not happened:
-                self._switch_off()
         if happened:
             self.times += 1
-            is_new = self._left == 0 and not self._is_attached
-            self._left = self._num_steps
-            if is_new:
+            if not self.is_on:
                 self._switch_on(model if self._model is None else self._model)
+            self._left = self._num_steps
+        elif self.is_on:
+            self._left -= 1
+            if not self._left:
+                self._switch_off()
 
     def _switch_on(self, model: nn.Module | None) -> None:
         if model is None:
             raise OptionError("The trigger does not know the model: call start(model) before the first step.")
-        self._is_attached = True
-        for hook in self._hooks:
-            hook.start(model)
-        self.made = [make(model) for make in self._makes]
+        with ExitStack() as opened:
+            for hook in self._hooks:
+                hook.start(model)
+                opened.callback(hook.finish)
+            self.made = []
+            for make in self._makes:
+                self.made.append(make(model))
+                opened.callback(getattr(self.made[-1], "remove", _nothing))
+            self._on = opened.pop_all()
 
     def _switch_off(self) -> None:
-        self._left, self._is_attached = 0, False
-        for hook in self._hooks:
-            hook.finish()
-        for handle in self.made:
-            remove = getattr(handle, "remove", None)
-            if remove is not None:
-                remove()
+        self._left = 0
+        self._on.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run has to know: the losses so far. It goes on with the hooks off."""
@@ -215,3 +212,6 @@ class TriggeredHooks(TrainingHook):
         """Go on from what ``state_dict`` returned."""
         self._losses.load_state_dict(state["losses"])
         self.times = state["times"]
+
+
+def _nothing() -> None: ...
