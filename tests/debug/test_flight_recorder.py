@@ -95,7 +95,7 @@ from hookline.debug import FlightRecorder
 def train(path, number):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with FlightRecorder(to=path, keep=4).recording(model, optimizer) as recorder:
+    with FlightRecorder(to=path, keep=4, signals=["SIGTERM"]).recording(model, optimizer) as recorder:
         for step in range(10):
             optimizer.zero_grad()
             loss = model(torch.ones(3, 2)).square().mean()

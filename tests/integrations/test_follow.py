@@ -6,6 +6,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import hookline as hl
+from hookline.debug import FlightRecorder, read_flight
 from hookline.errors import GuardError, HooklineWarning, LifecycleError, OptionError, UnhookableError
 from hookline.integrations.held_gradients import HeldGradients
 from hookline.integrations.loader_passes import LoaderPasses
@@ -51,12 +53,14 @@ FULL = ("loader", "loss_fn", "scheduler")
 
 
 @pytest.mark.parametrize("parts", [(), ("loader",), FULL], ids=["bare", "loader", "full"])
-def test_the_loop_is_the_same_to_the_last_bit(parts: Iterable[str]) -> None:
+def test_the_loop_is_the_same_to_the_last_bit(parts: Iterable[str], tmp_path: Path) -> None:
+    """Also with a log, and so with a flight recorder."""
     loop = Loop()
     hooks = [Seen(), "norms", TrainsAnEpoch()] if parts == FULL else [Seen(), "norms"]
-    with loop.follow(hooks, **{name: getattr(loop, name) for name in parts}) as run:
+    with loop.follow(hooks, log=tmp_path / "log.jsonl", **{name: getattr(loop, name) for name in parts}) as run:
         loop.train()
     assert nested_differences(loop.left(), _plain()) == []
+    assert run.manager.fired["flight_recorder"] > 20
     assert run.manager.fired["seen"] > 40
     if parts == FULL:
         assert run.manager.fired["trains"] > 10
@@ -215,6 +219,21 @@ def test_batches_that_are_accumulated_make_one_step_with_one_loss() -> None:
     steps = [ctx for ctx in seen.contexts if ctx.hook_point is POINTS.POST_STEP]
     assert [ctx.loss for ctx in steps] == pytest.approx([sum(parts[:3]), sum(parts[3:6])])
     assert [len(ctx.batch_data) for ctx in steps] == [3, 3]
+
+
+def test_a_run_with_a_log_has_a_flight_recorder_which_names_all_batches_of_the_step(tmp_path: Path) -> None:
+    """Beside the log, at a NaN in the second of two batches; a recorder that was given is not doubled."""
+    for number, hooks in enumerate(([], [FlightRecorder(keep=2)], "flight_recorder")):
+        loop = Loop()
+        with loop.follow(hooks, loader=loop.loader, log=tmp_path / str(number) / "log.jsonl"):
+            for index, (x, y) in enumerate(loop.loader):
+                loop.loss_fn(loop.model, (x * float("nan") if index == 3 else x, y)).backward()
+                if index % 2:
+                    loop.optimizer.step()
+                    loop.optimizer.zero_grad()
+        flight = read_flight(tmp_path / str(number) / "flight_recorder.json")
+        assert "in step 1" in flight.reason
+        assert [step["batch"] for step in flight.steps] == ["0 to 1 of epoch 0", "2 to 3 of epoch 0"]
 
 
 def test_a_step_that_a_scaler_skips_is_none_and_losses_come_without_the_scale() -> None:

@@ -23,6 +23,7 @@ from hookline.distributed.ranks import rank_count, this_rank
 from hookline.error_policy import error_text
 from hookline.errors import HooklineError, HooklineWarning, NoMatchError
 from hookline.integrations.follow import follow
+from hookline.integrations.host_manager import recorder_of
 from hookline.integrations.host_run_file import HooksOfFile
 from hookline.integrations.model_of_optimizer import FoundModel, find_model, find_scaler
 from hookline.integrations.other_steps import OtherSteps
@@ -175,6 +176,7 @@ class ScriptSession:
             sinks = self._file.make_sinks()
             fan_out = FanOut([*sinks, self._newest], log=self.folder / LOG)
         manager = HookManager(
+            recorder_of(hooks),  # on all ranks, which have the same hooks; the first alone has a folder
             hooks=hooks,
             sinks=fan_out,
             loop_type=self.loop,

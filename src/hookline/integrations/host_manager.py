@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from hookline.errors import OptionError
 from hookline.messages import type_name, unknown_name_text
@@ -24,10 +24,12 @@ __all__ = [
     "check_report_to",
     "hook_names",
     "make_manager",
+    "recorder_of",
     "sinks_or_usual",
 ]
 
 _LOOPS = ("epoch", "step")
+_RECORDER: Final = "flight_recorder"
 
 
 class ManagerAndSpecs(NamedTuple):
@@ -67,10 +69,22 @@ def make_manager(
         sinks = [*file.make_sinks(), *(sinks or ())]
         options = {**file.options, **options}
     options["on_error"] = on_error or options.get("on_error", "raise")
+    recorder = recorder_of([*names, *objects]) if options.get("log") is not None else []
     made = HookManager(
-        names, objects, sinks, hook_config=hook_config, loop_type=loop, flush_every=flush_every, **options
+        [*names, *recorder],
+        objects,
+        sinks,
+        hook_config=hook_config,
+        loop_type=loop,
+        flush_every=flush_every,
+        **options,
     )
     return ManagerAndSpecs(made, specs)
+
+
+def recorder_of(hooks: Iterable[Any]) -> list[str]:
+    """Return the name of the hook that a run with a log has too: it writes the last steps when something happens."""
+    return [] if _RECORDER in hook_names(list(hooks)) else [_RECORDER]
 
 
 def check_options(options: Mapping[str, Any], *adapters: Callable[..., Any]) -> None:

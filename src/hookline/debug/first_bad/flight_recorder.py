@@ -70,7 +70,8 @@ class FlightRecorder(TrainingHook):
             writes ``flight_recorder.rank_1.json`` beside it, and so on.
         keep: How many steps are kept.
         target: Which modules; by default the elements of the longest ``ModuleList`` of the model, else ``Sequential``.
-        signals: Signals at which the file is written; then they do what they did before.
+        signals: Signals at which the file is written, ``["SIGTERM"]``; then they do what they did before. None by
+            default: a script may have handlers of its own.
     """
 
     name = "flight_recorder"
@@ -87,7 +88,7 @@ class FlightRecorder(TrainingHook):
         to: str | Path | None = None,
         keep: int = 64,
         target: Target = None,
-        signals: Sequence[str] = ("SIGTERM",),
+        signals: Sequence[str] = (),
     ) -> None:
         if keep < 1:
             raise OptionError(f"keep= is a number of steps, 1 or more; got {keep!r}.")
