@@ -27,6 +27,7 @@ def test_a_run_leaves_its_folder_and_says_where(capsys, tmp_path):
         assert (folder / name).exists(), name
         assert str(Path("runs/tiny/forward") / name) in out
     assert "tiny/forward finished: 6 steps" in out
+    assert "Could not judge the loss" in out.splitlines()[-1]
     assert "epoch   step       loss    val_acc  total_norm" in out
     facts = facts_of(folder)
     assert (facts["status"], facts["strategy"], facts["experiment"]) == ("finished", "forward", "tiny")
@@ -326,7 +327,7 @@ def test_a_page_that_cannot_be_made_does_not_make_the_run_fail(monkeypatch, caps
     def broken(*_):
         raise RuntimeError("no page today")
 
-    monkeypatch.setattr(page, "write_report", broken)
+    monkeypatch.setattr(page, "write_page", broken)
     assert run_here("run", TINY, "--epochs", "1", "--hooks", "--silent") == 0
     heard = capsys.readouterr()
     assert "report.html could not be made: RuntimeError: no page today" in heard.err

@@ -130,6 +130,7 @@ def test_a_script_ends_with_the_same_bits_and_its_own_exit_code(folder: Path, ca
     assert out.splitlines()[:4] == ["own sitecustomize", *(f"epoch {epoch} of __main__" for epoch in range(3))]
     assert "train/script failed: 21 steps" in err  # exit code 3
     assert "train/script_1 finished: 21 steps" in err
+    assert "hookline: The run failed: exit code 3" in err
     run = folder / "runs" / "train" / "script"
     assert {"report.html", "script.csv", "run.json"} <= {path.name for path in run.iterdir()}
     records = _records(run)

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import ArrayLike
 from recorded import FACTS, recorded_runs
 
-from hookline.report.anomalies import count_judged, find_anomalies
+from hookline.report.anomalies import count_judged, find_anomalies, tell_findings
 from hookline.report.metric_series import Curve, RunSeries, layer_places
 
 
@@ -174,7 +174,42 @@ def test_what_could_be_judged_is_counted() -> None:
     """Of each kind; a curve of a few points is said to be too short, so that silence is not taken for health."""
     curves = {"train/loss": 30, "eval/val_loss": 5, "eval/val_acc": 30, "h/grad_norm": 3, "h/other": 30}
     series = RunSeries([Curve(name, np.arange(size), np.ones(size)) for name, size in curves.items()])
-    assert count_judged({}, series, {}) == {"kinds": [["loss", 1], ["accuracy", 1], ["gradient norm", 0]], "short": 2}
+    looked = count_judged({}, series, {})
+    assert looked == {"kinds": [["loss", 1], ["accuracy", 1], ["gradient norm", 0]], "short": 2, "why": ""}
+    (line,) = tell_findings([], looked)
+    assert line.startswith("Nothing unusual")
+
+
+@pytest.mark.parametrize(
+    ("curves", "why"),
+    [
+        ({}, "nothing was"),
+        ({"h/x": 30}, "no loss"),
+        ({"train/loss": 1}, "has 1 point,"),
+        ({"train/loss": 8}, "8 points"),
+    ],
+)
+def test_what_could_not_be_judged_is_said_with_its_reason(curves: dict[str, int], why: str) -> None:
+    """And never that nothing was unusual."""
+    series = RunSeries([Curve(name, np.arange(size), np.ones(size)) for name, size in curves.items()])
+    (line,) = tell_findings([], count_judged({}, series, {}))
+    assert line.startswith("Could not judge")
+    assert why in line
+
+
+def test_a_loss_spike_names_the_first_layer_that_rose_with_it() -> None:
+    """Not later, an activation before gradients, by the order of the model; findings are lines for a terminal too."""
+    loss, size = 2 + 0.02 * np.sin(np.arange(60.0)), np.ones(60)
+    loss[40] = 4.0
+    risen = np.where(np.arange(60) == 40, 624.0, size)
+    late = np.where(np.arange(60) == 41, 900.0, size)
+    curves = {"h__in__forward__std": late, "h__in__backward__norm": risen}
+    curves |= {"h__feat__forward__std": risen, "h__head__forward__std": risen}
+    finding = _found(train__loss=loss, h__stem__forward__std=size, **curves)["Loss spikes"]
+    assert "First h/feat/forward/std, 624 × before" in finding["text"]
+    assert finding["sights"][0]["metric"] == "h/feat/forward/std"
+    (line,) = tell_findings([finding], {"kinds": [["loss", 1]], "why": ""})
+    assert line.startswith("Loss spikes: 1 in train/loss, at step 40: from 1.9")
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,44 @@ def test_no_button_of_a_plot_sends_anything_away(visit: Visit, made: Path) -> No
     assert sorted(titles) == [*(f"Download {what}" for what in saved), "Pan", "Reset axes", "Zoom"]
 
 
+def test_a_run_that_cannot_be_judged_is_not_said_to_be_well(visit: Visit, tmp_path: Path) -> None:
+    """One record of a loss; the words say why."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    log.append(Record({"train/loss": 1.0}, 0, "POST_STEP", 0))
+    log.close()
+    text = visit(write_report([tmp_path])).load().inner_text("#findings")
+    assert "Could not judge" in text
+    assert "1 point" in text
+    assert "Nothing unusual" not in text
+
+
+def test_the_map_opens_at_the_layer_of_the_first_anomaly_and_the_last_steps_are_folded(
+    visit: Visit, tmp_path: Path
+) -> None:
+    """A layer that explodes, and a flight recorder: six steps are seen, below the curves, the rest at a press."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    metrics = {f"stats/layers.{n}/forward/norm": StepSeries([1.0] * 20, range(20)) for n in range(4)}
+    metrics["stats/layers.2/forward/norm"] = StepSeries([1.0] * 19 + [500.0], range(20))
+    log.append(Record(metrics, 0, "POST_STEP", 19))
+    log.close()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hl.debug.FlightRecorder(to=tmp_path / "flight_recorder.json").recording(model, optimizer) as recorder:
+        for number in range(20):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            recorder.note(ids=[number])
+        recorder.write("a test")
+    page = visit(write_report([tmp_path])).load()
+    assert page.input_value("#row-layer") == "layers.2"
+    order = page.eval_on_selector_all("main > section", "all => all.map(one => one.id)")
+    assert order.index("curves") < order.index("minutes-1") < order.index("layers")
+    rows = page.locator("#minutes-1 tbody tr:visible")
+    assert rows.count() == 6
+    page.locator("#minutes-1 summary").first.click()
+    assert rows.count() == 26
+
+
 def test_a_curve_that_never_moves_is_shown_at_its_value(visit: Visit, tmp_path: Path) -> None:
     """Not between -1 and 1. What hooks may cost, and do cost, is at the top."""
     log = RecordLog(tmp_path / "records.jsonl")

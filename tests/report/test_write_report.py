@@ -21,7 +21,7 @@ from hookline.report.metric_series import Collector
 from hookline.report.report_page import write_report
 from hookline.report.report_runs import distinct_names, find_runs, read_runs
 from hookline.sinks.record_log import RecordLog
-from hookline.sinks.sink import Record
+from hookline.sinks.sink import Record, StepSeries
 
 
 def test_the_page_lies_beside_the_run_unless_told_otherwise(tmp_path: Path) -> None:
@@ -122,6 +122,27 @@ def test_what_is_too_much_for_a_page_is_thinned_and_said_so(tmp_path: Path, monk
     assert page._max_points([judged.series], 4000) == 100
     assert "200 points are drawn by 100" in page._run(judged, page.Packer(), 100)["remarks"][-1]
     assert write_report([run], tmp_path / "thin.html").stat().st_size < whole
+
+
+def test_a_log_of_others_with_facts_of_another_form_has_a_page(tmp_path: Path) -> None:
+    """Hooks as a list, in the context of the log; the metric that is a list would ask them what its keys are."""
+    log = RecordLog(tmp_path / "records.jsonl")
+    log.append_context({"hooks": ["norms"], "model": "mine"})
+    log.append(Record({"h/list": [1.0, 2.0], "train/loss": 1.0}, 0, "POST_STEP", 0))
+    log.close()
+    assert write_report(tmp_path).exists()
+
+
+@pytest.mark.parametrize(("first", "is_shown"), [(2.3, True), (542.0, False), (-1.0, False)])
+def test_a_perplexity_is_on_the_page_of_a_loss_that_may_be_a_cross_entropy(
+    tmp_path: Path, first: float, is_shown: bool
+) -> None:
+    log = RecordLog(tmp_path / "records.jsonl")
+    metrics = {"t/loss": StepSeries([first] * 9, range(9)), "t/perplexity": StepSeries([9.0] * 9, range(9))}
+    log.append(Record(metrics, 0, "POST_STEP", 8))
+    log.close()
+    (data,) = read_runs(tmp_path, Collector)
+    assert ("t/perplexity" in {curve.name for curve in page.judge(data).series.curves}) is is_shown
 
 
 def test_without_plotly_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

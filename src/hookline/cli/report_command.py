@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,10 +57,12 @@ def report(arguments: Sequence[str]) -> int:
     if options.port is not None:
         raise OptionError("--port is for --live: a page in a file needs none.")
     folders = [_folder(run) for run in options.runs]
-    from hookline.report.report_page import write_report
+    from hookline.report.report_page import write_page
 
-    page = write_report(folders, None if options.output is None else Path(options.output))
+    page, found = write_page(folders, options.output)
     tell(str(page))
+    for line in found:  # beside the path, which a shell may take
+        print(f"  {line}", file=sys.stderr)
     if options.open:
         webbrowser.open(page.resolve().as_uri())
     return DONE

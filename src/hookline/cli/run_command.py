@@ -121,8 +121,11 @@ def _run_all(prepared: Prepared) -> tuple[int, dict[str, Any]]:
         if len(strategies) > 1:
             prepared.screen.say(f"{name}: {strategy}")
         ended.append(Session(prepared, strategy, may_be_new=len(strategies) > 1).run())
-        files = _files(prepared, strategy, ended[-1].folder, has_page=_report(prepared, [ended[-1]]))
+        found = _report(prepared, [ended[-1]])
+        files = _files(prepared, strategy, ended[-1].folder, has_page=found is not None)
         _say_where(prepared, strategy, ended[-1], files)
+        for line in found or ():
+            prepared.screen.say(f"  {line}")
         told["runs"].append(_plain(strategy, ended[-1], files))
         if ended[-1].interrupted is not None:
             return _stopped(prepared, ended[-1]), told
@@ -149,21 +152,20 @@ def _where(prepared: Prepared) -> list[str]:
 def _compare(prepared: Prepared, ended: Sequence[Ended]) -> str | None:
     """Write one page of all strategies beside their folders, if there were several; return where it is."""
     page = ended[0].folder.parent / "comparison.html"
-    if len(ended) == 1 or not _report(prepared, ended, page):
+    if len(ended) == 1 or _report(prepared, ended, page) is None:
         return None
     prepared.screen.say(f"  {'comparison':<13}{page}")
     return str(page)
 
 
-def _report(prepared: Prepared, ended: Sequence[Ended], page: Path | None = None) -> bool:
-    """Write the page; return whether it is there. The run does not fail if it cannot be made."""
+def _report(prepared: Prepared, ended: Sequence[Ended], page: Path | None = None) -> list[str] | None:
+    """Write the page; return what was found, None without a page. The run does not fail if it cannot be made."""
     if prepared.request.options.output.no_report or not prepared.hooks or not is_first_rank():
-        return False
+        return None
     try:
-        from hookline.report.report_page import write_report
+        from hookline.report.report_page import write_page
 
-        write_report([one.folder for one in ended], page)
-        return True
+        return write_page([one.folder for one in ended], page)[1]
     except KeyboardInterrupt:
         print(f"hookline: no report.html: stopped. Later: hookline report {ended[0].folder}", file=sys.stderr)
         raise
@@ -171,7 +173,7 @@ def _report(prepared: Prepared, ended: Sequence[Ended], page: Path | None = None
         print(f"hookline: no report.html: {error}", file=sys.stderr)
     except Exception as error:
         print(f"hookline: report.html could not be made: {type(error).__name__}: {error}", file=sys.stderr)
-    return False
+    return None
 
 
 def _files(prepared: Prepared, strategy: str, folder: Path, *, has_page: bool) -> dict[str, str]:

@@ -181,7 +181,7 @@ class _Closing:
             if self._code:
                 facts.setdefault("error", words if self._signal is not None else f"exit code {self._code}")
             write_run_json(folder, facts)
-        has_page = not self._request.options.output.no_report and _write_page(folder)
+        found = None if self._request.options.output.no_report else _write_page(folder)
         steps = (facts.get("result") or {}).get("steps")
         done = _logged(folder) if steps is None else f": {steps} steps in {facts.get('seconds') or 0:.1f} s"
         set_up = facts.get("set_up_seconds")
@@ -192,8 +192,10 @@ class _Closing:
             if told.get("failed") and told.get("fired"):  # one that never fired was not attached
                 self._print_failed(hook, told["failed"])
         names = {"records": LOG, **sink_files(self._request.options.sink, STRATEGY)}
-        for label, name in ({"report": "report.html", **names} if has_page else names).items():
+        for label, name in (names if found is None else {"report": "report.html", **names}).items():
             self._print_file(label, folder / name)
+        for line in found or ():
+            self._print(line)
 
     def _print_few(self, reports: int, steps: int, loop: str) -> None:
         """Tell how to get more reports, if there were too few to judge a curve by."""
@@ -245,16 +247,15 @@ def _logged(folder: Path) -> str:
     return f": {max(steps) + 1} steps in the log" if steps else ""
 
 
-def _write_page(folder: Path) -> bool:
-    """Write the page of a run; return whether it is there. The script has ended well or not without it."""
+def _write_page(folder: Path) -> list[str] | None:
+    """Write the page of a run; return what was found, None without a page. The script has ended well or not anyway."""
     try:
-        from hookline.report.report_page import write_report
+        from hookline.report.report_page import write_page
 
-        write_report([folder], None)
-        return True
+        return write_page([folder])[1]
     except Exception as error:
         print(f"hookline: no report.html: {type(error).__name__}: {error}", file=sys.stderr)
-    return False
+    return None
 
 
 def _print_plan(request: ScriptRequest, file: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from hookline.report.metric_series import Curve, LayerPlace, RunSeries
 from hookline.report.recent_changes import FEWEST, Event, end_above_best, falls, first_level, loss_spikes, rises
 
-__all__ = ["count_judged", "find_anomalies"]
+__all__ = ["count_judged", "find_anomalies", "tell_findings"]
 
 _DEAD: Final = 0.99
 """Share of zeros from which a layer counts as dead. ReLU alone leaves about half."""
@@ -25,6 +25,10 @@ _EXPLODED: Final = 100.0
 """Times its own median up to then. Norms of healthy runs move by ten at most, warm-up included."""
 _VANISHED: Final = 1e-6
 """Of the largest gradient among the layers at that moment: what float32 can add to a weight that moves with it."""
+_PLACE: Final = 3.0
+"""Times its recent level, of a size of a layer that is told with a loss spike."""
+_NEAR: Final = 64
+"""Steps before the spike in which that may have begun."""
 _GRADIENT_SPIKE: Final = 5.0
 """Times its recent level, of a gradient norm, which moves more than a loss does."""
 _FALL: Final = 0.05
@@ -35,6 +39,8 @@ _ENDS_SMALL: Final = 0.05
 _FEW: Final = 5
 """Points of a curve before any rule judges it."""
 _LEVELS: Final = ("error", "warning", "notice")
+_MAX_TOLD: Final = 4
+"""Findings that a terminal is told of."""
 _MAX_NAMED: Final = 50
 """Metrics of one finding that have a link; the rest are counted."""
 
@@ -112,7 +118,7 @@ def find_anomalies(
 
 
 def count_judged(facts: Mapping[str, Any], series: RunSeries, places: Mapping[str, LayerPlace]) -> dict[str, Any]:
-    """Return how many curves of each kind the rules could judge: ``kinds``, and how many were too ``short``."""
+    """Return how many curves the rules could judge: ``kinds``, how many were too ``short``, and ``why`` no loss."""
     curves = _placed(series, places)
     kinds = {
         "loss": _losses(curves),
@@ -121,7 +127,29 @@ def count_judged(facts: Mapping[str, Any], series: RunSeries, places: Mapping[st
     }
     long = {kind: sum(bool(one.curve.steps.size > FEWEST) for one in found) for kind, found in kinds.items()}
     short = sum(map(len, kinds.values())) - sum(long.values())
-    return {"kinds": [[kind, count] for kind, count in long.items()], "short": short}
+    why = "" if long["loss"] else _why_unjudged(series, kinds["loss"])
+    return {"kinds": [[kind, count] for kind, count in long.items()], "short": short, "why": why}
+
+
+def _why_unjudged(series: RunSeries, losses: Sequence[_PlacedCurve]) -> str:
+    """Return why no loss could be judged."""
+    if not series.curves:
+        return "nothing was recorded"
+    if not losses:
+        return "no loss was recorded"
+    points = max(one.curve.steps.size for one in losses)
+    return f"the loss has {points} point{'s' * (points != 1)}, and {FEWEST + 1} are needed"
+
+
+def tell_findings(findings: Sequence[Mapping[str, Any]], looked: Mapping[str, Any]) -> list[str]:
+    """Return what was found as lines for a terminal, and what `count_judged` says could not be judged."""
+    lines = [f"{finding['title']}: {finding['text']}" for finding in findings[:_MAX_TOLD]]
+    if len(findings) > _MAX_TOLD:
+        lines.append(f"{len(findings) - _MAX_TOLD} more on the page.")
+    judged = ", ".join(f"{kind} {count}" for kind, count in looked["kinds"] if count)
+    if not findings and judged:
+        lines.append(f"Nothing unusual was found in what could be judged: {judged}.")
+    return [*lines, f"Could not judge the loss: {looked['why']}."] if looked["why"] else lines
 
 
 def _placed(series: RunSeries, places: Mapping[str, LayerPlace]) -> list[_PlacedCurve]:
@@ -329,9 +357,34 @@ def _is_cancelled(layer: str, small: Collection[str], by_layer: Mapping[str, Cur
 
 def _loss_spikes(curves: Sequence[_PlacedCurve]) -> Iterator[dict[str, Any]]:
     losses = [one.curve for one in _losses(curves)]
-    sights = [_risen(curve, event) for curve in losses for event in loss_spikes(curve, first_level(curve))]
-    text = "{metrics} far above the recent level and its noise."
-    yield from _finding("warning", "Loss spikes", text, _by_step(sights))
+    sights = _by_step(_risen(curve, event) for curve in losses for event in loss_spikes(curve, first_level(curve)))
+    if sights:
+        first = sights[0]
+        count = sum(sight.metric == first.metric for sight in sights)
+        where = f"{count} in {first.metric}, {'the first ' * (count > 1)}at {_step_text(first.step)}"
+        place = _first_place(curves, first.step)
+        told = "" if place is None else f" First {place.metric}, {place.text}."
+        text = f"{where}: {first.text}.{told}"
+        yield from _finding("warning", "Loss spikes", text, [*([] if place is None else [place]), *sights])
+
+
+def _first_place(curves: Sequence[_PlacedCurve], step: int) -> Sight | None:
+    """Return which size of a layer rose first around a step, by step and then in the order of the model."""
+    sizes = [one for one in curves if one.place and _SIZES.search(one.statistic)]
+    sizes.sort(key=lambda one: bool(_GRADIENT.search(one.group)))  # an activation is why a gradient is large
+    near = [
+        Sight(one.curve.name, event.step, f"{event.extreme / event.level:.3g} × before")
+        for one in sizes
+        for event in rises(one.curve, _PLACE)
+        if step - _NEAR <= event.step <= _next_step(one.curve, step)
+    ]
+    return min(near, key=lambda sight: sight.step, default=None)
+
+
+def _next_step(curve: Curve, step: int) -> int:
+    """Return the first step of a curve from ``step`` on: layers are reported at intervals, the loss at every step."""
+    at = int(np.searchsorted(curve.steps, step))
+    return int(curve.steps[at]) if at < curve.steps.size else step
 
 
 def _risen(curve: Curve, event: Event) -> Sight:

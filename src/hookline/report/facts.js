@@ -13,7 +13,7 @@ function showHead() {
   } else {
     const status = run.facts.status;
     head.append(make("h1", {}, run.name, " ", status ? make("span", { class: `status ${status}` }, status) : null));
-    const where = [run.facts.model?.class, run.facts.device, run.facts.dtype, whenStarted(run)].filter(Boolean);
+    const where = [run.facts.model?.class, run.facts.device, dtypeOf(run), whenStarted(run)].filter(Boolean);
     head.append(make("p", { class: "where" }, where.join(" · ")));
     const tiles = tilesOf(run).map(([name, value]) => make("div", { class: "tile" }, make("dt", {}, name), make("dd", {}, value)));
     if (tiles.length) head.append(make("dl", { class: "tiles" }, ...tiles));
@@ -28,6 +28,11 @@ function remarksOf(run) {
   const again = run.facts.options?.command ? "." : "; hookline run --resume goes on from its last checkpoint.";
   const stopped = `This run was stopped before its end${again}`;
   return [run.facts.status === "running" ? going : run.facts.status === "stopped" ? stopped : null, ...run.remarks].filter(Boolean);
+}
+
+/** The type of the weights, and the one that autocast computes in. */
+function dtypeOf({ facts }) {
+  return facts.autocast ? `${facts.dtype ?? "?"}, autocast ${facts.autocast}` : facts.dtype;
 }
 
 function whenStarted(run) {
@@ -117,11 +122,23 @@ function showAnomalies() {
   if (!noteFacts("anomalies", page.runs.map((run) => [run.name, run.anomalies, run.looked, run.curves.length > 0]))) return;
   const all = page.runs.flatMap((run) => run.anomalies.map((finding) => ({ run, ...finding })));
   all.sort((a, b) => WORTH[a.level] - WORTH[b.level]);
-  const recorded = page.runs.some((run) => run.curves.length), judged = page.runs.every((run) => run.looked.kinds.some(([, count]) => count));
-  const none = recorded
-    ? make("p", { class: `finding ${judged ? "all-well" : "notice"}` }, `Nothing unusual was found. ${lookedAt()}`)
-    : make("p", { class: "empty" }, "Nothing was recorded, so there is nothing to look for.");
-  $("findings").replaceChildren(...(all.length ? all.map(findingBox) : [none]));
+  $("findings").replaceChildren(...all.map(findingBox), ...page.runs.filter((run) => run.looked.why).map(unjudgedBox),
+    ...(all.length || !page.runs.some(wasJudged) ? [] : [quietBox()]));
+}
+
+const wasJudged = (run) => run.looked.kinds.some(([, count]) => count);
+
+/** A run that could not be judged is not said to be well. */
+function unjudgedBox(run) {
+  const name = page.runs.length > 1 ? make("span", { class: "run" }, run.name) : null;
+  return make("div", { class: "finding notice" }, make("div", { class: "finding-head" },
+    make("b", {}, wasJudged(run) ? "Could not judge the loss" : "Could not judge"), make("span", {}, `${run.looked.why}.`), name));
+}
+
+function quietBox() {
+  const allJudged = page.runs.every((run) => !run.looked.why);
+  return make("p", { class: `finding ${allJudged ? "all-well" : "notice"}` },
+    `Nothing unusual was found${allJudged ? "" : " in what could be judged"}. ${lookedAt()}`);
 }
 
 function findingBox(finding) {

@@ -17,7 +17,20 @@ function startMap() {
   $("row-layer").onchange = (event) => { state.layer = event.target.value; showMap(); };
   if ([...$("map-colour").options].some((option) => option.value === asked.get("colour"))) $("map-colour").value = asked.get("colour");
   $("map-colour").onchange = showMap;
-  fillMap({ run: asked.get("map-run"), group: asked.get("map") });
+  const first = ["map", "map-run", "stat", "layer", "mark"].some((name) => asked.has(name)) ? null : firstOnMap();
+  if (first) chooseOnMap(first.run, first.place, first.step);
+  else fillMap({ run: asked.get("map-run"), group: asked.get("map") });
+}
+
+/** Where the map opens: at the layer of the first anomaly that has one. */
+function firstOnMap() {
+  for (const run of page.runs) {
+    for (const { metric, step } of run.anomalies.flatMap((finding) => finding.sights)) {
+      const place = placeOnMap(run, metric);
+      if (place) return { run, place, step };
+    }
+  }
+  return null;
 }
 
 /** Fill the lists of runs, maps, statistics and layers. What was chosen stays if it is there, unless others are given. */

@@ -23,6 +23,8 @@ FLIGHT_FILE: Final = "flight_recorder.json"
 FLIGHT_FORMAT: Final = "hookline flight"
 """What the file says it is."""
 FLIGHT_VERSION: Final = 1
+_AROUND: Final = 6
+"""Steps that are shown at once; the rest is folded away."""
 _MOST: Final = 40
 """Places that a row of statistics is shown for."""
 
@@ -40,7 +42,7 @@ def _section(number: int, name: str, path: Path) -> str:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["format"] != FLIGHT_FORMAT or found["version"] != FLIGHT_VERSION:
             raise ValueError(f"format {found['format']!r}, version {found['version']!r}")
-        inside = f"{_steps(found).html()}\n<h3>What each block returned, and its gradient</h3>\n{_places(found).html()}"
+        inside = f"{_steps(found, _AROUND).html()}\n{_folded(found)}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         inside = f'<p class="empty">{escape(FLIGHT_FILE)} could not be read ({escape(str(error))}).</p>'
     return (
@@ -50,8 +52,16 @@ def _section(number: int, name: str, path: Path) -> str:
     )
 
 
-def _steps(found: dict[str, Any]) -> Table:
-    steps = found["steps"]
+def _folded(found: dict[str, Any]) -> str:
+    """Return what is seen at a press: all steps, and the norms of the blocks in the last ones."""
+    count = len(found["steps"])
+    parts = {f"All {count} steps": _steps(found, count), "What each block returned, and its gradient": _places(found)}
+    return "\n".join(f"<details><summary>{name}</summary>\n{each.html()}</details>" for name, each in parts.items())
+
+
+def _steps(found: dict[str, Any], count: int) -> Table:
+    """Return the last ``count`` steps; the file is written at the step that something happened in."""
+    steps = found["steps"][-count:]
     last = max((float(step["time"]) for step in steps), default=0.0)
     rows = [
         [

@@ -19,7 +19,17 @@ from numpy.typing import NDArray
 
 from hookline.report.metric_series import Curve
 
-__all__ = ["FEWEST", "Event", "LossHistory", "end_above_best", "falls", "first_level", "loss_spikes", "rises"]
+__all__ = [
+    "FEWEST",
+    "Event",
+    "LossHistory",
+    "end_above_best",
+    "falls",
+    "first_level",
+    "loss_spikes",
+    "may_be_cross_entropy",
+    "rises",
+]
 
 FEWEST: Final = 8
 """A curve needs so many points before one of them can be judged."""
@@ -69,6 +79,11 @@ def first_level(curve: Curve) -> float:
     """Return the level of a curve at its start, 0 if nothing is finite."""
     finite = _finite(curve)[0][:_LEVEL]
     return float(np.median(finite)) if finite.size else 0.0
+
+
+def may_be_cross_entropy(loss: Curve) -> bool:
+    """Return whether a loss may be a cross entropy in nats: never below zero, and at the start at most a guess."""
+    return bool((_finite(loss)[0] >= 0).all()) and first_level(loss) < _MOST_NATS
 
 
 def rises(

@@ -23,10 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.replace_file import replace_file
-from hookline.report.anomalies import count_judged, find_anomalies
+from hookline.report.anomalies import count_judged, find_anomalies, tell_findings
 from hookline.report.metric_series import KINDS, Collector, Curve, Grid, LayerPlace, RunSeries, layer_places
 from hookline.report.minutes_before import FLIGHT_FILE, minutes_before
 from hookline.report.plotly_script import packed_plotly
+from hookline.report.recent_changes import may_be_cross_entropy
 from hookline.report.report_runs import RunData, distinct_names, find_runs, read_bad_steps, read_runs
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "page_text",
     "thin",
     "whole_page",
+    "write_page",
     "write_report",
 ]
 
@@ -75,23 +77,29 @@ def write_report(runs: Sequence[str | Path] | str | Path, out: str | Path | None
     Returns:
         Where the page is.
     """
+    return write_page(runs, out)[0]
+
+
+def write_page(runs: Sequence[str | Path] | str | Path, out: str | Path | None = None) -> tuple[Path, list[str]]:
+    """Write the page as `write_report` does; return where it is, and what was found as lines for a terminal."""
     given = [runs] if isinstance(runs, (str, Path)) else list(runs)
     folders = find_runs(given)
     found = [run for folder in folders for run in read_runs(folder, Collector)]
     distinct_names(found)
     first = Path(given[0])
     path = Path(out) if out is not None else (first if first.is_dir() else folders[0].parent) / "report.html"
-    text = _page(found)
+    judged = [judge(run) for run in found]
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, text)
-    return path
+    replace_file(path, _page(judged))
+    lines = [(f"{one.run.name}: ", tell_findings(one.anomalies, one.looked)) for one in judged]
+    return path, [name * (len(judged) > 1) + line for name, told in lines for line in told]
 
 
-def _page(runs: list[RunData[Collector]]) -> str:
+def _page(judged: list[JudgedRun]) -> str:
+    runs = [one.run for one in judged]
     recorded = [(run.name, run.folder) for run in runs if (run.folder / FLIGHT_FILE).is_file()]
-    data = packed_runs([judge(run) for run in runs], {})
     minutes = minutes_before(recorded) if recorded else ""
-    return page_text(" · ".join(run.name for run in runs), data, minutes=minutes)
+    return page_text(" · ".join(run.name for run in runs), packed_runs(judged, {}), minutes=minutes)
 
 
 def page_text(title: str, data: bytes, *, minutes: str = "", is_live: bool = False) -> str:
@@ -153,9 +161,20 @@ C = TypeVar("C", bound=Collector)
 def judge(run: RunData[C]) -> JudgedRun:
     """Return a run with its series, searched for anomalies."""
     series = run.collected.series(run.started)
+    series.curves = list(_with_meaning(series.curves))
     places = layer_places(curve.name for curve in series.curves)
     found = find_anomalies(run.facts, series, places, read_bad_steps(run.folder))
     return JudgedRun(run, series, places, found, count_judged(run.facts, series, places))
+
+
+def _with_meaning(curves: Sequence[Curve]) -> Iterator[Curve]:
+    """Yield all curves but the perplexity of a loss that is no cross entropy: of a square error of 500 it is 1e217."""
+    by_name = {curve.name: curve for curve in curves}
+    for curve in curves:
+        base, _, name = curve.name.rpartition("/")
+        loss = by_name.get(f"{base}/loss") if name == "perplexity" else None
+        if loss is None or may_be_cross_entropy(loss):
+            yield curve
 
 
 def packed_runs(judged: Sequence[JudgedRun], more: Mapping[str, Any], *, most: int | None = None) -> bytes:

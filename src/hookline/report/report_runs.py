@@ -166,7 +166,7 @@ def runs_of(log: Path, records: RunRecords[T], remarks: Sequence[str] = ()) -> l
     is_alone = len(by_strategy) < 2
     for strategy, collected in by_strategy.items() or [(None, records.make())]:
         context = records.contexts.get(strategy, Context({}))
-        own = dict(facts or context.context)
+        own = dict(facts) or _without_unsound(context.context)
         if strategy and not (is_alone and own.get("strategy")):
             own["strategy"] = strategy
         started = (_seconds(facts.get("started")) if is_alone else None) or context.time or None
@@ -187,7 +187,11 @@ def _read_facts(path: Path, remarks: list[str]) -> dict[str, Any]:
     if not isinstance(facts, dict):
         remarks.append(f"{FACTS} holds no facts: it should be an object.")
         return {}
-    # Without parts that are not what they should be: the page takes them apart.
+    return _without_unsound(facts)
+
+
+def _without_unsound(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts without parts that are not what they should be: the page takes them apart."""
     found = {name: value for name, value in facts.items() if name not in _PARTS or isinstance(value, dict)}
     hooks = {name: dict(hook) for name, hook in found.get("hooks", {}).items() if isinstance(hook, dict)}
     for hook in hooks.values():

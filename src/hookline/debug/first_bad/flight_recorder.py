@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -32,7 +32,7 @@ from hookline.report.recent_changes import LossHistory
 from hookline.sites.optimizers.optimizer_hooks import attach_optimizer
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.wrappers import clean_modules
-from hookline.training.training_hook import MetricInfo, TrainingHook
+from hookline.training.training_hook import TrainingHook
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -80,7 +80,6 @@ class FlightRecorder(TrainingHook):
     wraps_steps = True
     pure = True
     debug = True
-    reduce = "max"
 
     def __init__(
         self,
@@ -106,7 +105,6 @@ class FlightRecorder(TrainingHook):
         self._noted: dict[str, Any] = {}
         self._wraps = False
         self._last_bad = self._written_bad = -2
-        self._count = 0
         self._has_failed = False
         self.written: list[str] = []
         """Why the file was written, each time."""
@@ -155,7 +153,7 @@ class FlightRecorder(TrainingHook):
         self._steps.clear()
         self.written = []
         self._losses = LossHistory()
-        self._count, self._last_bad, self._written_bad = 0, -2, -2
+        self._last_bad = self._written_bad = -2
         self._has_failed = False
 
     def around_step(self, step: RunStep, batch: Any) -> Any:
@@ -171,17 +169,11 @@ class FlightRecorder(TrainingHook):
         self._add(step.number, step.epoch, batch, step.batch_idx, step.lr, result.loss, streams)
         return result
 
-    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
-        """Record a step of a loop that is only followed; return how often the file was written, when that changes."""
+    def compute(self, ctx: RunDataContext) -> None:
+        """Record a step of a loop that is only followed."""
         if not self._wraps and self._reader is not None:
             self._add(ctx.step or 0, ctx.epoch, ctx.batch_data, ctx.batch_idx, ctx.lr, ctx.raw("loss"), self._streams)
             self._streams = Streams()
-        told, self._count = self._count, len(self.written)
-        return None if told == self._count else {"written": self._count}
-
-    def describe_metrics(self) -> list[MetricInfo]:
-        """Return the meaning of each metric."""
-        return [MetricInfo("written", "how often the last steps were written to the file")]
 
     # -- any other loop ----------------------------------------------------------------------------------------
 
