@@ -1,6 +1,6 @@
 """Say who may talk to a server of hookline: addresses of this machine alone, and a token compared in constant time.
 
-`hookline.serve` and `hookline report --live` call these. Imports the standard library alone.
+`hookline.serve` and ``hookline serve`` call these. Imports the standard library alone.
 """
 
 from __future__ import annotations

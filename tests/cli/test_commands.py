@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from helpers_cli import EXPERIMENTS, TINY, facts_of, records_of, run_here
+from helpers_waiting import PATIENCE, until
 
 import hookline as hl
 from hookline.analyses import BUILT_IN
+from hookline.cli import report_command
 from hookline.config import named_sinks
 
 QUIET = ("--silent", "--no-report")
@@ -125,6 +128,25 @@ def test_a_page_is_made_of_one_run_and_of_two(tmp_path, capsys):
     assert run_here("report", "runs") == 0
     assert Path(capsys.readouterr().out.strip()) == Path("runs/report.html")
     assert "<title>tiny / backward · tiny / forward" in Path("runs/report.html").read_text(encoding="utf-8")
+
+
+def test_a_live_page_waits_for_its_run_and_is_written_until_that_has_ended(monkeypatch, capsys):
+    """The folder comes later; while the run goes on the page loads itself anew, and the last one does not."""
+    monkeypatch.setattr(report_command, "_EVERY", 0.05)
+    codes = []
+    live = threading.Thread(target=lambda: codes.append(run_here("report", "--live", "late")), daemon=True)
+    live.start()
+    folder = Path("late")
+    until(lambda: "Waiting for late" in capsys.readouterr().err)
+    folder.mkdir()
+    (folder / "run.json").write_text('{"status": "running"}')
+    page = folder / "report.html"
+    until(lambda: page.exists() and 'data-live="0.05"' in page.read_text(encoding="utf-8")[:200])
+    (folder / "run.json").write_text('{"status": "finished"}')
+    live.join(PATIENCE)
+    assert codes == [0]
+    assert "data-live" not in page.read_text(encoding="utf-8")[:200]
+    assert "Could not judge the loss" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("to", "name"), [("csv", "forward.csv"), ("jsonl", "forward.jsonl")])

@@ -14,7 +14,6 @@ from helpers_report import facts, ill_run, small_run
 from helpers_waiting import PATIENCE
 
 from hookline.errors import MissingPackageError, OptionError
-from hookline.report import plotly_script
 from hookline.report import report_page as page
 from hookline.report.loaded_run import load_runs
 from hookline.report.metric_series import Collector
@@ -148,24 +147,11 @@ def test_a_perplexity_is_on_the_page_of_a_loss_that_may_be_a_cross_entropy(
 def test_without_plotly_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no half of a page is left."""
     run = small_run(tmp_path)
-    plotly_script.packed_plotly.cache_clear()
+    page.packed_plotly.cache_clear()
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(MissingPackageError, match=r"Next: pip install plotly\."):
         write_report([run])
     assert not (run / "report.html").exists()
-
-
-def test_plotly_is_trimmed_to_what_the_page_draws() -> None:
-    """A quarter of it; a bundle of another make is left as it is."""
-    offline = pytest.importorskip("plotly.offline")
-    whole = offline.get_plotlyjs()
-    small = plotly_script.trim(whole)
-    assert len(small) < 0.3 * len(whole)
-    assert small.startswith(whole[:200])  # the licence
-    assert small.endswith(whole[-200:])
-    other = whole.replace(".register([", ".enroll([")
-    assert plotly_script.trim(other) == other
-    assert plotly_script.trim("") == ""
 
 
 def test_the_files_of_the_page_are_in_the_package_and_torch_is_not_needed() -> None:

@@ -1,4 +1,4 @@
-"""Make the HTML page of one or more runs, or show them while they go on: ``hookline report``.
+"""Make the HTML page of one or more runs, once or again and again while they go on: ``hookline report``.
 
 `main` calls `report`, which finds the folders of the runs and calls `hookline.report`.
 """
@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import sys
+import time
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 from tyro.conf import Positional, arg
 
@@ -21,7 +22,15 @@ from hookline.cli.screen import tell
 from hookline.config.run_options import flag
 from hookline.errors import OptionError
 
+if TYPE_CHECKING:
+    from hookline.report.report_page import WrittenPage
+
 __all__ = ["ReportOptions", "report"]
+
+_EVERY: Final = 5.0
+"""Seconds from one page of ``--live`` to the next, and until a page loads itself anew."""
+_LOOK_EVERY: Final = 0.5
+"""Seconds from one look for a folder that is not there yet to the next."""
 
 
 @dataclass
@@ -42,9 +51,7 @@ class ReportOptions:
     open: Annotated[bool, flag()] = False
     """Show it in the browser."""
     live: Annotated[bool, flag()] = False
-    """Write no file; show the runs while they go on, to browsers of this machine alone, until Ctrl-C."""
-    port: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
-    """The port for --live; one that is free if left out."""
+    """Write the page again every few seconds while the runs go on; it loads itself anew. Waits for a run to begin."""
 
 
 def report(arguments: Sequence[str]) -> int:
@@ -54,42 +61,55 @@ def report(arguments: Sequence[str]) -> int:
         raise OptionError("hookline report needs the folder of a run: hookline report runs/EXPERIMENT/STRATEGY.")
     if options.live:
         return _follow(options)
-    if options.port is not None:
-        raise OptionError("--port is for --live: a page in a file needs none.")
     folders = [_folder(run) for run in options.runs]
     from hookline.report.report_page import write_page
 
-    page, found = write_page(folders, options.output)
-    tell(str(page))
-    for line in found:  # beside the path, which a shell may take
-        print(f"  {line}", file=sys.stderr)
-    if options.open:
-        webbrowser.open(page.resolve().as_uri())
+    page = write_page(folders, options.output)
+    _tell_page(page, options)
+    _tell_found(page)
     return DONE
+
+
+def _tell_page(page: WrittenPage, options: ReportOptions) -> None:
+    tell(str(page.path))
+    if options.open:
+        webbrowser.open(page.path.resolve().as_uri())
+
+
+def _tell_found(page: WrittenPage) -> None:
+    for line in page.found:  # beside the path, which a shell may take
+        print(f"  {line}", file=sys.stderr)
 
 
 def _follow(options: ReportOptions) -> int:
-    """Serve the runs until Ctrl-C."""
-    if options.output is not None:
-        raise OptionError("--live writes no file; leave -o out, or write the page without --live.")
-    for run in options.runs:
-        if not Path(run).exists():
-            run_folder(run)  # raises, and names the runs there are; an empty folder is a run that has not begun
-    from hookline.report.live_runs import LiveRuns
-    from hookline.report.live_server import LiveServer
+    """Write the page again and again, until all runs have ended or Ctrl-C; the last one does not load itself anew."""
+    from hookline.report.report_page import write_page
 
-    server = LiveServer(LiveRuns(options.runs), port=options.port or 0)
+    page = None
     try:
-        tell(server.url)
-        tell("Open it in a browser of this machine. Ctrl-C ends it.")
-        if options.open:
-            webbrowser.open(server.url)
-        server.serve()
+        _wait_for(options.runs)
+        while page is None or not page.is_over:
+            began = time.monotonic()
+            page, is_first = write_page(options.runs, options.output, live=_EVERY), page is None
+            if is_first:
+                _tell_page(page, options)
+                tell(f"It is written every {_EVERY:g} seconds. Ctrl-C ends that.")
+            time.sleep(0 if page.is_over else max(_EVERY, 9 * (time.monotonic() - began)))  # a tenth of one core
     except KeyboardInterrupt:
+        page = None if page is None else write_page(options.runs, options.output)
         tell("Ended.")
-    finally:
-        server.close()
+    if page is not None:
+        _tell_found(page)
     return DONE
+
+
+def _wait_for(runs: Sequence[str]) -> None:
+    """Wait until all folders are there."""
+    missing = [run for run in runs if not Path(run).exists()]
+    if missing:
+        print(f"Waiting for {', '.join(missing)}; Ctrl-C ends that.", file=sys.stderr)
+    while not all(Path(run).exists() for run in missing):
+        time.sleep(_LOOK_EVERY)
 
 
 def _folder(path: str) -> Path:

@@ -165,7 +165,7 @@ def _report(prepared: Prepared, ended: Sequence[Ended], page: Path | None = None
     try:
         from hookline.report.report_page import write_page
 
-        return write_page([one.folder for one in ended], page)[1]
+        return write_page([one.folder for one in ended], page).found
     except KeyboardInterrupt:
         print(f"hookline: no report.html: stopped. Later: hookline report {ended[0].folder}", file=sys.stderr)
         raise

@@ -252,7 +252,7 @@ def _write_page(folder: Path) -> list[str] | None:
     try:
         from hookline.report.report_page import write_page
 
-        return write_page([folder])[1]
+        return write_page([folder]).found
     except Exception as error:
         print(f"hookline: no report.html: {type(error).__name__}: {error}", file=sys.stderr)
     return None

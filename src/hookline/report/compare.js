@@ -126,7 +126,6 @@ function toggleRun(run) {
 }
 
 function showLegend() {
-  if (!noteFacts("legend", page.runs.map((run) => run.name))) return;
   if (page.runs.length > 1) $("legend").replaceChildren(...page.runs.map(runButton));
   $("base-label").hidden = page.runs.length < 2;
   fill($("base"), [["", "none"], ...page.runs.map((run) => [run.index, run.name])], state.base ?? "");

@@ -5,9 +5,7 @@
 
 function showHead() {
   const [run] = page.runs, head = $("head");
-  if (!noteFacts("head", page.runs.map((each) => [each.name, each.facts, each.records, each.remarks, each.anomalies.length]))) return;
   head.replaceChildren();
-  if (isLive) document.title = `${page.runs.map((each) => each.name).join(" · ")} – hookline`;
   if (page.runs.length > 1) {
     head.append(make("h1", {}, plural(page.runs.length, "run")), ...differences(), runTable());
   } else {
@@ -24,7 +22,7 @@ function showHead() {
 }
 
 function remarksOf(run) {
-  const going = isLive ? null : "This run was going when the page was made; make it again for what came since.";
+  const going = seconds ? null : "This run was going when the page was made; make it again for what came since.";
   const again = run.facts.options?.command ? "." : "; hookline run --resume goes on from its last checkpoint.";
   const stopped = `This run was stopped before its end${again}`;
   return [run.facts.status === "running" ? going : run.facts.status === "stopped" ? stopped : null, ...run.remarks].filter(Boolean);
@@ -119,7 +117,6 @@ function lookedAt() {
 }
 
 function showAnomalies() {
-  if (!noteFacts("anomalies", page.runs.map((run) => [run.name, run.anomalies, run.looked, run.curves.length > 0]))) return;
   const all = page.runs.flatMap((run) => run.anomalies.map((finding) => ({ run, ...finding })));
   all.sort((a, b) => WORTH[a.level] - WORTH[b.level]);
   $("findings").replaceChildren(...all.map(findingBox), ...page.runs.filter((run) => run.looked.why).map(unjudgedBox),
@@ -162,7 +159,6 @@ function findingBox(finding) {
 const HOOK_COLUMNS = ["Hook", "Fired", "In all", "Each time", "Of the run", "What it does"];
 
 function showHooks() {
-  if (!noteFacts("hooks", page.runs.map((run) => [run.name, run.facts.hooks, run.facts.seconds]))) return;
   $("hook-tables").replaceChildren();
   const runs = runsWith((run) => Object.keys(run.facts.hooks ?? {}).length);
   const unknown = "What hooks there were, and what they cost, is not known: run.json says nothing of them.";
@@ -225,7 +221,6 @@ function asFact(name, value) {
 
 /** The facts: of several runs, what differs in one table with a column for each, then what is the same in all of them. */
 function showFacts() {
-  if (!noteFacts("facts", page.runs.map((run) => [run.name, run.folder, run.records, run.facts, run.words]))) return;
   const runs = page.runs.map(partsOf), several = runs.length > 1;
   const differ = [], boxes = [];
   for (const part of new Set(runs.flatMap((run) => [...run.keys()]))) {

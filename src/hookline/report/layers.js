@@ -142,18 +142,17 @@ function startGrids() {
   fillGrids({ run: asked.get("grid-run"), metric: asked.get("grid"), moment: asked.get("at") });
 }
 
-/** Fill the lists of runs and metrics; the slider is at the last step, or stays at its own if the page was `updated`. */
-function fillGrids({ run, metric, moment, updated = false } = {}) {
+/** Fill the lists of runs and metrics; the slider is at the last step, unless another is given. */
+function fillGrids({ run, metric, moment } = {}) {
   const runs = runsWith((each) => each.grids.length), slider = $("grid-step");
   $("distributions").hidden = !runs.length;
   if (!runs.length) return;
-  const step = !updated || slider.value === slider.max ? undefined : Number(slider.dataset.step);
   fill($("grid-run"), runs.map((each) => [each.index, each.name]), run);
   $("grid-run-label").hidden = runs.length < 2;
   fill($("grid-metric"), runs[$("grid-run").selectedIndex].grids.map((grid) => [grid.name, grid.name]), metric);
-  const { steps } = gridChosen(), at = steps.indexOf(step);
+  const { steps } = gridChosen();
   slider.max = steps.length - 1;
-  slider.value = moment ?? (at < 0 ? slider.max : at);
+  slider.value = moment ?? slider.max;
   showGrid();
 }
 
@@ -161,7 +160,6 @@ function showGrid() {
   const grid = gridChosen(), moment = Number($("grid-step").value), step = grid.steps[moment];
   $("grid-step-name").textContent = shownStep(step);
   $("grid-step").setAttribute("aria-valuetext", shownStep(step));
-  $("grid-step").dataset.step = step;
   const onClick = (event) => { $("grid-step").value = grid.steps.indexOf(event.points[0].x); showGrid(); };
   plotInto($("grid-map"), gridMap(grid, moment, onClick));
   plotInto($("grid-bars"), gridBars(grid, moment));

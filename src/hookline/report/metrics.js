@@ -44,16 +44,6 @@ function showCards() {
   $("cards").replaceChildren(...(names.length ? sets.map(([hook, own]) => cardSet(hook, own)) : [make("p", { class: "empty" }, empty)]));
 }
 
-/** Cards of what has come: the same ones with their last value, or all anew if there are other metrics. */
-function updateCards() {
-  const names = [...$("cards").querySelectorAll("article")].map((article) => article.dataset.metric);
-  if (!noteFacts("cards", [metricNames(true), page.runs.length]) && names.length) {
-    for (const article of $("cards").querySelectorAll("article")) article.querySelector(".last").textContent = lastText(article.dataset.metric);
-  } else {
-    showCards();
-  }
-}
-
 /** How training goes, and hooks with few metrics, are the first set; each of the others has its own, under its name. */
 function cardSets(names) {
   const hooks = new Map();

@@ -25,15 +25,6 @@ function fill(select, options, wanted) {
   select.selectedIndex = Math.max(0, options.findIndex(([value]) => String(value) === chosen));
 }
 
-const madeOf = new Map(); // by part of the page, what it was made of
-
-/** Note what a part is made of; return whether that is new. A part of the same facts stays, with what a reader unfolded in it. */
-function noteFacts(part, facts) {
-  const text = JSON.stringify(facts), before = madeOf.get(part);
-  madeOf.set(part, text);
-  return text !== before;
-}
-
 const plural = (count, one, many = `${one}s`) => `${shown(count)} ${count === 1 ? one : many}`;
 
 // -- light and dark, navigation, start ---------------------------------------------------------------------
@@ -61,7 +52,6 @@ function startTheme() {
 function showNav() {
   const numFindings = page.runs.reduce((sum, run) => sum + run.anomalies.length, 0);
   const sections = [...document.querySelectorAll("main > section:not([hidden])")];
-  if (!noteFacts("nav", [numFindings, sections.map((section) => section.id)])) return;
   $("nav").replaceChildren(...sections.map((section) => {
     const count = section.id === "anomalies" && numFindings ? make("span", { class: "count" }, numFindings) : null;
     // The address keeps what was chosen, so a press moves the page and leaves the address alone.
@@ -130,8 +120,7 @@ async function loadPlotly() {
 async function start() {
   startTheme();
   if (!window.DecompressionStream) throw new Error("This page needs a browser of 2023 or later, which can unpack what is in it.");
-  if (isLive) await firstData();
-  else page = await unpack(bytesIn("data"));
+  page = await unpack(bytesIn("data"));
   restore();
   showHead();
   showAnomalies();
@@ -140,11 +129,10 @@ async function start() {
   showHooks();
   showFacts();
   showLegend();
-  $("foot").textContent = isLive ? "Kept up to date by hookline report --live. hookline report writes the same as a file."
-    : `Made by hookline on ${shownTime(page.made)}. Everything is in this file.`;
+  $("foot").textContent = `Made by hookline on ${shownTime(page.made)}. Everything is in this file.`;
   await new Promise((resolve) => setTimeout(resolve)); // the text is on the screen before plotly is read
   await loadPlotly();
-  updateCards();
+  showCards();
   startMap();
   startGrids();
   showBase();
@@ -152,7 +140,7 @@ async function start() {
   paintSwatches();
   startPaper();
   if (asked.has("open")) followLink();
-  if (isLive) startLive();
+  if (seconds) reloadSoon();
   document.documentElement.dataset.ready = Math.round(performance.now());
 }
 

@@ -1,8 +1,8 @@
 """Write the page of one run or several: a single HTML file that needs nothing else.
 
-Users and ``hookline report`` call `write_report`; the live page and that of a comparison take their frame from here. It
-takes runs from `report_runs`, findings from `anomalies`, and plotly's script; ``page.html``, ``page.css`` and the
-scripts beside this file draw them.
+Users call `write_report`, the command line `write_page`; the page of a comparison takes its frame from here. It takes
+runs from `report_runs`, findings from `anomalies`, and plotly's script; ``page.html``, ``page.css`` and the scripts
+beside this file draw them.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hookline.errors import MissingPackageError
 from hookline.replace_file import replace_file
 from hookline.report.anomalies import count_judged, find_anomalies, tell_findings
 from hookline.report.metric_series import KINDS, Collector, Curve, Grid, LayerPlace, RunSeries, layer_places
 from hookline.report.minutes_before import FLIGHT_FILE, minutes_before
-from hookline.report.plotly_script import packed_plotly
 from hookline.report.recent_changes import may_be_cross_entropy
 from hookline.report.report_runs import RunData, distinct_names, find_runs, read_bad_steps, read_runs
 
 __all__ = [
-    "POLICY",
     "JudgedRun",
     "Packer",
+    "WrittenPage",
     "fill_template",
     "judge",
     "packed_runs",
-    "page_text",
     "thin",
     "whole_page",
     "write_page",
@@ -48,12 +48,14 @@ _SCRIPTS: Final = (
     "data.js", "url.js", "draw.js", "maps.js", "files.js", "print.js",
     "facts.js", "compare.js", "metrics.js", "layers.js", "live.js", "page.js",
 )  # fmt: skip
-POLICY: Final = (
+_POLICY: Final = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
 )
 """A page is whole: the browser refuses every request it makes."""
 _MAX_VALUES: Final = 4_000_000
 """Of all runs together; 200 layers × 2,000 steps × 9 statistics are 3.6 million, in a file of about 10 MB."""
+_ENDED: Final = ("finished", "failed", "stopped")
+"""What a run that has ended has for its status."""
 _MIN_POINTS: Final = 100
 """No series is thinned further than this."""
 _LARGEST: Final = float(np.finfo(np.float32).max)
@@ -77,11 +79,23 @@ def write_report(runs: Sequence[str | Path] | str | Path, out: str | Path | None
     Returns:
         Where the page is.
     """
-    return write_page(runs, out)[0]
+    return write_page(runs, out).path
 
 
-def write_page(runs: Sequence[str | Path] | str | Path, out: str | Path | None = None) -> tuple[Path, list[str]]:
-    """Write the page as `write_report` does; return where it is, and what was found as lines for a terminal."""
+class WrittenPage(NamedTuple):
+    """A page that was written."""
+
+    path: Path
+    found: list[str]
+    """What was found, as lines for a terminal."""
+    is_over: bool
+    """Whether all of its runs say that they have ended."""
+
+
+def write_page(
+    runs: Sequence[str | Path] | str | Path, out: str | Path | None = None, *, live: float = 0.0
+) -> WrittenPage:
+    """Write the page as `write_report` does; with ``live``, one that loads itself anew every so many seconds."""
     given = [runs] if isinstance(runs, (str, Path)) else list(runs)
     folders = find_runs(given)
     found = [run for folder in folders for run in read_runs(folder, Collector)]
@@ -90,31 +104,40 @@ def write_page(runs: Sequence[str | Path] | str | Path, out: str | Path | None =
     path = Path(out) if out is not None else (first if first.is_dir() else folders[0].parent) / "report.html"
     judged = [judge(run) for run in found]
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, _page(judged))
+    is_over = all(one.run.facts.get("status") in _ENDED for one in judged)
+    replace_file(path, _page(judged, 0.0 if is_over else live))
     lines = [(f"{one.run.name}: ", tell_findings(one.anomalies, one.looked)) for one in judged]
-    return path, [name * (len(judged) > 1) + line for name, told in lines for line in told]
+    found = [name * (len(judged) > 1) + line for name, told in lines for line in told]
+    return WrittenPage(path, found, is_over)
 
 
-def _page(judged: list[JudgedRun]) -> str:
+def _page(judged: list[JudgedRun], live: float) -> str:
     runs = [one.run for one in judged]
     recorded = [(run.name, run.folder) for run in runs if (run.folder / FLIGHT_FILE).is_file()]
-    minutes = minutes_before(recorded) if recorded else ""
-    return page_text(" · ".join(run.name for run in runs), packed_runs(judged, {}), minutes=minutes)
-
-
-def page_text(title: str, data: bytes, *, minutes: str = "", is_live: bool = False) -> str:
-    """Return the HTML of a page: of the packed runs in ``data``, or a live one, which asks its server for them."""
     here = files("hookline.report")
     parts = {
         "script": "\n".join((here / name).read_text(encoding="utf-8") for name in _SCRIPTS),
         "plotly": packed_plotly(),
-        "data": base64.b64encode(data).decode(),
-        "minutes": minutes,
+        "data": base64.b64encode(packed_runs(judged)).decode(),
+        "minutes": minutes_before(recorded) if recorded else "",
     }
     body = fill_template((here / "page.html").read_text(encoding="utf-8"), parts)
-    policy, attributes = (f"{POLICY}; connect-src 'self'", " data-live") if is_live else (POLICY, "")
     style = (here / "page.css").read_text(encoding="utf-8")
-    return whole_page(body, title=title, style=style, policy=policy, attributes=attributes)
+    title = " · ".join(run.name for run in runs)
+    return whole_page(body, title=title, style=style, attributes=f' data-live="{live:g}"' if live else "")
+
+
+@cache
+def packed_plotly() -> str:
+    """Return plotly's script, which sets ``window.Plotly``: compressed, in base64 (2 MB)."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise MissingPackageError(
+            "The page of a run is drawn by plotly, which comes with hookline and is not here. Next: pip install plotly."
+        ) from error
+    script: str = get_plotlyjs()
+    return base64.b64encode(gzip.compress(script.encode(), 9, mtime=0)).decode()
 
 
 def fill_template(template: str, parts: Mapping[str, str]) -> str:
@@ -125,7 +148,7 @@ def fill_template(template: str, parts: Mapping[str, str]) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-def whole_page(body: str, *, title: str, style: str, policy: str = POLICY, attributes: str = "") -> str:
+def whole_page(body: str, *, title: str, style: str, attributes: str = "") -> str:
     """Return the HTML file of a page.
 
     Recipe: ``whole_page("<main>…</main>", title="two runs", style="body { margin: 0 }")``.
@@ -134,11 +157,10 @@ def whole_page(body: str, *, title: str, style: str, policy: str = POLICY, attri
         body: HTML, as it is.
         title: Text, which is escaped here.
         style: CSS.
-        policy: The Content-Security-Policy.
         attributes: Further attributes of the ``html`` element, with a blank before each.
     """
     frame = (files("hookline.report") / "frame.html").read_text(encoding="utf-8")
-    parts = {"body": body, "title": html.escape(title), "style": style, "policy": policy, "attributes": attributes}
+    parts = {"body": body, "title": html.escape(title), "style": style, "policy": _POLICY, "attributes": attributes}
     return fill_template(frame, parts)
 
 
@@ -155,10 +177,7 @@ class JudgedRun:
     """How many curves could be judged."""
 
 
-C = TypeVar("C", bound=Collector)
-
-
-def judge(run: RunData[C]) -> JudgedRun:
+def judge(run: RunData[Collector]) -> JudgedRun:
     """Return a run with its series, searched for anomalies."""
     series = run.collected.series(run.started)
     series.curves = list(_with_meaning(series.curves))
@@ -177,14 +196,13 @@ def _with_meaning(curves: Sequence[Curve]) -> Iterator[Curve]:
             yield curve
 
 
-def packed_runs(judged: Sequence[JudgedRun], more: Mapping[str, Any], *, most: int | None = None) -> bytes:
-    """Return runs as the page unpacks them, with ``more`` in the header; thinned to ``most`` values in all."""
+def packed_runs(judged: Sequence[JudgedRun]) -> bytes:
+    """Return runs as the page unpacks them."""
     packer = Packer()
-    limit = _max_points([one.series for one in judged], _MAX_VALUES if most is None else most)
+    limit = _max_points([one.series for one in judged], _MAX_VALUES)
     header = {
         "made": datetime.now().astimezone().isoformat(timespec="seconds"),
         "runs": [_run(one, packer, limit) for one in judged],
-        **more,
     }
     return packer.compress(header)
 
