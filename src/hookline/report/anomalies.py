@@ -146,7 +146,7 @@ def tell_findings(findings: Sequence[Mapping[str, Any]], looked: Mapping[str, An
     lines = [f"{finding['title']}: {finding['text']}" for finding in findings[:_MAX_TOLD]]
     if len(findings) > _MAX_TOLD:
         lines.append(f"{len(findings) - _MAX_TOLD} more on the page.")
-    judged = ", ".join(f"{kind} {count}" for kind, count in looked["kinds"] if count)
+    judged = ", ".join(f"{kind} ({count})" for kind, count in looked["kinds"] if count)
     if not findings and judged:
         lines.append(f"Nothing unusual was found in what could be judged: {judged}.")
     return [*lines, f"Could not judge the loss: {looked['why']}."] if looked["why"] else lines

@@ -98,11 +98,11 @@ def write_page(
     """Write the page as `write_report` does; with ``live``, one that loads itself anew every so many seconds."""
     given = [runs] if isinstance(runs, (str, Path)) else list(runs)
     folders = find_runs(given)
-    found = [run for folder in folders for run in read_runs(folder, Collector)]
-    distinct_names(found)
+    read = [run for folder in folders for run in read_runs(folder, Collector)]
+    distinct_names(read)
     first = Path(given[0])
     path = Path(out) if out is not None else (first if first.is_dir() else folders[0].parent) / "report.html"
-    judged = [judge(run) for run in found]
+    judged = [judge(run) for run in read]
     path.parent.mkdir(parents=True, exist_ok=True)
     is_over = all(one.run.facts.get("status") in _ENDED for one in judged)
     replace_file(path, _page(judged, 0.0 if is_over else live))
