@@ -184,7 +184,7 @@ class MetricError(HooklineError, TypeError):
 
 
 class LifecycleError(HooklineError, RuntimeError):
-    """A moment of a run was told out of turn, so that hooks cannot know what is due."""
+    """A moment of a run was told out of turn, or a hook asked for what the run does not have (a loss, a batch)."""
 
 
 class ConfigError(HooklineError, ValueError):

@@ -291,7 +291,7 @@ def test_children_of_a_script_lose_nothing_and_hooks_that_cannot_run_are_named(f
     (folder / "script.py").write_text(FORKS)
     (folder / "unable.py").write_text(UNABLE)
     hooks = [f"unable.py:{name}" for name in ("Fails", "Evaluates", "Late", "Steps")]
-    assert main(["run", "--hooks", *hooks, "--snapshot-every", "0", "--no-report", "--", "script.py"]) == 0
+    assert main(["run", "--hooks", *hooks, "--snapshot-every", "0", "--no-report", "--", "script.py"]) == 3
     err = capfd.readouterr().err
     runs = folder / "runs" / "script"
     assert sorted(path.name for path in runs.iterdir()) == ["script", "script_1"]
@@ -304,7 +304,7 @@ def test_children_of_a_script_lose_nothing_and_hooks_that_cannot_run_are_named(f
         assert (facts["hooks"]["fails"]["fired"], facts["hooks"]["fails"]["failed"]) == (2, 1)
     assert err.count("the hook fails raised once and was switched off") == 2
     assert err.count("the hook late has not fired: it is due at POST_STEP") == 2
-    assert "the hook evaluates has not fired: " in err
+    assert "not attached: the hook evaluates: " in err
     assert "loss_fn" in err
     assert "the hook steps" not in err
 
@@ -358,6 +358,26 @@ def test_what_the_model_has_no_place_for_is_told_at_the_first_step_and_the_rest_
     reported = [one["step"] for one in _records(run) if "norms/total_norm" in one["metrics"]]
     assert reported == [0, 10, 11]
     assert not any("has not fired" in line or "Traceback" in line for line in lines)
+
+
+@pytest.mark.parametrize("policy", ["raise", "disable"])
+def test_hooks_that_compute_losses_stay_off_where_nobody_told_how_and_the_script_goes_on(
+    policy: str, folder: Path, capfd: Any
+) -> None:
+    (folder / "script.py").write_text(UNATTACHABLE)
+    named = ["loss_landscape", "hessian", "hessian_spectrum", "paired_step"]
+    often = [word for name in named for word in ("--hook-config", f"{name}.every_n_steps=3")]
+    asked = ["--hooks", "norms", *named, *often, "--on-hook-error", policy, "--no-report"]
+    assert main(["run", *asked, "--", "script.py", "0"]) == 3
+    lines = capfd.readouterr().err.splitlines()
+    for name in named:
+        told = [place for place, line in enumerate(lines) if f"not attached: the hook {name}: " in line]
+        assert all("loss_fn" in lines[place] for place in told)
+        assert told[0] < lines.index("step 0") < lines.index("step 11") < told[1]
+    facts = json.loads((folder / "runs/script/script/run.json").read_text())
+    assert (facts["status"], facts["result"]["steps"]) == ("finished", 12)
+    assert facts["hooks"]["norms"]["fired"]
+    assert not any("has not fired" in line or "Traceback" in line or "raised" in line for line in lines)
 
 
 def test_a_run_whose_hooks_are_all_lost_says_nothing_of_steps(folder: Path, capfd: Any) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from hookline.errors import GuardError, NoMatchError, OptionError
+from hookline.errors import LifecycleError, NoMatchError, OptionError
 from hookline.guard.guard import Guard, rollback
 from hookline.guard.model_context import ModelDataContext
 
@@ -80,7 +80,7 @@ def test_a_sampler_without_end_is_read_as_far_as_it_says_or_refused():
             return 6
 
     data = TensorDataset(torch.arange(4.0))
-    with pytest.raises(GuardError, match="'Endless' has no length"):
+    with pytest.raises(LifecycleError, match="'Endless' has no length"):
         ModelDataContext(nn.ReLU(), loader=DataLoader(data, sampler=Endless())).get_shuffled_loader()
     batches = ModelDataContext(nn.ReLU(), loader=DataLoader(data, sampler=Long())).get_shuffled_loader()
     assert sorted(batch[0].item() for batch in batches) == [0.0, 0.0, 1.0, 1.0, 2.0, 3.0]
@@ -212,7 +212,7 @@ class _Stream(IterableDataset):
 def test_what_can_only_be_iterated_is_refused_by_name(loader):
     """It would be used up, or go on elsewhere."""
     name = type(getattr(loader, "dataset", loader)).__name__
-    with pytest.raises(GuardError, match=f"'{name}' can only be iterated"):
+    with pytest.raises(LifecycleError, match=f"'{name}' can only be iterated"):
         context_of(Run(), loader=loader).compute_gradients()
     assert next(iter(loader)) is not None
 

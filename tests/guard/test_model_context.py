@@ -7,7 +7,7 @@ import torch
 from helpers_guard import Run, context_of, differing, portrait, small_context, small_loss
 from torch import nn
 
-from hookline.errors import GuardError, OptionError
+from hookline.errors import GuardError, LifecycleError, OptionError
 from hookline.guard.guard import Guard
 from hookline.guard.model_context import ModelDataContext
 from hookline.guard.snapshot import PreEpochState
@@ -272,9 +272,9 @@ def test_without_anything_to_differentiate_by_it_says_so():
     """A model without parameters, or with frozen ones."""
     for model in (nn.ReLU(), nn.Linear(2, 2).requires_grad_(False)):
         context = ModelDataContext(model, loss_fn=lambda model, batch: model(batch).sum(), batch=torch.ones(1, 2))
-        with pytest.raises(GuardError, match="depends on no parameter"):
+        with pytest.raises(LifecycleError, match="depends on no parameter"):
             context.hvp({})
-        with pytest.raises(GuardError, match="depends on no parameter"):
+        with pytest.raises(LifecycleError, match="depends on no parameter"):
             context.compute_batch_gradients()
 
 

@@ -385,7 +385,18 @@ def test_hook_state_goes_into_the_checkpoint_of_the_loop_and_back() -> None:
 
 def test_an_intervention_that_needs_data_says_what_to_give() -> None:
     loop = Loop()
-    with pytest.raises(GuardError, match="loader"), loop.follow([TrainsAnEpoch()]):
+    with pytest.raises(LifecycleError, match="loader"), loop.follow([TrainsAnEpoch()]):
+        loop.train(1)
+
+
+def test_a_run_that_cannot_be_saved_for_an_intervention_is_the_policys_to_decide() -> None:
+    """No hook has broken its word, so it does not end a loop that it does not own."""
+    loop = Loop()
+    loop.model.register_parameter("unmade", torch.nn.Parameter(torch.empty(2, device="meta")))
+    with loop.follow([TrainsAnEpoch()], loader=loop.loader, on_error="disable") as run:
+        loop.train(1)
+    assert run.manager.hook_errors == {"trains": 1}
+    with pytest.raises(GuardError, match="meta device"), loop.follow([TrainsAnEpoch()], loader=loop.loader):
         loop.train(1)
 
 

@@ -40,6 +40,7 @@ class CounterfactualHook(ReferenceIntervention):
 
     name = "counterfactual"
     description = "how much of an epoch's gradient is due to the order of its data"
+    requires = frozenset({"loader", "loss_fn"})
     hook_points = frozenset({HookPoint.POST_EPOCH})
     loop_points = COUNTERFACTUAL_POINTS
     needs_grads = True

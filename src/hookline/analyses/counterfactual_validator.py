@@ -37,6 +37,7 @@ class CounterfactualValidatorHook(ReferenceIntervention, DebugInterventionHook):
 
     name = "counterfactual_validator"
     description = "whether k shuffled epochs are enough for counterfactual"
+    requires = frozenset({"loader", "loss_fn"})
     reduce = MappingProxyType({"*_max": "max", "*_min": "min", "kp1_norm_strictly_lower": "min"})
     hook_points = frozenset({HookPoint.POST_EPOCH})
     loop_points = COUNTERFACTUAL_POINTS

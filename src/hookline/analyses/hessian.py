@@ -69,6 +69,7 @@ class HessianHook(ReferenceIntervention):
 
     name = "hessian"
     description = "curvature along the last step's gradient, and how it bends this one's"
+    requires = frozenset({"loss_fn"})
     hook_points = frozenset({HookPoint.PRE_STEP, HookPoint.POST_STEP})
     loop_points: LoopPoints = MappingProxyType(
         {"epoch": {HookPoint.PRE_STEP, HookPoint.POST_STEP}, "step": {HookPoint.POST_STEP}}
@@ -206,7 +207,7 @@ class HessianHook(ReferenceIntervention):
         try:
             with same_random_numbers(step):
                 return model_ctx.hvp(last)
-        except RuntimeError as error:  # NotImplementedError and GuardError are some
+        except RuntimeError as error:  # NotImplementedError and LifecycleError are some
             if not any(words in str(error) for words in _NO_SECOND):
                 raise
             self.method = "difference"

@@ -43,6 +43,7 @@ class HessianSpectrumHook(Intervention):
 
     name = "hessian_spectrum"
     description = "largest and smallest curvatures of the loss, and their sum"
+    requires = frozenset({"loss_fn"})
     # With λ the eigenvalues of the Hessian H, descending.
     metrics = (
         ("top_eigenvalue", "sharpness: the largest curvature", "λ₁", "high: a sharp valley"),

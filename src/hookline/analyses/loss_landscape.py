@@ -37,6 +37,7 @@ class LossLandscapeHook(Intervention):
 
     name = "loss_landscape"
     description = "the loss along a line through the weights"
+    requires = frozenset({"loss_fn"})
     # With a from −radius to radius, and ‖θ‖·d the direction.
     metrics = (
         ("losses", "along the line, from one end to the other", "L(θ + a·‖θ‖·d)"),

@@ -33,6 +33,7 @@ class PairedStepHook(Intervention):
 
     name = "paired_step"
     description = "one step with and without a change, from the same state"
+    requires = frozenset({"loss_fn"})
     # With p the plain step, c the changed one; losses are of the same batch.
     metrics = (
         ("loss_before", "before either", "L(θ)"),

@@ -199,7 +199,7 @@ class ScriptSession:
         parts: dict[str, Any] = {"loader": first.loader, "scaler": find_scaler(), "run_context": self.context}
         parts |= {"loop": self.loop, "snapshot_every": self.snapshots}
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Hook .* could not be started", HooklineWarning)  # it is told below
+            warnings.filterwarnings("ignore", "Hook .* (could not be started|excluded)", HooklineWarning)  # told below
             run = self._run = follow(found.model, optimizer, manager=self.manager, **parts)
         self.tell_not_started()
         self._others = OtherSteps(optimizer, first.passed_over)
@@ -211,10 +211,9 @@ class ScriptSession:
         return run
 
     def tell_not_started(self) -> None:
-        """Name the hooks that the model gave no place to; the others are on."""
-        left_out = self.manager.plan().left_out
-        for name in [name for name in self.manager.hook_errors if name in left_out]:
-            _tell_not_attached(f"the hook {name}: {left_out[name]}", self._count_told())
+        """Name the hooks that the model or the script gave no place to; the others are on."""
+        for name, why in self.manager.plan().left_out.items():
+            _tell_not_attached(f"the hook {name}: {why}", self._count_told())
 
     def _attach_spec(self, run: Follow, model: Any, spec: dict[str, Any]) -> None:
         """Attach the hooks of one spec; one whose factory raises is no reason to lose the others."""
@@ -303,12 +302,12 @@ class ScriptSession:
 
 
 def _why_silent(manager: HookManager) -> dict[str, str]:
-    """Return the hooks that have not fired, and why; one that raised has its own line."""
+    """Return the hooks that have not fired, and why; one that raised or was left out has its own line."""
     plan, steps = manager.plan(), manager.global_step + 1
-    silent = [name for name in manager.hooks if not manager.fired[name] and name not in manager.hook_errors]
+    told = {*manager.hook_errors, *plan.left_out}
+    silent = [name for name in manager.hooks if not manager.fired[name] and name not in told]
     found = {}
     for name in silent:
         due = [f"{row.point}, {row.when}" if row.when else row.point for row in plan.rows if row.hook == name]
-        waited = f"it is due at {' and '.join(due)}; the script made {steps} step{'s' * (steps != 1)}"
-        found[name] = plan.left_out.get(name) or waited
+        found[name] = f"it is due at {' and '.join(due)}; the script made {steps} step{'s' * (steps != 1)}"
     return found

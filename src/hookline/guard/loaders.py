@@ -27,7 +27,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from hookline.errors import GuardError
+from hookline.errors import LifecycleError
 from hookline.guard.rng import GENERATOR_TYPES, kept_rng, run_seed
 
 __all__ = [
@@ -123,7 +123,7 @@ def copy_loader(loader: Any, generator: torch.Generator, *, shuffle: bool, num_w
         order = torch.randperm(len(loader), generator=generator).tolist() if shuffle else range(len(loader))
         return [loader[index] for index in order]
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        raise GuardError(_unreadable_message(loader))
+        raise LifecycleError(_unreadable_message(loader))
     indices, sizes = _indices_of(loader)
     if shuffle:
         indices = [indices[place] for place in torch.randperm(len(indices), generator=generator).tolist()]
@@ -178,7 +178,7 @@ def _indices_of(loader: DataLoader[Any]) -> tuple[Sequence[Any], list[int] | Non
 def _read(sampler: Any) -> list[Any]:
     """Return what a sampler of any kind gives, without moving it; only its length, since it may have no end."""
     if not hasattr(sampler, "__len__"):
-        raise GuardError(
+        raise LifecycleError(
             f"The training data is asked for again, and {type(sampler).__name__!r} has no length: it may have no end. "
             "Next: give it a __len__, or pass shuffled_loader=."
         )

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hookline.errors import GuardError, NoMatchError, OptionError
+from hookline.errors import LifecycleError, NoMatchError, OptionError
 from hookline.guard.guard import Guard
 from hookline.guard.loaders import call_loader_factory, copy_loader, private_generator
 from hookline.guard.snapshot import PreEpochState, Snapshot, roots_of
@@ -164,7 +164,7 @@ class ModelDataContext:
         Random streams go back too, so that an epoch can be repeated bit by bit; `new_generator` gives other numbers.
         """
         if self._pre_epoch is None:
-            raise GuardError(
+            raise LifecycleError(
                 "restore_pre_epoch() goes back to before the epoch, and nobody has saved that. "
                 "Next: set needs_pre_epoch_state = True on the hook."
             )
@@ -192,7 +192,7 @@ class ModelDataContext:
         if loader is None or loader is self._loader:
             loader = copy_loader(self._loader, private_generator(self._model), shuffle=False)
         if step and self._optimizer is None and self._train_step is None:
-            raise GuardError("run_training_epoch(step=True) needs an optimizer. Next: step=False, or pass one.")
+            raise LifecycleError("run_training_epoch(step=True) needs an optimizer. Next: step=False, or pass one.")
         with self._training(), self._no_gradients():
             return self._mean_gradients(loader, self._stepper(step))
 
@@ -217,7 +217,7 @@ class ModelDataContext:
             slope = sum(slopes[1:], start=slopes[0])
             seconds = torch.autograd.grad(slope, list(trained.values()), allow_unused=True)
         if all(second is None for second in seconds):
-            raise GuardError(
+            raise LifecycleError(
                 "hvp() differentiates the loss twice, and found a gradient that torch was told not to differentiate "
                 "(once_differentiable, double backward). Next: a difference of gradients, compute_batch_gradients()."
             )
@@ -294,13 +294,13 @@ class ModelDataContext:
 
     def _loss_of(self, what: str) -> _Loss:
         if self._loss_fn is None:
-            raise GuardError(f"{what}() requires a loss_fn. Next: give the experiment a loss_fn(model, batch).")
+            raise LifecycleError(f"{what}() requires a loss_fn. Next: give the experiment a loss_fn(model, batch).")
         return self._loss_fn
 
     def _batch_for(self, batch: Any, what: str) -> Any:
         batch = self._batch if batch is None else batch
         if batch is None:
-            raise GuardError(f"{what}() requires a batch, and at this point there is no current one. Next: pass one.")
+            raise LifecycleError(f"{what}() requires a batch, and there is no current one here. Next: pass one.")
         return batch
 
     def _collected(self) -> dict[str, Tensor]:
@@ -349,7 +349,7 @@ class ModelDataContext:
                 for name, grad in self._collected().items():
                     totals[name] = totals[name].add_(grad) if name in totals else grad.clone()
         if not num_batches:
-            raise GuardError("There was no batch to go through: the loader is empty.")
+            raise LifecycleError("There was no batch to go through: the loader is empty.")
         with torch.no_grad():
             return {name: total.div_(num_batches) for name, total in totals.items()}
 
@@ -390,9 +390,9 @@ def _dot(gradient: Tensor, direction: Tensor) -> Tensor:
 def _differentiable(loss: Any) -> Tensor:
     """Return what a ``loss_fn`` returned; raise if it cannot be differentiated."""
     if not isinstance(loss, Tensor):
-        raise GuardError(f"loss_fn(model, batch) returns a tensor to differentiate; got {type(loss).__name__}.")
+        raise LifecycleError(f"loss_fn(model, batch) returns a tensor to differentiate; got {type(loss).__name__}.")
     if not loss.requires_grad:
-        raise GuardError(
+        raise LifecycleError(
             "The loss depends on no parameter that requires gradients, so it has none. Next: requires_grad_()."
         )
     return loss

@@ -108,7 +108,7 @@ def find_excluded(hooks: Mapping[str, TrainingHook], capabilities: Iterable[str]
         return {}
     there = {capabilities} if isinstance(capabilities, str) else set(capabilities)
     missing = {name: sorted(set(hook.requires) - there) for name, hook in hooks.items()}
-    reasons = {name: f"requires {', '.join(what)}" for name, what in missing.items() if what}
+    reasons = {name: f"requires {', '.join(what)}, which is not here" for name, what in missing.items() if what}
     for name, reason in reasons.items():
         warnings.warn(f"Hook {name!r} excluded: {reason}", HooklineWarning, stacklevel=caller_stacklevel())
     return reasons

@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from hookline.error_policy import ErrorPolicy, error_text
-from hookline.errors import Hint
+from hookline.errors import GuardError, Hint, LifecycleError
 from hookline.guard.guard import Guard
 from hookline.guard.loaders import generators_of_loader
 from hookline.guard.rng import hook_rng
@@ -185,11 +185,22 @@ class Firing:
         guard = model_ctx.guard
         try:
             scopes = [planned.hook.scope for planned in hooks]  # type: ignore[attr-defined]
-            guard.save(scopes, batch=(self.ctx.batch_data, getattr(model_ctx, "batch", None)))
+            try:
+                guard.save(scopes, batch=(self.ctx.batch_data, getattr(model_ctx, "batch", None)))
+            except GuardError as error:  # no hook has done anything yet, so the policy decides
+                self._refuse(hooks, error)
+                return
             for planned in hooks:
                 self._intervene(planned, model_ctx, guard)
         finally:
             guard.release()
+
+    def _refuse(self, hooks: Sequence[PlannedHook], error: GuardError) -> None:
+        """Tell every intervention that the run cannot be saved for it; raise if the policy does not pass over that."""
+        refused = LifecycleError(f"Nothing could be put back after it: {error}")
+        for planned in hooks:
+            if not self._handle_error(refused, planned, 0.0):
+                raise error
 
     def _intervene(self, planned: PlannedHook, model_ctx: Any, guard: Any) -> None:
         hook: Any = planned.hook

@@ -286,7 +286,7 @@ def test_an_experiment_may_say_how_its_data_are_shuffled():
     given = linear_experiment(2)
     sink = hl.sinks.MemorySink()
     experiment = hl.Experiment(given.model, given.optimizer, Stream())
-    with pytest.raises(hl.errors.GuardError, match="'Stream' can only be iterated"):
+    with pytest.raises(hl.errors.LifecycleError, match="'Stream' can only be iterated"):
         hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Shuffles()]))
     experiment.shuffled_loader = lambda generator: [given.loader[i] for i in torch.randperm(2, generator=generator)]
     hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Shuffles()], sinks=[sink]))
@@ -304,7 +304,7 @@ def test_an_experiment_with_nothing_but_a_step_has_no_loss_to_differentiate():
 
     given = linear_experiment(1)
     experiment = hl.Experiment(given.model, given.optimizer, given.loader, train_step=lambda batch: 0.0)
-    with pytest.raises(hl.errors.GuardError, match="requires a loss_fn"):
+    with pytest.raises(hl.errors.LifecycleError, match="requires a loss_fn"):
         hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Asks()]))
 
 

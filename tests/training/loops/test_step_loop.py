@@ -161,7 +161,7 @@ def test_there_is_no_epoch_to_go_back_to():
         def intervene(self, run_ctx, model_ctx):
             model_ctx.restore_pre_epoch()
 
-    with pytest.raises(hl.errors.GuardError, match=r"the step loop has none\. Next: take epoch_loop"):
+    with pytest.raises(hl.errors.LifecycleError, match=r"the step loop has none\. Next: take epoch_loop"):
         hl.step_loop(linear_experiment(2), steps=1, manager=hl.HookManager(hooks=[GoesBack()]))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hookline.errors import GuardError
+from hookline.errors import LifecycleError
 from hookline.guard.guard import Guard, rollback
 from hookline.guard.loaders import copy_loader, private_generator
 from hookline.guard.model_context import ModelDataContext
@@ -65,7 +65,7 @@ class _NoEpochs(PreEpochState):
 
     def restore(self) -> None:
         """Raise: there is no epoch."""
-        raise GuardError(
+        raise LifecycleError(
             "restore_pre_epoch() goes back to before the epoch, and the step loop has none. Next: take epoch_loop(), "
             "or go back to a checkpoint of your own, model_ctx.save_checkpoint()."
         )
