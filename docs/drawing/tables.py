@@ -22,6 +22,7 @@ _MARKED: Final = re.compile(r"(<!-- (metrics|options) -->\n).*?(<!-- end -->)", 
 FOLDED: Final = {
     "stats": [
         MetricInfo("nonfinite", "tensors with NaN or Inf in them, everywhere", sign_info="0 is healthy"),
+        MetricInfo("looked_at", "newest step that was looked at; the others are of it and those before"),
         MetricInfo("max_{kind}", "largest magnitude in all layers", "max |x|"),
         MetricInfo("{layer}/{kind}/{stat}", "of one layer, or parameter, since the last report"),
         MetricInfo("{kind}/{stat}", "of the model as a whole"),

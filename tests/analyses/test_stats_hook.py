@@ -54,7 +54,7 @@ def test_only_what_was_asked_for_is_looked_at():
     sink, _ = run(made("stats", targets="hidden", on="forward, param", stats="mean,norm", every=1))
     found = {name for name in sink.latest if name.startswith("stats/")}
     parameters = {f"stats/hidden.{key}/param/{stat}" for key in ("weight", "bias") for stat in ("mean", "norm")}
-    assert found == {"stats/hidden/forward/mean", "stats/hidden/forward/norm"} | parameters
+    assert found == {"stats/hidden/forward/mean", "stats/hidden/forward/norm", "stats/looked_at"} | parameters
     sink, _ = run(made("stats", exclude="attention*"))
     assert not any("attention" in name for name in sink.latest)
 

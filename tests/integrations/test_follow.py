@@ -88,24 +88,48 @@ def test_a_budget_that_is_handed_on_to_a_watch_changes_no_bit() -> None:
     assert nested_differences(loop.left(), _plain()) == []
 
 
-@pytest.mark.parametrize(("hook", "is_clipped"), [("stats", False), ("watch", True)])
-def test_stats_reads_gradients_before_they_are_clipped_and_a_watch_after(hook: str, is_clipped: bool) -> None:
-    loop, sink = Loop(), hl.sinks.MemorySink()
-    hooks = [hl.watch(loop.model)] if hook == "watch" else ["stats"]
-    config = {"stats": {"every": 1}} if hook == "stats" else None
-    norms: list[tuple[float, float]] = []
-    with loop.follow(hooks, sinks=[sink], hook_config=config, loop="step", snapshot_every=1):
+@pytest.mark.parametrize("clips", [True, False])
+def test_norms_has_the_gradient_of_a_whole_step_before_and_after_clipping(clips: bool) -> None:
+    """Of all its batches, with biases; what clips may be a function of the user's own."""
+    loop, sink, norms = Loop(), hl.sinks.MemorySink(), []
+    with loop.follow(["norms"], sinks=[sink]):
         for _ in range(3):
-            loop.optimizer.zero_grad()
-            loop.model(torch.randn(8, 6)).square().mean().backward()
-            before = float(loop.model[4].weight.grad.norm())
-            nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3)
-            norms.append((before, float(loop.model[4].weight.grad.norm())))
+            for _ in range(4):
+                loop.model(torch.randn(8, 6)).square().mean().backward()
+            grads = [each.grad for each in loop.model.parameters()]
+            before = float(torch.cat([grad.flatten() for grad in grads]).norm())
+            for grad in grads if clips else ():
+                grad.mul_(1e-3)
+            norms.append((before, before * 1e-3 if clips else before))
             loop.optimizer.step()
-    name = f"{hook}/4.weight/param_grad/norm"
-    found = [record.metrics[name] for record in sink.records if name in record.metrics]
-    assert found == pytest.approx([pair[is_clipped] for pair in norms], rel=1e-4)
-    assert all(before > 2 * after for before, after in norms)
+            loop.optimizer.zero_grad()
+    for name, expected in zip(("grad_norm", "grad_norm_clipped"), zip(*norms, strict=True), strict=True):
+        found = [each for record in sink.records for each in record.metrics.get(f"norms/{name}", ())]
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("hook", ["stats", "watch"])
+def test_statistics_are_of_every_batch_of_the_step_that_was_looked_at(hook: str) -> None:
+    """Steps are the optimizer's; gradients are those that it was given."""
+    loop, sink = Loop(), hl.sinks.MemorySink()
+    hooks = [hl.watch(loop.model, every=3)] if hook == "watch" else ["stats"]
+    config = {"stats": {"every": 3}} if hook == "stats" else None
+    largest, clipped = [], []
+    with loop.follow(hooks, sinks=[sink], hook_config=config, loop="step", snapshot_every=3):
+        for step in range(7):
+            outputs = [loop.model(torch.randn(8, 6) * (10 if (step, batch) == (3, 2) else 1)) for batch in range(4)]
+            sum(output.square().mean() for output in outputs).backward()
+            largest.append(max(float(output.detach().abs().max()) for output in outputs))
+            nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3)
+            clipped.append(float(loop.model[4].weight.grad.norm()))
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    records = [record for record in sink.records if f"{hook}/4/forward/absmax" in record.metrics]
+    assert [record.step for record in records] == [0, 3, 6]
+    assert [one.metrics[f"{hook}/4/forward/absmax"] for one in records] == pytest.approx(largest[::3], rel=1e-5)
+    assert [one.metrics[f"{hook}/4.weight/param_grad/norm"] for one in records] == pytest.approx(clipped[::3], rel=1e-4)
+    if hook == "stats":
+        assert [one.metrics["stats/looked_at"] for one in records] == [0, 3, 6]
 
 
 def test_a_hook_that_writes_to_the_model_is_noticed_by_that_comparison() -> None:

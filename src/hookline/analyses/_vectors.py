@@ -134,9 +134,12 @@ def ratio(part: Tensor, whole: Tensor) -> Tensor:
 
 def norm_of_all(tensors: Iterable[Tensor]) -> Tensor | None:
     """Return the length of all tensors together, on the device of the first; None without tensors."""
-    parts = [dense_float(tensor) for tensor in tensors]
-    if not parts:
+    given = list(tensors)
+    if not given:
         return None
+    if any(hasattr(tensor, "full_tensor") for tensor in given):  # held in parts: one number is exchanged, not tensors
+        return whole_tensor(torch.nn.utils.get_total_norm(given))
+    parts = [dense_float(tensor) for tensor in given]
     if parts[0].is_cuda:  # one or two launches for all of them
         return torch.nn.utils.get_total_norm(parts)
     norms = [torch.linalg.vector_norm(part) for part in parts]

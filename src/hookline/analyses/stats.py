@@ -31,11 +31,11 @@ class StatsHook(Analysis):
 
     Recipe: ``hookline.HookManager(["stats"], hook_config={"stats": {"every": 5}}, sinks=[...])``.
 
-    Metrics are ``{layer}/{kind}/{stat}``; those of the whole model have no layer in front. A step is one forward of the
-    model, and gradients of parameters are read when its backward pass is over: before they are clipped, and as large
-    as a GradScaler has made them, in `hookline.follow`, callbacks and scripts too. To have them as the optimizer sees
-    them, give a watch in place of this hook: ``hookline.follow(model, optimizer, [hookline.watch(model)])``, or
-    ``HookManager(hooks=[hookline.watch(model, optimizer=optimizer)])``.
+    Metrics are ``{layer}/{kind}/{stat}``; those of the whole model have no layer in front. A step is one of the
+    optimizer, with all batches that it has. Gradients of parameters are as the optimizer sees them: of the whole step,
+    unscaled, and after clipping; ``norms`` has their length before it. What is reported is of the steps looked at since
+    the last report, of which ``looked_at`` is the newest. In a loop of your own around `HookManager.fire` a step is one
+    forward of the model.
 
     Args:
         targets: Which modules, and parameters below them; as in ``hookline.watch``.
@@ -68,6 +68,7 @@ class StatsHook(Analysis):
         """What the watch may cost and does cost; None where the manager has no ``budget=``, and before a run."""
         self._part: tuple[Budget, int] | None = None
         self._watch: Watch | None = None
+        self._optimizers: Sequence[Any] = ()
         self._state_to_load: Mapping[str, Any] = {}
 
     def describe_metrics(self) -> list[MetricInfo]:
@@ -76,9 +77,10 @@ class StatsHook(Analysis):
             "forward": "outputs of a layer",
             "backward": "gradients of a layer's outputs",
             "param": "a parameter as it is",
-            "param_grad": "gradients of a parameter",
+            "param_grad": "gradients of a parameter, after clipping",
         }
         found = [MetricInfo("nonfinite", "tensors with NaN or Inf in them, everywhere", sign_info="0 is healthy")]
+        found.append(MetricInfo("looked_at", "newest step that was looked at; the others are of it and those before"))
         for kind in self.on:
             what = kinds.get(kind, kind)
             found.append(MetricInfo(f"max_{kind}", f"largest magnitude in {what}, over all", "max |x|"))
@@ -91,10 +93,19 @@ class StatsHook(Analysis):
         """Keep to ``budget`` from the next start on; a manager with ``budget=`` calls it."""
         self._part = budget, first
 
+    def count_steps_of(self, optimizers: Sequence[Any]) -> None:
+        """Count steps of these optimizers, now or when training starts; the loops and hosts call it."""
+        self._optimizers = optimizers
+        if self._watch is not None:
+            self._watch.count_steps_of(optimizers)
+
     def start(self, model: nn.Module) -> None:
         """Attach the watch."""
+        optimizers = self._optimizers
         self.finish()
         self._watch = watch(model, self.targets, on=self.on, stats=self.stats, every=self.every, exclude=self.exclude)
+        if optimizers:
+            self._watch.count_steps_of(optimizers)
         if self._part is not None:
             self._watch.take_budget(*self._part)
             self.budget = self._watch.budget
@@ -107,7 +118,7 @@ class StatsHook(Analysis):
         """Remove the watch."""
         if self._watch is not None:
             self._watch.remove(quiet=True)
-        self._watch = None
+        self._watch, self._optimizers = None, ()
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Report what was counted, and reset."""
@@ -116,8 +127,9 @@ class StatsHook(Analysis):
         if self._watch is None:  # the loop has not called start(): count from now on
             self.start(ctx.model)
             return None
-        metrics = self._watch.to_metrics(reset=True)
-        return {**_summaries(metrics, self.on), **metrics}
+        ago, metrics = self._watch.steps_since_look, self._watch.to_metrics(reset=True)
+        looked_at = {} if ago is None or self.manager is None else {"looked_at": self.manager.global_step - ago}
+        return {**_summaries(metrics, self.on), **looked_at, **metrics}
 
     def reset(self) -> None:
         """Begin another run."""

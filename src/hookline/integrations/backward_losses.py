@@ -8,22 +8,18 @@ backward has changed no gradient of the model: it is that of another one.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookline.distributed.shards import placed
-from hookline.integrations.replaced_function import ReplacedFunction
 from hookline.lifecycle.run_phase import phase
+from hookline.sites.functions.replaced_function import BACKWARD, Mark, ReplacedFunction, mark_of
 
 __all__ = ["BackwardLosses"]
-
-_Mark: TypeAlias = tuple[int, int] | None
-"""Which gradient a parameter has, and how often that was changed; None if it has none."""
 
 _MOST_PARAMETERS: Final = 256
 """Of how many parameters gradients are looked at: 50 µs."""
@@ -123,60 +119,21 @@ class BackwardLosses:
         if self._most is None or len(self._noted) < self._most:
             self._noted.append(_Noted(loss.detach(), self._scale()))
 
-    def marks(self) -> list[_Mark]:
+    def marks(self) -> list[Mark]:
         """Return something that changes with the gradients of the model."""
-        return list(map(_mark_of, self._looked_at))
+        return list(map(mark_of, self._looked_at))
 
-    def note_gradients(self, before: list[_Mark]) -> None:
+    def note_gradients(self, before: list[Mark]) -> None:
         """Look which parameter has got a gradient, after a backward, and whether any has changed."""
         if self._noted and before and self._noted[-1].is_own is None:
-            is_own = any(_mark_of(each) != mark for each, mark in zip(self._looked_at, before, strict=True))
+            is_own = any(mark_of(each) != mark for each, mark in zip(self._looked_at, before, strict=True))
             self._noted[-1] = self._noted[-1]._replace(is_own=is_own)
         if self._noted and (self.probe is None or self.probe.grad is None):
             self.probe = next((one for one in self._parameters if one.grad is not None), None)
 
-    def mark(self) -> _Mark:
+    def mark(self) -> Mark:
         """Return something that changes when gradients are cleared; None where that cannot be told."""
-        return None if self.probe is None else _mark_of(self.probe)
-
-
-class _Within(threading.local):
-    """What this thread is in the middle of."""
-
-    backward = False
-
-
-_within = _Within()
-
-
-def _make_backward(original: Any, replaced: ReplacedFunction[BackwardLosses]) -> Any:
-    """Make a ``backward(tensors, grad_tensors=None, …)`` that tells of the tensors."""
-
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        for one in replaced.listeners:  # a comprehension or a generator would be one call more
-            if not one.is_off and one.is_wanted():
-                break
-        else:
-            return original(*args, **kwargs)
-        # With gradients, or inside of another backward, it is no loss: a part of a checkpoint, a stage of a pipeline.
-        gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
-        if gradients is not None or _within.backward:
-            return original(*args, **kwargs)
-        wanting = [losses for losses in replaced.listeners if not losses.is_off and losses.is_wanted()]
-        tensors = args[0] if args else kwargs.get("tensors")
-        for losses in wanting:
-            for loss in tensors if isinstance(tensors, list | tuple) else (tensors,):
-                losses.note(loss)
-        before = [(losses, losses.marks()) for losses in wanting]
-        _within.backward = True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _within.backward = False
-            for losses, marks in before:
-                losses.note_gradients(marks)
-
-    return backward
+        return None if self.probe is None else mark_of(self.probe)
 
 
 def _make_zero_grad(original: Any, replaced: ReplacedFunction[BackwardLosses]) -> Any:
@@ -198,8 +155,8 @@ def _make_zero_grad(original: Any, replaced: ReplacedFunction[BackwardLosses]) -
     return zero_grad
 
 
-_REPLACED: tuple[ReplacedFunction[BackwardLosses], ...] = (
-    ReplacedFunction(torch.autograd, "backward", _make_backward),
+_REPLACED: tuple[ReplacedFunction[Any], ...] = (
+    BACKWARD,
     ReplacedFunction(Optimizer, "zero_grad", _make_zero_grad),
     ReplacedFunction(nn.Module, "zero_grad", _make_zero_grad),
 )
@@ -207,11 +164,6 @@ _REPLACED: tuple[ReplacedFunction[BackwardLosses], ...] = (
 
 def _is_number(loss: Any) -> bool:
     return isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point()
-
-
-def _mark_of(parameter: Tensor) -> _Mark:
-    grad = parameter.grad
-    return None if grad is None else (id(grad), grad._version)
 
 
 def _some_of(parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from hookline.errors import LifecycleError, OptionError
 from hookline.integrations.followed_loop import FollowedLoop
-from hookline.integrations.host_adapter import tell_watches
 from hookline.integrations.host_manager import check_options
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.loop_habits import LoopHabits
@@ -22,6 +21,7 @@ from hookline.integrations.process_end import ExitNoted, at_process_end, error_o
 from hookline.lifecycle.points import HookPoint
 from hookline.messages import type_name
 from hookline.sites.optimizers.optimizer_wrappers import checked_optimizer, unwrap_optimizer
+from hookline.training.choose_hooks import tell_watches
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -154,7 +154,7 @@ class Follow:
         optimizers = _unwrapped(optimizer)
         host.tells_phase = False
         host.begin_run(model, optimizers[0], run_context=run_context, **parts)
-        tell_watches(host.manager, optimizers)
+        tell_watches(host.manager.hooks.values(), optimizers)
         self._loop = FollowedLoop(host, model, optimizers, parts.get("scaler"), LoopHabits(host, parts))
         try:
             self._loop.attach(parts.get("loader"))

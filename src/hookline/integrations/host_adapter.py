@@ -5,21 +5,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from torch import nn
 
 from hookline.errors import OptionError
 from hookline.messages import type_name
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
-from hookline.training.choose_hooks import TrackerHook
 from hookline.training.loops.experiment import Experiment
 from hookline.training.loops.experiment_adapter import ExperimentAdapter, whole_number
 
-if TYPE_CHECKING:
-    from hookline.training.manager import HookManager
-
-__all__ = ["HostAdapter", "tell_watches"]
+__all__ = ["HostAdapter"]
 
 _PARTS: Final = ("optimizer", "scheduler", "scaler", "loader", "loss_fn")
 """What a host may have, by the names that ``requires`` of a hook uses."""
@@ -65,13 +61,3 @@ class HostAdapter(ExperimentAdapter):
                 "is wrapped."
             )
         whole_number("accumulate", self.accumulate, 1)
-
-
-def tell_watches(manager: HookManager, optimizers: Any) -> None:
-    """Let every watch among the hooks count steps of the host's optimizers; leave those that were given their own."""
-    if not optimizers:
-        return
-    for hook in manager.hooks.values():
-        count_steps_of = getattr(hook.tracker, "count_steps_of", None) if isinstance(hook, TrackerHook) else None
-        if count_steps_of is not None:
-            count_steps_of(optimizers)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hookline.errors import HooklineWarning, LifecycleError
 from hookline.integrations.held_gradients import HeldGradients
-from hookline.integrations.host_adapter import HostAdapter, tell_watches
+from hookline.integrations.host_adapter import HostAdapter
 from hookline.integrations.host_manager import check_options, make_manager
 from hookline.integrations.host_state import check_state, load_state, save_state
 from hookline.integrations.snapshot_steps import SnapshotSteps, StepReports
@@ -142,7 +142,6 @@ class HostRun:
         if self.run is not None:
             self.end_run()  # a host that failed said nothing
         adapter, manager = HostAdapter(self._loop, model, optimizer, **parts), self.manager
-        tell_watches(manager, [optimizer])
         manager.set_loop_type(self._loop)
         manager.set_capabilities(adapter.capabilities | self._capabilities)
         manager.reset_all()

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hookline.errors import HooklineWarning, MissingPackageError
-from hookline.integrations.host_adapter import tell_watches
 from hookline.integrations.host_log_sink import HostLogSink
 from hookline.integrations.host_manager import check_callback, check_once, hook_names, sinks_or_usual
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.method_listeners import Listener, listen
 from hookline.lifecycle.run_phase import phase
 from hookline.messages import caller_stacklevel
+from hookline.training.choose_hooks import tell_watches
 from hookline.training.hook_state import copied
 
 try:
@@ -168,7 +168,8 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
             config=getattr(pl_module, "hparams", None),
             run_context=self._run_context(trainer),
         )
-        tell_watches(self.manager, trainer.optimizers)  # all of them: with manual optimization there may be several
+        # All of them: with manual optimization there may be several.
+        tell_watches(self.manager.hooks.values(), trainer.optimizers)
         self._handles = [optimizer.register_step_post_hook(self._note_step) for optimizer in trainer.optimizers]
         if not is_automatic:
             listener = Listener(self._note_backward, _do_nothing, _do_nothing)

@@ -14,7 +14,7 @@ from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from typing import Any
 
-from hookline.integrations.replaced_function import ReplacedFunction
+from hookline.sites.functions.replaced_function import ReplacedFunction
 
 __all__ = ["ExitNoted", "at_process_end", "error_of_process"]
 

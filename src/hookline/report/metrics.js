@@ -3,7 +3,7 @@
 const CARDS_AT_FIRST = 6; // of one hook; the rest at a press
 const CARDS_FOUND = 60; // of a search
 const CARDS_UNFOLDED = 18; // of all hooks that have a set of their own
-const FIRST = ["train", "eval", "training_metrics"]; // how training goes
+const FIRST = ["train", "eval", "training_metrics", "norms"]; // how training goes
 let numOpen = 0;
 
 // -- metrics ---------------------------------------------------------------------------------------------
@@ -13,7 +13,7 @@ function metricNames(withLayers) {
   const names = new Set(), isOwn = (curve) => curve.same === undefined && (withLayers || curve.layer === undefined);
   for (const run of page.runs) for (const curve of run.curves) if (isOwn(curve)) names.add(curve.name);
   const place = (hook) => (FIRST.includes(hook) ? FIRST.indexOf(hook) : hook === "initial" ? 9 : FIRST.length);
-  const worth = (name) => place(hookOf(name)) - (/loss/.test(name) ? 0.5 : 0);
+  const worth = (name) => place(hookOf(name)) - (/loss|grad_norm$/.test(name) ? 0.5 : 0);
   return [...names].sort((a, b) => worth(a) - worth(b)); // among equals, as they were first seen
 }
 

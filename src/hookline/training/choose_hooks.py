@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -170,6 +170,24 @@ class TrackerHook(TrainingHook):
         """Load the state of the tracker, if it can."""
         if state and hasattr(self.tracker, "load_state_dict"):
             self.tracker.load_state_dict(state)
+
+
+def tell_watches(hooks: Iterable[TrainingHook], optimizers: Sequence[Any]) -> None:
+    """Let every watch among ``hooks`` count steps of the run's optimizers; leave those that were given their own."""
+    for hook in hooks if optimizers else ():
+        _call(hook.tracker if isinstance(hook, TrackerHook) else hook, "count_steps_of", optimizers)
+
+
+def tell_scaler(hooks: Iterable[TrainingHook], scaler: Any) -> None:
+    """Let hooks that read scaled gradients know by what; None for no scaler."""
+    for hook in hooks:
+        _call(hook, "take_scaler", scaler)
+
+
+def _call(owner: Any, name: str, given: Any) -> None:
+    """Call a method, if ``owner`` has it."""
+    if hasattr(owner, name):
+        getattr(owner, name)(given)
 
 
 def _warn_of_other_model(name: str, watched: nn.Module, model: nn.Module) -> None:

@@ -214,6 +214,12 @@ class Watch(ShownAsTable):
         return self._rules.steps.count
 
     @property
+    def steps_since_look(self) -> int | None:
+        """How many steps are over since the last one that it looked at; None before the first."""
+        look = self._rules.steps.last_look
+        return None if look is None else self.steps - 1 - look
+
+    @property
     def step_is(self) -> str:
         """The definition of a step, in words."""
         return self._rules.steps.what

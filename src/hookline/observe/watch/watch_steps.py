@@ -63,6 +63,8 @@ class StepCounter:
         self.schedule = schedule
         """Says which steps are due."""
         self._handles = HandleSet()
+        self.last_look: int | None = None
+        """The newest step that is over and was due."""
         self._set(0)
 
     def _set(self, count: int) -> None:
@@ -78,6 +80,7 @@ class StepCounter:
 
     def advance(self) -> None:
         """Count one more step."""
+        self.last_look = self.count if self.is_due else self.last_look
         self._set(self.count + 1)
 
     def restart(self) -> None:

@@ -20,6 +20,7 @@ from hookline.lifecycle.run_phase import in_phase
 from hookline.messages import caller_stacklevel, type_name
 from hookline.sinks.fan_out import has_ranks
 from hookline.training.checkpoints.saving import Saving
+from hookline.training.choose_hooks import tell_scaler, tell_watches
 from hookline.training.hook_metrics import to_host
 from hookline.training.loops.gradient_retention import GradientRetention
 from hookline.training.loops.loop_contexts import Contexts
@@ -306,6 +307,9 @@ class Run:
         """Start hooks, and at the end finish them and write everything that they returned, however the block ends."""
         try:
             if self.manager is not None:
+                optimizer = self.adapter.optimizer
+                tell_watches(self.manager.hooks.values(), [] if optimizer is None else [optimizer])
+                tell_scaler(self.manager.hooks.values(), self.adapter.scaler)
                 self.manager.start(self.adapter.bare_model)
             yield
         except BaseException as error:
