@@ -80,7 +80,7 @@ def test_the_run_stays_the_same() -> None:
     bare.train()
     expected = bare.left()
     hook = Remembers()
-    hooked = Loop([hook, Elsewhere()], sinks=[])
+    hooked = Loop([hook, Elsewhere()], sinks=[], loop="epoch")
     hooked.train()
     hooked.run.close()
     assert differences(expected, hooked.left()) == []
@@ -143,7 +143,7 @@ def test_what_the_loop_logs_and_hooks_go_to_one_place(tmp_path: Path) -> None:
     """A `HooklineTracker` among the trackers: ``accelerator.log`` and the hooks write to its sinks."""
     sink = MemorySink()
     tracker = HooklineTracker([sink], log=tmp_path / "records.jsonl")
-    loop = Loop(["norms"], log_with=tracker)
+    loop = Loop(["norms"], log_with=tracker, loop="epoch")
     loop.accelerator.log({"lr": 0.1}, step=3)
     loop.train(2)
     loop.accelerator.log({"lr": 0.2}, step=loop.run.step)
@@ -162,7 +162,7 @@ def test_metrics_go_to_the_trackers_that_are_open(tmp_path: Path) -> None:
     """With a TensorBoard tracker, hooks write into its run: one folder, one file of events, no second writer."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    loop = Loop([Remembers()], log_with="tensorboard", folder=tmp_path)
+    loop = Loop([Remembers()], log_with="tensorboard", folder=tmp_path, loop="epoch")
     loop.train(1)
     loop.run.close()
     loop.accelerator.end_training()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -132,6 +133,39 @@ def test_statistics_are_of_every_batch_of_the_step_that_was_looked_at(hook: str)
         assert [one.metrics["stats/looked_at"] for one in records] == [0, 3, 6]
 
 
+def test_a_bad_batch_is_in_the_log_of_a_run_that_was_told_nothing(tmp_path: Path) -> None:
+    """One of four batches in one step of 300: reports in between, the loss, the gradient before clipping, the facts."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = DataLoader([(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(1200)], batch_size=None)
+    run = hl.follow(model, optimizer, ["stats", "norms"], loader=loader, log=tmp_path / "records.jsonl")
+    norms = []
+    for index, (x, y) in enumerate(loader):
+        step, batch = divmod(index, 4)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(x), y) / 4
+        (loss * (1300 if (step, batch) == (220, 1) else 1)).backward()
+        if batch == 3:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+    run.close()
+    read = hl.load_run(tmp_path)
+    assert len(read.series("stats/looked_at")[0]) > 20
+    for name in ("training_metrics/loss", "norms/grad_norm", "stats/max_backward"):
+        steps, values = read.series(name)
+        worst = max(range(len(steps)), key=lambda place: values[place])
+        assert steps[worst] == 220, name
+        assert values[worst] > 50 * sorted(values)[len(values) // 2], name
+    steps, values = read.series("norms/grad_norm")
+    assert list(values) == pytest.approx([norms[step] for step in steps], rel=1e-3)
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert (facts["status"], facts["result"]["steps"], facts["autocast"]) == ("finished", 300, "bfloat16")
+    assert {"versions", "command", "config", "experiment"} <= set(facts)
+    assert {"resources/steps_per_second", "resources/samples_per_second", "resources/memory_gib"} <= set(read.latest)
+
+
 def test_a_hook_that_writes_to_the_model_is_noticed_by_that_comparison() -> None:
     loop = Loop()
     with loop.follow([Nudge()], loader=loop.loader):
@@ -163,7 +197,7 @@ def test_with_the_loader_every_pass_in_training_mode_is_an_epoch() -> None:
 
 def test_the_same_hook_gets_the_same_numbers_as_in_the_epoch_loop() -> None:
     loop, memory = Loop(), hl.sinks.MemorySink()
-    with loop.follow(["norms", "training_metrics"], sinks=[memory], loader=loop.loader):
+    with loop.follow(["norms"], sinks=[memory], loader=loop.loader, loop="epoch"):
         for _ in range(2):
             for batch in loop.loader:
                 loop.optimizer.zero_grad()
@@ -197,7 +231,8 @@ def test_without_a_loader_everything_is_epoch_0_and_the_end_ends_it() -> None:
     run.close()
     run.close()
     assert seen.places()[-2:] == [("POST_EPOCH", 0, 6), ("SNAPSHOT", 0, 6)]
-    assert run.metrics == {"seen/step": 6.0}
+    assert run.metrics["seen/step"] == 6.0
+    assert "training_metrics/loss" in run.metrics
     before = len(seen.contexts)
     loop.train(1)
     assert len(seen.contexts) == before
@@ -388,7 +423,7 @@ def test_hook_state_goes_into_the_checkpoint_of_the_loop_and_back() -> None:
     whole = Loop()
     with whole.follow(["norms", Counting()], loader=whole.loader) as run:
         whole.train(4)
-        expected = run.state_dict()["manager"]["hooks"], run.step, run.epoch, run.metrics
+        expected = run.state_dict()["manager"]["hooks"], run.step, run.epoch, _untimed(run.metrics)
     first = Loop()
     with first.follow(["norms", Counting()], loader=first.loader) as run:
         first.train(2)
@@ -400,11 +435,15 @@ def test_hook_state_goes_into_the_checkpoint_of_the_loop_and_back() -> None:
             part.load_state_dict(state)
         torch.set_rng_state(random)
         second.train(2)
-        found = run.state_dict()["manager"]["hooks"], run.step, run.epoch, run.metrics
+        found = run.state_dict()["manager"]["hooks"], run.step, run.epoch, _untimed(run.metrics)
         assert nested_differences(found, expected) == []
     assert nested_differences(second.left()["state"], whole.left()["state"]) == []
     with pytest.raises(LifecycleError, match="followed run"):
         run.load_state_dict({})
+
+
+def _untimed(metrics: Any) -> dict[str, Any]:
+    return {name: value for name, value in metrics.items() if not name.startswith("resources/")}
 
 
 def test_an_intervention_that_needs_data_says_what_to_give() -> None:
@@ -659,7 +698,7 @@ def test_a_watch_among_the_hooks_reads_gradients_before_the_step() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     watch, own = hl.watch(model, on=["param_grad"]), hl.watch(model, on=["param_grad"], optimizer=optimizer)
     norms = []
-    with hl.follow(model, optimizer, [watch], sinks=[]):
+    with hl.follow(model, optimizer, [watch], sinks=[], snapshot_every=0):
         for _ in range(3):
             for _ in range(2):
                 model(torch.randn(3, 4)).square().mean().backward()

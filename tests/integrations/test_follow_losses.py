@@ -114,7 +114,7 @@ def test_a_loss_that_no_hook_is_going_to_see_is_not_noted() -> None:
     seen.hook_points = {POST_STEP}
     seen.step_schedule = hl.StepSchedule("stride", stride=3)
     noted: list[Any] = []
-    with loop.follow([seen]) as run:
+    with loop.follow(None, manager=hl.HookManager(hooks=[seen]), loop="epoch") as run:
         for batch in loop.loader:
             loop.optimizer.zero_grad()
             loop.loss_fn(loop.model, batch).backward()
@@ -134,7 +134,8 @@ def test_steps_at_which_no_hook_is_due_are_counted_and_change_nothing_of_the_oth
         seen.hook_points = {hl.HookPoint.PRE_STEP, POST_STEP}
         if seldom:
             seen.step_schedule = hl.StepSchedule("stride", stride=4)
-        with loop.follow([seen], **{name: getattr(loop, name) for name in parts}) as run:
+        given = {name: getattr(loop, name) for name in parts}
+        with loop.follow(None, manager=hl.HookManager(hooks=[seen]), **given) as run:
             handle = loop.model.register_forward_hook(lambda *_: steps.append(run.step))
             loop.train(3)
             handle.remove()

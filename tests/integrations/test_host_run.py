@@ -46,7 +46,7 @@ def _experiment() -> hl.Experiment:
 def _by_epoch_loop() -> tuple[hl.Experiment, MemorySink]:
     experiment, sink = _experiment(), MemorySink()
     watch = hl.watch(experiment.model, optimizer=experiment.optimizer, every=2)
-    manager = hl.HookManager(hooks=[*every_hook(), watch], sinks=[sink])
+    manager = hl.HookManager(["training_metrics"], [*every_hook(), watch], [sink])
     hl.epoch_loop(experiment, epochs=EPOCHS, manager=manager)
     watch.remove()
     return experiment, sink
@@ -102,12 +102,12 @@ def test_a_resumed_run_continues_its_hooks(stop: int) -> None:
     def saved(stop: int | None) -> tuple[Any, MemorySink, hl.Experiment]:
         experiment, sink = _experiment(), MemorySink()
         experiment.loader = Batches(experiment.loader)
-        run = HostRun([Remembers(), MeanGradient()], sinks=[sink])
+        run = HostRun([Remembers(), MeanGradient()], sinks=[sink], loop="epoch")
         return train_by_hand(experiment, run, epochs=EPOCHS, save_after=stop), sink, experiment
 
     _, whole, _ = saved(None)
     state, before, experiment = saved(stop)
-    later = HostRun([Remembers(), MeanGradient()], sinks=[before])
+    later = HostRun([Remembers(), MeanGradient()], sinks=[before], loop="epoch")
     later.load_state_dict(state)
     experiment.loader.skip = stop % len(experiment.loader)
     if not experiment.loader.skip:  # the host goes on after that epoch
@@ -115,7 +115,7 @@ def test_a_resumed_run_continues_its_hooks(stop: int) -> None:
     train_by_hand(experiment, later, epochs=EPOCHS, first=stop)
     found, expected = metrics_of(before), metrics_of(whole)
     if stop == 10:  # and does not evaluate it
-        del expected["eval/val_acc", "POST_EPOCH", 1]
+        del expected["eval/val_acc", "POST_EPOCH", 1], expected["training_metrics/val_acc", "POST_EPOCH", 1]
     assert found == expected
 
 
@@ -142,7 +142,7 @@ def test_the_step_loop_gives_the_metrics_of_step_loop() -> None:
 
     ours, theirs = MemorySink(), MemorySink()
     experiment = rich_experiment(evaluate=None, scheduler_per="step")
-    manager = hl.HookManager(hooks=hooks(), sinks=[ours])
+    manager = hl.HookManager(["training_metrics"], hooks(), [ours])
     hl.step_loop(experiment, steps=STEPS, snapshot_every=4, manager=manager)
 
     other = rich_experiment(evaluate=None)
@@ -374,7 +374,7 @@ def test_a_run_file_serves_a_host(tmp_path: Any) -> None:
     experiment, sink = rich_experiment(), MemorySink()
     run = HostRun(run_file=tmp_path / "run.yaml", sinks=[sink])
     run.manager.set_run_context(run_dir=str(tmp_path), strategy="host")
-    assert list(run.manager.hooks) == ["training_metrics", "norms", "relus"]
+    assert list(run.manager.hooks) == ["training_metrics", "norms", "relus", "resources"]
     train_by_hand(experiment, run, epochs=2)
     run.close()
     names = {name for record in sink.records for name in record.metrics}

@@ -119,7 +119,9 @@ def by_epoch_loop(parts: Parts, folder: Path) -> None:
     names = [hook for hook in parts.hooks if isinstance(hook, str)]
     objects = [hook for hook in parts.hooks if not isinstance(hook, str)]
     experiment = hl.Experiment(parts.model, parts.optimizer, parts.loader)
-    hl.epoch_loop(experiment, epochs=EPOCHS, manager=hl.HookManager(names, objects, [parts.sink]))
+    hl.epoch_loop(
+        experiment, epochs=EPOCHS, manager=hl.HookManager(["training_metrics", *names], objects, [parts.sink])
+    )
 
 
 def by_trainer(parts: Parts, folder: Path) -> None:
@@ -235,7 +237,7 @@ def test_the_reference_has_every_kind_of_metric(expected: Found) -> None:
     assert {point for _, point, _ in metrics} == {point.name for point in POINTS}
     assert [step for name, _, step in metrics if name == "EveryPoint/total"] == list(range(EPOCHS * STEPS))
     kinds = {name.split("/")[0] for name, _, _ in metrics}
-    assert kinds == {"EveryPoint", "Ahead", "norms", "watch"}
+    assert kinds == {"EveryPoint", "Ahead", "norms", "training_metrics", "watch"}
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning with a new torch

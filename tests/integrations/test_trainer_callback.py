@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -200,8 +201,10 @@ def test_a_resumed_trainer_continues_its_hooks(tmp_path: Path, stop: int, strate
     # Saved after the last step of an epoch, the Trainer never evaluates that epoch: its own run would differ.
     whole, sink = MemorySink(), MemorySink()
     trainer("whole", whole).train()
+    stopped = trainer("stopped", sink, Dies())
     with pytest.raises(KeyboardInterrupt):
-        trainer("stopped", sink, Dies()).train()
+        stopped.train()
+    next(one for one in stopped.callback_handler.callbacks if isinstance(one, HooklineCallback)).close()
     assert (tmp_path / "stopped" / f"checkpoint-{stop}" / STATE_FILE).is_file()
     trainer("stopped", sink).train(resume_from_checkpoint=True)
     assert _untimed(metrics_of(sink)) == _untimed(metrics_of(whole))
@@ -274,17 +277,21 @@ def test_a_log_makes_a_page_and_lines_of_json_are_answered_with_how(tmp_path: Pa
     """What the error of `hookline report` says is tried: the option, and the command."""
     from hookline.cli.main import main
 
-    make_trainer(tmp_path / "lines", HooklineCallback(["norms"]), num_train_epochs=1).train()
-    (lines,) = (tmp_path / "lines").rglob("*.jsonl")
+    log = tmp_path / "hooks" / "records.jsonl"
+    make_trainer(tmp_path / "out", HooklineCallback(["norms"], log=log), num_train_epochs=1).train()
+    (lines,) = (tmp_path / "out").rglob("*.jsonl")
     assert main(["report", str(lines)]) == 2
     said = capsys.readouterr().err
     assert "log='FOLDER/records.jsonl'" in said
     assert "then: hookline report FOLDER." in said
-    log = tmp_path / "hooks" / "records.jsonl"
-    make_trainer(tmp_path / "out", HooklineCallback(["norms"], log=log), num_train_epochs=1).train()
-    assert main(["report", str(log.parent)]) == 0
-    assert (log.parent / "report.html").exists()
-    assert "norms/total_norm" in hl.load_run(log.parent).latest
+    make_trainer(tmp_path / "usual", HooklineCallback(["norms"]), num_train_epochs=1).train()
+    for folder in (log.parent, tmp_path / "usual" / "hookline"):
+        assert main(["report", str(folder)]) == 0
+        assert (folder / "report.html").exists()
+        assert {"norms/total_norm", "norms/grad_norm", "training_metrics/loss"} <= set(hl.load_run(folder).latest)
+        facts = json.loads((folder / "run.json").read_text())
+        assert facts["status"] == "finished"
+        assert {"command", "versions", "model", "optimizer"} <= set(facts)
 
 
 def test_two_callbacks_do_not_disturb_each_other(tmp_path: Path) -> None:

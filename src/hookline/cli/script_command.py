@@ -20,10 +20,10 @@ from typing import Any, Final
 
 from hookline.cli.main import DONE, NOT_ATTACHED
 from hookline.cli.run_folder import LOG, read_run_json, write_run_json
-from hookline.cli.script_arguments import STRATEGY
 from hookline.cli.script_request import ScriptRequest, read_script, split_command, write_run_file
 from hookline.config.named_sinks import sink_files
 from hookline.errors import OptionError
+from hookline.training.run_notes import STRATEGY
 
 __all__ = ["run_script"]
 

@@ -20,7 +20,6 @@ from hookline.cli.option_sources import RunSettings, settings_of_file
 from hookline.cli.parse import read_flags
 from hookline.cli.run_folder import to_plain
 from hookline.cli.run_request import MARKERS, Request, joined_flags, merged_options
-from hookline.cli.script_arguments import STRATEGY
 from hookline.config.load_object import from_folder
 from hookline.config.named_sinks import sink_maker
 from hookline.config.run_options import (
@@ -35,6 +34,7 @@ from hookline.config.run_options import (
 from hookline.errors import OptionError
 from hookline.lifecycle.overhead_budget import Budget
 from hookline.messages import did_you_mean
+from hookline.training.run_notes import STRATEGY
 
 __all__ = ["ScriptRequest", "read_script", "split_command", "write_run_file"]
 

@@ -15,24 +15,26 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from hookline.cli.run_folder import LOG, RunNotes, model_facts, new_folder
+from hookline.cli.run_folder import LOG, RunNotes, new_folder
 from hookline.cli.run_observers import BarMetricsSink
-from hookline.cli.script_arguments import STRATEGY, arguments_by_name
 from hookline.config.read_settings import read_document
-from hookline.distributed.ranks import rank_count, this_rank
+from hookline.distributed.ranks import this_rank
 from hookline.error_policy import error_text
 from hookline.errors import HooklineError, HooklineWarning, NoMatchError
 from hookline.integrations.follow import follow
+from hookline.integrations.host_facts import AutocastNoted, host_facts, script_name
 from hookline.integrations.host_manager import recorder_of
 from hookline.integrations.host_run_file import HooksOfFile
 from hookline.integrations.model_of_optimizer import FoundModel, find_model, find_scaler
 from hookline.integrations.other_steps import OtherSteps
 from hookline.integrations.process_end import at_process_end, error_of_process
+from hookline.integrations.resources import ResourcesHook
 from hookline.integrations.sigterm import at_sigterm
-from hookline.integrations.snapshot_steps import SnapshotSteps, can_count_steps
+from hookline.integrations.snapshot_steps import OFTEN_AT_FIRST, SnapshotSteps, can_count_steps
 from hookline.lifecycle.points import HookPoint
 from hookline.training.loops.loop_result import LoopResult
 from hookline.training.manager import HookManager
+from hookline.training.run_notes import STRATEGY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +53,6 @@ NAME: Final = "HOOKLINE_RUN_NAME"
 """What the folder of the run is called."""
 SNAPSHOT_EVERY: Final = "HOOKLINE_RUN_SNAPSHOT_EVERY"
 """How many steps from one report to the next, if that was asked for; 0 for the ends of epochs."""
-_SNAPSHOTS: Final = SnapshotSteps(10, grows=True)
 _ON_ERROR: Final = "disable"
 """A hook that raises does not end a script that it does not own, unless that was asked for."""
 _FLUSH_EVERY: Final = 50
@@ -140,7 +141,7 @@ class ScriptSession:
     def __init__(self, run_file: Path) -> None:
         self._file = HooksOfFile(run_file)
         self._asked: dict[str, Any] = read_document(run_file).values
-        self._name = os.environ.get(NAME) or Path(sys.argv[0]).stem or "run"
+        self._name = os.environ.get(NAME) or script_name()
         self._output_dir = str(Path(self._asked.get("output_dir", "runs")).absolute())  # the script may go elsewhere
         self._newest = BarMetricsSink()
         self._notes: RunNotes | None = None
@@ -151,18 +152,19 @@ class ScriptSession:
         """Where records go; None on ranks over 0, which write nothing."""
         self.specs = self._file.specs
         """Hooks on modules."""
-        hooks = self._file.make_hooks()
+        hooks = [*self._file.make_hooks(), ResourcesHook()]
         asked = os.environ.get(SNAPSHOT_EVERY)
-        counts_steps = can_count_steps(hooks) if asked is None else asked != "0"
-        self.loop = "step" if counts_steps else "epoch"
+        by_steps = can_count_steps(hooks) if asked is None else asked != "0"
+        self.loop = "step" if by_steps else "epoch"
         """What the run counts. Epochs only where a hook needs them: a script of one epoch would have one report."""
-        self.snapshots = (SnapshotSteps(int(asked)) if asked else _SNAPSHOTS) if counts_steps else SnapshotSteps(1)
+        self.snapshots = (SnapshotSteps(int(asked)) if asked else OFTEN_AT_FIRST) if by_steps else SnapshotSteps(1)
         """When watches and trackers report."""
         self.manager = self._make_manager(hooks)
         self._run: Follow | None = None
         self._forget_end = at_process_end(self.end)
         self._forget_signal: Callable[[], None] = lambda: None
         self._others: OtherSteps | None = None
+        self._autocast: AutocastNoted | None = None
         self._error: HooklineError | None = None
         self._told = 0
 
@@ -237,29 +239,13 @@ class ScriptSession:
 
     def begin(self, model: Any, optimizer: Any) -> None:
         """Write what is known of the run when it begins."""
-        import torch
-
         note("followed", json.dumps({"folder": str(self.folder or ""), "rank": this_rank()}))
         if self._notes is None:
             return
-        first = next(model.parameters())
-        self._notes.begin(
-            {
-                "experiment": self._name,
-                "name": self._asked.get("name"),
-                "path": sys.argv[0],
-                "strategy": STRATEGY,
-                "command": self._asked.get("command", [sys.executable, *sys.argv]),
-                "config": arguments_by_name(sys.argv[1:]),
-                "options": self._asked,
-                "optimizer": type(optimizer).__name__,
-                "ranks": rank_count(),
-                "threads": torch.get_num_threads(),
-                "device": str(first.device),
-                "dtype": str(first.dtype).removeprefix("torch."),
-                "model": model_facts(model),
-            }
-        )
+        asked = {"experiment": self._name, "name": self._asked.get("name"), "options": self._asked}
+        asked |= {"command": self._asked["command"]} if "command" in self._asked else {}
+        self._notes.begin({**host_facts(model, optimizer), **asked})
+        self._autocast = AutocastNoted(self._notes.add)
 
     def _end_by_signal(self, run: Follow) -> None:
         """Write everything: no other rank is waited for, since torchrun sends the signal when one has died."""
@@ -277,6 +263,8 @@ class ScriptSession:
         self._forget_signal()
         if self._others is not None:
             self._others.remove()
+        if self._autocast is not None:
+            self._autocast.remove()
         notes, self._notes = self._notes, None
         self.manager.close()
         if notes is None:

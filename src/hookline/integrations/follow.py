@@ -49,7 +49,7 @@ def follow(
     manager: HookManager | None = None,
     run_file: str | Path | None = None,
     hook_config: Mapping[str, Mapping[str, Any]] | None = None,
-    loop: str = "epoch",
+    loop: str | None = None,
     snapshot_every: int | SnapshotSteps | None = None,
     flush_every: int | None = 100,
     on_error: str | None = None,
@@ -94,10 +94,11 @@ def follow(
         manager: A `HookManager` that is there already, in place of hooks and sinks.
         run_file: A run file whose hooks, trackers and sinks are taken too.
         hook_config: Arguments of hooks that are given by name.
-        loop: What the run counts. ``"epoch"``: watches and trackers report when an epoch ends. ``"step"``: they report
-            every ``snapshot_every`` steps, and only the points POST_STEP and SNAPSHOT are fired.
-        snapshot_every: How many epochs from one SNAPSHOT to the next, or steps with ``loop="step"``; 1 epoch or 100
-            steps if left out, 0 for none.
+        loop: What the run counts. ``"step"``: watches and trackers report every ``snapshot_every`` steps, and only the
+            points POST_STEP and SNAPSHOT are fired. ``"epoch"``: they report when an epoch ends. If left out, epochs
+            are counted only where a hook needs them.
+        snapshot_every: How many steps from one report to the next, or epochs with ``loop="epoch"``; 0 for none. If left
+            out: every 10 steps at first and ever less often later, or each epoch.
         flush_every: How many steps from one flush of step metrics to the next; None: only when an epoch ends.
         on_error: What happens when a hook raises: ``"raise"`` (in the loop), ``"warn"`` or ``"disable"``.
         run_context: What hooks and sinks are told of the run (``run_dir=``, ``experiment_name=``, …).

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from hookline.config.named_hooks import ALWAYS
 from hookline.errors import OptionError
+from hookline.integrations.resources import ResourcesHook
 from hookline.messages import type_name, unknown_name_text
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.training.manager import HookManager
@@ -47,13 +49,13 @@ def make_manager(
     run_file: str | Path | None,
     manager: HookManager | None,
     hook_config: Mapping[str, Mapping[str, Any]] | None,
-    loop: str,
+    loop: str | None,
     flush_every: int | None,
     on_error: str | None,
     **options: Any,
 ) -> ManagerAndSpecs:
     """Return the manager that was given, or one that is made of everything else."""
-    if loop not in _LOOPS:
+    if loop not in (None, *_LOOPS):
         raise OptionError(f"loop= is 'epoch' or 'step': what the run counts; got {loop!r}.")
     if manager is not None:
         given = {"hooks": hooks, "sinks": sinks, "run_file": run_file, "hook_config": hook_config, "on_error": on_error}
@@ -69,7 +71,10 @@ def make_manager(
         sinks = [*file.make_sinks(), *(sinks or ())]
         options = {**file.options, **options}
     options["on_error"] = on_error or options.get("on_error", "raise")
+    if all(getattr(one, "name", "") != ALWAYS for one in objects):
+        names = [ALWAYS, *names]
     recorder = recorder_of([*names, *objects]) if options.get("log") is not None else []
+    objects.append(ResourcesHook())
     made = HookManager(
         [*names, *recorder],
         objects,

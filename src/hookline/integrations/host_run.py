@@ -18,9 +18,10 @@ from torch import Tensor
 from hookline.errors import HooklineWarning, LifecycleError
 from hookline.integrations.held_gradients import HeldGradients
 from hookline.integrations.host_adapter import HostAdapter
+from hookline.integrations.host_facts import HostNotes
 from hookline.integrations.host_manager import check_options, make_manager
 from hookline.integrations.host_state import check_state, load_state, save_state
-from hookline.integrations.snapshot_steps import SnapshotSteps, StepReports
+from hookline.integrations.snapshot_steps import OFTEN_AT_FIRST, SnapshotSteps, StepReports, can_count_steps
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_phase import in_phase
 from hookline.messages import caller_stacklevel
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["HostRun"]
 
 _POINTS: Final = {"epoch": frozenset(HookPoint), "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})}
-_SNAPSHOTS: Final = {"epoch": 1, "step": 100}  # how far apart, as in the loops of hookline
 _STEPS_TO_FLUSH: Final = 100
 _TRAINING: Final = in_phase("train")
 
@@ -58,7 +58,7 @@ class HostRun:
         run.end_run()
 
     The order of the points is that of `HookPoint`. With ``loop="epoch"`` all five are fired; with ``loop="step"``
-    POST_STEP and SNAPSHOT, for hosts whose epochs do not matter, and metrics are plotted over the step.
+    POST_STEP and SNAPSHOT, and metrics are plotted over the step. The loss is recorded, whatever the hooks are.
 
     Args:
         hooks: Hooks as objects, classes or names (``"norms"``, ``"observers"``); trackers and watches as well.
@@ -66,9 +66,9 @@ class HostRun:
         run_file: A run file whose hooks, trackers, specs and sinks are taken, beside those given here.
         manager: A manager that is there already, in place of all of the above.
         hook_config: Arguments of hooks that are given by name.
-        loop: ``"epoch"`` or ``"step"``.
-        snapshot_every: How many epochs (or steps) from one SNAPSHOT to the next; 0 for none, unless the host asks.
-            If left out: 1 epoch, or 100 steps.
+        loop: ``"epoch"`` or ``"step"``; if left out, epochs are counted only where a hook needs them.
+        snapshot_every: How many steps (or epochs) from one SNAPSHOT to the next; 0 for none, unless the host asks.
+            If left out: 10 steps at first and ever more later (144 reports in 1,000,000 steps), or 1 epoch.
         flush_every: How many steps from one flush of step metrics to the next, beside the ends of epochs.
         on_error: What happens when a hook raises: ``"raise"``, ``"warn"`` or ``"disable"``.
         capabilities: What the run can do besides, for hooks with ``requires``.
@@ -84,7 +84,7 @@ class HostRun:
         run_file: str | Path | None = None,
         manager: HookManager | None = None,
         hook_config: Mapping[str, Mapping[str, Any]] | None = None,
-        loop: str = "epoch",
+        loop: str | None = None,
         snapshot_every: int | SnapshotSteps | None = None,
         flush_every: int | None = _STEPS_TO_FLUSH,
         on_error: str | None = None,
@@ -100,11 +100,13 @@ class HostRun:
         self.manager = made.manager
         """Fires the hooks; has their metrics, errors and costs."""
         self.specs = made.specs  # hooks on modules, attached for as long as a run lasts
-        self._loop = loop
-        every = _SNAPSHOTS[loop] if snapshot_every is None else snapshot_every
+        by_steps = "step" if can_count_steps(self.manager.hooks.values()) else "epoch"
+        self._loop = loop = loop or self.manager.loop_type or by_steps
+        every = (SnapshotSteps(1) if loop == "epoch" else OFTEN_AT_FIRST) if snapshot_every is None else snapshot_every
         if not isinstance(every, SnapshotSteps):
             every = SnapshotSteps(whole_number("snapshot_every", every, 0))
         self._snapshots = every
+        self._notes = HostNotes(self.manager, is_own=manager is None)
         self._reports = StepReports(every if loop == "step" else SnapshotSteps(0))
         self._capabilities = {capabilities} if isinstance(capabilities, str) else set(capabilities)
         if report_to is not None:
@@ -146,6 +148,7 @@ class HostRun:
         manager.set_capabilities(adapter.capabilities | self._capabilities)
         manager.reset_all()
         manager.continue_from(step - 1)
+        self._notes.open(run_context or {})
         if run_context:
             manager.set_run_context(**run_context)
         for sentence in manager.will_fire(_POINTS[self._loop]):
@@ -163,6 +166,7 @@ class HostRun:
         self._accumulate = adapter.accumulate
         self.has_later_hooks = self._needs_previous or manager.has_hooks_at(HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)
         self._reports.begin_run()
+        self._notes.begin(adapter.bare_model, adapter.optimizer)
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._load(pending, step)
@@ -179,6 +183,7 @@ class HostRun:
         is_in_step, self._in_epoch, self._in_step = self._in_step, False, False
         self._leave_phase()
         opened.callback(self.held.release)
+        opened.callback(self._notes.end, run, error)
         if error is not None:
             self._reports.end_failed_run(run, error, is_in_step=is_in_step)
             opened.__exit__(type(error), error, error.__traceback__)
@@ -362,6 +367,10 @@ class HostRun:
     def take_snapshot(self) -> None:
         """Fire SNAPSHOT now, because the host asks for it."""
         self._reports.take_now(self._running("take_snapshot"))
+
+    def report_rest(self) -> None:
+        """Report the steps since the last report now: the last one was made, and the host closes its loggers next."""
+        self._reports.end_run(self._running("report_rest"), is_in_step=self._in_step)
 
     def flush(self) -> None:
         """Hand the metrics of single steps to the sinks now."""

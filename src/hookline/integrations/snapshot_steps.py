@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hookline.training.loops.loop_run import Run
     from hookline.training.training_hook import TrainingHook
 
-__all__ = ["SnapshotSteps", "StepReports", "can_count_steps"]
+__all__ = ["OFTEN_AT_FIRST", "SnapshotSteps", "StepReports", "can_count_steps"]
 
 _AT_FIRST: Final = 20
 """Reports before the interval doubles for the first time; ten reports after that, it doubles again."""
@@ -65,6 +65,10 @@ class SnapshotSteps:
 
     def _interval(self, step: int) -> int:
         return growing_interval(step, every=self.every, first=_AT_FIRST) if self.grows else self.every
+
+
+OFTEN_AT_FIRST: Final = SnapshotSteps(10, grows=True)
+"""When a run reports that was told nothing else."""
 
 
 class StepReports:

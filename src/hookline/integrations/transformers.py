@@ -203,6 +203,8 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         loss, self._loss = self._loss, None
         with _Failing(self):
             self._host.end_step(loss=loss, trained=not skipped)
+            if state.global_step >= state.max_steps:
+                self._host.report_rest()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **given: Any) -> None:
         """Take the metrics of an evaluation: ``eval_loss`` is ``eval/loss`` here."""

@@ -88,6 +88,12 @@ class FanOut:
         """The path of the log."""
         return None if self._log is None else self._log.path
 
+    def open_log(self, path: Path) -> None:
+        """Write every record from now on to a log at ``path``, if there is none yet."""
+        if self.log is None and not self.is_silent:
+            self._log = ResilientLog(_log_of_rank(path), self._errors)
+            self.is_empty = False
+
     def add(self, sink: Any) -> None:
         """Add a sink; it receives the records from now on."""
         check_sink(sink, "sinks= takes objects")

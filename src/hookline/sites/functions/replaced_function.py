@@ -1,7 +1,8 @@
 """Replace a function of torch for as long as someone listens to its calls.
 
-`BackwardLosses` and the hook ``norms`` use it for ``torch.autograd.backward``; also the two ``zero_grad``. The function comes back when the last listener has gone, unless someone else has replaced it since: their function calls
-ours, which then only hands on.
+`BackwardLosses` and the hook ``norms`` use it for ``torch.autograd.backward``. The function comes back
+when the last listener has gone, unless someone else has replaced it since: their function calls ours, which then only
+hands on.
 """
 
 from __future__ import annotations
