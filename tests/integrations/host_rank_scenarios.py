@@ -67,7 +67,8 @@ def save_and_resume(folder: str) -> dict[str, Any]:
         def train(resume: str | None) -> dict[int, Any]:
             sink = MemorySink()
             trainer = make_trainer(
-                Path(folder, "hf"), HooklineCallback([CountsByRank()], sinks=[sink]), train_dataset=tokens(32),
+                Path(folder, "hf"), HooklineCallback([CountsByRank()], sinks=[sink], loop="epoch"),
+                train_dataset=tokens(32),
                 max_steps=4, save_strategy="steps", save_steps=2, ddp_backend="gloo",
             )  # fmt: skip
             trainer.train(resume_from_checkpoint=resume)
@@ -110,7 +111,7 @@ def _accelerate(folder: Path, *, everywhere: bool) -> Any:
         torch.manual_seed(0)
         net = nn.Linear(4, 2)
         model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
-        run = follow(accelerator, model, optimizer, [CountsByRank()], sinks=[sink])
+        run = follow(accelerator, model, optimizer, [CountsByRank()], sinks=[sink], loop="epoch")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if first:
@@ -151,7 +152,7 @@ def _lightning(folder: Path) -> Any:
         trainer = lightning.Trainer(
             default_root_dir=folder, max_epochs=2 if resume else 1, accelerator="cpu", strategy="ddp", devices=2,
             logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[HooklineCallback([CountsByRank()], sinks=[sink]), SavesAtTheEnd()],
+            callbacks=[HooklineCallback([CountsByRank()], sinks=[sink], loop="epoch"), SavesAtTheEnd()],
             use_distributed_sampler=False,
         )  # fmt: skip
         trainer.fit(Module(), DataLoader(data, 4, sampler=DistributedSampler(data)), ckpt_path=resume)
@@ -287,7 +288,7 @@ def _watched_gradients() -> Any:
     model, optimizer, loader = accelerator.prepare(net, made, DataLoader(data, 2))
     norms = []
     watch = hl.watch(net, on=["param_grad"], stats=["norm"])
-    with follow(accelerator, model, optimizer, [watch], sinks=[]):
+    with follow(accelerator, model, optimizer, [watch], sinks=[], snapshot_every=0):
         for batch in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(_loss(model, batch))

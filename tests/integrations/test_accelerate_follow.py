@@ -16,7 +16,7 @@ from helpers_training import differences
 
 import hookline as hl
 from hookline.errors import OptionError
-from hookline.integrations.accelerate import HooklineTracker, follow
+from hookline.integrations.accelerate import follow
 from hookline.sinks import MemorySink
 
 POINTS = hl.HookPoint
@@ -137,25 +137,6 @@ def test_hook_state_is_in_the_checkpoint_of_accelerate(tmp_path: Path) -> None:
     resumed.run.close()
     assert metrics_of(sink) == metrics_of(whole)
     assert "skip_first_batches" not in vars(resumed.accelerator)
-
-
-def test_what_the_loop_logs_and_hooks_go_to_one_place(tmp_path: Path) -> None:
-    """A `HooklineTracker` among the trackers: ``accelerator.log`` and the hooks write to its sinks."""
-    sink = MemorySink()
-    tracker = HooklineTracker([sink], log=tmp_path / "records.jsonl")
-    loop = Loop(["norms"], log_with=tracker, loop="epoch")
-    loop.accelerator.log({"lr": 0.1}, step=3)
-    loop.train(2)
-    loop.accelerator.log({"lr": 0.2}, step=loop.run.step)
-    loop.run.close()
-    loop.accelerator.end_training()
-    logged = [record for record in sink.records if "lr" in record.metrics]
-    assert [(record.epoch, record.step) for record in logged] == [(0, 3), (1, loop.run.step)]
-    assert sink.records[0].metrics == {"lr": 0.1}
-    assert (sink.records[0].step, sink.records[0].context["config"]) == (3, {"lr": 1e-2})
-    assert "norms/total_norm" in sink.latest
-    assert (tmp_path / "records.jsonl").read_text().count("norms/total_norm") == 2
-    assert loop.accelerator.get_tracker("hookline", unwrap=True) is tracker.fan_out
 
 
 def test_metrics_go_to_the_trackers_that_are_open(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from tyro.conf import Positional
 from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE, FAILED
 from hookline.cli.parse import parse
-from hookline.cli.run_folder import LOG
 from hookline.cli.screen import tell
 from hookline.config.run_options import flag
 from hookline.errors import HooklineError, OptionError
+from hookline.training.run_folder import LOG
 
 __all__ = ["CompareOptions", "compare"]
 

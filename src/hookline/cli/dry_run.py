@@ -13,10 +13,10 @@ from typing import Any
 from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
 from hookline.cli.prepared_experiment import PreparedExperiment
-from hookline.cli.run_folder import LOG, newest_run, next_folder, to_plain
 from hookline.cli.run_session import Prepared, Session
 from hookline.cli.screen import print_table, size, tell
 from hookline.config.named_sinks import sink_files
+from hookline.training.run_folder import LOG, newest_run, next_folder, to_plain
 
 __all__ = ["dry_run"]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from hookline.cli.find_experiment import FoundExperiment
-from hookline.cli.run_folder import newest_run, read_run_json
 from hookline.config.mistakes import Mistakes
 from hookline.config.run_options import RunOptions
 from hookline.errors import OptionError
+from hookline.training.run_folder import newest_run, read_run_json
 
 __all__ = ["RunSettings", "settings_of_file", "settings_of_run"]
 

@@ -15,11 +15,11 @@ from tyro.conf import Positional
 
 from hookline.cli.main import DONE
 from hookline.cli.parse import parse
-from hookline.cli.run_folder import LOG, read_run_json, run_folder
 from hookline.cli.screen import tell
 from hookline.config.named_sinks import FILES, check_package, sink_class, sink_names
 from hookline.config.run_options import flag
 from hookline.errors import OptionError
+from hookline.training.run_folder import LOG, read_run_json, run_folder
 
 __all__ = ["ReplayOptions", "replay"]
 

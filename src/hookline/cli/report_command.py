@@ -17,10 +17,10 @@ from tyro.conf import Positional, arg
 
 from hookline.cli.main import DONE
 from hookline.cli.parse import parse
-from hookline.cli.run_folder import run_folder
 from hookline.cli.screen import tell
 from hookline.config.run_options import flag
 from hookline.errors import OptionError
+from hookline.training.run_folder import run_folder
 
 if TYPE_CHECKING:
     from hookline.report.report_page import WrittenPage

@@ -24,12 +24,12 @@ from hookline.cli.process_settings import (
     rank_group,
     rank_prefix,
 )
-from hookline.cli.run_folder import LOG, to_plain
 from hookline.cli.run_request import Request, first_look, read_request
 from hookline.cli.run_session import Ended, Prepared, Session
 from hookline.cli.screen import Screen, messages
 from hookline.config.named_sinks import sink_files, sink_maker
 from hookline.errors import OptionError
+from hookline.training.run_folder import LOG, to_plain
 
 __all__ = ["prepare_run", "run"]
 

@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 from hookline.cli.main import RunFailed
 from hookline.cli.prepared_experiment import PreparedExperiment, make_experiment
 from hookline.cli.process_settings import choose_threads, from_rank_zero, is_first_rank, launched_ranks, seed_everything
-from hookline.cli.run_folder import (
+from hookline.cli.run_hooks import HookObjects
+from hookline.cli.run_request import Request
+from hookline.cli.screen import Screen
+from hookline.config.run_options import flat, manager_options
+from hookline.errors import HooklineWarning, OptionError, ResumeError
+from hookline.training.run_folder import (
     LOG,
     RunNotes,
     checkpoints_in,
@@ -27,11 +32,6 @@ from hookline.cli.run_folder import (
     read_run_json,
     to_plain,
 )
-from hookline.cli.run_hooks import HookObjects
-from hookline.cli.run_request import Request
-from hookline.cli.screen import Screen
-from hookline.config.run_options import flat, manager_options
-from hookline.errors import HooklineWarning, OptionError, ResumeError
 
 if TYPE_CHECKING:
     from hookline.training.checkpoint_profiler import CheckpointProfiler

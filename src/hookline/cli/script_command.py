@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from hookline.cli.main import DONE, NOT_ATTACHED
-from hookline.cli.run_folder import LOG, read_run_json, write_run_json
 from hookline.cli.script_request import ScriptRequest, read_script, split_command, write_run_file
 from hookline.config.named_sinks import sink_files
 from hookline.errors import OptionError
-from hookline.training.run_notes import STRATEGY
+from hookline.training.run_folder import LOG, STRATEGY, read_run_json, write_run_json
 
 __all__ = ["run_script"]
 
@@ -132,11 +131,6 @@ class _Closing:
         folders = [Path(each["folder"]) for each in followed if each["folder"]]
         for folder in folders:
             self._finish(folder)
-        for text in self._read("others"):
-            made = " and ".join(
-                f"{count} step{'s' * (count != 1)} of another {of}" for of, count in json.loads(text).items()
-            )
-            self._print(f"not followed: {made}. Next: hookline.follow(model, optimizer) in the script, for each model.")
         for text in self._read("reports") if not self._code else ():  # one that was broken off may still become long
             self._print_few(**json.loads(text))
         for text in self._read("silent"):

@@ -18,7 +18,6 @@ from typing import Annotated, Any, Final
 from hookline.cli.find_experiment import FoundExperiment
 from hookline.cli.option_sources import RunSettings, settings_of_file
 from hookline.cli.parse import read_flags
-from hookline.cli.run_folder import to_plain
 from hookline.cli.run_request import MARKERS, Request, joined_flags, merged_options
 from hookline.config.load_object import from_folder
 from hookline.config.named_sinks import sink_maker
@@ -34,7 +33,7 @@ from hookline.config.run_options import (
 from hookline.errors import OptionError
 from hookline.lifecycle.overhead_budget import Budget
 from hookline.messages import did_you_mean
-from hookline.training.run_notes import STRATEGY
+from hookline.training.run_folder import STRATEGY, to_plain
 
 __all__ = ["ScriptRequest", "read_script", "split_command", "write_run_file"]
 

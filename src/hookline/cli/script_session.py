@@ -15,7 +15,6 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from hookline.cli.run_folder import LOG, RunNotes, new_folder
 from hookline.cli.run_observers import BarMetricsSink
 from hookline.config.read_settings import read_document
 from hookline.distributed.ranks import this_rank
@@ -26,7 +25,6 @@ from hookline.integrations.host_facts import AutocastNoted, host_facts, script_n
 from hookline.integrations.host_manager import recorder_of
 from hookline.integrations.host_run_file import HooksOfFile
 from hookline.integrations.model_of_optimizer import FoundModel, find_model, find_scaler
-from hookline.integrations.other_steps import OtherSteps
 from hookline.integrations.process_end import at_process_end, error_of_process
 from hookline.integrations.resources import ResourcesHook
 from hookline.integrations.sigterm import at_sigterm
@@ -34,7 +32,7 @@ from hookline.integrations.snapshot_steps import OFTEN_AT_FIRST, SnapshotSteps, 
 from hookline.lifecycle.points import HookPoint
 from hookline.training.loops.loop_result import LoopResult
 from hookline.training.manager import HookManager
-from hookline.training.run_notes import STRATEGY
+from hookline.training.run_folder import LOG, STRATEGY, RunNotes, new_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -163,7 +161,6 @@ class ScriptSession:
         self._run: Follow | None = None
         self._forget_end = at_process_end(self.end)
         self._forget_signal: Callable[[], None] = lambda: None
-        self._others: OtherSteps | None = None
         self._autocast: AutocastNoted | None = None
         self._error: HooklineError | None = None
         self._told = 0
@@ -204,7 +201,6 @@ class ScriptSession:
             warnings.filterwarnings("ignore", "Hook .* (could not be started|excluded)", HooklineWarning)  # told below
             run = self._run = follow(found.model, optimizer, manager=self.manager, **parts)
         self.tell_not_started()
-        self._others = OtherSteps(optimizer, first.passed_over)
         self._forget_signal = at_sigterm(lambda: self._end_by_signal(run))
         for spec in self.specs:
             self._attach_spec(run, found.model, spec)
@@ -261,8 +257,6 @@ class ScriptSession:
         """Write how the run ended, and close the log and the sinks; may be called again."""
         self._forget_end()
         self._forget_signal()
-        if self._others is not None:
-            self._others.remove()
         if self._autocast is not None:
             self._autocast.remove()
         notes, self._notes = self._notes, None
@@ -270,8 +264,6 @@ class ScriptSession:
         if notes is None:
             return
         error = self._error or error_of_process()
-        if self._others is not None and self._others.counts:
-            note("others", json.dumps(self._others.counts))
         silent = _why_silent(self.manager)
         if silent:
             note("silent", json.dumps(silent))

@@ -1,4 +1,4 @@
-"""Hooks in a loop that uses Hugging Face Accelerate: `follow` for the hooks, `HooklineTracker` for what the loop logs.
+"""Hooks in a loop that uses Hugging Face Accelerate.
 
 Users call `follow` after ``accelerator.prepare``; it calls `hookline.follow` with what Accelerate keeps. Needs the
 package ``accelerate``, which ``pip install 'hookline[accelerate]'`` brings.
@@ -6,7 +6,6 @@ package ``accelerate``, which ``pip install 'hookline[accelerate]'`` brings.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,16 +18,13 @@ from hookline.integrations.follow import follow as follow_loop
 from hookline.integrations.host_log_sink import HostLogSink
 from hookline.integrations.host_manager import check_report_to
 from hookline.integrations.method_listeners import Listener, listen
-from hookline.lifecycle.points import HookPoint
 from hookline.messages import type_name
-from hookline.sinks.fan_out import FanOut, own_rank
 from hookline.sinks.jsonl_sink import JSONLSink
-from hookline.sinks.sink import Record
 from hookline.training.checkpoints import checkpoint_file
 from hookline.training.ranks.rank_model import averaging_model
 
 try:
-    from accelerate.tracking import GeneralTracker
+    import accelerate  # noqa: F401  # asked for here, so that its absence is told before a loop is followed
 except ModuleNotFoundError as error:
     if error.name != "accelerate":
         raise  # it is there, and lacks something itself
@@ -39,7 +35,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["HooklineTracker", "follow"]
+__all__ = ["follow"]
 
 
 def follow(
@@ -77,8 +73,8 @@ def follow(
         optimizer: The optimizer that it has prepared.
         hooks: Hooks as objects, classes or names; trackers and watches as well.
         scheduler: Of the learning rate, prepared or not; interventions put it back.
-        sinks: Where metrics go. If left out: the sinks of a `HooklineTracker` of the accelerator, or else as
-            ``report_to="trackers"`` if it has trackers, or else lines of JSON in ``hookline/`` in its project folder.
+        sinks: Where metrics go. If left out: as ``report_to="trackers"`` if the accelerator has trackers, or else lines
+            of JSON in ``hookline/`` in its project folder.
         report_to: ``"trackers"`` hands metrics to ``accelerator.log`` as well, and so to the W&B or TensorBoard run
             that is open. ``"sinks"`` does not.
         options: As for `hookline.follow`: ``loader=``, ``loss_fn=``, ``run_file=``, ``on_error=``, …
@@ -89,7 +85,7 @@ def follow(
         check_report_to(report_to, "trackers")
     given = sinks is not None or options.get("manager") is not None or options.get("run_file") is not None
     if not given and report_to is None:
-        sinks, report_to = _usual_sinks(accelerator)
+        sinks, report_to = (None, "trackers") if accelerator.log_with else ([JSONLSink()], None)
     log = HostLogSink(lambda metrics, step: accelerator.log(metrics, step=step)) if report_to == "trackers" else None
     folder = Path(accelerator.project_dir or ".") / "hookline"
     usual: dict[str, Any] = {"run_context": {"run_dir": str(folder), "strategy": "accelerate"}}
@@ -105,8 +101,6 @@ def follow(
         report_to=log,
         **{**usual, **options},
     )
-    for tracker in _own_trackers(accelerator):
-        tracker.follow(run)
     accelerator.register_for_checkpointing(_SavedWithAccelerate(accelerator, run))
     if options.get("loader") is not None:
         # The rest of a resumed epoch comes from a loader that Accelerate makes.
@@ -161,70 +155,3 @@ _followed: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 def _ignore(*_: Any, **__: Any) -> None:
     pass
-
-
-def _usual_sinks(accelerator: Any) -> tuple[Any, str | None]:
-    """Return where metrics go if nobody has said it: sinks, and what to report to."""
-    ours = _own_trackers(accelerator)
-    if ours:
-        return ours[0].fan_out, None
-    return (None, "trackers") if accelerator.log_with else ([JSONLSink()], None)
-
-
-def _own_trackers(accelerator: Any) -> list[HooklineTracker]:
-    return [tracker for tracker in accelerator.log_with if isinstance(tracker, HooklineTracker)]
-
-
-class HooklineTracker(GeneralTracker):  # type: ignore[misc]  # mypy does not look into accelerate
-    """Write what a loop logs with ``accelerator.log`` to sinks of hookline.
-
-    Recipe::
-
-        tracker = HooklineTracker([hookline.sinks.CSVSink("metrics.csv")])
-        accelerator = Accelerator(log_with=tracker)
-        accelerator.init_trackers("project", config={"lr": 1e-3})
-        accelerator.log({"loss": 0.5}, step=0)
-        accelerator.end_training()
-
-    Records have the epoch that `follow` of this module sees; 0 without it, since ``accelerator.log`` tells none.
-
-    Args:
-        sinks: Where metrics go.
-        log: A file that gets every record before the sinks do.
-    """
-
-    name = "hookline"
-    requires_logging_directory = False
-    main_process_only = True
-
-    def __init__(self, sinks: Iterable[Any] = (), *, log: str | Path | None = None) -> None:
-        super().__init__()
-        self.fan_out = FanOut(sinks, log)
-        """The sinks; `follow` of this module gives them the metrics of hooks too."""
-        self._step = -1
-        self._run: Follow | None = None
-
-    def follow(self, run: Follow) -> None:
-        """Take the epoch from ``run`` from now on."""
-        self._run = run
-
-    @property
-    def tracker(self) -> FanOut:
-        """The sinks, as ``accelerator.get_tracker("hookline", unwrap=True)`` returns them."""
-        return self.fan_out
-
-    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Tell the sinks the configuration of the run."""
-        self.fan_out.set_run_context({"config": dict(values)})
-
-    def log(self, values: Mapping[str, Any], step: int | None = None, **_: Any) -> None:
-        """Write numbers of one step; without a ``step``, of the next."""
-        self._step = self._step + 1 if step is None else int(step)
-        epoch = 0 if self._run is None else self._run.epoch_of_step
-        record = Record(dict(values), epoch, HookPoint.POST_STEP, self._step, None, own_rank(), time.time())
-        self.fan_out.write(record)
-        self.fan_out.warn_pending()
-
-    def finish(self) -> None:
-        """Close the sinks."""
-        self.fan_out.close()

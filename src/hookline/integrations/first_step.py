@@ -6,7 +6,6 @@ optimizer that makes a step tells.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 from weakref import WeakSet
@@ -51,8 +50,6 @@ class FirstStep:
         self._at_batch = at_batch
         self._is_over = False
         self._latest: LoaderPass | None = None
-        self.passed_over: Counter[str] = Counter()
-        """How many steps of optimizers were made that were not the ones, by class."""
         self._others: WeakSet[Any] = WeakSet()  # looking for the model of one takes longer than most steps
         self._handles = [register_optimizer_step_pre_hook(self._take_step)]
         self._passes = LoaderPasses(DataLoader, self._remember)
@@ -92,7 +89,6 @@ class FirstStep:
             self._is_over = self._begin(optimizer, self)
         if not self._is_over:
             self._others.add(optimizer)
-            self.passed_over[type(optimizer).__name__] += 1
             self._losses.forget()  # those were its own
         else:
             self._stop_noting()

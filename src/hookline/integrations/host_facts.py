@@ -22,7 +22,7 @@ from hookline.integrations.host_log_sink import HostLogSink
 from hookline.messages import caller_stacklevel
 from hookline.sites.functions.replaced_function import ReplacedFunction
 from hookline.training.loops.loop_result import LoopResult
-from hookline.training.run_notes import LOG, STRATEGY, RunNotes, model_facts
+from hookline.training.run_folder import LOG, STRATEGY, RunNotes, model_facts
 
 if TYPE_CHECKING:
     from hookline.training.loops.loop_run import Run

@@ -1,6 +1,7 @@
-"""Write what a run was made with and how it ended, as ``run.json`` beside its log: the page of the run reads it.
+"""Make and find the folder of a run, and write its ``run.json``: what was run, with what, and how it ended.
 
-`RunNotes` is made by the command line for each run, and by `HostRun` for one that a host trains and that has a log.
+The command line makes one for each strategy, and `HostRun` writes ``run.json`` beside the log of a run that a host
+trains. ``--resume``, ``report`` and ``replay`` find the folder again, and the page reads it.
 """
 
 from __future__ import annotations
@@ -10,24 +11,128 @@ import importlib.metadata
 import json
 import math
 import platform
+import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from hookline.error_policy import error_text
+from hookline.errors import OptionError
+from hookline.messages import did_you_mean
 from hookline.replace_file import replace_file
 
-__all__ = ["FACTS", "LOG", "STRATEGY", "RunNotes", "model_facts", "read_run_json", "to_plain", "write_run_json"]
+__all__ = [
+    "LOG",
+    "STRATEGY",
+    "RunNotes",
+    "checkpoints_in",
+    "model_facts",
+    "new_folder",
+    "newest_run",
+    "next_folder",
+    "read_run_json",
+    "run_folder",
+    "to_plain",
+    "write_run_json",
+]
 
 LOG: Final = "records.jsonl"
 """The record log."""
-FACTS: Final = "run.json"
+_FACTS: Final = "run.json"
 STRATEGY: Final = "script"
 """What the folder of a script's run is called, where that of an experiment has its strategy."""
 _PACKAGES: Final = ("hookline", "torch", "numpy", "triton", "transformers")
+
+
+def next_folder(output_dir: Path, experiment: str, strategy: str) -> Path:
+    """Return where a run that begins now would be: ``{strategy}``, or ``{strategy}_1``, ``_2`` … if that is taken."""
+    base = output_dir / experiment / strategy
+    folder, number = base, 0
+    while folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        number += 1
+        folder = base.with_name(f"{strategy}_{number}")
+    return folder
+
+
+def new_folder(output_dir: Path, experiment: str, strategy: str) -> Path:
+    """Make the next folder; of two runs that begin at the same moment, each has its own."""
+    parent = output_dir / experiment
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            folder = next_folder(output_dir, experiment, strategy)
+            try:
+                folder.mkdir()
+            except FileExistsError:  # an empty one will do; one that another run has just made will not be empty long
+                if not folder.is_dir() or any(folder.iterdir()):
+                    continue
+            return folder
+    except OSError as error:
+        raise OptionError(
+            f"A folder for the run cannot be made in {parent}: {error.strerror}. Another place: --output-dir DIR."
+        ) from None
+
+
+def newest_run(output_dir: Path, experiment: str, strategy: str) -> Path | None:
+    """Return the newest folder of that experiment and strategy that has a checkpoint."""
+    return max(_runs(output_dir / experiment, strategy), key=_age, default=None)
+
+
+def _runs(parent: Path, strategy: str) -> Iterator[Path]:
+    name = re.compile(rf"{re.escape(strategy)}(_\d+)?$")
+    for folder in sorted(parent.glob("*")) if parent.is_dir() else ():
+        if name.match(folder.name) and checkpoints_in(folder):
+            yield folder
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run: files of one process, folders of several ranks."""
+    return [one for one in (folder / "checkpoints").glob("step_*") if one.suffix in (".safetensors", ".ranks")]
+
+
+def _age(folder: Path) -> tuple[float, int]:
+    newest = max(one.stat().st_mtime for one in checkpoints_in(folder))
+    number = re.search(r"_(\d+)$", folder.name)
+    return newest, int(number[1]) if number else 0
+
+
+_OF_OWN_LOOPS: Final = (
+    f" hl.follow and HooklineCallback leave one if they are asked to: log='FOLDER/{LOG}' among their options; then: "
+    "hookline report FOLDER. A file of a JSONLSink is no such log: it has no times, and nothing of the run itself."
+)
+
+
+def run_folder(path: str | Path) -> Path:
+    """Return the folder of a run that a user means by its path, or by that of the log in it."""
+    folder = Path(path)
+    if not folder.exists():
+        raise OptionError(f"There is no folder {path}.{_runs_near(folder)}")
+    if folder.is_file():
+        folder = folder.parent
+    if (folder / LOG).exists() or (folder / _FACTS).exists():
+        return folder
+    below = sorted(one.parent for one in folder.glob(f"**/{LOG}")) if folder.is_dir() else []
+    if len(below) == 1:
+        return below[0]
+    there = f" Runs below it: {', '.join(map(str, below[:8]))}." if below else _OF_OWN_LOOPS + _runs_near(folder)
+    raise OptionError(f"{path} is no folder of a run: there is no {LOG} in it.{there}")
+
+
+def _runs_near(folder: Path) -> str:
+    """Return the end of an error about a folder: the runs there are, the nearest name first, at most eight."""
+    known = sorted({str(one.parent) for one in Path("runs").glob(f"*/*/{_FACTS}")})
+    by_name = [run for run in known if folder.name and folder.name in Path(run).parts][:1]
+    meant = did_you_mean(folder, known) or "".join(f" Did you mean {run!r}?" for run in by_name)
+    listed = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
+    if not known:
+        return " A run leaves one in runs/EXPERIMENT/STRATEGY: hookline run EXPERIMENT."
+    return f"{meant} Runs here: {listed}."
+
+
+# -- run.json --------------------------------------------------------------------------------------------------
 
 
 class RunNotes:
@@ -161,7 +266,7 @@ def _hook_facts(manager: Any) -> dict[str, Any]:
 def read_run_json(folder: Path) -> dict[str, Any]:
     """Return what ``run.json`` says; nothing if there is none, or it cannot be read."""
     try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}
@@ -170,7 +275,7 @@ def read_run_json(folder: Path) -> dict[str, Any]:
 def write_run_json(folder: Path, facts: Mapping[str, Any]) -> None:
     """Write ``run.json`` in one go: a reader finds the old one or the new one, whole."""
     text = json.dumps(to_plain(facts), indent=2, allow_nan=False, ensure_ascii=False)
-    replace_file(folder / FACTS, text + "\n")
+    replace_file(folder / _FACTS, text + "\n")
 
 
 def to_plain(value: Any) -> Any:
