@@ -30,7 +30,7 @@ def test_all_hooks_are_listed_with_what_they_do(arguments, capsys):
     lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     assert list(lines).index("observer") < list(lines).index("norms") < list(lines).index("intervention")
     assert list(lines).index("intervention") < list(lines).index("hessian")
-    assert "norm of the mean gradient, as a whole and by parameter" in lines["norms"]
+    assert "length of the gradient before and after clipping" in lines["norms"]
     assert "(for debugging)" in lines["counterfactual_validator"]
     assert {"first_bad_operation", "flight_recorder"} <= lines.keys()
     assert f"{len(BUILT_IN) + 2} hooks" in out

@@ -28,7 +28,7 @@ def test_a_run_leaves_its_folder_and_says_where(capsys, tmp_path):
         assert str(Path("runs/tiny/forward") / name) in out
     assert "tiny/forward finished: 6 steps" in out
     assert "Could not judge the loss" in out.splitlines()[-1]
-    assert "epoch   step       loss    val_acc  total_norm" in out
+    assert "epoch   step       loss    val_acc  grad_norm" in out
     facts = facts_of(folder)
     assert (facts["status"], facts["strategy"], facts["experiment"]) == ("finished", "forward", "tiny")
     assert facts["result"]["steps"] == 6
@@ -36,10 +36,10 @@ def test_a_run_leaves_its_folder_and_says_where(capsys, tmp_path):
     assert facts["config"]["epochs"] == 2
     assert facts["command"] == ["hookline", *arguments]
     assert set(facts["hooks"]) == {"training_metrics", "norms"}
-    assert facts["hooks"]["norms"]["fired"] == 2
+    assert facts["hooks"]["norms"]["fired"] == 2 + 6
     assert facts["hooks"]["norms"]["kind"] == "observer"
-    assert facts["hooks"]["norms"]["cost"]["count"] == 2
-    assert facts["hooks"]["norms"]["inside_steps"] is False
+    assert facts["hooks"]["norms"]["cost"]["count"] == 2 + 6
+    assert facts["hooks"]["norms"]["inside_steps"] is True
     assert facts["hooks"]["norms"]["metrics"]
     assert facts["sinks"] == ["ConsoleSink", "CSVSink", "JSONLSink"]
     assert facts["model"] == {"class": "Sequential", "parameters": 44}
