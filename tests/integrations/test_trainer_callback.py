@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers_follow import Counting
 from helpers_hosts import metrics_of
 from helpers_loops import noting
 from helpers_trainer import left_by_trainer, make_trainer, tiny_gpt2, tokens
@@ -294,25 +293,11 @@ def test_a_log_makes_a_page_and_lines_of_json_are_answered_with_how(tmp_path: Pa
         assert {"command", "versions", "model", "optimizer"} <= set(facts)
 
 
-def test_two_callbacks_do_not_disturb_each_other(tmp_path: Path) -> None:
-    """Each has its hooks, sinks and state, and both see every step; afterwards the Trainer's methods are its own."""
-
-    def train(*hooks: Any, resume: str | None = None) -> None:
-        callbacks = [HooklineCallback([hook], sinks=[]) for hook in hooks]
-        trainer = make_trainer(tmp_path, *callbacks, num_train_epochs=1, save_strategy="steps", save_steps=5)
-        trainer.train(resume_from_checkpoint=resume)
-        assert not {"training_step", "evaluation_loop"} & set(vars(trainer))
-
-    one, other, first, second = noting(), noting(), Sums(), Counting()
-    train(one, first, second, other)
-    assert one.points == other.points
-    assert len(one.at("POST_STEP")) == 10
-    total, count = float(first.total), second.count
-    train(second := Counting(), noting(), first := Sums(), noting(), resume=str(tmp_path / "checkpoint-5"))
-    assert (float(first.total), second.count) == (total, count)
-    alone = Counting()
-    train(alone, resume=str(tmp_path / "checkpoint-5"))
-    assert alone.count == count
+def test_a_second_callback_is_refused(tmp_path: Path) -> None:
+    """A checkpoint has one file for the state of hooks."""
+    trainer = make_trainer(tmp_path, HooklineCallback([noting()]), HooklineCallback(["norms"]))
+    with pytest.raises(OptionError, match="2 HooklineCallbacks"):
+        trainer.train()
 
 
 @pytest.mark.parametrize("policy", ["raise", "warn", "disable"])

@@ -20,6 +20,7 @@ from hookline.training.manager import HookManager
 
 __all__ = [
     "ManagerAndSpecs",
+    "check_alone",
     "check_callback",
     "check_once",
     "check_options",
@@ -145,6 +146,16 @@ def check_callback(hooks: Any, report_to: str, options: Mapping[str, Any]) -> No
         raise OptionError(
             "HooklineCallback() has no hooks. Next: callbacks=[HooklineCallback(['norms'])], an object and not the "
             "class; or run_file=, or manager=."
+        )
+
+
+def check_alone(callbacks: Iterable[Any]) -> None:
+    """Raise if a trainer has more than one of ours: its checkpoint has one file for the state of hooks."""
+    count = len(list(callbacks))
+    if count > 1:
+        raise OptionError(
+            f"The Trainer has {count} HooklineCallbacks, or one twice, and takes one. Next: put all hooks into "
+            "one: HooklineCallback([first, second])."
         )
 
 

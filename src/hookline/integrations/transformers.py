@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import atexit
 import copy
-import re
 import sys
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import HooklineWarning, LifecycleError, MissingPackageError
 from hookline.integrations.host_log_sink import HostLogSink
-from hookline.integrations.host_manager import check_callback, check_once, sinks_or_usual
+from hookline.integrations.host_manager import check_alone, check_callback, sinks_or_usual
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.method_listeners import Listener, listen
 from hookline.messages import caller_stacklevel
@@ -43,8 +41,6 @@ __all__ = ["STATE_FILE", "HooklineCallback"]
 
 STATE_FILE: Final = "hookline.safetensors"
 """The file in a checkpoint of the Trainer that has the state of the hooks."""
-_LONGEST_NAME: Final = 60
-"""Letters of the names of hooks in the name of a file."""
 _DEEPEST: Final = 12
 """Frames between an event and the Trainer that calls it; there are three."""
 
@@ -243,29 +239,15 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
             tree = self._host.state_dict(all_ranks=True)  # the Trainer saves on every rank
             folder = _output_folder(self._trainer, args) / f"checkpoint-{state.global_step}"
             if state.is_world_process_zero and folder.is_dir():
-                checkpoint_file.write(folder / self._state_files()[0], tree)
-
-    def _state_files(self) -> list[str]:
-        """Return what the file of the state is called, and what else it may have been called: one or several wrote."""
-        by_names = _file_by_names(self._host.manager.hooks)
-        handler = getattr(self._trainer, "callback_handler", None)
-        ours = [one for one in getattr(handler, "callbacks", ()) if isinstance(one, HooklineCallback)]
-        if len(ours) < 2:
-            return [STATE_FILE, by_names]
-        named_alike = [one for one in ours if _file_by_names(one.manager.hooks) == by_names]
-        if len(named_alike) > 1:  # then it is their order that tells
-            place = next(place for place, one in enumerate(named_alike, 1) if one is self)
-            by_names = by_names.replace(".", f"-{place}.")
-        return [by_names, STATE_FILE] if ours[0] is self else [by_names]
+                checkpoint_file.write(folder / STATE_FILE, tree)
 
     def _load_state(self, folder: Path) -> None:
-        names = self._state_files()
-        for file in (folder / name for name in names):
-            if file.is_file():
-                self._host.load_state_dict(checkpoint_file.read(file))
-                return
+        file = folder / STATE_FILE
+        if file.is_file():
+            self._host.load_state_dict(checkpoint_file.read(file))
+            return
         warnings.warn(
-            f"There is no {names[0]} in {folder}, so hooks begin anew: the checkpoint was saved without them.",
+            f"There is no {file.name} in {folder}, so hooks begin anew: the checkpoint was saved without them.",
             HooklineWarning,
             stacklevel=caller_stacklevel(),
         )
@@ -275,7 +257,7 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
     def _check_trainer(self) -> None:
         handler = getattr(self._trainer, "callback_handler", None)
         if handler is not None:
-            check_once(self, handler.callbacks)
+            check_alone(each for each in handler.callbacks if isinstance(each, HooklineCallback))
         if self._reports and self._trainer is None:
             raise LifecycleError("report_to='trainer' found no Trainer to log with. Next: report_to='sinks'.")
 
@@ -328,14 +310,6 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         self._begin(args, int(state.global_step), given)
         if kept["run"]["within"]:
             self._host.begin_epoch(epoch)
-
-
-def _file_by_names(hooks: Iterable[str]) -> str:
-    """Return the file of the state where a Trainer has several callbacks: by the names of the hooks, in any order."""
-    names = "+".join(sorted(hooks))
-    path = Path(STATE_FILE)
-    told = re.sub(r"[^\w+-]", "_", names)[:_LONGEST_NAME]
-    return f"{path.stem}-{told}-{zlib.crc32(names.encode()):08x}{path.suffix}"
 
 
 class _Failing:
