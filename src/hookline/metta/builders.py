@@ -215,6 +215,7 @@ def _forward_builder(key: str, make: Callable[[], Any], spec: Any, during: Phase
             )
             return None
         tracker.register_component(component, **options)
+        tracker.replace_feeders(component)
         return ActivationFeeder(tracker, component, phases, extract)
 
     return builder
@@ -228,6 +229,7 @@ def _backward_builder(
     def builder(component: str, context: ComponentContext) -> Any:
         tracker = _tracker(context, key, make)
         tracker.register_component(component, **options)
+        tracker.replace_feeders(component)
         return feeder(tracker, component, phases)
 
     return builder

@@ -109,7 +109,7 @@ class ComponentTracker(Generic[OptionsT]):
         """By component: its state, in a form that each tracker chooses."""
         self._known: dict[str, OptionsT] = {}
         self._feeders: dict[str, int] = {}
-        """By component: the number of the hook that was made last to feed it."""
+        """By component: how often its hooks were replaced."""
         self._warned: set[str] = set()
         self._reasons: dict[str, str] = {}
         """By component without a state: why its passes were not counted."""
@@ -125,14 +125,13 @@ class ComponentTracker(Generic[OptionsT]):
         asked = {key: value for key, value in options.items() if value is not None}
         self._known.setdefault(component, dataclasses.replace(self._defaults, **asked))  # checks and normalises them
 
-    def new_feeder(self, component: str) -> int:
-        """Return a number for a hook that feeds ``component``; those that were made before it feed it no more."""
-        self._feeders[component] = number = self._feeders.get(component, 0) + 1
-        return number
+    def replace_feeders(self, component: str) -> None:
+        """Take nothing more from the hooks that feed ``component``; those made from now on take their place."""
+        self._feeders[component] = self.feeder_number(component) + 1
 
-    def is_fed_by(self, component: str, number: int) -> bool:
-        """Return whether the hook of that ``number`` feeds ``component``: a pass is counted once."""
-        return self._feeders.get(component) == number
+    def feeder_number(self, component: str) -> int:
+        """Return the number of the hooks that feed ``component`` now."""
+        return self._feeders.get(component, 0)
 
     def has_component(self, component: str) -> bool:
         """Return whether ``component`` is registered."""

@@ -1,8 +1,8 @@
 """Feed trackers: the hooks that hand the tensors of one component to its tracker.
 
 ``builders`` and the analyses make them. None changes anything. A value that cannot be counted (a tuple, a missing key,
-no gradient) is not counted, and the tracker is told the reason for its warning. Of several hooks for one component of a
-tracker, the one that was made last feeds it.
+no gradient) is not counted, and the tracker is told the reason for its warning. Of the hooks that builders
+make for one component of a tracker, the last one feeds it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TrackerFeeder:
 
     def __init__(self, tracker: Any, component: str, during: Phases) -> None:
         self.tracker, self.component = tracker, component
-        self._number = self.tracker.new_feeder(component)
+        self._number = self.tracker.feeder_number(component)
         self.during = During(during, self._forget)
         self.__qualname__ = type(tracker).__name__  # its name in reports
 
@@ -46,8 +46,8 @@ class TrackerFeeder:
         self.tracker.forget_counts(self.component)
 
     def _feeds(self) -> bool:
-        """Return whether the tracker takes its passes: no other hook was made for the component since."""
-        return self.tracker.is_fed_by(self.component, self._number)
+        """Return whether the tracker takes its passes: no other hook has taken its place."""
+        return self.tracker.feeder_number(self.component) == self._number
 
     def _count_forward(self, module: nn.Module, site: Site | None) -> bool:
         """Count the running forward if its phase is wanted, by ``site`` or the mode of ``module``; return if it is."""
