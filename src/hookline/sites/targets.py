@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from hookline.hook_types import Target
 
 Named: TypeAlias = tuple[str, nn.Module]
-NOTHING: Final = ([], (), set())
+NOTHING: Final[tuple[Any, ...]] = ([], (), set())
 """What ``exclude`` may be where nothing is to be left out, beside None."""
 _Matcher: TypeAlias = Callable[[str, nn.Module], Any]
 

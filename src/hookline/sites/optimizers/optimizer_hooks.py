@@ -304,7 +304,7 @@ class _OptimizersEverywhere(_HooksByKind):
                 _OptimizerHooks().fit(optimizer)
 
     def discard(self, entry: HookAtSite) -> None:
-        """Take a hook off; the last one takes torch's hook, and the hooks of optimizers that were there for it."""
+        """Take a hook off; the last one takes torch's hook, and those of optimizers that were there for it."""
         self._take(entry)
         self.changes += 1
         for table in tuple(_TABLES):
