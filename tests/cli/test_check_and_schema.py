@@ -282,8 +282,8 @@ def test_a_run_file_with_trackers_is_told_what_it_means(seen, capsys):
 WRONG = f"""\
 experiment: {TINY}
 hooks:
-  names: [norms, "nrms.py:X"]
-  schedules: {{hessian: {{stride: 3}}, norms: {{stride: 3}}}}
+  names: [norms, "nrms.py:X", consecutive]
+  schedules: {{hessian: {{stride: 3}}, consecutive: {{stride: 3}}}}
 trackers:
 - tracker: norms
 - {{tracker: gradient_flow, options: {{targets: a, beat: 1, beta: x}}}}
@@ -293,7 +293,7 @@ trackers:
 """
 TOLD = [
     "line 3, at $.hooks.names[1]: There is no file nrms.py",
-    "line 4, at $.hooks.schedules.norms: this schedule would have no effect: norms fires at POST_EPOCH, SNAPSHOT, and",
+    "line 4, at $.hooks.schedules.consecutive: this schedule would have no effect: consecutive fires at POST_EPOCH",
     "line 6, at $.trackers[0].tracker: norms is no tracker of modules",
     "line 7, at $.trackers[1].options.targets: modules are named by target_modules and exclude.",
     "line 7, at $.trackers[1].options.beat: Hook 'gradient_flow' takes no 'beat'. Did you mean 'beta'?",

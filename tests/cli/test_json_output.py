@@ -208,7 +208,7 @@ def test_every_command_that_prints_a_table_has_json(
 
 
 def test_a_run_prints_json_and_nothing_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The plan and the profile say what their tables say; files that are named are there."""
+    """The plan and the profile say what their tables say; files that are named are there. norms: 3 steps, a report."""
     plan = printed([*COMMANDS["dry-run"][0], "--json"], 0, capsys)
     assert [row["hook"] for row in plan["hooks"] if row["point"] == "POST_EPOCH"][:2] == ["training_metrics", "norms"]
     grads = next(row for row in plan["memory"] if row["what"] == "mean gradients of the epoch")
@@ -217,6 +217,6 @@ def test_a_run_prints_json_and_nothing_else(folder: Path, capsys: pytest.Capture
     told = printed([*COMMANDS["run"][0], "--json"], 0, capsys)
     (one,) = told["runs"]
     assert (one["status"], one["steps"], told["comparison"]) == ("finished", 3, None)
-    assert {row["section"]: row["count"] for row in one["profile"]} == {"training_metrics": 1, "norms": 1}
+    assert {row["section"]: row["count"] for row in one["profile"]} == {"training_metrics": 1, "norms": 4}
     assert set(one["files"]) == {"records", "checkpoints"}
     assert all(Path(path).exists() for path in one["files"].values())

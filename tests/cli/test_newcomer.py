@@ -204,7 +204,7 @@ def test_a_page_that_is_interrupted_says_how_to_make_it_later(capsys, own, monke
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(page, "write_report", interrupted)
+    monkeypatch.setattr(page, "write_page", interrupted)
     assert run_here("run", f"{own}:Own", "--epochs", "1", "--hooks", "norms", "--silent") == 130
     assert "Later: hookline report runs/own/default" in capsys.readouterr().err
 

@@ -19,7 +19,7 @@ config: {{
 device: warp
 hooks:
   with_hooks: all_of_them
-  names: [norms, 3, nrms, hessian]
+  names: [norms, 3, nrms, hessian, variance]
   config:
     norms: {{wdth: 3}}
     hesian: {{epsilon: 1}}
@@ -27,7 +27,7 @@ hooks:
       epsilon: small
   schedules:
     hessian: {{mode: brst}}
-    norms: {{stride: 0}}
+    variance: {{stride: 0}}
 console: loud
 trackers:
 - {{tracker: relu_activation}}
@@ -61,8 +61,8 @@ TOLD = [
     (13, "$.hooks.config.hesian", "Unknown hook: 'hesian'. Did you mean 'hessian'?"),
     (15, "$.hooks.config.hessian.epsilon", "expected a valid number"),
     (17, "$.hooks.schedules.hessian.mode", "expected 'continual', 'stride' or 'burst', got 'brst'."),
-    (18, "$.hooks.schedules.norms.stride", "expected greater than or equal to 1, got 0."),
-    (18, "$.hooks.schedules.norms", "this schedule would have no effect: norms fires at"),
+    (18, "$.hooks.schedules.variance.stride", "expected greater than or equal to 1, got 0."),
+    (18, "$.hooks.schedules.variance", "this schedule would have no effect: variance fires at"),
     (19, "$.console", "expected 'live', 'lines', 'tables', 'normal', 'silent' or 'none', got 'loud'."),
     (21, "$.trackers[0].tracker", "Unknown hook: 'relu_activation'. Did you mean 'relu_activations'?"),
     (22, "$.trackers[1].options.per_unit", "expected a valid boolean"),

@@ -257,6 +257,14 @@ def test_one_callback_for_two_runs(tmp_path: Path) -> None:
     assert metrics_of(sink) == first
 
 
+def test_a_second_trainer_goes_on_with_the_folder_of_the_first(tmp_path: Path) -> None:
+    """As one does in a notebook: when a Trainer has ended, its log may be written by another."""
+    for records in (1, 2):
+        make_trainer(tmp_path, HooklineCallback([Sums()], sinks=[MemorySink()]), num_train_epochs=1).train()
+        written = (tmp_path / "hookline" / "records.jsonl").read_text().count('"POST_EPOCH"')
+        assert written >= records
+
+
 def test_mistakes_are_said(tmp_path: Path) -> None:
     """The class in place of an object, one callback twice, an unknown report_to, an option that is spelt wrongly."""
     with pytest.raises(OptionError, match="an object and not the class"):

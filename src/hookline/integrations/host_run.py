@@ -155,6 +155,7 @@ class HostRun:
             warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
         run = Run(adapter, manager)
         with ExitStack() as opened:
+            opened.callback(manager.fan_out.release_log)  # another Trainer may go on with the folder
             opened.enter_context(run.written_at_the_end())
             if self.specs:
                 from hookline.specs.hook_spec import register_hooks

@@ -94,6 +94,11 @@ class FanOut:
             self._log = ResilientLog(_log_of_rank(path), self._errors)
             self.is_empty = False
 
+    def release_log(self) -> None:
+        """Let others write the file of the log; the next record opens it again."""
+        if self._log is not None:
+            self._log.close()
+
     def add(self, sink: Any) -> None:
         """Add a sink; it receives the records from now on."""
         check_sink(sink, "sinks= takes objects")

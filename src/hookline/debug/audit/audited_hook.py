@@ -230,11 +230,13 @@ def follow_with(hooks: list[AuditedHook], model: nn.Module, optimizer: Optimizer
     """Fire lifecycle hooks in the training from now on; return what follows it."""
     from hookline.integrations.follow import follow
     from hookline.integrations.snapshot_steps import can_count_steps
+    from hookline.training.manager import HookManager
 
     with kept_rng():
         made = [_made(hook.fresh()) for hook in hooks]
     # A script is stopped long before its first epoch ends: hooks that can report by steps are asked after each.
     loop = "step" if can_count_steps(made) else "epoch"
-    run = follow(model, optimizer, made, loader=first.loader, on_error="raise", loop=loop, snapshot_every=1)
+    manager = HookManager(hooks=made, loop_type=loop, on_error="raise")  # without the hooks that every followed run has
+    run = follow(model, optimizer, manager=manager, loader=first.loader, loop=loop, snapshot_every=1)
     first.hand_over(run)
     return run
