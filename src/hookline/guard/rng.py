@@ -50,6 +50,8 @@ class _HookStreams:
         """How many more streams were made for blocks inside blocks, which must not move the stream of the outer one."""
         self.in_use: Final[list[Any]] = []
         """The NumPy streams of the blocks that are open, the innermost last."""
+        self.outside: tuple[Any, Any] = None, None
+        """The run's own stream of NumPy, and the number it has in store, while a block is open."""
         self.marks: Final[dict[str, tuple[Any, int]]] = {}
         """For each other stream, its state in the run (or its `_digest`) when hooks last drew, and how many firings
         before had found it there."""
@@ -269,8 +271,8 @@ def set_cuda_states(states: Iterable[torch.Tensor]) -> None:
 # -- NumPy ---------------------------------------------------------------------------------------------------------
 
 
-def _exchange_numpy() -> tuple[Any, Any]:
-    """Let NumPy draw from a stream of ours; return its own, and the second number of a pair, which it forgets."""
+def _exchange_numpy() -> tuple[Any, Any, Any]:
+    """Let NumPy draw from a stream of ours; return that, its own, and the second number of a pair, which it forgets."""
     own = _NUMPY.get_bit_generator()
     stored = numpy_state() if STORED_NORMAL is None else STORED_NORMAL.raw
     is_twister = type(own) is _Twister
@@ -282,12 +284,19 @@ def _exchange_numpy() -> tuple[Any, Any]:
         _HOOKS.num_nested += 1
         ours = np.random.MT19937(_hashed(_HOOKS.base, _HOOKS.num_nested))
     _NUMPY.set_bit_generator(ours)
+    if not _HOOKS.in_use:
+        _HOOKS.outside = own, stored
     _HOOKS.in_use.append(ours)
-    return own, stored
+    return ours, own, stored
 
 
-def _exchange_numpy_back(own: Any, stored: Any) -> None:
-    _HOOKS.in_use.pop()
+def _exchange_numpy_back(ours: Any, own: Any, stored: Any) -> None:
+    is_innermost = _HOOKS.in_use[-1] is ours
+    _HOOKS.in_use.remove(ours)
+    if not is_innermost:
+        return  # NumPy has one stream for all threads: the block that another thread began later puts it back
+    if not _HOOKS.in_use:
+        own, stored = _HOOKS.outside  # what was there when this block began may be the stream of one that has ended
     _NUMPY.set_bit_generator(own)
     if STORED_NORMAL is None:
         _set_numpy(stored)
