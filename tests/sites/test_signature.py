@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import re
 from unittest import mock
 
@@ -458,12 +459,25 @@ _SEEN: list[object] = []
         (lambda module, args, output: _SEEN.append(output.norm()), False),
         (lambda module, args, output, *, site: {}[site.name].append((output, args[0])), False),
         (lambda module, args, output: print(output.shape, len(args)), False),
+        (lambda module, args, output: setattr(module, "seen", output), False),
+        (lambda module, args, output: logging.getLogger("x").info("%s", output), False),
         (lambda module, args, output: output.add(1), True),
         (lambda module, args, output: _SEEN.append(output) or output, True),
         (lambda module, args, output: output if _SEEN else None, True),
         (lambda module, args, output: id(_SEEN.append(output)), True),
     ],
-    ids=["append", "append of a call", "append by key", "print", "add", "or", "if", "call of an append"],
+    ids=[
+        "append",
+        "append of a call",
+        "append by key",
+        "print",
+        "setattr",
+        "log",
+        "add",
+        "or",
+        "if",
+        "call of an append",
+    ],
 )
 def test_a_lambda_that_only_takes_notes_is_known_to_return_nothing(hook, may):
     """``seen.append(output)`` gives None, and a lambda has no other way to say so."""

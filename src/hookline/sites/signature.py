@@ -210,7 +210,22 @@ def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
     return tuple(dis.get_instructions(code))
 
 
-_GIVE_NONE = frozenset({"append", "appendleft", "discard", "extend", "insert", "print", "put_nowait", "update"})
+_GIVE_NONE = frozenset(
+    [
+        "append",
+        "appendleft",
+        "debug",
+        "discard",
+        "extend",
+        "info",
+        "insert",
+        "print",
+        "put_nowait",
+        "setattr",
+        "update",
+        "warning",
+    ]
+)
 """What people call in a lambda for its effect: ``lambda module, args, output: seen.append(output)``. No method of a
 tensor has one of these names."""
 
