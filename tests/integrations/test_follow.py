@@ -109,6 +109,43 @@ def test_norms_has_the_gradient_of_a_whole_step_before_and_after_clipping(clips:
         assert found == pytest.approx(expected, rel=1e-4)
 
 
+def test_by_default_each_report_of_stats_is_of_the_step_that_it_bears() -> None:
+    """Also when reports are further apart than ten steps: one bad step is in no other record."""
+    loop, sink = Loop(), hl.sinks.MemorySink()
+    with loop.follow(["stats"], sinks=[sink]):
+        for step in range(281):
+            loop.model(torch.randn(8, 6) * (1000 if step == 250 else 1)).square().mean().backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    found = {each.step: each.metrics for each in sink.records if "stats/looked_at" in each.metrics}
+    assert list(found)[-5:] == [200, 220, 240, 260, 280]
+    assert [metrics["stats/looked_at"] for metrics in found.values()] == list(found)
+    assert max(metrics["stats/max_forward"] for metrics in found.values()) < 100
+
+
+def test_the_flight_recorder_is_beside_a_log_that_is_not_in_the_folder_of_the_run(tmp_path: Path) -> None:
+    """As in callbacks of Trainers, which have folders of their own: the page looks for it there."""
+    loop = Loop()
+    log = tmp_path / "here" / "records.jsonl"
+    with loop.follow([], log=log, run_context={"run_dir": str(tmp_path / "elsewhere")}) as run:
+        assert run.manager.hooks["flight_recorder"].path == log.parent / "flight_recorder.json"
+
+
+def test_the_largest_loss_is_recorded_where_points_are_means() -> None:
+    """A spike of one step that a mean hides."""
+    loop, sink = Loop(), hl.sinks.MemorySink()
+    config = {"training_metrics": {"dense_steps": 4}}
+    with loop.follow([], sinks=[sink], hook_config=config):
+        for step in range(64):
+            (loop.model(torch.ones(8, 6)).sum() * 0 + (9.0 if step == 50 else 1.0)).backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    points = [each for record in sink.records for each in record.metrics.get("training_metrics/largest_loss", ())]
+    means = [each for record in sink.records for each in record.metrics.get("training_metrics/loss", ())]
+    assert max(points) == 9.0
+    assert max(means) < 3.0
+
+
 @pytest.mark.parametrize("hook", ["stats", "watch"])
 def test_statistics_are_of_every_batch_of_the_step_that_was_looked_at(hook: str) -> None:
     """Steps are the optimizer's; gradients are those that it was given."""

@@ -16,13 +16,14 @@ from torch import nn
 from hookline.analyses._analysis import Analysis
 from hookline.lifecycle.overhead_budget import Budget
 from hookline.lifecycle.run_context import RunDataContext
-from hookline.lifecycle.schedule import StepSchedule
+from hookline.lifecycle.schedule import ReportedSteps, StepSchedule
 from hookline.observe.watch.stat_columns import Layout
 from hookline.observe.watch.watch import Watch, watch
 from hookline.observe.watch.watch_hooks import checked_kinds
 from hookline.training.choose_hooks import record_decisions
 from hookline.training.training_hook import MetricInfo
 
+_EVERY: Final = 10
 _STATS: Final = ("mean", "std", "norm", "absmax", "zero_fraction", "nonfinite")
 
 
@@ -41,8 +42,10 @@ class StatsHook(Analysis):
         targets: Which modules, and parameters below them; as in ``hookline.watch``.
         on: What to look at: ``"forward"``, ``"backward"``, ``"param"``, ``"param_grad"``; one, or several with commas.
         stats: Which statistics; as in ``hookline.watch``, with commas if it is one string.
-        every: Look at every n-th step; the steps between cost next to nothing. What a look takes goes with the number
-            of modules and parameters: in small models a step and more, in large ones a fifth of a step.
+        every: Look at every n-th step. If left out: at every tenth, or, where a run reports by steps
+            (`hookline.follow`, callbacks, scripts), at just the steps that it reports. The others cost next to nothing.
+            What a look takes goes with the number of modules and parameters: in small models a step and more, in large
+            ones a fifth of a step.
         exclude: Modules and parameters to leave out.
 
     ``budget=`` of the manager holds for it too: it looks at fewer steps where looking costs more.
@@ -57,13 +60,14 @@ class StatsHook(Analysis):
         targets: str = "*",
         on: str | Sequence[str] = ("forward", "backward", "param", "param_grad"),
         stats: str | Sequence[str] = _STATS,
-        every: int | StepSchedule = 10,
+        every: int | StepSchedule | None = None,
         exclude: str | None = None,
     ) -> None:
         self.targets, self.exclude = targets, exclude
         self.on, self.stats = checked_kinds(_listed(on)), _listed(stats)
         Layout.of(self.stats)  # a statistic that there is not is an error now, and not when training starts
-        self.every = StepSchedule.of(every)
+        self.every = StepSchedule.of(_EVERY if every is None else every)
+        self._takes_reports = every is None
         self.budget: Any = None
         """What the watch may cost and does cost; None where the manager has no ``budget=``, and before a run."""
         self._part: tuple[Budget, int] | None = None
@@ -92,6 +96,11 @@ class StatsHook(Analysis):
     def take_budget(self, budget: Budget, first: int) -> None:
         """Keep to ``budget`` from the next start on; a manager with ``budget=`` calls it."""
         self._part = budget, first
+
+    def look_at_reports(self, reports: Any) -> None:
+        """Look at the steps for which ``reports.is_due(step)``, unless ``every`` says otherwise; hosts call it."""
+        if self._takes_reports:
+            self.every = ReportedSteps(reports=reports)
 
     def count_steps_of(self, optimizers: Sequence[Any]) -> None:
         """Count steps of these optimizers, now or when training starts; the loops and hosts call it."""

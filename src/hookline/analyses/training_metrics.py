@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from hookline.analyses._analysis import Analysis
@@ -45,6 +47,7 @@ class TrainingMetricsHook(Analysis):
             "lower is better",
             "loss",
         ),
+        ("largest_loss", "largest loss of a step since the last point, where those are means", "max L", "", "largest"),
         (
             "perplexity",
             "how many equally likely choices the loss amounts to, if it is a cross entropy in nats",
@@ -57,6 +60,7 @@ class TrainingMetricsHook(Analysis):
         ("learning_rate", "of the first group of the optimizer", "η", "", "learning rate"),
         ("{metric}", "whatever else the evaluation found, under its own name"),
     )
+    reduce = MappingProxyType({"largest_loss": "max"})
     kept = ("_sums",)
     _sums: dict[str, tuple[Any, int]] | None = None
     """Of the steps since the last point: the sum of each number, on its device, and how many they are."""
@@ -98,6 +102,8 @@ class TrainingMetricsHook(Analysis):
                 wide = value.to(widest_float(value.device)) if isinstance(value, Tensor) else value
                 total, count = sums.get(name, (0.0, 0))
                 sums[name] = (total + wide, count + 1)
+        if (loss := found.get("loss")) is not None:  # a mean hides the spike of one step
+            sums["largest_loss"] = (_larger(sums.get("largest_loss", (loss, 1))[0], loss), 1)
         self._sums = sums
 
     def _take_means(self) -> dict[str, Any]:
@@ -110,6 +116,13 @@ def _present(found: Mapping[str, Any]) -> dict[str, Any]:
     loss = found.get("loss")
     with_all = {"loss": loss, "perplexity": None if loss is None else _exp(loss), **found}
     return {name: value for name, value in with_all.items() if value is not None}
+
+
+def _larger(one: float | Tensor, other: float | Tensor) -> float | Tensor:
+    """Return the larger, or NaN if one is."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.maximum(one, other)
+    return one if one != one or other <= one else other
 
 
 def _exp(loss: float | Tensor) -> float | Tensor:

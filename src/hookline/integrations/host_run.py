@@ -106,6 +106,10 @@ class HostRun:
         if not isinstance(every, SnapshotSteps):
             every = SnapshotSteps(whole_number("snapshot_every", every, 0))
         self._snapshots = every
+        if loop == "step" and every.every:
+            for hook in self.manager.hooks.values():
+                if look_at_reports := getattr(hook, "look_at_reports", None):
+                    look_at_reports(every)
         self._notes = HostNotes(self.manager, is_own=manager is None)
         self._reports = StepReports(every if loop == "step" else SnapshotSteps(0))
         self._capabilities = {capabilities} if isinstance(capabilities, str) else set(capabilities)

@@ -7,12 +7,12 @@ as `growing_interval` says.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from hookline.errors import OptionError
 from hookline.messages import suggest
 
-__all__ = ["StepSchedule", "growing_interval"]
+__all__ = ["ReportedSteps", "StepSchedule", "growing_interval"]
 
 _MODES: Final = ("continual", "stride", "burst")
 
@@ -67,6 +67,18 @@ class StepSchedule:
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise OptionError(f"every= is a number of steps of at least 1, or a StepSchedule; got {every!r}.")
         return cls() if every == 1 else cls("stride", stride=every)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedSteps(StepSchedule):
+    """Just the steps at whose ends a run reports: what is reported is then of the step that the record bears."""
+
+    reports: Any = None
+    """Has ``is_due(step)``."""
+
+    def is_active(self, step: int) -> bool:
+        """Return whether there is a report at the end of ``step``."""
+        return bool(self.reports.is_due(step))
 
 
 def growing_interval(step: int, *, every: int, first: int) -> int:

@@ -356,7 +356,8 @@ def _is_cancelled(layer: str, small: Collection[str], by_layer: Mapping[str, Cur
 
 
 def _loss_spikes(curves: Sequence[_PlacedCurve]) -> Iterator[dict[str, Any]]:
-    losses = [one.curve for one in _losses(curves)]
+    # Late in a run points are means of several steps: the largest loss tells more of one of them.
+    losses = sorted((one.curve for one in _losses(curves)), key=lambda curve: "largest" not in curve.name)
     sights = _by_step(_risen(curve, event) for curve in losses for event in loss_spikes(curve, first_level(curve)))
     if sights:
         first = sights[0]

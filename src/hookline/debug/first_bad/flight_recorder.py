@@ -66,7 +66,7 @@ class FlightRecorder(TrainingHook):
     before".
 
     Args:
-        to: The file; by default ``flight_recorder.json`` in the folder of the run, or beside its log. Rank 1 of several
+        to: The file; by default ``flight_recorder.json`` beside the log of the run, or in its folder. Rank 1 of several
             writes ``flight_recorder.rank_1.json`` beside it, and so on.
         keep: How many steps are kept.
         target: Which modules; by default the elements of the longest ``ModuleList`` of the model, else ``Sequential``.
@@ -114,7 +114,7 @@ class FlightRecorder(TrainingHook):
     @property
     def path(self) -> Path | None:
         """Where the file is written, of rank 1 and so on beside that of rank 0; None if nothing says where."""
-        folder = self._folder or log_folder(self.manager)
+        folder = log_folder(self.manager) or self._folder
         path = self._to or (None if folder is None else folder / FLIGHT_FILE)
         rank = this_rank()
         return path if path is None or not rank else path.with_name(f"{path.stem}.rank_{rank}{path.suffix}")
