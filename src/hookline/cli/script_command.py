@@ -196,9 +196,8 @@ class _Closing:
         if 0 < reports < _ENOUGH and steps >= _ENOUGH:
             every = max(steps // (2 * _ENOUGH), 1)
             why = ", at the ends of epochs" if loop == "epoch" else ""
-            looks = f" --hook-config stats.every={every}" if "stats" in (self._request.options.hook.hooks or ()) else ""
             made = f"{reports} report{'s' * (reports != 1)} in {steps} steps{why}"
-            self._print(f"{made}; for curves that can be judged: --snapshot-every {every}{looks}.")
+            self._print(f"{made}; for curves that can be judged: --snapshot-every {every}.")
 
     def _print_failed(self, hook: str, count: int) -> None:
         """Tell of a hook that raised, and what came of it."""

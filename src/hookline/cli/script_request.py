@@ -43,7 +43,7 @@ Examples:
   hookline run --hooks norms -- python train.py --lr 1e-3
   hookline run --hooks norms --hook-csv -- torchrun --nproc-per-node 2 train.py
   hookline run my_hooks.yaml -- -m my_package.train
-  hookline run --hooks stats --snapshot-every 5 --hook-config stats.every=5 -- python train.py
+  hookline run --hooks stats --snapshot-every 5 -- python train.py
 """
 _USED: Final = {"config", "output_dir", "name", "no_report", "dry_run", "silent", "no_console_output", "console"}
 _NOT_USED: Final = {

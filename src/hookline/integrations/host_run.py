@@ -25,6 +25,7 @@ from hookline.integrations.snapshot_steps import OFTEN_AT_FIRST, SnapshotSteps, 
 from hookline.lifecycle.points import HookPoint
 from hookline.lifecycle.run_phase import in_phase
 from hookline.messages import caller_stacklevel
+from hookline.training.choose_hooks import tell_reports
 from hookline.training.loops.experiment_adapter import whole_number
 from hookline.training.loops.loop_run import Run
 from hookline.training.loops.training_step import MicroBatches, StepResult
@@ -107,9 +108,7 @@ class HostRun:
             every = SnapshotSteps(whole_number("snapshot_every", every, 0))
         self._snapshots = every
         if loop == "step" and every.every:
-            for hook in self.manager.hooks.values():
-                if look_at_reports := getattr(hook, "look_at_reports", None):
-                    look_at_reports(every)
+            tell_reports(self.manager.hooks.values(), every)
         self._notes = HostNotes(self.manager, is_own=manager is None)
         self._reports = StepReports(every if loop == "step" else SnapshotSteps(0))
         self._capabilities = {capabilities} if isinstance(capabilities, str) else set(capabilities)

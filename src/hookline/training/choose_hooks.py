@@ -22,7 +22,17 @@ if TYPE_CHECKING:
 
     from hookline.lifecycle.run_context import RunDataContext
 
-__all__ = ["TrackerHook", "checked_interval", "choose_hooks", "find_excluded", "record_decisions", "split_config"]
+__all__ = [
+    "TrackerHook",
+    "checked_interval",
+    "choose_hooks",
+    "find_excluded",
+    "record_decisions",
+    "split_config",
+    "tell_reports",
+    "tell_scaler",
+    "tell_watches",
+]
 
 Config = Mapping[str, Mapping[str, Any]]
 
@@ -182,6 +192,12 @@ def tell_scaler(hooks: Iterable[TrainingHook], scaler: Any) -> None:
     """Let hooks that read scaled gradients know by what; None for no scaler."""
     for hook in hooks:
         _call(hook, "take_scaler", scaler)
+
+
+def tell_reports(hooks: Iterable[TrainingHook], reports: Any) -> None:
+    """Let hooks that look at some steps know which are reported: those for which ``reports.is_due(step)``."""
+    for hook in hooks:
+        _call(hook, "look_at_reports", reports)
 
 
 def _call(owner: Any, name: str, given: Any) -> None:
