@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hookline as hl
-from hookline.experiments.mod_arithmetic import Config, ModArithmetic
+from hookline.training.mod_arithmetic import Config, ModArithmetic
 
 __all__ = ["analyses", "hessian_products"]
 

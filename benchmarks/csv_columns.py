@@ -14,10 +14,10 @@ from pathlib import Path
 from measure import Row, Samples, Trial, interleave, ratios, spread, trial, typical
 from subject import Setting
 
+from hookline.records.sink import MetricSink, Record
 from hookline.sinks.csv_sink import CSVSink
 from hookline.sinks.parquet_sink import ParquetSink
 from hookline.sinks.prometheus_sink import PrometheusSink
-from hookline.sinks.sink import MetricSink, Record
 
 __all__ = ["csv_columns"]
 

@@ -19,8 +19,8 @@ from subject import Setting
 from torch import nn
 
 import hookline as hl
+from hookline.records.fan_out import FanOut
 from hookline.sinks.csv_sink import CSVSink
-from hookline.sinks.fan_out import FanOut
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.sinks.tensorboard_sink import TensorBoardSink
 from hookline.sinks.wandb_sink import WandbSink
@@ -32,11 +32,11 @@ BATCH = 200
 STEPS = 20
 
 
-def made_record(number: int = 0) -> hl.sinks.Record:
+def made_record(number: int = 0) -> hl.records.Record:
     """Fifty numbers, all digits in use, as hooks give them."""
     chance = random.Random(number)
     metrics = {f"hook{n % 5}/metric_{n}": chance.random() for n in range(NUMBERS)}
-    return hl.sinks.Record(metrics, number, hl.HookPoint.POST_EPOCH, number, "random", 0, time.time())
+    return hl.records.Record(metrics, number, hl.HookPoint.POST_EPOCH, number, "random", 0, time.time())
 
 
 @contextmanager

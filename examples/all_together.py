@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.experiments.mod_arithmetic import Config, ModArithmetic
+from hookline.training.mod_arithmetic import Config, ModArithmetic
 
 CONFIG = Config(epochs=6, snapshot_every=5, p=31, width=32, batch_size=64)
 

@@ -82,7 +82,7 @@ def main() -> None:
     hooked = train(manager)
     for record in sink.records:
         for name, value in record.metrics.items():
-            steps = f" at steps {value.steps}" if isinstance(value, hl.sinks.StepSeries) else ""
+            steps = f" at steps {value.steps}" if isinstance(value, hl.records.StepSeries) else ""
             shown = ", ".join(f"{v:.3f}" for v in value) if isinstance(value, list) else f"{value:.3f}"
             print(f"epoch {record.epoch}  {name} = {shown}{steps}")
     (receipt,) = manager.receipts

@@ -9,7 +9,8 @@ from torch import nn
 
 import hookline as hl
 from hookline.errors import HooklineError
-from hookline.sinks import CSVSink, MetricSink
+from hookline.records import MetricSink
+from hookline.sinks import CSVSink
 
 
 def watch_and_capture(model: nn.Module, x: torch.Tensor) -> list[MetricSink]:

@@ -14,7 +14,7 @@ from helpers_products import cases
 from helpers_warm import SHARED
 
 if TYPE_CHECKING:
-    from hookline.training.registry import HookRegistry
+    from hookline.lifecycle.registry import HookRegistry
 
 # Here tests wait for servers, browsers, threads and processes of their own, on machines that may be busy. One that
 # fails runs a second time, and pytest lists it as RERUN: look at it. All other tests have one try.
@@ -106,7 +106,7 @@ def compiling_has_been_said() -> None:
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> type[HookRegistry]:
     """A registry with nothing in it, without the entry points of this machine; the real one is back afterwards."""
-    from hookline.training.registry import HookRegistry  # before it is emptied: built-in hooks are registered once
+    from hookline.lifecycle.registry import HookRegistry  # before it is emptied: built-in hooks are registered once
 
     for name in ("_classes", "_paths", "_order", "groups", "_entry_points", "_broken"):
         monkeypatch.setattr(HookRegistry, name, {})

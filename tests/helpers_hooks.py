@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
-from hookline.training.manager import HookManager
-from hookline.training.training_hook import InterventionHook, TrainingHook
+from hookline.lifecycle.context import RunDataContext
+from hookline.lifecycle.hook import InterventionHook, TrainingHook
+from hookline.lifecycle.manager import HookManager
+from hookline.when import HookPoint
 
 __all__ = ["PathLength", "context", "fire", "intervention", "observer"]
 

@@ -9,7 +9,8 @@ from helpers_resume import Draws, Elsewhere, NeedsAll, Remembers
 
 import hookline as hl
 from hookline.integrations import HostRun
-from hookline.sinks import MemorySink, StepSeries
+from hookline.records import StepSeries
+from hookline.sinks import MemorySink
 
 __all__ = ["every_hook", "metrics_of", "train_by_hand"]
 

@@ -23,9 +23,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hookline as hl
-from hookline.lifecycle.run_phase import phase
-from hookline.training.checkpoints import loader_position, model_state, saving
-from hookline.training.checkpoints.checkpoints import Checkpoints
+from hookline.phases import phase
+from hookline.training import loader as loader_position
+from hookline.training import model_state, saving
+from hookline.training.checkpoints import Checkpoints
 
 __all__ = [
     "PASS",

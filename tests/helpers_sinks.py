@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hookline.sinks.sink import MetricSink, Record
+from hookline.records.sink import MetricSink, Record
 
 __all__ = ["Slow", "delivered", "record"]
 

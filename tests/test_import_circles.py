@@ -13,6 +13,7 @@ PACKAGE = Path(hookline.__file__).parent
 STILL_WITH_CIRCLES = (
     "hookline.cli.",
     "hookline.factories.",
+    "hookline.lifecycle.",
     "hookline.observe.watch.",
     "hookline.specs.",
     "hookline.training.",

@@ -60,8 +60,11 @@ FUNCTIONS = _named(
         "sglang": """
         register_forward_hook_for_model
     """,
-        "sinks": """
+        "records": """
         read_log replay
+    """,
+        "lifecycle": """
+        record
     """,
         "sites": """
         find_roles
@@ -70,7 +73,7 @@ FUNCTIONS = _named(
         register_hooks resolve_callable
     """,
         "training": """
-        epoch_loop record step_loop
+        epoch_loop step_loop
     """,
     }
 )
@@ -131,8 +134,7 @@ CLASSES = _named(
         Dumper DumperConfig ModelRunner ServerArgs TensorDumper
     """,
         "sinks": """
-        CSVSink ConsoleSink FanOut JSONLSink MLflowSink MemorySink MetricSink ParquetSink PrometheusSink Record
-        RecordLog StepSeries TensorBoardSink WandbSink
+        CSVSink ConsoleSink JSONLSink MLflowSink MemorySink ParquetSink PrometheusSink TensorBoardSink WandbSink
     """,
         "sites": """
         FunctionSite HandleSet HookHandle Kind OptimizerSite Receipt SavedTensors Site Sites
@@ -140,9 +142,15 @@ CLASSES = _named(
         "specs": """
         HookSpec
     """,
+        "lifecycle": """
+        CheckpointProfiler DebugInterventionHook FiringReceipt HookManager HookRegistry InterventionHook MetricInfo Plan
+        RunDataContext TrackerHook TrainingHook
+    """,
+        "records": """
+        FanOut MetricSink Record RecordLog StepSeries
+    """,
         "training": """
-        Budget CheckpointProfiler Checkpoints DebugInterventionHook Experiment FiringReceipt HookManager HookRegistry
-        InterventionHook LoopResult MetricInfo Plan StepResult TrackerHook TrainingHook
+        Checkpoints Experiment LoopResult StepResult
     """,
     }
 )
@@ -173,7 +181,7 @@ LAZY = [
         "sinks",
         "sites",
     ),
-    *("specs", "training"),
+    *("lifecycle", "records", "specs", "training"),
 ]
 """Packages whose names are imported when first used; ``hookline`` itself stands for the top."""
 

@@ -122,7 +122,7 @@ def everything_that_ends_a_cell() -> dict[str, Any]:
         "profiler": manager.profiler,
         "memory": sink,
         "record": sink.records[0],
-        "log record": hl.sinks.Record({"a": 1.0}, 0, hl.HookPoint.SNAPSHOT),
+        "log record": hl.records.Record({"a": 1.0}, 0, hl.HookPoint.SNAPSHOT),
         "result": result,
         "trainer": tool.invoke(),
     }

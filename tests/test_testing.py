@@ -15,9 +15,9 @@ from torch import nn
 import hookline as hl
 from hookline import HookPoint, MetricInfo
 from hookline.errors import HookCheckError
+from hookline.lifecycle.registry import register_built_ins
 from hookline.testing import HookCheck, check_hook, small_experiment
 from hookline.testing.run_outcome import differences, is_same, left_by
-from hookline.training.registry import register_built_ins
 
 
 class Mean(hl.TrainingHook):

@@ -25,7 +25,7 @@ from helpers_sinks import Slow
 from helpers_training import differences
 
 import hookline as hl
-from hookline.sinks import FanOut
+from hookline.records import FanOut
 
 __all__ = ["PART"]
 

@@ -19,7 +19,7 @@ from mutated import mutate, mutate_text
 from torch import nn
 
 import hookline as hl
-from hookline.config.run_file import RunFile
+from hookline.runs.run_file import RunFile
 
 __all__ = ["PART"]
 

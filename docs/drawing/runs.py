@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import hookline as hl
-from hookline.experiments.digits import Digits
-from hookline.experiments.mod_arithmetic import Config, ModArithmetic
+from hookline.training.digits import Digits
+from hookline.training.mod_arithmetic import Config, ModArithmetic
 
 SEED = 199
 EPOCHS = 100

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
-from hookline.sinks.sink import StepSeries
+from hookline.records.sink import StepSeries
 
 __all__ = ["by_epoch", "by_step", "cosine", "left_by", "rich_experiment"]
 

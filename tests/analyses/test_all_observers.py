@@ -31,8 +31,8 @@ import hookline as hl
 from hookline import analyses
 from hookline.analyses._analysis import Analysis
 from hookline.errors import HooklineWarning
-from hookline.training.hook_state import copied
-from hookline.training.registry import register_built_ins
+from hookline.lifecycle.registry import register_built_ins
+from hookline.lifecycle.states import copied
 
 POST_STEP, POST_EPOCH, SNAPSHOT = hl.HookPoint.POST_STEP, hl.HookPoint.POST_EPOCH, hl.HookPoint.SNAPSHOT
 
@@ -402,7 +402,7 @@ def test_listing_the_built_ins_takes_no_torch():
     """In a process of its own."""
     code = (
         "import sys, hookline.analyses as a\n"
-        "from hookline.training.registry import HookRegistry\n"
+        "from hookline.lifecycle.registry import HookRegistry\n"
         "assert set(HookRegistry.known()) >= set(a.BUILT_IN) and len(a.BUILT_IN) >= 25\n"
         "assert 'torch' not in sys.modules"
     )

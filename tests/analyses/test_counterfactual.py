@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hookline as hl
 from hookline.analyses.counterfactual import CounterfactualHook
 from hookline.analyses.counterfactual_validator import CounterfactualValidatorHook
-from hookline.lifecycle.run_phase import phase
+from hookline.phases import phase
 
 NUM_ROWS, BATCH, RATE = 12, 3, 0.05
 
@@ -212,7 +212,7 @@ def test_it_fires_every_epoch_at_first_and_then_at_snapshots():
 
 def test_the_validator_is_for_debugging():
     assert CounterfactualValidatorHook.debug
-    assert issubclass(CounterfactualValidatorHook, hl.training.DebugInterventionHook)
+    assert issubclass(CounterfactualValidatorHook, hl.lifecycle.DebugInterventionHook)
     assert not CounterfactualHook.debug
 
 

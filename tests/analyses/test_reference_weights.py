@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 import hookline as hl
 from hookline.errors import CheckpointError
-from hookline.training.reference_weights import read_weights
+from hookline.lifecycle.reference import read_weights
 
 
 def same(found, model) -> bool:

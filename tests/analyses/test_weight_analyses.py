@@ -160,7 +160,7 @@ def test_attention_sees_training_and_nothing_else_and_leaves_no_hook():
     assert not experiment.model.attention._forward_pre_hooks
     hook = made("attention")
     hook.start(experiment.model)
-    from hookline.lifecycle.run_phase import in_phase
+    from hookline.phases import in_phase
 
     with in_phase("eval"):
         experiment.model(torch.zeros(3, 2, dtype=torch.long))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hookline.training.registry import HookRegistry  # with the built-in hooks in it, before any test has a copy
+from hookline.lifecycle.registry import HookRegistry  # with the built-in hooks in it, before any test has a copy
 
 
 @pytest.fixture(autouse=True)

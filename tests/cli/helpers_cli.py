@@ -54,7 +54,7 @@ def run_here(*arguments: str | Path) -> int:
 
 def weights_of(folder: Path) -> dict[str, Any]:
     """The model in the newest checkpoint of a run."""
-    from hookline.training.checkpoints.checkpoint_file import read
+    from hookline.training.checkpoint_file import read
 
     tree = read(max((folder / "checkpoints").glob("step_*.safetensors")))
     return dict(_leaves(tree["core"]["model"]["tensors"], "model"))

@@ -14,7 +14,7 @@ from helpers_waiting import PATIENCE, until
 import hookline as hl
 from hookline.analyses import BUILT_IN
 from hookline.cli import report_command
-from hookline.config import named_sinks
+from hookline.runs import named_sinks
 
 QUIET = ("--silent", "--no-report")
 
@@ -213,7 +213,7 @@ def test_a_new_experiment_runs_as_it_is(tmp_path, capsys):
 
 def test_a_new_hook_keeps_what_hooks_promise(tmp_path):
     """`check_hook` finds nothing; it runs from its file with an argument."""
-    from hookline.config.load_object import load_object
+    from hookline.load import load_object
     from hookline.testing import check_hook
 
     assert run_here("new", "hook", "far.py") == 0

@@ -139,7 +139,7 @@ def test_a_run_files_arguments_are_checked_and_flags_win(tmp_path, capsys):
 def test_the_path_of_reference_weights_goes_through():
     """It is the manager's, which fills in the strategy."""
     from hookline.cli.hook_config import read_hook_config
-    from hookline.config.mistakes import Mistakes
+    from hookline.runs.mistakes import Mistakes
 
     found = read_hook_config(["reference_weights.path=runs/{strategy}/x.pt"], {}, [], Mistakes())
     assert found == {"reference_weights": {"path": "runs/{strategy}/x.pt"}}

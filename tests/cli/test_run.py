@@ -235,13 +235,13 @@ def test_a_sink_of_ones_own_by_file_and_with_options(tmp_path, capsys):
 
 def test_an_entry_point_names_a_sink(monkeypatch, tmp_path):
     """``[project.entry-points."hookline.sinks"]``."""
-    from hookline.config import named_sinks
+    from hookline.runs import named_sinks
 
     class Point:
         name = "lines"
 
         def load(self):
-            from hookline.config.load_object import load_object
+            from hookline.load import load_object
 
             return load_object(f"{EXPERIMENTS}:LinesSink", wanted="a sink")
 
@@ -302,7 +302,7 @@ def test_an_experiment_may_be_any_object_or_class_with_the_building_blocks(name)
 
 def test_a_package_that_is_missing_is_told_before_training(monkeypatch, capsys):
     """With the line that installs it."""
-    from hookline.sinks import sink
+    from hookline.records import sink
 
     monkeypatch.setattr(sink, "_is_installed", lambda module: False)
     assert run_here("run", TINY, "--hooks", "--hook-wandb", "project") == 2
@@ -413,7 +413,7 @@ def test_the_process_is_as_it_was_afterwards():
 def test_determinism_is_on_while_it_runs_unless_it_is_not_wanted(monkeypatch):
     """Seen from inside."""
     seen = []
-    import hookline.training.loops.epoch_loop as loop
+    import hookline.training.epochs as loop
 
     real = loop.epoch_loop
     monkeypatch.setattr(

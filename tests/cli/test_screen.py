@@ -15,7 +15,7 @@ from helpers_cli import TINY, facts_of, records_of, run_here, same_weights
 from helpers_warm import WarmPopen
 
 from hookline.cli.screen import mode_of
-from hookline.config.run_options import OutputOptions
+from hookline.runs.run_options import OutputOptions
 
 SMALL = ("--p", "11", "--width", "8", "--batch-size", "32", "--epochs", "3", "--snapshot-every", "1")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hookline.config import read_settings
-from hookline.config.read_settings import load_yaml, read_document
 from hookline.errors import ConfigError
+from hookline.runs import read as read_settings
+from hookline.runs.read import load_yaml, read_document
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hookline.config.read_settings import read_document
-from hookline.config.run_file import RunFile, placed_specs, validate_value
 from hookline.errors import ConfigError
-from hookline.lifecycle.schedule import StepSchedule
+from hookline.runs.read import read_document
+from hookline.runs.run_file import RunFile, placed_specs, validate_value
+from hookline.when import StepSchedule
 
 WHOLE = """\
 experiment: mod_arithmetic

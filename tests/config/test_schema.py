@@ -10,11 +10,11 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from hookline.config.json_schema import SCHEMAS, schema_of, spec_schema
-from hookline.config.read_settings import load_yaml, read_document
-from hookline.config.run_file import RunFile
-from hookline.config.spec_files import server_settings
 from hookline.errors import ConfigError
+from hookline.runs.json_schema import SCHEMAS, schema_of, spec_schema
+from hookline.runs.read import load_yaml, read_document
+from hookline.runs.run_file import RunFile
+from hookline.runs.spec_files import server_settings
 from hookline.specs.hook_spec import HookSpec
 
 ROOT = Path(__file__).parents[2]

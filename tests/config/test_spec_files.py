@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from hookline.config.read_settings import read_document
-from hookline.config.run_file import placed_specs
-from hookline.config.spec_files import is_server_file, server_settings
 from hookline.errors import ConfigError
+from hookline.runs.read import read_document
+from hookline.runs.run_file import placed_specs
+from hookline.runs.spec_files import is_server_file, server_settings
 
 SPEC = {"name": "a", "target_modules": ["x"], "hook_factory": "m:f"}
 

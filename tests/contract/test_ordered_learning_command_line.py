@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
 from helpers_cli import TINY, facts_of, records_of, run_here
 
 from hookline.cli.run_hooks import choose_hooks
-from hookline.config.run_options import RunOptions, flat
-from hookline.training.registry import HookRegistry
+from hookline.lifecycle.registry import HookRegistry
+from hookline.runs.run_options import RunOptions, flat
 
 QUIET = ("--silent", "--no-report", "--epochs", "1")
 FOLDER = Path("runs/tiny/forward")
@@ -191,7 +191,7 @@ def test_hooks_list_and_describe_print_what_the_source_prints(capsys):
 
 def test_the_groups_of_the_shipped_experiment_are_the_sources():
     """none, minimal, observers, interventions, full; every name in them is a hook."""
-    from hookline.experiments.mod_arithmetic import ModArithmetic
+    from hookline.training.mod_arithmetic import ModArithmetic
 
     groups = ModArithmetic.hook_sets
     assert list(groups) == ["none", "minimal", "observers", "interventions", "full"]

@@ -26,7 +26,7 @@ from hookline import (
     epoch_loop,
     step_loop,
 )
-from hookline.training import DebugInterventionHook
+from hookline.lifecycle import DebugInterventionHook
 
 
 def make_experiment() -> hl.Experiment:

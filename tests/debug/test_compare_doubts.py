@@ -15,7 +15,7 @@ from hookline.debug.compare.compare import compare
 from hookline.debug.compare.comparison import Comparison
 from hookline.debug.compare.tensor_errors import tensor_errors
 from hookline.debug.trace.start_trace import trace
-from hookline.lifecycle.schedule import StepSchedule
+from hookline.when import StepSchedule
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
 

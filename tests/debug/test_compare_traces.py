@@ -16,7 +16,7 @@ from hookline.debug.compare.compare import compare
 from hookline.debug.trace import start_trace
 from hookline.debug.trace.start_trace import trace
 from hookline.errors import CompareError
-from hookline.lifecycle.schedule import StepSchedule
+from hookline.when import StepSchedule
 
 
 def _traced(model: nn.Module, to: Path, run: Any = None, **options: Any) -> Path:

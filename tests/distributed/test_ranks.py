@@ -11,8 +11,8 @@ from helpers_ranks import RanksFailed, run_ranks
 
 from hookline.distributed import Exchange, gather_objects, is_distributed, rank_count, reduce_metrics, this_rank
 from hookline.errors import OptionError, RankError
-from hookline.training.ranks.rank_sync import RankSync
-from hookline.training.ranks.reduce_rules import ReduceRules
+from hookline.lifecycle.rank_sync import RankSync
+from hookline.lifecycle.reduce_rules import ReduceRules
 
 SCENARIOS = Path(__file__).with_name("rank_scenarios.py")
 

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.analyses import BUILT_IN
-from hookline.experiments import EMBEDDED, digits, mod_arithmetic
-from hookline.experiments.digits import Digits
-from hookline.experiments.mod_arithmetic import ModArithmetic, arranged
+from hookline.lifecycle.registry import register_built_ins
+from hookline.runs.embedded import EMBEDDED
 from hookline.testing.run_outcome import differences, left_by
-from hookline.training.checkpoints.checkpoints import Checkpoints
-from hookline.training.registry import register_built_ins
+from hookline.training import digits, mod_arithmetic
+from hookline.training.checkpoints import Checkpoints
+from hookline.training.digits import Digits
+from hookline.training.mod_arithmetic import ModArithmetic, arranged
 
 SMALL = {
     ModArithmetic: mod_arithmetic.Config(epochs=3, p=23, batch_size=32, width=16, heads=2),
@@ -59,7 +60,7 @@ def test_they_are_found_by_name():
         cls = getattr(importlib.import_module(module), attribute)
         assert issubclass(cls, hl.Experiment)
         assert cls.name == name
-    code = "import sys, hookline.experiments; sys.exit('torch' in sys.modules)"
+    code = "import sys, hookline.runs.embedded; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.training.checkpoints.checkpoints import Checkpoints
+from hookline.training.checkpoints import Checkpoints
 
 
 class _Bootstraps(hl.InterventionHook):

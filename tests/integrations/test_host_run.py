@@ -15,7 +15,7 @@ from torch import nn
 import hookline as hl
 from hookline.errors import HooklineWarning, LifecycleError, OptionError
 from hookline.integrations import HostRun
-from hookline.lifecycle.run_phase import known_phase
+from hookline.phases import known_phase
 from hookline.sinks import MemorySink
 
 EPOCHS = 5

@@ -18,7 +18,7 @@ from helpers_training import differences
 import hookline as hl
 from hookline.errors import HooklineWarning, OptionError
 from hookline.integrations.transformers import STATE_FILE, HooklineCallback
-from hookline.lifecycle.run_phase import known_phase
+from hookline.phases import known_phase
 from hookline.sinks import MemorySink
 
 POINTS = hl.HookPoint

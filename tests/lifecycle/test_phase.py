@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import hookline as hl
-from hookline.lifecycle.run_phase import in_phase, phase
+from hookline.phases import in_phase, phase
 
 
 def test_one_may_be_entered_inside_itself():

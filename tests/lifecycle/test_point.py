@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from hookline.errors import OptionError
-from hookline.lifecycle.points import HookPoint, validate_points
+from hookline.when import HookPoint, validate_points
 
 
 def test_there_are_five_points_and_their_values_are_their_names():

@@ -8,8 +8,8 @@ import pickle
 import pytest
 import torch
 
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.context import RunDataContext
+from hookline.when import HookPoint
 
 FIELDS = [
     *("hook_point", "epoch", "step", "model", "config", "loader", "batch_idx", "batch_data"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import hookline as hl
-from hookline.lifecycle.run_phase import in_phase, phase, validate_phases
-from hookline.lifecycle.schedule import StepSchedule
+from hookline.phases import in_phase, phase, validate_phases
+from hookline.when import StepSchedule
 
 
 def due(schedule: StepSchedule, stop: int = 31) -> list[int]:

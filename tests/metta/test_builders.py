@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.lifecycle.run_phase import in_phase
+from hookline.phases import in_phase
 from hookline.sites.tree import leaves
 
 KEYS = {

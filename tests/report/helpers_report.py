@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hookline.sinks.record_log import RecordLog
-from hookline.sinks.sink import Record, StepSeries
+from hookline.records.log import RecordLog
+from hookline.records.sink import Record, StepSeries
 
 EPOCH = 1_790_000_000.0  # when all of these runs began, in seconds since 1970
 STARTED = "2026-09-21T14:13:20+00:00"

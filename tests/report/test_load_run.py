@@ -16,8 +16,8 @@ from helpers_report import facts
 
 import hookline as hl
 from hookline import HookPoint
-from hookline.sinks import Record, StepSeries
-from hookline.sinks.record_log import RecordLog
+from hookline.records import Record, StepSeries
+from hookline.records.log import RecordLog
 
 EXPERIMENTS = Path(__file__).parent.parent / "cli" / "experiments.py"
 
@@ -246,7 +246,7 @@ def test_a_run_of_the_command_line_comes_back(tmp_path, monkeypatch):
     assert main([*arguments, "--epochs", "2", "--save-checkpoints", "1"]) == 0
     (folder,) = hl.load_runs("runs").values()
     loaded = hl.load_run(folder.folder)
-    log = [found for found in hl.sinks.read_log(folder.folder) if isinstance(found, Record)]
+    log = [found for found in hl.records.read_log(folder.folder) if isinstance(found, Record)]
     assert loaded.records == log
     assert loaded.settings["status"] == "finished"
     table = loaded.to_pandas()

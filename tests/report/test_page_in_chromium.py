@@ -14,9 +14,9 @@ from helpers_report import STATISTICS, large_run, loss_at, small_run, stat_at
 from helpers_waiting import PATIENCE
 
 import hookline as hl
+from hookline.records.log import RecordLog
+from hookline.records.sink import Record, StepSeries
 from hookline.report.report_page import write_page, write_report
-from hookline.sinks.record_log import RecordLog
-from hookline.sinks.sink import Record, StepSeries
 
 Visit = Callable[..., Any]
 

@@ -13,9 +13,9 @@ import pytest
 from helpers_page import CARD, cards, drawn, page_width, slide, until
 from helpers_report import facts, loss_at
 
+from hookline.records.log import RecordLog
+from hookline.records.sink import Record, StepSeries
 from hookline.report.report_page import write_report
-from hookline.sinks.record_log import RecordLog
-from hookline.sinks.sink import Record, StepSeries
 
 Visit = Callable[..., Any]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hookline.records.sink import Record, StepSeries
 from hookline.report.metric_series import Collector, LayerPlace, RunSeries, layer_places
-from hookline.sinks.sink import Record, StepSeries
 
 
 def _collected(*records: Record) -> RunSeries:

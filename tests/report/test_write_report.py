@@ -14,13 +14,13 @@ from helpers_report import facts, ill_run, small_run
 from helpers_waiting import PATIENCE
 
 from hookline.errors import MissingPackageError, OptionError
+from hookline.records.log import RecordLog
+from hookline.records.sink import Record, StepSeries
 from hookline.report import report_page as page
 from hookline.report.loaded_run import load_runs
 from hookline.report.metric_series import Collector
 from hookline.report.report_page import write_report
 from hookline.report.report_runs import distinct_names, find_runs, read_runs
-from hookline.sinks.record_log import RecordLog
-from hookline.sinks.sink import Record, StepSeries
 
 
 def test_the_page_lies_beside_the_run_unless_told_otherwise(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 
 import hookline as hl
+from hookline.records.sink import Record, StepSeries
 from hookline.sinks.console_metrics import format_value, printable, trend
 from hookline.sinks.console_sink import ConsoleSink
-from hookline.sinks.sink import Record, StepSeries
 from hookline.testing.run_outcome import differences, left_by
 from hookline.testing.small_run import small_experiment
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hookline.records.sink import Record
 from hookline.sinks.console_metrics import MetricChoice, SnapshotLines
-from hookline.sinks.sink import Record
 
 FIRST = {"eval/loss": 1.0, **{f"hook{number}/metric{number}": float(number) for number in range(7)}}
 

@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hookline.errors import HooklineWarning, OptionError
-from hookline.lifecycle.points import HookPoint
+from hookline.records.sink import Record, StepSeries
 from hookline.sinks import csv_sink as table_module
 from hookline.sinks.csv_sink import CSVSink, GrowingCSV
-from hookline.sinks.sink import Record, StepSeries
+from hookline.when import HookPoint
 
 
 def read(path: Path | None) -> list[dict[str, str]]:

@@ -19,14 +19,14 @@ from torch.nn.functional import cross_entropy
 import hookline as hl
 from hookline.error_policy import ErrorPolicy
 from hookline.errors import HooklineWarning, MissingPackageError, OptionError
-from hookline.sinks import sink as sink_module
+from hookline.records import sink as sink_module
+from hookline.records.fan_out import FanOut
+from hookline.records.resilient_log import ResilientLog
+from hookline.records.sink import RunSink
 from hookline.sinks.csv_sink import CSVSink, GrowingCSV
-from hookline.sinks.fan_out import FanOut
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.sinks.mlflow_sink import MLflowSink
 from hookline.sinks.parquet_sink import ParquetParts, ParquetSink
-from hookline.sinks.resilient_log import ResilientLog
-from hookline.sinks.sink import RunSink
 from hookline.sinks.tensorboard_sink import TensorBoardSink
 from hookline.sinks.wandb_sink import WandbSink
 
@@ -77,7 +77,7 @@ def test_nothing_is_made_before_it_is_needed_and_without_a_place_metrics_are_dro
     sink = kind()
     sink.set_run_context(strategy="a", run_dir=tmp_path / "run")
     sink.emit({}, 0, "SNAPSHOT")
-    sink.write(hl.sinks.Record({}, 0, "SNAPSHOT"))
+    sink.write(hl.records.Record({}, 0, "SNAPSHOT"))
     sink.flush()
     sink.close()
     assert list(tmp_path.iterdir()) == []
@@ -261,11 +261,11 @@ def test_a_disk_that_is_full_when_a_run_ends_does_not_spoil_the_next(kind, metho
     memory = hl.sinks.MemorySink()
     fan_out = FanOut([kind(), memory])
     fan_out.set_run_context(strategy="a", run_dir=tmp_path / "a")
-    fan_out.write(hl.sinks.Record({"x": 1.0}, 0, "POST_EPOCH"))
+    fan_out.write(hl.records.Record({"x": 1.0}, 0, "POST_EPOCH"))
     with monkeypatch.context() as patch:
         patch.setattr(*method, lambda *_: (_ for _ in ()).throw(FULL))
         fan_out.set_run_context(strategy="b", run_dir=tmp_path / "b")
-    fan_out.write(hl.sinks.Record({"x": 2.0}, 0, "POST_EPOCH"))
+    fan_out.write(hl.records.Record({"x": 2.0}, 0, "POST_EPOCH"))
     fan_out.close()
     with pytest.warns(HooklineWarning, match=f"{kind.__name__} could not begin another run .*No space left"):
         fan_out.warn_pending()
@@ -279,12 +279,12 @@ def test_on_a_full_disk_a_checkpoint_still_says_where_things_are(tmp_path, monke
     sink.flush()
     put(sink, 2.0)
     keeper = ResilientLog(tmp_path / "records.jsonl", ErrorPolicy())
-    keeper.append(hl.sinks.Record({"x": 1.0}, 0, "POST_EPOCH"))
+    keeper.append(hl.records.Record({"x": 1.0}, 0, "POST_EPOCH"))
     size = (tmp_path / "records.jsonl").stat().st_size
     with monkeypatch.context() as patch:
         patch.setattr("pyarrow.parquet.write_table", lambda *_, **__: (_ for _ in ()).throw(FULL))
-        patch.setattr("hookline.sinks.record_log.LineFile.write", lambda *_: (_ for _ in ()).throw(FULL))
-        keeper.append(hl.sinks.Record({"x": 2.0}, 0, "POST_EPOCH"))
+        patch.setattr("hookline.records.log.LineFile.write", lambda *_: (_ for _ in ()).throw(FULL))
+        keeper.append(hl.records.Record({"x": 2.0}, 0, "POST_EPOCH"))
         assert sink.state_dict() == {"path": str(tmp_path / "a.parquet"), "rows": 1}
         assert keeper.state_dict() == {"bytes": size, "number": 1}
     sink.close()

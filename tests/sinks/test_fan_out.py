@@ -14,13 +14,13 @@ from helpers_sinks import record
 import hookline as hl
 from hookline.error_policy import ErrorPolicy
 from hookline.errors import HooklineWarning, OptionError
-from hookline.sinks import fan_out as fan_out_module
-from hookline.sinks import resilient_log as keeper
-from hookline.sinks.fan_out import FanOut
+from hookline.records import fan_out as fan_out_module
+from hookline.records import resilient_log as keeper
+from hookline.records.fan_out import FanOut
+from hookline.records.log import Context, RecordLog, read_log
+from hookline.records.resilient_log import ResilientLog
+from hookline.records.sink import Record
 from hookline.sinks.jsonl_sink import JSONLSink
-from hookline.sinks.record_log import Context, RecordLog, read_log
-from hookline.sinks.resilient_log import ResilientLog
-from hookline.sinks.sink import Record
 
 
 class Bare:
@@ -136,8 +136,8 @@ FULL = """
 import resource, sys
 sys.path.insert(0, {here!r})
 from helpers_sinks import record
-from hookline.sinks.fan_out import FanOut
-from hookline.sinks.record_log import read_log
+from hookline.records.fan_out import FanOut
+from hookline.records.log import read_log
 path = {path!r}
 fan_out = FanOut([], log=path)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))  # as a full disk: part of a line, then none
@@ -389,7 +389,7 @@ def test_what_a_sink_could_not_take_is_not_given_to_the_next_run_and_is_said(clo
     fan_out.write(record(5))
     fan_out.close()
     assert sink.seen == [5]
-    assert len([found for found in read_log(tmp_path) if isinstance(found, hl.sinks.Record)]) == 6
+    assert len([found for found in read_log(tmp_path) if isinstance(found, hl.records.Record)]) == 6
     with pytest.warns(HooklineWarning) as told:
         fan_out.warn_pending()
     assert "Away could not take 5 records of the run; the log has them: hookline replay." in str(told[1].message)

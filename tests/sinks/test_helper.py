@@ -17,11 +17,11 @@ from helpers_sinks import Slow, delivered, record
 from helpers_waiting import until
 
 from hookline.errors import HooklineWarning
-from hookline.sinks import helper_process
-from hookline.sinks.delivery import position_path, read_position
-from hookline.sinks.fan_out import FanOut
-from hookline.sinks.record_log import read_log
-from hookline.sinks.sink import MetricSink, Record
+from hookline.records import helper_process
+from hookline.records.delivery import position_path, read_position
+from hookline.records.fan_out import FanOut
+from hookline.records.log import read_log
+from hookline.records.sink import MetricSink, Record
 
 
 def numbers(path: Path) -> list[int]:
@@ -175,7 +175,7 @@ RUN = """
 import sys, time
 sys.path.insert(0, {here!r})
 from helpers_sinks import Slow, record
-from hookline.sinks.fan_out import FanOut
+from hookline.records.fan_out import FanOut
 fan_out = FanOut([Slow({out!r}, delay=0.002)], log={log!r})
 for number in range({count}):
     fan_out.write(record(number))
@@ -198,7 +198,7 @@ FULL_DISK = """
 import resource, sys
 sys.path.insert(0, {here!r})
 from helpers_sinks import Slow, record
-from hookline.sinks.fan_out import FanOut
+from hookline.records.fan_out import FanOut
 with FanOut([Slow({out!r})], log={log!r}) as fan_out:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, limits[1]))
@@ -342,7 +342,7 @@ class Unmakeable(Slow):
 
     def __init__(self, path: str, poison: int = -1, delay: float = 0.0) -> None:
         super().__init__(path)
-        if "hookline.sinks.helper" in sys.argv or sys.argv[0].endswith("helper.py"):
+        if "hookline.records.helper" in sys.argv or sys.argv[0].endswith("helper.py"):
             raise ImportError("pip install something")
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from helpers_sinks import delivered, record
 
-from hookline.sinks.delivery import BATCH, Delivery, read_position
-from hookline.sinks.record_log import RecordLog
+from hookline.records.delivery import BATCH, Delivery, read_position
+from hookline.records.log import RecordLog
 
 
 def spec(out: Path, **options: Any) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 import pytest
 from helpers_sinks import record
 
+from hookline.records.delivery import BATCH, Delivery
+from hookline.records.fan_out import FanOut
+from hookline.records.log import RecordLog, read_log
 from hookline.sinks.csv_sink import CSVSink
-from hookline.sinks.delivery import BATCH, Delivery
-from hookline.sinks.fan_out import FanOut
 from hookline.sinks.jsonl_sink import JSONLSink
-from hookline.sinks.record_log import RecordLog, read_log
 
 
 @contextmanager

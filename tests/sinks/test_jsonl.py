@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from hookline.lifecycle.points import HookPoint
+from hookline.records.sink import Record, StepSeries
+from hookline.records.values import all_finite
 from hookline.sinks.jsonl_sink import JSONLSink
-from hookline.sinks.metric_values import all_finite
-from hookline.sinks.sink import Record, StepSeries
+from hookline.when import HookPoint
 
 
 def lines(path: Path):

@@ -20,9 +20,9 @@ import torch
 from helpers_sinks import record
 
 from hookline.errors import OptionError
-from hookline.lifecycle.points import HookPoint
-from hookline.sinks.record_log import Context, RecordLog, read_log
-from hookline.sinks.sink import Record, StepSeries
+from hookline.records.log import Context, RecordLog, read_log
+from hookline.records.sink import Record, StepSeries
+from hookline.when import HookPoint
 
 
 def strict(line: bytes | str):
@@ -289,11 +289,11 @@ def test_a_log_that_is_not_there_is_an_error_that_says_what_to_give(tmp_path):
 WRITER = """
 import sys
 sys.path.insert(0, {here!r})
-from hookline.sinks.record_log import RecordLog
-from hookline.sinks.sink import Record
+from hookline.records.log import RecordLog
+from hookline.records.sink import Record
 log = RecordLog({path!r})
 if {holds_back}:
-    from hookline.sinks.record_log import LineFile
+    from hookline.records.log import LineFile
     held = []
     LineFile.write = lambda file, line: held.append(line)  # as in a buffer that is never full
 while True:

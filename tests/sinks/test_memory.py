@@ -7,7 +7,7 @@ import copy
 import pytest
 
 import hookline as hl
-from hookline.sinks.sink import RowSink, RunSink
+from hookline.records.sink import RowSink, RunSink
 
 
 def test_records_are_kept_in_order_with_their_moment_and_context():
@@ -64,7 +64,7 @@ def test_a_sink_that_could_take_nothing_in_is_refused_when_it_is_made():
         def __init__(self, prefix: str) -> None:
             self.prefix = prefix
 
-        def write(self, record: hl.sinks.Record) -> None: ...
+        def write(self, record: hl.records.Record) -> None: ...
 
     assert copy.deepcopy(Whole(prefix="a")).prefix == "a"
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hookline.lifecycle.points import HookPoint
+from hookline.records.sink import Record, StepSeries
 from hookline.sinks.mlflow_sink import MLflowSink
-from hookline.sinks.sink import Record, StepSeries
+from hookline.when import HookPoint
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The ``noload`` loader strategy is deprecated",  # SQLAlchemy, of how MLflow uses it

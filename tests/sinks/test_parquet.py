@@ -17,10 +17,10 @@ from helpers_waiting import PATIENCE
 from pyarrow import parquet
 
 from hookline.errors import HooklineWarning
-from hookline.lifecycle.points import HookPoint
+from hookline.records.sink import Record, StepSeries
 from hookline.sinks import parquet_sink as module
 from hookline.sinks.parquet_sink import ParquetSink
-from hookline.sinks.sink import Record, StepSeries
+from hookline.when import HookPoint
 
 
 def read(path: Path | None) -> list[dict[str, Any]]:

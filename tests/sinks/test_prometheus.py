@@ -12,9 +12,9 @@ from helpers_waiting import PATIENCE
 from prometheus_client.parser import text_string_to_metric_families
 
 from hookline.errors import OptionError
-from hookline.lifecycle.points import HookPoint
+from hookline.records.sink import Record, StepSeries
 from hookline.sinks.prometheus_sink import PrometheusSink
-from hookline.sinks.sink import Record, StepSeries
+from hookline.when import HookPoint
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from helpers_sinks import record
 
 import hookline as hl
 from hookline.errors import OptionError
-from hookline.sinks.fan_out import FanOut
+from hookline.records.fan_out import FanOut
+from hookline.records.replay_log import replay
+from hookline.records.sink import Record, StepSeries
 from hookline.sinks.jsonl_sink import JSONLSink
-from hookline.sinks.replay_log import replay
-from hookline.sinks.sink import Record, StepSeries
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from helpers_loops import linear_experiment, noting
 from rich.console import Console
 
 import hookline as hl
+from hookline.records.log import RecordLog
 from hookline.report.metric_series import Collector
-from hookline.sinks.record_log import RecordLog
 
 
 class OwnSink(hl.MetricSink):
@@ -113,7 +113,7 @@ def test_tensorboard_and_prometheus_have_no_epoch(tmp_path):
     memory = hl.sinks.MemorySink()
     train(memory)
     for one in memory.records:
-        record = hl.sinks.Record(one.metrics, one.epoch, one.hook_point, one.step)
+        record = hl.records.Record(one.metrics, one.epoch, one.hook_point, one.step)
         board.write(record)
         gauges.write(record)
     board.close()
@@ -132,7 +132,7 @@ def test_an_older_log_goes_on_and_is_read(tmp_path):
     """There the step stood in place of the epoch, too: the page has no axis of epochs for either half."""
     log = RecordLog(tmp_path / "records.jsonl")
     for step in range(3):
-        log.append(hl.sinks.Record({"norms/total": 1.0}, step, "POST_STEP", step, time=100.0 + step))
+        log.append(hl.records.Record({"norms/total": 1.0}, step, "POST_STEP", step, time=100.0 + step))
     log.close()
     manager = hl.HookManager(log=tmp_path / "records.jsonl", loop_type="step")
     for step in range(3, 6):

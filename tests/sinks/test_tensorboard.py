@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hookline.lifecycle.points import HookPoint
-from hookline.sinks.fan_out import FanOut
-from hookline.sinks.sink import Record, StepSeries
+from hookline.records.fan_out import FanOut
+from hookline.records.sink import Record, StepSeries
 from hookline.sinks.tensorboard_sink import TensorBoardSink
+from hookline.when import HookPoint
 
 
 def load(folder: Path) -> EventAccumulator:

@@ -15,9 +15,9 @@ from helpers_waiting import until
 from wandb.proto import wandb_internal_pb2
 
 from hookline.errors import HooklineWarning, OptionError
-from hookline.lifecycle.points import HookPoint
-from hookline.sinks.sink import Record, StepSeries
+from hookline.records.sink import Record, StepSeries
 from hookline.sinks.wandb_sink import WandbSink
+from hookline.when import HookPoint
 
 _BLOCK = 32768
 _OWN = {"_step", "_runtime", "_timestamp"}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.config.read_settings import read_document
+from hookline.runs.read import read_document
 from hookline.specs.copy_config import own_copy
 from hookline.specs.hook_spec import HookSpec, register_hooks
 

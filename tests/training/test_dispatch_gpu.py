@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers_hooks import fire, observer
 
-from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.hook import TrainingHook
+from hookline.lifecycle.manager import HookManager
 from hookline.sinks.memory_sink import MemorySink
-from hookline.training.manager import HookManager
-from hookline.training.training_hook import TrainingHook
+from hookline.when import HookPoint
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,12 +18,12 @@ from helpers_training import differences, plain_step, train
 import hookline as hl
 from hookline.errors import HooklineWarning
 from hookline.guard.guard import Guard
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle import output as metric_output
+from hookline.lifecycle.context import RunDataContext
+from hookline.lifecycle.hook import TrainingHook
+from hookline.lifecycle.manager import HookManager
 from hookline.sinks.memory_sink import MemorySink
-from hookline.training import metric_output
-from hookline.training.manager import HookManager
-from hookline.training.training_hook import TrainingHook
+from hookline.when import HookPoint
 
 PRE_STEP, POST_STEP = HookPoint.PRE_STEP, HookPoint.POST_STEP
 
@@ -154,7 +154,7 @@ def test_streams_are_not_touched_for_hooks_that_are_pure(monkeypatch):
         def __exit__(self, *exc_info):
             pass
 
-    monkeypatch.setattr("hookline.training.firing.hook_rng", Noted)
+    monkeypatch.setattr("hookline.lifecycle.firing.hook_rng", Noted)
     ctx = RunDataContext(POST_STEP, 0)
     pure, plain = observer("pure", POST_STEP, pure=True), observer("plain", POST_STEP)
     HookManager(hooks=[pure]).fire(POST_STEP, ctx)

@@ -21,13 +21,12 @@ from torch import nn
 
 from hookline.errors import HooklineWarning, LifecycleError, OptionError
 from hookline.guard.model_context import ModelDataContext
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
-from hookline.lifecycle.run_phase import phase
-from hookline.lifecycle.schedule import StepSchedule
+from hookline.lifecycle.context import RunDataContext
+from hookline.lifecycle.hook import TrainingHook
+from hookline.lifecycle.manager import HookManager
+from hookline.phases import phase
 from hookline.sinks.memory_sink import MemorySink
-from hookline.training.manager import HookManager
-from hookline.training.training_hook import TrainingHook
+from hookline.when import HookPoint, StepSchedule
 
 PRE_EPOCH, PRE_STEP, POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint
 

@@ -11,10 +11,9 @@ from helpers_hooks import fire, observer
 from torch import nn
 
 from hookline.errors import HooklineWarning, MetricError, OptionError
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.schedule import StepSchedule
+from hookline.lifecycle.manager import HookManager
 from hookline.sinks.memory_sink import MemorySink
-from hookline.training.manager import HookManager
+from hookline.when import HookPoint, StepSchedule
 
 PRE_EPOCH, PRE_STEP, POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint
 

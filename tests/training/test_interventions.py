@@ -13,11 +13,11 @@ from torch import nn
 
 from hookline.errors import GuardError, HooklineWarning, LifecycleError, OptionError
 from hookline.guard.guard import Guard
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_phase import phase
+from hookline.lifecycle.hook import InterventionHook
+from hookline.lifecycle.manager import HookManager
+from hookline.phases import phase
 from hookline.sinks.memory_sink import MemorySink
-from hookline.training.manager import HookManager
-from hookline.training.training_hook import InterventionHook
+from hookline.when import HookPoint
 
 POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint.POST_STEP, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT
 

@@ -17,14 +17,14 @@ from hookline.errors import (
     MetricError,
     OptionError,
 )
-from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.choose_hooks import TrackerHook
+from hookline.lifecycle.hook import TrainingHook
+from hookline.lifecycle.manager import HookManager
+from hookline.lifecycle.output import record
 from hookline.metta.trackers import ReLUActivationState
 from hookline.observe.watch.watch import watch
 from hookline.sinks.memory_sink import MemorySink
-from hookline.training.choose_hooks import TrackerHook
-from hookline.training.manager import HookManager
-from hookline.training.metric_output import record
-from hookline.training.training_hook import TrainingHook
+from hookline.when import HookPoint
 
 POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint.POST_STEP, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT
 

@@ -15,14 +15,14 @@ from helpers_sinks import Slow
 from helpers_training import differences, plain_step, train
 
 from hookline.errors import HooklineWarning, OptionError
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
-from hookline.sinks.fan_out import FanOut
+from hookline.lifecycle.context import RunDataContext
+from hookline.lifecycle.manager import HookManager
+from hookline.records.fan_out import FanOut
+from hookline.records.log import Context, read_log
+from hookline.records.sink import MetricSink, Record
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.sinks.memory_sink import MemorySink
-from hookline.sinks.record_log import Context, read_log
-from hookline.sinks.sink import MetricSink, Record
-from hookline.training.manager import HookManager
+from hookline.when import HookPoint
 
 PRE_STEP, POST_STEP, POST_EPOCH, SNAPSHOT = (
     HookPoint.PRE_STEP, HookPoint.POST_STEP, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT,

@@ -17,12 +17,11 @@ from hookline.errors import (
     MetricError,
     OptionError,
 )
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.schedule import StepSchedule
+from hookline.lifecycle.hook import TrainingHook
+from hookline.lifecycle.manager import HookManager
+from hookline.lifecycle.output import record
 from hookline.sinks.memory_sink import MemorySink
-from hookline.training.manager import HookManager
-from hookline.training.metric_output import record
-from hookline.training.training_hook import TrainingHook
+from hookline.when import HookPoint, StepSchedule
 
 POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint.POST_STEP, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT
 

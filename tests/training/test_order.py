@@ -8,10 +8,9 @@ import pytest
 from helpers_hooks import intervention, observer
 
 from hookline.errors import HookNameError, HookOrderError, LifecycleError, OptionError
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
-from hookline.lifecycle.schedule import StepSchedule
-from hookline.training.manager import HookManager
+from hookline.lifecycle.context import RunDataContext
+from hookline.lifecycle.manager import HookManager
+from hookline.when import HookPoint, StepSchedule
 
 POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint.POST_STEP, HookPoint.POST_EPOCH, HookPoint.SNAPSHOT
 

@@ -8,12 +8,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hookline.guard.model_context import ModelDataContext
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.context import RunDataContext
+from hookline.lifecycle.hook import DebugInterventionHook, InterventionHook, TrainingHook
+from hookline.lifecycle.manager import HookManager
+from hookline.lifecycle.registry import HookRegistry
 from hookline.sinks.memory_sink import MemorySink
-from hookline.training.manager import HookManager
-from hookline.training.registry import HookRegistry
-from hookline.training.training_hook import DebugInterventionHook, InterventionHook, TrainingHook
+from hookline.when import HookPoint
 
 some_value = 0.5
 

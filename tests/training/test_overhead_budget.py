@@ -12,8 +12,8 @@ from torch import nn
 
 import hookline as hl
 from hookline.errors import OptionError
-from hookline.lifecycle.overhead_budget import Need, TimeMark, stretch
-from hookline.training import Budget
+from hookline.observe import Budget
+from hookline.observe.watch.overhead_budget import Need, TimeMark, stretch
 
 PRE, POST = hl.HookPoint.PRE_STEP, hl.HookPoint.POST_STEP
 

@@ -12,9 +12,9 @@ import pytest
 from helpers_waiting import PATIENCE
 
 from hookline.errors import HooklineWarning, HookNameError, HookSignatureError, OptionError
-from hookline.lifecycle.points import HookPoint
-from hookline.training.registry import HookRegistry
-from hookline.training.training_hook import DebugInterventionHook, InterventionHook, MetricInfo, TrainingHook
+from hookline.lifecycle.hook import DebugInterventionHook, InterventionHook, MetricInfo, TrainingHook
+from hookline.lifecycle.registry import HookRegistry
+from hookline.when import HookPoint
 
 
 @pytest.fixture(autouse=True)
@@ -351,7 +351,7 @@ def test_hooks_of_other_packages_are_found_by_their_entry_points(registry, monke
     found = [EntryPoint("theirs", Norms), EntryPoint("broken", ImportError("no such thing"))]
     monkeypatch.setattr(HookRegistry, "_entry_points", None)
     monkeypatch.setattr(
-        "hookline.training.registry.entry_points", lambda group: found if group == "hookline.hooks" else []
+        "hookline.lifecycle.registry.entry_points", lambda group: found if group == "hookline.hooks" else []
     )
     assert registry.get("theirs") is Norms
     with pytest.raises(ImportError, match="no such thing"):

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from hookline.errors import HookSignatureError, OptionError
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
-from hookline.training.manager import HookManager
-from hookline.training.registry import check_hook
-from hookline.training.training_hook import DebugInterventionHook, InterventionHook, TrainingHook
+from hookline.lifecycle.context import RunDataContext
+from hookline.lifecycle.hook import DebugInterventionHook, InterventionHook, TrainingHook
+from hookline.lifecycle.manager import HookManager
+from hookline.lifecycle.registry import check_hook
+from hookline.when import HookPoint
 
 CTX = RunDataContext(HookPoint.POST_EPOCH, 0)
 

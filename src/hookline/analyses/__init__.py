@@ -1,6 +1,6 @@
 """The built-in hooks over time, one to a file: what researchers look at while a model trains.
 
-`hookline.training.registry` reads ``BUILT_IN``, the table of names and paths. Classes are imported when they are first
+`hookline.lifecycle.registry` reads ``BUILT_IN``, the table of names and paths. Classes are imported when they are first
 used, so that listing the hooks does not import torch.
 """
 

@@ -23,12 +23,11 @@ from hookline.analyses._vectors import dense_float
 from hookline.errors import Hint, HooklineWarning, OptionError
 from hookline.guard.model_context import ModelDataContext
 from hookline.guard.rng import kept_rng
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
-from hookline.lifecycle.schedule import StepSchedule
+from hookline.lifecycle.context import RunDataContext
+from hookline.lifecycle.hook import InterventionHook, LoopPoints, MetricInfo, TrainingHook
 from hookline.messages import caller_stacklevel
 from hookline.sites.handle import HandleSet
-from hookline.training.training_hook import InterventionHook, LoopPoints, MetricInfo, TrainingHook
+from hookline.when import HookPoint, StepSchedule
 
 __all__ = [
     "Analysis",

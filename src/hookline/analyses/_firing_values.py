@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hookline.analyses._vectors import dense_float, flat_vector_or_none, is_bias, norm, norm_of_all, singular_values_of
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.context import RunDataContext
 from hookline.sites.wrappers import clean_modules
+from hookline.when import HookPoint
 
 __all__ = ["FiringValues", "parameters_of", "raw_number", "values_of"]
 

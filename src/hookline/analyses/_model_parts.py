@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hookline.analyses._analysis import Analysis
 from hookline.analyses._firing_values import values_of
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.context import RunDataContext
 
 __all__ = ["Modules", "decoder_of", "embedding_of", "find_embedding", "hidden_layers_of", "matrix_of"]
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Final
 from torch import nn
 
 from hookline.analyses._analysis import CountingAnalysis
-from hookline.lifecycle.run_phase import validate_phases
 from hookline.metta.components import AttachesItself
+from hookline.phases import validate_phases
 from hookline.sites.attach import attach
 from hookline.sites.targets import select
 from hookline.sites.wrappers import clean_modules

@@ -12,7 +12,7 @@ from hookline.analyses._analysis import ReferenceIntervention
 from hookline.analyses._firing_values import parameters_of
 from hookline.analyses._vectors import cosine, flat_vector, flat_vector_or_none, norm, ratio, weight_names, widest_float
 from hookline.guard.model_context import ModelDataContext
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.context import RunDataContext
 
 
 def _aims(prefix: str, aim: str, sign: str) -> list[tuple[str, ...]]:

@@ -20,8 +20,8 @@ from hookline.analyses._analysis import Analysis
 from hookline.analyses._firing_values import FiringValues, values_of
 from hookline.analyses._model_parts import Modules, matrix_of
 from hookline.analyses._vectors import effective_rank
-from hookline.lifecycle.run_context import RunDataContext
-from hookline.lifecycle.run_phase import During
+from hookline.lifecycle.context import RunDataContext
+from hookline.phases import During
 from hookline.sites.attach import attach
 from hookline.sites.handle import HookHandle
 from hookline.sites.site_info import Site

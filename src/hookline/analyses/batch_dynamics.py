@@ -14,8 +14,8 @@ from torch import Tensor
 from hookline.analyses._analysis import StepAnalysis
 from hookline.analyses._firing_values import values_of
 from hookline.analyses._history import GradientWindow
-from hookline.lifecycle.run_context import RunDataContext
-from hookline.training.training_hook import MetricInfo
+from hookline.lifecycle.context import RunDataContext
+from hookline.lifecycle.hook import MetricInfo
 
 _LAGS: Final = (1, 2, 5, 10, 20, 50)
 _WINDOWS: Final = (2, 5, 10, 20, 50)

@@ -10,7 +10,7 @@ from torch import Tensor
 from hookline.analyses._analysis import ChangeAnalysis
 from hookline.analyses._firing_values import FiringValues
 from hookline.analyses._vectors import cosines_in_float64
-from hookline.training.training_hook import MetricInfo
+from hookline.lifecycle.hook import MetricInfo
 
 
 class ConsecutiveHook(ChangeAnalysis):

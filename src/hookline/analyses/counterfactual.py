@@ -15,9 +15,9 @@ from torch import Tensor
 from hookline.analyses._analysis import ReferenceIntervention, by_parameter, shuffled_epochs
 from hookline.analyses._vectors import cosine, flat_vector, is_bias, norm, ratio
 from hookline.guard.model_context import ModelDataContext
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
-from hookline.training.training_hook import LoopPoints, MetricInfo
+from hookline.lifecycle.context import RunDataContext
+from hookline.lifecycle.hook import LoopPoints, MetricInfo
+from hookline.when import HookPoint
 
 COUNTERFACTUAL_POINTS: Final[LoopPoints] = {"epoch": {HookPoint.POST_EPOCH: (None, 49), HookPoint.SNAPSHOT: (50, None)}}
 """Every epoch at first, when the order matters most; from the fiftieth on, at snapshots. The step loop has no epochs

@@ -18,9 +18,9 @@ from hookline.analyses._firing_values import parameters_of
 from hookline.analyses._vectors import cosine, flat_vector, norm, ratio, weight_names
 from hookline.analyses.counterfactual import COUNTERFACTUAL_POINTS
 from hookline.guard.model_context import ModelDataContext
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
-from hookline.training.training_hook import DebugInterventionHook
+from hookline.lifecycle.context import RunDataContext
+from hookline.lifecycle.hook import DebugInterventionHook
+from hookline.when import HookPoint
 
 
 class CounterfactualValidatorHook(ReferenceIntervention, DebugInterventionHook):

@@ -20,8 +20,8 @@ from hookline.analyses._firing_values import values_of
 from hookline.analyses._model_parts import Modules, decoder_of, find_embedding, hidden_layers_of
 from hookline.analyses._vectors import dense_float
 from hookline.errors import OptionError
-from hookline.lifecycle.run_context import RunDataContext
-from hookline.training.training_hook import MetricInfo
+from hookline.lifecycle.context import RunDataContext
+from hookline.lifecycle.hook import MetricInfo
 
 
 class FourierHook(Analysis):

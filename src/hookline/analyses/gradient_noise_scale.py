@@ -13,7 +13,7 @@ from torch import Tensor
 from hookline.analyses._analysis import StepAnalysis
 from hookline.analyses._firing_values import values_of
 from hookline.analyses._vectors import norm, widest_float
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.context import RunDataContext
 from hookline.sites.tree import leaves
 
 

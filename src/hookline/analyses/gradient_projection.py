@@ -15,7 +15,7 @@ from hookline.analyses._analysis import Analysis, ReferenceHook
 from hookline.analyses._firing_values import values_of
 from hookline.analyses._vectors import dense_float, is_bias, norm_of_all
 from hookline.errors import Hint
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.context import RunDataContext
 
 _NONE: Final = 1e-12
 """A vector shorter than this has no direction."""

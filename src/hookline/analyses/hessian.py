@@ -20,10 +20,10 @@ from hookline.analyses._analysis import ReferenceIntervention, by_parameter, sam
 from hookline.analyses._vectors import cosine, flat_vector, norm, ratio, weight_names
 from hookline.errors import HooklineWarning, OptionError
 from hookline.guard.model_context import ModelDataContext
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.context import RunDataContext
+from hookline.lifecycle.hook import LoopPoints, MetricInfo
 from hookline.messages import caller_stacklevel
-from hookline.training.training_hook import LoopPoints, MetricInfo
+from hookline.when import HookPoint
 
 _METHODS: Final = ("exact", "difference")
 _HALF: Final = (torch.float16, torch.bfloat16)

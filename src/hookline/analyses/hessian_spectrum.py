@@ -18,7 +18,7 @@ from hookline.analyses._firing_values import parameters_of
 from hookline.analyses._history import GIB
 from hookline.analyses._vectors import flat_vector, norm
 from hookline.guard.model_context import ModelDataContext
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.context import RunDataContext
 
 _Product = Callable[[Tensor], Tensor]
 

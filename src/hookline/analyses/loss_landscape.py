@@ -14,7 +14,7 @@ from hookline.analyses._firing_values import parameters_of
 from hookline.analyses._vectors import flat_vector_or_none, norm, ratio
 from hookline.errors import OptionError
 from hookline.guard.model_context import ModelDataContext
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.context import RunDataContext
 
 _DIRECTIONS: Final = ("gradient", "random")
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from hookline.analyses._analysis import CountingAnalysis
 from hookline.analyses._tracked import TRAINING, mean_of
 from hookline.factories.routing_counts import RoutingCounts, routing_metrics
-from hookline.lifecycle.run_phase import During
 from hookline.observe.host_values import on_host
+from hookline.phases import During
 from hookline.sites.attach import attach
 from hookline.sites.roles import find_roles
 from hookline.sites.site_info import Site

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from hookline.analyses._analysis import Analysis
 from hookline.analyses._firing_values import values_of
 from hookline.analyses._vectors import norm, norm_of_all
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
-from hookline.lifecycle.run_phase import phase
-from hookline.lifecycle.schedule import growing_interval
+from hookline.lifecycle.context import RunDataContext
+from hookline.phases import phase
 from hookline.sites import _torch
 from hookline.sites.functions.replaced_function import BACKWARD, Mark
+from hookline.when import HookPoint, growing_interval
 
 _DENSE_STEPS: Final = 2000
 """Steps that have a point of their own; then points are twice as far apart whenever the run becomes twice as long."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from hookline.analyses._analysis import StepAnalysis
 from hookline.analyses._firing_values import FiringValues, values_of
 from hookline.analyses._vectors import norm, widest_float
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.context import RunDataContext
+from hookline.when import HookPoint
 
 
 class PathLengthHook(StepAnalysis):

@@ -14,8 +14,8 @@ from hookline.analyses._firing_values import values_of
 from hookline.analyses._model_parts import embedding_of
 from hookline.analyses._vectors import flat_vector_or_none, norm, ratio
 from hookline.errors import OptionError
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.context import RunDataContext
+from hookline.when import HookPoint
 
 _BOUNDS: Final = (5.0, 20.0, 80.0, 99.0)
 """Validation accuracies, in percent, at which the next phase of learning begins."""

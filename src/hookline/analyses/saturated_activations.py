@@ -9,9 +9,9 @@ from types import MappingProxyType
 from torch import nn
 
 from hookline.analyses._tracked import TRAINING, TrackedAnalysis
+from hookline.lifecycle.hook import MetricInfo
 from hookline.metta.feeders import ActivationFeeder
 from hookline.metta.trackers import SaturatedActivationState
-from hookline.training.training_hook import MetricInfo
 
 
 class SaturatedActivationsHook(TrackedAnalysis):

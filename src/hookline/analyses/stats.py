@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from hookline.analyses._analysis import Analysis
-from hookline.lifecycle.overhead_budget import Budget
-from hookline.lifecycle.run_context import RunDataContext
-from hookline.lifecycle.schedule import ReportedSteps, StepSchedule
+from hookline.lifecycle.choose_hooks import record_decisions
+from hookline.lifecycle.context import RunDataContext
+from hookline.lifecycle.hook import MetricInfo
+from hookline.observe.watch.overhead_budget import Budget
 from hookline.observe.watch.stat_columns import Layout
 from hookline.observe.watch.watch import Watch, watch
 from hookline.observe.watch.watch_hooks import checked_kinds
-from hookline.training.choose_hooks import record_decisions
-from hookline.training.training_hook import MetricInfo
+from hookline.when import ReportedSteps, StepSchedule
 
 _EVERY: Final = 10
 _STATS: Final = ("mean", "std", "norm", "absmax", "zero_fraction", "nonfinite")

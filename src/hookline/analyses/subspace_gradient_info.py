@@ -18,7 +18,7 @@ from hookline.analyses._analysis import Analysis, ReferenceHook
 from hookline.analyses._firing_values import FiringValues, values_of
 from hookline.analyses._history import GradientWindow
 from hookline.analyses._vectors import flat_vector_or_none, norm
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.context import RunDataContext
 
 _TOP: Final = (1, 5, 10)
 _FEW: Final = "low: the gradient varies in a few directions"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from hookline.analyses._analysis import Analysis
 from hookline.analyses._model_parts import find_embedding
 from hookline.analyses._vectors import dense_float
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.context import RunDataContext
 
 
 class TokenGradientHook(Analysis):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from hookline.analyses._analysis import StepAnalysis
 from hookline.analyses._firing_values import raw_number, values_of
 from hookline.analyses._history import StepNumbers
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.context import RunDataContext
 
 _NONE: Final = 1e-12
 """A mean or a weight norm this small is zero: nothing is divided by it."""

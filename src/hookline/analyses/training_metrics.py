@@ -16,9 +16,8 @@ from torch import Tensor
 from hookline.analyses._analysis import Analysis
 from hookline.analyses._firing_values import raw_number
 from hookline.analyses._vectors import widest_float
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
-from hookline.lifecycle.schedule import growing_interval
+from hookline.lifecycle.context import RunDataContext
+from hookline.when import HookPoint, growing_interval
 
 _DENSE_STEPS: Final = 2000
 """Then a run of 1,000,000 steps has 10,954 points, and one of 10,000,000 has 14,221; a screen is 4,000 wide."""

@@ -11,7 +11,7 @@ import numpy as np
 from hookline.analyses._analysis import Analysis
 from hookline.analyses._firing_values import values_of
 from hookline.analyses._history import GradientWindow
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.context import RunDataContext
 
 
 class VarianceHook(Analysis):

@@ -13,7 +13,7 @@ from torch import Tensor
 from hookline.analyses._analysis import Analysis
 from hookline.analyses._firing_values import values_of
 from hookline.analyses._vectors import cosines_in_float64, dense_float, effective_rank, is_bias, norm
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.context import RunDataContext
 from hookline.observe.host_values import fetch
 
 _ALIGN: Final = "above 0: descent shrinks the weights; below 0: it grows them; near 0 it turns them"

@@ -18,9 +18,9 @@ from hookline.cli.main import DONE, FAILED, NOT_ATTACHED, WRONG_USE
 from hookline.cli.parse import parse
 from hookline.cli.screen import messages, tell
 from hookline.cli.script_request import split_command
-from hookline.config.load_object import load_object
-from hookline.config.run_options import flag
 from hookline.errors import OptionError
+from hookline.load import load_object
+from hookline.runs.run_options import flag
 
 if TYPE_CHECKING:
     from hookline.debug.audit.audit_result import Audit

@@ -17,19 +17,19 @@ from hookline.cli.process_settings import process_settings
 from hookline.cli.run_command import prepare_run
 from hookline.cli.run_request import Request, first_look, read_request
 from hookline.cli.run_session import Prepared, Session
-from hookline.config.run_options import flat, manager_options
 from hookline.debug.audit.audit import audit
 from hookline.debug.audit.train_once import did_nothing
 from hookline.errors import OptionError
+from hookline.lifecycle.reference import read_weights
 from hookline.messages import short_repr
-from hookline.training.reference_weights import read_weights
+from hookline.runs.run_options import flat, manager_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hookline.cli.prepared_experiment import PreparedExperiment
     from hookline.debug.audit.audit_result import Audit
-    from hookline.training.manager import HookManager
+    from hookline.lifecycle.manager import HookManager
 
 __all__ = ["ScriptTraining", "audit_run"]
 

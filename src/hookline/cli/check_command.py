@@ -22,14 +22,14 @@ from hookline.cli.parse import parse
 from hookline.cli.run_hooks import check_specs
 from hookline.cli.screen import print_table, tell
 from hookline.cli.shell_hints import shell_text
-from hookline.config.load_object import add_current_folder_to_path
-from hookline.config.run_options import flag
 from hookline.errors import HooklineError, NoMatchError, OptionError
+from hookline.load import add_current_folder_to_path
+from hookline.runs.run_options import flag
 
 if TYPE_CHECKING:
     from hookline.cli.run_hooks import HookObjects
     from hookline.cli.run_request import Request
-    from hookline.config.read_settings import Document
+    from hookline.runs.read import Document
     from hookline.specs.hook_spec import HookSpec
 
 __all__ = ["CheckOptions", "check"]
@@ -65,8 +65,8 @@ def check(arguments: Sequence[str]) -> int:
     options = parse(CheckOptions, arguments, "check")
     if options.config is None:
         raise OptionError("hookline check needs a file: hookline check run.yaml.")
-    from hookline.config.read_settings import read_document
-    from hookline.config.spec_files import is_server_file
+    from hookline.runs.read import read_document
+    from hookline.runs.spec_files import is_server_file
 
     document = read_document(options.config)
     add_current_folder_to_path()
@@ -186,8 +186,8 @@ class _Matcher:
 
 def _valid_list(document: Document, matcher: _Matcher) -> list[dict[str, Any]]:
     """Return the specs of ``document``, which is a list of them; raise one error with all mistakes."""
-    from hookline.config.mistakes import Mistakes
-    from hookline.config.spec_files import list_of_specs
+    from hookline.runs.mistakes import Mistakes
+    from hookline.runs.spec_files import list_of_specs
 
     mistakes = Mistakes.of(document)
     specs = list_of_specs(document, mistakes)
@@ -204,8 +204,8 @@ def _check_patterns(request: Request, matcher: _Matcher) -> None:
 
 
 def _check_server(document: Document, matcher: _Matcher, report: _Report) -> None:
-    from hookline.config.mistakes import Mistakes
-    from hookline.config.spec_files import server_settings
+    from hookline.runs.mistakes import Mistakes
+    from hookline.runs.spec_files import server_settings
 
     mistakes = Mistakes.of(document)
     settings = server_settings(document, mistakes)

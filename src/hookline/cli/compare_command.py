@@ -17,9 +17,9 @@ from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE, FAILED
 from hookline.cli.parse import parse
 from hookline.cli.screen import tell
-from hookline.config.run_options import flag
 from hookline.errors import HooklineError, OptionError
-from hookline.training.run_folder import LOG
+from hookline.runs.folder import LOG
+from hookline.runs.run_options import flag
 
 __all__ = ["CompareOptions", "compare"]
 

@@ -16,8 +16,8 @@ from hookline.cli.main import DONE, FAILED
 from hookline.cli.named_model import model_at
 from hookline.cli.parse import parse
 from hookline.cli.screen import tell
-from hookline.config.load_object import load_object
-from hookline.config.run_options import flag
+from hookline.load import load_object
+from hookline.runs.run_options import flag
 
 __all__ = ["DoctorOptions", "doctor"]
 

@@ -15,8 +15,8 @@ from hookline.cli.main import DONE
 from hookline.cli.prepared_experiment import PreparedExperiment
 from hookline.cli.run_session import Prepared, Session
 from hookline.cli.screen import print_table, size, tell
-from hookline.config.named_sinks import sink_files
-from hookline.training.run_folder import LOG, newest_run, next_folder, to_plain
+from hookline.runs.folder import LOG, newest_run, next_folder, to_plain
+from hookline.runs.named_sinks import sink_files
 
 __all__ = ["dry_run"]
 

@@ -17,8 +17,8 @@ from hookline.cli.named_model import model_at
 from hookline.cli.parse import parse
 from hookline.cli.screen import tell
 from hookline.cli.shell_hints import shell_text
-from hookline.config.run_options import flag
 from hookline.errors import NoMatchError
+from hookline.runs.run_options import flag
 
 if TYPE_CHECKING:
     from hookline.sites.find import Sites

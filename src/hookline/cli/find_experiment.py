@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from hookline.config.load_object import load_object
-from hookline.config.run_options import field_help
 from hookline.errors import ConfigError, OptionError
+from hookline.load import load_object
 from hookline.messages import did_you_mean, unknown_name_text
+from hookline.runs.run_options import field_help
 
 if TYPE_CHECKING:
-    from hookline.config.mistakes import Mistakes
+    from hookline.runs.mistakes import Mistakes
 
 __all__ = ["ConfigFlags", "FoundExperiment", "find_experiment"]
 
@@ -64,7 +64,7 @@ class FoundExperiment:
 
 def find_experiment(path: str) -> FoundExperiment:
     """Return the experiment of a name, in a file or a module. Imports it, and torch with it."""
-    from hookline.experiments import EMBEDDED
+    from hookline.runs.embedded import EMBEDDED
 
     if path in EMBEDDED:
         return replace(_found(load_object(EMBEDDED[path], wanted="an experiment"), path), name=path)
@@ -94,7 +94,7 @@ def _defines_experiment(file: Path) -> bool:
 
 
 def _experiments_of(module: Any) -> list[str]:
-    from hookline.training.loops.experiment import Experiment
+    from hookline.training.experiment import Experiment
 
     return [
         name
@@ -168,7 +168,7 @@ def _call_with(function: Callable[..., Any], values: Mapping[str, Any], strategy
 
 
 def _is_experiment(cls: type) -> bool:
-    from hookline.training.loops.experiment import Experiment
+    from hookline.training.experiment import Experiment
 
     return issubclass(cls, Experiment) or any(hasattr(cls, name) for name in ("train_step", "loss_fn"))
 
@@ -250,7 +250,7 @@ class ConfigFlags:
         return found
 
     def _validate(self, name: str, value: Any) -> Any:
-        from hookline.config.run_file import validate_value
+        from hookline.runs.run_file import validate_value
 
         if name not in self._fields:
             meant = did_you_mean(name, self._fields)

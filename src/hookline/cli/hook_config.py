@@ -15,7 +15,7 @@ from hookline.errors import HookNameError, OptionError
 from hookline.messages import unknown_name_text
 
 if TYPE_CHECKING:
-    from hookline.config.mistakes import Mistakes
+    from hookline.runs.mistakes import Mistakes
 
 __all__ = ["as_declared", "file_argument", "read_hook_config"]
 
@@ -91,7 +91,7 @@ def _from_file(
 
 def file_argument(hook: str, name: str, value: Any) -> Any:
     """Return a value of a file as the hook's signature declares it."""
-    from hookline.config.run_file import validate_value
+    from hookline.runs.run_file import validate_value
 
     parameter, hint = _parameter(hook, name)
     return value if hint is parameter.empty else validate_value(value, hint)
@@ -104,7 +104,7 @@ def _check_reference(name: str, said: str = "") -> None:
 
 def _check_is_on(hook: str, hooks: Sequence[str] | None, said: str, *, unknown: str = "") -> None:
     """Raise unless the hook is known, and one of this run, if those are known."""
-    from hookline.training.registry import DEBUG_HOOKS, HookRegistry
+    from hookline.lifecycle.registry import DEBUG_HOOKS, HookRegistry
 
     known = [*HookRegistry.known(), *DEBUG_HOOKS]
     if hook not in known:
@@ -118,7 +118,7 @@ def _check_is_on(hook: str, hooks: Sequence[str] | None, said: str, *, unknown: 
 
 def _parameter(hook: str, name: str) -> tuple[inspect.Parameter, Any]:
     """Return an argument of the hook's signature, and its type."""
-    from hookline.training.registry import HookRegistry
+    from hookline.lifecycle.registry import HookRegistry
 
     cls = HookRegistry.get(hook)
     parameters = inspect.signature(cls).parameters

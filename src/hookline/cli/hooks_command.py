@@ -15,7 +15,7 @@ from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
 from hookline.cli.parse import parse
 from hookline.cli.screen import messages, print_table, tell
-from hookline.config.run_options import flag
+from hookline.runs.run_options import flag
 
 __all__ = ["HooksOptions", "describe_hooks", "hooks", "list_hooks", "tell_hooks"]
 
@@ -46,7 +46,7 @@ def hooks(arguments: Sequence[str]) -> int:
 
 def tell_hooks(names: Sequence[str]) -> int:
     """Print everything that is known of the hooks ``names``, or of all, as JSON."""
-    from hookline.training.registry import HookRegistry
+    from hookline.lifecycle.registry import HookRegistry
 
     with messages():
         found = _resolved(names) if names else list(_all_hooks())
@@ -55,7 +55,7 @@ def tell_hooks(names: Sequence[str]) -> int:
 
 
 def _plain(name: str, cls: type) -> dict[str, Any]:
-    from hookline.training.registry import HookRegistry
+    from hookline.lifecycle.registry import HookRegistry
 
     return {
         **HookRegistry.get_info(name),
@@ -68,7 +68,7 @@ def _plain(name: str, cls: type) -> dict[str, Any]:
 
 
 def _all_hooks() -> dict[str, Any]:
-    from hookline.training.registry import DEBUG_HOOKS, HookRegistry
+    from hookline.lifecycle.registry import DEBUG_HOOKS, HookRegistry
 
     return HookRegistry.get_all_info() | {name: HookRegistry.get_info(name) for name in DEBUG_HOOKS}
 
@@ -109,14 +109,14 @@ def describe_hooks(names: Sequence[str]) -> int:
 
 def _resolved(names: Sequence[str]) -> list[str]:
     """Return the hooks that ``names`` stand for; all but those for debugging if none is named."""
-    from hookline.config.named_hooks import known_name
-    from hookline.training.registry import HookRegistry
+    from hookline.lifecycle.registry import HookRegistry
+    from hookline.runs.named_hooks import known_name
 
     return HookRegistry.resolve([known_name(name) for name in names]) if names else HookRegistry.list_all()
 
 
 def _describe(name: str) -> None:
-    from hookline.training.registry import HookRegistry
+    from hookline.lifecycle.registry import HookRegistry
 
     info = HookRegistry.get_info(name)
     tell(f"{name}: {info['description']}")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hookline.config.load_object import load_object, without_arguments
 from hookline.errors import OptionError
+from hookline.load import load_object, without_arguments
 
 __all__ = ["model_at"]
 
@@ -22,7 +22,7 @@ def model_at(path: str) -> Any:
     """
     from torch import nn
 
-    from hookline.experiments import EMBEDDED
+    from hookline.runs.embedded import EMBEDDED
 
     if path not in EMBEDDED and Path(path).expanduser().is_dir():
         from hookline.serve.load_model import make_empty
@@ -39,7 +39,7 @@ def model_at(path: str) -> Any:
 
 
 def _made_model(thing: Any, path: str) -> Any:
-    from hookline.training.loops.experiment import Experiment
+    from hookline.training.experiment import Experiment
 
     if isinstance(thing, type) and issubclass(thing, Experiment) and thing is not Experiment:
         config = None if thing.config_class is None else thing.config_class()

@@ -20,8 +20,8 @@ from tyro.conf import Positional
 from hookline.cli.main import DONE
 from hookline.cli.parse import parse
 from hookline.cli.screen import tell
-from hookline.config.run_options import flag
 from hookline.errors import OptionError
+from hookline.runs.run_options import flag
 
 __all__ = ["NewOptions", "new"]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from hookline.cli.find_experiment import FoundExperiment
-from hookline.config.mistakes import Mistakes
-from hookline.config.run_options import RunOptions
 from hookline.errors import OptionError
-from hookline.training.run_folder import newest_run, read_run_json
+from hookline.runs.folder import newest_run, read_run_json
+from hookline.runs.mistakes import Mistakes
+from hookline.runs.run_options import RunOptions
 
 __all__ = ["RunSettings", "settings_of_file", "settings_of_run"]
 
@@ -52,7 +52,7 @@ def settings_of_file(options: RunOptions, *, has_command: bool = False) -> tuple
 
     A file need not say what to run, if the command line ``has_command``: an experiment that it names is passed over.
     """
-    from hookline.config.read_settings import ENDINGS, read_document
+    from hookline.runs.read import ENDINGS, read_document
 
     path = options.experiment
     file = options.checkpoint.config
@@ -75,7 +75,7 @@ def settings_of_file(options: RunOptions, *, has_command: bool = False) -> tuple
 
 
 def _of_run_file(document: Any) -> tuple[RunSettings, str | None]:
-    from hookline.config.run_file import RunFile
+    from hookline.runs.run_file import RunFile
 
     mistakes = Mistakes.of(document)
     run = RunFile.of(document, mistakes)

@@ -49,7 +49,7 @@ class PreparedExperiment:
         model = self.experiment.model
         if launched_ranks()[1] == 1:
             return model
-        from hookline.training.ranks.rank_model import bare_model
+        from hookline.training.rank_model import bare_model
 
         return bare_model(model)
 
@@ -121,10 +121,10 @@ class PreparedExperiment:
             "resume": resume,
         }
         if self.loop == "step":
-            from hookline.training.loops.step_loop import step_loop
+            from hookline.training.steps import step_loop
 
             return step_loop(self.experiment, steps=self.length, **options)
-        from hookline.training.loops.epoch_loop import epoch_loop
+        from hookline.training.epochs import epoch_loop
 
         if self.eval_every is not None:
             options["eval_every"] = self.eval_every

@@ -1,6 +1,6 @@
 """Feed the records of a run to another sink: ``hookline replay``.
 
-`main` calls `replay`, which finds the folder of the run, makes the sink and calls `hookline.sinks.replay_log`.
+`main` calls `replay`, which finds the folder of the run, makes the sink and calls `hookline.records.replay_log`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tyro.conf import Positional
 from hookline.cli.main import DONE
 from hookline.cli.parse import parse
 from hookline.cli.screen import tell
-from hookline.config.named_sinks import FILES, check_package, sink_class, sink_names
-from hookline.config.run_options import flag
 from hookline.errors import OptionError
-from hookline.training.run_folder import LOG, read_run_json, run_folder
+from hookline.runs.folder import LOG, read_run_json, run_folder
+from hookline.runs.named_sinks import FILES, check_package, sink_class, sink_names
+from hookline.runs.run_options import flag
 
 __all__ = ["ReplayOptions", "replay"]
 
@@ -55,7 +55,7 @@ def replay(arguments: Sequence[str]) -> int:
         raise OptionError(f"{folder} has no {LOG}: a run without hooks has no records to replay.")
     cls = check_package(sink_class(options.to))
     sink = cls(**_arguments(cls, options, folder))
-    from hookline.sinks import replay_log
+    from hookline.records import replay_log
 
     context = _context(folder)
     replay_log.replay(folder / LOG, sink, context=context)

@@ -18,9 +18,9 @@ from tyro.conf import Positional, arg
 from hookline.cli.main import DONE
 from hookline.cli.parse import parse
 from hookline.cli.screen import tell
-from hookline.config.run_options import flag
 from hookline.errors import OptionError
-from hookline.training.run_folder import run_folder
+from hookline.runs.folder import run_folder
+from hookline.runs.run_options import flag
 
 if TYPE_CHECKING:
     from hookline.report.report_page import WrittenPage

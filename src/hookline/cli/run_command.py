@@ -27,9 +27,9 @@ from hookline.cli.process_settings import (
 from hookline.cli.run_request import Request, first_look, read_request
 from hookline.cli.run_session import Ended, Prepared, Session
 from hookline.cli.screen import Screen, messages
-from hookline.config.named_sinks import sink_files, sink_maker
 from hookline.errors import OptionError
-from hookline.training.run_folder import LOG, to_plain
+from hookline.runs.folder import LOG, to_plain
+from hookline.runs.named_sinks import sink_files, sink_maker
 
 __all__ = ["prepare_run", "run"]
 

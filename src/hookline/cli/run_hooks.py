@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hookline.cli.hook_config import file_argument
 from hookline.cli.shell_hints import shell_text
-from hookline.config.load_object import add_current_folder_to_path
-from hookline.config.named_hooks import ALWAYS, known_name, make_tracker
 from hookline.error_policy import error_text
 from hookline.errors import ConfigError, HooklineError, HookNameError, NoMatchError, OptionError
+from hookline.load import add_current_folder_to_path
 from hookline.messages import close_names, type_name, unknown_name_text
+from hookline.runs.named_hooks import ALWAYS, known_name, make_tracker
 
 if TYPE_CHECKING:
-    from hookline.config.mistakes import Mistakes
-    from hookline.config.read_settings import KeyPath
-    from hookline.lifecycle.schedule import StepSchedule
+    from hookline.lifecycle.hook import TrainingHook
+    from hookline.runs.mistakes import Mistakes
+    from hookline.runs.read import KeyPath
     from hookline.specs.hook_spec import HookSpec
-    from hookline.training.training_hook import TrainingHook
+    from hookline.when import StepSchedule
 
 __all__ = [
     "HookObjects",
@@ -62,7 +62,7 @@ def choose_hooks(
         at: Collects the error about what stands at a path of a file (``["hooks", "names", 2]``); one about a flag it
             lets through.
     """
-    from hookline.training.registry import HookRegistry
+    from hookline.lifecycle.registry import HookRegistry
 
     if names is not None and list(names) == [_NONE]:
         group, names = group or _NONE, None
@@ -79,7 +79,7 @@ def choose_hooks(
 
 
 def _of_group(group: str, hook_sets: Mapping[str, Sequence[str]], experiment: str) -> list[str]:
-    from hookline.training.registry import HookRegistry
+    from hookline.lifecycle.registry import HookRegistry
 
     if group == _NONE and _NONE not in hook_sets:
         return []
@@ -134,7 +134,7 @@ class HookObjects:
     def make(self) -> list[TrainingHook]:
         """Make them; the random streams of the run stay where they are."""
         from hookline.guard.rng import kept_rng
-        from hookline.training.registry import HookRegistry
+        from hookline.lifecycle.registry import HookRegistry
 
         own = {name: options for name, options in self.config.items() if name in self.names}
         with kept_rng():
@@ -172,7 +172,7 @@ def valid_schedules(
     given: Mapping[str, Mapping[str, Any]], names: Sequence[str] | None, mistakes: Mistakes
 ) -> dict[str, StepSchedule]:
     """Return schedules by hook; one that would have no effect is an error. `names` is None if they are not known."""
-    from hookline.lifecycle.schedule import StepSchedule
+    from hookline.when import StepSchedule
 
     found = {}
     for name, arguments in given.items():
@@ -185,8 +185,8 @@ def valid_schedules(
 
 
 def _no_effect(name: str, names: Sequence[str] | None) -> str:
-    from hookline.lifecycle.points import HookPoint
-    from hookline.training.registry import HookRegistry
+    from hookline.lifecycle.registry import HookRegistry
+    from hookline.when import HookPoint
 
     if names is not None and name not in names:
         return f"{name} is not among the hooks of this run ({', '.join(names) or 'none'})."
@@ -243,7 +243,7 @@ def _valid_tracker(
 
 
 def _known_tracker(name: str) -> str:
-    from hookline.training.registry import HookRegistry
+    from hookline.lifecycle.registry import HookRegistry
 
     tracker = known_name(name)
     if not {"targets", "exclude"} <= set(inspect.signature(HookRegistry.get(tracker)).parameters):
@@ -264,8 +264,8 @@ def _patterns(value: Any) -> tuple[str, ...]:
 
 def specs_of_file(file: str) -> list[PlacedSpec]:
     """Return the specs of a file that is there for them: a list, the settings of a server, a run file."""
-    from hookline.config.read_settings import read_document
-    from hookline.config.run_file import placed_specs
+    from hookline.runs.read import read_document
+    from hookline.runs.run_file import placed_specs
 
     document = read_document(file)
     return [(document.place(path), spec) for path, spec in placed_specs(document)]

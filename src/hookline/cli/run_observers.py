@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_phase import phase
-from hookline.sinks.sink import MetricSink
+from hookline.lifecycle.hook import TrainingHook
+from hookline.phases import phase
+from hookline.records.sink import MetricSink
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
-from hookline.training.checkpoints import checkpoint_file
-from hookline.training.checkpoints.checkpoints import Checkpoints
-from hookline.training.loops.experiment import Experiment
-from hookline.training.training_hook import TrainingHook
+from hookline.training import checkpoint_file
+from hookline.training.checkpoints import Checkpoints
+from hookline.training.experiment import Experiment
+from hookline.when import HookPoint
 
 if TYPE_CHECKING:
-    from hookline.lifecycle.run_context import RunDataContext
+    from hookline.lifecycle.context import RunDataContext
 
 __all__ = ["BarMetricsSink", "TrajectoryHook", "ValidatedCheckpoints", "differing", "steps_counted", "steps_in_all"]
 

@@ -28,9 +28,9 @@ from hookline.cli.run_hooks import (
     valid_schedules,
     valid_trackers,
 )
-from hookline.config.named_hooks import ALWAYS
-from hookline.config.run_options import FILE_KEYS, RunOptions, flat
 from hookline.errors import OptionError
+from hookline.runs.named_hooks import ALWAYS
+from hookline.runs.run_options import FILE_KEYS, RunOptions, flat
 
 __all__ = ["MARKERS", "Request", "first_look", "joined_flags", "merged_options", "read_request"]
 
@@ -111,7 +111,7 @@ class Request:
         A value that a flag replaces is not checked.
         """
         from hookline.cli.process_settings import device_of, dtype_of
-        from hookline.config.named_sinks import sink_maker
+        from hookline.runs.named_sinks import sink_maker
 
         options, settings = self.options, self.settings
         self.hook_objects()
@@ -197,7 +197,7 @@ def merged_options(options: RunOptions, settings: RunSettings) -> RunOptions:
 def _only_help(arguments: Sequence[str]) -> None:
     if "-h" in arguments or "--help" in arguments:
         tyro.cli(RunOptions, args=["--help"], prog="hookline run", description=_ABOUT, config=MARKERS)
-    from hookline.experiments import EMBEDDED
+    from hookline.runs.embedded import EMBEDDED
 
     raise OptionError(
         f"hookline run needs an experiment: one of {', '.join(EMBEDDED)}, path/file.py:Class, or a run file; or a "

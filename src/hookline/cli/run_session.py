@@ -20,9 +20,8 @@ from hookline.cli.process_settings import choose_threads, from_rank_zero, is_fir
 from hookline.cli.run_hooks import HookObjects
 from hookline.cli.run_request import Request
 from hookline.cli.screen import Screen
-from hookline.config.run_options import flat, manager_options
 from hookline.errors import HooklineWarning, OptionError, ResumeError
-from hookline.training.run_folder import (
+from hookline.runs.folder import (
     LOG,
     RunNotes,
     checkpoints_in,
@@ -32,10 +31,11 @@ from hookline.training.run_folder import (
     read_run_json,
     to_plain,
 )
+from hookline.runs.run_options import flat, manager_options
 
 if TYPE_CHECKING:
-    from hookline.training.checkpoint_profiler import CheckpointProfiler
-    from hookline.training.manager import HookManager
+    from hookline.lifecycle.manager import HookManager
+    from hookline.lifecycle.profiler import CheckpointProfiler
 
 __all__ = ["Ended", "Prepared", "Session"]
 
@@ -62,7 +62,7 @@ class Prepared:
 
     def make_manager(self, hooks: Sequence[Any], loop: str, **others: Any) -> HookManager:
         """Return a manager of these hooks with all that was asked for; `others` come before that."""
-        from hookline.training.manager import HookManager
+        from hookline.lifecycle.manager import HookManager
 
         asked = manager_options(flat(self.request.options), self.hook_objects.config)
         return HookManager(hooks=hooks, loop_type=loop, **(asked | others))
@@ -101,7 +101,7 @@ class Session:
         """Make the experiment, train it, and write ``run.json``."""
         made = self.make()
         from hookline.cli.run_observers import BarMetricsSink
-        from hookline.training.checkpoints.checkpoints import lock_folder
+        from hookline.training.checkpoints import lock_folder
 
         self._bar_metrics = BarMetricsSink()
         with ExitStack() as stack:
@@ -129,7 +129,7 @@ class Session:
             made.experiment.model.compile()
         rank, ranks = launched_ranks()
         if ranks > 1:
-            from hookline.training.ranks.rank_experiment import share_experiment
+            from hookline.training.rank_experiment import share_experiment
 
             share_experiment(made.experiment, rank=rank, ranks=ranks, seed=request.options.training.seed)
             if rank > 0:  # the ranks began alike, so that they have the same data; they drop out different units
@@ -171,7 +171,7 @@ class Session:
             _warn_of_unused(self.request)
             prepared.screen.say("No hooks: metrics are not recorded, and there is no page. --hooks records the loss.")
             return None
-        from hookline.sinks.fan_out import FanOut
+        from hookline.records.fan_out import FanOut
 
         if is_first_rank():  # some sinks begin a run somewhere when they are made
             self._sinks = [*prepared.screen.sinks(made.epochs_to_snapshot), *prepared.make_sinks()]
@@ -289,7 +289,7 @@ class Session:
 
             every = _every(asked.validate_checkpoints, made.loop)
             return ValidatedCheckpoints(folder, every=every, say=self.prepared.screen.say, **options)
-        from hookline.training.checkpoints.checkpoints import Checkpoints
+        from hookline.training.checkpoints import Checkpoints
 
         return Checkpoints(folder, every=_every(asked.save_checkpoints, made.loop), **options)
 

@@ -1,6 +1,6 @@
 """Print the JSON Schema of a file that hookline reads: ``hookline schema``.
 
-`main` calls `schema`, which prints what `hookline.config.json_schema` makes.
+`main` calls `schema`, which prints what `hookline.runs.json_schema` makes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tyro.conf import Positional
 from hookline.cli.main import DONE
 from hookline.cli.parse import parse
 from hookline.cli.screen import tell
-from hookline.config.run_options import flag
+from hookline.runs.run_options import flag
 
 __all__ = ["SchemaOptions", "schema"]
 
@@ -36,7 +36,7 @@ class SchemaOptions:
 def schema(arguments: Sequence[str]) -> int:
     """Print the schema."""
     options = parse(SchemaOptions, arguments, "schema")
-    from hookline.config.json_schema import schema_of
+    from hookline.runs.json_schema import schema_of
 
     tell(json.dumps(schema_of(options.file), indent=2))
     return DONE

@@ -20,7 +20,7 @@ from hookline.messages import did_you_mean
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hookline.config.run_options import OutputOptions
+    from hookline.runs.run_options import OutputOptions
 
 __all__ = ["Screen", "messages", "mode_of", "print_table", "size", "tell"]
 
@@ -148,7 +148,7 @@ def _is_news(record: logging.LogRecord) -> bool:
     Not that a checkpoint was saved: there may be one every second. Nor, at level INFO, where an error came from: a
     warning has said it in a sentence.
     """
-    is_known = record.name.startswith("hookline.training.checkpoints") or record.exc_info is not None
+    is_known = record.name.startswith("hookline.training.") or record.exc_info is not None
     return record.levelno > logging.INFO or not is_known
 
 

@@ -20,9 +20,9 @@ from typing import Any, Final
 
 from hookline.cli.main import DONE, NOT_ATTACHED
 from hookline.cli.script_request import ScriptRequest, read_script, split_command, write_run_file
-from hookline.config.named_sinks import sink_files
 from hookline.errors import OptionError
-from hookline.training.run_folder import LOG, STRATEGY, read_run_json, write_run_json
+from hookline.runs.folder import LOG, STRATEGY, read_run_json, write_run_json
+from hookline.runs.named_sinks import sink_files
 
 __all__ = ["run_script"]
 
@@ -232,8 +232,8 @@ def _signal_text(number: signal.Signals) -> str:
 
 def _logged(folder: Path) -> str:
     """Return how many steps the log knows of, where the script was killed before it could say."""
-    from hookline.sinks.record_log import read_log
-    from hookline.sinks.sink import Record
+    from hookline.records.log import read_log
+    from hookline.records.sink import Record
 
     entries = read_log(folder) if (folder / LOG).exists() else ()
     steps = [entry.step for entry in entries if isinstance(entry, Record) and entry.step is not None]

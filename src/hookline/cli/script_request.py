@@ -19,9 +19,13 @@ from hookline.cli.find_experiment import FoundExperiment
 from hookline.cli.option_sources import RunSettings, settings_of_file
 from hookline.cli.parse import read_flags
 from hookline.cli.run_request import MARKERS, Request, joined_flags, merged_options
-from hookline.config.load_object import from_folder
-from hookline.config.named_sinks import sink_maker
-from hookline.config.run_options import (
+from hookline.errors import OptionError
+from hookline.load import from_folder
+from hookline.messages import did_you_mean
+from hookline.observe.watch.overhead_budget import Budget
+from hookline.runs.folder import STRATEGY, to_plain
+from hookline.runs.named_sinks import sink_maker
+from hookline.runs.run_options import (
     FILE_KEYS,
     CheckpointOptions,
     OutputOptions,
@@ -30,10 +34,6 @@ from hookline.config.run_options import (
     flag,
     flat,
 )
-from hookline.errors import OptionError
-from hookline.lifecycle.overhead_budget import Budget
-from hookline.messages import did_you_mean
-from hookline.training.run_folder import STRATEGY, to_plain
 
 __all__ = ["ScriptRequest", "read_script", "split_command", "write_run_file"]
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from hookline.cli.run_observers import BarMetricsSink
-from hookline.config.read_settings import read_document
 from hookline.distributed.ranks import this_rank
 from hookline.error_policy import error_text
 from hookline.errors import HooklineError, HooklineWarning, NoMatchError
@@ -29,17 +28,18 @@ from hookline.integrations.process_end import at_process_end, error_of_process
 from hookline.integrations.resources import ResourcesHook
 from hookline.integrations.sigterm import at_sigterm
 from hookline.integrations.snapshot_steps import OFTEN_AT_FIRST, SnapshotSteps, can_count_steps
-from hookline.lifecycle.points import HookPoint
-from hookline.training.loops.loop_result import LoopResult
-from hookline.training.manager import HookManager
-from hookline.training.run_folder import LOG, STRATEGY, RunNotes, new_folder
+from hookline.lifecycle.manager import HookManager
+from hookline.runs.folder import LOG, STRATEGY, RunNotes, new_folder
+from hookline.runs.read import read_document
+from hookline.training.loop_result import LoopResult
+from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hookline.integrations.first_step import FirstStep
     from hookline.integrations.follow import Follow
-    from hookline.training.training_hook import TrainingHook
+    from hookline.lifecycle.hook import TrainingHook
 
 __all__ = ["ScriptSession", "begin_script", "note", "wait_for_script"]
 
@@ -166,7 +166,7 @@ class ScriptSession:
         self._told = 0
 
     def _make_manager(self, hooks: list[TrainingHook]) -> HookManager:
-        from hookline.sinks.fan_out import FanOut
+        from hookline.records.fan_out import FanOut
 
         sinks: list[Any] = []
         fan_out = None

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from hookline.cli.main import DONE, FAILED
 from hookline.cli.parse import parse
 from hookline.cli.screen import messages
-from hookline.config.hook_files import NO_HOOKS, specs_of_file
-from hookline.config.run_options import flag
 from hookline.errors import OptionError
+from hookline.runs.hook_files import NO_HOOKS, specs_of_file
+from hookline.runs.run_options import flag
 
 if TYPE_CHECKING:
     from hookline.serve.http.http_settings import Settings

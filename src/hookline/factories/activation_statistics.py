@@ -21,7 +21,7 @@ from hookline.factories.streaming_stats import StreamedModule, Streaming, Stream
 from hookline.observe.watch.stat_columns import Layout, as_metrics, table_of
 
 if TYPE_CHECKING:
-    from hookline.sinks.record_log import LineFile
+    from hookline.records.log import LineFile
 
 __all__ = ["ActivationStats", "activation_stats"]
 
@@ -197,7 +197,7 @@ class _StatsLog:
 
     def _opened(self) -> LineFile:
         if self._file is None:
-            from hookline.sinks.record_log import LineFile
+            from hookline.records.log import LineFile
 
             assert self._path is not None
             self._file = LineFile(self._path)
@@ -205,7 +205,7 @@ class _StatsLog:
 
 
 def _line(metrics: dict[str, float], forwards: int) -> bytes:
-    from hookline.sinks.metric_values import JsonCleaner, dumps
+    from hookline.records.values import JsonCleaner, dumps
 
     cleaner = JsonCleaner()
     line = {"time": time.time(), "forwards": forwards, **cleaner.clean(metrics)}

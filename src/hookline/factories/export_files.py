@@ -20,8 +20,8 @@ from torch import Tensor
 from hookline.errors import OptionError
 from hookline.factories.batch_rows import BatchRows
 from hookline.factories.served_batch import TokenBatch, by_token
+from hookline.records.values import dumps
 from hookline.replace_file import draft_of
-from hookline.sinks.metric_values import dumps
 
 if TYPE_CHECKING:
     from hookline.factories.export_queue import ExportItem

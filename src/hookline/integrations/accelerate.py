@@ -20,8 +20,8 @@ from hookline.integrations.host_manager import check_report_to
 from hookline.integrations.method_listeners import Listener, listen
 from hookline.messages import type_name
 from hookline.sinks.jsonl_sink import JSONLSink
-from hookline.training.checkpoints import checkpoint_file
-from hookline.training.ranks.rank_model import averaging_model
+from hookline.training import checkpoint_file
+from hookline.training.rank_model import averaging_model
 
 try:
     import accelerate  # noqa: F401  # asked for here, so that its absence is told before a loop is followed

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookline.distributed.shards import placed
-from hookline.lifecycle.run_phase import phase
+from hookline.phases import phase
 from hookline.sites.functions.replaced_function import BACKWARD, Mark, ReplacedFunction, mark_of
 
 __all__ = ["BackwardLosses"]

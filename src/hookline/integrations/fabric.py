@@ -18,10 +18,10 @@ from hookline.integrations.follow import Follow, follow
 from hookline.integrations.host_log_sink import HostLogSink
 from hookline.integrations.host_manager import check_report_to
 from hookline.integrations.model_of_optimizer import find_model, find_optimizers
-from hookline.training.ranks.rank_model import averaging_model
+from hookline.training.rank_model import averaging_model
 
 if TYPE_CHECKING:
-    from hookline.training.manager import HookManager
+    from hookline.lifecycle.manager import HookManager
 
 __all__ = ["FabricCallback"]
 

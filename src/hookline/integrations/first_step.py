@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from hookline.integrations.backward_losses import BackwardLosses
 from hookline.integrations.loader_passes import LoaderPass, LoaderPasses
-from hookline.lifecycle.run_phase import phase
+from hookline.phases import phase
 
 __all__ = ["FirstStep"]
 

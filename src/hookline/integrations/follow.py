@@ -18,10 +18,10 @@ from hookline.integrations.host_manager import check_options
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.loop_habits import LoopHabits
 from hookline.integrations.process_end import ExitNoted, at_process_end, error_of_process
-from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.choose_hooks import tell_watches
 from hookline.messages import type_name
 from hookline.sites.optimizers.optimizer_wrappers import checked_optimizer, unwrap_optimizer
-from hookline.training.choose_hooks import tell_watches
+from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hookline.integrations.backward_losses import BackwardLosses
     from hookline.integrations.loader_passes import LoaderPass
     from hookline.integrations.snapshot_steps import SnapshotSteps
-    from hookline.training.manager import HookManager
+    from hookline.lifecycle.manager import HookManager
 
 __all__ = ["Follow", "follow"]
 

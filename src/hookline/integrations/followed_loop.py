@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hookline.integrations.backward_losses import BackwardLosses
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.loader_passes import LoaderPass, LoaderPasses
-from hookline.lifecycle.run_phase import ENTERED
+from hookline.phases import ENTERED
 from hookline.sites import _torch
 
 if TYPE_CHECKING:

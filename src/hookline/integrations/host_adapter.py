@@ -12,8 +12,8 @@ from torch import nn
 from hookline.errors import OptionError
 from hookline.messages import type_name
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
-from hookline.training.loops.experiment import Experiment
-from hookline.training.loops.experiment_adapter import ExperimentAdapter, whole_number
+from hookline.training.experiment import Experiment
+from hookline.training.experiment_adapter import ExperimentAdapter, whole_number
 
 __all__ = ["HostAdapter"]
 

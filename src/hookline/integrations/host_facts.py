@@ -20,13 +20,13 @@ from hookline.distributed.ranks import rank_count
 from hookline.errors import HooklineWarning, OptionError
 from hookline.integrations.host_log_sink import HostLogSink
 from hookline.messages import caller_stacklevel
+from hookline.runs.folder import LOG, STRATEGY, RunNotes, model_facts
 from hookline.sites.functions.replaced_function import ReplacedFunction
-from hookline.training.loops.loop_result import LoopResult
-from hookline.training.run_folder import LOG, STRATEGY, RunNotes, model_facts
+from hookline.training.loop_result import LoopResult
 
 if TYPE_CHECKING:
-    from hookline.training.loops.loop_run import Run
-    from hookline.training.manager import HookManager
+    from hookline.lifecycle.manager import HookManager
+    from hookline.training.run import Run
 
 __all__ = ["AutocastNoted", "HostNotes", "arguments_by_name", "host_facts", "script_name"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from hookline.sinks.metric_values import mean, number, numbers, step_axis, values_in
-from hookline.sinks.sink import MetricSink, Record
+from hookline.records.sink import MetricSink, Record
+from hookline.records.values import mean, number, numbers, step_axis, values_in
 
 __all__ = ["HostLog", "HostLogSink"]
 

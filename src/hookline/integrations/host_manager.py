@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from hookline.config.named_hooks import ALWAYS
 from hookline.errors import OptionError
 from hookline.integrations.resources import ResourcesHook
+from hookline.lifecycle.manager import HookManager
 from hookline.messages import type_name, unknown_name_text
+from hookline.runs.named_hooks import ALWAYS
 from hookline.sinks.jsonl_sink import JSONLSink
-from hookline.training.manager import HookManager
 
 __all__ = [
     "ManagerAndSpecs",

@@ -22,18 +22,18 @@ from hookline.integrations.host_facts import HostNotes
 from hookline.integrations.host_manager import check_options, make_manager
 from hookline.integrations.host_state import check_state, load_state, save_state
 from hookline.integrations.snapshot_steps import OFTEN_AT_FIRST, SnapshotSteps, StepReports, can_count_steps
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_phase import in_phase
+from hookline.lifecycle.choose_hooks import tell_reports
 from hookline.messages import caller_stacklevel
-from hookline.training.choose_hooks import tell_reports
-from hookline.training.loops.experiment_adapter import whole_number
-from hookline.training.loops.loop_run import Run
-from hookline.training.loops.training_step import MicroBatches, StepResult
-from hookline.training.ranks.rank_model import warn_of_join
+from hookline.phases import in_phase
+from hookline.training.experiment_adapter import whole_number
+from hookline.training.rank_model import warn_of_join
+from hookline.training.run import Run
+from hookline.training.step import MicroBatches, StepResult
+from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from hookline.integrations.host_log_sink import HostLogSink
-    from hookline.training.manager import HookManager
+    from hookline.lifecycle.manager import HookManager
 
 __all__ = ["HostRun"]
 

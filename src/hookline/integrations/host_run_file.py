@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hookline.config.named_hooks import ALWAYS, known_name, make_tracker
-from hookline.config.named_sinks import sink_maker
-from hookline.config.run_file import RunFile, TrackerEntry
-from hookline.config.run_options import manager_options
 from hookline.errors import ConfigError
 from hookline.guard.rng import kept_rng
-from hookline.lifecycle.schedule import StepSchedule
+from hookline.lifecycle.hook import TrainingHook
+from hookline.lifecycle.registry import HookRegistry
 from hookline.messages import suggest
-from hookline.training.registry import HookRegistry
-from hookline.training.training_hook import TrainingHook
+from hookline.runs.named_hooks import ALWAYS, known_name, make_tracker
+from hookline.runs.named_sinks import sink_maker
+from hookline.runs.run_file import RunFile, TrackerEntry
+from hookline.runs.run_options import manager_options
+from hookline.when import StepSchedule
 
 __all__ = ["HooksOfFile"]
 

@@ -16,7 +16,7 @@ from hookline.messages import caller_stacklevel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hookline.training.loops.loop_run import Run
+    from hookline.training.run import Run
 
 __all__ = ["check_state", "load_state", "save_state"]
 

@@ -20,10 +20,10 @@ from hookline.integrations.host_log_sink import HostLogSink
 from hookline.integrations.host_manager import check_callback, check_once, hook_names, sinks_or_usual
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.method_listeners import Listener, listen
-from hookline.lifecycle.run_phase import phase
+from hookline.lifecycle.choose_hooks import tell_watches
+from hookline.lifecycle.states import copied
 from hookline.messages import caller_stacklevel
-from hookline.training.choose_hooks import tell_watches
-from hookline.training.hook_state import copied
+from hookline.phases import phase
 
 try:
     from lightning.pytorch import Callback
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-    from hookline.training.manager import HookManager
+    from hookline.lifecycle.manager import HookManager
 
 __all__ = ["HooklineCallback"]
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hookline.integrations.host_adapter import HostAdapter
-from hookline.training.loops.training_step import MicroBatches
+from hookline.training.step import MicroBatches
 
 if TYPE_CHECKING:
     from hookline.integrations.host_run import HostRun

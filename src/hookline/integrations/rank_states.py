@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import CheckpointError
-from hookline.training.checkpoints.rank_checkpoint import rank_digest
-from hookline.training.hook_state import map_tensors
-from hookline.training.ranks.sharded_tensors import local_parts, map_dicts, place_parts
+from hookline.lifecycle.states import map_tensors
+from hookline.training.rank_checkpoint import rank_digest
+from hookline.training.sharded_tensors import local_parts, map_dicts, place_parts
 
 if TYPE_CHECKING:
-    from hookline.training.ranks.rank_sync import RankSync
+    from hookline.lifecycle.rank_sync import RankSync
 
 __all__ = ["choose_state", "gather_states", "mark_state"]
 

@@ -13,10 +13,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
-from hookline.training.loops.training_step import MicroBatches
-from hookline.training.training_hook import MetricInfo, TrainingHook
+from hookline.lifecycle.context import RunDataContext
+from hookline.lifecycle.hook import MetricInfo, TrainingHook
+from hookline.training.step import MicroBatches
+from hookline.when import HookPoint
 
 __all__ = ["ResourcesHook"]
 

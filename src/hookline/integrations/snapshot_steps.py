@@ -10,14 +10,13 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.schedule import growing_interval
+from hookline.when import HookPoint, growing_interval
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from hookline.training.loops.loop_run import Run
-    from hookline.training.training_hook import TrainingHook
+    from hookline.lifecycle.hook import TrainingHook
+    from hookline.training.run import Run
 
 __all__ = ["OFTEN_AT_FIRST", "SnapshotSteps", "StepReports", "can_count_steps"]
 

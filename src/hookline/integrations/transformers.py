@@ -21,7 +21,7 @@ from hookline.integrations.host_manager import check_alone, check_callback, sink
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.method_listeners import Listener, listen
 from hookline.messages import caller_stacklevel
-from hookline.training.checkpoints import checkpoint_file
+from hookline.training import checkpoint_file
 
 try:
     from transformers import TrainerCallback
@@ -35,7 +35,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from hookline.training.manager import HookManager
+    from hookline.lifecycle.manager import HookManager
 
 __all__ = ["STATE_FILE", "HooklineCallback"]
 

@@ -14,7 +14,6 @@ from typing import Any, Final, TypeAlias
 from torch import Tensor
 
 from hookline.errors import HooklineWarning
-from hookline.lifecycle.run_phase import validate_phases
 from hookline.metta.component_tracker import MeanOptions, UnitOptions
 from hookline.metta.components import ComponentContext
 from hookline.metta.feeders import ActivationFeeder, GradientFeeder, TrackerFeeder
@@ -26,6 +25,7 @@ from hookline.metta.trackers import (
     ReLUGradientFlowState,
     SaturatedActivationState,
 )
+from hookline.phases import validate_phases
 
 __all__ = [
     "TRACKERS",

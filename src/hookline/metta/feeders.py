@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import HooklineWarning
-from hookline.lifecycle.run_phase import During, Phases
 from hookline.messages import caller_stacklevel, type_name
 from hookline.metta.component_tracker import ComponentTracker
+from hookline.phases import During, Phases
 from hookline.sites.site_info import Site
 from hookline.sites.tree import main_tensor
 

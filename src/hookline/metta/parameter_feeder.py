@@ -19,9 +19,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from hookline.errors import TargetError
-from hookline.lifecycle.run_phase import Phases
 from hookline.metta.feeders import TrackerFeeder
 from hookline.metta.trackers import FisherInformationState
+from hookline.phases import Phases
 from hookline.sites import _torch
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet, HookHandle

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hookline.errors import HooklineWarning, OptionError
+from hookline.lifecycle.manager import HookManager
 from hookline.messages import caller_stacklevel, type_name
 from hookline.metta.component_tracker import ComponentTracker
 from hookline.metta.components import PolicyAutoBuilder
 from hookline.metta.trainer import Trainer, example_data, example_policy
 from hookline.sites.wrappers import unwrap
-from hookline.training.manager import HookManager
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,6 +1,5 @@
 """The public names of ``hookline.observe``, each with the module it lives in."""
 
-from hookline.lifecycle.overhead_budget import Budget as Budget
 from hookline.observe.capture.cache import Cache as Cache
 from hookline.observe.capture.cache import Captured as Captured
 from hookline.observe.heat_map import HeatMap as HeatMap
@@ -9,6 +8,7 @@ from hookline.observe.profile.profile import Profile as Profile
 from hookline.observe.profile.profile import ProfileRow as ProfileRow
 from hookline.observe.role_check import RoleCheck as RoleCheck
 from hookline.observe.role_check import check_roles as check_roles
+from hookline.observe.watch.overhead_budget import Budget as Budget
 from hookline.observe.watch.step_alarm import StepAlarm as StepAlarm
 from hookline.observe.watch.step_alarm import Trouble as Trouble
 from hookline.observe.watch.step_alarm import alarm as alarm

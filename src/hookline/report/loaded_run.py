@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from hookline.errors import MissingPackageError, OptionError
 from hookline.messages import nearest_names
+from hookline.records.sink import Record
+from hookline.records.values import json_text, values_in
 from hookline.report.metric_series import as_float, shown_names
 from hookline.report.report_runs import FACTS, LOG, distinct_names, find_runs, read_runs
-from hookline.sinks.metric_values import json_text, values_in
-from hookline.sinks.sink import Record
 from hookline.tables import Table
 
 __all__ = ["LoadedRun", "load_run", "load_runs"]

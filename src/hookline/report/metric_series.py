@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hookline.sinks.sink import Record, StepSeries
+from hookline.records.sink import Record, StepSeries
 
 __all__ = [
     "KINDS", "Collector", "Curve", "Grid", "LayerPlace", "RunSeries", "StepTimes", "as_float", "layer_places",

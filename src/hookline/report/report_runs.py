@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from hookline.errors import OptionError
-from hookline.sinks.record_log import Context, Entry, read_log
-from hookline.sinks.sink import Record
+from hookline.records.log import Context, Entry, read_log
+from hookline.records.sink import Record
 
 __all__ = ["FACTS", "LOG", "RunData", "RunRecords", "distinct_names", "find_runs", "log_of", "read_runs", "runs_of"]
 

@@ -1,4 +1,4 @@
-"""Write metrics somewhere: the record log, the fan-out, one destination per file."""
+"""Destinations of metrics, one per file."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from hookline.sinks.sink import Record
+    from hookline.records.sink import Record
 
 __all__ = ["LiveColumn", "NotebookOutput", "RunProgress", "can_redraw", "notebook_output", "screen_text"]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
-from hookline.sinks.sink import Record
+from hookline.records.sink import Record
 
 __all__ = [
     "DOWN", "UP", "MetricChoice", "SnapshotLines", "format_value", "has_nonfinite", "printable", "split_key", "trend",

@@ -13,6 +13,7 @@ from html import escape
 from typing import IO, TYPE_CHECKING, Any, Final, Literal, get_args
 
 from hookline.errors import OptionError
+from hookline.records.sink import MetricSink, Record
 from hookline.sinks.console_live import (
     LiveColumn,
     NotebookOutput,
@@ -22,7 +23,6 @@ from hookline.sinks.console_live import (
     screen_text,
 )
 from hookline.sinks.console_metrics import MetricChoice, SnapshotLines, format_value, has_nonfinite, split_key
-from hookline.sinks.sink import MetricSink, Record
 from hookline.tables import Table as PlainTable
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Final
 
 from hookline.errors import OptionError
-from hookline.sinks.metric_values import column_name, json_text, to_plain, utf8_text
-from hookline.sinks.sink import Record, RowSink, StepSeries, free_paths
+from hookline.records.sink import Record, RowSink, StepSeries, free_paths
+from hookline.records.values import column_name, json_text, to_plain, utf8_text
 
 __all__ = ["CSVSink", "GrowingCSV"]
 

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from hookline.sinks.metric_values import JsonCleaner, all_finite, dumps
-from hookline.sinks.record_log import LineFile, size_of
-from hookline.sinks.sink import Record, RunSink, StepSeries, free_paths
+from hookline.records.log import LineFile, size_of
+from hookline.records.sink import Record, RunSink, StepSeries, free_paths
+from hookline.records.values import JsonCleaner, all_finite, dumps
 
 __all__ = ["JSONLSink"]
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hookline.sinks.sink import MetricSink, Record, RunPlace
+from hookline.records.sink import MetricSink, Record, RunPlace
 from hookline.tables import Table, number_text
 
 __all__ = ["MemoryRecord", "MemorySink"]

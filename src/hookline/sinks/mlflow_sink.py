@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from hookline.sinks.metric_values import (
+from hookline.records.sink import Record, RunSink
+from hookline.records.values import (
     MetricValue,
     json_text,
     number,
@@ -25,7 +26,6 @@ from hookline.sinks.metric_values import (
     to_plain,
     values_in,
 )
-from hookline.sinks.sink import Record, RunSink
 
 __all__ = ["MLflowSink"]
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from hookline.sinks.metric_values import json_text, number, utf8_text, values_in
-from hookline.sinks.sink import Record, RowSink, StepSeries, free_paths
+from hookline.records.sink import Record, RowSink, StepSeries, free_paths
+from hookline.records.values import json_text, number, utf8_text, values_in
 
 __all__ = ["ParquetSink"]
 

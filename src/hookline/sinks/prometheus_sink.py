@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 from hookline.errors import OptionError
-from hookline.sinks.metric_values import number, numbers, step_axis, summary, to_plain, utf8_text, values_in
-from hookline.sinks.sink import Record, RunSink, StepSeries
+from hookline.records.sink import Record, RunSink, StepSeries
+from hookline.records.values import number, numbers, step_axis, summary, to_plain, utf8_text, values_in
 
 __all__ = ["PrometheusSink"]
 

@@ -13,9 +13,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from hookline.sinks.metric_values import MetricValue, json_text, mean, number, numbers, step_axis, values_in
-from hookline.sinks.run_identity import file_name
-from hookline.sinks.sink import Record, RunSink, free_paths
+from hookline.records.run_identity import file_name
+from hookline.records.sink import Record, RunSink, free_paths
+from hookline.records.values import MetricValue, json_text, mean, number, numbers, step_axis, values_in
 
 __all__ = ["TensorBoardSink"]
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from hookline.errors import HooklineWarning, OptionError
-from hookline.sinks.metric_values import MetricValue, json_text, mean, number, numbers, values_in
-from hookline.sinks.run_identity import file_name
-from hookline.sinks.sink import Record, RunSink
+from hookline.records.run_identity import file_name
+from hookline.records.sink import Record, RunSink
+from hookline.records.values import MetricValue, json_text, mean, number, numbers, values_in
 
 __all__ = ["WandbSink"]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import HookCheckError
+from hookline.lifecycle.hook import InterventionHook, TrainingHook
 from hookline.testing.run_outcome import is_same
-from hookline.training.training_hook import InterventionHook, TrainingHook
 
 if TYPE_CHECKING:
     from hookline.testing.small_run import SmallRun

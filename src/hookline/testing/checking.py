@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from hookline.errors import HookCheckError, HooklineError, HooksLeftError
-from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.hook import InterventionHook, TrainingHook
+from hookline.lifecycle.registry import HookRegistry, make_hook
 from hookline.messages import type_name
 from hookline.sites.find import assert_no_hooks
 from hookline.testing import check_report as words
@@ -25,10 +26,9 @@ from hookline.testing.check_report import Finding, HookCheck
 from hookline.testing.declared_checks import check_declaration, check_names
 from hookline.testing.run_outcome import Outcome, Trial, differences, kept_streams
 from hookline.testing.small_run import DrawingHook, ReplacingHook, SmallRun, StirringHook, small_experiment
-from hookline.training.checkpoints import checkpoint_file
-from hookline.training.loops.experiment import Experiment
-from hookline.training.registry import HookRegistry, make_hook
-from hookline.training.training_hook import InterventionHook, TrainingHook
+from hookline.training import checkpoint_file
+from hookline.training.experiment import Experiment
+from hookline.when import HookPoint
 
 __all__ = ["check_hook"]
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hookline.errors import HooklineError
-from hookline.lifecycle.points import validate_points
+from hookline.lifecycle import registry as check
+from hookline.lifecycle.hook import MetricInfo, TrainingHook
 from hookline.testing.check_report import Finding, HookCheck
-from hookline.training import registry as check
-from hookline.training.training_hook import MetricInfo, TrainingHook
+from hookline.when import validate_points
 
 __all__ = ["check_declaration", "check_names"]
 

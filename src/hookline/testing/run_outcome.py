@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from hookline.guard.rng import RandomStates, stream_states
+from hookline.lifecycle.manager import HookManager
 from hookline.sinks.memory_sink import MemorySink
-from hookline.training.manager import HookManager
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.training.loops.experiment import Experiment
-    from hookline.training.training_hook import TrainingHook
+    from hookline.lifecycle.hook import TrainingHook
+    from hookline.training.experiment import Experiment
 
 __all__ = ["Outcome", "Trial", "collected_warnings", "differences", "is_same", "kept_streams", "left_by"]
 

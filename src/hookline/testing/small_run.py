@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_context import RunDataContext
+from hookline.lifecycle.context import RunDataContext
+from hookline.lifecycle.hook import InterventionHook, TrainingHook
+from hookline.lifecycle.states import map_tensors
 from hookline.testing.run_outcome import Outcome, Trial, collected_warnings, left_by
-from hookline.training.hook_state import map_tensors
-from hookline.training.loops.epoch_loop import epoch_loop
-from hookline.training.loops.experiment import Experiment
-from hookline.training.loops.step_loop import step_loop
-from hookline.training.training_hook import InterventionHook, TrainingHook
+from hookline.training.epochs import epoch_loop
+from hookline.training.experiment import Experiment
+from hookline.training.steps import step_loop
+from hookline.when import HookPoint
 
 __all__ = ["DrawingHook", "ReplacingHook", "SmallModel", "SmallRun", "StirringHook", "small_experiment"]
 

@@ -1,4 +1,4 @@
-"""Hooks over time: hook classes, the manager that fires them, training loops, checkpoints."""
+"""Train an experiment, save it, resume it: loops, checkpoints, the embedded experiments."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.errors import CaptureError
-from hookline.lifecycle.run_phase import in_phase
 from hookline.observe.capture.stored_value import ValueStore
+from hookline.phases import in_phase
 
 X = torch.linspace(-1, 1, 24).reshape(2, 4, 3)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.lifecycle.run_phase import in_phase
+from hookline.phases import in_phase
 
 
 class Net(nn.Module):

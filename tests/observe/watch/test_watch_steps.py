@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.lifecycle.run_phase import in_phase, phase
 from hookline.observe.watch.stat_columns import DEFAULT_STATS
+from hookline.phases import in_phase, phase
 
 # -- steps ---------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import torch
 
 import hookline as hl
 from hookline.errors import CheckpointError
-from hookline.training.checkpoints.checkpoint_file import read, write
+from hookline.training.checkpoint_file import read, write
 
 
 def through(tmp_path: Path, value: object) -> object:
@@ -170,7 +170,7 @@ def test_a_file_that_names_code_is_refused(tmp_path):
     """With a checksum that fits: only the kinds that are known are made, whatever is asked for."""
     from safetensors.torch import save_file
 
-    from hookline.training.checkpoints.checkpoint_file import _checksum
+    from hookline.training.checkpoint_file import _checksum
 
     for kind in (["object", "os.system"], ["system", "true"], ["dtype", "load"], ["tensor", "9", "cpu", "float32"]):
         text = json.dumps(["dict", {"value": kind}])
@@ -190,7 +190,7 @@ def test_what_contains_itself_is_refused(tmp_path):
 
 def test_a_very_large_tree_is_written(tmp_path, monkeypatch):
     """Metadata of the format ends at 100 MB; here at 1,000 characters."""
-    monkeypatch.setattr("hookline.training.checkpoints.checkpoint_file._LONGEST", 1000)
+    monkeypatch.setattr("hookline.training.checkpoint_file._LONGEST", 1000)
     tree = {f"metric {number}": [None, number] for number in range(500)}
     path = tmp_path / "it.safetensors"
     write(path, tree)

@@ -19,10 +19,10 @@ from torch import nn
 
 import hookline as hl
 from hookline.errors import CheckpointError, ResumeError
-from hookline.training.checkpoints import checkpoints as module
-from hookline.training.checkpoints.checkpoint_file import write
-from hookline.training.checkpoints.checkpoints import Checkpoints, lock_folder, to_plain
-from hookline.training.checkpoints.checkpoints import differences as changed
+from hookline.training import checkpoints as module
+from hookline.training.checkpoint_file import write
+from hookline.training.checkpoints import Checkpoints, lock_folder, to_plain
+from hookline.training.checkpoints import differences as changed
 
 
 def names(folder: Any) -> list[str]:
@@ -377,7 +377,7 @@ def test_two_runs_in_one_folder_are_kept_apart(tmp_path):
 def test_the_lock_of_a_process_that_died_is_taken_over(tmp_path):
     """Killed, with its number still in the file; also where another process has that number by now."""
     held = "import sys, time\nfrom pathlib import Path\n"
-    held += "from hookline.training.checkpoints.checkpoints import lock_folder\n"
+    held += "from hookline.training.checkpoints import lock_folder\n"
     held += "lock = lock_folder(Path(sys.argv[1]))\nprint('held', flush=True)\ntime.sleep(60)\n"
     process = WarmPopen([sys.executable, "-c", held, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hookline as hl
-from hookline.lifecycle.run_phase import phase
+from hookline.phases import phase
 
 
 def trained_by_hand(

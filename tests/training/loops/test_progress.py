@@ -16,8 +16,8 @@ from torch import nn
 
 import hookline as hl
 from hookline.sinks.console_live import NotebookOutput, RunProgress
-from hookline.training.loops import loop_progress
-from hookline.training.loops.loop_progress import NotebookBar
+from hookline.training import progress as loop_progress
+from hookline.training.progress import NotebookBar
 
 
 def screen() -> Console:

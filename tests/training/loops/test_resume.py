@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 import hookline as hl
 from hookline.errors import ResumeError
-from hookline.training.checkpoints.checkpoints import Checkpoints
+from hookline.training.checkpoints import Checkpoints
 
 
 def dataset() -> Sampled:

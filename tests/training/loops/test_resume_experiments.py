@@ -25,8 +25,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import hookline as hl
-from hookline.training import metric_output as recording
-from hookline.training.checkpoints.checkpoints import Checkpoints
+from hookline.lifecycle import output as recording
+from hookline.training.checkpoints import Checkpoints
 
 
 def test_two_optimizers_in_a_list_and_a_plain_object_go_on(tmp_path):

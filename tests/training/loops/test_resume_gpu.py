@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
-from hookline.training.checkpoints.checkpoints import Checkpoints
+from hookline.training.checkpoints import Checkpoints
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,8 +21,8 @@ from helpers_warm import WarmPopen, run_warm
 
 import hookline as hl
 from hookline.errors import ResumeError
-from hookline.training.checkpoints.checkpoints import Checkpoints
-from hookline.training.checkpoints.stop_signals import StopSignals
+from hookline.training.checkpoints import Checkpoints
+from hookline.training.stop_signals import StopSignals
 
 
 class Presses(hl.TrainingHook):

@@ -11,12 +11,12 @@ import pytest
 from helpers_ranks import run_ranks
 
 from hookline.errors import OptionError
-from hookline.sinks.sink import StepSeries
-from hookline.training.ranks.packed_metrics import pack_series, unpack_series
-from hookline.training.ranks.rank_data import share_loader
-from hookline.training.ranks.reduce_rules import ReduceRules, checked_reduce
-from hookline.training.registry import HookRegistry
-from hookline.training.training_hook import TrainingHook
+from hookline.lifecycle.hook import TrainingHook
+from hookline.lifecycle.packed_metrics import pack_series, unpack_series
+from hookline.lifecycle.reduce_rules import ReduceRules, checked_reduce
+from hookline.lifecycle.registry import HookRegistry
+from hookline.records.sink import StepSeries
+from hookline.training.rank_data import share_loader
 
 SCENARIOS = Path(__file__).with_name("rank_run_scenarios.py")
 

@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 
 from hookline.errors import OptionError
 from hookline.guard.rng import kept_rng
+from hookline.lifecycle.hook import TrainingHook
 from hookline.messages import type_name
 from hookline.observe.watch.step_alarm import StepAlarm
 from hookline.observe.watch.watch import Watch
 from hookline.sites.handle import HandleSet, HookHandle
-from hookline.training.training_hook import TrainingHook
 
 if TYPE_CHECKING:
     from hookline.integrations.first_step import FirstStep
@@ -111,18 +111,18 @@ def _known_hooks(name: str, given: Any) -> list[AuditedHook]:
 def _named_hooks(name: str, given: str) -> list[AuditedHook]:
     """Return what a string stands for: the specs of a file, an object of a module, a lifecycle hook or a group."""
     if given.endswith(_SPEC_FILES):
-        from hookline.config.read_settings import read_document
-        from hookline.config.run_file import placed_specs
+        from hookline.runs.read import read_document
+        from hookline.runs.run_file import placed_specs
 
         specs = [spec for _, spec in placed_specs(read_document(given))]
         return [
             AuditedHook(str(spec.get("name") or f"{given}[{place}]"), spec, "specs") for place, spec in enumerate(specs)
         ]
     if ":" in given:
-        from hookline.config.load_object import load_object
+        from hookline.load import load_object
 
         return _known_hooks(name or given.rpartition(":")[2], load_object(given, wanted="a hook"))
-    from hookline.training.registry import HookRegistry
+    from hookline.lifecycle.registry import HookRegistry
 
     return [AuditedHook(one, one, "lifecycle") for one in HookRegistry.resolve([given])]
 
@@ -220,7 +220,7 @@ def _take_off_later(found: Any, stack: ExitStack) -> None:
 
 
 def _made(given: Any) -> TrainingHook:
-    from hookline.training.registry import HookRegistry
+    from hookline.lifecycle.registry import HookRegistry
 
     (made,) = HookRegistry.create([given]) if isinstance(given, str) else [given]
     return made() if isinstance(made, type) else made
@@ -230,7 +230,7 @@ def follow_with(hooks: list[AuditedHook], model: nn.Module, optimizer: Optimizer
     """Fire lifecycle hooks in the training from now on; return what follows it."""
     from hookline.integrations.follow import follow
     from hookline.integrations.snapshot_steps import can_count_steps
-    from hookline.training.manager import HookManager
+    from hookline.lifecycle.manager import HookManager
 
     with kept_rng():
         made = [_made(hook.fresh()) for hook in hooks]

@@ -29,7 +29,7 @@ from hookline.debug.audit.run_state import (
 )
 from hookline.errors import NoMatchError
 from hookline.integrations.model_of_optimizer import find_model, find_optimizers
-from hookline.lifecycle.run_phase import phase
+from hookline.phases import phase
 from hookline.sites.functions.replaced_function import ReplacedFunction
 
 __all__ = ["EnoughSteps", "StepRecorder"]

@@ -30,7 +30,7 @@ from hookline.guard.torch_switches import TorchSwitches
 from hookline.integrations.first_step import FirstStep
 
 if TYPE_CHECKING:
-    from hookline.training.manager import HookManager
+    from hookline.lifecycle.manager import HookManager
 
 __all__ = ["Training", "Trainings", "did_nothing", "takes_hooks"]
 

@@ -23,8 +23,8 @@ from hookline.debug.first_bad.operator_run import OperatorRun
 from hookline.debug.first_bad.step_reader import StepReader
 from hookline.distributed.ranks import is_distributed
 from hookline.guard.guard import Guard
-from hookline.lifecycle.run_phase import in_phase
 from hookline.observe.watch.watch import watch
+from hookline.phases import in_phase
 from hookline.sites import _torch
 
 if TYPE_CHECKING:

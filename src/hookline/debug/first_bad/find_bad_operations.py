@@ -17,8 +17,8 @@ from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder, Se
 from hookline.debug.first_bad.followed_steps import FollowedSteps
 from hookline.debug.first_bad.run_optimizers import OtherOptimizers, join_optimizers, list_optimizers
 from hookline.errors import OptionError
-from hookline.lifecycle.run_phase import phase
 from hookline.messages import type_name
+from hookline.phases import phase
 from hookline.sites.optimizers.optimizer_hooks import attach_optimizer
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.targets import check_model

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 from hookline.debug.first_bad.bad_operation import BadStep, name_batch
 from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder, SecondRun
 from hookline.debug.first_bad.followed_steps import FollowedSteps
-from hookline.lifecycle.points import HookPoint
+from hookline.lifecycle.hook import MetricInfo, TrainingHook
 from hookline.replace_file import replace_file
-from hookline.training.training_hook import MetricInfo, TrainingHook
+from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from hookline.lifecycle.run_context import RunDataContext
-    from hookline.training.loops.run_step import RunStep
+    from hookline.lifecycle.context import RunDataContext
+    from hookline.training.run_step import RunStep
 
 __all__ = ["FirstBadOperation"]
 

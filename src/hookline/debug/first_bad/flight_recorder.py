@@ -24,23 +24,23 @@ from hookline.debug.first_bad.flight_file import Streams, write_flight
 from hookline.debug.first_bad.step_reader import BAD, StepReader, StepRows
 from hookline.distributed.ranks import this_rank
 from hookline.errors import HooklineError, OptionError
-from hookline.lifecycle.points import HookPoint
-from hookline.lifecycle.run_phase import phase
+from hookline.lifecycle.hook import TrainingHook
 from hookline.observe.watch.watch import Watch, watch
+from hookline.phases import phase
 from hookline.report.minutes_before import FLIGHT_FILE
 from hookline.report.recent_changes import LossHistory
 from hookline.sites.optimizers.optimizer_hooks import attach_optimizer
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.wrappers import clean_modules
-from hookline.training.training_hook import TrainingHook
+from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from hookline.hook_types import Target
-    from hookline.lifecycle.run_context import RunDataContext
+    from hookline.lifecycle.context import RunDataContext
     from hookline.observe.watch.stats_engine import WatchedPlace
-    from hookline.training.loops.run_step import RunStep
+    from hookline.training.run_step import RunStep
 
 __all__ = ["FlightRecorder"]
 

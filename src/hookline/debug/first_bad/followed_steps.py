@@ -17,10 +17,10 @@ from hookline.debug.first_bad.bad_operation import BadStep
 from hookline.debug.first_bad.bad_operation_finder import SecondRun
 from hookline.debug.first_bad.followed_batch import FollowedBatch
 from hookline.debug.first_bad.kept_steps import KeptStep
-from hookline.lifecycle.run_phase import known_phase
+from hookline.phases import known_phase
 from hookline.sites import _torch
 from hookline.sites.attach import attach
-from hookline.training.loops.training_step import MicroBatches
+from hookline.training.step import MicroBatches
 
 if TYPE_CHECKING:
     from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder

@@ -19,7 +19,7 @@ from hookline.errors import GuardError, OptionError
 from hookline.guard.guard import Guard
 from hookline.guard.rng import RandomStates
 from hookline.guard.snapshot import Snapshot, roots_of
-from hookline.lifecycle.run_phase import in_phase
+from hookline.phases import in_phase
 from hookline.sites import _torch
 from hookline.sites.targets import check_model
 from hookline.tables import ShownAsTable, Table

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from hookline.errors import OptionError
 from hookline.guard.snapshot import first_names
-from hookline.lifecycle.run_phase import phase
+from hookline.phases import phase
 from hookline.sites.modules.attach_everywhere import attach_everywhere
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 

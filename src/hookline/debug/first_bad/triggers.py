@@ -16,16 +16,16 @@ from torch import Tensor
 
 from hookline.debug.first_bad.step_reader import copy_to_host
 from hookline.errors import OptionError
-from hookline.lifecycle.points import HookPoint, validate_points
+from hookline.lifecycle.hook import InterventionHook, TrainingHook
+from hookline.lifecycle.registry import HookRegistry
 from hookline.messages import suggest, type_name
 from hookline.report.recent_changes import LossHistory
-from hookline.training.registry import HookRegistry
-from hookline.training.training_hook import InterventionHook, TrainingHook
+from hookline.when import HookPoint, validate_points
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.lifecycle.run_context import RunDataContext
+    from hookline.lifecycle.context import RunDataContext
 
 __all__ = ["TriggeredHooks", "on_trigger"]
 

@@ -21,12 +21,12 @@ from hookline.debug.trace.trace_recorder import TraceRecorder
 from hookline.debug.trace.trace_sites import TraceSites, TraceStepNumbers
 from hookline.distributed.ranks import rank_count, this_rank
 from hookline.errors import OptionError
-from hookline.lifecycle.schedule import StepSchedule
 from hookline.messages import nearest_names, suggest
 from hookline.observe.watch.watch_steps import OptimizerSteps
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.targets import check_model, name_matcher
 from hookline.sites.wrappers import unwrap
+from hookline.when import StepSchedule
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -17,13 +17,13 @@ from hookline.debug.trace.trace_record import RowTable
 from hookline.debug.trace.trace_recorder import TraceMoment, TraceRecorder
 from hookline.debug.trace.trace_rows import rows_of
 from hookline.errors import NoMatchError
-from hookline.lifecycle.schedule import StepSchedule
 from hookline.observe.watch.watch_steps import BackwardPasses
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
 from hookline.sites.targets import select, without_scripted
 from hookline.sites.tensors.parameter_hooks import select_parameters
 from hookline.sites.tree import leaves
+from hookline.when import StepSchedule
 
 if TYPE_CHECKING:
     from hookline.hook_types import Target

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from hookline.errors import OptionError
-from hookline.lifecycle.run_phase import ALL_PHASES, PHASES, validate_phases
 from hookline.observe.capture.cache import Cache
 from hookline.observe.capture.capture_hooks import CaptureRecorder
 from hookline.observe.capture.stored_value import AS_IT_IS, ValueStore
 from hookline.observe.index_grammar import plain_item, text_of
 from hookline.observe.token_axes import axes_for
+from hookline.phases import ALL_PHASES, PHASES, validate_phases
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.hook_at_site import AttachOptions, open_context
 from hookline.sites.kinds import Kind

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import CaptureError, OptionError
-from hookline.lifecycle.run_phase import ALL_PHASES, Phases, known_phase
 from hookline.observe.capture.captured_calls import CapturedCall
 from hookline.observe.capture.stored_value import NoNumbers, StoredValue, ValueStore, each_tensor
 from hookline.observe.token_axes import GIVE_ROWS, TokenAxes
+from hookline.phases import ALL_PHASES, Phases, known_phase
 from hookline.sites import _torch
 from hookline.sites.hook_at_site import open_contexts
 from hookline.sites.tree import main_tensor

@@ -17,7 +17,7 @@ from torch import nn
 
 from hookline.distributed.ranks import is_distributed
 from hookline.errors import OptionError
-from hookline.lifecycle.overhead_budget import (
+from hookline.observe.watch.overhead_budget import (
     Budget,
     BudgetDecision,
     LookInterval,
@@ -26,7 +26,7 @@ from hookline.lifecycle.overhead_budget import (
     first_interval,
     stretch,
 )
-from hookline.lifecycle.schedule import StepSchedule
+from hookline.when import StepSchedule
 
 __all__ = ["BudgetedSchedule", "budgeted"]
 

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from hookline.distributed.ranks import is_distributed
 from hookline.errors import OptionError
-from hookline.lifecycle.overhead_budget import Budget
-from hookline.lifecycle.run_phase import During, validate_phases
-from hookline.lifecycle.schedule import StepSchedule
 from hookline.messages import type_name
 from hookline.observe.watch.budgeted_schedule import BudgetedSchedule, budgeted
+from hookline.observe.watch.overhead_budget import Budget
 from hookline.observe.watch.rank_stats import DeclaredShards, RankStats, same_on_ranks
 from hookline.observe.watch.saved_rows import load_rows, saved_rows
 from hookline.observe.watch.stat_columns import Layout
@@ -27,10 +25,12 @@ from hookline.observe.watch.stats_engine import StatsEngine, StatsSnapshot
 from hookline.observe.watch.watch_hooks import WatchSites, checked_kinds
 from hookline.observe.watch.watch_steps import CountingRules, ForwardSteps, ManualSteps, OptimizerSteps, Schedule
 from hookline.observe.watch.watch_table import watch_table
+from hookline.phases import During, validate_phases
 from hookline.sites.roles import with_role
 from hookline.sites.targets import check_model
 from hookline.sites.wrappers import unwrap
 from hookline.tables import OFF, ON, ShownAsTable, Table
+from hookline.when import StepSchedule
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

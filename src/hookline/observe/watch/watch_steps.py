@@ -16,9 +16,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hookline.errors import HooklineWarning, OptionError
-from hookline.lifecycle.run_phase import ENTERED, phase
-from hookline.lifecycle.schedule import StepSchedule
 from hookline.messages import caller_stacklevel, type_name
+from hookline.phases import ENTERED, phase
 from hookline.sites import _torch
 from hookline.sites.attach import attach, new_attachment
 from hookline.sites.handle import HandleSet
@@ -28,13 +27,14 @@ from hookline.sites.modules.module_hooks import existing_hooks
 from hookline.sites.optimizers.optimizer_hooks import attach_optimizer
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.tensors.parameter_hooks import NamedParameter, attach_to_parameters
+from hookline.when import StepSchedule
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.lifecycle.run_phase import During
     from hookline.observe.watch.budgeted_schedule import BudgetedSchedule
     from hookline.observe.watch.stats_engine import WatchedPlace
+    from hookline.phases import During
     from hookline.sites.handle import HookHandle
     from hookline.sites.hook_at_site import Attachment, StandIn
 

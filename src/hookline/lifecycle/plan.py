@@ -1,0 +1,339 @@
+"""Work out which hook runs at which point, in which order and at which steps.
+
+`HookManager` makes a `Plan` of what its hooks declare, asks it at each firing, and shows it to the user as a table.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from typing import TYPE_CHECKING, Any, Final
+
+from hookline.errors import HookNameError, HookOrderError, LifecycleError, OptionError
+from hookline.lifecycle.hook import InterventionHook
+from hookline.messages import did_you_mean
+from hookline.tables import ShownAsTable, Table
+from hookline.when import HookPoint, StepSchedule, validate_points
+
+if TYPE_CHECKING:
+    from hookline.lifecycle.hook import TrainingHook, Window
+
+__all__ = ["Plan", "PlanRow", "PlannedHook", "PointHooks", "make_plan", "split_roles"]
+
+_ALWAYS: Final = (None, None)
+"""The window that is open at both ends."""
+_NEEDS: Final = ("needs_grads", "needs_prev_step_grads", "needs_pre_epoch_state", "needs_reference_weights")
+_NO_LOOP_TYPE: Final = "its loop_points depend on the loop, and loop_type= is not given"
+
+
+# -- the hooks of a point ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedHook:
+    """A hook at a point."""
+
+    hook: TrainingHook
+    name: str
+    point: HookPoint
+    intervenes: bool
+    """Whether ``intervene`` is called here, rather than ``compute``."""
+    window: Window
+    """The first and last epoch, or step."""
+    schedule: Any
+    """The steps at which it is due; None: all."""
+
+    def is_due_at(self, step: int) -> bool:
+        """Return whether its schedule has that step."""
+        return self.schedule is None or bool(self.schedule.is_active(step))
+
+    def is_open_at(self, number: int | None) -> bool:
+        """Return whether its window has that epoch, or step; None is in every window."""
+        first, last = self.window
+        return number is None or ((first is None or number >= first) and (last is None or number <= last))
+
+
+class PointHooks:
+    """The hooks of one point, in the order they run: those that observe, then those that intervene."""
+
+    __slots__ = ("hooks", "is_scheduled", "is_step", "is_windowed", "needs_reference", "next_due", "parts", "point")
+
+    def __init__(self, hooks: Sequence[PlannedHook]) -> None:
+        self.hooks = tuple(hooks)
+        self.point = hooks[0].point
+        self.is_step = self.point.is_step
+        self.parts = split_roles(self.hooks)
+        """Those that observe, and those that intervene."""
+        self.is_scheduled = any(planned.schedule is not None for planned in hooks)
+        self.is_windowed = any(planned.window != _ALWAYS for planned in hooks)
+        self.needs_reference = any(planned.hook.needs_reference_weights for planned in hooks)
+        self.next_due = -2
+        """No step before this one is due, so that most firings cost one comparison; -2 is before the first."""
+
+    def due(self, step: int) -> tuple[PlannedHook, ...]:
+        """Return the hooks whose schedule has `step`; without a schedule it is all `hooks`, and need not be asked."""
+        if step < 0:
+            name = next(planned.name for planned in self.hooks if planned.schedule is not None)
+            raise LifecycleError(
+                f"Hook {name!r} has a step_schedule, but no step has begun, so it cannot be told whether it is due. "
+                "Call manager.advance_step() at the start of each step."
+            )
+        due = tuple([planned for planned in self.hooks if planned.is_due_at(step)])
+        if not due:
+            self.next_due = min(_next_due(planned.schedule, step) for planned in self.hooks)
+        return due
+
+
+def split_roles(hooks: tuple[PlannedHook, ...]) -> tuple[tuple[PlannedHook, ...], tuple[PlannedHook, ...]]:
+    """Return those of ``hooks`` that observe, and those that intervene."""
+    return tuple(h for h in hooks if not h.intervenes), tuple(h for h in hooks if h.intervenes)
+
+
+def _next_due(schedule: Any, step: int) -> int:
+    """Return the first step from `step` on that is due."""
+    if type(schedule) is not StepSchedule:
+        return step  # a user's own schedule has to be asked at each step
+    step = max(step, schedule.warmup)
+    length = {"continual": schedule.stride, "stride": 1, "burst": schedule.burst_length}[schedule.mode]
+    late = step % schedule.stride
+    return step if late < length else step + schedule.stride - late
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One hook at one point, as text."""
+
+    point: str
+    order: int
+    """Its place among the hooks of the point, from 1."""
+    hook: str
+    does: str
+    """``"observes"`` or ``"intervenes (scope)"``."""
+    when: str
+    """The steps and epochs at which it is due."""
+    needs: str
+    """What the loop has to provide."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Plan(ShownAsTable):
+    """The hooks of each point, in order; prints as a table.
+
+    Recipe: ``print(manager.plan())``.
+    """
+
+    points: Mapping[HookPoint, PointHooks]
+    """The points that have hooks."""
+    left_out: Mapping[str, str]
+    """Hooks that never run, each with the reason."""
+    unit: str = "epoch"
+    """What windows count."""
+
+    @property
+    def rows(self) -> tuple[PlanRow, ...]:
+        """Every hook at every point, in the order of the loop."""
+        return tuple(
+            PlanRow(point.name, order, planned.name, _does(planned), _when(planned, self.unit), _needs(planned))
+            for point in HookPoint
+            if point in self.points
+            for order, planned in enumerate(self.points[point].hooks, 1)
+        )
+
+    @property
+    def undecided(self) -> tuple[str, ...]:
+        """Hooks whose points depend on the loop, while it is not known which loop runs."""
+        return tuple(name for name, why in self.left_out.items() if why is _NO_LOOP_TYPE)
+
+    def hooks_at(self, points: Iterable[HookPoint], number: int | None = None) -> Iterator[PlannedHook]:
+        """Yield the hooks at these points whose window has `number`, an epoch or step; None: every window."""
+        for point in points:
+            found = self.points.get(HookPoint.of(point))
+            for planned in found.hooks if found is not None else ():
+                if planned.is_open_at(number):
+                    yield planned
+
+    def silent_without(self, points: Iterable[HookPoint]) -> dict[str, list[str]]:
+        """Return the hooks that have no point among `points`, each with the points it has."""
+        there = set(points)
+        wanted: dict[str, list[HookPoint]] = {}
+        for planned in self.hooks_at(self.points):
+            wanted.setdefault(planned.name, []).append(planned.point)
+        return {name: [p.name for p in its] for name, its in wanted.items() if not there.intersection(its)}
+
+    def _table(self) -> Table:
+        rows = [(r.point, str(r.order), r.hook, r.does, r.when, r.needs) for r in self.rows]
+        if not (rows or self.left_out):
+            return Table(title="no hooks")
+        left_out = [f"left out: {name} ({why})" for name, why in self.left_out.items()]
+        return Table(("point", "", "hook", "does", "when", "needs"), rows, foot=left_out, rule=False)
+
+
+def make_plan(
+    hooks: Mapping[str, TrainingHook], loop_type: str | None, left_out: Mapping[str, str], known: Iterable[str] = ()
+) -> Plan:
+    """Return the plan of `hooks`; ``before`` and ``after`` may also mention the names in `known`."""
+    names = list(dict.fromkeys([*hooks, *known]))
+    found: dict[HookPoint, list[PlannedHook]] = {}
+    out = dict(left_out)
+    for name, hook in hooks.items():
+        for option in ("before", "after"):
+            _check_names(name, option, _as_names(getattr(hook, option)), names)
+        if name in out:
+            continue
+        windows = _windows(name, hook, loop_type)
+        if not windows:
+            out[name] = _NO_LOOP_TYPE if loop_type is None else f"its loop_points have nothing for the {loop_type} loop"
+        for point, window in windows.items():
+            found.setdefault(point, []).append(_planned(name, hook, point, window))
+    points = {point: PointHooks(_ordered(planned)) for point, planned in found.items()}
+    return Plan(points, out, "step" if loop_type == "step" else "epoch")
+
+
+def _windows(name: str, hook: TrainingHook, loop_type: str | None) -> dict[HookPoint, Window]:
+    """Return the points of a hook in that loop, each with its window; empty if it has none, or they are not known."""
+    if loop_type is None or hook.loop_points is None:
+        points = validate_points(hook.hook_points or ())
+        if not points and not hook.loop_points:
+            raise OptionError(f"Hook {name!r} never fires: give it hook_points, such as {{HookPoint.POST_EPOCH}}.")
+        return dict.fromkeys(points, _ALWAYS)
+    if not isinstance(hook.loop_points, Mapping):
+        raise OptionError(
+            f"loop_points of hook {name!r} says for each loop which points it has, such as "
+            f'{{"epoch": {{HookPoint.POST_EPOCH}}}}; got {hook.loop_points!r}.'
+        )
+    declared = hook.loop_points.get(loop_type) or ()
+    if not isinstance(declared, Mapping):
+        return dict.fromkeys(validate_points(declared), _ALWAYS)
+    return {HookPoint.of(point): _checked_window(name, point, window) for point, window in declared.items()}
+
+
+def _checked_window(name: str, point: Any, window: Any) -> Window:
+    if window is None:
+        return _ALWAYS
+    ends = tuple(window) if isinstance(window, Sequence) and not isinstance(window, str) else ()
+    if len(ends) != 2 or not all(end is None or isinstance(end, int) for end in ends):
+        raise OptionError(
+            f"loop_points of hook {name!r} at {HookPoint.of(point).name}: a window is (first, last), with None for an "
+            f"open end; got {window!r}."
+        )
+    first, last = ends
+    if first is not None and last is not None and first > last:
+        raise OptionError(
+            f"loop_points of hook {name!r} at {HookPoint.of(point).name}: the window {window!r} ends before it begins."
+        )
+    return first, last
+
+
+def _planned(name: str, hook: TrainingHook, point: HookPoint, window: Window) -> PlannedHook:
+    intervenes = isinstance(hook, InterventionHook) and (
+        hook.intervention_points is None or point in validate_points(hook.intervention_points)
+    )
+    schedule = hook.step_schedule
+    if schedule is not None and not callable(getattr(schedule, "is_active", None)):
+        raise OptionError(
+            f'step_schedule of hook {name!r} is a StepSchedule, such as StepSchedule("stride", stride=50); got '
+            f"{schedule!r}."
+        )
+    if not isinstance(hook.priority, int | float):
+        raise OptionError(f"priority of hook {name!r} is a number; got {hook.priority!r}.")
+    return PlannedHook(hook, name, point, intervenes, window, schedule if point.is_step else None)
+
+
+# -- order ------------------------------------------------------------------------------------------------------
+
+
+def _check_names(hook: str, option: str, names: Iterable[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name == hook:
+            raise HookOrderError(f"Hook {hook!r} asks to run {option} itself; take its name out of {option}=.")
+        if name not in known:
+            raise HookNameError(
+                f"Hook {hook!r} asks to run {option} {name!r}, which is no hook.{did_you_mean(name, known)} "
+                f"Available: {', '.join(known) or 'none'}."
+            )
+
+
+def _ordered(hooks: Sequence[PlannedHook]) -> list[PlannedHook]:
+    """Return observers, then interventions; among each by ``before`` and ``after``, then priority, then as given."""
+    sorter = TopologicalSorter(_predecessors(hooks))
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        names = ", ".join(repr(hooks[number].name) for number in sorted(set(error.args[1])))
+        raise HookOrderError(
+            f"The hooks {names} at {hooks[0].point.name} cannot each run before the other; look at their "
+            "before= and after=."
+        ) from None
+    ready: list[tuple[bool, float, int]] = []
+    found: list[PlannedHook] = []
+    while sorter.is_active():
+        for number in sorter.get_ready():
+            heapq.heappush(ready, (hooks[number].intervenes, -hooks[number].hook.priority, number))
+        number = heapq.heappop(ready)[2]
+        found.append(hooks[number])
+        sorter.done(number)
+    return found
+
+
+def _predecessors(hooks: Sequence[PlannedHook]) -> dict[int, set[int]]:
+    """Return for the number of each hook those that have to run before it."""
+    numbers = {planned.name: number for number, planned in enumerate(hooks)}
+    found: dict[int, set[int]] = {number: set() for number in numbers.values()}
+    for number, planned in enumerate(hooks):
+        later = [(number, numbers[name]) for name in _as_names(planned.hook.before) if name in numbers]
+        earlier = [(numbers[name], number) for name in _as_names(planned.hook.after) if name in numbers]
+        for first, second in later + earlier:
+            _check_roles(hooks[first], hooks[second])
+            found[second].add(first)
+    return found
+
+
+def _check_roles(first: PlannedHook, second: PlannedHook) -> None:
+    if first.intervenes and not second.intervenes:
+        raise HookOrderError(
+            f"Hook {first.name!r} intervenes at {first.point.name} and {second.name!r} observes there, so it cannot "
+            f"run before it: observers always run first. Take {first.name!r} and {second.name!r} out of each other's "
+            "before= and after=."
+        )
+
+
+def _as_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names or ())
+
+
+# -- in words ---------------------------------------------------------------------------------------------------
+
+
+def _does(planned: PlannedHook) -> str:
+    return f"intervenes ({getattr(planned.hook, 'scope', '')})" if planned.intervenes else "observes"
+
+
+def _when(planned: PlannedHook, unit: str) -> str:
+    words = [_schedule_text(planned.schedule)] if planned.schedule is not None else []
+    first, last = planned.window
+    if first is not None:
+        words.append(f"from {unit} {first}" if last is None else f"{unit}s {first} to {last}")
+    elif last is not None:
+        words.append(f"up to {unit} {last}")
+    return ", ".join(words) or "always"
+
+
+def _schedule_text(schedule: Any) -> str:
+    if type(schedule) is not StepSchedule:
+        return str(schedule)
+    words = {
+        "continual": "every step",
+        "stride": f"every {schedule.stride} steps",
+        "burst": f"{schedule.burst_length} of every {schedule.stride} steps",
+    }[schedule.mode]
+    return f"{words} from {schedule.warmup}" if schedule.warmup else words
+
+
+def _needs(planned: PlannedHook) -> str:
+    needs = [need.removeprefix("needs_").replace("_", " ") for need in _NEEDS if getattr(planned.hook, need)]
+    return ", ".join(needs) or "–"

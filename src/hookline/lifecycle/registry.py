@@ -1,0 +1,383 @@
+"""Find hooks over time by name.
+
+Users and packages register classes (by decorator, entry point or path); `HookManager` and the command line look them
+up. A hook is made when it is selected.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, ClassVar, Final, TypeVar, overload
+
+from hookline.errors import HooklineWarning, HookNameError, HookSignatureError, OptionError
+from hookline.lifecycle.hook import InterventionHook, MetricInfo, TrainingHook
+from hookline.messages import caller_stacklevel, did_you_mean
+from hookline.specs.copy_config import own_copy
+from hookline.when import HookPoint, validate_points
+
+__all__ = ["DEBUG_HOOKS", "HookRegistry", "check_hook", "make_hook", "points_in_any_loop", "register_built_ins"]
+
+_Class = TypeVar("_Class", bound=type[TrainingHook])
+_GROUP: Final = "hookline.hooks"
+_BUILT_INS: Final = "hookline.analyses"
+DEBUG_HOOKS: Final = {
+    "first_bad_operation": "hookline.debug.first_bad.first_bad_hook:FirstBadOperation",
+    "flight_recorder": "hookline.debug.first_bad.flight_recorder:FlightRecorder",
+}
+"""Hooks of ``hookline.debug``: found by name, and in no list, since they look for faults and measure nothing."""
+_SCOPES: Final = ("reads", "grads", "trains")
+
+
+class _ShownByNames(type):
+    """Show the class itself as a list of names: it is used without an object of it."""
+
+    def __repr__(cls) -> str:
+        if cls is not HookRegistry:
+            return type.__repr__(cls)
+        names = HookRegistry.known()
+        groups = "".join(f"\ngroup {name}: {', '.join(hooks)}" for name, hooks in HookRegistry.groups.items())
+        return f"<HookRegistry of {len(names)} hooks: {', '.join(names)}>{groups}"
+
+
+class HookRegistry(metaclass=_ShownByNames):
+    """All hooks that can be selected by name.
+
+    Recipe::
+
+        @hookline.HookRegistry.register
+        class MyHook(hookline.TrainingHook):
+            name = "my_hook"
+            hook_points = {hookline.HookPoint.POST_EPOCH}
+
+            def compute(self, ctx):
+                return {"my_metric": 1.0}
+
+
+        hookline.HookManager(["my_hook"])
+
+    Another package makes its hooks known by an entry point: ``[project.entry-points."hookline.hooks"]`` with
+    ``my_hook = "my_package.hooks:MyHook"``.
+    """
+
+    groups: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Names that stand for several hooks, see ``add_group``."""
+    _classes: ClassVar[dict[str, type[TrainingHook]]] = {}
+    _paths: ClassVar[dict[str, str]] = {}
+    _entry_points: ClassVar[dict[str, EntryPoint] | None] = None
+    _broken: ClassVar[dict[str, str]] = {}
+    """Those that could not be loaded, and why."""
+    _order: ClassVar[dict[str, None]] = {}
+    """Names in the order they became known in; loading a class does not change it."""
+    _loading: ClassVar[threading.RLock] = threading.RLock()
+    """One thread at a time; it may load one hook while it loads another."""
+
+    # -- making known ------------------------------------------------------------------------------------
+
+    @overload
+    @classmethod
+    def register(cls, hook: _Class) -> _Class: ...
+    @overload
+    @classmethod
+    def register(cls, hook: str | None = None) -> Callable[[_Class], _Class]: ...
+    @classmethod
+    def register(cls, hook: Any = None) -> Any:
+        """Register a class: as ``@register``, ``@register()`` or ``@register("name")``; return the class, untouched.
+
+        A class registered again (a cell of a notebook that is run twice) takes the place of its former self; another
+        class under a name that is taken is an error.
+        """
+        if isinstance(hook, type):
+            return cls._add(hook, "")
+        return lambda later: cls._add(later, hook or "")
+
+    @classmethod
+    def _add(cls, hook: Any, name: str) -> Any:
+        if not (isinstance(hook, type) and issubclass(hook, TrainingHook)):
+            raise HookSignatureError(f"register() takes a class derived from TrainingHook, got {hook!r}.")
+        name = name or hook.name
+        check_hook(hook)
+        there = _path(cls._classes[name]) if name in cls._classes else cls._paths.get(name)
+        if name in cls._tokens() or name in cls.groups:
+            there = "a word that stands for several hooks"
+        if there is not None and there != _path(hook):
+            raise HookNameError(
+                f"The name {name!r} is taken by {there}, so {_path(hook)} cannot be registered under it; give it "
+                'another: @HookRegistry.register("name").'
+            )
+        cls._classes[name] = hook
+        cls._order.setdefault(name)
+        cls._broken.pop(name, None)
+        return hook
+
+    @classmethod
+    def register_path(cls, name: str, path: str) -> None:
+        """Register a class by ``"package.module:Class"``; it is imported when it is used."""
+        if name not in cls._classes:
+            cls._paths[name] = path
+            cls._order.setdefault(name)
+
+    @classmethod
+    def unregister(cls, name: str) -> None:
+        """Forget a hook; an unknown name does nothing."""
+        cls._classes.pop(name, None)
+        cls._paths.pop(name, None)
+        cls._order.pop(name, None)
+
+    @classmethod
+    def add_group(cls, name: str, hooks: Iterable[str]) -> None:
+        """Let a name stand for several hooks."""
+        if name in cls._tokens() or name in cls.known():
+            raise HookNameError(f"The name {name!r} is taken, so it cannot stand for a group; take another.")
+        cls.groups[name] = (hooks,) if isinstance(hooks, str) else tuple(hooks)
+
+    # -- asking ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def get(cls, name: str) -> type[TrainingHook]:
+        """Return the class of that name."""
+        if name in DEBUG_HOOKS and name not in cls._classes:
+            module, _, attribute = DEBUG_HOOKS[name].partition(":")
+            hook: type[TrainingHook] = getattr(importlib.import_module(module), attribute)
+            return hook
+        if name not in cls._classes:
+            with cls._loading:
+                if name not in cls._classes:  # while this thread waited, another may have loaded it
+                    cls._load(name)
+        return cls._classes[name]
+
+    @classmethod
+    def known(cls) -> list[str]:
+        """Return all names, debug hooks included, without importing their classes."""
+        there = dict.fromkeys([*cls._classes, *cls._paths, *cls._found_entry_points()])
+        return [*(name for name in cls._order if name in there), *(name for name in there if name not in cls._order)]
+
+    @classmethod
+    def list_all(cls) -> list[str]:
+        """Return the names of all hooks but those for debugging, in the order they were registered."""
+        return [name for name, hook in cls._all().items() if not hook.debug]
+
+    @classmethod
+    def list_observers(cls) -> list[str]:
+        """Return the names of the hooks that only observe."""
+        return [name for name in cls.list_all() if not issubclass(cls._classes[name], InterventionHook)]
+
+    @classmethod
+    def list_interventions(cls) -> list[str]:
+        """Return the names of the hooks that intervene."""
+        return [name for name in cls.list_all() if issubclass(cls._classes[name], InterventionHook)]
+
+    @classmethod
+    def list_debug(cls) -> list[str]:
+        """Return the names of the hooks for debugging."""
+        return [name for name, hook in cls._all().items() if hook.debug]
+
+    @classmethod
+    def get_all_info(cls) -> dict[str, dict[str, Any]]:
+        """Return for every hook its role (as ``"kind"``: observer or intervention), description, needs and points."""
+        return {name: _info(hook) for name, hook in cls._all().items()}
+
+    @classmethod
+    def get_info(cls, name: str) -> dict[str, Any]:
+        """Return the same for one hook."""
+        return _info(cls.get(name))
+
+    @classmethod
+    def describe(cls, name: str) -> list[MetricInfo]:
+        """Return what the metrics of a hook mean; makes a hook to ask it."""
+        (hook,) = cls.create([name])
+        return hook.describe_metrics()
+
+    # -- selecting ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def resolve(cls, tokens: Iterable[str] | str) -> list[str]:
+        """Return the hooks that names, groups, ``"all"``, ``"observers"``, ``"interventions"``, ``"with_debug"`` stand
+        for.
+
+        Each once, in the order it was first named.
+        """
+        listed = cls._tokens()
+        found: list[str] = []
+        for token in [tokens] if isinstance(tokens, str) else tokens:
+            if token in cls.groups:
+                found += cls.groups[token]
+            else:
+                found += listed[token]() if token in listed else [token]
+        for name in found:
+            cls.get(name)
+        return list(dict.fromkeys(found))
+
+    @classmethod
+    def _tokens(cls) -> dict[str, Callable[[], list[str]]]:
+        return {
+            "all": cls.list_all,
+            "observers": cls.list_observers,
+            "interventions": cls.list_interventions,
+            "with_debug": cls.list_debug,
+        }
+
+    @classmethod
+    def create(
+        cls, names: Iterable[str] | str, config: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> list[TrainingHook]:
+        """Make the hooks of these names, each with its arguments from ``config``."""
+        config = config or {}
+        names = cls.resolve(names)
+        for name in config:
+            if name not in names:
+                raise HookNameError(
+                    f"config is for {name!r}, which is not among the hooks {', '.join(names) or '(none)'}."
+                )
+        made = []
+        for name in names:
+            hook = make_hook(cls.get(name), config.get(name, {}))
+            hook.name = name
+            made.append(hook)
+        return made
+
+    # -- finding -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def _all(cls) -> dict[str, type[TrainingHook]]:
+        with cls._loading:
+            for name in cls.known():
+                if name not in cls._classes:
+                    try:
+                        cls._load(name)
+                    except Exception as error:
+                        cls._give_up(name, error)
+            return {name: cls._classes[name] for name in cls.known() if name in cls._classes}
+
+    @classmethod
+    def _load(cls, name: str) -> None:
+        if name in cls._paths:
+            path = cls._paths.pop(name)  # the class takes its place
+            try:
+                module, _, attribute = path.partition(":")
+                cls._add(getattr(importlib.import_module(module), attribute), name)
+            except BaseException:
+                cls._paths[name] = path
+                raise
+        elif name in cls._found_entry_points():
+            cls._add(cls._found_entry_points()[name].load(), name)
+        elif name in cls._broken:
+            raise HookNameError(f"The hook {name!r} cannot be loaded ({cls._broken[name]}).")
+        else:
+            known = cls.known()
+            meant = did_you_mean(name, known)
+            raise HookNameError(f"Unknown hook: {name!r}.{meant} Available: {', '.join(known) or 'none'}.")
+
+    @classmethod
+    def _found_entry_points(cls) -> dict[str, EntryPoint]:
+        if cls._entry_points is None:
+            cls._entry_points = {point.name: point for point in entry_points(group=_GROUP)}
+        return cls._entry_points
+
+    @classmethod
+    def _give_up(cls, name: str, error: Exception) -> None:
+        """Pass over a hook that cannot be imported, with a warning, so that the others are listed."""
+        cls._paths.pop(name, None)
+        cls._found_entry_points().pop(name, None)
+        cls._broken[name] = f"{type(error).__name__}: {error}"
+        warnings.warn(
+            f"The hook {name!r} cannot be loaded ({cls._broken[name]}) and is passed over.",
+            HooklineWarning,
+            stacklevel=caller_stacklevel(),
+        )
+
+
+def _path(hook: type) -> str:
+    return f"{hook.__module__}:{hook.__qualname__}"
+
+
+def points_in_any_loop(hook: type[TrainingHook] | TrainingHook) -> frozenset[HookPoint]:
+    """Return the points of a hook in any loop; those that each object works out for itself are not known here."""
+    by_loop = hook.loop_points.values() if isinstance(hook.loop_points, Mapping) else ()
+    declared = [points for points in (hook.hook_points, *by_loop) if points and not isinstance(points, property)]
+    return frozenset().union(*map(validate_points, declared))
+
+
+def _info(hook: type[TrainingHook]) -> dict[str, Any]:
+    return {
+        "kind": "intervention" if issubclass(hook, InterventionHook) else "observer",
+        "description": hook.description or (hook.__doc__ or "").strip().partition("\n")[0],
+        "debug": hook.debug,
+        "hook_points": sorted(point.name for point in points_in_any_loop(hook)),
+        "needs": [name for name in dir(hook) if name.startswith("needs_") and getattr(hook, name)],
+    }
+
+
+def register_built_ins() -> None:
+    """Register the analyses that come with hookline, by path, so that training does not import them."""
+    for name, path in importlib.import_module(_BUILT_INS).BUILT_IN.items():
+        HookRegistry.register_path(name, path)
+
+
+# -- checking and making -----------------------------------------------------------------------------------------
+
+
+def check_hook(hook: TrainingHook | type[TrainingHook]) -> None:
+    """Check that ``compute`` and ``intervene`` are there and take what they will be given."""
+    cls = hook if isinstance(hook, type) else type(hook)
+    is_intervention = issubclass(cls, InterventionHook)
+    if not is_intervention and cls.compute is TrainingHook.compute:
+        raise HookSignatureError(f"{cls.__name__} has to say what it observes: define compute(self, ctx).")
+    if is_intervention and cls.intervene is InterventionHook.intervene:  # type: ignore[attr-defined]
+        raise HookSignatureError(f"{cls.__name__} has to say what it does: define intervene(self, run_ctx, model_ctx).")
+    if cls.get_state_tensors is not TrainingHook.get_state_tensors and not _takes_state_back(cls):
+        raise HookSignatureError(
+            f"{cls.__name__} hands out get_state_tensors() and cannot take them back, so a resumed run would go on "
+            "without: define set_state_tensors(self, tensors)."
+        )
+    _check_call(cls, "compute", ("ctx",))
+    if is_intervention:
+        _check_call(cls, "intervene", ("run_ctx", "model_ctx"))
+        if getattr(hook, "scope", None) not in _SCOPES:
+            raise OptionError(
+                f"scope of hook {hook.name!r} is one of {', '.join(map(repr, _SCOPES))}; got {hook.scope!r}."  # type: ignore[union-attr]
+            )
+
+
+def _takes_state_back(cls: type[TrainingHook]) -> bool:
+    return (
+        cls.set_state_tensors is not TrainingHook.set_state_tensors
+        or cls.load_state_dict is not TrainingHook.load_state_dict
+    )
+
+
+def _check_call(cls: type[TrainingHook], method: str, arguments: tuple[str, ...]) -> None:
+    function = inspect.getattr_static(cls, method)
+    if not inspect.isfunction(function):
+        return  # a static or class method, a partial: whoever does that knows what it takes
+    signature = inspect.signature(function)
+    try:
+        signature.bind(None, *arguments)
+    except TypeError as error:
+        wanted = f"{method}(self, {', '.join(arguments)})"
+        raise HookSignatureError(f"{cls.__name__}.{method}{signature} cannot be called as {wanted}: {error}.") from None
+
+
+def make_hook(cls: type[TrainingHook], options: Mapping[str, Any]) -> TrainingHook:
+    """Make a hook of class `cls` with a copy of `options`; an argument it does not take is an error that names it."""
+    options = own_copy(dict(options))
+    try:
+        parameters = inspect.signature(cls).parameters.values()
+    except (TypeError, ValueError):  # pragma: no cover  (a class whose metaclass hides it)
+        return cls(**options)
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unknown = [name for name in options if name not in names]
+    if unknown and not takes_any:
+        raise OptionError(
+            f"Hook {cls.name!r} takes no {', '.join(map(repr, unknown))}; it takes "
+            f"{', '.join(names) or 'no arguments'}."
+        )
+    return cls(**options)
+
+
+register_built_ins()

@@ -1,0 +1,293 @@
+"""Make and find the folder of a run, and write its ``run.json``: what was run, with what, and how it ended.
+
+The command line makes one for each strategy, and `HostRun` writes ``run.json`` beside the log of a run that a host
+trains. ``--resume``, ``report`` and ``replay`` find the folder again, and the page reads it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import math
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from hookline.error_policy import error_text
+from hookline.errors import OptionError
+from hookline.messages import did_you_mean
+from hookline.replace_file import replace_file
+
+__all__ = [
+    "LOG",
+    "STRATEGY",
+    "RunNotes",
+    "checkpoints_in",
+    "model_facts",
+    "new_folder",
+    "newest_run",
+    "next_folder",
+    "read_run_json",
+    "run_folder",
+    "to_plain",
+    "write_run_json",
+]
+
+LOG: Final = "records.jsonl"
+"""The record log."""
+_FACTS: Final = "run.json"
+STRATEGY: Final = "script"
+"""What the folder of a script's run is called, where that of an experiment has its strategy."""
+_PACKAGES: Final = ("hookline", "torch", "numpy", "triton", "transformers")
+
+
+def next_folder(output_dir: Path, experiment: str, strategy: str) -> Path:
+    """Return where a run that begins now would be: ``{strategy}``, or ``{strategy}_1``, ``_2`` … if that is taken."""
+    base = output_dir / experiment / strategy
+    folder, number = base, 0
+    while folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        number += 1
+        folder = base.with_name(f"{strategy}_{number}")
+    return folder
+
+
+def new_folder(output_dir: Path, experiment: str, strategy: str) -> Path:
+    """Make the next folder; of two runs that begin at the same moment, each has its own."""
+    parent = output_dir / experiment
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            folder = next_folder(output_dir, experiment, strategy)
+            try:
+                folder.mkdir()
+            except FileExistsError:  # an empty one will do; one that another run has just made will not be empty long
+                if not folder.is_dir() or any(folder.iterdir()):
+                    continue
+            return folder
+    except OSError as error:
+        raise OptionError(
+            f"A folder for the run cannot be made in {parent}: {error.strerror}. Another place: --output-dir DIR."
+        ) from None
+
+
+def newest_run(output_dir: Path, experiment: str, strategy: str) -> Path | None:
+    """Return the newest folder of that experiment and strategy that has a checkpoint."""
+    return max(_runs(output_dir / experiment, strategy), key=_age, default=None)
+
+
+def _runs(parent: Path, strategy: str) -> Iterator[Path]:
+    name = re.compile(rf"{re.escape(strategy)}(_\d+)?$")
+    for folder in sorted(parent.glob("*")) if parent.is_dir() else ():
+        if name.match(folder.name) and checkpoints_in(folder):
+            yield folder
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run: files of one process, folders of several ranks."""
+    return [one for one in (folder / "checkpoints").glob("step_*") if one.suffix in (".safetensors", ".ranks")]
+
+
+def _age(folder: Path) -> tuple[float, int]:
+    newest = max(one.stat().st_mtime for one in checkpoints_in(folder))
+    number = re.search(r"_(\d+)$", folder.name)
+    return newest, int(number[1]) if number else 0
+
+
+_OF_OWN_LOOPS: Final = (
+    f" hl.follow and HooklineCallback leave one if they are asked to: log='FOLDER/{LOG}' among their options; then: "
+    "hookline report FOLDER. A file of a JSONLSink is no such log: it has no times, and nothing of the run itself."
+)
+
+
+def run_folder(path: str | Path) -> Path:
+    """Return the folder of a run that a user means by its path, or by that of the log in it."""
+    folder = Path(path)
+    if not folder.exists():
+        raise OptionError(f"There is no folder {path}.{_runs_near(folder)}")
+    if folder.is_file():
+        folder = folder.parent
+    if (folder / LOG).exists() or (folder / _FACTS).exists():
+        return folder
+    below = sorted(one.parent for one in folder.glob(f"**/{LOG}")) if folder.is_dir() else []
+    if len(below) == 1:
+        return below[0]
+    there = f" Runs below it: {', '.join(map(str, below[:8]))}." if below else _OF_OWN_LOOPS + _runs_near(folder)
+    raise OptionError(f"{path} is no folder of a run: there is no {LOG} in it.{there}")
+
+
+def _runs_near(folder: Path) -> str:
+    """Return the end of an error about a folder: the runs there are, the nearest name first, at most eight."""
+    known = sorted({str(one.parent) for one in Path("runs").glob(f"*/*/{_FACTS}")})
+    by_name = [run for run in known if folder.name and folder.name in Path(run).parts][:1]
+    meant = did_you_mean(folder, known) or "".join(f" Did you mean {run!r}?" for run in by_name)
+    listed = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
+    if not known:
+        return " A run leaves one in runs/EXPERIMENT/STRATEGY: hookline run EXPERIMENT."
+    return f"{meant} Runs here: {listed}."
+
+
+# -- run.json --------------------------------------------------------------------------------------------------
+
+
+class RunNotes:
+    """Write ``run.json`` when a run begins and when it ends, whatever ends it.
+
+    Recipe: ``notes.begin({"experiment": "parity"})``, then ``notes.end("finished", seconds=3.0, result=result)``.
+    """
+
+    def __init__(self, folder: Path, manager: Any, sinks: list[Any], *, is_written: bool = True) -> None:
+        self._is_written = is_written
+        self._folder = folder
+        self._manager = manager
+        self._sinks = [type(sink).__name__ for sink in sinks]
+        self._before = read_run_json(folder)
+        self._facts: dict[str, Any] = {}
+
+    def begin(self, facts: Mapping[str, Any]) -> None:
+        """Write that it is running."""
+        from hookline import __version__
+
+        before = self._before
+        self._facts = {
+            "hookline": __version__,
+            **facts,
+            "versions": _versions(),
+            "git": _git_state(Path.cwd()),
+            "started": before.get("started", _now()),
+            "resumed": [*before.get("resumed", []), _now()] if before else [],
+        }
+        self._write("running", None, None)
+
+    def add(self, **facts: Any) -> None:
+        """Say more of the run while it lasts."""
+        self._facts |= facts
+        self._write("running", None, None)
+
+    def undo(self) -> None:
+        """Write back what was there before: the run was not begun after all."""
+        if self._is_written:
+            write_run_json(self._folder, self._before)
+
+    def end(self, status: str, seconds: float, *, result: Any = None, error: BaseException | None = None) -> None:
+        """Write how it ended; the seconds of the runs that it resumed count."""
+        if error is not None:
+            self._facts["error"] = error_text(error)
+        try:
+            self._write(status, seconds + (self._before.get("seconds") or 0.0), result)
+        except OSError as trouble:  # a full disk has not kept the run from ending
+            print(f"hookline: run.json could not be written: {trouble}.", file=sys.stderr)
+
+    def _write(self, status: str, seconds: float | None, result: Any) -> None:
+        manager = self._manager
+        if not self._is_written:
+            return
+        found = {
+            **self._facts,
+            "finished": None if seconds is None else _now(),
+            "seconds": seconds,
+            "status": status,
+            "hooks": {} if manager is None else _hook_facts(manager),
+            "sinks": self._sinks,
+            "sink_errors": {} if manager is None else manager.sink_errors,
+            "result": None if result is None else _result(result),
+        }
+        write_run_json(self._folder, found)
+
+
+def _result(result: Any) -> dict[str, Any]:
+    return {"epochs": result.epochs, "steps": result.steps, "loss": result.loss, "metrics": dict(result.metrics)}
+
+
+def _now() -> str:
+    """Return the time, with its zone."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide what a run computes."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git_state(folder: Path) -> dict[str, Any] | None:
+    """Return the commit of the code in a folder, and whether it was changed since; None where there is no git."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": bool(changed)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def model_facts(model: Any) -> dict[str, Any]:
+    """Return the class of a model and how many parameters it has."""
+    return {"class": type(model).__name__, "parameters": sum(one.numel() for one in model.parameters())}
+
+
+def _hook_facts(manager: Any) -> dict[str, Any]:
+    """Return for each hook of a manager what it is, what its metrics mean, how often it fired and what that took."""
+    from hookline.lifecycle.hook import InterventionHook
+
+    costs = manager.costs() if hasattr(manager, "costs") else {}
+    found = {}
+    for name, hook in manager.hooks.items():
+        found[name] = {
+            "kind": "intervention" if isinstance(hook, InterventionHook) else "observer",
+            "description": hook.description or (type(hook).__doc__ or "").strip().partition("\n")[0],
+            "metrics": [asdict(metric) for metric in hook.describe_metrics()],
+            "fired": manager.fired[name],
+            "failed": manager.hook_errors.get(name, 0),
+            "cost": costs.get(name, {"count": 0, "total_ms": 0.0, "mean_ms": 0.0}),
+            "inside_steps": hook.may_work_inside_steps,
+        }
+    return found
+
+
+def read_run_json(folder: Path) -> dict[str, Any]:
+    """Return what ``run.json`` says; nothing if there is none, or it cannot be read."""
+    try:
+        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def write_run_json(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write ``run.json`` in one go: a reader finds the old one or the new one, whole."""
+    text = json.dumps(to_plain(facts), indent=2, allow_nan=False, ensure_ascii=False)
+    replace_file(folder / _FACTS, text + "\n")
+
+
+def to_plain(value: Any) -> Any:
+    """Return a value as JSON has it; an object of another kind becomes text."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return value if isinstance(value, int) or math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence | set | frozenset):
+        return [to_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return to_plain(value.tolist())
+    return str(value)

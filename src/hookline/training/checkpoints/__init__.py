@@ -1,1 +1,0 @@
-"""Save a run as it goes, and resume it bit for bit."""

@@ -1,1 +1,0 @@
-"""Run training: the loops, and what an experiment supplies to them."""

@@ -1,0 +1,207 @@
+"""Keep what a hook that will be due needs: mean gradients, those of the step before, the state before the epoch.
+
+`Run` calls it at each step; it asks the `HookManager` what is needed, and copies ``.grad``. `Contexts` reads it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hookline.errors import HooklineWarning
+from hookline.guard.snapshot import PreEpochState
+from hookline.messages import caller_stacklevel
+from hookline.sites.wrappers import clean_modules
+from hookline.training.extra_state import ExtraState
+from hookline.when import HookPoint
+
+if TYPE_CHECKING:
+    from hookline.lifecycle.manager import HookManager
+    from hookline.training.experiment_adapter import ExperimentAdapter
+
+__all__ = ["GradientRetention", "Gradients"]
+
+
+class GradientRetention:
+    """Keep gradients and earlier state for hooks, from one point to the next, only if one is going to need them."""
+
+    def __init__(self, adapter: ExperimentAdapter, manager: HookManager) -> None:
+        self._adapter = adapter
+        self._manager = manager
+        self.extra_state = ExtraState(adapter)
+        """What the experiment has besides."""
+        self._gradients: Gradients | None = None
+        self._averages = False
+        self._may_need_previous = manager.needs_prev_step_grads()  # asked once, as asking takes 3 µs a step
+        self._has_trained = self._warned = False
+        self.mean: dict[str, Tensor] | None = None
+        """Mean gradients since `begin`, from `end` on."""
+        self.previous: dict[str, Tensor] | None = None
+        """Gradients of the step before the one that is being made."""
+        self.pre_epoch: PreEpochState | None = None
+        """Everything as it was when the epoch began."""
+        self._memory: PreEpochState | None = None
+        """Of an earlier epoch: the memory is used again, also if epochs in between did without."""
+
+    def begin(self, points: tuple[HookPoint, ...], position: int) -> None:
+        """Begin steps after which those points come, in that epoch (in the step loop: at that step)."""
+        self.mean = None
+        self._gradients = None  # parameters may have been replaced since
+        self._averages = bool(points) and self._manager.needs_grad_accumulation_at(*points, epoch=position)
+
+    def begin_epoch(self, points: tuple[HookPoint, ...], epoch: int) -> None:
+        """Begin the steps of an epoch; keep the state before it if a hook may go back there."""
+        self.begin(points, epoch)
+        self.pre_epoch = None
+        within = (HookPoint.PRE_EPOCH, HookPoint.PRE_STEP, HookPoint.POST_STEP, *points)
+        if self._manager.needs_pre_epoch_state_at(*within, epoch=epoch):
+            self.take_pre_epoch()
+
+    def take_pre_epoch(self) -> None:
+        """Keep everything as it is now, to go back to."""
+        adapter, others = self._adapter, self.extra_state.all_but_optimizer
+        self.pre_epoch = self._memory = PreEpochState.take(
+            adapter.model, adapter.optimizer, others, adapter.scaler, into=self._memory
+        )
+
+    def begin_step(self, position: int) -> None:
+        """Keep the gradients of the step before, which are still in ``.grad``, if a hook needs them."""
+        self.previous = None
+        if self._may_need_previous and self._manager.needs_prev_step_grads_this_step(position):
+            self.previous = self._of_parameters().copy()
+            if not self.previous and self._has_trained:
+                self._warn_of_none("those of the step before")
+
+    def end_step(self, *, trained: bool) -> None:
+        """Add the gradients of a step to their mean, if a hook needs it."""
+        if not trained:
+            return
+        self._has_trained = True
+        if self._averages and not self._of_parameters().add():
+            self._warn_of_none("their mean")
+
+    def end(self) -> None:
+        """Finish the mean of the steps since `begin`."""
+        self.previous = None
+        if self._averages:  # of no step that trained, none at all; but not None, as a hook has asked for them
+            self.mean = {} if self._gradients is None else self._gradients.take_mean()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run has to know, between two steps, without copying."""
+        gradients = self._gradients
+        return {
+            "averages": self._averages,
+            "gradients": None if gradients is None else gradients.state_dict(),
+            "has_trained": self._has_trained,
+            "told": self._warned,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned."""
+        self._averages = state["averages"]
+        self._has_trained, self._warned = state["has_trained"], state["told"]
+        self._gradients = None
+        if state["gradients"] is not None:
+            self._of_parameters().load_state_dict(state["gradients"])
+
+    def release(self) -> None:
+        """Drop everything: the run is over."""
+        self.mean = self.previous = self.pre_epoch = self._memory = self._gradients = None
+
+    def _warn_of_none(self, which: str) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"Hooks need gradients ({which}), and after train_step() no parameter has any: zero them before the "
+            "backward, not after the step.",
+            HooklineWarning,
+            stacklevel=caller_stacklevel(),
+        )
+
+    def _of_parameters(self) -> Gradients:
+        if self._gradients is None:
+            self._gradients = Gradients(self._adapter.model)
+        return self._gradients
+
+
+class Gradients:
+    """Copy and add up the gradients of a model's parameters, by names without wrappers; of tied ones once.
+
+    One for each epoch: parameters are looked up when it is made, and not at every step.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = _named_parameters(model)
+        self._sums: dict[str, Tensor] = {}
+        self.num_steps = 0
+        """How many steps were added."""
+
+    def copy(self) -> dict[str, Tensor]:
+        """Return copies of the gradients that there are now."""
+        return {
+            name: parameter.grad.detach().clone()
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None
+        }
+
+    def add(self) -> bool:
+        """Add the gradients of the last step to a sum; one that is missing counts as zero. Return whether any was
+        there.
+
+        In float32 where they are narrower: 512 bfloat16 gradients of 1 would add up to 256.
+        """
+        self.num_steps += 1
+        found = False
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                if parameter.grad is None:
+                    continue
+                found = True
+                total = self._sums.get(name)
+                if total is None:
+                    self._sums[name] = _copy_to_add_to(parameter.grad)
+                else:
+                    total.add_(parameter.grad)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was added so far."""
+        return {"sums": dict(self._sums), "steps": self.num_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on adding to that."""
+        self._sums = {
+            name: total.to(self._parameters[name].device)
+            for name, total in state["sums"].items()
+            if name in self._parameters
+        }
+        self.num_steps = state["steps"]
+
+    def take_mean(self) -> dict[str, Tensor]:
+        """Return the mean of what was added since the last time."""
+        sums, num_steps = self._sums, self.num_steps
+        self._sums, self.num_steps = {}, 0
+        for total in sums.values():
+            total.div_(num_steps)
+        return sums
+
+
+def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    named, seen = {}, set()
+    for prefix, module in clean_modules(model):
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                named[f"{prefix}.{key}" if prefix else key] = parameter
+    return named
+
+
+def _copy_to_add_to(grad: Tensor) -> Tensor:
+    dense = grad.detach().to_dense() if grad.layout != torch.strided else grad.detach()
+    wide = torch.float32 if dense.dtype in (torch.bfloat16, torch.float16) else dense.dtype
+    return dense.to(wide, copy=True)

@@ -1,0 +1,164 @@
+"""Name the moments of a run: the points at which hooks fire, and the steps at which something is due.
+
+Hooks declare points in ``hook_points``; the loops, or a user's own, fire them through a `HookManager`. ``watch`` and
+the plan of a manager ask a `StepSchedule` at each step. Reports of runs whose length nobody knows are as far apart as
+`growing_interval` says.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hookline.errors import OptionError
+from hookline.messages import did_you_mean, suggest
+
+__all__ = ["HookPoint", "ReportedSteps", "StepSchedule", "growing_interval", "validate_points"]
+
+
+class HookPoint(enum.Enum):
+    """A point of a run.
+
+    Recipe: ``hook_points = {HookPoint.POST_EPOCH}`` in a hook; ``manager.fire(HookPoint.POST_EPOCH, epoch=0)`` to fire.
+
+    The epoch loop fires all of them, each where it stands here::
+
+        for epoch in range(epochs):
+            PRE_EPOCH
+            for batch in loader:
+                PRE_STEP
+                train_step()
+                POST_STEP
+            flush_step_metrics()
+            scheduler.step()
+            evaluate()
+            POST_EPOCH
+            SNAPSHOT  # if this epoch is one of every snapshot_every
+
+    The step loop fires two of them::
+
+        for step in range(steps):
+            train_step()
+            scheduler.step()
+            POST_STEP
+            SNAPSHOT  # if this step is one of every snapshot_every
+    """
+
+    PRE_EPOCH = "PRE_EPOCH"
+    """Before the first batch of an epoch."""
+    PRE_STEP = "PRE_STEP"
+    """Before a training step."""
+    POST_STEP = "POST_STEP"
+    """After a training step."""
+    POST_EPOCH = "POST_EPOCH"
+    """After all batches, the scheduler and the evaluation."""
+    SNAPSHOT = "SNAPSHOT"
+    """Now and then, in both loops."""
+
+    # The enum's own hash and comparison go through Python code (0.2 µs per look-up); members are single objects.
+    __hash__ = object.__hash__
+
+    @property
+    def is_step(self) -> bool:
+        """True if it comes with every step: hooks there may have a schedule, and their metrics are buffered."""
+        return self is HookPoint.PRE_STEP or self is HookPoint.POST_STEP
+
+    @classmethod
+    def of(cls, point: HookPoint | str) -> HookPoint:
+        """Return the point itself, or the one of that name."""
+        if isinstance(point, cls):
+            return point
+        if isinstance(point, str) and point.upper() in cls.__members__:
+            return cls[point.upper()]
+        names = list(cls.__members__)
+        meant = did_you_mean(str(point).upper(), names)
+        raise OptionError(f"Unknown hook point {point!r}.{meant} There are {', '.join(names)}.")
+
+
+def validate_points(points: HookPoint | str | Iterable[HookPoint | str]) -> frozenset[HookPoint]:
+    """Return what a hook declares as a set of points; names are taken as well."""
+    if isinstance(points, HookPoint | str):
+        points = [points]
+    return frozenset(HookPoint.of(point) for point in points)
+
+
+_MODES: Final = ("continual", "stride", "burst")
+
+
+@dataclass(frozen=True, slots=True)
+class StepSchedule:
+    """Every step, every n-th, or k in a row every n.
+
+    Recipe::
+
+        StepSchedule()  # every step
+        StepSchedule("stride", stride=50)  # 0, 50, 100, ...
+        StepSchedule("burst", stride=100, burst_length=3, warmup=200)  # 200, 201, 202, 300, ...
+
+    Steps count from 0. ``warmup`` is a floor, it does not shift the steps: with a stride of 10 and a warmup of 11, the
+    first step that is due is 20.
+    """
+
+    mode: str = "continual"
+    """``"continual"``, ``"stride"`` or ``"burst"``."""
+    stride: int = 1
+    """How many steps from one that is due (or the first of a burst) to the next."""
+    burst_length: int = 1
+    """How many steps in a row are due, for ``"burst"``."""
+    warmup: int = 0
+    """No step before this one is due."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in _MODES:
+            meant = suggest(self.mode, _MODES) or "."
+            raise OptionError(
+                f"Unknown schedule mode {self.mode!r}: it is one of {', '.join(map(repr, _MODES))}{meant}"
+            )
+        for name, least in (("stride", 1), ("burst_length", 1), ("warmup", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise OptionError(f"{name}= must be a whole number of at least {least}, got {value!r}.")
+
+    def is_active(self, step: int) -> bool:
+        """Return whether `step`, counted from 0, is due."""
+        if step < self.warmup:
+            return False
+        if self.mode == "continual":
+            return True
+        return step % self.stride < (self.burst_length if self.mode == "burst" else 1)
+
+    @classmethod
+    def of(cls, every: StepSchedule | int) -> StepSchedule:
+        """Return the schedule that ``every=`` means: one, or the number of steps between two that are due."""
+        if isinstance(every, StepSchedule):
+            return every
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise OptionError(f"every= is a number of steps of at least 1, or a StepSchedule; got {every!r}.")
+        return cls() if every == 1 else cls("stride", stride=every)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedSteps(StepSchedule):
+    """Just the steps at whose ends a run reports: what is reported is then of the step that the record bears."""
+
+    reports: Any = None
+    """Has ``is_due(step)``."""
+
+    def is_active(self, step: int) -> bool:
+        """Return whether there is a report at the end of ``step``."""
+        return bool(self.reports.is_due(step))
+
+
+def growing_interval(step: int, *, every: int, first: int) -> int:
+    """Return how far apart points are at ``step``, so that their number grows with the logarithm of a run's length.
+
+    Recipe: ``if step % growing_interval(step, every=10, first=20) == 0``, at 0, 10, …, 200, 220, …, 400, 440, …
+
+    Args:
+        step: Counted from 0.
+        every: How far apart the ``first`` points are. Whenever the run has become twice as long, it is twice that.
+        first: How many points come before the interval doubles, 2 or more; half as many before it doubles again.
+    """
+    return every << (step // (every * first)).bit_length()
