@@ -164,7 +164,10 @@ def test_what_is_installed_is_found_without_importing_it():
 def test_the_sinks_import_neither_torch_nor_what_they_write_for():
     """The helper process and ``hookline --help`` use them: all files of the folder."""
     heavy = "{'torch', 'numpy', 'wandb', 'tensorboard', 'mlflow', 'pyarrow', 'prometheus_client', 'rich'}"
-    names = ", ".join(f"hookline.sinks.{path.stem}" for path in Path(sink_module.__file__).parent.glob("[a-z]*.py"))
+    package = Path(sink_module.__file__).parents[1]
+    names = ", ".join(
+        f"hookline.{room}.{p.stem}" for room in ("records", "sinks") for p in (package / room).glob("[a-z]*.py")
+    )
     code = f"import sys, {names}; print(sorted({heavy} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
