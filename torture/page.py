@@ -10,7 +10,7 @@ import torch
 from helpers_cases import Outcome
 
 import hookline
-from hookline.replace_file import replace_file
+from hookline.files import replace_file
 
 __all__ = ["write_page"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.factories import log_shapes, nan_alarm, record_mean, serving, steer
-from hookline.sites.tree import main_tensor
+from hookline.tree import main_tensor
 
 
 def bad(*, nan: int = 0, inf: int = 0, shape: tuple[int, ...] = (3, 4)) -> Tensor:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.phases import in_phase
-from hookline.sites.tree import leaves
+from hookline.tree import leaves
 
 KEYS = {
     "relu": ("relu_activation_state", hl.metta.ReLUActivationState),

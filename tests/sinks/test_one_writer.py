@@ -13,14 +13,14 @@ from helpers_sinks import Slow, record
 
 import hookline as hl
 from hookline.errors import OptionError
-from hookline.file_lock import take_lock
+from hookline.files import take_lock
 from hookline.records.fan_out import FanOut
 from hookline.records.log import RecordLog, read_log
 
 OTHER = """
 import sys
 from pathlib import Path
-from hookline.file_lock import take_lock
+from hookline.files import take_lock
 print(take_lock(Path(sys.argv[1])) is not None)
 """
 
@@ -94,7 +94,7 @@ def test_a_lock_that_is_taken_away_while_one_waits_is_none(tmp_path):
         return file
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hookline.file_lock._is_ours", lambda path: False)
+        patch.setattr("hookline.files._is_ours", lambda path: False)
         patch.setattr(os, "open", late)
         mine = take_lock(path)
     assert mine is not None

@@ -14,7 +14,7 @@ from hookline.analyses._analysis import StepAnalysis
 from hookline.analyses._firing_values import values_of
 from hookline.analyses._vectors import norm, widest_float
 from hookline.lifecycle.context import RunDataContext
-from hookline.sites.tree import leaves
+from hookline.tree import leaves
 
 
 class GradientNoiseScaleHook(StepAnalysis):

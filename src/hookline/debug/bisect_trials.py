@@ -19,7 +19,7 @@ from hookline.guard.guard import rollback
 from hookline.observe.capture.stored_value import each_tensor
 from hookline.sites.attach import attach
 from hookline.sites.site_info import Site
-from hookline.sites.tree import leaves
+from hookline.tree import leaves
 
 __all__ = ["ROOT", "BisectTrials", "CallLeaves", "SiteCall"]
 

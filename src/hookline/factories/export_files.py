@@ -20,8 +20,8 @@ from torch import Tensor
 from hookline.errors import OptionError
 from hookline.factories.batch_rows import BatchRows
 from hookline.factories.served_batch import TokenBatch, by_token
+from hookline.files import replace_file
 from hookline.records.values import dumps
-from hookline.replace_file import draft_of
 
 if TYPE_CHECKING:
     from hookline.factories.export_queue import ExportItem
@@ -106,8 +106,7 @@ class Shards:
         if not self._held:
             return
         try:
-            with draft_of(self.folder / self._name()) as draft:
-                save_file(self._held, draft)
+            replace_file(self.folder / self._name(), lambda draft: save_file(self._held, draft))
         except SafetensorError as error:
             raise OSError(str(error)) from error
         self._index.writelines(self._lines)

@@ -24,9 +24,8 @@ from hookline.factories.batch_rows import BatchRows, serving
 from hookline.factories.export_files import WrittenSoFar, summary_of, written_so_far
 from hookline.factories.exporting import INPUT, Export, ExportInputs
 from hookline.factories.factory_hook import choice, whole
-from hookline.file_lock import lock_holder, take_lock
+from hookline.files import lock_holder, replace_file, take_lock
 from hookline.messages import caller_stacklevel
-from hookline.replace_file import replace_file
 from hookline.sites.attach import attach
 from hookline.sites.kinds import Kind
 from hookline.sites.roles import with_role

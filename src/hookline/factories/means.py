@@ -17,8 +17,8 @@ from torch import Tensor
 from hookline.errors import OptionError
 from hookline.factories.factory_hook import ByModule, Observer, checked_options, path, tried_by, yes_or_no
 from hookline.factories.served_batch import measurable, output_tensor, without_padding
+from hookline.files import replace_file
 from hookline.observe.host_values import on_host, unit_axis
-from hookline.replace_file import draft_of
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -135,8 +135,8 @@ class RecordMean(Observer):
         target.parent.mkdir(parents=True, exist_ok=True)
         found = self._counted_means()
         tokens = {f"tokens/{name}": str(count) for name, (_, count) in found.items()}
-        with draft_of(target) as draft:
-            save_file({name: mean for name, (mean, _) in found.items()}, draft, metadata=tokens)
+        means = {name: mean for name, (mean, _) in found.items()}
+        replace_file(target, lambda draft: save_file(means, draft, metadata=tokens))
         return target
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hookline.errors import OptionError
 from hookline.factories.factory_hook import number, whole
-from hookline.replace_file import draft_of
+from hookline.files import replace_file
 from hookline.tables import Table, number_text
 
 __all__ = ["ProbeHead", "train_probe"]
@@ -102,11 +102,12 @@ class ProbeHead:
         from safetensors.torch import save_file
 
         tensors = {
-            f"layers.{i}.{key}": t for i, pair in enumerate(self.layers) for key, t in zip(_KEYS, pair, strict=True)
+            f"layers.{i}.{key}": tensor.cpu().contiguous()
+            for i, pair in enumerate(self.layers)
+            for key, tensor in zip(_KEYS, pair, strict=True)
         }
         about = {name: repr(value) for name, value in {**self.facts, "threshold": self.threshold}.items()}
-        with draft_of(Path(path)) as draft:
-            save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, draft, metadata=about)
+        replace_file(Path(path), lambda draft: save_file(tensors, draft, metadata=about))
 
     def to_plain(self) -> dict[str, Any]:
         """Return the head as data for a spec: ``{"head": head.to_plain()}`` is a config of ``probe`` without a file."""

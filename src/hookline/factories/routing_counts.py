@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hookline.errors import HooklineWarning
 from hookline.factories.served_batch import measurable, without_padding
 from hookline.messages import caller_stacklevel
-from hookline.sites.tree import leaves
+from hookline.tree import leaves
 
 __all__ = ["RoutingCounts", "routing_metrics"]
 

@@ -20,7 +20,7 @@ from hookline.errors import OptionError
 from hookline.factories.batch_rows import BatchRows, TokenBatch, current_batch, current_rows, serving
 from hookline.factories.factory_hook import Observer
 from hookline.sites import _torch
-from hookline.sites.tree import main_tensor
+from hookline.tree import main_tensor
 
 if TYPE_CHECKING:
     from torch import nn

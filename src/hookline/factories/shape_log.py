@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, tried_by, whole, yes_or_no
 from hookline.factories.served_batch import shape_of
-from hookline.sites.tree import leaves
+from hookline.tree import leaves
 
 if TYPE_CHECKING:
     from torch import nn

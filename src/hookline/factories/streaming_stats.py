@@ -30,7 +30,7 @@ from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
 from hookline.sites import _torch
 from hookline.sites.compiled.op_schemas import Summary
 from hookline.sites.per_site_hook import PerSiteHook
-from hookline.sites.tree import main_of
+from hookline.tree import main_of
 
 if TYPE_CHECKING:
     from torch import nn

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, TypeVar, overload
 from hookline.errors import HooklineWarning, HookNameError, HookSignatureError, OptionError
 from hookline.lifecycle.hook import InterventionHook, MetricInfo, TrainingHook
 from hookline.messages import caller_stacklevel, did_you_mean
-from hookline.specs.copy_config import own_copy
+from hookline.plain import own_copy
 from hookline.when import HookPoint, validate_points
 
 __all__ = ["DEBUG_HOOKS", "HookRegistry", "check_hook", "make_hook", "points_in_any_loop", "register_built_ins"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hookline.guard.rng import kept_rng
-from hookline.sites.tree import rebuilt_tuple
+from hookline.tree import rebuilt_tuple
 
 if TYPE_CHECKING:
     from torch import nn

@@ -20,7 +20,7 @@ from hookline.messages import caller_stacklevel, type_name
 from hookline.metta.component_tracker import ComponentTracker
 from hookline.phases import During, Phases
 from hookline.sites.site_info import Site
-from hookline.sites.tree import main_tensor
+from hookline.tree import main_tensor
 
 __all__ = ["ActivationFeeder", "GradientFeeder", "TrackerFeeder"]
 

@@ -23,9 +23,9 @@ from hookline.sites import _torch
 from hookline.sites.attach import attach
 from hookline.sites.roles import find_roles
 from hookline.sites.targets import check_model, select
-from hookline.sites.tree import leaves, main_tensor
 from hookline.sites.wrappers import submodule
 from hookline.tables import ShownAsTable, Table
+from hookline.tree import leaves, main_tensor
 
 if TYPE_CHECKING:
     from hookline.sites.site_info import Site

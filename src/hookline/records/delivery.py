@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from hookline.error_policy import error_text
+from hookline.files import replace_file
 from hookline.records.log import Context, parse_line, read_lines, record_number, size_of
 from hookline.records.resilient_log import BackOff
 from hookline.records.sink import Record
 from hookline.records.values import dumps, loads
-from hookline.replace_file import replace_file
 
 __all__ = ["Delivery", "position_path", "read_position"]
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from hookline.file_lock import FileLock, take_lock
+from hookline.files import FileLock, take_lock
 from hookline.records.delivery import Delivery
 from hookline.records.values import dumps, loads
 

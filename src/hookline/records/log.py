@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from hookline.errors import OptionError
-from hookline.file_lock import FileLock, take_lock
+from hookline.files import FileLock, take_lock
 from hookline.records.sink import Record, StepSeries
 from hookline.records.values import JsonCleaner, all_finite, dumps, loads, restore_nonfinite
 from hookline.when import HookPoint

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookline.errors import MissingPackageError
-from hookline.replace_file import replace_file
+from hookline.files import replace_file
 from hookline.report.anomalies import count_judged, find_anomalies, tell_findings
 from hookline.report.metric_series import KINDS, Collector, Curve, Grid, LayerPlace, RunSeries, layer_places
 from hookline.report.minutes_before import FLIGHT_FILE, minutes_before

@@ -22,7 +22,7 @@ from typing import Any, Final
 from hookline.error_policy import error_text
 from hookline.errors import OptionError
 from hookline.messages import did_you_mean
-from hookline.replace_file import replace_file
+from hookline.files import replace_file
 
 __all__ = [
     "LOG",

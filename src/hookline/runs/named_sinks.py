@@ -16,7 +16,7 @@ from hookline.load import load_object
 from hookline.runs.run_options import SinkOptions
 from hookline.errors import OptionError
 from hookline.messages import unknown_name_text
-from hookline.specs.copy_config import own_copy
+from hookline.plain import own_copy
 
 __all__ = [
     "ENTRY_POINTS", "FILES", "WITH_FLAG", "check_package", "sink_class", "sink_files", "sink_maker", "sink_names",

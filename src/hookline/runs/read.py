@@ -19,7 +19,7 @@ from typing import Any, Final
 import yaml
 
 from hookline.errors import ConfigError
-from hookline.specs.copy_config import own_copy
+from hookline.plain import own_copy
 
 __all__ = ["ENDINGS", "Document", "KeyPath", "load_yaml", "read_document"]
 

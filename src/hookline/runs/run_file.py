@@ -31,7 +31,7 @@ from hookline.runs.run_options import FILE_KEYS, GROUPS, field_help
 from hookline.runs.spec_files import is_server_file, list_of_specs, server_settings, spec_faults, unknown_key
 from hookline.errors import ConfigError
 from hookline.messages import short_repr
-from hookline.specs.copy_config import own_copy
+from hookline.plain import own_copy
 
 __all__ = ["RunFile", "placed_specs", "validate_value"]
 

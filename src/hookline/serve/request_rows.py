@@ -16,7 +16,7 @@ from torch import Tensor
 from hookline.errors import OptionError
 from hookline.factories.batch_rows import BatchRows, TokenBatch
 from hookline.messages import type_name
-from hookline.sites.tree import children, rebuilt_tuple
+from hookline.tree import children, rebuilt_tuple
 
 __all__ = ["NO_ROWS", "FlatRows", "PaddedRow", "RowsOfRequest", "part_of", "row_in_padded", "with_part"]
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 import shutil
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hookline.distributed.ranks import gather_objects, this_rank
+from hookline.files import replace_file
 
 __all__ = ["DumpFiles", "file_name", "host_copy"]
 
@@ -39,13 +39,10 @@ class DumpFiles:
         if self.folder is None:
             self.folder = _folder(Path(root), experiment, clear)
         path = self.folder / name
-        beside = path.with_name(f"{name[:_LONGEST]}.{os.getpid()}.part")
         try:
-            torch.save(content, beside)
-            beside.replace(path)
+            replace_file(path, lambda draft: torch.save(content, draft))
         except Exception as error:  # a value that cannot be pickled, a full disk: the run is not to end by its dump
             logger.warning("could not write %s: %r", path, error)
-            beside.unlink(missing_ok=True)
             return None
         return path
 

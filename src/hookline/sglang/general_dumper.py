@@ -26,8 +26,8 @@ from hookline.sglang.non_intrusive import attach_dump_hooks
 from hookline.sites import _torch
 from hookline.sites.handle import HandleSet
 from hookline.sites.tensors.tensor_hooks import attach_tensor
-from hookline.sites.tree import leaves
 from hookline.sites.wrappers import clean_modules
+from hookline.tree import leaves
 
 __all__ = ["Dumper", "dumper"]
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from hookline.sglang.layer_ids import find_layers
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
-from hookline.sites.tree import leaves
 from hookline.sites.wrappers import unwrap
+from hookline.tree import leaves
 
 if TYPE_CHECKING:
     from hookline.sites.site_info import Site

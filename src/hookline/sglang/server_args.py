@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from hookline.errors import OptionError
 from hookline.messages import suggest, type_name
-from hookline.specs.copy_config import own_copy
+from hookline.plain import own_copy
 
 if TYPE_CHECKING:
     from hookline.specs.hook_spec import HookSpec

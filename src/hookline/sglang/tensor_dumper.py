@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import NoMatchError, OptionError
+from hookline.files import replace_file
 from hookline.messages import nearest_names
 from hookline.sglang.dump_files import host_copy
 from hookline.sites import _torch
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
 from hookline.sites.site_info import Site
-from hookline.sites.tree import children, leaves
 from hookline.sites.wrappers import clean_modules, unwrap
+from hookline.tree import children, leaves
 
 __all__ = ["TensorDumper", "register_forward_hook_for_model"]
 
@@ -71,9 +72,7 @@ class TensorDumper:
                 return None
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / f"Pass{self.passes - 1:05d}.pt"
-            beside = path.with_suffix(f".{os.getpid()}.part")  # so that a reader never finds half a file
-            torch.save(self._tensors, beside)
-            beside.replace(path)
+            replace_file(path, lambda draft: torch.save(self._tensors, draft))
             return path
 
     def remove(self) -> None:

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from hookline.error_policy import ErrorPolicy
 from hookline.errors import HookSignatureError, NoMatchError, OptionError
 from hookline.messages import type_name
+from hookline.plain import own_copy
 from hookline.sites import _torch
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.functions.attach_function import attach_to_functions
@@ -30,7 +31,6 @@ from hookline.sites.signature import changes_in_place, check_hook, check_observe
 from hookline.sites.targets import check_model, select, without_scripted
 from hookline.sites.tensors.parameter_hooks import attach_to_parameters, select_parameters
 from hookline.sites.wrappers import clean_modules
-from hookline.specs.copy_config import own_copy
 from hookline.specs.hook_spec import HookSpec, resolve_callable
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, overload
 from hookline.error_policy import ON_ERROR
 from hookline.errors import HooklineError, KindError, NotAllowedError, OptionError
 from hookline.messages import did_you_mean, short_repr, suggest
+from hookline.plain import own_copy
 from hookline.sites.kinds import FUNCTION, MODULE, Kind, SiteType
-from hookline.specs.copy_config import own_copy
 
 if TYPE_CHECKING:
     from torch import nn

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hookline.error_policy import error_text
 from hookline.errors import CheckpointError, HooklineWarning, ResumeError
-from hookline.file_lock import FileLock, lock_holder, take_lock
+from hookline.files import FileLock, lock_holder, take_lock
 from hookline.messages import caller_stacklevel
 from hookline.training.checkpoint_file import write
 from hookline.training.experiment_adapter import whole_number

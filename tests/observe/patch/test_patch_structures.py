@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 
 import hookline as hl
 from hookline.observe.patch.edited_tensor import rebuilt
-from hookline.sites.tree import main_tensor
+from hookline.tree import main_tensor
 
 Pair = namedtuple("Pair", "note hidden")
 

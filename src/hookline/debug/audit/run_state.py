@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from hookline.guard.rng import stream_states
 from hookline.guard.torch_switches import TorchSwitches
 from hookline.sites import _torch
-from hookline.sites.tree import leaves
+from hookline.tree import leaves
 
 __all__ = ["Difference", "RunState", "first_difference", "left_on", "run_state", "tensor_digests"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hookline.debug.compare.compared_value import ComparedValue
-from hookline.replace_file import replace_file
+from hookline.files import replace_file
 from hookline.report.report_page import fill_template, whole_page
 
 __all__ = ["PageContent", "write_page"]

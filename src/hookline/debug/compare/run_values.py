@@ -22,7 +22,7 @@ from hookline.debug.trace.read_trace import TraceFolder, read_trace
 from hookline.errors import CompareError
 from hookline.messages import type_name
 from hookline.observe.capture.cache import Cache
-from hookline.sites.tree import leaves
+from hookline.tree import leaves
 
 if TYPE_CHECKING:
     from hookline.debug.trace.trace_record import Fingerprint, MeshPlacement, RowKeys

@@ -21,8 +21,8 @@ from hookline.sites.functions.attach_function import attach_function
 from hookline.sites.functions.function_site import FunctionSite
 from hookline.sites.handle import HandleSet
 from hookline.sites.site_info import Site
-from hookline.sites.tree import leaves
 from hookline.sites.wrappers import clean_modules
+from hookline.tree import leaves
 
 __all__ = ["AutogradGraph", "GraphNode", "graph"]
 

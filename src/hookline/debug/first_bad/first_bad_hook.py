@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from hookline.debug.first_bad.bad_operation import BadStep, name_batch
 from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder, SecondRun
 from hookline.debug.first_bad.followed_steps import FollowedSteps
+from hookline.files import replace_file
 from hookline.lifecycle.hook import MetricInfo, TrainingHook
-from hookline.replace_file import replace_file
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:

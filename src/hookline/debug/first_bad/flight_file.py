@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from hookline.errors import OptionError
+from hookline.files import replace_file
 from hookline.guard.rng import cuda_states, numpy_state, set_cuda_states, set_numpy_state, set_state
-from hookline.replace_file import replace_file
 from hookline.report.minutes_before import FLIGHT_FORMAT, FLIGHT_VERSION
 from hookline.tables import ShownAsTable, Table
 

@@ -28,9 +28,9 @@ from hookline.sites.functions.function_site import FunctionSite
 from hookline.sites.handle import HandleSet
 from hookline.sites.modules.attach_everywhere import attach_everywhere
 from hookline.sites.site_info import Site
-from hookline.sites.tree import leaves
 from hookline.sites.wrappers import clean_modules
 from hookline.tables import OFF, ON
+from hookline.tree import leaves
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

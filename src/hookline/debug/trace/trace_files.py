@@ -34,7 +34,7 @@ from torch import Tensor
 
 from hookline.debug.trace.trace_record import MeshPlacement, RowTable
 from hookline.errors import TraceError
-from hookline.file_lock import FileLock, lock_holder, take_lock
+from hookline.files import FileLock, lock_holder, replace_file, take_lock
 
 __all__ = ["FORMAT", "VERSION", "RecordBatch", "TracePlace", "TraceWriter"]
 
@@ -172,10 +172,9 @@ class TraceWriter:
 
         name = _TENSORS.format(number=self._files)
         self._files += 1
-        part = self._own / f"{name}.part"
-        save_file({str(number): _plain(each) for number, each in enumerate(tensors)}, part)
-        self.bytes += part.stat().st_size
-        part.replace(self._own / name)
+        numbered = {str(number): _plain(each) for number, each in enumerate(tensors)}
+        replace_file(self._own / name, lambda draft: save_file(numbered, draft))
+        self.bytes += (self._own / name).stat().st_size
         return [f"{name}#{number}" for number in range(len(tensors))]
 
     def add_records(self, batch: RecordBatch) -> None:

@@ -35,7 +35,7 @@ from hookline.factories.factory_hook import (
 from hookline.factories.served_batch import STAGES, only_in_stage, request_names
 from hookline.sites import _torch
 from hookline.sites.targets import name_matcher
-from hookline.sites.tree import leaves
+from hookline.tree import leaves
 
 if TYPE_CHECKING:
     from torch import nn

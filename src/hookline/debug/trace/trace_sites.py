@@ -22,7 +22,7 @@ from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
 from hookline.sites.targets import select, without_scripted
 from hookline.sites.tensors.parameter_hooks import select_parameters
-from hookline.sites.tree import leaves
+from hookline.tree import leaves
 from hookline.when import StepSchedule
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from hookline.engines.sglang.forward_rows import table_of_batch
 from hookline.engines.sglang.sglang_options import SglangOptions
 from hookline.errors import OptionError
 from hookline.factories.batch_rows import TokenBatch, serving
-from hookline.replace_file import replace_file
+from hookline.files import replace_file
 from hookline.serve.counted_hooks import finite_metrics
 from hookline.serve.generation.model_probe import hooks_suspended
 from hookline.serve.live_hooks import LiveHook, LiveHooks

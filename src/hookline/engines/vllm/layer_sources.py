@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hookline.errors import NoMatchError
 from hookline.sites.targets import select
-from hookline.sites.tree import main_tensor
+from hookline.tree import main_tensor
 
 __all__ = ["LayerSource", "Shard", "find_sources", "never_called", "shard_of", "stream_of"]
 

@@ -31,9 +31,9 @@ from hookline.sites.compiled.value_layout import Unseen
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import close_context
 from hookline.sites.kinds import Kind
-from hookline.sites.tree import main_of
 from hookline.sites.wrappers import submodule
 from hookline.tables import OFF, ON, THE_MODEL, ShownAsTable, Table
+from hookline.tree import main_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from hookline.errors import CaptureError
+from hookline.files import replace_file
 from hookline.messages import type_name
 from hookline.observe.capture.captured_calls import NOT_ASKED, CapturedCall
 from hookline.observe.capture.stored_value import StoredValue, tensors_of
-from hookline.replace_file import draft_of
 from hookline.sites.compiled.value_layout import Unseen
 
 __all__ = ["read", "write"]
@@ -47,10 +47,9 @@ def write(path: str | Path, calls: Calls) -> Path:
         {"name": name, "calls": [_call_as_json(call, tensors) for call in of_module]}
         for name, of_module in calls.items()
     ]
-    about = json.dumps({"version": _VERSION, "sites": sites})
+    about = {_KEY: json.dumps({"version": _VERSION, "sites": sites}), "format": "pt"}
     try:
-        with draft_of(path) as draft:
-            save_file(tensors.numbered, draft, metadata={_KEY: about, "format": "pt"})
+        replace_file(path, lambda draft: save_file(tensors.numbered, draft, metadata=about))
     except (OSError, SafetensorError) as error:
         raise CaptureError(f"{path} could not be written ({error}).") from error
     return path

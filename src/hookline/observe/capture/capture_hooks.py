@@ -24,7 +24,7 @@ from hookline.observe.token_axes import GIVE_ROWS, TokenAxes
 from hookline.phases import ALL_PHASES, Phases, known_phase
 from hookline.sites import _torch
 from hookline.sites.hook_at_site import open_contexts
-from hookline.sites.tree import main_tensor
+from hookline.tree import main_tensor
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads, Hook

@@ -15,8 +15,8 @@ from hookline.messages import type_name
 from hookline.notebook_html import line
 from hookline.observe.capture.stored_value import StoredValue
 from hookline.observe.heat_map import heat_maps_of
-from hookline.sites.tree import leaves, main_tensor
 from hookline.tables import THE_MODEL
+from hookline.tree import leaves, main_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hookline.errors import CaptureError
 from hookline.sites import _torch
-from hookline.sites.tree import children, leaves
+from hookline.tree import children, leaves
 
 __all__ = ["AS_IT_IS", "NoNumbers", "StoredValue", "ValueStore", "bytes_of", "each_tensor", "size_text", "tensors_of"]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from hookline.errors import HookReturnError
 from hookline.sites import _torch
 from hookline.sites.kinds import Kind
-from hookline.sites.tree import children, inside, main_tensor, rebuilt_tuple
+from hookline.tree import children, inside, main_tensor, rebuilt_tuple
 
 if TYPE_CHECKING:
     from hookline.sites.site_info import Site

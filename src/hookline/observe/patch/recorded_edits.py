@@ -22,7 +22,7 @@ from hookline.observe.patch.edit_index import GivenTensor, as_tensor
 from hookline.observe.patch.edited_tensor import Where, find_main_input, misfit, shape_of, site_text
 from hookline.sites.hook_at_site import NO_MODEL
 from hookline.sites.site_info import Site
-from hookline.sites.tree import main_tensor
+from hookline.tree import main_tensor
 
 if TYPE_CHECKING:
     from hookline.observe.patch.edit_index import IndexLike

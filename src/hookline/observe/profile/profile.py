@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from hookline.errors import OptionError
+from hookline.files import replace_file
 from hookline.observe.profile.profile_hooks import CpuClock, ProfileRecorder, clock_for
 from hookline.observe.profile.profile_rows import Measured, ProfileRow, Span, rows_of, stretches_of, table_of
-from hookline.replace_file import replace_file
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.functions.attach_function import attach_to_functions
 from hookline.sites.functions.function_names import find_places

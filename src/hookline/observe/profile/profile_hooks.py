@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from hookline import tree
 from hookline.observe.profile.profile_rows import Span, Visit
-from hookline.sites import _torch, tree
+from hookline.sites import _torch
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads

@@ -30,7 +30,7 @@ from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import Kind
 from hookline.sites.targets import Named, select, without_scripted
 from hookline.sites.tensors.parameter_hooks import select_parameters
-from hookline.sites.tree import main_of, main_tensor
+from hookline.tree import main_of, main_tensor
 
 if TYPE_CHECKING:
     import numpy as np

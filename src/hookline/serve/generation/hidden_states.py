@@ -21,7 +21,7 @@ from hookline.messages import nearest_names
 from hookline.serve.generation_request import StatesOfLayer, StatesWanted
 from hookline.sites.attach import attach
 from hookline.sites.targets import select
-from hookline.sites.tree import main_tensor
+from hookline.tree import main_tensor
 
 if TYPE_CHECKING:
     from hookline.sites.handle import HookHandle

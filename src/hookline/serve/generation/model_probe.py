@@ -26,8 +26,8 @@ from hookline.sites.modules.call_guard import CallGuard
 from hookline.sites.modules.module_hooks import LOCK
 from hookline.sites.modules.torch_hooks import TorchHook
 from hookline.sites.targets import select
-from hookline.sites.tree import main_tensor
 from hookline.sites.wrappers import unwrap
+from hookline.tree import main_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from hookline import tree
 from hookline.errors import HookReturnError
 from hookline.messages import type_name
-from hookline.sites import _torch, tree
+from hookline.sites import _torch
 from hookline.sites.functions.function_site import FunctionSite
 from hookline.sites.gradients.call_gradients import GradientCall
 from hookline.sites.gradients.gradient_hooks import GradientHooks

@@ -37,7 +37,8 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from torch import Tensor
 
-from hookline.sites import _torch, tree
+from hookline import tree
+from hookline.sites import _torch
 from hookline.sites.functions.function_site import FunctionSite
 from hookline.sites.gradients.backward_call import BackwardCall
 from hookline.sites.gradients.gradient_tensors import (

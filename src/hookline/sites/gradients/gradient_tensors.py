@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from hookline import tree
 from hookline.errors import HookReturnError
 from hookline.messages import type_name
-from hookline.sites import tree
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hookline.sites import _torch, tree
+from hookline import tree
+from hookline.sites import _torch
 from hookline.sites.gradients.gradient_tensors import as_arguments, tensors
 from hookline.sites.hook_at_site import OrderGroup
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transformers.modeling_outputs import BaseModelOutput
 
-from hookline.sites.tree import leaves, replace, swap_back
+from hookline.tree import leaves, replace, swap_back
 
 
 class Pair(typing.NamedTuple):

@@ -13,7 +13,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.factories import ProbeHead, record_mean
-from hookline.replace_file import replace_file
+from hookline.files import replace_file
 
 
 def test_text_and_bytes_are_written(tmp_path: Path) -> None:
@@ -41,6 +41,13 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         replace_file(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_name_of_the_greatest_length_has_room_for_its_draft(tmp_path: Path) -> None:
+    """A name has at most 255 bytes, and a letter up to four of them."""
+    path = tmp_path / ("ü" * 127)
+    replace_file(path, lambda draft: draft.write_text("new"))
+    assert path.read_text() == "new"
 
 
 def test_a_folder_that_is_missing_is_an_error(tmp_path: Path) -> None:

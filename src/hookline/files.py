@@ -1,13 +1,16 @@
-"""Let one process at a time work on something: a file that is locked meanwhile, and removed on release.
+"""Write a file as a whole, and let one process at a time work on something.
 
-Taken by the record log (one writer), the helper process of the sinks (one deliverer) and the checkpoints of a run (one
-run per folder). The system frees the lock of a process that died.
+`replace_file` is for pages, ``run.json``, positions of sinks and files of tensors: a reader finds the old content or
+the new one, never half of it. `take_lock` is for record logs (one writer), the helper process of the sinks and the
+folders of checkpoints, traces and exports: the lock is a file, removed on release, and the system frees the lock of a
+process that died.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
@@ -17,7 +20,37 @@ try:
 except ImportError:  # pragma: no cover  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["FileLock", "lock_holder", "take_lock"]
+__all__ = ["FileLock", "lock_holder", "replace_file", "take_lock"]
+
+_LONGEST: Final = 50
+"""Characters of a file's name that its draft keeps: with process and thread, a name has at most 255 bytes."""
+
+
+def replace_file(path: Path, write: str | bytes | Callable[[Path], object]) -> None:
+    """Write a draft beside ``path``, and put it in the place of the file that is there.
+
+    Recipe: ``replace_file(Path("runs/x/run.json"), json.dumps(facts))``, or, with a function that writes the draft,
+    ``replace_file(path, lambda draft: save_file(tensors, draft))``.
+
+    The folder has to be there. If writing fails, the old file stays as it is, and nothing is left beside it.
+
+    Args:
+        path: The file.
+        write: What it is to hold, text as UTF-8; or a function that is called with the path of the draft.
+    """
+    # The process and the thread: two that write the same file at once have a draft each, and the last one wins.
+    draft = path.with_name(f".{path.name[:_LONGEST]}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        if callable(write):
+            write(draft)
+        else:
+            draft.write_bytes(write.encode() if isinstance(write, str) else write)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+# -- locks ----------------------------------------------------------------------------------------------------
 
 _FLAGS: Final = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
 _OURS: Final[dict[tuple[int, int], int]] = {}
