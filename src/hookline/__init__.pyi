@@ -61,8 +61,8 @@ from hookline.sites.tensors.gradient_limits import freeze as freeze
 from hookline.sites.tensors.saved_tensors import saved_tensors as saved_tensors
 from hookline.sites.tensors.tensor_hooks import attach_node as attach_node
 from hookline.sites.tensors.tensor_hooks import attach_tensor as attach_tensor
+from hookline.specs.apply_specs import register_hooks as register_hooks
 from hookline.specs.hook_spec import HookSpec as HookSpec
-from hookline.specs.hook_spec import register_hooks as register_hooks
 from hookline.training.checkpoints import Checkpoints as Checkpoints
 from hookline.training.epochs import epoch_loop as epoch_loop
 from hookline.training.experiment import Experiment as Experiment

@@ -70,7 +70,7 @@ TOLD = [
     (23, "$.trackers[2].traker", "nothing is called 'traker' here."),
     (25, "$.specs[0].hook_factory", "Hook 0 (a): No module named 'nowhere_at_all'"),
     (26, "$.specs[1].hook_factory", "Hook 1 (b): Invalid hook callable path ''."),
-    (27, "$.specs[2].target_module", "nothing is called 'target_module' here."),
+    (27, "$.specs[2].target_module", "Did you mean 'target_modules'?"),
     (28, "$.specs[3].hook_factory", "Hook 3 (d): Module 'json' has no attribute 'nope'"),
     (29, "$.specs[4]", "Hook 4 (e) has no target_modules."),
     (31, "$.sinks.csv", "expected a valid boolean"),

@@ -43,7 +43,7 @@ def test_a_mistake_has_its_path_and_line_in_every_language(tmp_path, name, text,
     """The third of the hooks, the first of its patterns."""
     with pytest.raises(ConfigError) as caught:
         server_settings(read(tmp_path, text, name))
-    said = "target_modules is a list of module names or patterns, got [1]."
+    said = "expected a valid string, got 1."
     place = f"{tmp_path / name}" if line is None else f"{tmp_path / name}, line {line}"
     assert str(caught.value) == f"{place}, at $.hooks[2].target_modules[0]: {said}"
 
@@ -59,10 +59,10 @@ def test_a_mistake_has_its_path_and_line_in_every_language(tmp_path, name, text,
         ({"hooks": ["x"]}, "at $.hooks[0]: A hook spec is an object with target_modules and hook_factory, got 'x'."),
         ({"hooks": [None]}, "at $.hooks[0]: A hook spec is an object"),
         ({"hooks": [[SPEC]]}, "at $.hooks[0]: A hook spec is an object"),
-        ({"hooks": [{"name": 3}]}, "at $.hooks[0].name: name is a string, got 3."),
-        ({"hooks": [{"name": 0}]}, "at $.hooks[0].name: name is a string, got 0."),
-        ({"hooks": [{"config": [1]}]}, "at $.hooks[0].config: config is an object of names and values, got [1]."),
-        ({"hooks": [{"hook_factry": "m:f"}]}, "nothing is called 'hook_factry' here. Did you mean 'hook_factory'?"),
+        ({"hooks": [{"name": 3}]}, "at $.hooks[0].name: expected a valid string, got 3."),
+        ({"hooks": [{"name": 0}]}, "at $.hooks[0].name: expected a valid string, got 0."),
+        ({"hooks": [{"config": [1]}]}, "at $.hooks[0].config: expected a valid dictionary, got [1]."),
+        ({"hooks": [{"hook_factry": "m:f"}]}, "A hook spec has no 'hook_factry'. Did you mean 'hook_factory'?"),
         ({"hooks": [{"every": 2, "on": "state_dict_pre"}]}, "at $.hooks[0]: every counts forwards of the model"),
     ],
 )

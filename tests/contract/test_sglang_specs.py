@@ -16,7 +16,7 @@ import hookline as hl
 from hookline.errors import NoMatchError
 from hookline.sglang.model_runner import ModelRunner
 from hookline.sglang.server_args import ServerArgs
-from hookline.specs.hook_spec import register_hooks, resolve_callable
+from hookline.specs import register_hooks, resolve_callable
 
 LOGGER = "hookline.specs.hook_spec"
 

@@ -10,8 +10,8 @@ from helpers_training import differences, plain_step, train
 from torch import nn
 
 import hookline as hl
-from hookline.specs.apply_specs import close_hooks, find_sites, hooks_of
-from hookline.specs.hook_spec import HookSpec, register_hooks
+from hookline.specs.apply_specs import close_hooks, find_sites, hooks_of, register_hooks
+from hookline.specs.hook_spec import HookSpec
 
 
 def small() -> nn.Sequential:
@@ -50,25 +50,25 @@ def test_a_dictionary_becomes_a_spec_and_null_is_left_out():
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({"target_module": ["a"]}, "no 'target_module'; did you mean 'target_modules'"),
+        ({"target_module": ["a"]}, "no 'target_module'. Did you mean 'target_modules'"),
         ({"pattern": "a"}, "It takes name, target_modules, hook_factory"),
-        ({"target_modules": [1]}, "target_modules is a list of module names or patterns, got [1]."),
-        ({"target_modules": {"a": 1}}, "target_modules is a list"),
-        ({"exclude": 3}, "exclude is a list"),
+        ({"target_modules": [1]}, "target_modules.0: expected a valid string, got 1."),
+        ({"target_modules": {"a": 1}}, "patterns come in a list"),
+        ({"exclude": 3}, "patterns come in a list"),
         ({"hook_factory": 3}, "hook_factory is a path"),
-        ({"config": [1]}, "config is an object"),
-        ({"name": 3}, "name is a string"),
+        ({"config": [1]}, "config: expected a valid dictionary"),
+        ({"name": 3}, "name: expected a valid string"),
         ({"on": "forwards"}, "No kind 'forwards'. Nearest: 'forward'"),
-        ({"on": 3}, "on is the name of a kind"),
+        ({"on": 3}, "on: expected a valid string"),
         ({"on": "function_param_grad"}, "param_grad"),
-        ({"observe": "yes"}, "observe is true or false"),
-        ({"enabled": 1}, "enabled is true or false"),
-        ({"every": 0}, "every is a whole number from 1 on, got 0."),
-        ({"every": True}, "every is a whole number"),
+        ({"observe": "yes"}, "observe: expected a valid boolean"),
+        ({"enabled": 1}, "enabled: expected a valid boolean"),
+        ({"every": 0}, "every: expected greater than or equal to 1, got 0."),
+        ({"every": True}, "every: expected a valid integer"),
         ({"every": 2, "on": "state_dict_pre"}, "every counts forwards"),
-        ({"sees": "all"}, "sees is 'edited' or 'raw'"),
+        ({"sees": "all"}, "sees: expected 'edited' or 'raw'"),
         ({"sees": "raw"}, "add observe=True"),
-        ({"on_error": "ignore"}, "on_error is one of 'raise', 'warn', 'disable'"),
+        ({"on_error": "ignore"}, "on_error: expected 'raise', 'warn' or 'disable'"),
         ({"observe": True, "on": "param_grad"}, "observe= does not go with"),
         ("layers.*", "A hook spec is an object"),
         (None, "A hook spec is an object"),
@@ -80,6 +80,9 @@ def test_what_it_may_not_say_is_an_error_that_says_so(data, words):
     assert words in str(caught.value)
     assert str(caught.value).endswith(".")
     assert isinstance(caught.value, ValueError)
+    if isinstance(data, dict):  # also where it is made in Python
+        with pytest.raises(type(caught.value)):
+            HookSpec(**data)
 
 
 @pytest.mark.parametrize("specs", [{"target_modules": ["*"]}, "specs.json", None, HookSpec(), 3])

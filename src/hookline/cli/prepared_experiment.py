@@ -87,8 +87,7 @@ class PreparedExperiment:
             if not specs:
                 yield
                 return
-            from hookline.specs.apply_specs import close_hooks, hooks_of
-            from hookline.specs.hook_spec import register_hooks
+            from hookline.specs.apply_specs import close_hooks, hooks_of, register_hooks
 
             handles = register_hooks(self.experiment.model, specs)
             try:

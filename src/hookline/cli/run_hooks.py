@@ -288,7 +288,7 @@ def check_specs(
     What is wrong with the specs as such is among `mistakes` already; of those, the fields that are right are looked at.
     `no_match` returns why the patterns of a spec match nothing, empty if they do.
     """
-    from hookline.specs.hook_spec import HookSpec
+    from hookline.specs.hook_spec import HookSpec, spec_faults
 
     add_current_folder_to_path()
     for number, entry in enumerate(specs):
@@ -296,12 +296,12 @@ def check_specs(
             continue
         here = (*path, number)
         who = f"Hook {mistakes.original(here)[-1]} ({entry.get('name') or 'without a name'})"
-        faults = HookSpec.faults(entry)
+        faults = spec_faults(entry)
         lacking = [key for key in ("target_modules", "hook_factory") if entry.get(key) in (None, [], ())]
         if lacking and not faults:
             mistakes.add(here, f"{who} has no {' and no '.join(lacking)}.")
             continue
-        right = _right_fields(entry, {fault.keys[0] for fault in faults if fault.keys})
+        right = _right_fields(entry, {keys[0] for keys, _ in faults if keys})
         if text := _wrong_factory(right):
             mistakes.add((*here, "hook_factory"), f"{who}: {text}")
         elif text := _wrong_config(right):

@@ -215,7 +215,7 @@ class ScriptSession:
 
     def _attach_spec(self, run: Follow, model: Any, spec: dict[str, Any]) -> None:
         """Attach the hooks of one spec; one whose factory raises is no reason to lose the others."""
-        from hookline.specs.hook_spec import register_hooks
+        from hookline.specs.apply_specs import register_hooks
 
         try:
             run.when_closed(register_hooks(model, [spec]).remove)

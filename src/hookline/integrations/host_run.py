@@ -161,7 +161,7 @@ class HostRun:
             opened.callback(manager.fan_out.release_log)  # another Trainer may go on with the folder
             opened.enter_context(run.written_at_the_end())
             if self.specs:
-                from hookline.specs.hook_spec import register_hooks
+                from hookline.specs.apply_specs import register_hooks
 
                 opened.callback(register_hooks(model, self.specs).remove)
             self.run, self._open = run, opened.pop_all()

@@ -21,8 +21,8 @@ from typing import Any, Final
 
 from hookline.error_policy import error_text
 from hookline.errors import OptionError
-from hookline.messages import did_you_mean
 from hookline.files import replace_file
+from hookline.messages import did_you_mean
 
 __all__ = [
     "LOG",

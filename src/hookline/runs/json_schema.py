@@ -1,18 +1,18 @@
 """Make the JSON Schemas of the files that hookline reads, for editors and for ``/openapi.json``.
 
 ``hookline schema`` calls `schema_of`. A schema says which keys there are and what each may be, from `RunFile` and from
-`FIELD_RULES`. Whether keys go together (``sees: raw`` without ``observe``), and whether there are such modules and
+`HookSpec`. Whether keys go together (``sees: raw`` without ``observe``), and whether there are such modules and
 hooks, ``hookline check`` tells.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any, Final
 
+from pydantic import TypeAdapter
+
 from hookline.runs.run_file import RunFile
-from hookline.runs.run_options import field_help
-from hookline.specs.hook_spec import FIELD_RULES, HookSpec
+from hookline.specs.hook_spec import HookSpec
 
 __all__ = ["SCHEMAS", "schema_of", "spec_schema"]
 
@@ -43,23 +43,10 @@ def schema_of(what: str) -> dict[str, Any]:
 
 
 def spec_schema() -> dict[str, Any]:
-    """Return the schema of one hook on modules, from the fields of `HookSpec` and their rules."""
-    texts = {name: text.replace("``", "") for name, text in field_help(HookSpec).items()}
-    defaults = {field.name: field.default for field in fields(HookSpec)}
-    properties: dict[str, Any] = {}
-    for name, rule in FIELD_RULES.items():
-        if rule.is_needed:
-            properties[name] = rule.schema | {"description": texts[name]}
-        else:  # null is the same as nothing
-            either = {"anyOf": [rule.schema, {"type": "null"}], "description": texts[name]}
-            properties[name] = either if defaults[name] is None else either | {"default": defaults[name]}
-    return {
+    """Return the schema of one hook on modules."""
+    return TypeAdapter(HookSpec).json_schema() | {
         "title": "SpecEntry",
         "description": "A hook on modules, as data; what `hookline.register_hooks` takes.",
-        "type": "object",
-        "additionalProperties": False,
-        "properties": properties,
-        "required": [name for name, rule in FIELD_RULES.items() if rule.is_needed],
     }
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hookline.runs.read import Document, KeyPath
 from hookline.errors import ConfigError, HooklineError
+from hookline.runs.read import Document, KeyPath
 
 __all__ = ["Mistakes"]
 

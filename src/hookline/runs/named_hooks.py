@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.load import load_object
 from hookline.errors import OptionError
+from hookline.load import load_object
 
 if TYPE_CHECKING:
     from hookline.lifecycle.hook import TrainingHook
@@ -27,8 +27,8 @@ def known_name(name: str) -> str:
         raise OptionError(f"--hooks {name}: names of hooks have blanks between them: {' '.join(name.split(','))}.")
     if ":" not in name:
         return name
-    from hookline.lifecycle.registry import HookRegistry
     from hookline.lifecycle.hook import TrainingHook
+    from hookline.lifecycle.registry import HookRegistry
 
     found = load_object(name, wanted="a hook")
     if not (isinstance(found, type) and issubclass(found, TrainingHook)):

@@ -12,11 +12,11 @@ from importlib.metadata import entry_points
 from typing import Any, Final
 
 import hookline.sinks
-from hookline.load import load_object
-from hookline.runs.run_options import SinkOptions
 from hookline.errors import OptionError
+from hookline.load import load_object
 from hookline.messages import unknown_name_text
 from hookline.plain import own_copy
+from hookline.runs.run_options import SinkOptions
 
 __all__ = [
     "ENTRY_POINTS", "FILES", "WITH_FLAG", "check_package", "sink_class", "sink_files", "sink_maker", "sink_names",

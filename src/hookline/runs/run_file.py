@@ -24,14 +24,14 @@ from pydantic import (
     model_validator,
 )
 
+from hookline.errors import ConfigError
 from hookline.load import from_folder
+from hookline.messages import short_repr
+from hookline.plain import own_copy
 from hookline.runs.mistakes import Mistakes
 from hookline.runs.read import Document, KeyPath, read_document
 from hookline.runs.run_options import FILE_KEYS, GROUPS, field_help
 from hookline.runs.spec_files import is_server_file, list_of_specs, server_settings, spec_faults, unknown_key
-from hookline.errors import ConfigError
-from hookline.messages import short_repr
-from hookline.plain import own_copy
 
 __all__ = ["RunFile", "placed_specs", "validate_value"]
 

@@ -1,20 +1,19 @@
 """Check hooks on modules in files: a list of specs, or the settings of a server.
 
-`ServerArgs`, `run_file` and the command line call it with a `Document`; it calls `HookSpec.faults`. Everything that is
-wrong is raised at once, each with its path and line. Imports no pydantic: a server reads its file without it.
+`ServerArgs`, `run_file` and the command line call it with a `Document`. Everything that is wrong is raised at once,
+each with its path and line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any, Final
 
-from hookline.runs.mistakes import Mistakes
-from hookline.runs.read import Document, KeyPath
 from hookline.errors import ConfigError
 from hookline.messages import did_you_mean, short_repr, type_name
-from hookline.specs.hook_spec import HookSpec
+from hookline.runs.mistakes import Mistakes
+from hookline.runs.read import Document, KeyPath
+from hookline.specs import hook_spec
 
 __all__ = ["is_server_file", "list_of_specs", "server_settings", "spec_faults", "unknown_key"]
 
@@ -22,7 +21,6 @@ _RUN_KEYS: Final = frozenset(
     ("experiment", "strategy", "specs", "trackers", "sinks", "console", "output_dir", "save_checkpoints")
 )
 """Keys that a run file has, and no server."""
-_FIELDS: Final = [field.name for field in fields(HookSpec)]
 
 
 def is_server_file(values: Any) -> bool:
@@ -73,12 +71,11 @@ def spec_faults(values: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
         return []
     if not isinstance(values, list):
         return [(path, f"expected a list of hook specs, got {_kind(values)}; write [spec].")]
-    found = []
-    for number, entry in enumerate(values):
-        for fault in HookSpec.faults(entry):
-            text = unknown_key(fault.keys[-1], _FIELDS) if fault.is_unknown else str(fault.error)
-            found.append(((*path, number, *fault.keys), text))
-    return found
+    return [
+        ((*path, number, *keys), text)
+        for number, entry in enumerate(values)
+        for keys, text in hook_spec.spec_faults(entry)
+    ]
 
 
 def unknown_key(key: Any, known: Sequence[str]) -> str:

@@ -20,8 +20,8 @@ from hookline.factories.factory_hook import FactoryHook
 from hookline.serve.counted_hooks import CountedHook, CountingFactory
 from hookline.serve.generation.row_batch import is_compiled
 from hookline.sites.handle import HookHandle
-from hookline.specs.apply_specs import close_hook
-from hookline.specs.hook_spec import HookSpec, register_hooks
+from hookline.specs.apply_specs import close_hook, register_hooks
+from hookline.specs.hook_spec import HookSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -275,8 +275,8 @@ class LiveHooks:
     def _checked(self, spec: HookSpec | Mapping[str, Any]) -> HookSpec:
         if isinstance(spec, HookSpec):
             return spec
-        checked = HookSpec.from_dict(spec)
-        return checked if spec.get("on_error") is not None else replace(checked, on_error=self._on_error)
+        is_said = not isinstance(spec, Mapping) or spec.get("on_error") is not None
+        return HookSpec.from_dict(spec if is_said else {**spec, "on_error": self._on_error})
 
     def _kept(self, made: CountingFactory, handles: Mapping[int, Any], origin: Origin) -> LiveHook:
         handle = handles[id(made.counted)]

@@ -116,7 +116,7 @@ class RequestHooks:
             self.close(id)
 
 
-def _names(model: nn.Module, patterns: tuple[str, ...], exclude: tuple[str, ...] | None) -> Any:
+def _names(model: nn.Module, patterns: tuple[str, ...], exclude: tuple[str, ...]) -> Any:
     """Return the names of modules that match, or the error to raise: it took as long, and is remembered too."""
     try:
         found = find_sites(model, HookSpec(target_modules=patterns, exclude=exclude), strict=True)

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hookline.sglang.server_args import ServerArgs
 from hookline.sites.handle import HandleSet, HookHandle
-from hookline.specs.apply_specs import close_hooks, hooks_of
-from hookline.specs.hook_spec import HookSpec, register_hooks
+from hookline.specs.apply_specs import close_hooks, hooks_of, register_hooks
+from hookline.specs.hook_spec import HookSpec
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,7 +1,7 @@
 """Attach the hooks that specs describe: call every factory and find every site, then attach all of them or none.
 
-`register_hooks` calls `apply_specs`; `ModelRunner`, served models and the command line use the parts. They call
-``sites``. The lines that are logged are those of SGLang's model hooks, word for word.
+Users call `register_hooks`; `ModelRunner`, served models and the command line use the parts too. They call ``sites``.
+The lines that are logged are those of SGLang's model hooks, word for word.
 """
 
 from __future__ import annotations
@@ -36,32 +36,63 @@ from hookline.specs.hook_spec import HookSpec, resolve_callable
 if TYPE_CHECKING:
     from hookline.sites.hook_at_site import Attachment
 
-__all__ = ["ErrorHandlingHook", "apply_specs", "call_factory", "close_hook", "close_hooks", "find_sites", "hooks_of"]
+__all__ = ["ErrorHandlingHook", "call_factory", "close_hook", "close_hooks", "find_sites", "hooks_of", "register_hooks"]
 
 logger = logging.getLogger("hookline.specs.hook_spec")
 """Named after the file that users know."""
-
-
-class _Prepared(NamedTuple):
-    """A spec whose hook is made and whose sites are found."""
-
-    position: int
-    spec: HookSpec
-    attachment: Attachment
-    attach: Callable[[Attachment], HookHandle]
 
 
 class _SkippedError(Exception):
     """Say why a spec is not attached; the message is logged."""
 
 
-def apply_specs(
-    model: nn.Module, specs: list[HookSpec | Mapping[str, Any]], *, strict: bool, allow: Iterable[str] | None
+def register_hooks(
+    model: nn.Module,
+    hook_specs: Iterable[HookSpec | Mapping[str, Any]],
+    *,
+    strict: bool = False,
+    allow: Iterable[str] | None = None,
 ) -> HandleSet:
-    """Attach the hooks that `specs` describe, all or none; close the hooks that were made and are not attached."""
+    """Attach the hooks that `hook_specs` describe, all of them or, if that fails, none.
+
+    Recipe::
+
+        handles = hookline.register_hooks(
+            model,
+            [
+                {
+                    "name": "capture_outer",
+                    "target_modules": ["outer.0", "outer.1"],
+                    "hook_factory": "my_project.hooks:dummy_hook_factory",
+                    "config": {"tag": "outer"},
+                }
+            ],
+        )
+        model(x)
+        handles.remove()
+
+    A module that several patterns of a spec match, or that has several names, gets its hook once. Patterns are held
+    against every name of a module, with and without the prefixes of wrappers (``module.``, ``_orig_mod.``).
+
+    Args:
+        model: The model; names are relative to it.
+        hook_specs: Objects of `HookSpec`, or dictionaries with the same keys; they are only read.
+        strict: Raise where otherwise a line is logged and the spec passed over: no ``target_modules``, no
+            ``hook_factory``, a factory that returns None, a pattern that matches nothing.
+        allow: What paths of factories may begin with, see `resolve_callable`; None allows all.
+
+    Returns:
+        A handle for each spec that was attached, in their order.
+
+    Raises:
+        ValueError, AttributeError, ImportError: A path that names nothing; see `resolve_callable`.
+        Exception: Whatever a factory raises. A note on the exception says which spec it was.
+    """
+    if isinstance(hook_specs, str | Mapping | HookSpec) or not isinstance(hook_specs, Iterable):
+        raise OptionError(f"Hook specs come in a list, got {type(hook_specs).__name__}; write [spec].")
     check_model(model)
     allowed = None if allow is None else [allow] if isinstance(allow, str) else list(allow)
-    valid = [_validate(index, spec) for index, spec in enumerate(specs)]
+    valid = [_validate(index, spec) for index, spec in enumerate(hook_specs)]
     made: list[Any] = []
     try:
         handles = _attach_all(_prepare_all(model, valid, strict, allowed, made))
@@ -88,6 +119,15 @@ def _noting_spec(index: int, name: str) -> Iterator[None]:
         raise
 
 
+class _Prepared(NamedTuple):
+    """A spec whose hook is made and whose sites are found."""
+
+    position: int
+    spec: HookSpec
+    attachment: Attachment
+    sites: SpecSites
+
+
 def _prepare_all(
     model: nn.Module, specs: list[HookSpec], strict: bool, allow: list[str] | None, made: list[Any]
 ) -> list[_Prepared]:
@@ -106,11 +146,8 @@ def _prepare_all(
 
 def _prepare(
     model: nn.Module, spec: HookSpec, strict: bool, allow: list[str] | None, made: list[Any]
-) -> tuple[Attachment, Callable[[Attachment], HookHandle]]:
-    """Return what to attach, and the function that attaches it.
-
-    As in SGLang, the factory runs even if no module matches. A hook that is made is added to `made`.
-    """
+) -> tuple[Attachment, SpecSites]:
+    """Return what to attach, and where; add the hook to `made`. As in SGLang, the factory runs if no module matches."""
     path = spec.hook_factory
     if not spec.target_modules:
         raise _SkippedError(f"Hook spec '{spec.name}' has no 'target_modules', skipping")
@@ -122,19 +159,15 @@ def _prepare(
     made.append(hook)
     kind, site_type = spec.kind_and_site_type
     called = _with_options(hook, spec, wants_site=check_hook(hook, kind, site_type=site_type))
-    attachment = new_attachment(
-        called,
-        kind,
-        AttachOptions(observe=spec.observe, sees=spec.sees or "edited", name=spec.name or hook_name(hook)),
-        site_type=site_type,
-    )
+    options = AttachOptions(observe=spec.observe, sees=spec.sees or "edited", name=spec.name or hook_name(hook))
+    attachment = new_attachment(called, kind, options, site_type=site_type)
     attachment.turns = called.calls if isinstance(called, _ScheduledHook) else None
-    found = find_sites(model, spec, strict=strict)
-    if found is None:
+    sites = find_sites(model, spec, strict=strict)
+    if sites is None:
         raise _SkippedError(f"No modules matched hook spec '{spec.name}' patterns={list(spec.target_modules)}")
     if isinstance(hook, ErrorHandlingHook):
-        hook.check_sites(found.names)
-    return attachment, found.attach
+        hook.check_sites(sites.names)
+    return attachment, sites
 
 
 def _attach_all(prepared: list[_Prepared]) -> HandleSet:
@@ -142,7 +175,7 @@ def _attach_all(prepared: list[_Prepared]) -> HandleSet:
     try:
         for each in prepared:
             with _noting_spec(each.position, each.spec.name):
-                handles.add(each.attach(each.attachment))
+                handles.add(each.sites.attach(each.attachment))
     except BaseException:
         handles.remove(quiet=True)
         raise

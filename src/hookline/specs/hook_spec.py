@@ -1,47 +1,103 @@
 """Describe a hook as data: which modules, which factory, which configuration; and find the code that a path names.
 
-Users, files of settings and servers make a `HookSpec` or call `register_hooks`, which calls `apply_specs`. This module
-imports no torch, so configuration can be checked without it.
+Users, files of settings and servers make a `HookSpec`; pydantic checks it, and makes its JSON Schema. `register_hooks`
+(in ``apply_specs``) attaches it. Imports no torch, so that configuration can be checked without it.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, overload
+from typing import Annotated, Any, Final, Literal, Self, overload
 
-from hookline.error_policy import ON_ERROR
-from hookline.errors import HooklineError, KindError, NotAllowedError, OptionError
-from hookline.messages import did_you_mean, short_repr, suggest
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs, ErrorDetails
+
+from hookline.errors import HooklineError, NotAllowedError, OptionError
+from hookline.messages import did_you_mean, short_repr
 from hookline.plain import own_copy
 from hookline.sites.kinds import FUNCTION, MODULE, Kind, SiteType
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from hookline.sites.handle import HandleSet
-
-__all__ = ["FIELD_RULES", "KINDS", "Fault", "HookSpec", "register_hooks", "resolve_callable"]
+__all__ = ["KINDS", "HookSpec", "resolve_callable", "spec_faults"]
 
 _ON_FUNCTION: Final = "function_"
-_SEES: Final = ("edited", "raw")
 
 
-class _Configuration:
-    """The field `HookSpec.config`: copy it when it is set and whenever it is read, so that no caller can change it."""
-
-    def __get__(self, spec: HookSpec | None, owner: type[HookSpec]) -> Mapping[str, Any]:
-        # Without a spec, `dataclass` asks for the default of the field.
-        return None if spec is None else own_copy(vars(spec)["_config"])  # type: ignore[return-value]
-
-    def __set__(self, spec: HookSpec, value: Mapping[str, Any] | None) -> None:
-        _check("config", value)
-        vars(spec)["_config"] = own_copy(dict(value or {}))
+def _kind_names(site_type: SiteType) -> list[str]:
+    return [str(kind) for kind in Kind if kind in site_type.args] + list(site_type.aliases)
 
 
-@dataclass(frozen=True)
+KINDS: Final = [*_kind_names(MODULE), *(f"{_ON_FUNCTION}{name}" for name in _kind_names(FUNCTION))]
+"""What ``on`` may be."""
+
+
+def _parse_kind(on: str) -> tuple[Kind, SiteType]:
+    if on.startswith(_ON_FUNCTION):
+        return Kind.parse(on.removeprefix(_ON_FUNCTION), FUNCTION), FUNCTION
+    return Kind.parse(on), MODULE
+
+
+def _check_kind(on: str) -> str:
+    _parse_kind(on)
+    return on
+
+
+def _check_factory(given: Any) -> Any:
+    if given is None or isinstance(given, str) or callable(given):
+        return given
+    raise OptionError(f"hook_factory is a path such as 'package.module:factory', got {short_repr(given)}.")
+
+
+def _listed(given: Any) -> Any:
+    """Return patterns as a list: one may stand alone, and null and an empty text are none."""
+    if isinstance(given, list | tuple) or not given:
+        return given or ()
+    if isinstance(given, str):
+        return (given,)
+    raise OptionError(f"Module names or patterns come in a list, got {short_repr(given)}.")
+
+
+def _own_config(given: Any) -> Any:
+    return own_copy(dict(given)) if isinstance(given, Mapping) else given or {}
+
+
+_Patterns = Annotated[
+    tuple[StrictStr, ...],
+    Field(fail_fast=True),
+    BeforeValidator(_listed),
+    WithJsonSchema({"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}, {"type": "null"}]}),
+]
+_Factory = Annotated[
+    str | Callable[[dict[str, Any]], Any] | None, PlainValidator(_check_factory), WithJsonSchema({"type": "string"})
+]
+
+
+@dataclass(
+    frozen=True,
+    config=ConfigDict(
+        extra="forbid",
+        use_attribute_docstrings=True,
+        # A spec without them is attached nowhere, with a line in the log; an editor asks for them.
+        json_schema_extra={"required": ["target_modules", "hook_factory"]},
+    ),
+)
 class HookSpec:
     """Describe one hook: a factory and its configuration, and the modules that the hook goes to.
 
@@ -53,44 +109,45 @@ class HookSpec:
         handles = hookline.register_hooks(model, [spec])
     """
 
-    name: str = ""
+    name: StrictStr = ""
     """For logs and reports; the hook's own name if empty."""
-    target_modules: tuple[str, ...] = ()
+    target_modules: _Patterns = ()
     """Names or globs, of which one has to match: ``*`` crosses dots, ``#`` is one numeric part, ``[0-9]`` one digit."""
-    hook_factory: str | Callable[[dict[str, Any]], Any] | None = None
+    hook_factory: _Factory = None
     """``"package.module:factory"`` or ``"package.module.factory"``; from Python, the factory itself will do.
 
-    It is called once with the configuration, and gives the one hook that all these modules share."""
-    config: _Configuration = _Configuration()
-    """What the factory is called with, as a dictionary. Read it as often as you like: each time it is a copy, of its
-    dicts, lists, sets and tuples; other objects in it, such as tensors, are the same ones."""
-    on: str = "forward"
+    It is called once with a copy of the configuration, and gives the one hook that all these modules share."""
+    config: Annotated[dict[Any, Any], BeforeValidator(_own_config)] = Field(default_factory=dict)
+    """What the factory is called with. The spec has a copy of its own: of dicts, lists, sets and tuples; other objects
+    in it, such as tensors, are the same ones."""
+    on: Annotated[StrictStr, AfterValidator(_check_kind), WithJsonSchema({"enum": KINDS})] = "forward"
     """The kind of hook (see `Kind`); ``"function_forward"`` and its sisters are for functions, by name, that are
     called in the model's forwards."""
-    observe: bool = False
+    observe: StrictBool = False
     """Ignore what the hook returns, and run it after all edits."""
-    every: int | None = None
+    every: Annotated[StrictInt, Field(ge=1)] | None = None
     """Run it in every n-th forward of the model only: the first, number n, number 2n, …"""
-    sees: str | None = None
+    sees: Literal["edited", "raw"] | None = None
     """What an observer is shown: ``"edited"`` (the default), or ``"raw"``."""
-    exclude: tuple[str, ...] | None = None
+    exclude: _Patterns = ()
     """Names or globs to leave out."""
-    enabled: bool = True
+    enabled: StrictBool = True
     """False passes it over."""
-    on_error: str = "raise"
+    on_error: Literal["raise", "warn", "disable"] = "raise"
     """What becomes of an exception in the hook: ``"raise"``; ``"warn"``, which logs the first; ``"disable"``, which
     logs it and switches the hook off."""
 
-    def __post_init__(self) -> None:
-        for name in FIELD_RULES:
-            _check(name, getattr(self, name))
-        self.check_options()
-        put = object.__setattr__  # it is frozen
-        put(self, "name", self.name or "")
-        put(self, "target_modules", _patterns(self.target_modules))
-        put(self, "exclude", _patterns(self.exclude) or None)
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, given: Any) -> Any:
+        """Take an object; null is the same as nothing."""
+        if isinstance(given, Mapping):
+            return {key: value for key, value in given.items() if value is not None}
+        if isinstance(given, HookSpec | ArgsKwargs):
+            return given
+        raise OptionError(f"A hook spec is an object with target_modules and hook_factory, got {short_repr(given)}.")
 
-    def check_options(self) -> None:
+    def __post_init__(self) -> None:
         """Raise for an option that does not go with the others."""
         kind, _ = self.kind_and_site_type
         if self.sees == "raw" and not self.observe:
@@ -108,187 +165,41 @@ class HookSpec:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Return the spec that a JSON object describes; an unknown key is an error, a key with null is left out."""
-        found = cls.faults(data)
-        if found:
-            raise found[0].error
-        return cls(**{key: value for key, value in data.items() if value is not None})
-
-    @classmethod
-    def faults(cls, data: Any) -> list[Fault]:
-        """Return everything that is wrong with `data` as a spec, without making one."""
-        if not isinstance(data, Mapping):
-            text = f"A hook spec is an object with target_modules and hook_factory, got {short_repr(data)}."
-            return [Fault((), OptionError(text))]
-        known = [each.name for each in fields(cls)]
-        found = [
-            Fault(
-                (key,),
-                OptionError(f"A hook spec has no {key!r}{suggest(key, known) or '.'} It takes {', '.join(known)}."),
-                is_unknown=True,
-            )
-            for key in data
-            if key not in known
-        ]
-        given = {key: data[key] for key in known if data.get(key) is not None}
-        for name, value in given.items():
-            try:
-                _check(name, value)
-            except HooklineError as error:
-                found.append(Fault((name, *_wrong_item(name, value)), error))
-        if not found:
-            try:
-                cls(**given)
-            except HooklineError as error:
-                found.append(Fault((), error))
-        return found
+        with _raise_first():
+            return TypeAdapter(cls).validate_python(data)
 
 
-class Fault(NamedTuple):
-    """Hold one thing that is wrong with a spec."""
-
-    keys: tuple[Any, ...]
-    """The keys that lead to it; none if it is the spec as a whole."""
-    error: HooklineError
-    is_unknown: bool = False
-    """Whether it is a key that no spec has."""
-
-
-def register_hooks(
-    model: nn.Module,
-    hook_specs: Iterable[HookSpec | Mapping[str, Any]],
-    *,
-    strict: bool = False,
-    allow: Iterable[str] | None = None,
-) -> HandleSet:
-    """Attach the hooks that `hook_specs` describe, all of them or, if that fails, none.
-
-    Recipe::
-
-        handles = hookline.register_hooks(
-            model,
-            [
-                {
-                    "name": "capture_outer",
-                    "target_modules": ["outer.0", "outer.1"],
-                    "hook_factory": "my_project.hooks:dummy_hook_factory",
-                    "config": {"tag": "outer"},
-                }
-            ],
-        )
-        model(x)
-        handles.remove()
-
-    A module that several patterns of a spec match, or that has several names, gets its hook once. Patterns are held
-    against every name of a module, with and without the prefixes of wrappers (``module.``, ``_orig_mod.``).
-
-    Args:
-        model: The model; names are relative to it.
-        hook_specs: Objects of `HookSpec`, or dictionaries with the same keys; they are only read.
-        strict: Raise where otherwise a line is logged and the spec passed over: no ``target_modules``, no
-            ``hook_factory``, a factory that returns None, a pattern that matches nothing.
-        allow: What paths of factories may begin with, see `resolve_callable`; None allows all.
-
-    Returns:
-        A handle for each spec that was attached, in their order.
-
-    Raises:
-        ValueError, AttributeError, ImportError: A path that names nothing; see `resolve_callable`.
-        Exception: Whatever a factory raises. A note on the exception says which spec it was.
-    """
-    from hookline.specs.apply_specs import apply_specs
-
-    if isinstance(hook_specs, str | Mapping | HookSpec) or not isinstance(hook_specs, Iterable):
-        raise OptionError(f"Hook specs come in a list, got {type(hook_specs).__name__}; write [spec].")
-    return apply_specs(model, list(hook_specs), strict=strict, allow=allow)
+def spec_faults(data: Any) -> list[tuple[tuple[str | int, ...], str]]:
+    """Return everything that is wrong with `data` as a spec: the keys that lead to it, and a sentence."""
+    try:
+        TypeAdapter(HookSpec).validate_python(data)
+    except ValidationError as error:
+        return [(fault["loc"], str(_error_of(fault))) for fault in error.errors()]
+    return []
 
 
-# -- what each field may be -----------------------------------------------------------------------------------
+@contextmanager
+def _raise_first() -> Iterator[None]:
+    """Raise the first fault that pydantic finds in the block as an error of ours."""
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _error_of(first, f"{'.'.join(map(str, first['loc']))}: ") from None
 
 
-class FieldRule(NamedTuple):
-    """Say what a field of a spec may be: `check` in Python, `schema` in JSON Schema, `words` in an error."""
-
-    words: str
-    check: Callable[[Any], object]
-    """Returns whether the value fits; may raise a more exact error itself."""
-    schema: dict[str, Any]
-    is_needed: bool = False
-    """Whether an editor asks for it; a spec without it is attached nowhere."""
-
-
-def _text(value: Any) -> bool:
-    return value is None or isinstance(value, str)
+def _error_of(fault: ErrorDetails, place: str = "") -> HooklineError:
+    raised = fault.get("ctx", {}).get("error")
+    if isinstance(raised, HooklineError):
+        return raised
+    if fault["type"] == "unexpected_keyword_argument":
+        name, known = str(fault["loc"][-1]), [each.name for each in fields(HookSpec)]
+        return OptionError(f"A hook spec has no {name!r}.{did_you_mean(name, known)} It takes {', '.join(known)}.")
+    text = fault["msg"].replace("Input should be", "expected")
+    return OptionError(f"{place}{text}, got {short_repr(fault['input'])}.")
 
 
-def _patterns_fit(value: Any) -> bool:
-    return (
-        not value or isinstance(value, str) or (isinstance(value, list | tuple) and not _wrong_item("exclude", value))
-    )
-
-
-def _parse_kind(on: Any) -> tuple[Kind, SiteType]:
-    if not isinstance(on, str):
-        raise KindError(f"on is the name of a kind of hook, got {short_repr(on)}.")
-    if on.startswith(_ON_FUNCTION):
-        return Kind.parse(on.removeprefix(_ON_FUNCTION), FUNCTION), FUNCTION
-    return Kind.parse(on), MODULE
-
-
-def _kind_names(site_type: SiteType) -> list[str]:
-    return [str(kind) for kind in Kind if kind in site_type.args] + list(site_type.aliases)
-
-
-_TEXT: Final = {"type": "string"}
-_SWITCH: Final = {"type": "boolean"}
-_PATTERNS: Final = {"anyOf": [{"type": "array", "items": _TEXT}, _TEXT]}
-_LIST: Final = "a list of module names or patterns,"
-KINDS: Final = [*_kind_names(MODULE), *(f"{_ON_FUNCTION}{name}" for name in _kind_names(FUNCTION))]
-"""What ``on`` may be."""
-FIELD_RULES: Final[dict[str, FieldRule]] = {
-    "name": FieldRule("a string,", _text, _TEXT),
-    "target_modules": FieldRule(_LIST, _patterns_fit, _PATTERNS, is_needed=True),
-    "hook_factory": FieldRule(
-        "a path such as 'package.module:factory',", lambda value: _text(value) or callable(value), _TEXT, is_needed=True
-    ),
-    "config": FieldRule(
-        "an object of names and values,",
-        lambda value: not value or isinstance(value, Mapping),
-        {"type": "object", "additionalProperties": True},
-    ),
-    "on": FieldRule("the name of a kind of hook,", _parse_kind, {"enum": KINDS}),
-    "observe": FieldRule("true or false,", lambda value: isinstance(value, bool), _SWITCH),
-    "every": FieldRule(
-        "a whole number from 1 on,",
-        lambda value: value is None or (type(value) is int and value >= 1),
-        {"type": "integer", "minimum": 1},
-    ),
-    "sees": FieldRule("'edited' or 'raw',", lambda value: value in (None, *_SEES), {"enum": list(_SEES)}),
-    "exclude": FieldRule(_LIST, _patterns_fit, _PATTERNS),
-    "enabled": FieldRule("true or false,", lambda value: isinstance(value, bool), _SWITCH),
-    "on_error": FieldRule(
-        f"one of {', '.join(map(repr, ON_ERROR))};", lambda value: value in ON_ERROR, {"enum": list(ON_ERROR)}
-    ),
-}
-"""What each field may be: the one list that checks, JSON Schemas and bodies of requests are made of."""
-
-
-def _check(name: str, value: Any) -> None:
-    """Raise if the field `name` cannot be `value`."""
-    rule = FIELD_RULES[name]
-    if not rule.check(value):
-        raise OptionError(f"{name} is {rule.words} got {short_repr(value)}.")
-
-
-def _wrong_item(name: str, value: Any) -> tuple[int, ...]:
-    """Return the place of the first entry that is no pattern, in a list of them."""
-    if name not in ("target_modules", "exclude") or not isinstance(value, list | tuple):
-        return ()
-    return next(((place,) for place, item in enumerate(value) if not isinstance(item, str)), ())
-
-
-def _patterns(value: Any) -> tuple[str, ...]:
-    """Return one or several patterns as a tuple."""
-    return (value,) if isinstance(value, str) and value else tuple(value or ())
+HookSpec.__init__ = _raise_first()(HookSpec.__init__)  # type: ignore[method-assign]  # also where it is made in Python
 
 
 # -- paths to code ----------------------------------------------------------------------------------------------

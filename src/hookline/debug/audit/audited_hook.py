@@ -190,8 +190,7 @@ def put_around(hook: AuditedHook, stack: ExitStack) -> None:
 def put_on_model(hook: AuditedHook, model: nn.Module, optimizer: Optimizer, stack: ExitStack) -> None:
     """Put on what goes on a model, before its first forward; ``stack`` takes it off."""
     if hook.way == "specs":
-        from hookline.specs.apply_specs import close_hooks, hooks_of
-        from hookline.specs.hook_spec import register_hooks
+        from hookline.specs.apply_specs import close_hooks, hooks_of, register_hooks
 
         handles = register_hooks(model, [hook.given])
         stack.callback(lambda: close_hooks(hooks_of(handles)))

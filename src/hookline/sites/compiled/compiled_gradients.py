@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
+from hookline import tree
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.gradients.backward_call import end_of
@@ -38,7 +39,7 @@ _CALLS: Final = "hookline_calls"
 _SERIAL: Final = "hookline_serial"
 _WIRING: Final = (
     *("gradients.backward_call", "gradients.call_gradients", "gradients.gradient_hooks", "gradients.gradient_tensors"),
-    *("gradients.tensor_taps", "tree", "_torch"),
+    *("gradients.tensor_taps", "_torch"),
 )
 
 
@@ -69,7 +70,7 @@ def _version() -> str:
     return str(zlib.crc32(code))  # digits alone: the letters after it mean something
 
 
-_SHAPES_GRAPHS: Final = (__name__, ops.__name__, *(f"hookline.sites.{name}" for name in _WIRING))
+_SHAPES_GRAPHS: Final = (__name__, ops.__name__, tree.__name__, *(f"hookline.sites.{name}" for name in _WIRING))
 
 
 class What:
