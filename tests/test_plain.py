@@ -65,7 +65,6 @@ def make() -> None:
         (object(), "object"),
         (b"x", "b'x'"),
     ],
-    ids=str,
 )
 def test_a_value_is_what_strict_json_can_hold(value: Any, plain: Any) -> None:
     """And JSON gives the same back."""

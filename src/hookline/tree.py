@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
@@ -37,6 +38,11 @@ def leaves(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Iterator[
     elif (within := inside(value, above)) is not None:
         for key, child in parts:
             yield from leaves(child, f"{path}.{key}" if path else str(key), within)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return every tensor in a structure, in order."""
+    return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def inside(value: Any, above: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -78,7 +84,8 @@ def replace(
                 swapped.append((value, key, new, value[key]))
             value[key] = new
         return value
-    return _rebuild(value, changed)
+    made = rebuilt(value, dict(parts) | changed)
+    return made if type(made) is type(value) else value
 
 
 def swap_back(swapped: Iterable[Swapped]) -> None:
@@ -100,22 +107,59 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def _rebuild(value: Any, changed: dict[Any, Any]) -> Any:
-    """Return a tuple or dataclass with some items changed."""
+def map_tensors(
+    value: Any,
+    change: Callable[[str, Tensor], Any],
+    other: Callable[[Any], Any] = lambda leaf: leaf,
+    path: str = "",
+    above: tuple[int, ...] = (),
+) -> Any:
+    """Return the same structure, in containers of its own, with ``change(path, tensor)`` for every tensor.
+
+    Unlike `replace` it does not change lists and dicts in place. A leaf that is no tensor becomes ``other(leaf)``.
+    """
+    if isinstance(value, Tensor):
+        return change(path, value)
+    parts = children(value)
+    if parts is None:
+        return other(value)
+    if id(value) in above:
+        return value  # it contains itself
+    within = (*above, id(value))
+    items = {key: map_tensors(item, change, other, f"{path}.{key}" if path else str(key), within)
+             for key, item in parts}  # fmt: skip
+    is_same = isinstance(value, tuple) and all(items[key] is item for key, item in parts)
+    return value if is_same else rebuilt(value, items)
+
+
+def rebuilt(value: Any, items: dict[Any, Any]) -> Any:
+    """Return a container of the same make with these items, which are all it has; a plain one if none can be made."""
     try:
         if isinstance(value, tuple):
-            return rebuilt_tuple(value, [changed.get(index, item) for index, item in enumerate(value)])
-        twin = copy.copy(value)
-        for key, item in changed.items():
-            object.__setattr__(twin, key, item)  # frozen dataclasses too
-    except (TypeError, AttributeError):
-        return value  # it cannot be copied
+            return rebuilt_tuple(value, list(items.values()))
+        if isinstance(value, list):
+            return list(items.values())
+        # A copy of a dict has items of its own. A copy of another mapping may share them with the model.
+        if type(value) is dict or (isinstance(value, Mapping) and not isinstance(value, dict | UserDict)):
+            return items
+        twin: Any = copy.copy(value)
+        if twin is value:
+            return items
+        for key, item in items.items():
+            if isinstance(value, Mapping):
+                twin[key] = item  # a ModelOutput keeps its attributes in step
+            elif hasattr(value, key):
+                object.__setattr__(twin, key, item)  # frozen dataclasses too
+    except Exception:  # whatever its own methods do
+        return tuple(items.values()) if isinstance(value, tuple) else items
     return twin
 
 
 def rebuilt_tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
     """Return a tuple of the same make, named or somebody's own, with other items."""
     kind: Any = type(value)
+    if kind is tuple:
+        return tuple(items)
     if hasattr(kind, "_make"):
         return kind._make(items)
     if hasattr(kind, "n_sequence_fields"):  # what torch.max and others return
@@ -130,7 +174,7 @@ def main_tensor(value: Any) -> Tensor | None:
     """Return the first tensor of real numbers that is more than one number, else the first tensor, else None."""
     if isinstance(value, Tensor):
         return value
-    return main_of([leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)])
+    return main_of(tensors_of(value))
 
 
 def main_of(tensors: list[Tensor]) -> Tensor | None:

@@ -14,7 +14,7 @@ from hookline.analyses._analysis import StepAnalysis
 from hookline.analyses._firing_values import values_of
 from hookline.analyses._vectors import norm, widest_float
 from hookline.lifecycle.context import RunDataContext
-from hookline.tree import leaves
+from hookline.tree import tensors_of
 
 
 class GradientNoiseScaleHook(StepAnalysis):
@@ -96,5 +96,5 @@ class GradientNoiseScaleHook(StepAnalysis):
 
 def _samples(batch: Any) -> int | None:
     """Return how many samples a batch has: the first dimension of the first tensor in it."""
-    tensors = (leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+    tensors = (tensor for tensor in tensors_of(batch) if tensor.dim())
     return next((int(tensor.shape[0]) for tensor in tensors if tensor.shape[0]), None)

@@ -16,10 +16,9 @@ from hookline.debug.compare.run_values import RunValue
 from hookline.debug.compare.tensor_errors import tensor_errors
 from hookline.errors import CompareError
 from hookline.guard.guard import rollback
-from hookline.observe.capture.stored_value import each_tensor
 from hookline.sites.attach import attach
 from hookline.sites.site_info import Site
-from hookline.tree import leaves
+from hookline.tree import leaves, map_tensors
 
 __all__ = ["ROOT", "BisectTrials", "CallLeaves", "SiteCall"]
 
@@ -150,7 +149,7 @@ def _with_outputs(output: Any, right: CallLeaves, site: Site) -> Any:
             )
         return value.read().to(device=tensor.device, dtype=tensor.dtype, copy=True)
 
-    return each_tensor(output, change)
+    return map_tensors(output, change)
 
 
 def _with_inputs(args: Any, kwargs: Any, right: CallLeaves) -> tuple[Any, set[str]]:
@@ -173,7 +172,7 @@ def _with_inputs(args: Any, kwargs: Any, right: CallLeaves) -> tuple[Any, set[st
 
     def put(name: str, value: Any) -> Any:
         if isinstance(value, Tensor) or type(value) in (tuple, list, dict):
-            return each_tensor(value, change, path=name)
+            return map_tensors(value, change, path=name)
         if value is not None:
             placed.update(leaf for leaf in right if leaf.removeprefix("kwargs.").partition(".")[0] == name)
         return value

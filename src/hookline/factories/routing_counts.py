@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hookline.errors import HooklineWarning
 from hookline.factories.served_batch import measurable, without_padding
 from hookline.messages import caller_stacklevel
-from hookline.tree import leaves
+from hookline.tree import tensors_of
 
 __all__ = ["RoutingCounts", "routing_metrics"]
 
@@ -120,7 +120,7 @@ def _routed(router: nn.Module, output: Any) -> _Routed | None:
 
     Beside chosen experts, floats of their shape are the weights of these, and no logits.
     """
-    given = [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.dim() >= 2]
+    given = [tensor for tensor in tensors_of(output) if tensor.dim() >= 2]
     floats = [each for each in given if each.is_floating_point() and each.shape[-1] > 1]
     whole = [each for each in given if not each.is_floating_point() and not each.is_complex()]
     ids = [each for each in whole if each.dtype is not torch.bool]

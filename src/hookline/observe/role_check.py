@@ -25,7 +25,7 @@ from hookline.sites.roles import find_roles
 from hookline.sites.targets import check_model, select
 from hookline.sites.wrappers import submodule
 from hookline.tables import ShownAsTable, Table
-from hookline.tree import leaves, main_tensor
+from hookline.tree import main_tensor, tensors_of
 
 if TYPE_CHECKING:
     from hookline.sites.site_info import Site
@@ -160,7 +160,7 @@ class _Run:
 
     def _note(self, module: nn.Module, args: Any, kwargs: Any, output: Any, *, site: Site) -> None:
         if site.name not in self.calls:
-            given = [leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            given = tensors_of((args, kwargs))
             ids = any(not each.is_floating_point() and not each.is_complex() for each in given)
             call = _RoleCall(
                 site.name, len(self.calls), _copy(find_main_input(args, kwargs)), ids, _copy(main_tensor(output))
@@ -318,7 +318,7 @@ def _check_head(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
 
 def _gives_logits(head: Tensor, output: Any) -> bool:
     """Return whether the logits in an output, of which those of the head were zeros, are the same for all tokens."""
-    found = [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.dim() >= 2]
+    found = [tensor for tensor in tensors_of(output) if tensor.dim() >= 2]
     rows = [each.flatten(0, -2) for each in found if each.is_floating_point() and each.shape[-1] == head.shape[-1]]
     return not rows or any(torch.equal(each, each[:1].expand_as(each)) for each in rows)
 

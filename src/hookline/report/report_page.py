@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from hookline.errors import MissingPackageError
 from hookline.files import replace_file
+from hookline.plain import to_plain
 from hookline.report.anomalies import count_judged, find_anomalies, tell_findings
 from hookline.report.metric_series import KINDS, Collector, Curve, Grid, LayerPlace, RunSeries, layer_places
 from hookline.report.minutes_before import FLIGHT_FILE, minutes_before
@@ -229,7 +230,7 @@ def _run(judged: JudgedRun, packer: Packer, limit: int) -> dict[str, Any]:
     return {
         "name": run.name,
         "folder": run.folder.resolve().name,
-        "facts": _json_ready(run.facts),
+        "facts": to_plain(run.facts),
         "remarks": run.remarks + ([thinned] if longest > limit else []),
         "records": series.num_records,
         "words": series.words,
@@ -293,17 +294,6 @@ def _map_order(group: str) -> int:
     """Return the place of a map: activations and gradients before parameters, then other groups as first seen."""
     kind = group.rsplit("/", 1)[-1]
     return KINDS.index(kind) if kind in KINDS else len(KINDS)
-
-
-def _json_ready(value: Any) -> Any:
-    """Return facts as JSON can hold them: what is not finite becomes text."""
-    if isinstance(value, dict):
-        return {str(key): _json_ready(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_ready(item) for item in value]
-    if isinstance(value, float) and not np.isfinite(value):
-        return str(value)
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 # -- packing ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ number of another.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from hookline.errors import OptionError
 from hookline.factories.batch_rows import BatchRows, TokenBatch
 from hookline.messages import type_name
-from hookline.tree import children, rebuilt_tuple
+from hookline.tree import children, map_tensors, rebuilt
 
 __all__ = ["NO_ROWS", "FlatRows", "PaddedRow", "RowsOfRequest", "part_of", "row_in_padded", "with_part"]
 
@@ -111,13 +110,12 @@ def part_of(value: Any, rows: RowsOfRequest | _NoRows) -> Any:
 
     The rows are a copy: a view has the whole batch in its storage.
     """
-    if isinstance(value, Tensor):
-        own = rows.cut(value)
+
+    def cut(path: str, tensor: Tensor) -> Tensor | None:
+        own = rows.cut(tensor)
         return None if own is None else own.clone()
-    parts = children(value)
-    if parts is None:
-        return value if isinstance(value, bool | int | float | str) else None
-    return _rebuilt(value, {key: part_of(child, rows) for key, child in parts})
+
+    return map_tensors(value, cut, lambda leaf: leaf if isinstance(leaf, bool | int | float | str) else None)
 
 
 def with_part(value: Any, edited: Any, rows: RowsOfRequest) -> Any:
@@ -130,7 +128,7 @@ def with_part(value: Any, edited: Any, rows: RowsOfRequest) -> Any:
     new = dict(children(edited) or ())
     if len(new) != len(parts):
         raise OptionError(f"A hook of a request returned {type_name(edited)} in place of {type_name(value)}.")
-    return _rebuilt(value, {key: with_part(child, new[key], rows) for key, child in parts})
+    return rebuilt(value, {key: with_part(child, new[key], rows) for key, child in parts})
 
 
 def _with_rows(value: Tensor, edited: Any, rows: RowsOfRequest) -> Tensor:
@@ -145,18 +143,3 @@ def _with_rows(value: Tensor, edited: Any, rows: RowsOfRequest) -> Tensor:
     assert place is not None
     place.copy_(edited)
     return changed
-
-
-def _rebuilt(value: Any, items: dict[Any, Any]) -> Any:
-    """Return a container of the same make with other items; `value` itself is left alone."""
-    if isinstance(value, tuple):
-        return rebuilt_tuple(value, list(items.values()))
-    if isinstance(value, list):
-        return list(items.values())
-    twin = copy.copy(value)
-    for key, item in items.items():
-        if hasattr(twin, "__setitem__"):
-            twin[key] = item
-        else:
-            object.__setattr__(twin, key, item)  # frozen dataclasses too
-    return twin

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from hookline.guard.rng import stream_states
 from hookline.guard.torch_switches import TorchSwitches
 from hookline.sites import _torch
-from hookline.tree import leaves
+from hookline.tree import leaves, tensors_of
 
 __all__ = ["Difference", "RunState", "first_difference", "left_on", "run_state", "tensor_digests"]
 
@@ -98,7 +98,7 @@ def tensor_digests(values: Any) -> bytes | None:
     """Return one digest of all tensors in ``values``; None if there are none, or they stand for others."""
     if torch.compiler.is_compiling() or _torch.in_transform():
         return None
-    found = [leaf for _, leaf in leaves(values) if isinstance(leaf, Tensor) and _torch.has_numbers(leaf)]
+    found = [tensor for tensor in tensors_of(values) if _torch.has_numbers(tensor)]
     with torch.no_grad():
         return b"".join(map(_tensor_digest, found)) or None
 

@@ -17,6 +17,7 @@ from hookline.debug.compare.compared_value import Blame, ComparedValue
 from hookline.debug.compare.comparison_page import PageContent, write_page
 from hookline.debug.compare.match_calls import UnpairedValue
 from hookline.debug.compare.rounding import UNSURE, WITHIN, WRONG, unseen_below
+from hookline.plain import to_plain
 from hookline.tables import ShownAsTable, Table
 
 __all__ = ["Comparison"]
@@ -212,7 +213,7 @@ class Comparison(ShownAsTable):
             "notes": self.notes, "left_out": self.left_out, "missing": self.missing, "problems": self.problems,
             "values": [value.to_json() for value in self.worst],
         }  # fmt: skip
-        plain: dict[str, Any] = _plain(found)
+        plain: dict[str, Any] = to_plain(found)
         return plain
 
     def write_json(self, path: str | Path) -> Path:
@@ -266,11 +267,3 @@ def _cells(value: ComparedValue) -> tuple[str, ...]:
         f"{value.floor:.2g}",
         verdict + (f" [{value.how}]" if value.how else ""),
     )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -22,7 +22,7 @@ from hookline.sites.functions.function_site import FunctionSite
 from hookline.sites.handle import HandleSet
 from hookline.sites.site_info import Site
 from hookline.sites.wrappers import clean_modules
-from hookline.tree import leaves
+from hookline.tree import tensors_of
 
 __all__ = ["AutogradGraph", "GraphNode", "graph"]
 
@@ -212,8 +212,8 @@ def _watched(compute: Callable[[], Any], model: nn.Module | None, makers: dict[A
 
 def _see_module(makers: dict[Any, str], cuts: dict[str, str]) -> Callable[..., None]:
     def see(module: nn.Module, args: Any, kwargs: Any, output: Any, *, site: Site) -> None:
-        outputs = [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor)]
-        inputs = [leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = tensors_of(output)
+        inputs = tensors_of((args, kwargs))
         known = {leaf.grad_fn for leaf in inputs}
         for node in (tensor.grad_fn for tensor in outputs):
             _name_nodes(node, known, makers, site.name)

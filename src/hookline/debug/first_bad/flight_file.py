@@ -21,6 +21,7 @@ import torch
 from hookline.errors import OptionError
 from hookline.files import replace_file
 from hookline.guard.rng import cuda_states, numpy_state, set_cuda_states, set_numpy_state, set_state
+from hookline.plain import to_plain
 from hookline.report.minutes_before import FLIGHT_FORMAT, FLIGHT_VERSION
 from hookline.tables import ShownAsTable, Table
 
@@ -83,20 +84,7 @@ def write_flight(path: Path, reason: str, steps: list[tuple[dict[str, Any], Stre
         rows.append({**facts, "random": keys})
     found = {"format": FLIGHT_FORMAT, "version": FLIGHT_VERSION, "reason": reason, "steps": rows, "streams": streams}
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(_plain(found), allow_nan=False))
-
-
-def _plain(value: Any) -> Any:
-    """Return ``value`` as strict JSON can hold it: numbers that are not finite become text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, torch.Tensor):
-        return _plain(value.tolist())
-    if isinstance(value, float) and not np.isfinite(value):
-        return str(value)
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    replace_file(path, json.dumps(to_plain(found), allow_nan=False))
 
 
 @dataclass(frozen=True)

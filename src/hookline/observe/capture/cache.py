@@ -23,9 +23,7 @@ from hookline.observe.capture.stored_value import (
     AS_IT_IS,
     StoredValue,
     bytes_of,
-    each_tensor,
     size_text,
-    tensors_of,
 )
 from hookline.sites.compiled.value_layout import Unseen
 from hookline.sites.handle import HookHandle
@@ -33,7 +31,7 @@ from hookline.sites.hook_at_site import close_context
 from hookline.sites.kinds import Kind
 from hookline.sites.wrappers import submodule
 from hookline.tables import OFF, ON, THE_MODEL, ShownAsTable, Table
-from hookline.tree import main_of
+from hookline.tree import main_of, map_tensors, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -331,7 +329,7 @@ def _copied_calls(calls: dict[str, list[CapturedCall]], *, clone: bool) -> dict[
     def copy_of(kept: StoredValue) -> StoredValue:
         changed = [tensor for tensor, version in kept.borrowed if tensor._version != version]
         other = (lambda leaf: leaf) if clone else _for_pickle
-        value = each_tensor(kept.value, lambda path, tensor: one(tensor), other)
+        value = map_tensors(kept.value, lambda path, tensor: one(tensor), other)
         return StoredValue(value, tuple((one(tensor), _CHANGED) for tensor in changed))
 
     return {name: [call.copied(copy_of) for call in of_module] for name, of_module in calls.items()}

@@ -20,8 +20,9 @@ from hookline.errors import CaptureError
 from hookline.files import replace_file
 from hookline.messages import type_name
 from hookline.observe.capture.captured_calls import NOT_ASKED, CapturedCall
-from hookline.observe.capture.stored_value import StoredValue, tensors_of
+from hookline.observe.capture.stored_value import StoredValue
 from hookline.sites.compiled.value_layout import Unseen
+from hookline.tree import tensors_of
 
 __all__ = ["read", "write"]
 

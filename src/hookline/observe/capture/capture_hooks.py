@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from hookline.errors import CaptureError, OptionError
 from hookline.observe.capture.captured_calls import CapturedCall
-from hookline.observe.capture.stored_value import NoNumbers, StoredValue, ValueStore, each_tensor
+from hookline.observe.capture.stored_value import NoNumbers, StoredValue, ValueStore
 from hookline.observe.token_axes import GIVE_ROWS, TokenAxes
 from hookline.phases import ALL_PHASES, Phases, known_phase
 from hookline.sites import _torch
 from hookline.sites.hook_at_site import open_contexts
-from hookline.tree import main_tensor
+from hookline.tree import main_tensor, map_tensors
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads, Hook
@@ -295,7 +295,7 @@ class CaptureRecorder:
         if call.is_left_out:
             return
         by_path = dict(zip(site.outputs, grads, strict=True))
-        shaped = each_tensor(call.kept_output.value, lambda path, tensor: by_path.get(path), lambda leaf: None)
+        shaped = map_tensors(call.kept_output.value, lambda path, tensor: by_path.get(path), lambda leaf: None)
         with suppress(NoNumbers):
             call.add_grad(self.store.keep(shaped, f"gradient of {site.name!r}"))
 

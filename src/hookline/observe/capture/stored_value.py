@@ -9,9 +9,7 @@ The recorder of a capture calls `ValueStore.keep`; `CapturedCall` reads the `Sto
 
 from __future__ import annotations
 
-import copy
-from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -19,9 +17,9 @@ from torch import Tensor
 
 from hookline.errors import CaptureError
 from hookline.sites import _torch
-from hookline.tree import children, leaves
+from hookline.tree import map_tensors
 
-__all__ = ["AS_IT_IS", "NoNumbers", "StoredValue", "ValueStore", "bytes_of", "each_tensor", "size_text", "tensors_of"]
+__all__ = ["AS_IT_IS", "NoNumbers", "StoredValue", "ValueStore", "bytes_of", "size_text"]
 
 
 class NoNumbers(Exception):
@@ -80,7 +78,7 @@ class ValueStore:
                 borrowed.append((piece, version))
             return piece
 
-        return StoredValue(each_tensor(value, keep_one), tuple(borrowed))
+        return StoredValue(map_tensors(value, keep_one), tuple(borrowed))
 
     def wait_for_copies(self) -> None:
         """Wait for copies that are under way; after it every kept tensor can be read."""
@@ -213,77 +211,3 @@ def size_text(size: float) -> str:
         size /= 1000
         units.pop()
     return f"{size:.0f} B" if units[-1] == "B" else f"{size:,.1f} {units[-1]}"
-
-
-# -- structures ----------------------------------------------------------------------------------------------
-
-
-def _same(leaf: Any) -> Any:
-    return leaf
-
-
-def each_tensor(
-    value: Any,
-    change: Callable[[str, Tensor], Any],
-    other: Callable[[Any], Any] = _same,
-    path: str = "",
-    above: tuple[int, ...] = (),
-) -> Any:
-    """Return the same structure, in containers of its own, with ``change(path, tensor)`` for every tensor.
-
-    Unlike ``tree.replace`` it does not change lists and dicts in place. A leaf that is no tensor becomes
-    ``other(leaf)``; a container of a type that cannot be rebuilt, a plain tuple, list or dict.
-    """
-    if isinstance(value, Tensor):
-        return change(path, value)
-    parts = children(value)
-    if parts is None:
-        return other(value)
-    if id(value) in above:
-        return value  # it contains itself
-    within = (*above, id(value))
-    items = {key: each_tensor(item, change, other, f"{path}.{key}" if path else str(key), within)
-             for key, item in parts}  # fmt: skip
-    if isinstance(value, tuple):
-        return value if all(items[key] is item for key, item in parts) else _tuple_like(value, list(items.values()))
-    if isinstance(value, list):
-        return list(items.values())
-    return _mapping_like(value, items) if isinstance(value, Mapping) else _record_like(value, items)
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """Return every tensor in a structure, in order."""
-    return [leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
-    kind: Any = type(value)
-    if hasattr(kind, "_make"):
-        return kind._make(items)
-    if kind is tuple or hasattr(kind, "n_sequence_fields"):  # what torch.max and others return
-        return kind(items)
-    return tuple(items)
-
-
-def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    # A copy of a dict has items of its own. A copy of another mapping may share them with the model.
-    if type(value) is dict or not isinstance(value, dict | UserDict):
-        return items
-    try:
-        twin: Any = copy.copy(value)
-        for key, item in items.items() if twin is not value else ():
-            twin[key] = item  # a ModelOutput keeps its attributes in step
-    except Exception:  # whatever its own methods do
-        return items
-    return items if twin is value else twin
-
-
-def _record_like(value: Any, items: dict[str, Any]) -> Any:
-    items = {key: item for key, item in items.items() if hasattr(value, key)}
-    try:
-        twin = copy.copy(value)
-        for key, item in items.items() if twin is not value else ():
-            object.__setattr__(twin, key, item)  # frozen ones too
-    except Exception:
-        return items
-    return items if twin is value else twin

@@ -216,7 +216,7 @@ class ProfileRecorder:
         if span.start is None:
             return
         span.end = now
-        span.output_bytes = sum(_num_bytes(leaf) for _, leaf in tree.leaves(output) if isinstance(leaf, Tensor))
+        span.output_bytes = sum(map(_num_bytes, tree.tensors_of(output)))
         if span.allocated is not None:
             span.allocated = (self.clock.allocated() or 0) - span.allocated
 

@@ -180,7 +180,7 @@ def tensors_in(args: Iterable[Any], kwargs: dict[str, Any]) -> _Tensors:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, list | tuple | dict):
-            found += (leaf for _, leaf in tree.leaves(value) if isinstance(leaf, Tensor))
+            found += tree.tensors_of(value)
     return tuple(found)
 
 
