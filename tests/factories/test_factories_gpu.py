@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,10 @@ def test_no_forward_waits_under_any_hook(mode: Any, padded: bool, tmp_path: Path
     hooks = [activation_stats(), nan_alarm(), log_shapes(), record_mean(), export({"folder": str(tmp_path)})]
     hooks.append(steer({"vector": [0.5] * 64}))
     hooks += [moe_routing({"top_k": 2}), probe({"head": head_of(64), "action": "flag"})]
-    specs = [{"target_modules": ["*"], "hook_factory": lambda _, hook=hook: hook} for hook in hooks]
     x = torch.randn(2, 3, 64, device="cuda", dtype=torch.bfloat16)
-    with hl.register_hooks(model, specs), mode(), serving(TWO if padded else None):
+    with ExitStack() as attached, mode(), serving(TWO if padded else None):
+        for hook in hooks:
+            attached.enter_context(hl.attach(model, "*", hook))
         for _ in range(6):
             model(x)
         with no_waiting():

@@ -1,7 +1,7 @@
 """Attach the hooks that the settings of a server ask for to its model, and keep their handles.
 
-Servers call `ModelRunner`, which calls `register_hooks`. The line it logs is SGLang's, word for word. Imports neither
-pydantic nor the packages of ``hookline[serve]``.
+Servers call `ModelRunner`, which calls `register_hooks`. The line it logs is SGLang's, word for word. Imports
+nothing of ``hookline[serve]``.
 """
 
 from __future__ import annotations
