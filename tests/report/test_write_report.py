@@ -174,14 +174,6 @@ def test_plotly_is_installed_with_the_package_and_imported_for_a_page_alone() ->
         subprocess.run([sys.executable, "-c", code + tail], check=True, timeout=PATIENCE, stdout=subprocess.DEVNULL)
 
 
-def test_facts_of_any_kind_become_json(tmp_path: Path) -> None:
-    """Also those that JSON has no word for."""
-    assert (
-        json.dumps(page._json_ready({"a": float("nan"), 1: (1, Path("x"))}), allow_nan=False)
-        == '{"a": "nan", "1": [1, "x"]}'
-    )
-
-
 def test_facts_of_the_wrong_shape_are_left_out(tmp_path: Path) -> None:
     """The page takes hooks, results and versions apart, so they have to be what they should be."""
     run = small_run(tmp_path, facts_of={"git": None, "model": 3, "hooks": {"a": 1, "b": {"metrics": "x"}}, "seed": 7})

@@ -326,7 +326,7 @@ import sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"pydantic", "fastapi", "uvicorn", "transformers", "tyro", "orjson"}:
+        if name.partition(".")[0] in {"fastapi", "uvicorn", "transformers", "tyro", "orjson"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
@@ -349,14 +349,14 @@ runner.initialize()
 runner.model(torch.ones(3, 4))
 print([call["tag"] for call in HOOK_CALLS])
 try:
-    import pydantic
+    import fastapi
 except ImportError:
     print("absent")
 """
 
 
 def test_neither_needs_what_a_bare_machine_has_not(tmp_path):
-    """No pydantic, nothing of the serve extra; and settings are read without torch."""
+    """Nothing of the serve extra; and settings are read without torch."""
     right, wrong = tmp_path / "right.yaml", tmp_path / "wrong.json"
     right.write_text(json.dumps({"enable_hooks": True, "hooks": [spec("0")]}))
     wrong.write_text('{"hooks": [\n{"nme": "x"}]}')

@@ -1,7 +1,7 @@
 """Hold the settings of a server: which hooks it attaches, and everything else as it is.
 
-Made by hand or from a file; `ModelRunner` and ``hookline serve`` take the specs from it. Imports neither torch nor
-pydantic nor the packages of ``hookline[serve]``.
+Made by hand or from a file; `ModelRunner` and ``hookline serve`` take the specs from it. Imports neither torch nor the
+packages of ``hookline[serve]``.
 """
 
 from __future__ import annotations
