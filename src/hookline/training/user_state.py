@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from hookline.checkpoint_file import to_savable
 from hookline.errors import CheckpointError, HooklineWarning, ResumeError
 from hookline.guard import rng
 from hookline.guard.loaders import generators_of_loader
@@ -28,7 +29,6 @@ from hookline.lifecycle.manager import HookManager
 from hookline.messages import caller_stacklevel
 from hookline.records.fan_out import FanOut
 from hookline.records.sink import MetricSink
-from hookline.training.checkpoint_file import Tensors, tree_as_json
 from hookline.training.experiment_adapter import ExperimentAdapter
 from hookline.training.extra_state import ExtraState
 from hookline.training.model_state import (
@@ -128,7 +128,7 @@ class UserState:
 
     def _check_savable(self, name: str, value: Any) -> bool:
         try:
-            tree_as_json(value, Tensors(), name)
+            to_savable(value, name)
         except CheckpointError as error:
             if name not in self._warned:
                 self._warned.add(name)
