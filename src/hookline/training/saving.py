@@ -400,9 +400,7 @@ class StopSignals:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         before = self._before.get(number, signal.SIG_DFL)
-        if (
-            os.getpid() != self._process
-        ):  # a worker of a loader: the run decides when to stop
+        if os.getpid() != self._process:  # a worker of a loader: the run decides when to stop
             if number != signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
