@@ -1,4 +1,4 @@
-"""Plant each fault of `by_hand.toml` in a copy of the package, and say whether the tests notice: `make mutants`.
+"""Plant each fault of `*.toml` in a copy of the package, and say whether the tests notice: `make mutants`.
 
 A row survives if its tests pass with the fault in. Run by hand or at night, before and after a wing is rewritten: what
 was noticed before must be noticed after. Give words to run only the rows whose names have them.
@@ -31,7 +31,7 @@ def killer(tests: list[str], source: Path) -> str | None:
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(source)}, capture_output=True, text=True, check=False
     )
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED tests", "ERROR tests"))]
     if done.returncode not in (0, 1, 2) or (done.returncode and not failed):
         raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
     return failed[0].split(" - ")[0] if failed else None
@@ -39,7 +39,7 @@ def killer(tests: list[str], source: Path) -> str | None:
 
 def main() -> None:
     """Run the rows whose names contain one of the words given, or all."""
-    rows = tomllib.loads((HERE / "by_hand.toml").read_text())["mutant"]
+    rows = [row for path in sorted(HERE.glob("*.toml")) for row in tomllib.loads(path.read_text())["mutant"]]
     rows = [row for row in rows if len(sys.argv) < 2 or any(word in row["name"] for word in sys.argv[1:])]
     survivors = 0
     for row in rows:

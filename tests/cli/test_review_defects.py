@@ -1,0 +1,138 @@
+"""Mistakes of the command line that a review found, each asked for by what a user sees.
+
+They had one cause: the same settings were translated several times, and a default stood for "not given".
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from helpers_cli import EXPERIMENTS, TINY, facts_of, hookline, records_of
+
+NESTED = f"{EXPERIMENTS}:Nested"
+QUIET = ("--no-report", "--no-console-output")
+HOOK = """
+import hookline as hl
+
+class Own(hl.TrainingHook):
+    name = "own"
+    hook_points = {hl.HookPoint.POST_STEP}
+
+    def compute(self, ctx):
+        return {"one": 1.0}
+"""
+SCRIPT = """
+import torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    optimizer.zero_grad()
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+def done(*arguments: str | Path, cwd: Path, **options: object) -> str:
+    """Return what ``hookline ...`` prints to both streams; it must end well."""
+    run = hookline(*arguments, cwd=cwd, **options)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout + run.stderr
+
+
+def test_audited_hooks_get_their_reference_weights(tmp_path):
+    """Otherwise a hook that needs them turns itself off, and is certified without having run."""
+    (tmp_path / "own.py").write_text(
+        HOOK + "\n    needs_reference_weights = True\n\n"
+        "    def set_reference_weights(self, weights):\n"
+        f"        open({str(tmp_path / 'given.txt')!r}, 'a').write(f'{{len(weights)}} tensors\\n')\n"
+    )
+    done("run", TINY, "--epochs", "1", "--record-trajectory", *QUIET, "--hooks", "norms", cwd=tmp_path)
+    (weights,) = [path for path in (tmp_path / "runs/tiny/forward/trajectory").iterdir() if path.is_file()][-1:]
+    (tmp_path / "run.yaml").write_text(
+        f"experiment: {TINY}\nconfig: {{epochs: 1}}\n"
+        f"hooks: {{names: ['own.py:Own'], config: {{reference_weights: {{path: '{weights}'}}}}}}\n"
+    )
+    done("audit", "run.yaml", "--steps", "4", cwd=tmp_path)
+    assert (tmp_path / "given.txt").read_text().startswith("4 tensors")
+
+
+def test_a_value_that_is_the_name_of_a_switch_stays_on_the_line(tmp_path):
+    """``shuffle`` is a switch of the configuration that is on, and here the value of another flag."""
+    done("run", NESTED, "--epochs", "1", "--name", "shuffle", *QUIET, cwd=tmp_path)
+    assert facts_of(tmp_path / "runs/nested/forward")["name"] == "shuffle"
+
+
+def test_a_resumed_run_takes_the_name_of_its_own_switch_as_a_value(tmp_path):
+    """Begun with ``--live``, resumed with ``--console live``."""
+    done("run", TINY, "--epochs", "1", "--live", "--save-checkpoints", "--no-report", cwd=tmp_path)
+    done("run", TINY, "--epochs", "2", "--resume", "--console", "live", "--no-report", cwd=tmp_path)
+
+
+def test_a_moved_run_is_replayed_where_it_is_now(tmp_path):
+    """Nothing is made at the old place."""
+    done("run", TINY, "--epochs", "1", "--with-hooks", "minimal", *QUIET, cwd=tmp_path)
+    (tmp_path / "runs").rename(tmp_path / "archive")
+    done("replay", "archive/tiny/forward", "--to", "jsonl", cwd=tmp_path)
+    assert not (tmp_path / "runs").exists()
+    assert "training_metrics/loss" in (tmp_path / "archive/tiny/forward/forward.jsonl").read_text()
+
+
+def test_a_sink_by_the_name_of_an_entry_point_works_in_a_script(tmp_path, monkeypatch):
+    """As it does in an experiment: the same flag, the same sinks."""
+    site = tmp_path / "site"
+    (site / "mine-1.0.dist-info").mkdir(parents=True)
+    (site / "mine-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (site / "mine-1.0.dist-info/entry_points.txt").write_text("[hookline.sinks]\nmine = mysinks:Mine\n")
+    (site / "mysinks.py").write_text(
+        "import hookline as hl\n\nclass Mine(hl.MetricSink):\n    def write(self, record):\n"
+        f"        open({str(tmp_path / 'got.txt')!r}, 'a').write(' '.join(record.metrics) + '\\n')\n"
+    )
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "own.py").write_text(HOOK)
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
+    done("run", "--hooks", "own.py:Own", "--hook-sink", "mine", *QUIET, "--", sys.executable, "train.py", cwd=tmp_path)
+    assert "own/one" in (tmp_path / "got.txt").read_text()
+
+
+def test_a_sink_by_the_name_of_its_class_works_in_a_script(tmp_path):
+    """``memory`` is `hookline.sinks.MemorySink`."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ("--", sys.executable, "train.py")
+    said = done("run", "--hooks", "norms", "--hook-sink", "memory", "--no-report", *words, cwd=tmp_path)
+    assert "not attached" not in said
+    assert list(tmp_path.rglob("records.jsonl")), said
+
+
+@pytest.mark.parametrize("trained", ["experiment", "script"])
+def test_a_hook_in_a_file_is_looked_for_beside_the_run_file(tmp_path, trained):
+    """Wherever the command is given, and whatever trains."""
+    beside = tmp_path / "sub"
+    beside.mkdir()
+    (beside / "own.py").write_text(HOOK)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    what = f"experiment: {TINY}\nconfig: {{epochs: 1}}\n" if trained == "experiment" else ""
+    (beside / "run.yaml").write_text(what + "hooks: {names: ['own.py:Own']}\n")
+    command = () if trained == "experiment" else ("--", sys.executable, "train.py")
+    said = done("run", "--config", "sub/run.yaml", *QUIET, *command, cwd=tmp_path)
+    (log,) = tmp_path.rglob("records.jsonl")
+    assert any("own/one" in record["metrics"] for record in records_of(log.parent)), said
+
+
+def test_the_seed_of_a_run_file_reaches_the_configuration(tmp_path):
+    """A flag that was not given, and has a default, does not replace it."""
+    (tmp_path / "run.yaml").write_text(f"experiment: {TINY}\nconfig: {{epochs: 1, seed: 3}}\n")
+    done("run", "run.yaml", *QUIET, cwd=tmp_path)
+    facts = facts_of(tmp_path / "runs/tiny/forward")
+    assert (facts["config"]["seed"], facts["seed"]) == (3, 3)
+
+
+def test_a_free_port_is_warned_of_where_there_are_no_hooks(tmp_path):
+    """0 is a value, and not the absence of one."""
+    said = done(
+        "run", TINY, "--epochs", "1", "--with-hooks", "none", "--hook-prometheus", "0", "--no-report", cwd=tmp_path
+    )
+    assert "hook-prometheus" in said
+    assert "no hooks" in said
