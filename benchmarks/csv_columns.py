@@ -14,10 +14,8 @@ from pathlib import Path
 from measure import Row, Samples, Trial, interleave, ratios, spread, trial, typical
 from subject import Setting
 
-from hookline.records.sink import MetricSink, Record
-from hookline.sinks.csv_sink import CSVSink
-from hookline.sinks.parquet_sink import ParquetSink
-from hookline.sinks.prometheus_sink import PrometheusSink
+from hookline.records import MetricSink, Record
+from hookline.sinks import CSVSink, ParquetSink, PrometheusSink
 
 __all__ = ["csv_columns"]
 

@@ -19,11 +19,8 @@ from subject import Setting
 from torch import nn
 
 import hookline as hl
-from hookline.records.fan_out import FanOut
-from hookline.sinks.csv_sink import CSVSink
-from hookline.sinks.jsonl_sink import JSONLSink
-from hookline.sinks.tensorboard_sink import TensorBoardSink
-from hookline.sinks.wandb_sink import WandbSink
+from hookline.records import FanOut
+from hookline.sinks import CSVSink, JSONLSink, TensorBoardSink, WandbSink
 
 __all__ = ["emitting", "emitting_five"]
 

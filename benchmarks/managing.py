@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import torch
 from measure import Row, Samples, Spread, interleave, ratios, spread, trial, typical
 from subject import Setting
 
@@ -29,6 +30,14 @@ class Constant(hl.TrainingHook):
     hook_points = frozenset({POST_EPOCH, POST_STEP})
 
     def compute(self, ctx: RunDataContext) -> dict[str, float]:
+        return {"one": 1.0}
+
+
+class Draws(Constant):
+    """Draws from torch's stream, so that the streams have to be given back."""
+
+    def compute(self, ctx: RunDataContext) -> dict[str, float]:
+        torch.rand(1)
         return {"one": 1.0}
 
 
@@ -59,6 +68,7 @@ def managing(setting: Setting) -> Iterator[Row]:
     yield _row(samples, "one observer", "one observer that returns a constant, random streams kept", 40.0)
     yield _row(samples, "one pure observer", "the same, declared pure")
     yield _row(samples, "context", "making the context that is not made when nothing is due")
+    yield _drawing(setting, make)
     yield _growth(now_and_then, make)
 
 
@@ -81,6 +91,15 @@ def _row(samples: Samples, name: str, words: str, at_most: float | None = None) 
         f"{typical(samples, name) * 1e6:.2f} µs, a context alone {typical(samples, 'context') * 1e6:.2f} µs",
         at_most=at_most,
     )
+
+
+def _drawing(setting: Setting, make: Callable[[], RunDataContext]) -> Row:
+    """By itself: a stream that was given back is read anew by the next firing, which may be that of another row."""
+    draws = hl.HookManager(hooks=[Draws()])
+    name = "one observer that draws"
+    calls = {name: lambda: draws.fire(POST_EPOCH, make), "context": make, "context again": make}
+    samples = interleave([trial(name, call, inner=5, batch=BATCH) for name, call in calls.items()], setting.rounds(40))
+    return _row(samples, name, "one observer that draws a number from torch's stream", 130.0)
 
 
 def _growth(manager: hl.HookManager, make: Callable[[], RunDataContext]) -> Row:

@@ -24,6 +24,7 @@ from guarding import guarding, guarding_large
 from managing import managing
 from measure import Row
 from rank_rows import ranks
+from replaying import replaying
 from serving import serving
 from subject import Setting
 from threads import threads
@@ -48,6 +49,7 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "emitting": emitting,
     "emitting_five": emitting_five,
     "csv_columns": csv_columns,
+    "replaying": replaying,
     "guarding": guarding,
     "guarding_large": guarding_large,
     "analyses": analyses,

@@ -98,12 +98,15 @@ class Digest(hl.TrainingHook):
 
 
 class FullDisk(hl.TrainingHook):
-    """Leave no byte on the disk of the run at the steps of `FULL`; without one of its own, let no file grow."""
+    """Leave no byte on the disk of the run at the steps of `FULL`; without one of its own, let no file grow.
+
+    What it returns makes each record larger than two pages, so that none fits into the last page of a file.
+    """
 
     name = "full_disk"
     hook_points = {hl.HookPoint.POST_STEP}
 
-    def compute(self, ctx: hl.RunDataContext) -> None:
+    def compute(self, ctx: hl.RunDataContext) -> dict[str, str]:
         disk, most = Path(os.environ["TORTURE_DISK"]), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         filler = disk / "filler"
         if not disk.is_mount():
@@ -114,6 +117,7 @@ class FullDisk(hl.TrainingHook):
                     file.write(b"x" * 512)
         else:
             filler.unlink(missing_ok=True)
+        return {"ballast": "x" * 1500}
 
 
 # -- where the steps are found afterwards ------------------------------------------------------------------------
@@ -246,7 +250,7 @@ def _start(disk: Path, *flags: str) -> int:
 def _be_command(disk: Path, *words: str) -> NoReturn:
     status = 1
     try:
-        sys.argv = ["hookline", *words, "--output-dir", str(disk), "--save-checkpoints", "1", "--no-report"]
+        sys.argv = ["hookline", *words, "--output-dir", str(disk), "--save-checkpoints", "3", "--no-report"]
         os.chdir(disk)
         os.environ["TORTURE_DISK"] = str(disk)
         with (disk.parent / "output.txt").open("a") as file:
@@ -332,7 +336,7 @@ def disk_case(number: int) -> Case:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         disk = Path(name) / "disk"
         disk.mkdir()
-        size = random.Random(number).randint(400, 2000)
+        size = random.Random(number).randint(3000, 6000)
         mount = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "tmpfs", str(disk)]
         is_mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
         try:
