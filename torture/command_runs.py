@@ -352,7 +352,7 @@ def disk_case(number: int) -> Case:
 
 
 def _part(kind: str, does: str, goal: int, run_case: Callable[[int], Case]) -> Part:
-    return Part(f"command {kind}", does, "records and bits", goal, 1, run_case, lambda: prepare(kind), batch=5)
+    return Part(f"command-{kind}", does, "records and bits", goal, 1, run_case, lambda: prepare(kind), batch=5)
 
 
 PARTS = {

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "tests/guard", "tests/serve")]
 
 import broken_sinks  # noqa: E402
+import command_runs  # noqa: E402
 import fuzzed_files  # noqa: E402
 import kills  # noqa: E402
 import programs  # noqa: E402
@@ -35,7 +36,8 @@ from helpers_cases import Outcome, Part, go_on, run_part  # noqa: E402
 from page import write_page  # noqa: E402
 
 _MODULES = (vandals, programs, kills, broken_sinks, threads, fuzzed_files, served_requests)
-PARTS: dict[str, Part] = {module.PART.name: module.PART for module in _MODULES}
+_ALL: list[Part] = [*(module.PART for module in _MODULES), *command_runs.PARTS.values()]
+PARTS: dict[str, Part] = {part.name: part for part in _ALL}
 
 
 def main() -> int:
