@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hookline.records.log import RecordLog
+from hookline.records.log import Context, RecordLog
 from hookline.records.sink import Record, StepSeries
 
 EPOCH = 1_790_000_000.0  # when all of these runs began, in seconds since 1970
@@ -75,7 +75,7 @@ def small_run(folder: Path, *, seed: int = 0, layers: int = 12, facts_of: dict[s
     """200 steps in 4 epochs: a loss, an evaluation, norms, a watch of some layers, a histogram, a list."""
     folder.mkdir(parents=True, exist_ok=True)
     log = RecordLog(folder / "records.jsonl")
-    log.append_context({"strategy": "default", "experiment_name": "digits"})
+    log.append(Context({"strategy": "default", "experiment_name": "digits"}))
     for epoch in range(4):
         steps = range(50 * epoch, 50 * epoch + 50)
         metrics = {"train/loss": StepSeries([loss_at(step, seed) for step in steps], steps)}

@@ -17,7 +17,7 @@ from helpers_report import facts
 import hookline as hl
 from hookline import HookPoint
 from hookline.records import Record, StepSeries
-from hookline.records.log import RecordLog
+from hookline.records.log import Context, RecordLog
 
 EXPERIMENTS = Path(__file__).parent.parent / "cli" / "experiments.py"
 
@@ -27,7 +27,7 @@ def write(folder: Path, *records: Record, context: dict | None = None, **more) -
     folder.mkdir(parents=True, exist_ok=True)
     log = RecordLog(folder / "records.jsonl")
     if context is not None:
-        log.append_context(context)
+        log.append(Context(context))
     for record in records:
         log.append(record)
     log.close()

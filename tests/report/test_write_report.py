@@ -14,7 +14,7 @@ from helpers_report import facts, ill_run, small_run
 from helpers_waiting import PATIENCE
 
 from hookline.errors import MissingPackageError, OptionError
-from hookline.records.log import RecordLog
+from hookline.records.log import Context, RecordLog
 from hookline.records.sink import Record, StepSeries
 from hookline.report import report_page as page
 from hookline.report.loaded_run import load_runs
@@ -68,7 +68,7 @@ def test_strategies_in_one_log_are_runs_of_their_own(tmp_path: Path) -> None:
     """A record that names none belongs to the one that is going on."""
     log = RecordLog(tmp_path / "records.jsonl")
     for strategy in ("random", "stride"):
-        log.append_context({"strategy": strategy, "experiment_name": "mod"})
+        log.append(Context({"strategy": strategy, "experiment_name": "mod"}))
         log.append(Record({"a/x": 1.0}, 0, "POST_EPOCH", 0, strategy))
         log.append(Record({"a/x": 2.0}, 1, "POST_EPOCH", 1))
     log.close()
@@ -126,7 +126,7 @@ def test_what_is_too_much_for_a_page_is_thinned_and_said_so(tmp_path: Path, monk
 def test_a_log_of_others_with_facts_of_another_form_has_a_page(tmp_path: Path) -> None:
     """Hooks as a list, in the context of the log; the metric that is a list would ask them what its keys are."""
     log = RecordLog(tmp_path / "records.jsonl")
-    log.append_context({"hooks": ["norms"], "model": "mine"})
+    log.append(Context({"hooks": ["norms"], "model": "mine"}))
     log.append(Record({"h/list": [1.0, 2.0], "train/loss": 1.0}, 0, "POST_STEP", 0))
     log.close()
     assert write_report(tmp_path).exists()

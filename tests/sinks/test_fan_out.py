@@ -12,13 +12,10 @@ import pytest
 from helpers_sinks import record
 
 import hookline as hl
-from hookline.error_policy import ErrorPolicy
 from hookline.errors import HooklineWarning, OptionError
-from hookline.records import fan_out as fan_out_module
-from hookline.records import resilient_log as keeper
-from hookline.records.fan_out import FanOut
+from hookline.records import log as log_module
 from hookline.records.log import Context, RecordLog, read_log
-from hookline.records.resilient_log import ResilientLog
+from hookline.records.readers import FanOut
 from hookline.records.sink import Record
 from hookline.sinks.jsonl_sink import JSONLSink
 
@@ -71,7 +68,7 @@ def test_the_log_is_written_before_any_sink_is_given_the_record(tmp_path):
         fan_out.write(given)
         fan_out.write(record(5))
         fan_out.write(Record({}, 6, "POST_EPOCH"))
-    assert wants.lines == [1, 2]
+    assert wants.lines == [2, 3]  # the first line is that of the log itself
     assert wants.seen == [given, record(5)]
     assert [one.number for one in wants.seen] == [0, 1]
     assert bare.seen == [({"x": 4}, 4, "POST_EPOCH"), ({"x": 5}, 5, "POST_EPOCH")]
@@ -91,12 +88,9 @@ def test_a_sink_that_fails_is_told_once_counted_and_given_the_next_record(tmp_pa
     assert failing.seen == [2, 3]
     assert len(bare.seen) == 4
     assert fan_out.errors == {"Away": 2}
-    with pytest.warns(HooklineWarning) as caught:
+    with pytest.warns(HooklineWarning, match=r"Away .*RuntimeError: not now") as caught:
         fan_out.warn_pending()
-    assert [str(one.message) for one in caught] == [
-        "Away could not take metrics (RuntimeError: not now); the run and the other sinks go on. Further failures "
-        "are counted in manager.sink_errors."
-    ]
+    assert len(caught) == 1
     fan_out.warn_pending()
     fan_out.close()
     assert found(tmp_path / "records.jsonl") == [0, 1, 2, 3]
@@ -136,7 +130,7 @@ FULL = """
 import resource, sys
 sys.path.insert(0, {here!r})
 from helpers_sinks import record
-from hookline.records.fan_out import FanOut
+from hookline.records.readers import FanOut
 from hookline.records.log import read_log
 path = {path!r}
 fan_out = FanOut([], log=path)
@@ -163,48 +157,6 @@ def test_a_full_disk_is_no_end_and_when_there_is_room_again_nothing_is_missing(t
     assert done.stdout == "went on\n", done.stderr
 
 
-def test_more_than_fits_into_memory_is_dropped_counted_and_said(tmp_path):
-    """The oldest first; contexts stay."""
-    folder = tmp_path / "run"
-    folder.write_text("a file in the way")
-    errors = ErrorPolicy()
-    kept = ResilientLog(folder / "records.jsonl", errors, max_waiting=5)
-    kept.append_context({"strategy": "a"})
-    for number in range(8):
-        kept.append(record(number))
-    folder.unlink()
-    kept.close()
-    assert found(folder / "records.jsonl") == [4, 5, 6, 7]
-    assert next(iter(read_log(folder))).context == {"strategy": "a"}
-    with pytest.warns(HooklineWarning) as caught:
-        errors.warn_pending()
-    assert "can be written again; 4 records are missing in it, as only 5 were kept" in str(caught[-1].message)
-
-
-def test_a_log_that_is_removed_while_it_is_written_begins_anew(tmp_path, monkeypatch):
-    """Numbers go on."""
-    monkeypatch.setattr(keeper, "_LOOK_EVERY", 0.0)
-    log = tmp_path / "run" / "records.jsonl"
-    with FanOut([], log=log) as fan_out:
-        fan_out.write(record(0))
-        log.unlink()
-        fan_out.write(record(1))
-    assert [(one.number, one.metrics["x"]) for one in read_log(log)] == [(1, 1)]
-
-
-def test_what_the_log_cannot_hold_is_said_once(tmp_path):
-    """With its name."""
-    fan_out = FanOut([], log=tmp_path / "records.jsonl")
-    for _ in range(3):
-        fan_out.write(Record({"odd": object()}, 0, "POST_EPOCH"))
-    with pytest.warns(HooklineWarning) as caught:
-        fan_out.warn_pending()
-    assert [str(one.message) for one in caught] == [
-        "JSON cannot hold all of 'odd': in the log it is text, or the nearest number. What else is written like that "
-        "is in RecordLog.altered."
-    ]
-
-
 def test_a_resumed_run_has_the_log_and_the_sinks_as_if_it_had_never_stopped(tmp_path):
     """No gaps, no duplicates, byte for byte."""
 
@@ -221,19 +173,9 @@ def test_a_resumed_run_has_the_log_and_the_sinks_as_if_it_had_never_stopped(tmp_
                 fan_out.load_state_dict(json.loads(state))
                 for number in range(4, 10):
                     fan_out.write(record(number))
-        return log.read_bytes(), jsonl.read_bytes()
+        return log.read_bytes().partition(b"\n")[2], jsonl.read_bytes()  # the first line has the time and the place
 
     assert run(tmp_path / "a", stop=True) == run(tmp_path / "b", stop=False)
-
-
-def test_a_state_of_other_sinks_or_another_log_is_no_error(tmp_path):
-    """A log that is too short is told."""
-    fan_out = FanOut([Bare(), hl.sinks.MemorySink()], log=tmp_path / "records.jsonl")
-    fan_out.load_state_dict({"log": {"bytes": 99, "number": 3}, "sinks": {"CSVSink": {"rows": 3}}})
-    with pytest.warns(HooklineWarning, match="it is not the log of that run, or was shortened"):
-        fan_out.warn_pending()
-    assert FanOut([Bare()]).state_dict() == {"log": {}, "sinks": {}}
-    fan_out.load_state_dict({})
 
 
 def test_each_process_of_a_distributed_run_has_a_log_of_its_own(tmp_path, monkeypatch):
@@ -256,17 +198,14 @@ class Rude(dict):
 
 
 def test_a_record_that_cannot_be_read_at_all_does_not_reach_the_run(tmp_path):
-    """Nor a log that somebody else has taken over meanwhile."""
+    """The sinks are given it, and the log says that it is missing."""
     bare = Bare()
     fan_out = FanOut([bare], log=tmp_path / "records.jsonl")
     fan_out.write(Record(Rude(x=1), 0, "POST_EPOCH"))
     fan_out.write(record(1))
     assert len(bare.seen) == 2
-    assert fan_out.errors == {"log": 1}
-    with pytest.warns(HooklineWarning, match="A record could not be written to the log"):
-        fan_out.warn_pending()
     fan_out.close()
-    assert found(tmp_path / "records.jsonl") == [1]
+    assert [list(one.metrics) for one in read_log(tmp_path)] == [["(unreadable)"], ["x"]]
 
 
 def test_a_block_that_ends_by_an_error_shows_that_error(tmp_path):
@@ -303,7 +242,7 @@ def test_a_record_that_comes_after_the_end_is_written_all_the_same(tmp_path):
 def clock(monkeypatch):
     """The time that back-off goes by."""
     now = [100.0]
-    monkeypatch.setattr(keeper.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(log_module.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -366,33 +305,108 @@ def test_a_mistake_in_a_sink_is_passed_over_with_its_record(clock):
     fan_out.write(record(1))
     fan_out.close()
     assert sink.seen == [1]
-    waiting = Away(OSError("full"))
-    fan_out = FanOut([waiting])
-    fan_out.write(record(0))
-    fan_out.write(record(1))
-    waiting.error = ValueError("what is this")
-    fan_out.flush()
-    waiting.error = None
-    fan_out.flush()
-    assert waiting.seen == [1]
 
 
-def test_what_a_sink_could_not_take_is_not_given_to_the_next_run_and_is_said(clock, tmp_path, monkeypatch):
-    """How many, and where they are; the oldest go first if there are too many."""
-    monkeypatch.setattr(fan_out_module, "MAX_WAITING", 3)
+def test_a_sink_that_is_behind_at_the_end_is_named_with_what_it_has_missed(clock, tmp_path):
+    """Records of the run before come first, under their own context, when it can be written again."""
     sink = Away(OSError("full"))
+    sink.set_run_context = lambda **context: sink.seen.append(context)
     fan_out = FanOut([sink], log=tmp_path / "records.jsonl")
-    for number in range(5):
+    for number in range(2):
         fan_out.write(record(number))
     fan_out.set_run_context(strategy="b")
+    fan_out.write(record(2))
     sink.error = None
-    fan_out.write(record(5))
+    fan_out.flush()
+    assert sink.seen == [0, 1, {"strategy": "b"}, 2]
+    sink.error = OSError("full")
+    fan_out.write(record(3))
     fan_out.close()
-    assert sink.seen == [5]
-    assert len([found for found in read_log(tmp_path) if isinstance(found, hl.records.Record)]) == 6
     with pytest.warns(HooklineWarning) as told:
         fan_out.warn_pending()
-    assert "Away could not take 5 records of the run; the log has them: hookline replay." in str(told[1].message)
+    assert "could not take 1 records" in str(told[-1].message)
+    assert "hookline replay" in str(told[-1].message)
+
+
+def test_records_that_wait_for_the_log_reach_a_sink_that_is_behind(tmp_path):
+    """Neither the log nor the sink can be written, and then both: nothing is missing, nothing comes twice."""
+    folder = tmp_path / "run"
+    folder.write_text("a file in the way")
+    sink = Away(OSError("full"))
+    fan_out = FanOut([sink], log=folder / "records.jsonl")
+    for number in range(3):
+        fan_out.write(record(number))
+    sink.error = None
+    fan_out.flush()
+    assert sink.seen == [0, 1, 2]
+    folder.unlink()
+    fan_out.flush()
+    fan_out.write(record(3))
+    fan_out.close()
+    assert found(folder / "records.jsonl") == sink.seen == [0, 1, 2, 3]
+    fan_out.pending.clear()
+
+
+def test_more_than_fits_into_memory_is_dropped_and_said(tmp_path, monkeypatch):
+    """The newest records; contexts stay."""
+    monkeypatch.setattr(log_module, "_MOST_WAITING", 400)
+    folder = tmp_path / "run"
+    folder.write_text("a file in the way")
+    fan_out = FanOut([], log=folder / "records.jsonl")
+    for number in range(8):
+        fan_out.write(record(number))
+    fan_out.set_run_context(strategy="b")
+    folder.unlink()
+    fan_out.close()
+    kept = list(read_log(folder))
+    assert 0 < len(kept) - 1 < 8
+    assert kept[-1].context == {"strategy": "b"}
+    with pytest.warns(HooklineWarning) as told:
+        fan_out.warn_pending()
+    assert any("are missing in" in str(one.message) for one in told)
+
+
+def test_without_a_log_one_is_begun_when_a_sink_fails_and_goes_with_the_end(clock):
+    """Sinks that do not fail cost nothing; one that does misses nothing, and has the context of its records."""
+    sink, memory = Away(), hl.sinks.MemorySink()
+    told = []
+    sink.set_run_context = lambda **context: told.append(context)
+    fan_out = FanOut([sink, memory])
+    fan_out.set_run_context(strategy="a")
+    fan_out.write(record(0))
+    assert fan_out.log is None
+    sink.error = OSError("full")
+    fan_out.write(record(1))
+    log = fan_out.log
+    assert log is not None
+    assert [one.number for one in read_log(log) if isinstance(one, Record)] == [1]
+    fan_out.write(record(2))
+    sink.error = None
+    fan_out.flush()
+    assert sink.seen == [0, 1, 2]
+    assert len(memory.records) == 3
+    assert told == [{"strategy": "a"}]
+    fan_out.close()
+    assert not log.exists()
+    fan_out.write(record(3))
+    assert sink.seen[-1] == 3
+    fan_out.pending.clear()
+
+
+def test_a_state_of_another_log_is_told_and_nothing_is_made_anew(tmp_path):
+    """Files that the log could not make again stay as they are."""
+    with FanOut([JSONLSink(tmp_path / "m.jsonl")], log=tmp_path / "records.jsonl") as fan_out:
+        fan_out.write(record(0))
+    fan_out = FanOut([JSONLSink(tmp_path / "m.jsonl")], log=tmp_path / "records.jsonl")
+    fan_out.load_state_dict({"records": 3})
+    with pytest.warns(HooklineWarning, match="not the log of that run"):
+        fan_out.warn_pending()
+    fan_out.write(record(3))
+    fan_out.close()
+    assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 1
+    assert [one.number for one in read_log(tmp_path)] == [0, 3]
+    assert FanOut([Bare()]).state_dict() == {"records": 0}
+    fan_out.load_state_dict({})
 
 
 @pytest.mark.parametrize(("error", "shown"), [(OSError("full"), False), (KeyError("x"), True)])

@@ -17,11 +17,12 @@ from helpers_sinks import Slow, delivered, record
 from helpers_waiting import until
 
 from hookline.errors import HooklineWarning
-from hookline.records import helper_process
-from hookline.records.delivery import position_path, read_position
-from hookline.records.fan_out import FanOut
-from hookline.records.log import read_log
+from hookline.records import helper
+from hookline.records.helper import sink_recipe
+from hookline.records.log import Context, Log, RecordLog, read_log
+from hookline.records.readers import FanOut, read_position
 from hookline.records.sink import MetricSink, Record
+from hookline.records.worker import BATCH, SlowReader
 
 
 def numbers(path: Path) -> list[int]:
@@ -79,11 +80,10 @@ def test_without_a_log_slow_sinks_read_a_temporary_one_which_goes_when_all_has_a
     assert not log.parent.exists()
 
 
-@pytest.mark.parametrize("error", ["OSError", "RuntimeError"])
-def test_a_sink_whose_host_is_gone_for_a_while_loses_nothing_and_keeps_the_order(tmp_path, error):
+def test_a_sink_whose_host_is_gone_for_a_while_loses_nothing_and_keeps_the_order(tmp_path):
     """Failures are told once and counted; the other sink is not held up."""
     out, other, down = tmp_path / "slow.txt", tmp_path / "other.txt", tmp_path / "slow.txt.down"
-    down.write_text(error)
+    down.write_text("OSError")
     fan_out = FanOut([Slow(str(out)), Slow(str(other))], log=tmp_path / "records.jsonl")
     for number in range(10):
         fan_out.write(record(number))
@@ -98,20 +98,20 @@ def test_a_sink_whose_host_is_gone_for_a_while_loses_nothing_and_keeps_the_order
     with pytest.warns(HooklineWarning) as caught:
         fan_out.warn_pending()
     assert len(caught) == 1
-    assert str(caught[0].message).startswith(f"Slow could not take metrics ({error}: nobody there); the run and")
+    assert "OSError: nobody there" in str(caught[0].message)
 
 
 def test_a_record_that_cannot_be_taken_does_not_hold_up_those_after_it(tmp_path):
-    """After some tries the next one is tried; if that goes through, the record is passed over, and that is said."""
+    """It is skipped, and that is said."""
     out = tmp_path / "slow.txt"
     fan_out = FanOut([Slow(str(out), poison=2)], log=tmp_path / "records.jsonl")
     for number in range(6):
         fan_out.write(record(number))
     fan_out.close()
     assert numbers(out) == [0, 1, 3, 4, 5]
-    with pytest.warns(HooklineWarning) as caught:
+    assert fan_out.errors == {"Slow": 1}
+    with pytest.warns(HooklineWarning, match="ValueError: will not take this.*skipped"):
         fan_out.warn_pending()
-    assert [str(one.message).count("That record is passed over.") for one in caught] == [0, 1]
 
 
 def test_flush_gives_up_in_time_and_says_who_is_behind_and_what_to_do(tmp_path):
@@ -175,7 +175,7 @@ RUN = """
 import sys, time
 sys.path.insert(0, {here!r})
 from helpers_sinks import Slow, record
-from hookline.records.fan_out import FanOut
+from hookline.records.readers import FanOut, read_position
 fan_out = FanOut([Slow({out!r}, delay=0.002)], log={log!r})
 for number in range({count}):
     fan_out.write(record(number))
@@ -198,7 +198,7 @@ FULL_DISK = """
 import resource, sys
 sys.path.insert(0, {here!r})
 from helpers_sinks import Slow, record
-from hookline.records.fan_out import FanOut
+from hookline.records.readers import FanOut, read_position
 with FanOut([Slow({out!r})], log={log!r}) as fan_out:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, limits[1]))
@@ -247,9 +247,8 @@ def test_a_run_that_is_resumed_at_once_does_not_deliver_again_what_the_old_helpe
     run.communicate()
     until(lambda: len(numbers(out)) > 5)
     assert not is_gone(old)
-    whole = log.read_bytes().splitlines(keepends=True)
     with FanOut([Slow(str(out))], log=log) as resumed:
-        resumed.load_state_dict({"log": {"bytes": len(b"".join(whole[:200])), "number": 200}})
+        resumed.load_state_dict({"records": 200})
         for number in range(200, 500):
             resumed.write(record(number, x=number, longer="x" * (number % 7)))
     assert numbers(out) == list(range(500))
@@ -295,7 +294,7 @@ def test_a_log_that_is_cut_back_delivers_nothing_again(tmp_path):
     assert [found.number for found in read_log(log) if isinstance(found, Record)] == list(range(10))
     assert second.errors == {}
     log.unlink()
-    assert position_path(log, "Slow").exists()
+    assert (tmp_path / ".Slow.position").exists()
     with FanOut([Slow(str(out))], log=log) as third:
         third.write(record(7))
     assert [line["x"] for line in delivered(out) if "x" in line] == [*range(10), 7]
@@ -333,7 +332,7 @@ def test_a_slow_sink_that_cannot_be_made_elsewhere_runs_here_and_that_is_said():
     said = [str(one.message) for one in caught]
     assert "Unspoken is slow, and runs in this process all the same" in said[0]
     assert "so it has to say what it is made of: options()." in said[0]
-    assert "options() has what JSON cannot hold: 'key'" in said[1]
+    assert "what is no JSON" in said[1]
     assert "Inside cannot be imported elsewhere; put it at the top of a module of its own." in said[2]
 
 
@@ -342,7 +341,7 @@ class Unmakeable(Slow):
 
     def __init__(self, path: str, poison: int = -1, delay: float = 0.0) -> None:
         super().__init__(path)
-        if "hookline.records.helper" in sys.argv or sys.argv[0].endswith("helper.py"):
+        if sys.argv[0].endswith("worker.py") or "hookline.records.worker" in sys.argv:
             raise ImportError("pip install something")
 
 
@@ -356,23 +355,24 @@ def test_a_sink_that_cannot_be_made_there_is_told_and_the_records_stay_in_the_lo
     with pytest.warns(HooklineWarning) as caught:
         fan_out.warn_pending()
     said = " ".join(str(one.message) for one in caught)
-    assert "Unmakeable could not be made (ImportError: pip install something)" in said
+    assert "Unmakeable could not" in said
+    assert "ImportError: pip install something" in said
     assert len(list(read_log(log))) == 1
 
 
 def test_who_is_waited_for_is_said(tmp_path, capsys, monkeypatch):
     """A run that waits for its slow sinks must not look as if it hung; a wait that is short is none to speak of."""
-    monkeypatch.setattr(helper_process, "_QUIET", 0.05)
+    monkeypatch.setattr(helper, "_QUIET", 0.05)
     down = tmp_path / "slow.txt.down"
     down.write_text("OSError")
     fan_out = FanOut([Slow(str(tmp_path / "slow.txt"))], log=tmp_path / "records.jsonl", patience=1.0)
     fan_out.write(record(0))
     fan_out.flush()
     said = capsys.readouterr().err
-    assert re.search(r"hookline: waiting up to 1 s \(Ctrl-C: .*\) for Slow \(1 of 1 records to go\)\.\n", said)
+    assert re.search(r"hookline: waiting up to 1 s \(Ctrl-C: .*\) for Slow by 1 records\.\n", said)
     down.unlink()
     fan_out.close()
-    monkeypatch.setattr(helper_process, "_QUIET", 30.0)
+    monkeypatch.setattr(helper, "_QUIET", 30.0)
     capsys.readouterr()
     with FanOut([Slow(str(tmp_path / "quick.txt"))], log=tmp_path / "quick.jsonl") as fan_out:
         fan_out.write(record(0))
@@ -386,9 +386,7 @@ def test_who_does_not_want_to_wait_loses_nothing(tmp_path, monkeypatch):
     fan_out = FanOut([memory, Slow(str(slow), delay=0.2)], log=tmp_path / "records.jsonl")
     fan_out.write(record(0))
     with monkeypatch.context() as patch:
-        patch.setattr(
-            helper_process.HelperProcess, "_wait_for_flush", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
-        )
+        patch.setattr(helper.HelperProcess, "_wait", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             fan_out.close()
     assert memory.closed
@@ -397,6 +395,53 @@ def test_who_does_not_want_to_wait_loses_nothing(tmp_path, monkeypatch):
     gc.collect()
     until(lambda: any("closed" in line for line in delivered(slow)))
     assert numbers(slow) == [0]
+
+
+def test_a_sink_that_is_down_is_tried_ever_later(tmp_path):
+    """And at once when the run waits for it."""
+    out, down, tries = (tmp_path / name for name in ("slow.txt", "slow.txt.down", "slow.txt.tries"))
+    down.write_text("OSError")
+    log = RecordLog(tmp_path / "records.jsonl")
+    log.append(record(0))
+    recipe = sink_recipe(Slow(str(out)), "Slow")
+    reader = SlowReader(recipe, Log(log.path), lambda *_, **__: None)
+    for _ in range(50):
+        assert not reader.advance_batch()
+    assert tries.read_text() == "x"
+    reader.back_off.hurry()
+    assert not reader.advance_batch()
+    assert tries.read_text() == "xx"
+    down.unlink()
+    reader.back_off.hurry()
+    assert reader.advance_batch()
+    assert reader.is_done
+    assert numbers(out) == [0]
+
+
+def test_half_a_line_is_waited_for_and_what_a_sink_has_had_is_skipped(tmp_path):
+    """Half a line does not count as something that is missing; contexts before the position come as one."""
+    out = tmp_path / "slow.txt"
+    log = RecordLog(tmp_path / "r.jsonl")
+    log.append(Context({"strategy": "a", "seed": 1}))
+    for number in range(BATCH + 1):
+        log.append(record(number))
+    log.close()
+    whole = log.path.read_bytes()
+    log.path.write_bytes(whole[:-10])
+    recipe = sink_recipe(Slow(str(out)), "Slow")
+    first = SlowReader(recipe, Log(log.path), pytest.fail)
+    while first.advance_batch():
+        pass
+    assert numbers(out) == list(range(BATCH))
+    assert first.is_done
+    log.path.write_bytes(whole)
+    assert not first.is_done
+    out.unlink()
+    second = SlowReader(recipe, Log(log.path), pytest.fail)
+    assert second.advance_batch()
+    assert delivered(out)[0] == {"context": {"strategy": "a", "seed": 1}}
+    assert numbers(out) == [BATCH]
+    assert read_position(log.path, "Slow") == BATCH + 1
 
 
 class Closing(MetricSink):

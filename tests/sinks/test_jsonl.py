@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from hookline.errors import OptionError
+from hookline.records.log import all_finite
 from hookline.records.sink import Record, StepSeries
-from hookline.records.values import all_finite
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.when import HookPoint
 
@@ -38,15 +39,13 @@ def test_a_line_per_emit_is_there_at_once(tmp_path):
     sink.close()
 
 
-def test_nan_is_null_with_a_flag_and_series_keep_their_steps(tmp_path):
+def test_nan_is_a_word_and_series_keep_their_steps(tmp_path):
     """Strict JSON always."""
     sink = JSONLSink(tmp_path / "metrics.jsonl")
     sink.write(Record({"a": math.nan, "s": StepSeries([1.0, -math.inf], [8, 9]), "b": 2}, 0, "POST_STEP"))
     (line,) = lines(tmp_path / "metrics.jsonl")
-    assert line["a"] is None
-    assert line["s"] == [1.0, None]
+    assert (line["a"], line["s"]) == ("NaN", [1.0, "-Infinity"])
     assert line["steps"] == {"s": [8, 9]}
-    assert line["nonfinite"] == {"a": "nan", "s": {"1": "-inf"}}
 
 
 def test_a_metric_with_the_name_of_another_key_has_a_spelling_of_its_own(tmp_path):
@@ -56,8 +55,7 @@ def test_a_metric_with_the_name_of_another_key_has_a_spelling_of_its_own(tmp_pat
     sink.emit(metrics, 2, "POST_EPOCH")
     (line,) = lines(tmp_path / "metrics.jsonl")
     assert (line["epoch"], line["hook_point"], line["metric/hook_point"]) == (2, "POST_EPOCH", 1)
-    assert (line["metric/epoch"], line["metric/metric/epoch"]) == (7, None)
-    assert line["nonfinite"] == {"metric/metric/epoch": "inf"}
+    assert (line["metric/epoch"], line["metric/metric/epoch"]) == (7, "Infinity")
     assert line["metric/step"] == [5]
     assert line["steps"] == {"metric/step": [6]}
 
@@ -77,7 +75,7 @@ def test_tensors_arrays_and_odd_things_are_written(tmp_path):
 
 @pytest.mark.parametrize("context", [{"run_dir": "{tmp}/run"}, {"output_dir": "{tmp}", "experiment_name": "run"}])
 def test_without_a_path_there_is_a_file_per_strategy_in_the_folder_of_the_run(tmp_path, context):
-    """Each is appended to."""
+    """One that is there is left alone; a file that was given is that of all strategies."""
     context = {key: value.format(tmp=tmp_path) for key, value in context.items()}
     sink = JSONLSink()
     for strategy in ("a", "b", "a"):
@@ -85,37 +83,22 @@ def test_without_a_path_there_is_a_file_per_strategy_in_the_folder_of_the_run(tm
         sink.emit({"x": 1}, 0, "POST_EPOCH")
     sink.close()
     counts = {path.name: len(lines(path)) for path in tmp_path.rglob("*.jsonl")}
-    assert counts == {"a.jsonl": 2, "b.jsonl": 1}
+    assert counts == {"a.jsonl": 1, "b.jsonl": 1, "a_1.jsonl": 1}
+    given = JSONLSink(tmp_path / "all.jsonl")
+    for strategy in ("a", "b"):
+        given.set_run_context(strategy=strategy, **context)
+        given.emit({"x": 1}, 0, "POST_EPOCH")
+    assert [line["strategy"] for line in lines(tmp_path / "all.jsonl")] == ["a", "b"]
 
 
-def test_a_resumed_run_goes_on_in_the_file_where_the_checkpoint_was(tmp_path):
-    """What was written later is cut off, as is half a line; without a path it is found again."""
-    sink = JSONLSink()
-    sink.set_run_context(strategy="a", run_dir=str(tmp_path))
-    sink.emit({"x": 0}, 0, "POST_EPOCH")
-    state = json.loads(json.dumps(sink.state_dict()))
-    sink.emit({"x": 1}, 1, "POST_EPOCH")
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(path.read_bytes() + b'{"epoch": 2, "ho')
-    again = JSONLSink()
-    again.load_state_dict(state)
-    again.set_run_context(strategy="a", run_dir=str(tmp_path))
-    again.emit({"x": 2}, 2, "POST_EPOCH")
-    assert [line["x"] for line in lines(path)] == [0, 2]
-    JSONLSink().load_state_dict(JSONLSink().state_dict())
-
-
-def test_a_state_from_before_the_first_line_cuts_off_all_of_them(tmp_path):
-    """But not what was in the file before."""
-    path = tmp_path / "m.jsonl"
-    path.write_text('{"x": "before"}\n')
-    sink = JSONLSink(path)
-    state = sink.state_dict()
-    sink.emit({"x": 1}, 0, "POST_EPOCH")
-    again = JSONLSink(path)
-    again.load_state_dict(state)
-    again.emit({"x": 2}, 0, "POST_EPOCH")
-    assert [line["x"] for line in lines(path)] == ["before", 2]
+def test_the_metrics_of_steps_alone_if_asked_for(tmp_path):
+    """As ``step_metrics_log`` of a manager does."""
+    sink = JSONLSink(tmp_path / "steps.jsonl", points="step")
+    for point in (HookPoint.POST_STEP, HookPoint.POST_EPOCH):
+        sink.write(Record({"a": 1}, 0, point))
+    assert [line["hook_point"] for line in lines(tmp_path / "steps.jsonl")] == ["POST_STEP"]
+    with pytest.raises(OptionError, match="'all' or 'step'"):
+        JSONLSink(points="steps")
 
 
 def test_a_tensor_beside_an_array_is_written_where_warnings_are_errors(tmp_path):

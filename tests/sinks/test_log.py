@@ -31,8 +31,8 @@ def strict(line: bytes | str):
 
 
 def lines(path: Path):
-    """What is in every line."""
-    return [strict(line) for line in path.read_bytes().splitlines()]
+    """What is in every line after the first, which is that of the log itself."""
+    return [strict(line) for line in path.read_bytes().splitlines()[1:]]
 
 
 def test_a_record_that_is_read_is_the_one_that_was_written(tmp_path):
@@ -60,14 +60,13 @@ def test_a_record_that_is_read_is_the_one_that_was_written(tmp_path):
     series = read[1].metrics["train/loss"]
     assert (type(series), series.steps) == (StepSeries, [4, 7])
     assert read[0].hook_point is HookPoint.SNAPSHOT
-    assert not log.altered
     assert lines(log.path)[1] == {
         "n": 1, "time": 0.0, "epoch": 1, "step": 7, "point": "POST_STEP", "strategy": None, "rank": 0,
         "metrics": {"train/loss": [0.5, 0.25], "empty": []}, "steps": {"train/loss": [4, 7], "empty": []},
     }  # fmt: skip
 
 
-def test_what_is_not_finite_is_null_with_a_flag_and_comes_back(tmp_path):
+def test_what_is_not_finite_is_a_word_and_comes_back(tmp_path):
     """Single numbers, in series, in lists of lists and dictionaries."""
     nan, inf = math.nan, math.inf
     metrics = {
@@ -77,15 +76,13 @@ def test_what_is_not_finite_is_null_with_a_flag_and_comes_back(tmp_path):
     log = RecordLog(tmp_path / "records.jsonl")
     log.append(Record(metrics, 0, "POST_EPOCH"))
     (line,) = lines(log.path)
-    assert line["nonfinite"] == {
-        "a": "nan", "b": "inf", "c": "-inf", "list": {"1": {"0": "nan", "1": "-inf"}},
-        "series": {"1": "nan", "2": "inf"}, "map": {"x": {"y": "nan"}},
+    assert line["metrics"] == {
+        "a": "NaN", "b": "Infinity", "c": "-Infinity", "fine": 1.0, "list": [1.0, ["NaN", "-Infinity"]],
+        "series": [0.0, "NaN", "Infinity"], "map": {"x": {"y": "NaN"}, "z": 1},
     }  # fmt: skip
-    assert line["metrics"]["series"] == [0.0, None, None]
     (found,) = read_log(log.path)
     assert repr(found.metrics) == repr(metrics)
     assert found.metrics["series"].steps == [1, 2, 3]
-    assert not log.altered
 
 
 class Color(enum.Enum):
@@ -153,24 +150,22 @@ ALTERED = {
 
 @pytest.mark.parametrize("case", SAME)
 def test_values_that_are_nearly_json_are_written_as_such(tmp_path, case):
-    """Nothing is said about them."""
+    """As numbers, lists and dictionaries."""
     given, expected = SAME[case]
     log = RecordLog(tmp_path / "records.jsonl")
     log.append(Record({"it": given, "beside": 0.5}, 0, "POST_EPOCH"))
     assert lines(log.path)[0]["metrics"] == {"it": expected, "beside": 0.5}
-    assert not log.altered
 
 
 @pytest.mark.parametrize("case", ALTERED)
 def test_what_json_cannot_hold_is_text_and_never_raises(tmp_path, case):
-    """Its neighbours are as they were, and its name is kept."""
+    """Its neighbours are as they were."""
     log = RecordLog(tmp_path / "records.jsonl")
     log.append(Record({"it": ALTERED[case], "beside": 0.5, "nan": math.nan}, 0, "POST_EPOCH"))
     log.append(record(1))
     first, second = lines(log.path)
     assert first["metrics"]["beside"] == 0.5
-    assert first["nonfinite"] == {"nan": "nan"}
-    assert list(log.altered) == ["it"]
+    assert first["metrics"]["nan"] == "NaN"
     assert second["metrics"] == {"x": 1}
     assert len(log.path.read_bytes()) < 10_000
     assert len(list(read_log(log.path))) == 2
@@ -189,9 +184,9 @@ def test_odd_names_and_heads_are_written_as_well(tmp_path):
 def test_contexts_stand_where_they_were_said_and_hold_what_json_can(tmp_path):
     """Paths as text; they have no number."""
     log = RecordLog(tmp_path / "records.jsonl")
-    log.append_context({"strategy": "a", "output_dir": tmp_path, "config": {"lr": 0.1}})
+    log.append(Context({"strategy": "a", "output_dir": tmp_path, "config": {"lr": 0.1}}))
     log.append(record(0))
-    log.append_context({"strategy": "b"})
+    log.append(Context({"strategy": "b"}))
     log.append(record(1))
     first, _, second, last = read_log(log.path)
     assert first == Context({"strategy": "a", "output_dir": str(tmp_path), "config": {"lr": 0.1}}, first.time)
@@ -203,12 +198,12 @@ def test_contexts_stand_where_they_were_said_and_hold_what_json_can(tmp_path):
 def test_reading_from_a_number_on_begins_with_the_context_that_holds_there(tmp_path):
     """As one, if several were said."""
     log = RecordLog(tmp_path / "records.jsonl")
-    log.append_context({"strategy": "a", "seed": 1})
+    log.append(Context({"strategy": "a", "seed": 1}))
     log.append(record(0))
-    log.append_context({"strategy": "b"})
+    log.append(Context({"strategy": "b"}))
     for number in (1, 2):
         log.append(record(number))
-    log.append_context({"strategy": "c"})
+    log.append(Context({"strategy": "c"}))
     log.append(record(3))
     found = list(read_log(tmp_path, start=2))  # the folder will do
     assert isinstance(found[0], Context)
@@ -241,7 +236,7 @@ def test_a_whole_last_line_is_not_cut_off(tmp_path):
     path = tmp_path / "records.jsonl"
     log = RecordLog(path)
     log.append(Record({"long": "x" * 200_000}, 0, "POST_EPOCH"))
-    log.append_context({"strategy": "a"})
+    log.append(Context({"strategy": "a"}))
     log.close()
     before = path.read_bytes()
     again = RecordLog(path)
@@ -253,29 +248,40 @@ def test_going_back_cuts_the_log_and_goes_on_with_the_same_numbers(tmp_path):
     """As a run does that is resumed from a checkpoint, in another process or in the same."""
     path = tmp_path / "records.jsonl"
     log = RecordLog(path)
-    log.append_context({"strategy": "a"})
+    log.append(Context({"strategy": "a"}))
     for number in range(3):
         log.append(record(number))
-    state = json.loads(json.dumps(log.state_dict()))
     for number in range(3, 6):
         log.append(record(number))
     uninterrupted = path.read_bytes()
     log.close()
     again = RecordLog(path)
-    again.load_state_dict(state)
+    again.append(Context({"strategy": "told by the run that goes on"}))
+    assert again.truncate(3) == {"strategy": "a"}
     assert [found.number for found in list(read_log(path))[1:]] == [0, 1, 2]
     for number in range(3, 6):
         assert again.append(record(number)).number == number
     assert path.read_bytes() == uninterrupted
 
 
-def test_going_back_to_what_is_not_there_is_an_error_that_says_so(tmp_path):
+@pytest.mark.parametrize("number", [4, 9])
+def test_going_back_to_what_is_not_there_is_an_error_that_says_so(tmp_path, number):
     """The log stays as it is, and can be written."""
     log = RecordLog(tmp_path / "records.jsonl")
     log.append(record(0))
-    with pytest.raises(OptionError, match=r"was to be cut back to 5,000 bytes \(9 records\), and has"):
-        log.load_state_dict({"bytes": 5000, "number": 9})
-    assert log.append(record(9)).number == 9
+    with pytest.raises(OptionError, match=f"cut back to {number} records, and has 1"):
+        log.truncate(number)
+    assert log.append(record(number)).number == number
+
+
+def test_a_log_in_a_folder_that_was_moved_names_the_places_of_now(tmp_path):
+    """Those in its folder; others stay."""
+    log = RecordLog(tmp_path / "old" / "records.jsonl")
+    log.append(Context({"run_dir": tmp_path / "old" / "a", "output_dir": tmp_path / "older"}))
+    log.close()
+    (tmp_path / "old").rename(tmp_path / "new")
+    (found,) = read_log(tmp_path / "new")
+    assert found.context == {"run_dir": str(tmp_path / "new" / "a"), "output_dir": str(tmp_path / "older")}
 
 
 def test_a_log_that_is_not_there_is_an_error_that_says_what_to_give(tmp_path):
@@ -293,9 +299,9 @@ from hookline.records.log import RecordLog
 from hookline.records.sink import Record
 log = RecordLog({path!r})
 if {holds_back}:
-    from hookline.records.log import LineFile
+    from hookline.records.log import AppendFile
     held = []
-    LineFile.write = lambda file, line: held.append(line)  # as in a buffer that is never full
+    AppendFile.write = lambda file, line: held.append(line)  # as in a buffer that is never full
 while True:
     number = log.number
     log.append(Record({{"x": number, "long": list(range(300))}}, number, "POST_EPOCH"))

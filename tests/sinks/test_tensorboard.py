@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hookline.records.fan_out import FanOut
+from hookline.records.readers import FanOut
 from hookline.records.sink import Record, StepSeries
 from hookline.sinks.tensorboard_sink import TensorBoardSink
 from hookline.when import HookPoint
@@ -105,34 +105,8 @@ def test_a_replay_does_not_go_on_in_the_files_of_the_run(tmp_path):
     assert scalars(tmp_path / "tensorboard_1")["a"] == [(0, 1.0)]
 
 
-def test_a_resumed_run_repeats_no_step(tmp_path):
-    """It adds a file; what the killed run had written after its checkpoint is not seen any more."""
-
-    def emit(sink, steps, value):
-        for step in steps:
-            sink.write(Record({"a": value}, 0, HookPoint.POST_STEP, step))
-            sink.write(Record({"b": value}, 0, HookPoint.SNAPSHOT, step))
-
-    killed = TensorBoardSink()
-    killed.set_run_context(strategy="random", run_dir=tmp_path)
-    emit(killed, range(5), 1.0)
-    state = killed.state_dict()
-    emit(killed, range(5, 9), 2.0)
-    killed.flush()
-    resumed = TensorBoardSink()
-    resumed.load_state_dict(state)
-    resumed.set_run_context(strategy="random", run_dir=tmp_path)
-    emit(resumed, range(5, 12), 3.0)
-    resumed.close()
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
-    found = scalars(tmp_path / "tensorboard")
-    expected = [(step, 1.0 if step < 5 else 3.0) for step in range(12)]
-    assert found["a"] == found["b"] == expected
-    killed.close()
-
-
 def test_a_killed_and_resumed_run_repeats_no_step_through_the_helper_process(tmp_path):
-    """There the sink is made anew, and given what it has not had: each point is written once."""
+    """There the file is removed, and written again from the log: each point is there once, for every reader."""
 
     def run(steps, state=None, stop=None):
         fan_out = FanOut([TensorBoardSink()], log=tmp_path / "records.jsonl")
@@ -149,6 +123,26 @@ def test_a_killed_and_resumed_run_repeats_no_step_through_the_helper_process(tmp
 
     state = run(range(9), stop=5)
     run(range(5, 12), state)
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
     found = EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=False)
     found.Reload()
     assert [(e.step, e.value) for e in found.Scalars("a")] == [(step, step * 0.5) for step in range(12)]
+
+
+def test_a_tensorboard_that_is_open_forgets_what_it_has_read(tmp_path):
+    """The steps come again in another file; and what others have in the folder stays there."""
+    sink = TensorBoardSink(tmp_path)
+    sink.write(Record({"a": 1.0}, 0, HookPoint.POST_STEP, 0))
+    sink.flush()
+    (tmp_path / "of others").touch()
+    (mine,) = sink.files
+    board = EventAccumulator(str(tmp_path))
+    board.Reload()
+    assert sink.restart()
+    assert sink.files == []
+    for step in range(2):
+        sink.write(Record({"a": 2.0}, 0, HookPoint.POST_STEP, step))
+    sink.close()
+    assert mine not in sink.files
+    board.Reload()
+    assert [(event.step, event.value) for event in board.Scalars("a")] == [(0, 2.0), (1, 2.0)]

@@ -17,8 +17,8 @@ from helpers_training import differences, plain_step, train
 from hookline.errors import HooklineWarning, OptionError
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.manager import HookManager
-from hookline.records.fan_out import FanOut
 from hookline.records.log import Context, read_log
+from hookline.records.readers import FanOut
 from hookline.records.sink import MetricSink, Record
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.sinks.memory_sink import MemorySink
@@ -146,9 +146,7 @@ def test_a_fan_out_may_be_given_instead_of_sinks_but_not_beside_a_log(tmp_path):
         run(manager, steps=3)
     assert len(sink.records) == len(list(read_log(tmp_path))) == 2
     line = json.loads((tmp_path / "steps.jsonl").read_text())
-    assert line == {
-        "epoch": 0, "hook_point": "POST_STEP", "steps": {"step/x": [0, 1, 2]}, "step/x": [0.0, 1.0, 2.0],
-    }  # fmt: skip
+    assert (line["hook_point"], line["steps"], line["step/x"]) == ("POST_STEP", {"step/x": [0, 1, 2]}, [0.0, 1.0, 2.0])
     with pytest.raises(OptionError, match=r"log= was given beside a FanOut.*FanOut\(sinks, log=\.\.\.\)"):
         HookManager(sinks=fan_out, log="elsewhere.jsonl")
 
@@ -196,7 +194,8 @@ def test_a_resumed_manager_leaves_the_files_of_one_that_never_stopped(tmp_path, 
         )  # fmt: skip
 
     def files(folder: Path) -> list[object]:
-        log = [{**json.loads(line), "time": 0} for line in (folder / "records.jsonl").read_text().splitlines()]
+        lines = (folder / "records.jsonl").read_text().splitlines()[1:]  # the first has the time and the place
+        log = [{**json.loads(line), "time": 0} for line in lines]
         return [log, (folder / "m.jsonl").read_text(), (folder / "steps.jsonl").read_text()]
 
     with made(tmp_path / "whole") as whole:
@@ -222,7 +221,7 @@ def test_a_state_from_before_there_were_sinks_in_it_still_loads(tmp_path):
     manager = HookManager(hooks=hooks(), log=tmp_path / "records.jsonl")
     run(manager, steps=3)
     state = manager.state_dict()
-    assert state.pop("sinks")["log"]["number"] == 2
+    assert state.pop("sinks") == {"records": 2}
     manager.load_state_dict(state)
     assert len(list(read_log(tmp_path))) == 2
 

@@ -1,6 +1,6 @@
 """Feed the records of a run to another sink: ``hookline replay``.
 
-`main` calls `replay`, which finds the folder of the run, makes the sink and calls `hookline.records.replay_log`.
+`main` calls `replay`, which finds the folder of the run, makes the sink and calls `hookline.records.replay`.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def replay(arguments: Sequence[str]) -> int:
         raise OptionError(f"{folder} has no {LOG}: a run without hooks has no records to replay.")
     cls = check_package(sink_class(options.to))
     sink = cls(**_arguments(cls, options, folder))
-    from hookline.records import replay_log
+    from hookline.records.readers import replay as replay_log
 
     context = _context(folder)
-    replay_log.replay(folder / LOG, sink, context=context)
+    replay_log(folder / LOG, sink, context=context)
     into = options.into or _usual_place(options.to, folder, context)
     tell(f"{folder / LOG} is replayed to {options.to}{f', into {into}' if into else ''}.")
     return DONE

@@ -171,7 +171,7 @@ class Session:
             _warn_of_unused(self.request)
             prepared.screen.say("No hooks: metrics are not recorded, and there is no page. --hooks records the loss.")
             return None
-        from hookline.records.fan_out import FanOut
+        from hookline.records.readers import FanOut
 
         if is_first_rank():  # some sinks begin a run somewhere when they are made
             self._sinks = [*prepared.screen.sinks(made.epochs_to_snapshot), *prepared.make_sinks()]

@@ -166,7 +166,7 @@ class ScriptSession:
         self._told = 0
 
     def _make_manager(self, hooks: list[TrainingHook]) -> HookManager:
-        from hookline.records.fan_out import FanOut
+        from hookline.records.readers import FanOut
 
         sinks: list[Any] = []
         fan_out = None

@@ -205,10 +205,6 @@ class _StatsLog:
 
 
 def _line(metrics: dict[str, float], forwards: int) -> bytes:
-    from hookline.records.values import JsonCleaner, dumps
+    from hookline.records.log import json_line
 
-    cleaner = JsonCleaner()
-    line = {"time": time.time(), "forwards": forwards, **cleaner.clean(metrics)}
-    if cleaner.flags:
-        line["nonfinite"] = cleaner.flags
-    return dumps(line) + b"\n"
+    return json_line({"time": time.time(), "forwards": forwards, **metrics})

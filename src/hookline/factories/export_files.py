@@ -21,7 +21,7 @@ from hookline.errors import OptionError
 from hookline.factories.batch_rows import BatchRows
 from hookline.factories.served_batch import TokenBatch, by_token
 from hookline.files import replace_file
-from hookline.records.values import dumps
+from hookline.records.log import dumps
 
 if TYPE_CHECKING:
     from hookline.factories.export_queue import ExportItem

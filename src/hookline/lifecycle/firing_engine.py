@@ -22,7 +22,7 @@ from hookline.lifecycle.plan import split_roles
 from hookline.lifecycle.rank_sync import join_ranks
 from hookline.lifecycle.reference import ReferenceWeights
 from hookline.messages import nearest_names, type_name
-from hookline.records.fan_out import has_ranks
+from hookline.records.readers import has_ranks
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:

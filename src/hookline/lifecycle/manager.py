@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
     from hookline.lifecycle.hook import TrainingHook
     from hookline.lifecycle.rank_sync import RankSync
-    from hookline.records.fan_out import FanOut
     from hookline.records.log import RecordLog
+    from hookline.records.readers import FanOut
 
 __all__ = ["HookManager"]
 

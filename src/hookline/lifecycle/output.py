@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any, Final
 from hookline.errors import LifecycleError, MetricError, OptionError, RankError
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.hook_metrics import PLAIN, copy_metric, to_host
-from hookline.records.fan_out import FanOut, own_rank
-from hookline.records.log import LineFile, size_of
-from hookline.records.sink import MetricSink, Record, StepSeries
-from hookline.records.values import JsonCleaner, dumps
+from hookline.records.readers import FanOut, own_rank
+from hookline.records.sink import Record, StepSeries
+from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from hookline.lifecycle.firing import Firing
     from hookline.lifecycle.rank_sync import RankSync
 
-__all__ = ["RECORDER", "MetricOutput", "StepLog", "make_fan_out", "record"]
+__all__ = ["RECORDER", "MetricOutput", "make_fan_out", "record"]
 
 
 _LAST: Final = HookPoint.POST_STEP
@@ -247,44 +246,5 @@ def make_fan_out(sinks: Iterable[Any] | FanOut | None, log: Any, step_log: str |
         out = FanOut(() if sinks is None else sinks, log)
     out.keep_streams = kept_rng
     if step_log:
-        out.add(StepLog(step_log))
+        out.add(JSONLSink(step_log, points="step"))
     return out
-
-
-class StepLog(MetricSink):
-    """Append ``{"epoch": …, "hook_point": …, "steps": {metric: […]}, metric: […]}`` to a file, a line per flush.
-
-    In a run that counts steps the first key is ``"step"``.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self._file: LineFile | None = None
-
-    def write(self, record: Record) -> None:
-        """Write a line, if these are metrics of steps."""
-        metrics, point = record.metrics, record.hook_point
-        if not isinstance(point, HookPoint) or not point.is_step or not metrics:
-            return
-        steps = {name: getattr(series, "steps", None) for name, series in metrics.items()}
-        axis = "step" if record.epoch is None else "epoch"
-        line = {axis: record.position, "hook_point": point.name, "steps": steps, **metrics}
-        if self._file is None:
-            self._file = LineFile(self.path)
-        self._file.write(dumps(JsonCleaner().clean(line)) + b"\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return how many bytes are written."""
-        return {"bytes": size_of(self.path) if self._file is None else self._file.size}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cut off what was written later."""
-        if state:
-            self._file = self._file or LineFile(self.path)
-            self._file.cut(int(state["bytes"]))

@@ -1,9 +1,9 @@
 """Write and read the record log: every record of a run, one line of JSON each, before any sink receives it.
 
-`ResilientLog` appends to a `RecordLog`; the helper process, ``replay`` and the report read it. A line is
+The fan-out appends to a `RecordLog`; each `Reader`, ``replay`` and the report read it. A line is
 ``{"n":17,"time":…,"epoch":3,"step":119,"point":"POST_EPOCH","strategy":"random","rank":0,"metrics":{…}}``, with
-``"steps"`` (of each step series) and ``"nonfinite"`` (where null replaces NaN or infinity) if there are any. A line
-``{"context": {…}, "time": …}`` says which run follows. `LineFile` is also the file of the JSONL sink.
+``"steps"`` (of each step series) if there are any. A line ``{"context": {…}, "time": …}`` says which run follows; the
+first line is such a one without a run. NaN and infinity are the strings ``"NaN"``, ``"Infinity"``, ``"-Infinity"``.
 """
 
 from __future__ import annotations
@@ -14,23 +14,129 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, Final, TypeAlias
+
+import orjson
 
 from hookline.errors import OptionError
 from hookline.files import FileLock, take_lock
 from hookline.records.sink import Record, StepSeries
-from hookline.records.values import JsonCleaner, all_finite, dumps, loads, restore_nonfinite
 from hookline.when import HookPoint
 
-__all__ = ["Context", "LineFile", "RecordLog", "parse_line", "read_lines", "read_log", "record_number", "size_of"]
+__all__ = [
+    "AppendFile", "BackOff", "Context", "Entry", "LineFile", "Log", "RecordLog", "all_finite", "cleaned", "dumps",
+    "json_line", "loads", "read_log", "utf8_text",
+]  # fmt: skip
 
-_NUMBER: Final = re.compile(rb'\{"n": ?(\d+)')
+# -- strict JSON --------------------------------------------------------------------------------------------------
+
+_DEEPEST: Final = 64
+"""Containers nested deeper become text; orjson stops at 254."""
+_LONGEST: Final = 1000
+"""Characters of a text that replaces another value."""
+_LARGEST: Final = 2**64
+_NUMBERS: Final = frozenset({float, int, bool})
+_NONFINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_NONFINITE_WORDS: Final = {repr(value): word for word, value in _NONFINITE.items()}
+_OPTIONS: Final = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
+"""Dataclasses and dates are refused: they are written as other objects are."""
+
+loads = orjson.loads
+"""From bytes."""
+
+
+def dumps(value: Any) -> bytes:
+    """Return strict JSON; raise for what is none. orjson writes null for NaN: ask `all_finite`, or use `cleaned`."""
+    return orjson.dumps(value, option=_OPTIONS)
+
+
+def all_finite(values: Collection[Any]) -> bool:
+    """Return whether all values are Python numbers without NaN and infinity; False as well for any other type."""
+    # Only Python's own types are added up: tensors and arrays would run kernels, and code of their own.
+    if not _NUMBERS.issuperset(map(type, values)):
+        return False
+    try:
+        return math.isfinite(sum(values))  # finite only if all are; ten times as fast as asking each
+    except OverflowError:
+        return False
+
+
+def json_line(value: Mapping[str, Any]) -> bytes:
+    """Return a line of strict JSON, whatever ``value`` holds."""
+    return dumps(cleaned(value)) + b"\n"
+
+
+def cleaned(value: Any, depth: int = 0) -> Any:
+    """Return ``value`` as JSON can hold it; never raise because of what it is.
+
+    Tensors and arrays, which are known by their ``tolist``, become numbers and lists; NaN and infinity the strings
+    "NaN", "Infinity", "-Infinity"; integers of more than 64 bits the nearest float; what is unknown its text.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return utf8_text(value)
+    try:
+        if isinstance(value, int) and -_LARGEST // 2 <= value < _LARGEST:
+            return int(value)
+        if isinstance(value, int | float):
+            return _NONFINITE_WORDS.get(repr(float(value)), float(value))
+        return _container(value, depth)
+    except OverflowError:
+        return hex(value)[:_LONGEST]  # the decimal digits of a very long number take minutes
+    except Exception:  # a container of the user's own, or a tensor that cannot be read
+        return utf8_text(value)[:_LONGEST]
+
+
+def _container(value: Any, depth: int) -> Any:
+    if type(value) in (list, StepSeries) and _is_plain_list(value):
+        return value
+    if depth >= _DEEPEST:
+        return "(nested too deeply)"
+    if isinstance(value, Mapping):
+        return {utf8_text(key)[:_LONGEST]: cleaned(item, depth + 1) for key, item in value.items()}
+    if callable(getattr(value, "tolist", None)):  # arrays, tensors and NumPy's numbers
+        return cleaned(value.tolist(), depth + 1)
+    if isinstance(value, Iterable) and not isinstance(value, bytes | bytearray):
+        return [cleaned(item, depth + 1) for item in value]
+    return cleaned(float(value), depth) if isinstance(value, Real) else utf8_text(value)[:_LONGEST]
+
+
+def _is_plain_list(values: list[Any]) -> bool:
+    """Return whether all items are numbers that JSON can hold."""
+    return all_finite(values) and (not values or (min(values) >= -_LARGEST // 2 and max(values) < _LARGEST))
+
+
+def _restored(value: Any) -> Any:
+    """Return ``value`` with the numbers that are not finite in the place of their words."""
+    if type(value) is str:
+        return _NONFINITE.get(value, value)
+    if type(value) is dict:
+        return {key: _restored(item) for key, item in value.items()}
+    return [_restored(item) for item in value] if type(value) is list else value
+
+
+def utf8_text(value: Any) -> str:
+    """Return a name, or text, as UTF-8 can hold it: half a surrogate pair is escaped."""
+    try:
+        text = value if type(value) is str else str(value)
+    except Exception:
+        text = f"({type(value).__name__})"
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+# -- lines --------------------------------------------------------------------------------------------------------
+
+_NUMBER: Final = re.compile(rb'\{"n":(\d+)')
 _POINTS: Final = HookPoint.__members__
-_BLOCK: Final = 1 << 16
+_PLACES: Final = ("run_dir", "output_dir")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,223 +155,8 @@ class Context:
 Entry: TypeAlias = Record | Context
 
 
-class LineFile:
-    """A file to which whole lines of JSON are appended, one system call each, and which can be cut back.
-
-    A line survives the death of the process once it is written, and a power failure after ``sync``. A last line that a
-    killed process has left half-written is cut off when the file is opened. ``alone`` locks the file for this process.
-    """
-
-    def __init__(self, path: str | Path, *, alone: bool = False) -> None:
-        self._lock: FileLock | None = None
-        self._file = -1
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        try:
-            if alone:
-                self._lock = _lock_for(self.path)
-            self._file = os.open(self.path, flags, 0o666)
-            self._cut_half_line()
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def size(self) -> int:
-        """Bytes so far; asked of the system, as Ctrl-C may come between the writing of a line and any counting."""
-        return os.fstat(self._file).st_size
-
-    def write(self, line: bytes) -> None:
-        """Append a line, which ends with its newline: wholly, or not at all and raise `OSError`."""
-        done = os.write(self._file, line)
-        if done != len(line):
-            self._write_rest(line, done)
-
-    def _write_rest(self, line: bytes, done: int) -> None:
-        """Write what is left of a line after a full disk or a signal; take back what is written if that fails."""
-        before = self.size - done
-        try:
-            while done < len(line):
-                done += os.write(self._file, line[done:])
-        except BaseException:
-            os.ftruncate(self._file, before)
-            raise
-
-    def cut(self, size: int) -> None:
-        """Drop what was written after ``size`` bytes."""
-        if size < self.size:
-            os.ftruncate(self._file, size)
-            self._cut_half_line()
-
-    def sync(self) -> None:
-        """Write what the system holds to the disk."""
-        os.fsync(self._file)
-
-    def last(self) -> bytes:
-        """Return the last line; nothing of an empty file."""
-        return self._last_line(self.size)
-
-    def is_in_place(self) -> bool:
-        """Return whether the path still leads to this file."""
-        try:
-            return os.path.samestat(os.fstat(self._file), os.stat(self.path))
-        except OSError:
-            return False
-
-    def close(self) -> None:
-        """Close the file and release its lock. May be called more than once."""
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
-        if self._lock is not None:
-            self._lock.release()
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        try:
-            self.close()
-        except Exception:
-            if not is_finalizing():  # then the names that closing needs may be gone, and the system closes the file
-                raise
-
-    def _cut_half_line(self) -> None:
-        size = there = self.size
-        while (last := self._last_line(size)) and not _is_whole(last):
-            size -= len(last)
-        if size < there:
-            os.ftruncate(self._file, size)
-
-    def _last_line(self, size: int) -> bytes:
-        """Return the last line of the first ``size`` bytes, with its newline if it has one."""
-        start, found = size, b""
-        while start:
-            step = min(_BLOCK, start)
-            start -= step
-            found = os.pread(self._file, step, start) + found
-            newline = found.rfind(b"\n", 0, len(found) - 1)
-            if newline >= 0:
-                return found[newline + 1 :]
-        return found
-
-
-def _lock_for(path: Path) -> FileLock:
-    """Return the lock that says that this process alone writes to ``path``."""
-    if path.exists() and not path.is_file():  # a device or a pipe cannot be read back, and /dev/full has no end
-        raise OptionError(f"The log is a file that is read again, and {path} is none; name another.")
-    beside = path.with_name(f".{path.name}.lock")  # not the log: whoever reads and closes that would release the lock
-    lock = take_lock(beside)
-    if lock is None:
-        gc.collect()  # a manager that was not closed and has no reference left
-        lock = take_lock(beside)
-    if lock is None:
-        raise OptionError(
-            f"{path} is being written already, here or by another process, so records would be numbered twice. Close "
-            "the manager that writes it, or give this run a folder of its own."
-        )
-    return lock
-
-
-def _is_whole(line: bytes) -> bool:
-    """Return whether ``line`` is one JSON object; after a power failure there may be zeros in it."""
-    try:
-        return line.endswith(b"}\n") and isinstance(loads(line), dict)
-    except ValueError:
-        return False
-
-
-def size_of(path: Path) -> int:
-    """Return the bytes of a file that is not open; 0 if there is none."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-class RecordLog:
-    """Appends records to a file, each by one system call: a process that is killed loses none of them.
-
-    Recipe::
-
-        log = hookline.records.RecordLog("runs/records.jsonl")
-        log.append(hookline.records.Record({"loss": 0.5}, epoch=0, hook_point="POST_EPOCH"))
-        [found.metrics for found in hookline.records.read_log("runs/records.jsonl")]  # [{'loss': 0.5}]
-
-    A line that was half written when a process died is cut off when the log is opened again; numbers go on. What JSON
-    cannot hold never raises: it is written as text, and its name is in ``altered``. A full disk is an `OSError`, with
-    the log as it was before. Not synced to the disk record by record: a power failure may take the last seconds.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        """Where it is."""
-        self._file = LineFile(self.path, alone=True)
-        self.number = self._next_number()
-        """How many records there are: the number of the next one."""
-        self.altered: dict[str, None] = {}
-        """Names of metrics of which something was written as text, or in less precision."""
-
-    def append(self, record: Record) -> Record:
-        """Write ``record``; return the same with its number."""
-        number = self.number
-        line, altered = _encode(record, number)
-        self.number += 1  # first: Ctrl-C may skip a number, and must not use one twice
-        try:
-            self._file.write(line)
-        except Exception:
-            self.number = number
-            raise
-        for name in altered:
-            self.altered[name] = None
-        return Record(
-            record.metrics, record.epoch, record.hook_point, record.step, record.strategy, record.rank, record.time,
-            number,
-        )  # fmt: skip
-
-    def append_context(self, context: Mapping[str, Any]) -> None:
-        """Write which run the next records belong to; what is no JSON, as text."""
-        self._file.write(dumps({"context": JsonCleaner().clean(context), "time": time.time()}) + b"\n")
-
-    def state_dict(self) -> dict[str, int]:
-        """Return how much there is, for a run that is resumed from now."""
-        return {"bytes": self._file.size, "number": self.number}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cut off what was written after ``state``; raise if the log is shorter."""
-        size, number = int(state["bytes"]), int(state["number"])
-        if size > self._file.size:
-            self.number = max(self.number, number)
-            raise OptionError(
-                f"{self.path} was to be cut back to {size:,} bytes ({number:,} records), and has {self._file.size:,}: "
-                "it is not the log of that run, or was shortened. The records from now on are added to it."
-            )
-        self._file.cut(size)
-        self.number = number
-
-    def sync(self) -> None:
-        """Write everything to the disk."""
-        self._file.sync()
-
-    def is_in_place(self) -> bool:
-        """Return whether the file is still there under its name."""
-        return self._file.is_in_place()
-
-    def close(self) -> None:
-        """Close the file. May be called more than once."""
-        self._file.close()
-
-    def _next_number(self) -> int:
-        number = record_number(self._file.last())
-        if number is None:  # empty, or contexts at its end
-            numbers = map(record_number, read_lines(self.path))
-            number = max((found for found in numbers if found is not None), default=-1)
-        return number + 1
-
-    def __repr__(self) -> str:
-        return f"<RecordLog {self.path}, {self.number} records>"
-
-
-def _encode(record: Record, number: int) -> tuple[bytes, list[str]]:
-    """Return the line of ``record``, and the names of what could not be written as it is."""
+def _encode(record: Record, number: int) -> bytes:
+    """Return the line of ``record``."""
     metrics = record.metrics
     head: dict[str, Any] = {
         "n": number,
@@ -284,13 +175,8 @@ def _encode(record: Record, number: int) -> tuple[bytes, list[str]]:
         is_simple = all(map(_is_simple, metrics.values()))
     if is_simple:
         with suppress(TypeError, ValueError, OverflowError, RecursionError):  # an odd name, or more than 64 bits
-            return dumps(head) + b"\n", []
-    del head["metrics"]
-    in_metrics, in_head = JsonCleaner(), JsonCleaner()
-    line = in_head.clean(head) | {"metrics": in_metrics.clean(metrics)}
-    if in_metrics.flags:
-        line["nonfinite"] = in_metrics.flags
-    return dumps(line) + b"\n", in_metrics.altered + [f"({name})" for name in in_head.altered]
+            return dumps(head) + b"\n"
+    return json_line(head)
 
 
 def _is_simple(value: Any) -> bool:
@@ -301,21 +187,21 @@ def _is_simple(value: Any) -> bool:
     return math.isfinite(value) if cls is float else cls in (int, str, bool, type(None))
 
 
-def record_number(line: bytes) -> int | None:
+def _record_number(line: bytes) -> int | None:
     """Return the number of the record in ``line``, without parsing the rest; None for a context."""
     match = _NUMBER.match(line)
     return int(match[1]) if match else None
 
 
-def parse_line(line: bytes) -> Entry | None:
-    """Return what ``line`` holds; None if it is half written, or something else."""
+def _parse(line: bytes) -> Entry | None:
+    """Return what ``line`` holds; None if it is half written, or something else, or the first line."""
     try:
         found = loads(line)
         if "context" in found:
-            return Context(found["context"], found.get("time") or 0.0)
+            return Context(found["context"], found.get("time") or 0.0) if found["context"] else None
         metrics = found["metrics"]
-        for name, flag in found.get("nonfinite", {}).items():
-            metrics[name] = restore_nonfinite(metrics[name], flag)
+        if b'NaN"' in line or b'Infinity"' in line:
+            metrics = _restored(metrics)
         for name, steps in found.get("steps", {}).items():
             metrics[name] = StepSeries(metrics[name], steps)
         point = _POINTS.get(found["point"], found["point"])
@@ -324,6 +210,84 @@ def parse_line(line: bytes) -> Entry | None:
         )  # fmt: skip
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
+
+
+# -- reading ------------------------------------------------------------------------------------------------------
+
+
+class Log:
+    """The log of a run, for reading: also while it is written, and in a folder that was moved or copied.
+
+    Recipe: ``for entry, end in Log(path).entries(): ...``; ``entries(end)`` goes on there.
+    """
+
+    newest = -1
+    """Where the entry begins that was written last; -1 where somebody else writes."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        """Where it is."""
+        self._home: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes so far; 0 if there is no file."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+    def entries(self, offset: int = 0) -> Iterator[tuple[Entry, int]]:
+        """Yield everything from ``offset`` on, in order, each with the offset after it."""
+        for line in self._lines(offset):
+            offset += len(line)
+            entry = _parse(line)
+            if isinstance(entry, Context):
+                entry = replace(entry, context=self._here(entry.context))
+            if entry is not None:
+                yield entry, offset
+
+    def find(self, number: int) -> tuple[int, dict[str, Any]]:
+        """Return the offset after the first ``number`` records, and what is known there of the run."""
+        offset = end = 0
+        context: dict[str, Any] = {}
+        since: dict[str, Any] = {}
+        is_leading = True  # contexts before the first record stay with it
+        for line in self._lines(0):
+            found = _record_number(line)
+            if found is not None and found >= number:
+                break
+            offset += len(line)
+            if found is None and isinstance(entry := _parse(line), Context):
+                since |= self._here(entry.context)
+            is_leading = is_leading and found is None
+            if found is not None or is_leading:
+                end, context = offset, context | since
+        return end, context
+
+    def identity(self) -> int:
+        """Return what tells one log from another at its place: a checksum of the first line, which holds a time."""
+        with self.path.open("rb") as file:
+            return zlib.crc32(file.readline(4096))
+
+    def _lines(self, offset: int) -> Iterator[bytes]:
+        """Yield the whole lines from ``offset`` on; one without a newline is being written, or never will be."""
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            yield from (line for line in file if line.endswith(b"\n"))
+
+    def _here(self, context: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``context`` with places in the folder of the log as they are now: it may have been moved."""
+        if self._home is None:
+            with suppress(OSError, ValueError, AttributeError):
+                self._home = loads(next(self._lines(0), b"{}")).get("home")
+        home = self._home or ""
+        moved = {}
+        for key in _PLACES:
+            place = context.get(key)
+            if home and isinstance(place, str) and (place == home or place.startswith(home + os.sep)):
+                moved[key] = str(self.path.parent) + place[len(home) :]
+        return {**context, **moved}
 
 
 def read_log(path: str | Path, start: int = 0) -> Iterator[Entry]:
@@ -335,33 +299,353 @@ def read_log(path: str | Path, start: int = 0) -> Iterator[Entry]:
         path: The log, or the folder of a run.
         start: The number of the first record wanted. The context that it belongs to comes first.
     """
-    context: dict[str, Any] | None = None
-    for line in read_lines(_log_path(path)):
-        number = record_number(line)
-        if start and number is not None and number < start:
-            continue
-        found = parse_line(line)
-        if isinstance(found, Context) and start:
-            context = {**(context or {}), **found.context}
-        elif found is not None:
-            if start:
-                start = 0
-                if context is not None:
-                    yield Context(context)
-            yield found
-
-
-def _log_path(path: str | Path) -> Path:
     path = Path(path)
     found = path / "records.jsonl" if path.is_dir() else path
     if not found.is_file():
         why = "the folder has no records.jsonl" if path.is_dir() else "there is no such file"
         raise OptionError(f"No record log at {path}: {why}. Give the folder of a run, or its log.")
-    return found
+    log = Log(found)
+    offset, context = log.find(start) if start else (0, {})
+    for entry, _ in log.entries(offset):
+        if context:
+            yield Context(context)
+            context = {}
+        yield entry
 
 
-def read_lines(path: Path, offset: int = 0) -> Iterator[bytes]:
-    """Yield the whole lines from ``offset`` on; one without a newline is being written, or never will be."""
-    with path.open("rb") as file:
-        file.seek(offset)
-        yield from (line for line in file if line.endswith(b"\n"))
+# -- writing ------------------------------------------------------------------------------------------------------
+
+_BLOCK: Final = 1 << 16
+_MOST_WAITING: Final = 256 << 20
+"""Bytes in memory while the log cannot be written."""
+
+
+class BackOff:
+    """Times to try again: soon at first, then ever later."""
+
+    def __init__(self, first: float = 0.2, last: float = 30.0) -> None:
+        self._first, self._last = first, last
+        self.attempts = 0
+        """How often it failed in a row."""
+        self._next = 0.0
+
+    def fail(self) -> None:
+        """Note a failure: wait twice as long as before."""
+        wait = min(self._first * 2.0 ** min(self.attempts, 20), self._last)
+        self.attempts += 1
+        self._next = time.monotonic() + wait
+
+    def reset(self) -> None:
+        """Note a success."""
+        self.attempts, self._next = 0, 0.0
+
+    def hurry(self) -> None:
+        """Make the next attempt due at once."""
+        self._next = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to try."""
+        return not self._next or time.monotonic() >= self._next
+
+
+class AppendFile:
+    """A file to which bytes are appended by one system call: all of them or none, and which can be cut back.
+
+    What is written survives the death of the process, and a power failure after ``sync``.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = -1
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        self._file = os.open(self.path, flags, 0o666)
+
+    @property
+    def size(self) -> int:
+        """Bytes so far; asked of the system, as Ctrl-C may come between writing and any counting."""
+        return os.fstat(self._file).st_size
+
+    def write(self, content: bytes) -> None:
+        """Append all of ``content``, or nothing of it and raise `OSError`."""
+        done = os.write(self._file, content)
+        if done != len(content):
+            self._write_rest(content, done)
+
+    def _write_rest(self, content: bytes, done: int) -> None:
+        """Write what is left after a full disk or a signal; take back what is written if that fails."""
+        before = self.size - done
+        try:
+            while done < len(content):
+                done += os.write(self._file, content[done:])
+        except BaseException:
+            os.ftruncate(self._file, before)
+            raise
+
+    def truncate(self, size: int) -> None:
+        """Drop what was written after ``size`` bytes."""
+        os.ftruncate(self._file, size)
+
+    def sync(self) -> None:
+        """Write what the system holds to the disk."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close the file. May be called more than once."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        try:
+            self.close()
+        except Exception:
+            if not is_finalizing():  # then the names that closing needs may be gone, and the system closes the file
+                raise
+
+
+class LineFile(AppendFile):
+    """A file of whole lines of JSON: one that a killed process has left half-written is cut off when it is opened."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        size = there = self.size
+        while (last := self.last_line(size)) and not _is_whole(last):
+            size -= len(last)
+        if size < there:
+            self.truncate(size)
+
+    def last_line(self, size: int) -> bytes:
+        """Return the last line of the first ``size`` bytes, with its newline if it has one."""
+        start, found = size, b""
+        while start:
+            step = min(_BLOCK, start)
+            start -= step
+            found = os.pread(self._file, step, start) + found
+            newline = found.rfind(b"\n", 0, len(found) - 1)
+            if newline >= 0:
+                return found[newline + 1 :]
+        return found
+
+
+def _is_whole(line: bytes) -> bool:
+    """Return whether ``line`` is one JSON object; after a power failure there may be zeros in it."""
+    try:
+        return line.endswith(b"}\n") and isinstance(loads(line), dict)
+    except ValueError:
+        return False
+
+
+class RecordLog(Log):
+    """Appends records to a file, each by one system call: a process that is killed loses none of them.
+
+    Recipe::
+
+        log = hookline.records.RecordLog("runs/records.jsonl")
+        log.append(hookline.records.Record({"loss": 0.5}, epoch=0, hook_point="POST_EPOCH"))
+        [found.metrics for found in hookline.records.read_log("runs/records.jsonl")]  # [{'loss': 0.5}]
+
+    A line that was half written when a process died is cut off when the log is opened again; numbers go on. What JSON
+    cannot hold never raises: it is written as text. On a full disk lines wait in
+    memory, up to 256 MB of them, and are appended when there is room again. Not synced to the disk record by record:
+    a power failure may take the last seconds.
+
+    Args:
+        path: The file; the folder is made.
+        number: The number of the first record of a new log.
+    """
+
+    def __init__(self, path: str | Path, number: int = 0) -> None:
+        super().__init__(path)
+        self.number = self.first_number = number
+        """How many records there are: the number of the next one."""
+        self.error: OSError | None = None
+        """Why lines wait in memory; None if none do."""
+        self.num_dropped = 0
+        """Records that are missing in the log, as too many waited."""
+        self._size = self.newest = 0
+        self._file: LineFile | None = None
+        self._lock: FileLock | None = None
+        self._waiting: deque[bytes] = deque()
+        self._waiting_size = 0
+        self._back_off = BackOff(first=0.5)
+        try:
+            self._open()
+        except OSError as error:
+            if self.path.exists():  # what is in it has to be known before anything can be added
+                raise
+            self._fail(error)
+            self._wait(self._first_line())
+
+    @property
+    def size(self) -> int:
+        """Bytes of all lines, with those that wait; ``newest`` is where the last one begins."""
+        return self._size
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process holds the file."""
+        return self._file is not None
+
+    def append(self, entry: Entry) -> Entry:
+        """Write ``entry``, now or when there is room again; return a record with its number."""
+        if isinstance(entry, Context):
+            self._write(json_line({"context": entry.context, "time": entry.time or time.time()}))
+            return entry
+        number = self.number
+        try:
+            line = _encode(entry, number)
+        except Exception as error:  # a mapping of the user's own that cannot be read
+            line = _encode(replace(entry, metrics={"(unreadable)": repr(error)}), number)
+        self.number += 1  # first: Ctrl-C may skip a number, and must not use one twice
+        self._write(line)
+        return Record(
+            entry.metrics, entry.epoch, entry.hook_point, entry.step, entry.strategy, entry.rank, entry.time, number,
+        )  # fmt: skip
+
+    def truncate(self, number: int) -> dict[str, Any]:
+        """Keep the first ``number`` records, and return what they know of the run; raise if there are fewer."""
+        self.retry()
+        if not self.first_number <= number <= self.number:
+            there, self.number = self.number, max(self.number, number)
+            raise OptionError(
+                f"{self.path} was to be cut back to {number:,} records, and has {there:,}: it is not the log of that "
+                "run, or was shortened. The records from now on are added to it."
+            )
+        end, context = self.find(number)
+        while self._waiting and self._size > end:
+            length = len(self._waiting.pop())
+            self._size, self._waiting_size = self._size - length, self._waiting_size - length
+        if self._size > end and self._file is not None:
+            self._file.truncate(end)
+            self._size = end
+        self.number = number
+        return context
+
+    def retry(self) -> None:
+        """Try at once to write what waits."""
+        self._back_off.hurry()
+        self._write_waiting()
+
+    def sync(self) -> None:
+        """Write everything to the disk."""
+        self.retry()
+        if self._file is not None:
+            with suppress(OSError):  # a file system that cannot sync
+                self._file.sync()
+
+    def close(self) -> None:
+        """Write what waits, and close the file; a later record opens it again. May be called more than once."""
+        if self._file is not None or self._waiting:
+            self.sync()
+        if self._file is not None:
+            self._file.close()
+        if self._lock is not None:
+            self._lock.release()
+        self._file = self._lock = None
+
+    def __del__(self) -> None:
+        if self._lock is not None:  # of a manager that was not closed
+            self._lock.release()
+
+    def __repr__(self) -> str:
+        return f"<RecordLog {self.path}, {self.number} records>"
+
+    # -- the file, and what waits for it -------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        lock = _lock_for(self.path)
+        try:
+            file = LineFile(self.path)
+            if file.size and self._waiting:
+                raise FileExistsError(f"{self.path} was made by another process meanwhile")
+            if not file.size and not self._waiting:
+                file.write(self._first_line())
+            self._file, self._lock = file, lock
+        except BaseException:
+            lock.release()
+            raise
+        if not self._waiting:
+            self._size = self.newest = file.size
+            self.number = max(self.number, self._next_number(file))
+
+    def _first_line(self) -> bytes:
+        # The time tells this log from another one; places in the folder are told from others, should it be moved.
+        return json_line({"context": {}, "time": time.time(), "home": str(self.path.parent)})
+
+    def _next_number(self, file: LineFile) -> int:
+        number = _record_number(file.last_line(file.size))
+        if number is None:  # contexts at its end
+            number = max((n for n in map(_record_number, super()._lines(0)) if n is not None), default=-1)
+        return number + 1
+
+    def _lines(self, offset: int) -> Iterator[bytes]:
+        end = self._size - self._waiting_size
+        if offset < end:
+            yield from super()._lines(offset)
+        for line in list(self._waiting):
+            if end >= offset:
+                yield line
+            end += len(line)
+
+    def _write(self, line: bytes) -> None:
+        if self._waiting or self._file is None:
+            self._write_waiting()
+        if self._file is not None and not self._waiting:
+            try:
+                self._file.write(line)
+            except OSError as error:
+                self._fail(error)
+            except BaseException:  # Ctrl-C, perhaps after it was written
+                self.newest = self._size = self._file.size
+                raise
+            else:
+                self.newest, self._size = self._size, self._size + len(line)
+                return
+        self._wait(line)
+
+    def _wait(self, line: bytes) -> None:
+        if self._waiting_size + len(line) > _MOST_WAITING and _record_number(line) is not None:
+            self.num_dropped += 1
+            return
+        self._waiting.append(line)
+        self._waiting_size += len(line)
+        self.newest, self._size = self._size, self._size + len(line)
+
+    def _write_waiting(self) -> None:
+        if not self._back_off.is_due:
+            return
+        try:
+            if self._file is None:
+                self._open()
+            while self._waiting and self._file is not None:
+                self._file.write(self._waiting[0])
+                self._waiting_size -= len(self._waiting.popleft())
+        except (OSError, OptionError) as error:  # an OptionError if another process writes a log there by now
+            self._fail(error)
+        else:
+            self.error = None
+            self._back_off.reset()
+
+    def _fail(self, error: OSError | OptionError) -> None:
+        self._back_off.fail()
+        self.error = error if isinstance(error, OSError) else OSError(str(error))
+
+
+def _lock_for(path: Path) -> FileLock:
+    """Return the lock that says that this process alone writes to ``path``."""
+    if path.exists() and not path.is_file():  # a device or a pipe cannot be read back, and /dev/full has no end
+        raise OptionError(f"The log is a file that is read again, and {path} is none; name another.")
+    beside = path.with_name(f".{path.name}.lock")  # not the log: whoever reads and closes that would release the lock
+    lock = take_lock(beside)
+    if lock is None:
+        gc.collect()  # a manager that was not closed and has no reference left
+        lock = take_lock(beside)
+    if lock is None:
+        raise OptionError(
+            f"{path} is being written already, here or by another process, so records would be numbered twice. Close "
+            "the manager that writes it, or give this run a folder of its own."
+        )
+    return lock

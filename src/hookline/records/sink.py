@@ -1,8 +1,8 @@
 """Define what a sink is: the record it receives, and the base classes of sinks.
 
-The manager makes each `Record`; the fan-out, the helper process and ``replay`` hand it to a sink by `hand`. A sink that
-needs ``emit`` alone derives from `MetricSink`, one that writes for one run at a time from `RunSink`, and one that
-writes rows to a file of its own from `RowSink`.
+The manager makes each `Record`; a `Reader` hands it to a sink, in the run's process or in that of slow sinks. A sink
+that needs ``emit`` alone derives from `MetricSink`, one that writes for one run at a time from `RunSink`, and one that
+writes a file of its own from `FileSink`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import importlib.util
 import itertools
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from hookline.errors import HooklineWarning, HookSignatureError, MissingPackageError, OptionError
 from hookline.messages import type_name
-from hookline.records.run_identity import RunContext
 from hookline.tables import Table, number_text
 
 __all__ = [
-    "MetricSink", "Record", "RowSink", "RunPlace", "RunSink", "StepSeries", "check_sink", "free_paths", "hand",
+    "FileSink", "MetricSink", "Record", "RunContext", "RunPlace", "RunSink", "StepSeries", "check_sink", "file_name",
+    "free_paths",
 ]  # fmt: skip
 
 
@@ -107,7 +106,8 @@ class MetricSink:
             def emit(self, metrics, epoch, hook_point):
                 print(epoch, metrics)
 
-    A sink that needs more (the step, the steps of a series, the strategy) defines ``write`` instead.
+    A sink that needs more (the step, the steps of a series, the strategy) defines ``write`` instead. One that raises
+    `OSError` gets the same record again later, and the following ones after it; any other error skips the record.
     """
 
     slow: ClassVar[bool] = False
@@ -116,17 +116,12 @@ class MetricSink:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse a class that lacks a method before the run begins."""
-        missing = cls._missing_methods()
-        if missing:
-            raise HookSignatureError(f"{cls.__name__} has to say what becomes of metrics: define {missing}.")
+        if cls.write is MetricSink.write and cls.emit in (MetricSink.emit, RunSink.emit):
+            raise HookSignatureError(
+                f"{cls.__name__} has to say what becomes of metrics: define emit(self, metrics, epoch, hook_point), or "
+                "write(self, record)."
+            )
         return super().__new__(cls)
-
-    @classmethod
-    def _missing_methods(cls) -> str:
-        """Return what a subclass still has to define, for an error; nothing if it is complete."""
-        if cls.emit is MetricSink.emit and cls.write is MetricSink.write:
-            return "emit(self, metrics, epoch, hook_point), or write(self, record)"
-        return ""
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
         """Take in the metrics of one record: numbers, lists and dictionaries, by ``"hook/metric"``.
@@ -136,7 +131,7 @@ class MetricSink:
         raise NotImplementedError(f"{type(self).__name__} has to say what becomes of metrics: define emit().")
 
     def write(self, record: Record) -> None:
-        """Take in a record; the fan-out calls this."""
+        """Take in a record; a `Reader` calls this."""
         self.emit(dict(record.metrics), record.position, record.hook_point)
 
     def set_run_context(self, **context: Any) -> None:
@@ -149,16 +144,16 @@ class MetricSink:
         """Flush, and release files and connections. May be called more than once."""
         self.flush()
 
+    def restart(self) -> bool:
+        """Forget everything, as the log is read again from its first record, and return True.
+
+        A sink that returns False, as this one does, goes on with what it has not received yet.
+        """
+        return False
+
     def options(self) -> dict[str, Any]:
         """Return the arguments that make this sink again in another process, as JSON; slow sinks define it."""
         raise NotImplementedError(f"{type(self).__name__} is slow, so it has to say what it is made of: options().")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run has to know, as JSON: for example how much of a file is written."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to what ``state_dict`` returned: drop what was written later."""
 
 
 def check_sink(sink: Any, asked: str) -> None:
@@ -172,15 +167,63 @@ def check_sink(sink: Any, asked: str) -> None:
         )
 
 
-def hand(sink: Any, record: Record) -> None:
-    """Give ``record`` to ``sink``, which may be an object with ``emit`` alone."""
-    if isinstance(sink, MetricSink):
-        sink.write(record)
-    else:
-        sink.emit(dict(record.metrics), record.position, record.hook_point)
+# -- which run it is ----------------------------------------------------------------------------------------------
 
 
-# -- sinks that write for one run at a time -----------------------------------------------------------------------
+class RunContext:
+    """The arguments of ``set_run_context`` for the current run, and the places of its files.
+
+    Recipe::
+
+        context = RunContext()
+        context.update({"strategy": "random", "run_dir": "runs/mod/random"})  # True: another run begins
+        context.file(".csv")  # runs/mod/random/random.csv
+    """
+
+    def __init__(self, **known: Any) -> None:
+        self.known: dict[str, Any] = {key: value for key, value in known.items() if value is not None}
+
+    def update(self, context: Mapping[str, Any]) -> bool:
+        """Take in ``context``; return whether another run begins.
+
+        A run folder holds one run, so naming the same folder again continues it (a resumed run does that). Without a
+        folder, each naming of a strategy begins another run.
+        """
+        before = self._identity()
+        self.known |= {key: value for key, value in context.items() if value is not None}
+        return self._identity() != before or ("run_dir" not in self.known and "strategy" in context)
+
+    def _identity(self) -> tuple[str, ...]:
+        where = ("run_dir",) if "run_dir" in self.known else ("output_dir", "experiment_name")
+        return tuple(str(self.known.get(key)) for key in ("strategy", *where))
+
+    @property
+    def strategy(self) -> str | None:
+        """Which run of an experiment that makes several."""
+        found = self.known.get("strategy")
+        return None if found is None else str(found)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the run: ``run_dir``, else ``{output_dir}/{experiment_name}/{strategy}``; None if unknown."""
+        if "run_dir" in self.known:
+            return Path(self.known["run_dir"])
+        output, experiment = self.known.get("output_dir"), self.known.get("experiment_name")
+        if output is None or experiment is None or self.strategy is None:
+            return None
+        return Path(output) / file_name(str(experiment)) / file_name(self.strategy)
+
+    def file(self, ending: str) -> Path | None:
+        """Return ``{folder}/{strategy}{ending}``; None if the folder is unknown."""
+        folder = self.folder
+        return None if folder is None else folder / (file_name(self.strategy or "run") + ending)
+
+
+def file_name(text: str) -> str:
+    """Return ``text`` as the name of one file: separators become ``_``, as do the dots of a name that is all dots."""
+    name = "".join("_" if sign in "/\\:\0" else sign for sign in text)
+    name = name.encode("utf-8", "backslashreplace").decode()
+    return name if name.strip(". ") else name.replace(".", "_") or "_"
 
 
 def free_paths(path: Path) -> Iterator[Path]:
@@ -190,8 +233,11 @@ def free_paths(path: Path) -> Iterator[Path]:
         yield path.with_name(f"{path.stem}_{number}{path.suffix}")
 
 
+# -- sinks that write for one run at a time -----------------------------------------------------------------------
+
+
 class RunSink(MetricSink):
-    """A sink with one run at a time; a subclass defines ``_write`` and ``_end_run``.
+    """A sink with one run at a time; a subclass defines ``write`` and ``_end_run``.
 
     Recipe: ``WandbSink.check()`` before training raises if the package is missing, with the line that installs it.
     """
@@ -202,9 +248,13 @@ class RunSink(MetricSink):
     """The name of hookline's extra that installs it."""
 
     def __init__(self, **known: Any) -> None:
+        self._known = known
         self._context = RunContext(**known)
         self._has_warned = False
-        self._resumed = False  # set by load_state_dict: the next context is that of the same run
+        self.files: list[Path] = []
+        """The files and folders that it has made: removed when the log is read again from its first record."""
+        self.keep_files: Callable[[], None] = lambda: None
+        """Called when ``files`` has grown: a reader of the log notes them, for a run that is killed and resumed."""
 
     @classmethod
     def check(cls) -> None:
@@ -220,32 +270,17 @@ class RunSink(MetricSink):
         cls.check()
         return importlib.import_module(module)
 
-    @classmethod
-    def _missing_methods(cls) -> str:
-        if cls.write is RunSink.write and cls._write is RunSink._write:
-            return "_write(self, record), which emit and write of a RunSink call"
-        return ""
-
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
-        """Take in metrics of which only the epoch is known; it counts as the step."""
-        self.write(Record(dict(metrics), epoch, hook_point, epoch, self._context.strategy, time=time.time()))
-
-    def write(self, record: Record) -> None:
-        """Take in a record, unless it is empty."""
-        if record.metrics:
-            self._write(record)
-
-    def _write(self, record: Record) -> None:
-        raise NotImplementedError(f"{type(self).__name__} has to say what becomes of a record: define _write().")
+        """Take in metrics, if there are any, of which only the epoch is known; it counts as the step."""
+        if metrics:
+            self.write(Record(dict(metrics), epoch, hook_point, epoch, self._context.strategy, time=time.time()))
 
     def set_run_context(self, **context: Any) -> None:
         """Take in which run follows; close the one before if it is another."""
-        before = self._context.identity()
-        begins = self._context.update(context)
-        continues = all(old in (None, new) for old, new in zip(before, self._context.identity(), strict=True))
-        if begins and not (self._resumed and continues):
-            self._end_run()
-        self._resumed = False
+        after = RunContext(**self._context.known)
+        if after.update(context):
+            self._end_run()  # an OSError leaves all as it is: it is told again
+        self._context = after
 
     def _end_run(self) -> None:
         """Close what belongs to the run that is over; the next record opens anew."""
@@ -256,7 +291,7 @@ class RunSink(MetricSink):
 
     @property
     def _is_replay(self) -> bool:
-        """Whether this is a replay, which must not append to what the run itself has written."""
+        """Whether this is a replay, which must not continue what the run itself has written."""
         return bool(self._context.known.get("replay"))
 
     def _drop(self, remedy: str) -> None:
@@ -270,6 +305,71 @@ class RunSink(MetricSink):
             )
 
 
+class FileSink(RunSink):
+    """A sink with a file of its own for each run, which it makes again from the log when a run is resumed.
+
+    A subclass has an ``ending``, and defines ``write``, which asks `_open_path` where to, ``flush`` if it holds
+    anything back, and ``_release``.
+
+    Recipe: ``CSVSink("metrics.csv")`` writes ``metrics.csv``, or ``metrics_1.csv`` where there is such a file already.
+    """
+
+    ending: ClassVar[str]
+    """The ending of the file's name in the folder of a run."""
+    is_folder: ClassVar[bool] = False
+    """Whether the file is a folder of files."""
+
+    def __init__(self, path: str | Path | None, **known: Any) -> None:
+        super().__init__(**known)
+        self._given_path = None if path is None else Path(path)
+        self.path: Path | None = None
+        """The file or folder of this run; None before its first record."""
+
+    def _open_path(self) -> Path | None:
+        """Return the file of this run, made under a name that is free; None if its place is not known yet."""
+        wanted = self._given_path or self._context.file(self.ending)
+        if self.path is None and wanted is not None:
+            wanted.parent.mkdir(parents=True, exist_ok=True)
+            self.path = next(path for path in free_paths(wanted) if not path.exists() and self._make(path))
+        return self.path
+
+    def _make(self, path: Path) -> bool:
+        self.files.append(path)
+        try:
+            self.keep_files()  # before it is made: whenever the run is killed, its files are known
+            path.mkdir() if self.is_folder else path.touch(exist_ok=False)
+        except OSError as error:
+            self.files.remove(path)
+            if isinstance(error, FileExistsError):
+                return False
+            raise
+        return True
+
+    def _release(self) -> None:
+        """Close the file, without what is held back."""
+
+    def _forget(self) -> None:
+        """Forget the run: the next record makes another file. A subclass drops what it knows of the file, too."""
+        self._release()
+        self.path = None
+
+    def close(self) -> None:
+        """Write what is held back and close the file; a later record of the same run opens it again."""
+        self.flush()
+        self._release()
+
+    def _end_run(self) -> None:
+        self.close()
+        self._forget()
+
+    def restart(self) -> bool:
+        """Forget the files: they are written again."""
+        self._forget()
+        self.files.clear()
+        self._context = RunContext(**self._known)
+        return True
+
+
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
@@ -277,105 +377,3 @@ def _is_installed(module: str) -> bool:
         return False
     except ValueError:  # a module that was put into sys.modules by hand, without a spec
         return True
-
-
-# -- sinks that write rows ----------------------------------------------------------------------------------------
-
-
-class Rows(Protocol):
-    """Rows in a file, or in several."""
-
-    path: Path
-    rows: int
-
-    def close(self) -> None: ...
-
-
-RowsType = TypeVar("RowsType", bound=Rows)
-
-
-class RowSink(RunSink, Generic[RowsType]):
-    """A sink whose state is a path and a number of rows; a subclass has an ``ending``.
-
-    It also defines ``_write``, ``_create`` and ``_reopen``.
-    """
-
-    ending: ClassVar[str]
-    """The ending of the file's name in the folder of a run."""
-
-    def __init__(self, path: str | Path | None, **known: Any) -> None:
-        super().__init__(**known)
-        self._given_path = None if path is None else Path(path)
-        self._rows: RowsType | None = None
-        self._closed_state: dict[str, Any] = {}
-
-    @property
-    def path(self) -> Path | None:
-        """The file or folder that is being written; None before the first record, or checkpoint."""
-        return None if self._rows is None else self._rows.path
-
-    @classmethod
-    def _missing_methods(cls) -> str:
-        base: type[RowSink[Any]] = RowSink
-        has = {
-            "ending": hasattr(cls, "ending"),
-            "_create(self, wanted)": cls._create is not base._create,
-            "_reopen(self, path, count)": cls._reopen is not base._reopen,
-        }
-        missing = [super()._missing_methods(), *(name for name, is_there in has.items() if not is_there)]
-        return "; ".join(filter(None, missing))
-
-    def _create(self, wanted: Path) -> RowsType:
-        """Return a new file at ``wanted``, or beside it."""
-        raise NotImplementedError
-
-    def _reopen(self, path: Path, count: int) -> RowsType:
-        """Return the file at ``path``, cut back to ``count`` rows."""
-        raise NotImplementedError
-
-    def _wanted_path(self) -> Path | None:
-        return self._given_path or self._context.file(self.ending)
-
-    def _open(self) -> RowsType | None:
-        """Return the open file; None if its place is not known yet."""
-        if self._rows is None and (wanted := self._wanted_path()) is not None:
-            wanted.parent.mkdir(parents=True, exist_ok=True)
-            self._rows, self._closed_state = self._create(wanted), {}
-        return self._rows
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the file and how many rows it has; before the first row the file is made, so that it is known."""
-        with suppress(OSError):  # on a full disk, as many rows as there are; the next record reports that it is full
-            self.flush()
-        rows = self._rows if self._closed_state else self._open()
-        return dict(self._closed_state) if rows is None else {"path": str(rows.path), "rows": rows.rows}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the file of ``state`` after its rows; cut later ones off."""
-        self._end_run()
-        if not state:
-            return
-        path, count = Path(state["path"]), int(state["rows"])
-        place = self._wanted_path()
-        if place is not None and (place.parent / path.name).exists():  # the run's folder was moved, or copied
-            path = place.parent / path.name
-        if not path.exists():
-            warnings.warn(f"{path} is gone; the rows from now on go to a new file.", HooklineWarning, stacklevel=2)
-            return
-        self._rows = self._reopen(path, count)
-        self._resumed = True
-        if self._rows.rows < count:
-            message = f"{path} was to have {count} rows and has {self._rows.rows}; the rows from now on follow these."
-            warnings.warn(message, HooklineWarning, stacklevel=2)
-
-    def _end_run(self) -> None:
-        # Forgotten also if closing fails: the rows of another run must not follow.
-        rows, self._rows, self._closed_state = self._rows, None, {}
-        if rows is not None:
-            rows.close()
-
-    def close(self) -> None:
-        """Close the file; a later ``state_dict`` still says how many rows there are."""
-        rows, state = self._rows, self._closed_state
-        self._end_run()
-        self._closed_state = state if rows is None else {"path": str(rows.path), "rows": rows.rows}

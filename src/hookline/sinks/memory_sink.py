@@ -1,6 +1,6 @@
 """Keep metrics in memory, to look at: in tests, in a notebook.
 
-The fan-out hands records to `MemorySink`.
+A `Reader` hands records to `MemorySink`.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ class MemorySink(MetricSink):
         """The newest value of every metric."""
         return {name: value for record in self.records for name, value in record.metrics.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return how many records there are."""
-        return {"records": len(self.records)}
+    def restart(self) -> bool:
+        """Drop all records: they come again."""
+        self.clear()
+        return True
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Drop the records that came later."""
-        if "records" in state:
-            del self.records[state["records"] :]
+    def truncate(self, number: int) -> None:
+        """Keep the first ``number`` records: a run without a log is resumed."""
+        del self.records[number:]
 
     def clear(self) -> None:
         """Drop all records."""

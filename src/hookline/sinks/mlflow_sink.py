@@ -12,6 +12,7 @@ import posixpath
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -81,10 +82,18 @@ class MLflowSink(RunSink):
         """The MLflow run that is being written."""
         return self._run_id
 
-    def _write(self, record: Record) -> None:
-        if self._run_id is None and not self._open():
+    def write(self, record: Record) -> None:
+        """Log the metrics and texts of a record."""
+        uri = self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or self._own_store()
+        if uri is None:
             self._drop("MLflowSink requires tracking_uri, or a run_dir told by set_run_context().")
             return
+        with _passing_errors(self._import("mlflow.exceptions")):
+            if self._run_id is None:
+                self._open(uri)
+            self._log(record)
+
+    def _log(self, record: Record) -> None:
         from mlflow.entities import Metric, RunTag
 
         # The time of the record: one that comes twice is then the same row of the store.
@@ -111,15 +120,11 @@ class MLflowSink(RunSink):
 
     # -- runs -------------------------------------------------------------------------------------------------
 
-    def _open(self) -> bool:
-        uri = self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or self._own_store()
-        if uri is None:
-            return False
+    def _open(self, uri: str) -> None:
         # It would print a line for each table of a new store.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         self._client = self._import("mlflow.tracking").MlflowClient(tracking_uri=uri)
         self._run_id = self._known_run(uri) or self._new_run(uri)
-        return True
 
     def _own_store(self) -> str | None:
         folder = self._context.folder
@@ -189,6 +194,17 @@ class MLflowSink(RunSink):
         self._keys, self._true = {}, {}
         if run_id is not None:
             self._client.set_terminated(run_id)
+
+
+@contextmanager
+def _passing_errors(exceptions: Any) -> Iterator[None]:
+    """Raise a `ConnectionError`, after which the record comes again, unless MLflow refuses what is in it."""
+    try:
+        yield
+    except exceptions.MlflowException as error:
+        if error.error_code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST"):
+            raise
+        raise ConnectionError(str(error)) from error
 
 
 def _as_uri(place: str) -> str:

@@ -1,19 +1,20 @@
 """Write metrics as a long table in Parquet files: a row per value.
 
-The fan-out hands records to `ParquetSink`, which writes batches of rows by pyarrow.
+A `Reader` hands records to `ParquetSink`, which writes batches of rows by pyarrow.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from hookline.records.sink import Record, RowSink, StepSeries, free_paths
-from hookline.records.values import json_text, number, utf8_text, values_in
+from hookline.files import replace_file
+from hookline.records.log import utf8_text
+from hookline.records.sink import FileSink, Record, StepSeries
+from hookline.records.values import json_text, number, values_in
 
 __all__ = ["ParquetSink"]
 
@@ -25,7 +26,7 @@ _EXACT: Final = 2**53
 _COLUMNS: Final = ("name", "value", "text", "step", "epoch", "point", "strategy", "rank", "time")
 
 
-class ParquetSink(RowSink["ParquetParts"]):
+class ParquetSink(FileSink):
     """A folder of Parquet files per strategy, which readers take for one table, with a row for each value.
 
     Recipe::
@@ -45,30 +46,46 @@ class ParquetSink(RowSink["ParquetParts"]):
     extra: ClassVar[str | None] = "parquet"
     ending: ClassVar[str] = ".parquet"
 
+    is_folder: ClassVar[bool] = True
+
     def __init__(self, path: str | Path | None = None) -> None:
         super().__init__(path)
+        self._waiting = _Columns()
+        self._since = 0.0
+        self._number = 0  # of the last file
+        self._tables: list[Any] = []  # in the last file
 
-    def _write(self, record: Record) -> None:
-        parts = self._rows or self._open()
-        if parts is None:
+    def write(self, record: Record) -> None:
+        """Add the rows of a record; write those that wait if there are many or they have waited long."""
+        self._import("pyarrow.parquet")
+        if self._open_path() is None:
             self._drop("ParquetSink requires a path, or a run_dir told by set_run_context().")
             return
-        parts.add(record)
-
-    def _create(self, wanted: Path) -> ParquetParts:
-        self._import("pyarrow.parquet")
-        return ParquetParts(_make_folder(wanted))
-
-    def _reopen(self, path: Path, count: int) -> ParquetParts:
-        self._import("pyarrow.parquet")
-        parts = ParquetParts(path)
-        parts.cut(count)
-        return parts
+        # Written before the record is added: one that is given again, as the disk was full, must not be there twice.
+        if len(self._waiting) >= _PART or time.monotonic() - self._since >= _SECONDS:
+            self.flush()
+        if not self._waiting:
+            self._since = time.monotonic()
+        self._waiting.add(record)
 
     def flush(self) -> None:
-        """Write the rows that wait."""
-        if self._rows is not None:
-            self._rows.flush()
+        """Write the rows that wait; the last file is written again until it is full."""
+        if not self._waiting or self.path is None:
+            return
+        import pyarrow
+        from pyarrow import parquet
+
+        tables = [*self._tables, _table(self._waiting.lists)]
+        whole = pyarrow.concat_tables(tables)
+        part = self.path / f"part-{self._number:05d}.parquet"  # readers skip its draft, whose name begins with a dot
+        replace_file(part, lambda draft: parquet.write_table(whole, draft, compression="zstd"))
+        self._waiting, self._tables = _Columns(), tables
+        if sum(map(len, tables)) >= _PART:
+            self._number, self._tables = self._number + 1, []
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._waiting, self._tables, self._number = _Columns(), [], 0
 
 
 class _Columns:
@@ -114,81 +131,6 @@ def _value(value: Any) -> tuple[float | None, str | None]:
     if isinstance(value, str):
         return None, utf8_text(value)
     return None, None if value is None else json_text(value)
-
-
-def _make_folder(wanted: Path) -> Path:
-    """Make a new folder, at the first free path."""
-    for path in free_paths(wanted):
-        try:
-            path.mkdir()
-        except FileExistsError:
-            continue
-        return path
-    raise FileExistsError("No path is free.")
-
-
-class ParquetParts:
-    """Files ``part-00000.parquet``, …; the last is written again until it is full."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder
-        self.rows = 0
-        """How many are in the files."""
-        self._waiting = _Columns()
-        self._since = 0.0
-        self._number = 0
-        self._tables: list[Any] = []  # of the last file
-
-    def add(self, record: Record) -> None:
-        """Add the rows of ``record``; write those that wait if there are many or they have waited long."""
-        # Written before the record is added: one that is given again, as the disk was full, must not be there twice.
-        if len(self._waiting) >= _PART or time.monotonic() - self._since >= _SECONDS:
-            self.flush()
-        if not self._waiting:
-            self._since = time.monotonic()
-        self._waiting.add(record)
-
-    def flush(self) -> None:
-        """Write what waits."""
-        if not self._waiting:
-            return
-        table = _table(self._waiting.lists)
-        self._save([*self._tables, table])
-        self._tables.append(table)
-        self.rows += len(self._waiting)
-        self._waiting = _Columns()
-        if sum(map(len, self._tables)) >= _PART:
-            self._number, self._tables = self._number + 1, []
-
-    def close(self) -> None:
-        """Write what waits."""
-        self.flush()
-
-    def _save(self, tables: list[Any]) -> None:
-        """Write the last file beside its place, under a name that readers skip, then rename it."""
-        import pyarrow
-        from pyarrow import parquet
-
-        name = f"part-{self._number:05d}.parquet"
-        beside = self.path / f".{name}.tmp"
-        parquet.write_table(pyarrow.concat_tables(tables), beside, compression="zstd")
-        os.replace(beside, self.path / name)
-
-    def cut(self, count: int) -> None:
-        """Drop all rows after the first ``count``."""
-        from pyarrow import parquet
-
-        for file in sorted(self.path.glob("part-*.parquet")):
-            there = parquet.read_metadata(file).num_rows
-            keep = min(there, count - self.rows)
-            if keep <= 0:
-                file.unlink()
-            elif keep == there >= _PART:
-                self._number += 1
-            else:
-                self._tables = [parquet.read_table(file, partitioning=None).slice(0, keep)]
-                self._save(self._tables)
-            self.rows += max(keep, 0)
 
 
 def _table(columns: Mapping[str, list[Any]]) -> Any:

@@ -1,6 +1,6 @@
 """Serve the newest metrics to Prometheus: text on a port of this machine.
 
-The fan-out hands records to `PrometheusSink`; a thread of ``prometheus_client`` answers HTTP requests.
+A `Reader` hands records to `PrometheusSink`; a thread of ``prometheus_client`` answers HTTP requests.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 from hookline.errors import OptionError
+from hookline.records.log import utf8_text
 from hookline.records.sink import Record, RunSink, StepSeries
-from hookline.records.values import number, numbers, step_axis, summary, to_plain, utf8_text, values_in
+from hookline.records.values import number, numbers, step_axis, summary, to_plain, values_in
 
 __all__ = ["PrometheusSink"]
 
@@ -73,7 +74,8 @@ class PrometheusSink(RunSink):
         assert self.port is not None
         return self.port
 
-    def _write(self, record: Record) -> None:
+    def write(self, record: Record) -> None:
+        """Keep the newest values."""
         self.start()
         self._gauges.update(record)
 

@@ -7,14 +7,13 @@ TensorFlow are not needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from hookline.records.run_identity import file_name
-from hookline.records.sink import Record, RunSink, free_paths
+from hookline.records.sink import Record, RunContext, RunSink, file_name, free_paths
 from hookline.records.values import MetricValue, json_text, mean, number, numbers, step_axis, values_in
 
 __all__ = ["TensorBoardSink"]
@@ -36,7 +35,7 @@ class TensorBoardSink(RunSink):
     Step metrics are a scalar per step; any other list of numbers is a histogram of its finite values, and a scalar
     ``{name}_mean``. Strings are texts, dictionaries ``name/key``; None is left out. TensorBoard keeps scalars in single
     precision. Without ``log_dir`` the files are in ``{run_dir}/tensorboard``; with one, each strategy has a folder in
-    it. A resumed run adds a file to the folder and continues where it stopped.
+    it. A resumed run writes its file again from the log.
     """
 
     slow: ClassVar[bool] = True
@@ -48,8 +47,7 @@ class TensorBoardSink(RunSink):
         self._log_dir = None if log_dir is None else Path(log_dir)
         self._writer: Any = None
         self._epoch: tuple[int, int] | None = None
-        self._last = -1  # the largest step that was written
-        self._purge: int | None = None
+        self._is_anew = False
 
     def options(self) -> dict[str, Any]:
         """Return the folder."""
@@ -63,7 +61,8 @@ class TensorBoardSink(RunSink):
             return self._log_dir if strategy is None else self._log_dir / file_name(strategy)
         return None if self._context.folder is None else self._context.folder / "tensorboard"
 
-    def _write(self, record: Record) -> None:
+    def write(self, record: Record) -> None:
+        """Write the events of a record."""
         writer = self._writer or self._open()
         if writer is None:
             self._drop("TensorBoardSink requires log_dir, or a run_dir told by set_run_context().")
@@ -81,10 +80,12 @@ class TensorBoardSink(RunSink):
             folder = next(path for path in free_paths(folder) if not path.exists())
         if folder is not None:
             module = self._import("tensorboard.summary.writer.event_file_writer")
+            before = _files(folder)
             self._writer = module.EventFileWriter(str(folder))
-            if self._purge is not None:
-                self._add_purge(self._purge)
-                self._purge = None
+            self.files += _files(folder) - before
+            self.keep_files()
+            if self._is_anew:
+                self._add_purge()
         return self._writer
 
     def _event(self, record: Record, step: int, values: Iterable[Any]) -> None:
@@ -92,14 +93,13 @@ class TensorBoardSink(RunSink):
 
         summary = summary_pb2.Summary(value=values)
         self._writer.add_event(event_pb2.Event(wall_time=record.time, step=step, summary=summary))
-        self._last = max(self._last, step)
 
-    def _add_purge(self, step: int) -> None:
-        """Make readers ignore what earlier files hold from ``step`` on."""
+    def _add_purge(self) -> None:
+        """Have a TensorBoard that is open forget what it has read of the file before this one."""
         from tensorboard.compat.proto import event_pb2
 
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._writer.add_event(event_pb2.Event(step=step, session_log=start))
+        self._writer.add_event(event_pb2.Event(step=0, session_log=start))
 
     def flush(self) -> None:
         """Write everything to the file."""
@@ -109,18 +109,19 @@ class TensorBoardSink(RunSink):
     def _end_run(self) -> None:
         if self._writer is not None:
             self._writer.close()
-        self._writer, self._epoch, self._last, self._purge = None, None, -1, None
+        self._writer = self._epoch = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the last step that is written."""
-        return {"step": self._last}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the step of ``state``: later steps in older files are not shown any more."""
+    def restart(self) -> bool:
+        """Forget the files: they are written again."""
         self._end_run()
-        self._last = int(state.get("step", -1))
-        self._purge = self._last + 1
-        self._resumed = True
+        self.files.clear()
+        self._context = RunContext()
+        self._is_anew = True
+        return True
+
+
+def _files(folder: Path) -> set[Path]:
+    return set(folder.iterdir()) if folder.is_dir() else set()
 
 
 def _values(one: MetricValue) -> list[Any]:

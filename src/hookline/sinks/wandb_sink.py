@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from hookline.error_policy import error_text
 from hookline.errors import HooklineWarning, OptionError
-from hookline.records.run_identity import file_name
-from hookline.records.sink import Record, RunSink
+from hookline.records.sink import Record, RunSink, file_name
 from hookline.records.values import MetricValue, json_text, mean, number, numbers, values_in
 
 __all__ = ["WandbSink"]
@@ -86,7 +86,8 @@ class WandbSink(RunSink):
             "project": self._project, "group": self._group, "mode": self._mode, "config": self._config, "dir": place,
         }  # fmt: skip
 
-    def _write(self, record: Record) -> None:
+    def write(self, record: Record) -> None:
+        """Log a row for each step of a record."""
         run = self._run or self._open()
         rows: dict[int, dict[str, Any]] = {}
         for one in values_in(record, _RESERVED):
@@ -124,18 +125,21 @@ class WandbSink(RunSink):
         if place is not None:
             place.mkdir(parents=True, exist_ok=True)
         known = self._known_id()
-        self._run = wandb.init(
-            project=self._project,
-            name=self._context.strategy,
-            group=self._group or self._context.known.get("run_group") or self._own_group(),
-            config={**self._config, **(self._context.known.get("config") or {})},
-            dir=None if place is None else str(place),
-            mode=self._mode or self._possible_mode(wandb),
-            id=known,
-            resume=None if known is None else "allow",
-            reinit="create_new",  # leaves a run of the user's own in this process alone
-            settings=wandb.Settings(console="off", silent=True),
-        )
+        try:
+            self._run = wandb.init(
+                project=self._project,
+                name=self._context.strategy,
+                group=self._group or self._context.known.get("run_group") or self._own_group(),
+                config={**self._config, **(self._context.known.get("config") or {})},
+                dir=None if place is None else str(place),
+                mode=self._mode or self._possible_mode(wandb),
+                id=known,
+                resume=None if known is None else "allow",
+                reinit="create_new",  # leaves a run of the user's own in this process alone
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except Exception as error:  # not the fault of this record: it is tried again
+            raise ConnectionError(f"no W&B run could be begun ({error_text(error)})") from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         self._keep_id(self._run.id)

@@ -21,7 +21,7 @@ from hookline.lifecycle.manager import HookManager
 from hookline.lifecycle.rank_sync import join_ranks
 from hookline.messages import caller_stacklevel, type_name
 from hookline.phases import in_phase
-from hookline.records.fan_out import has_ranks
+from hookline.records.readers import has_ranks
 from hookline.training.loop_contexts import Contexts
 from hookline.training.loop_result import LoopResult
 from hookline.training.rank_model import check_alike, warn_of_join

@@ -21,7 +21,7 @@ import torch
 
 from hookline.errors import CheckpointError, Hint, HooklineWarning, OptionError, RankError, ResumeError
 from hookline.messages import caller_stacklevel, type_name
-from hookline.records.fan_out import has_ranks
+from hookline.records.readers import has_ranks
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.training.checkpoints import Checkpoints, differences, lock_folder, to_plain
 from hookline.training.loader import LoaderPosition

@@ -27,7 +27,7 @@ from hookline.guard.loaders import generators_of_loader
 from hookline.lifecycle.hook import TrainingHook
 from hookline.lifecycle.manager import HookManager
 from hookline.messages import caller_stacklevel
-from hookline.records.fan_out import FanOut
+from hookline.records.readers import FanOut
 from hookline.records.sink import MetricSink
 from hookline.training.experiment_adapter import ExperimentAdapter
 from hookline.training.extra_state import ExtraState

@@ -1,0 +1,573 @@
+"""Hand every record to the log first, then to each sink: a sink is a reader of the log.
+
+The manager calls `FanOut.write`. Each sink has a `Reader`, which knows how far it is; one that fails is behind, and
+goes on from the log later. Slow sinks have theirs in a process of their own. `replay` is a reader of another log.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from hookline.error_policy import ErrorPolicy
+from hookline.errors import HooklineWarning, MissingPackageError, OptionError
+from hookline.files import replace_file
+from hookline.messages import type_name
+from hookline.records.helper import HelperProcess, sink_recipe
+from hookline.records.log import BackOff, Context, Entry, Log, RecordLog, cleaned, dumps, loads, read_log
+from hookline.records.sink import MetricSink, Record, RunSink, check_sink
+
+__all__ = ["Failed", "FanOut", "Reader", "hand", "has_ranks", "own_rank", "read_position", "replay"]
+
+logger = logging.getLogger(__name__)
+
+Around: TypeAlias = Callable[[], AbstractContextManager[Any]]
+
+
+# -- one sink -----------------------------------------------------------------------------------------------------
+
+
+class Failed(Protocol):
+    """Is told that a sink could not do something."""
+
+    def __call__(self, name: str, what: str, error: Exception, *, is_skipped: bool = False) -> None: ...
+
+
+class Reader:
+    """One sink, and how far it is in the log.
+
+    An `OSError` (a full disk, a host that is gone) passes: the sink is behind, and tried again, ever later, from the
+    log. Any other error would be raised again, so that record is skipped.
+    """
+
+    def __init__(self, name: str, sink: Any, log: Log | NoLog, failed: Failed, around: Around = nullcontext) -> None:
+        self.name, self.sink, self.log, self._failed, self._around = name, sink, log, failed, around
+        self.offset = 0
+        """Bytes of the log that it has read."""
+        self.number = 0
+        """The number of the first record that it has not taken."""
+        self.back_off = BackOff()
+        self.kept = 0
+        """The number of the first record that has not arrived for good, if that is known."""
+        if isinstance(sink, RunSink):
+            sink.keep_files = self.keep
+
+    def advance(self, newest: Entry | None = None, most: int = sys.maxsize, seconds: float = float("inf")) -> None:
+        """Hand over what follows in the log, ``most`` entries at the most; ``newest`` need not be read from it."""
+        log = self.log
+        if newest is not None and self.offset == log.newest:
+            self.take(newest, log.size)
+        elif self.back_off.is_due:
+            end = time.monotonic() + seconds
+            try:
+                for entry, offset in log.entries(self.offset):
+                    if not self.take(entry, offset):
+                        return
+                    most -= 1
+                    if not most or time.monotonic() > end:
+                        return
+            except OSError as error:
+                self._fail("read the log", error)
+
+    def take(self, entry: Entry, end: int) -> bool:
+        """Give ``entry`` to the sink; return False if it has to come again."""
+        # Counted first: Ctrl-C may come when the sink has it already, and nothing is to be there twice.
+        before, self.offset = self.offset, end
+        try:
+            with self._around():
+                hand(self.sink, entry)
+        except OSError as error:
+            self.offset = before
+            self._fail("take metrics", error)
+            return False
+        except Exception as error:
+            self._failed(self.name, "take metrics", error, is_skipped=True)
+        if isinstance(entry, Record):
+            self.number = entry.number + 1
+        self.back_off.reset()
+        return True
+
+    def call(self, method: str) -> bool:
+        """Call ``flush`` or ``close`` of the sink, if it has it; return whether that has not failed."""
+        try:
+            with self._around():
+                getattr(self.sink, method, bool)()
+        except Exception as error:
+            self._fail(method, error)
+            return False
+        return True
+
+    def restart(self) -> bool:
+        """Begin the sink anew, if it can be, and the log from its first record; return whether it is so."""
+        if not getattr(self.sink, "restart", bool)():
+            return False
+        if self.log.path is not None:
+            for file in _kept(self.log, self.name).get("files", ()):
+                _remove(self.log.path.parent / file)
+        self.offset = self.number = self.kept = 0
+        self.back_off.reset()
+        return True
+
+    def keep(self) -> None:
+        """Write beside the log how far the sink is, and which files it has made or is about to make."""
+        log = self.log
+        if log.path is None or not log.path.exists():
+            return
+        home = log.path.parent.absolute()
+        files = [file.absolute() for file in getattr(self.sink, "files", ())]
+        names = [str(file.relative_to(home) if file.is_relative_to(home) else file) for file in files]
+        kept = {"number": self.kept, "log": log.identity(), "files": names}
+        replace_file(_position_path(log.path, self.name), dumps(kept))
+
+    def _fail(self, what: str, error: Exception) -> None:
+        self.back_off.fail()
+        self._failed(self.name, what, error)
+
+
+def hand(sink: Any, entry: Entry) -> None:
+    """Give ``entry`` to ``sink``, which may be an object with ``emit`` alone."""
+    if isinstance(entry, Context):
+        getattr(sink, "set_run_context", dict)(**entry.context)
+    elif isinstance(sink, MetricSink):
+        sink.write(entry)
+    else:
+        sink.emit(dict(entry.metrics), entry.position, entry.hook_point)
+
+
+def _position_path(log: Path, sink: str) -> Path:
+    return log.parent / f".{re.sub(r'[^A-Za-z0-9_-]+', '_', sink)}.position"
+
+
+def _kept(log: Log | NoLog, sink: str) -> dict[str, Any]:
+    """Return what `Reader.keep` has written of ``sink``; nothing if that was of another log."""
+    if log.path is None:
+        return {}
+    try:
+        found = loads(_position_path(log.path, sink).read_bytes())
+        return dict(found) if found["log"] == log.identity() else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def read_position(log: Path, sink: str) -> int:
+    """Return the number of the first record that a slow sink has not received; 0 if nothing is known."""
+    return int(_kept(Log(log), sink).get("number", 0))
+
+
+def _remove(path: Path) -> None:
+    with suppress(FileNotFoundError):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+class NoLog:
+    """Stands for the log where there is none: counts, and has nothing to read."""
+
+    path: None = None
+    error: None = None
+    num_dropped = 0
+
+    def __init__(self, number: int = 0) -> None:
+        self.number, self.size, self.newest = number, 0, 0
+
+    def append(self, entry: Any) -> Any:
+        """Count ``entry``, and return it as it is."""
+        self.newest, self.size = self.size, self.size + 1
+        self.number += isinstance(entry, Record)
+        return entry
+
+    def identity(self) -> int:
+        """Return what no log has."""
+        return -1
+
+    def entries(self, offset: int = 0) -> Iterable[tuple[Entry, int]]:
+        """Return nothing."""
+        return ()
+
+
+# -- all sinks ----------------------------------------------------------------------------------------------------
+
+
+class FanOut:
+    """A log and several sinks, as one.
+
+    Recipe::
+
+        fan_out = hookline.records.FanOut([hookline.sinks.JSONLSink("metrics.jsonl")], log="records.jsonl")
+        manager = hookline.HookManager(hooks=[MyHook()], sinks=fan_out)
+
+    Args:
+        sinks: Where records go; anything with ``emit(metrics, epoch, hook_point)``. Those that are ``slow`` run in a
+            helper process, which begins with the first record and reads the log.
+        log: The record log, or its path; None for none (with slow sinks, and when a sink fails, one in a temporary
+            folder). In a process group only rank 0 has a log and sinks; processes that are in none have each their own.
+        patience: Seconds that ``flush`` and ``close`` wait for slow sinks.
+    """
+
+    is_silent = False
+    """Whether it writes nothing: this is a process of a distributed run, and not the first."""
+    keep_streams: Around = nullcontext
+    """Around each call of a sink that is not one of ours, which may draw random numbers: a manager sets it to what
+    gives the run its streams back. It is not imported here, as the helper process has no torch."""
+
+    def __init__(
+        self, sinks: Iterable[Any] = (), log: str | Path | RecordLog | None = None, *, patience: float = 30.0
+    ) -> None:
+        if callable(getattr(sinks, "emit", None)):
+            one = f"{sinks.__name__}()" if isinstance(sinks, type) else type_name(sinks)
+            raise OptionError(f"sinks= takes a list of sinks; put {one} into one.")
+        self._errors = ErrorPolicy()
+        self.pending = self._errors.pending
+        """Warnings that wait for `warn_pending`."""
+        self._patience = patience
+        if has_ranks() and own_rank() > 0:  # rank 0 writes what all ranks have to say
+            self.is_silent, log = True, None
+        self._log: RecordLog | NoLog = NoLog() if log is None else _log_of_rank(log)
+        self._is_temporary = self._is_closed = False
+        self._helper: HelperProcess | None = None
+        self._context: dict[str, Any] = {}
+        self._is_resumed = False
+        self._log_error: OSError | None = None
+        self.sinks: list[Any] = []
+        """All of them, as given; a slow one does no work here, it only describes itself to the helper process."""
+        self._readers: list[Reader] = []
+        self._names: Counter[str] = Counter()
+        self.is_empty = log is None
+        """Whether there is neither a log nor a sink; read at every firing."""
+        for sink in sinks:
+            self.add(sink)
+
+    @property
+    def errors(self) -> Counter[str]:
+        """How often each sink has failed, by its class, and its place among those of one class; also the ``"log"``."""
+        if self._helper is not None:
+            self._helper.read_messages()
+        return self._errors.counts
+
+    @property
+    def log(self) -> Path | None:
+        """The path of the log."""
+        return self._log.path
+
+    def open_log(self, path: Path) -> None:
+        """Write every record from now on to a log at ``path``, if there is none yet."""
+        if self.log is None and not self.is_silent:
+            self._use(_log_of_rank(path))
+            self.is_empty = False
+
+    def release_log(self) -> None:
+        """Let others write the file of the log; the next record opens it again."""
+        if isinstance(self._log, RecordLog):
+            self._log.close()
+            self._is_closed = True
+
+    def add(self, sink: Any) -> None:
+        """Add a sink; it receives the records from now on."""
+        check_sink(sink, "sinks= takes objects")
+        cls = type(sink).__name__
+        self._names[cls] += 1
+        name = cls if self._names[cls] == 1 else f"{cls} {self._names[cls]}"
+        self.sinks.append(sink)
+        if self.is_silent:
+            return
+        self.is_empty = False
+        recipe = sink_recipe(sink, name) if getattr(sink, "slow", False) else None
+        if isinstance(recipe, dict):
+            self._needs_log()
+            self._helper = self._helper or HelperProcess(self._errors, self._patience, read_position)
+            self._helper.add(recipe)
+            return
+        if recipe is not None:
+            self._errors.warn_later(
+                f"here {name}",
+                f"{name} is slow, and runs in this process all the same, where it holds the training up: {recipe}.",
+            )
+        # Ours draw no random numbers, which a test of each holds.
+        is_foreign = not type(sink).__module__.startswith("hookline.")
+        around = (lambda: self.keep_streams()) if is_foreign else nullcontext
+        reader = Reader(name, sink, self._log, self._note_failure, around)
+        reader.offset, reader.number = self._log.size, self._log.number
+        self._readers.append(reader)
+
+    def write(self, record: Record) -> None:
+        """Hand ``record`` to the log and to every sink, unless it is empty."""
+        if record.metrics:
+            self._put(record)
+            if self._helper is not None and isinstance(self._log, RecordLog):
+                self._helper.keep_running(self._log.path, remove=self._is_temporary)
+
+    def set_run_context(self, context: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """Tell the log and every sink which run follows."""
+        told = cleaned({**(context or {}), **more})
+        if self._is_resumed and told.items() <= self._context.items():
+            return  # the log knows: the run goes on
+        self._context |= told
+        self._put(Context({**(context or {}), **more}))
+
+    def _put(self, entry: Entry) -> None:
+        if self._is_closed:
+            self._reopen()
+        self._is_resumed = False
+        log = self._log
+        entry = log.append(entry)
+        if log.error is not None:
+            self._note_log()
+        for reader in self._readers:
+            reader.advance(entry)
+        if log.path is None and any(reader.offset != log.size for reader in self._readers):
+            self._log_from(entry)
+
+    def flush(self) -> None:
+        """Write everything: the log to the disk, and what sinks hold back. Wait for slow sinks."""
+        self._flush_local()
+        if self._helper is not None:
+            self._helper.flush(self._log.number)
+
+    def _flush_local(self) -> None:
+        if isinstance(self._log, RecordLog):
+            self._log.sync()
+            self._note_log()
+        for reader in self._readers:
+            if reader.offset != self._log.size:
+                reader.back_off.hurry()
+                reader.advance()
+            reader.call("flush")
+
+    def close(self) -> None:
+        """Flush, and close files and processes. May be called more than once."""
+        # Slow sinks come last: a user who interrupts the wait for them has everything else closed.
+        if not self._is_closed:
+            self._flush_local()
+        for reader in self._readers:
+            if reader.offset != self._log.size and not self._is_closed:
+                self._note_behind(reader)
+            reader.call("close")
+        log, self._is_closed = self._log, True
+        if not isinstance(log, RecordLog):
+            return
+        log.close()
+        if log.error is not None:
+            self._errors.warn_later(
+                "lost", f"The last records could not be written to {log.path} by the end of the run ({log.error})."
+            )
+        has_helper = self._helper is not None and self._helper.close(log.number)
+        if self._is_temporary:
+            if not has_helper:  # else that process removes it, when everything is delivered
+                shutil.rmtree(log.path.parent, ignore_errors=True)
+            self._use(NoLog(log.number))
+            self._is_temporary = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many records there are, for a run that is resumed from now."""
+        return {"records": self._log.number}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Drop the records after ``state`` from the log, and have the sinks read it again from its beginning.
+
+        Those that cannot begin anew, as what they have written is elsewhere, go on where they are.
+        """
+        if self.is_silent or "records" not in state:
+            return
+        if self._is_closed:
+            self._reopen()
+        if self._helper is not None and self.log is not None:
+            self._helper.end_all(self.log)
+        told, log = dict(self._context), self._log
+        try:
+            self._context = self._cut(log, int(state["records"]))
+        except (OSError, OptionError) as error:
+            self._errors.warn_later(f"load {error}", str(error))
+            for reader in self._readers:
+                reader.offset = log.size
+            return
+        self._is_resumed = True
+        if told:
+            self.set_run_context(told)
+
+    def _cut(self, log: RecordLog | NoLog, number: int) -> dict[str, Any]:
+        """Cut the log back, and the readers with it; return what is known of the run there."""
+        if isinstance(log, NoLog):
+            log.number = number
+            for sink in self.sinks:
+                getattr(sink, "truncate", id)(number)  # of memory; files can be made again from a log alone
+            return self._context
+        context = log.truncate(number)
+        for reader in self._readers:
+            try:
+                is_anew = not log.first_number and reader.restart()
+            except Exception as error:
+                self._note_failure(reader.name, "begin anew", error)
+                is_anew = False
+            if is_anew:
+                reader.advance()
+                continue
+            reader.offset, reader.number = log.size, log.number
+            reader.back_off.reset()
+            if context and not self._context:  # the run goes on before it is told which it is
+                reader.take(Context(context), log.size)
+        return context
+
+    def warn_pending(self) -> None:
+        """Issue the warnings that were collected; a warning may raise, so the manager calls this last."""
+        if self._errors.pending:
+            self._errors.warn_pending()
+
+    def __enter__(self) -> FanOut:
+        return self
+
+    def __exit__(self, error_class: type[BaseException] | None, *_: object) -> None:
+        self.close()
+        try:
+            self.warn_pending()
+        except HooklineWarning:  # where warnings are errors; the user has to see what ended the block
+            if error_class is None:
+                raise
+
+    # -- the log -------------------------------------------------------------------------------------------------
+
+    def _use(self, log: RecordLog | NoLog) -> None:
+        """Make all readers go on at the end of ``log``."""
+        self._log = log
+        for reader in self._readers:
+            reader.log, reader.offset, reader.number = log, log.size, log.number
+
+    def _reopen(self) -> None:
+        """Open the log again after the end; others may have written it meanwhile."""
+        self._is_closed = False
+        if self._helper is not None and self.log is None:
+            self._needs_log()
+        elif isinstance(self._log, RecordLog) and not self._log.is_open:
+            self._use(RecordLog(self._log.path, self._log.number))
+
+    def _needs_log(self) -> None:
+        """Begin a log in a temporary folder, if there is none."""
+        if self.log is None:
+            path = Path(tempfile.mkdtemp(prefix="hookline-")) / "records.jsonl"
+            self._is_temporary = True
+            self._use(RecordLog(path, self._log.number))
+            if self._context:
+                self._log.append(Context(self._context))
+                self._use(self._log)
+
+    def _log_from(self, entry: Entry) -> None:
+        """Begin a log with ``entry``, which a sink could not take: from now on it is needed."""
+        behind = [reader for reader in self._readers if reader.offset != self._log.size]
+        self._log.number -= isinstance(entry, Record)
+        self._needs_log()
+        start, number = self._log.size, self._log.number
+        self._log.append(entry)
+        self._use(self._log)
+        for reader in behind:
+            reader.offset, reader.number = start, number
+
+    # -- failures ------------------------------------------------------------------------------------------------
+
+    def _note_log(self) -> None:
+        log = self._log
+        if log.error is not None and log.error is not self._log_error:
+            self._log_error = log.error
+            self._errors.count("log", log.error)
+            why = log.error.strerror or log.error
+            self._errors.warn_later(
+                "log",
+                f"THE RECORD LOG {log.path} CANNOT BE WRITTEN ({why}); the run and its sinks go on. Records are kept "
+                "in memory and written as soon as that works. Make room, or give a folder that can be written.",
+            )
+        if log.num_dropped:
+            self._errors.warn_later(
+                "dropped", f"Records are missing in {log.path}, as there were too many to keep in memory."
+            )
+
+    def _note_behind(self, reader: Reader) -> None:
+        lost = self._log.number - reader.number
+        where = "there is no log" if self._is_temporary else "the log has them: hookline replay"
+        self._errors.warn_later(
+            f"lost {reader.name} {lost}", f"{reader.name} could not take {lost:,} records of the run; {where}."
+        )
+
+    def _note_failure(self, name: str, what: str, error: Exception, *, is_skipped: bool = False) -> None:
+        self._errors.count(name, error)
+        is_new = self._errors.warn_later(
+            name,
+            f"{name} could not {what} ({type(error).__name__}: {error}); the run and the other sinks go on. "
+            "Further failures are counted in manager.sink_errors.",
+        )
+        if is_new:
+            # For a full disk or a missing package the sentence is enough; a mistake in a sink needs its traceback.
+            is_clear = isinstance(error, OSError | OptionError | MissingPackageError)
+            level = logging.INFO if is_clear else logging.ERROR
+            logger.log(level, "%s could not %s; the run goes on", name, what, exc_info=error)
+
+
+def replay(
+    run: str | Path,
+    sink: Any,
+    *,
+    start: int = 0,
+    context: Mapping[str, Any] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """Give ``sink`` everything that is in a log, in order, then close it; return how many records there were.
+
+    Recipe: ``hookline.records.replay("runs/digits/default", hookline.sinks.TensorBoardSink("events"))``.
+
+    The sink runs in this process, and what it raises is raised. Its context has ``replay=True`` besides.
+
+    Args:
+        run: The folder of a run, or its log.
+        sink: Anything with ``emit(metrics, epoch, hook_point)``.
+        start: The number of the first record wanted.
+        context: Replaces parts of the run's context: ``{"run_dir": elsewhere}``.
+        progress: Called after each record with how many there have been.
+    """
+    check_sink(sink, "replay() takes a sink, an object")
+    own_context = {"replay": True, **(context or {})}  # some sinks would continue the run itself otherwise
+    hand(sink, Context(own_context))
+    count = 0
+    for entry in read_log(run, start):
+        hand(sink, entry if isinstance(entry, Record) else Context({**entry.context, **own_context}))
+        if isinstance(entry, Record):
+            count += 1
+            if progress is not None:
+                progress(count)
+    for method in ("flush", "close"):
+        getattr(sink, method, bool)()
+    return count
+
+
+def _log_of_rank(log: str | Path | RecordLog) -> RecordLog:
+    """Return the log of this process of a distributed run: ``records.rank1.jsonl``."""
+    if isinstance(log, RecordLog):
+        return log
+    path, rank = Path(log), own_rank()
+    return RecordLog(path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if rank else path)
+
+
+def own_rank() -> int:
+    """Return which process of a distributed run this is, as torch or ``torchrun`` says; 0 without either."""
+    if has_ranks():
+        return int(sys.modules["torch.distributed"].get_rank())
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else 0
+
+
+def has_ranks() -> bool:
+    """Return whether this is one of several processes that can reach each other, so that one writes for all.
+
+    torch is not imported for it: a process that has not imported torch is in no group.
+    """
+    distributed: Any = sys.modules.get("torch.distributed")
+    is_in_group = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return bool(is_in_group and distributed.get_world_size() > 1)

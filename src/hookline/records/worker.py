@@ -1,0 +1,178 @@
+"""Run the process of slow sinks, which hands them the log while the run goes on.
+
+`HelperProcess` starts it as ``python -m hookline.records.worker``; the first line of its input says which sinks and
+which log. Each sink has a `Reader`, as in the run's own process. When the input ends, as the run is over or was killed,
+what is left is delivered, and the process ends. It does not import torch, and Ctrl-C does not reach it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from operator import attrgetter
+from typing import Any, Final
+
+from hookline.error_policy import error_text
+from hookline.load import load_object
+from hookline.records.helper import wait_for_lock
+from hookline.records.log import Context, Log, dumps, loads
+from hookline.records.readers import Failed, Reader, hand, read_position
+from hookline.records.sink import RunSink
+
+__all__ = ["SlowReader", "Worker", "main"]
+
+_IDLE: Final = 0.2
+"""Seconds between two reads of a log that does not grow."""
+BATCH: Final = 256
+"""Records that are delivered before the position is written: as many may come twice after a kill."""
+_LONGEST: Final = 1.0
+"""Seconds after which the other sinks continue."""
+
+
+class SlowReader(Reader):
+    """A slow sink and how far it is, which stands in a file beside the log: nothing is delivered twice."""
+
+    log: Log
+
+    def __init__(self, recipe: dict[str, Any], log: Log, failed: Failed) -> None:
+        super().__init__(recipe["name"], None, log, failed)
+        self._recipe = recipe
+        self._has_begun = False
+
+    def advance_batch(self) -> bool:
+        """Deliver a batch, if there is one and the back-off is over; return whether the sink is farther than before."""
+        if not self.back_off.is_due or self.is_done or not (self._has_begun or self._begin()):
+            return False
+        self.advance(most=BATCH, seconds=_LONGEST)
+        if self.number == self.kept or not self.call("flush"):
+            return False
+        try:
+            self.kept = self.number
+            self.keep()
+        except OSError as error:
+            self._fail("keep its position", error)
+        return True
+
+    def _begin(self) -> bool:
+        """Make the sink, and go to the beginning of the log, or to where the sink has been; return if it worked."""
+        try:
+            self.sink = self.sink or _make_sink(self._recipe)
+            if isinstance(self.sink, RunSink):
+                self.sink.keep_files = self.keep
+            if not self.restart():
+                self.number = self.kept = read_position(self.log.path, self.name)
+                self.offset, context = self.log.find(self.number) if self.number else (0, {})
+                if context:
+                    hand(self.sink, Context(context))
+        except Exception as error:
+            self._fail("begin", error)
+            return False
+        self._has_begun = True
+        return True
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything in the log has arrived."""
+        if self.kept != self.number:
+            return False
+        return self.offset >= self.log.size or next(self.log.entries(self.offset), None) is None
+
+
+class Worker:
+    """Delivers to all slow sinks of a run."""
+
+    def __init__(self, task: dict[str, Any], in_pipe: int, out_pipe: int) -> None:
+        log = Log(task["log"])
+        self._log_folder = log.path.parent
+        self._patience = float(task["patience"])
+        self._removes_log = bool(task["remove"])
+        self._parent = int(task["parent"])
+        self._in_pipe, self._out_pipe = in_pipe, out_pipe
+        self._is_ending = False
+        self._lock = wait_for_lock(log.path, 2 * self._patience)
+        self._readers = [SlowReader(recipe, log, self._tell_failure) for recipe in task["sinks"]]
+
+    def run(self) -> None:
+        """Deliver until the run is over and everything has arrived, or nothing has for ``patience`` seconds."""
+        last_progress = time.monotonic()
+        while True:
+            moved = [reader.advance_batch() for reader in self._readers]
+            has_moved = any(moved)
+            if has_moved:
+                last_progress = time.monotonic()
+            elif self._is_ending:
+                has_given_up = time.monotonic() - last_progress > self._patience
+                if has_given_up or all(reader.is_done for reader in self._readers):
+                    break
+                time.sleep(0.02)
+            if not self._is_ending:
+                self._read_input(0.0 if has_moved else _IDLE)
+                last_progress = time.monotonic()
+        done = [reader.call("close") and reader.is_done for reader in self._readers]
+        if self._lock is not None:
+            self._lock.release()
+        if self._removes_log and all(done):
+            shutil.rmtree(self._log_folder, ignore_errors=True)
+
+    def _tell_failure(self, name: str, what: str, error: Exception, *, is_skipped: bool = False) -> None:
+        traceback.print_exception(error)  # to the file of this process's standard error
+        self._send({"failed": name, "what": what, "error": error_text(error), "skipped": is_skipped})
+
+    def _read_input(self, seconds: float) -> None:
+        """Wait for a line, which asks to hurry, or for the end of the run."""
+        ready, _, _ = select.select([self._in_pipe], [], [], seconds)
+        if ready:
+            self._is_ending = not os.read(self._in_pipe, 1 << 16)
+            for reader in self._readers:
+                reader.back_off.hurry()
+        elif os.getppid() != self._parent:  # killed; a forked worker of it may still hold the pipe open
+            self._is_ending = True
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with suppress(OSError):  # the run is gone, or does not read
+            os.write(self._out_pipe, dumps(message) + b"\n")
+
+
+def _make_sink(recipe: dict[str, Any]) -> Any:
+    """Return the sink that ``recipe`` describes."""
+    try:
+        made = attrgetter(recipe["class"])(importlib.import_module(recipe["module"]))
+    except ModuleNotFoundError:
+        if recipe["file"] is None:
+            raise
+        made = load_object(f"{recipe['file']}:{recipe['class']}", wanted="a sink")  # as experiments are loaded
+    return made(**recipe["options"])
+
+
+def main() -> None:
+    """Serve the run at the other end of the pipes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    in_pipe, out_pipe = os.dup(0), os.dup(1)
+    # What sinks print goes where errors go, not into our pipe; and no sink may read our input.
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.set_inheritable(in_pipe, False)
+    os.set_inheritable(out_pipe, False)
+    os.set_blocking(out_pipe, False)
+    if hasattr(os, "nice"):
+        os.nice(5)  # the run comes first
+    first = b""
+    while not first.endswith(b"\n"):
+        found = os.read(in_pipe, 1)
+        if not found:
+            return
+        first += found
+    task = loads(first)
+    sys.path[:] = task["path"]
+    Worker(task, in_pipe, out_pipe).run()
+
+
+if __name__ == "__main__":
+    main()
