@@ -415,3 +415,24 @@ def test_only_of_mistakes_a_traceback_is_shown(error, shown, caplog):
     with caplog.at_level(logging.WARNING):
         FanOut([Away(error)]).write(record(0))
     assert bool(caplog.records) is shown
+
+
+def test_a_log_that_was_released_and_is_held_by_another_is_written_later(tmp_path):
+    """The run goes on, its sinks too; nothing of it is lost, and numbers go on after those of the other."""
+    bare = Bare()
+    fan_out = FanOut([bare], log=tmp_path / "records.jsonl")
+    fan_out.write(record(0))
+    fan_out.release_log()
+    other = RecordLog(tmp_path / "records.jsonl")
+    fan_out.write(record(1))
+    assert fan_out.errors["log"] == 1
+    other.close()
+    fan_out.flush()
+    fan_out.release_log()
+    with FanOut([], log=tmp_path / "records.jsonl") as third:
+        third.write(record(2))
+    fan_out.write(record(3))
+    fan_out.close()
+    assert [(one.number, one.metrics["x"]) for one in read_log(tmp_path)] == [(n, n) for n in range(4)]
+    assert [epoch for _, epoch, _ in bare.seen] == [0, 1, 3]
+    fan_out.pending.clear()

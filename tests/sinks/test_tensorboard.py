@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -140,6 +141,7 @@ def test_a_tensorboard_that_is_open_forgets_what_it_has_read(tmp_path):
     board.Reload()
     assert sink.restart()
     assert sink.files == []
+    time.sleep(1.1)  # TensorBoard reads files in the order of their names, which begin with the second
     for step in range(2):
         sink.write(Record({"a": 2.0}, 0, HookPoint.POST_STEP, step))
     sink.close()

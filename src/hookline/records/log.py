@@ -483,11 +483,6 @@ class RecordLog(Log):
         """Bytes of all lines, with those that wait; ``newest`` is where the last one begins."""
         return self._size
 
-    @property
-    def is_open(self) -> bool:
-        """Whether this process holds the file."""
-        return self._file is not None
-
     def append(self, entry: Entry) -> Entry:
         """Write ``entry``, now or when there is room again; return a record with its number."""
         if isinstance(entry, Context):
@@ -559,8 +554,8 @@ class RecordLog(Log):
         lock = _lock_for(self.path)
         try:
             file = LineFile(self.path)
-            if file.size and self._waiting:
-                raise FileExistsError(f"{self.path} was made by another process meanwhile")
+            if self._waiting and file.size != self._size - self._waiting_size:
+                raise FileExistsError(f"{self.path} was written by another process meanwhile")
             if not file.size and not self._waiting:
                 file.write(self._first_line())
             self._file, self._lock = file, lock

@@ -448,8 +448,9 @@ class FanOut:
         self._is_closed = False
         if self._helper is not None and self.log is None:
             self._needs_log()
-        elif isinstance(self._log, RecordLog) and not self._log.is_open:
-            self._use(RecordLog(self._log.path, self._log.number))
+        elif isinstance(self._log, RecordLog):
+            self._log.retry()
+            self._use(self._log)
 
     def _needs_log(self) -> None:
         """Begin a log in a temporary folder, if there is none."""
