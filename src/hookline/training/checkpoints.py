@@ -22,7 +22,7 @@ from hookline.errors import CheckpointError, HooklineWarning, ResumeError
 from hookline.files import FileLock, lock_holder, take_lock
 from hookline.messages import caller_stacklevel
 from hookline.training.checkpoint_file import write
-from hookline.training.experiment_adapter import whole_number
+from hookline.training.experiment import whole_number
 from hookline.training.rank_checkpoint import SUFFIX, write_ranks
 
 if TYPE_CHECKING:

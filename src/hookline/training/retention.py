@@ -1,6 +1,6 @@
 """Keep what a hook that will be due needs: mean gradients, those of the step before, the state before the epoch.
 
-`Run` calls it at each step; it asks the `HookManager` what is needed, and copies ``.grad``. `Contexts` reads it.
+`Run` calls it at each step and reads it; it asks the `HookManager` what is needed, and copies ``.grad``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hookline.errors import HooklineWarning
 from hookline.guard.snapshot import PreEpochState
 from hookline.messages import caller_stacklevel
 from hookline.sites.wrappers import clean_modules
-from hookline.training.extra_state import ExtraState
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from hookline.lifecycle.manager import HookManager
-    from hookline.training.experiment_adapter import ExperimentAdapter
+    from hookline.training.declared_state import GuardedState
+    from hookline.training.experiment import Experiment
 
 __all__ = ["GradientRetention", "Gradients"]
 
@@ -29,11 +29,10 @@ __all__ = ["GradientRetention", "Gradients"]
 class GradientRetention:
     """Keep gradients and earlier state for hooks, from one point to the next, only if one is going to need them."""
 
-    def __init__(self, adapter: ExperimentAdapter, manager: HookManager) -> None:
-        self._adapter = adapter
+    def __init__(self, experiment: Experiment, manager: HookManager, guarded: GuardedState) -> None:
+        self._experiment = experiment
         self._manager = manager
-        self.extra_state = ExtraState(adapter)
-        """What the experiment has besides."""
+        self._guarded = guarded
         self._gradients: Gradients | None = None
         self._averages = False
         self._may_need_previous = manager.needs_prev_step_grads()  # asked once, as asking takes 3 µs a step
@@ -63,9 +62,9 @@ class GradientRetention:
 
     def take_pre_epoch(self) -> None:
         """Keep everything as it is now, to go back to."""
-        adapter, others = self._adapter, self.extra_state.all_but_optimizer
+        experiment, others = self._experiment, self._guarded.all_but_optimizer
         self.pre_epoch = self._memory = PreEpochState.take(
-            adapter.model, adapter.optimizer, others, adapter.scaler, into=self._memory
+            experiment.model, experiment.optimizer, others, experiment.scaler, into=self._memory
         )
 
     def begin_step(self, position: int) -> None:
@@ -125,7 +124,7 @@ class GradientRetention:
 
     def _of_parameters(self) -> Gradients:
         if self._gradients is None:
-            self._gradients = Gradients(self._adapter.model)
+            self._gradients = Gradients(self._experiment.model)
         return self._gradients
 
 

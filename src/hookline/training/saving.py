@@ -19,17 +19,17 @@ from hookline.errors import CheckpointError, Hint, HooklineWarning, OptionError,
 from hookline.messages import caller_stacklevel, type_name
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.training.checkpoints import Checkpoints, differences, lock_folder, to_plain
+from hookline.training.declared_state import CoreState
 from hookline.training.loader import LoaderPosition
-from hookline.training.model_state import CoreState, set_streams, streams, unwrapped
+from hookline.training.model_state import set_streams, streams, unwrapped
 from hookline.training.rank_changes import adapt_to_ranks
 from hookline.training.rank_checkpoint import SUFFIX, read_alone, read_ranks, saved_ranks
+from hookline.training.run import NotSaved, Run
 from hookline.training.sharded_tensors import is_sharded, local_parts
 from hookline.training.stop_signals import StopSignals
-from hookline.training.user_state import UserState
 
 if TYPE_CHECKING:
     from hookline.lifecycle.manager import HookManager
-    from hookline.training.run import Run
 
 __all__ = ["Saving"]
 
@@ -37,25 +37,24 @@ _PARTS: Final = ("made", "loop", "settings", "run", "core", "before_epoch", "loa
 """What a checkpoint of a run has."""
 
 
-class Saving:
+class Saving(NotSaved):
     """Save a run, and load one."""
 
     def __init__(self, run: Run, checkpoints: Checkpoints, settings: Mapping[str, Any]) -> None:
         _check(checkpoints)
-        self._run = run
+        super().__init__(run)
         self._ranks = run.ranks
-        self._adapter = adapter = run.adapter
+        self._experiment = experiment = run.experiment
         # FSDP2 on a mesh of one rank; a plain Parameter is whole.
-        others = [each for each in adapter.model.parameters() if type(each) is not torch.nn.Parameter]
+        others = [each for each in experiment.model.parameters() if type(each) is not torch.nn.Parameter]
         self._is_split = any(map(is_sharded, others))
         self._checkpoints = checkpoints
-        self._own = UserState(adapter)
-        self._core = CoreState(adapter, self._own)
-        self._position = LoaderPosition(adapter, self._own, replay=checkpoints.replay)
-        config = adapter.config if checkpoints.config is None else checkpoints.config
+        self._core = CoreState(experiment)
+        self._position = LoaderPosition(run.passes, self._core.own, replay=checkpoints.replay)
+        config = experiment.config if checkpoints.config is None else checkpoints.config
         self._settings = {
             "config": to_plain(config),
-            "loop": {**settings, "accumulate": adapter.accumulate, "clip_norm": adapter.clip_norm},
+            "loop": {**settings, "accumulate": experiment.accumulate, "clip_norm": experiment.clip_norm},
         }
         self._signals = StopSignals()
         self._loaded: dict[str, Any] | None = None
@@ -63,7 +62,7 @@ class Saving:
         self._warned: set[str] = set()
         self._failures = 0
         """How often the run could not be saved."""
-        self._every_steps = checkpoints.every_steps or (None if run.in_epochs else checkpoints.every)
+        self._every_steps = checkpoints.every_steps or (None if run.loop == "epoch" else checkpoints.every)
 
     # -- the beginning -----------------------------------------------------------------------------------------
 
@@ -100,7 +99,7 @@ class Saving:
         lost = self._carry_over(path, saved)
         if lost:
             self._warn(lost)
-        if saved["before_epoch"] is not None and self._run.retention is not None:
+        if saved["before_epoch"] is not None:
             self._core.load(saved["before_epoch"])
             self._run.retention.take_pre_epoch()
         self._core.load(saved["core"])
@@ -114,7 +113,7 @@ class Saving:
         tree: dict[str, Any] = {}
 
         def load() -> None:
-            model, optimizer = unwrapped(self._adapter.model), unwrap_optimizer(self._adapter.optimizer)
+            model, optimizer = unwrapped(self._experiment.model), unwrap_optimizer(self._experiment.optimizer)
             if path.suffix == SUFFIX:
                 same = before == (1 if ranks is None else ranks.ranks)
                 tree.update(read_ranks(path, model, optimizer, rank, self._home, same_ranks=same))
@@ -134,11 +133,11 @@ class Saving:
         """Drop what another number of ranks cannot use; return what that is, in a sentence."""
         before, differing = saved_ranks(path)
         now = 1 if self._ranks is None else self._ranks.ranks
-        return "" if before == now else adapt_to_ranks(saved, before, now, differing, streams(self._adapter.model))
+        return "" if before == now else adapt_to_ranks(saved, before, now, differing, streams(self._experiment.model))
 
     def _home(self, device: torch.device) -> torch.device:
         """Return the device for tensors that were on `device`; a run may go on on another kind of device."""
-        first = next(self._adapter.model.parameters(), None)
+        first = next(self._experiment.model.parameters(), None)
         here = torch.device("cpu") if first is None else first.device
         return device if device.type in ("cpu", here.type) else here
 
@@ -147,8 +146,8 @@ class Saving:
         missing = [name for name in _PARTS if name not in saved]
         if missing:
             raise ResumeError(f"{path} is whole, but no checkpoint of a run: it has no {', '.join(missing)}.")
-        if saved["loop"] != self._adapter.loop:
-            raise ResumeError(f"{path} is of the {saved['loop']} loop, and the {self._adapter.loop} loop is to go on.")
+        if saved["loop"] != self._run.loop:
+            raise ResumeError(f"{path} is of the {saved['loop']} loop, and the {self._run.loop} loop is to go on.")
         changed = differences(saved["settings"], self._settings)
         if changed and not self._checkpoints.force:
             lines = "\n".join(f"  {line}" for line in changed)
@@ -171,16 +170,16 @@ class Saving:
             self._save()
             return False
         run = self._run
-        if run.manager is not None:
-            no_hooks = {"global_step": saved["run"]["step"], "hooks": {}, "step_metrics": {}}
-            run.manager.load_state_dict(saved["manager"] or no_hooks)
-        if run.retention is not None and saved["demand"] is not None:
-            run.retention.load_state_dict(saved["demand"])
+        state = saved["manager"]
+        if not run.manager.hooks and run.manager.fan_out.is_empty:  # the run goes on without its hooks and sinks
+            state = {"global_step": state["global_step"], "hooks": {}, "step_metrics": {}}
+        run.manager.load_state_dict(state)
+        run.retention.load_state_dict(saved["demand"])
         run.load_state_dict(saved["run"])
         self._position.load(saved["loader"], within=run.is_within)
-        set_streams(saved["core"]["streams"], self._adapter.model)
+        set_streams(saved["core"]["streams"], self._experiment.model)
         self._saved_at = (run.num_steps, run.is_within)
-        if self._adapter.has_no_data:
+        if run.passes.has_no_data:
             self._loaded = {"run": saved["run"]}
         return True
 
@@ -196,14 +195,14 @@ class Saving:
             assert self._loaded is not None
             loader, core = self._loaded["loader"], self._loaded["core"]
             batches = self._position.go_on(loader, self._run.epoch, self._run.done)
-            self._own.load(core["own"])  # to make the loader again may have changed what the experiment counts
+            self._core.own.load(core["own"])  # to make the loader again may have changed what the experiment counts
             self._position.set_now(loader)
-            set_streams(core["streams"], self._adapter.model)
+            set_streams(core["streams"], self._experiment.model)
             self._loaded = None
             return self._until_stopped(batches)
         self._loaded = None
         self._position.begin()
-        return self._until_stopped(self._adapter.batches())
+        return self._until_stopped(super().batches(resumed=False))
 
     def _until_stopped(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
@@ -236,7 +235,7 @@ class Saving:
         return self._ranks.agreed_signal
 
     def _is_within(self) -> bool:
-        return not self._adapter.has_no_data
+        return not self._run.passes.has_no_data
 
     def save_after_pass(self) -> None:
         """Save between two passes over data that cannot be entered in the middle; the step loop calls this."""
@@ -264,7 +263,7 @@ class Saving:
                 )
             else:
                 self._flush()
-                self._save(within=not run.in_epochs and run.done > 0 and self._position.can_go_on)
+                self._save(within=run.loop == "step" and run.done > 0 and self._position.can_go_on)
             run.interrupted = self._signal()  # too late to stop anything, but it is not swallowed
 
     def _stop(self, *, within: bool) -> None:
@@ -277,8 +276,7 @@ class Saving:
 
     def _flush(self) -> None:
         """Write metrics of steps before the last save: a sink that has had them gets them once."""
-        manager = self._run.manager
-        if manager is not None and manager.flush_step_metrics(self._run.position):
+        if self._run.manager.flush_step_metrics(self._run.position):
             self._saved_at = None
 
     def _save_within(self) -> None:
@@ -286,7 +284,7 @@ class Saving:
         within = self._is_within()
         if within and not self._position.can_go_on:
             self._warn(
-                f"The loader, {type_name(self._adapter.current_loader)}, cannot be brought back into the middle of a "
+                f"The loader, {type_name(self._run.passes.loader)}, cannot be brought back into the middle of a "
                 "pass over the data: there are checkpoints between passes only, and a resumed run begins the pass anew."
                 " Give it state_dict() and load_state_dict(), or see replay= of Checkpoints."
             )
@@ -304,7 +302,7 @@ class Saving:
             if self._ranks is None:
                 self._checkpoints.write(local_parts(state) if self._is_split else state, run.step + 1)
             else:
-                self._checkpoints.write_ranks(state, run.step + 1, unwrapped(self._adapter.model), self._ranks)
+                self._checkpoints.write_ranks(state, run.step + 1, unwrapped(self._experiment.model), self._ranks)
         except Exception as error:
             if self._ranks is not None and self._ranks.is_lost:
                 raise
@@ -323,21 +321,21 @@ class Saving:
 
     def _state(self, *, within: bool) -> dict[str, Any]:
         run, manager = self._run, self._run.manager
-        if within and (silent := _unsaved_trackers(manager, self._adapter.experiment)):
+        if within and (silent := _unsaved_trackers(manager, self._experiment)):
             self._warn(
                 f"What {', '.join(map(repr, silent))} counted since the last report is not saved: a tracker is saved "
                 "if it has state_dict() and load_state_dict(). Between epochs there is nothing to save."
             )
         return {
             "made": {"torch": str(torch.__version__), "time": time.time()},
-            "loop": self._adapter.loop,
+            "loop": self._run.loop,
             "settings": self._settings,
             "run": run.state_dict(within=within),
-            "core": self._core.save(run.manager),
-            "before_epoch": self._core.before_epoch(run.retention, run.manager) if within else None,
+            "core": self._core.save(gradients=bool(manager.hooks)),
+            "before_epoch": self._core.before_epoch(run.retention.pre_epoch, run.guarded) if within else None,
             "loader": self._position.save(within=within, begun=run.num_epochs > 0),
-            "manager": None if manager is None else manager.state_dict(),
-            "demand": None if run.retention is None else run.retention.state_dict(),
+            "manager": manager.state_dict(),
+            "demand": run.retention.state_dict(),
         }
 
     def _warn(self, text: str) -> None:
@@ -351,10 +349,9 @@ def _check(checkpoints: Any) -> None:
         raise OptionError(f"checkpoints= is Checkpoints(folder, every=...), got {type_name(checkpoints)}.")
 
 
-def _unsaved_trackers(manager: HookManager | None, experiment: Any) -> list[str]:
+def _unsaved_trackers(manager: HookManager, experiment: Any) -> list[str]:
     """Return the names of trackers that have no ``state_dict()``, so that what they have counted is lost."""
-    hooks = {} if manager is None else manager.hooks
-    trackers = {name: getattr(hook, "tracker", None) for name, hook in hooks.items()}
+    trackers = {name: getattr(hook, "tracker", None) for name, hook in manager.hooks.items()}
     context = getattr(experiment, "context", None)
     metrics = getattr(context, "model_metrics", None)  # of Metta's `ComponentContext`
     if isinstance(metrics, Mapping):

@@ -1,6 +1,6 @@
 """Make one step of the optimizer: the loss of a batch, or of several, their gradients, then the step.
 
-`ExperimentAdapter` and `Experiment` call `optimizer_step`; `Run` reads the `StepResult`.
+`Experiment.train_step` calls `optimizer_step`; `Run` reads the `StepResult`.
 """
 
 from __future__ import annotations
