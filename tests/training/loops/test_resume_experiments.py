@@ -200,6 +200,12 @@ def test_a_plain_object_that_is_written_to_goes_on(tmp_path):
     assert experiment.same is experiment.progress
 
     class Exchanged(Own):
+        same = None
+
+        def __init__(self):
+            super().__init__()
+            del self.same
+
         def train_step(self, batch):
             self.progress = Progress(self.progress.steps + 1)
             return hl.Experiment.train_step(self, batch)
