@@ -26,7 +26,7 @@ from hookline.lifecycle.manager import HookManager
 from hookline.messages import type_name
 from hookline.records.fan_out import FanOut
 from hookline.records.sink import MetricSink
-from hookline.training.step import optimizer_step, usual_loss
+from hookline.training.step import StepResult, backward, usual_loss
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -224,7 +224,24 @@ class Experiment:
             The loss; or a dictionary with ``loss`` and whatever else is to be reported; or False if nothing was
             trained, and the scheduler is to wait.
         """
-        return optimizer_step(self, batch)
+        optimizer, scaler = self.optimizer, self.scaler
+        if optimizer is None:
+            raise OptionError("The experiment has no optimizer to make a step with: give it one, or a train_step().")
+        optimizer.zero_grad(set_to_none=True)
+        loss = backward(self.model, batch, self.loss_fn, (lambda loss: loss) if scaler is None else scaler.scale)
+        if scaler is not None:
+            # Also where nothing is clipped: a fused optimizer would divide by the scale inside its kernel, and hooks
+            # would see gradients 65,536 times too large.
+            scaler.unscale_(optimizer)
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        if scaler is None:
+            optimizer.step()
+            return StepResult(loss)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        return StepResult(loss, trained=scaler.get_scale() >= before)  # it is lowered when a step was passed over
 
     def get_loader(self, epoch: int) -> Iterable[Any] | None:
         """Return the batches of an epoch (in the step loop: of a pass over the data); ``loader`` every time."""

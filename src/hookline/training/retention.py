@@ -91,21 +91,17 @@ class GradientRetention:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run has to know, between two steps, without copying."""
-        gradients = self._gradients
-        return {
-            "averages": self._averages,
-            "gradients": None if gradients is None else gradients.state_dict(),
-            "has_trained": self._has_trained,
-            "told": self._warned,
-        }
+        sums, steps = (None, 0) if self._gradients is None else (dict(self._gradients.sums), self._gradients.num_steps)
+        kept = {"averages": self._averages, "has_trained": self._has_trained, "told": self._warned}
+        return {**kept, "sums": sums, "steps": steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned."""
         self._averages = state["averages"]
         self._has_trained, self._warned = state["has_trained"], state["told"]
         self._gradients = None
-        if state["gradients"] is not None:
-            self._of_parameters().load_state_dict(state["gradients"])
+        if state["sums"] is not None:
+            self._of_parameters().go_on(state["sums"], state["steps"])
 
     def release(self) -> None:
         """Drop everything: the run is over."""
@@ -136,7 +132,7 @@ class Gradients:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = _named_parameters(model)
-        self._sums: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}
         self.num_steps = 0
         """How many steps were added."""
 
@@ -161,30 +157,23 @@ class Gradients:
                 if parameter.grad is None:
                     continue
                 found = True
-                total = self._sums.get(name)
+                total = self.sums.get(name)
                 if total is None:
-                    self._sums[name] = _copy_to_add_to(parameter.grad)
+                    self.sums[name] = _copy_to_add_to(parameter.grad)
                 else:
                     total.add_(parameter.grad)
         return found
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was added so far."""
-        return {"sums": dict(self._sums), "steps": self.num_steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on adding to that."""
-        self._sums = {
-            name: total.to(self._parameters[name].device)
-            for name, total in state["sums"].items()
-            if name in self._parameters
-        }
-        self.num_steps = state["steps"]
+    def go_on(self, sums: Mapping[str, Tensor], num_steps: int) -> None:
+        """Go on adding to sums of so many steps."""
+        known = self._parameters
+        self.sums = {name: total.to(known[name].device) for name, total in sums.items() if name in known}
+        self.num_steps = num_steps
 
     def take_mean(self) -> dict[str, Tensor]:
         """Return the mean of what was added since the last time."""
-        sums, num_steps = self._sums, self.num_steps
-        self._sums, self.num_steps = {}, 0
+        sums, num_steps = self.sums, self.num_steps
+        self.sums, self.num_steps = {}, 0
         for total in sums.values():
             total.div_(num_steps)
         return sums
