@@ -210,25 +210,16 @@ def _loaded(live: Any, saved: Any, name: str) -> Any:
     if isinstance(saved, dict) and _STATE in saved:
         _load(live, saved[_STATE] or {}, name)
         return live
-    if isinstance(live, Tensor) and isinstance(saved, Tensor):
-        return _filled(live, saved)
-    if isinstance(live, np.ndarray) and isinstance(saved, np.ndarray) and live.shape == saved.shape:
-        live[...] = saved
-        return live
     there = dict(_items(live))
     if isinstance(saved, dict) and _ATTRIBUTES in saved:
         vars(live).update({key: _loaded(there.get(key), item, name) for key, item in saved[_ATTRIBUTES].items()})
         return live
     if isinstance(saved, dict):
-        return _refilled(live, {key: _loaded(there.get(key), item, name) for key, item in saved.items()})
-    if isinstance(saved, list | tuple | deque):
+        saved = {key: _loaded(there.get(key), item, name) for key, item in saved.items()}
+    elif isinstance(saved, list | tuple | deque):
         found = [_loaded(there.get(number), item, name) for number, item in enumerate(saved)]
-        return tuple(found) if isinstance(saved, tuple) else _refilled(live, _as(saved, found))
-    return _refilled(live, saved) if isinstance(saved, set) else saved
-
-
-def _as(saved: Any, items: list[Any]) -> Any:
-    return deque(items, saved.maxlen) if isinstance(saved, deque) else items
+        saved = deque(found, saved.maxlen) if isinstance(saved, deque) else type(saved)(found)
+    return _filled(live, saved)
 
 
 def _load(thing: Any, state: Mapping[str, Any], name: str) -> None:
@@ -240,20 +231,23 @@ def _load(thing: Any, state: Mapping[str, Any], name: str) -> None:
         load_state(thing, state["state"])
 
 
-def _filled(live: Tensor, saved: Tensor) -> Tensor:
-    """Put the numbers of a tensor into the live one, if it is like it; return the one that has them."""
-    if live.shape != saved.shape or live.dtype != saved.dtype or live.is_inference():
+def _filled(live: Any, saved: Any) -> Any:
+    """Put what was saved into the live tensor, array or container, if it is alike; return the one that has it."""
+    if isinstance(live, Tensor) and isinstance(saved, Tensor):
+        if (live.shape, live.dtype) != (saved.shape, saved.dtype) or live.is_inference():
+            return saved
+        with torch.no_grad():
+            return live.copy_(saved)
+    if isinstance(live, np.ndarray) and isinstance(saved, np.ndarray) and live.shape == saved.shape:
+        live[...] = saved
+    elif isinstance(live, dict) and isinstance(saved, dict):
+        live.clear()
+        live.update(saved)
+    elif type(live) is type(saved) and isinstance(live, list | set | deque):
+        live.clear()
+        (live.update if isinstance(live, set) else live.extend)(saved)
+    else:
         return saved
-    with torch.no_grad():
-        return live.copy_(saved)
-
-
-def _refilled(live: Any, items: Any) -> Any:
-    """Put items into the live container, if it is of that kind; return the one that has them."""
-    if type(live) is not type(items) and not (isinstance(live, dict) and isinstance(items, dict)):
-        return items
-    live.clear()
-    (live.extend if isinstance(live, list | deque) else live.update)(items)
     return live
 
 

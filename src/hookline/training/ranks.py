@@ -260,7 +260,12 @@ def share_loader(loader: Any, *, rank: int, ranks: int, seed: int) -> Any:
             raise OptionError("The loader is an empty list: there are no batches to share out among the ranks.")
         return part_of(loader, rank, ranks)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        raise OptionError(_unshareable(loader))
+        data = f"a DataLoader of {type_name(loader.dataset)}" if isinstance(loader, DataLoader) else type_name(loader)
+        raise OptionError(
+            f"The training data are {data}, which can only be iterated, so hookline cannot give each rank its part. "
+            "Next: have it give out the part of torch.distributed.get_rank(), and say so in the experiment: "
+            "shares_data = True; or use a DataLoader over a dataset with a length, or a list of batches."
+        )
     where = {"rank": rank, "ranks": ranks, "seed": seed}
     options: dict[str, Any] = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
     if not options.get("pin_memory_device"):
@@ -271,12 +276,3 @@ def share_loader(loader: Any, *, rank: int, ranks: int, seed: int) -> Any:
     source = loader if batches is None else batches
     options |= {"batch_size": source.batch_size, "drop_last": source.drop_last}
     return DataLoader(loader.dataset, sampler=RankSampler(source.sampler, **where), **options)
-
-
-def _unshareable(loader: Any) -> str:
-    what = f"a DataLoader of {type_name(loader.dataset)}" if isinstance(loader, DataLoader) else type_name(loader)
-    return (
-        f"The training data are {what}, which can only be iterated, so hookline cannot give each rank its part. Next: "
-        "have it give out the part of torch.distributed.get_rank(), and say so in the experiment: shares_data = True; "
-        "or use a DataLoader over a dataset with a length, or a list of batches."
-    )

@@ -174,7 +174,8 @@ class Saving(NotSaved):
         if not run.manager.hooks and run.manager.fan_out.is_empty:  # the run goes on without its hooks and sinks
             state = {"global_step": state["global_step"], "hooks": {}, "step_metrics": {}}
         run.manager.load_state_dict(state)
-        run.retention.load_state_dict(saved["demand"])
+        if saved["demand"] is not None:  # of another number of ranks
+            run.retention.load_state_dict(saved["demand"])
         run.load_state_dict(saved["run"])
         self._position.load(saved["loader"], within=run.is_within)
         set_streams(saved["core"]["streams"], self._experiment.model)
