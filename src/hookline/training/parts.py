@@ -5,14 +5,14 @@ A `Run` has a `Passes` and a `Schedule`, and calls `evaluate`. The adapters of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from hookline.errors import OptionError
-from hookline.guard.loaders import call_loader_factory, copy_loader, samplers_of
+from hookline.guard.loaders import samplers_of
 from hookline.guard.rng import RandomStates
 from hookline.messages import type_name
 from hookline.phases import in_phase
@@ -53,20 +53,6 @@ class Passes:
         """Return a loader that gives out as many batches at a time as make a step."""
         number = self.experiment.accumulate
         return loader if number == 1 else Grouped(loader, number)
-
-    @property
-    def make_shuffled(self) -> Callable[..., Any] | None:
-        """The function that makes a loader in another order, where the guard does not know how to."""
-        own = self.experiment.shuffled_loader
-        if self.experiment.accumulate == 1:
-            return own
-
-        def make(generator: torch.Generator) -> Any:
-            if own is None:
-                return self.grouped(copy_loader(self.loader, generator, shuffle=True))
-            return self.grouped(call_loader_factory(own, generator))
-
-        return make
 
 
 class Schedule:

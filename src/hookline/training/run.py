@@ -487,7 +487,7 @@ class Contexts:
             loss_fn=partial(_mean_loss, run.experiment.loss_fn) if run.has_loss else None,
             batch=run.batch,
             train_step=run.train_and_schedule,
-            shuffled_loader=run.passes.make_shuffled,
+            shuffled_loader=run.experiment.shuffled_loader,
             pre_epoch=run.retention.pre_epoch if run.loop == "epoch" else _NoEpochs(),
             guard=self._make_guard(),
         )
