@@ -84,10 +84,9 @@ class GuardedState:
 
     def parts(self, loader: Any) -> tuple[Any, Any, Any, Any, Any]:
         """Return what a guard has to save: model, optimizer, scheduler, scaler, loader, with all that is declared."""
-        experiment, found = self._experiment, self._found()
-        trained = {name for name, value in found.items() if _has_gradients(value, name)}
-        optimizer = self._joined("optimizer", {name: found[name] for name in trained})
-        scaler = self._joined("scaler", {name: value for name, value in found.items() if name not in trained})
+        experiment, others = self._experiment, self._found()
+        trained = {name: others.pop(name) for name in list(others) if _has_gradients(others[name], name)}
+        optimizer, scaler = self._joined("optimizer", trained), self._joined("scaler", others)
         return experiment.model, optimizer, experiment.scheduler, scaler, loader
 
     @property
@@ -98,7 +97,7 @@ class GuardedState:
     def _found(self) -> dict[str, Any]:
         """Return what is declared, and the attributes of objects that the guard does not enter by itself."""
         found = dict(self._experiment.state)
-        for name, value in self._experiment.state.items():
+        for name, value in list(found.items()):
             for place, thing in _walk(value, name):
                 if is_record(thing) or (has_state(thing) and not isinstance(thing, _ENTERED)):
                     found[place] = getattr(thing, "__dict__", None)

@@ -378,30 +378,25 @@ def step_through_hooks(run: Run, hooks: list[TrainingHook]) -> Callable[[Any], S
 # -- what hooks are shown, made when one is due -------------------------------------------------------------------
 
 
-class _FoundWhenRead:
-    """Hold a function until the field is read, and from then on its result."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        if instance is None:
-            return self
-        value = instance.__dict__.get(self.name)
-        if callable(value):
-            value = instance.__dict__[self.name] = value()
-        return value
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        """Raise: the context is frozen. A descriptor with ``__set__`` is asked before the instance dictionary."""
-        raise AttributeError(f"{self.name} is for reading")  # pragma: no cover
-
-
 class LoopContext(RunDataContext):
-    """The context that the loops make."""
+    """The context that the loops make; some fields are found when they are read, and never if they are not."""
 
-    lr: float | None = _FoundWhenRead()  # type: ignore[assignment]  # of capturable optimizers it is on the device
-    target_grad: Mapping[str, Tensor] | None = _FoundWhenRead()  # type: ignore[assignment]
+    @property
+    def lr(self) -> Any:  # of capturable optimizers it is on the device
+        """The learning rate."""
+        return _found_when_read(self, "lr")
+
+    @property
+    def target_grad(self) -> Any:
+        """A gradient to compare with, if the experiment has one."""
+        return _found_when_read(self, "target_grad")
+
+
+def _found_when_read(context: LoopContext, field: str) -> Any:
+    value = vars(context).get(field)
+    if callable(value):
+        value = vars(context)[field] = value()
+    return value
 
 
 class _NoEpochs(PreEpochState):
