@@ -8,6 +8,7 @@ from helpers_analyses import token_experiment
 from safetensors.torch import save_file
 
 import hookline as hl
+from hookline import checkpoint_file
 from hookline.errors import CheckpointError
 from hookline.lifecycle.reference import read_weights
 
@@ -21,7 +22,7 @@ def test_a_run_is_compared_with_the_end_of_the_one_before(tmp_path):
     """Straight from its folder: the same run again ends at distance 0, and began at one over 0."""
     first = token_experiment()
     hl.epoch_loop(first, epochs=3, checkpoints=hl.Checkpoints(tmp_path / "checkpoints", every=1))
-    for path in (tmp_path, tmp_path / "checkpoints", max((tmp_path / "checkpoints").glob("*.safetensors"))):
+    for path in (tmp_path, tmp_path / "checkpoints", max((tmp_path / "checkpoints").glob("*.pt"))):
         assert same(read_weights(path), first.model)
     sink = hl.sinks.MemorySink()
     manager = hl.HookManager(["gradient_projection"], reference_weights=lambda: read_weights(tmp_path), sinks=[sink])
@@ -46,8 +47,8 @@ def test_what_is_not_there_is_said(tmp_path):
     """An empty folder, a checkpoint without a model, and nothing."""
     with pytest.raises(CheckpointError, match="has no checkpoints"):
         read_weights(tmp_path)
-    save_file({"0": torch.ones(1)}, tmp_path / "odd.safetensors", metadata={"hookline.checkpoint": '["dict", {}]'})
+    checkpoint_file.write(tmp_path / "odd.pt", {"0": torch.ones(1)})
     with pytest.raises(CheckpointError, match="no weights where they should be"):
-        read_weights(tmp_path / "odd.safetensors")
+        read_weights(tmp_path / "odd.pt")
     with pytest.raises(FileNotFoundError):
         read_weights(tmp_path / "none.pt")

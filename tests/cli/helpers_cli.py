@@ -54,9 +54,9 @@ def run_here(*arguments: str | Path) -> int:
 
 def weights_of(folder: Path) -> dict[str, Any]:
     """The model in the newest checkpoint of a run."""
-    from hookline.training.checkpoint_file import read
+    from hookline.checkpoint_file import read
 
-    tree = read(max((folder / "checkpoints").glob("step_*.safetensors")))
+    tree = read(max((folder / "checkpoints").glob("step_*.pt")))
     return dict(_leaves(tree["core"]["model"]["tensors"], "model"))
 
 

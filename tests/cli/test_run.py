@@ -526,7 +526,7 @@ def test_validated_checkpoints_are_read_back_and_compared(capsys):
     flags = ("--epochs", "2", "--validate-checkpoints", "--hooks", "variance", "path_length", *QUIET)
     assert run_here("run", TINY, *flags) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step_")]
-    assert lines == [f"step_{step:08d}.safetensors: OK" for step in (0, 3, 6)]
+    assert lines == [f"step_{step:08d}.pt: OK" for step in (0, 3, 6)]
 
 
 def test_a_checkpoint_that_differs_is_a_mismatch():

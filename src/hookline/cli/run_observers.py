@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from hookline import checkpoint_file
 from hookline.lifecycle.hook import TrainingHook
 from hookline.phases import phase
 from hookline.records.sink import MetricSink
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
-from hookline.training import checkpoint_file
 from hookline.training.checkpoints import Checkpoints
 from hookline.training.experiment import Experiment
 from hookline.when import HookPoint

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from hookline import checkpoint_file
 from hookline.distributed.ranks import this_rank
 from hookline.errors import MissingPackageError, OptionError
 from hookline.integrations.follow import Follow
@@ -20,7 +21,6 @@ from hookline.integrations.host_manager import check_report_to
 from hookline.integrations.method_listeners import Listener, listen
 from hookline.messages import type_name
 from hookline.sinks.jsonl_sink import JSONLSink
-from hookline.training import checkpoint_file
 from hookline.training.ranks import averaging_model
 
 try:
@@ -65,7 +65,7 @@ def follow(
 
     A step that Accelerate leaves out, because gradients are accumulated or have overflowed, is none. The state of the
     hooks is saved and loaded with ``accelerator.save_state`` and ``load_state``: call this before ``load_state``. Call
-    ``save_state`` on every rank: those over 0 write files of their own, ``hookline_rank1.safetensors`` and so on.
+    ``save_state`` on every rank: those over 0 write files of their own, ``hookline_rank1.pt`` and so on.
 
     Args:
         accelerator: The ``Accelerator``.
@@ -139,7 +139,7 @@ class _SavedWithAccelerate:
 
     @property
     def _file_name(self) -> str:
-        return f"{self._name}_rank{this_rank()}.safetensors"
+        return f"{self._name}_rank{this_rank()}.pt"
 
     def _write_own(self, models: Any, weights: Any, folder: str) -> None:
         if this_rank() > 0:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from hookline.errors import CheckpointError
 from hookline.lifecycle.states import map_tensors
-from hookline.training.rank_checkpoint import rank_digest
-from hookline.training.sharded_tensors import local_parts, map_dicts, place_parts
+from hookline.training.rank_checkpoint import local_parts, map_dicts, place_parts, rank_digest
 
 if TYPE_CHECKING:
     from hookline.lifecycle.rank_sync import RankSync

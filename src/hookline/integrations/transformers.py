@@ -15,13 +15,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from hookline import checkpoint_file
 from hookline.errors import HooklineWarning, LifecycleError, MissingPackageError
 from hookline.integrations.host_log_sink import HostLogSink
 from hookline.integrations.host_manager import check_alone, check_callback, sinks_or_usual
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.method_listeners import Listener, listen
 from hookline.messages import caller_stacklevel
-from hookline.training import checkpoint_file
 
 try:
     from transformers import TrainerCallback
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["STATE_FILE", "HooklineCallback"]
 
-STATE_FILE: Final = "hookline.safetensors"
+STATE_FILE: Final = "hookline.pt"
 """The file in a checkpoint of the Trainer that has the state of the hooks."""
 _DEEPEST: Final = 12
 """Frames between an event and the Trainer that calls it; there are three."""

@@ -5,24 +5,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hookline import checkpoint_file
 from hookline.errors import CheckpointError, HooklineWarning
 from hookline.messages import caller_stacklevel
 
 __all__ = ["ReferenceWeights", "read_weights"]
-
-_KEY: Final = "hookline.checkpoint"
-_WAY: Final = ("core", "model", "tensors")
-"""Where the weights are in the tree of a checkpoint."""
 
 Source = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]] | str | os.PathLike[str] | None
 
@@ -83,17 +79,18 @@ def read_weights(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
     path = Path(path)
     if path.is_dir():
         path = _newest(path)
-    if path.suffix != ".safetensors":
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    if not checkpoint_file.is_checkpoint(path):
         found: Mapping[str, Tensor] = _model_of(torch.load(path, map_location="cpu", weights_only=True))
         return found
-    from safetensors import safe_open
-
-    with safe_open(str(path), framework="pt") as file:
-        about = file.metadata() or {}
-        if _KEY not in about:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        text = about[_KEY] or bytes(file.get_tensor("tree").numpy()).decode("ascii")
-        return {name: file.get_tensor(number) for name, number in _numbers(text, path).items()}
+    try:
+        tree = checkpoint_file.read(path, lambda device: torch.device("cpu"))
+        return {name: each for name, each in tree["core"]["model"]["tensors"].items() if isinstance(each, Tensor)}
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is a checkpoint, and has no weights where they should be ({error}).") from error
 
 
 def _model_of(found: Any) -> Any:
@@ -103,18 +100,7 @@ def _model_of(found: Any) -> Any:
 
 
 def _newest(folder: Path) -> Path:
-    found = sorted([*folder.glob("*.safetensors"), *folder.glob("checkpoints/*.safetensors")], key=lambda p: p.name)
+    found = [path for kind in ("*.pt", "*.safetensors", "checkpoints/*.pt") for path in folder.glob(kind)]
     if not found:
-        raise CheckpointError(f"{folder} has no checkpoints in it (*.safetensors). Name the file itself.")
-    return found[-1]
-
-
-def _numbers(text: str, path: Path) -> dict[str, str]:
-    """Return the number of each weight's tensor in the tree: ["dict", {…}] holds them as ["tensor", number, …]."""
-    try:
-        node: Any = json.loads(text)
-        for key in _WAY:
-            node = node[1][key]
-        return {name: str(entry[1]) for name, entry in node[1].items() if entry[0] == "tensor"}
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise CheckpointError(f"{path} is a checkpoint, and has no weights where they should be ({error}).") from error
+        raise CheckpointError(f"{folder} has no checkpoints in it (*.pt, *.safetensors). Name the file itself.")
+    return max(found, key=lambda path: path.name)

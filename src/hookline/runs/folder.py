@@ -90,7 +90,7 @@ def _runs(parent: Path, strategy: str) -> Iterator[Path]:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints of a run: files of one process, folders of several ranks."""
-    return [one for one in (folder / "checkpoints").glob("step_*") if one.suffix in (".safetensors", ".ranks")]
+    return [one for one in (folder / "checkpoints").glob("step_*") if one.suffix in (".pt", ".ranks")]
 
 
 def _age(folder: Path) -> tuple[float, int]:

@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from hookline import checkpoint_file
 from hookline.errors import HookCheckError, HooklineError, HooksLeftError
 from hookline.lifecycle.hook import InterventionHook, TrainingHook
 from hookline.lifecycle.registry import HookRegistry, make_hook
@@ -26,7 +27,6 @@ from hookline.testing.check_report import Finding, HookCheck
 from hookline.testing.declared_checks import check_declaration, check_names
 from hookline.testing.run_outcome import Outcome, Trial, differences, kept_streams
 from hookline.testing.small_run import DrawingHook, ReplacingHook, SmallRun, StirringHook, small_experiment
-from hookline.training import checkpoint_file
 from hookline.training.experiment import Experiment
 from hookline.when import HookPoint
 
@@ -207,7 +207,7 @@ class _Checker:
         state = first.manager.state_dict()
         name = first.hook.name
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "hook.safetensors"
+            path = Path(folder) / "hook.pt"
             checkpoint_file.write(path, {"hook": state["hooks"][name]})
             state["hooks"] = {name: checkpoint_file.read(path)["hook"]}
         second = self._trial()

@@ -17,20 +17,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.error_policy import error_text
+from hookline.checkpoint_file import write
 from hookline.errors import CheckpointError, HooklineWarning, ResumeError
 from hookline.files import FileLock, lock_holder, take_lock
 from hookline.messages import caller_stacklevel
-from hookline.training.checkpoint_file import write
 from hookline.training.experiment import whole_number
-from hookline.training.rank_checkpoint import SUFFIX, write_ranks
 
 if TYPE_CHECKING:
     import os
-
-    from torch import nn
-
-    from hookline.lifecycle.rank_sync import RankSync
 
 __all__ = ["Checkpoints", "differences", "lock_folder", "to_plain"]
 
@@ -40,11 +34,11 @@ _MAY_GROW: Final = ("epochs", "steps")
 """A run may be asked to go on for longer."""
 _DEEPEST: Final = 20
 _NOT_THERE: Final = "(not there)"
-_NAME: Final = re.compile(r"step_(\d+)\.(safetensors|ranks)")
+_NAME: Final = re.compile(r"step_(\d+)\.(pt|ranks)")
 
 
 class Checkpoints:
-    """A folder of checkpoints, ``step_00000120.safetensors`` being the run after 120 steps.
+    """A folder of checkpoints, ``step_00000120.pt`` being the run after 120 steps.
 
     Recipe::
 
@@ -106,33 +100,19 @@ class Checkpoints:
 
     def write(self, tree: Mapping[str, Any], steps: int) -> Path:
         """Write one more, and remove the oldest."""
-        began = time.perf_counter()
-        path = self.folder / f"step_{steps:08d}.safetensors"
-        self.nbytes = write(path, tree)
-        self._count_and_prune(path, began)
-        return path
+        return self.add(steps, ".pt", lambda path: write(path, tree))
 
-    def write_ranks(self, tree: Mapping[str, Any], steps: int, model: nn.Module, ranks: RankSync) -> Path:
-        """Write one more with the other ranks, as a folder, and have rank 0 remove the oldest; all ranks call it."""
+    def add(self, steps: int, suffix: str, write_to: Callable[[Path], int], removes: bool = True) -> Path:
+        """Have one more written, a file or a folder, and remove the oldest; ``write_to`` returns its bytes."""
         began = time.perf_counter()
-        path = self.folder / f"step_{steps:08d}{SUFFIX}"
-        try:
-            write_ranks(path, tree, model, ranks)
-        except Exception as error:
-            if ranks.is_lost or isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(error_text(error)) from error  # one class on all ranks, so that all do the same
-        self.nbytes = sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
-        self._count_and_prune(path, began, removes=ranks.rank == 0)
-        return path
-
-    def _count_and_prune(self, path: Path, began: float, *, removes: bool = True) -> None:
+        path = self.folder / f"step_{steps:08d}{suffix}"
+        self.nbytes = write_to(path)
         self.seconds = time.perf_counter() - began
         self.count += 1
         for old in self.paths()[: -self.keep] if removes else ():
-            with suppress(OSError):
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
+            _remove(old)
         logger.debug("Saved %s: %.1f MB in %.2f s", path, self.nbytes / 1e6, self.seconds)
+        return path
 
     def read(self, load: Callable[[Path], dict[str, Any]]) -> tuple[Path, dict[str, Any]] | None:
         """Return the newest that is whole, and rename damaged ones with a warning; None if there is none at all.
@@ -148,20 +128,16 @@ class Checkpoints:
                 failed.append((path, error))
                 continue
             for damaged, why in failed:
-                self._put_aside(damaged, why, path)
+                with suppress(OSError):  # or it would be the newest again
+                    damaged.replace(damaged.with_name(f"{damaged.name}.damaged"))
+                warnings.warn(
+                    f"{why} The run goes on from {path.name} instead.", HooklineWarning, stacklevel=caller_stacklevel()
+                )
             return path, tree
         if failed:
             tried = "\n".join(f"  {why}" for _, why in failed)
             raise ResumeError(f"None of the checkpoints in {self.folder} is whole:\n{tried}\nBegin a run elsewhere.")
         return None
-
-    def _put_aside(self, damaged: Path, error: CheckpointError, path: Path) -> None:
-        """Rename a damaged checkpoint, or it would be the newest again."""
-        with suppress(OSError):
-            damaged.replace(damaged.with_name(f"{damaged.name}.damaged"))
-        warnings.warn(
-            f"{error} The run goes on from {path.name} instead.", HooklineWarning, stacklevel=caller_stacklevel()
-        )
 
     def begin(self) -> None:
         """Make the folder, and remove what a killed process has left half written."""
@@ -172,12 +148,16 @@ class Checkpoints:
                 f"Checkpoints are to go to {self.folder}, and that folder cannot be made ({error}). Next: give one "
                 "that can be written to."
             ) from error
-        for part in self.folder.glob("step_*.part"):
-            with suppress(OSError):
-                shutil.rmtree(part) if part.is_dir() else part.unlink()
+        for draft in self.folder.glob(".step_*"):
+            _remove(draft)
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.folder)!r}, every={self.every}, keep={self.keep})"
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def lock_folder(folder: Path) -> FileLock:
@@ -240,16 +220,9 @@ def differences(saved: Any, now: Any, path: str = "") -> list[str]:
                 saved.get(name, _NOT_THERE), now.get(name, _NOT_THERE), f"{path}.{name}" if path else str(name)
             )
         ]
-    if saved == now or (isinstance(saved, float) and isinstance(now, float) and math.isnan(saved) and math.isnan(now)):
+    both_nan = isinstance(saved, float) and isinstance(now, float) and math.isnan(saved) and math.isnan(now)
+    numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (saved, now))
+    if saved == now or both_nan or (path.rpartition(".")[2] in _MAY_GROW and numbers and now > saved):
         return []
-    if path.rpartition(".")[2] in _MAY_GROW and _is_number(saved) and _is_number(now) and now > saved:
-        return []
-    return [f"{path or 'config'}: {_shown(saved)} → {_shown(now)}"]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _shown(value: Any) -> str:
-    return value if value is _NOT_THERE else repr(value)
+    was, found = (one if one is _NOT_THERE else repr(one) for one in (saved, now))
+    return [f"{path or 'config'}: {was} → {found}"]

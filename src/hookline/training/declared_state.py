@@ -29,7 +29,6 @@ from hookline.training.model_state import (
     check_state,
     generator_states,
     load_state,
-    scalars_of,
     set_generators,
     set_streams,
     state_of,
@@ -257,7 +256,6 @@ class CoreState:
         self._experiment = experiment
         self.own = SavedState(experiment)
         """What the experiment declares."""
-        self._scalars = scalars_of(experiment.model)
 
     def save(self, *, gradients: bool) -> dict[str, Any]:
         """Return the state, without copying; with ``gradients``, which hooks may look at."""
@@ -265,7 +263,7 @@ class CoreState:
         # The usual step sets gradients to zero first; a step of one's own may look at those of before.
         gradients = gradients or experiment.has_own("train_step")
         return {
-            "model": ModelState(experiment.model).save(gradients=gradients, before=self._scalars),
+            "model": ModelState(experiment.model).save(gradients=gradients),
             **{name: state_of(getattr(experiment, name), name) for name in _PARTS},
             "own": self.own.save(),
             "streams": streams(experiment.model),

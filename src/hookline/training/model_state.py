@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ __all__ = [
     "check_state",
     "generator_states",
     "load_state",
-    "scalars_of",
     "set_generators",
     "set_streams",
     "state_of",
@@ -37,22 +36,15 @@ __all__ = [
 _AROUND = ("OptimizedModule", "DistributedDataParallel", "DataParallel")
 """Wrappers that add nothing of their own; a run may be compiled before it is killed, and not when it goes on."""
 
-_SCALARS = (bool, int, float, str, type(None))
-_OF_TORCH = frozenset(vars(nn.Module()))
-"""What every module has."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside wrappers that add nothing of their own."""
-    while _is_around(model) and (key := inner_key(model)) is not None:
+    while any(base.__name__ in _AROUND for base in type(model).__mro__) and (key := inner_key(model)) is not None:
         inner = model._modules[key]
         assert inner is not None
         model = inner
     return model
-
-
-def _is_around(model: nn.Module) -> bool:
-    return any(base.__name__ in _AROUND for base in type(model).__mro__)
 
 
 class ModelState:
@@ -62,22 +54,17 @@ class ModelState:
         self._module = unwrapped(module)
         self._name = name
 
-    def save(self, *, gradients: bool = False, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return parameters, buffers (those that a state dict leaves out, too), modes and generators, without copying.
-
-        Of the numbers that modules keep as attributes, those that are not what `scalars_of` gave ``before``.
-        """
+    def save(self, *, gradients: bool = False) -> dict[str, Any]:
+        """Return parameters, buffers (those that a state dict leaves out, too), modes and generators; copy nothing."""
         module = self._module
         tensors = dict(module.state_dict())
-        hidden = {name: buffer for name, buffer in module.named_buffers() if name not in tensors}
         parameters = dict(module.named_parameters())
         saved = {
             "tensors": tensors,
-            "hidden": hidden,
+            "hidden": {name: buffer for name, buffer in module.named_buffers() if name not in tensors},
             "evaluating": [name for name, part in module.named_modules() if not part.training],
             "frozen": [name for name, parameter in parameters.items() if not parameter.requires_grad],
             "generators": generator_states(self._generators()),
-            "scalars": {} if before is None else _changed(before, scalars_of(module)),
         }
         if gradients:
             saved["gradients"] = {name: p.grad for name, p in parameters.items() if p.grad is not None}
@@ -90,12 +77,15 @@ class ModelState:
         wrong += [f"{name} was not saved" for name in here if name not in there]
         for name in here.keys() & there.keys():
             one, other = here[name], there[name]
-            if isinstance(one, Tensor) and isinstance(other, Tensor) and _differ(one, other, force=force):
+            if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+                continue  # extra state of a module's own
+            if one.shape != other.shape or (one.dtype != other.dtype and not force):
                 wrong.append(f"{name} was {_shape(other)} and is {_shape(one)}")
         if wrong:
+            more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise ResumeError(
-                f"The {self._name} is another one than was saved: {_listed(sorted(wrong))}. Nothing was loaded. Next: "
-                "make it as it was, or begin a run in another folder."
+                f"The {self._name} is another one than was saved: {'; '.join(sorted(wrong)[:5])}{more}. Nothing was "
+                "loaded. Next: make it as it was, or begin a run in another folder."
             )
 
     def load(self, saved: Mapping[str, Any]) -> None:
@@ -114,11 +104,6 @@ class ModelState:
                 gradient = saved["gradients"].get(name)
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
         set_generators(self._generators(), saved["generators"], f"the {self._name}")
-        parts = dict(module.named_modules())
-        for place, value in saved["scalars"].items():
-            path, _, key = place.rpartition(".")
-            if path in parts:
-                parts[path].__dict__[key] = value
 
     def _generators(self) -> list[Any]:
         return [generator for part in self._module.modules() for generator in generators_on(part)]
@@ -139,30 +124,8 @@ class ModelState:
                 live.copy_(buffer)
 
 
-def scalars_of(module: nn.Module) -> dict[str, Any]:
-    """Return numbers and texts that modules keep as attributes, by place: a counter of calls is in no state dict."""
-    return {
-        f"{path}.{name}": value
-        for path, part in unwrapped(module).named_modules()
-        for name, value in vars(part).items()
-        if type(value) in _SCALARS and name not in _OF_TORCH
-    }
-
-
-def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    return {place: value for place, value in now.items() if place not in before or before[place] != value}
-
-
-def _differ(one: Tensor, other: Tensor, *, force: bool) -> bool:
-    return one.shape != other.shape or (one.dtype != other.dtype and not force)
-
-
 def _shape(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _listed(items: list[str], most: int = 5) -> str:
-    return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")
 
 
 # -- random streams, among them two of hooks: the stream that NumPy uses while hooks fire, and the count of shuffles
@@ -184,24 +147,21 @@ def streams(model: nn.Module) -> dict[str, Any]:
 def set_streams(states: Mapping[str, Any], model: nn.Module) -> None:
     """Set the random streams of the process."""
     torch.set_rng_state(states["torch"].cpu())
-    if states["cuda"] is not None:
-        _set_cuda(states["cuda"])
     rng.set_numpy_state(states["numpy"])
     random.setstate(states["python"])
     rng.set_hook_stream(states["hooks"])
     set_num_shuffles(model, states["shuffles"])
-
-
-def _set_cuda(states: Sequence[torch.Tensor]) -> None:
-    if not torch.cuda.is_available():
+    if states["cuda"] is None:
+        return
+    if torch.cuda.is_available():
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        rng.set_cuda_states([state.cpu() for state in states["cuda"]])
+    else:
         warnings.warn(
             "The run was on a GPU and goes on without one: what is drawn from now on is other than it would be.",
             HooklineWarning,
             stacklevel=caller_stacklevel(),
         )
-        return
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    rng.set_cuda_states([state.cpu() for state in states])
 
 
 def generator_states(generators: Sequence[Any]) -> list[Any]:
@@ -260,22 +220,16 @@ def check_state(thing: Any, saved: Any, name: str, *, force: bool = False) -> No
         )
     optimizer = unwrap_optimizer(thing)
     if isinstance(optimizer, torch.optim.Optimizer):
-        _check_groups(optimizer, saved["state"], name)
-
-
-def _check_groups(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], name: str) -> None:
-    groups, saved = optimizer.param_groups, state.get("param_groups", ())
-    here, there = ([len(group["params"]) for group in some] for some in (groups, saved))
-    if here != there:
-        raise ResumeError(
-            f"The {name} is another one than was saved: it has groups of {_counts(here)} parameters, and had groups of "
-            f"{_counts(there)}. Nothing was loaded. Next: make it as it was; groups that were added on the way have to "
-            "be there before the run goes on."
+        here, there = (
+            " and ".join(str(len(group["params"])) for group in groups) or "no"
+            for groups in (optimizer.param_groups, saved["state"].get("param_groups", ()))
         )
-
-
-def _counts(numbers: Iterable[int]) -> str:
-    return " and ".join(map(str, numbers)) or "no"
+        if here != there:
+            raise ResumeError(
+                f"The {name} is another one than was saved: it has groups of {here} parameters, and had groups of "
+                f"{there}. Nothing was loaded. Next: make it as it was; groups that were added on the way have to be "
+                "there before the run goes on."
+            )
 
 
 def load_state(thing: Any, saved: Any) -> None:
@@ -284,14 +238,11 @@ def load_state(thing: Any, saved: Any) -> None:
         return
     thing.load_state_dict(saved["state"])
     optimizer = unwrap_optimizer(thing)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer._opt_called = saved["stepped"]  # type: ignore[attr-defined]
-        _widen(optimizer, saved["state"])
-
-
-def _widen(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    optimizer._opt_called = saved["stepped"]  # type: ignore[attr-defined]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, state in saved.get("state", {}).items():
+    for index, state in saved["state"].get("state", {}).items():
         live = optimizer.state[parameters[index]] if isinstance(index, int) else {}
         for key, value in state.items():
             if isinstance(value, Tensor) and key in live and live[key].dtype != value.dtype:

@@ -1,212 +1,291 @@
 """Save a run of several ranks in one folder, and read it with as many ranks, or with another number.
 
-`Saving` calls it through `Checkpoints`. Parameters and the optimizer's tensors, which ranks hold in parts or alike, go
-through torch.distributed.checkpoint; everything else (random streams, the place in the data, the state of hooks) is in
-one file for each rank. The folder gets its name when all ranks have written.
+`Saving` calls it; adapters of other trainers take sharded tensors apart by it. Parameters and the optimizer's tensors,
+which ranks hold in parts or alike, go through torch.distributed.checkpoint; everything else (random streams, the place
+in the data, the state of hooks) is in one file for each rank. The folder gets its name when all ranks have written.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from hookline.errors import CheckpointError
+from hookline import checkpoint_file
+from hookline.errors import CheckpointError, ResumeError
 from hookline.lifecycle.states import map_tensors
-from hookline.training.checkpoint_file import digest, read, write
-from hookline.training.sharded_tensors import is_sharded, local_parts, place_parts, same_layout, spread
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hookline.lifecycle.rank_sync import RankSync
 
-__all__ = ["SUFFIX", "rank_digest", "read_alone", "read_ranks", "saved_ranks", "write_ranks"]
+__all__ = [
+    "SUFFIX",
+    "adapt_to_ranks",
+    "local_parts",
+    "map_dicts",
+    "place_parts",
+    "rank_digest",
+    "read_checkpoint",
+    "write_ranks",
+]
 
 SUFFIX: Final = ".ranks"
 """How the folder of a checkpoint of several ranks ends."""
-_ABOUT: Final = "ranks.json"
 _SHARED: Final = "shared"
+_LOCAL: Final = "\x1flocal"
+"""The key of a part of a sharded tensor in the state of its rank."""
+_Missing: Final = object()
+"""Stands for a part that cannot be placed."""
 
 
-# -- writing -------------------------------------------------------------------------------------------------------
+# -- sharded tensors -------------------------------------------------------------------------------------------------
 
 
-def write_ranks(path: Path, tree: Mapping[str, Any], model: nn.Module, ranks: RankSync) -> None:
-    """Write the state of this rank, and the shared part with the others; all ranks call it.
+def _is_sharded(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
-    Whatever fails on one rank is raised on all. Until all have written, the folder has another name.
+
+def local_parts(tree: Any) -> Any:
+    """Return the same structure with this rank's part of each sharded tensor, and the shape of the whole."""
+
+    def part(tensor: Any) -> Any:
+        if not _is_sharded(tensor):
+            return tensor
+        return {_LOCAL: tensor.to_local().detach(), "shape": list(tensor.shape)}
+
+    return map_tensors(tree, part)
+
+
+def place_parts(tree: Any, like: Iterable[Tensor], *, same_ranks: bool = True) -> Any:
+    """Return what ``local_parts`` was given, with sharded tensors laid out as those of ``like``.
+
+    Parts of another number of ranks make no tensor, and None is in their place; the one part of a single process is
+    the whole, of which every rank takes its part.
     """
-    part = path.with_name(f"{path.name}.part")
-    ranks.together("making the folder of a checkpoint", lambda: _make_folder(part) if ranks.rank == 0 else None)
-    shared, own = _split(tree, model)
-    # One after the other: a rank that cannot write its own part must not leave the others waiting for the shared one.
-    ranks.together("writing a checkpoint", lambda: _write_own(part, own, ranks.rank))
-    ranks.together("writing the shared part of a checkpoint", lambda: _write_shared(part, shared))
-    said = ranks.gather(_hook_digests(tree), "comparing the hooks in a checkpoint")
-    differing = sorted(name for name in said[0] if any(one.get(name) != said[0][name] for one in said))
-    about = {"ranks": ranks.ranks, "differing": differing}
-    ranks.together("naming a checkpoint", lambda: _commit(part, path, about) if ranks.rank == 0 else None)
+    sharded = [tensor for tensor in like if _is_sharded(tensor)]
+
+    def place(one: dict[Any, Any]) -> Any:
+        if _LOCAL not in one:
+            return None
+        part, shape = one[_LOCAL], tuple(one["shape"])
+        alike = [tensor for tensor in sharded if tuple(tensor.shape) == shape]
+        if tuple(part.shape) == shape:
+            return _spread(part, alike[0]) if alike else part
+        return _place_again(part, shape, alike) if same_ranks else _Missing
+
+    return map_dicts(tree, place)
 
 
-def _make_folder(part: Path) -> None:
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+def _place_again(part: Tensor, shape: tuple[int, ...], alike: Iterable[Any]) -> Tensor:
+    """Return the sharded tensor of which `part` is this rank's."""
+    from torch.distributed.tensor import DTensor
+
+    for like in alike:
+        if like.to_local().shape == part.shape:
+            return DTensor.from_local(
+                part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+            )
+    raise ResumeError(
+        f"A sharded tensor of shape {shape} was saved, and the model has none of that shape and layout here. Next: "
+        "shard the model as it was, or begin a run in another folder."
+    )
 
 
-def _write_own(part: Path, own: dict[str, Any], rank: int) -> None:
-    write(part / f"rank{rank}.safetensors", own)
+def _spread(whole: Tensor, like: Any) -> Tensor:
+    """Return a whole tensor laid out like another one of its shape; itself if that is not sharded, or this is."""
+    if not _is_sharded(like) or _is_sharded(whole) or whole.shape != like.shape:
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    # Every rank has the whole, so nothing is sent.
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _write_shared(part: Path, shared: dict[str, Tensor]) -> None:
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    save(shared, checkpoint_id=str(part / _SHARED))
-
-
-def _commit(part: Path, path: Path, about: Mapping[str, Any]) -> None:
-    (part / _ABOUT).write_text(json.dumps(about), encoding="utf-8")
-    descriptor = os.open(part, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    shutil.rmtree(path, ignore_errors=True)
-    part.replace(path)
-
-
-def _split(tree: Mapping[str, Any], model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what goes through torch.distributed.checkpoint, and the rest of the tree as this rank has it."""
-    core = tree["core"]
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tensors = core["model"]["tensors"]
-    shared = {f"model/{name}": tensor.detach() for name, tensor in tensors.items() if name in parameters}
-    buffers = {name: value for name, value in tensors.items() if name not in parameters}
-    own_core = {**core, "model": {**core["model"], "tensors": buffers}}
-    optimizer = core["optimizer"]
-    if optimizer is not None and "state" in optimizer["state"]:
-        kept: dict[Any, dict[str, Any]] = {}
-        for index, state in optimizer["state"]["state"].items():
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    shared[f"optimizer/{index}/{key}"] = value.detach()
-                else:
-                    kept.setdefault(index, {})[key] = value
-        own_core["optimizer"] = {**optimizer, "state": {**optimizer["state"], "state": kept}}
-    own: dict[str, Any] = local_parts({**tree, "core": own_core})
-    return shared, own
-
-
-def _hook_digests(tree: Mapping[str, Any]) -> dict[str, int]:
-    hooks = {} if tree["manager"] is None else tree["manager"]["hooks"]
-    return {name: rank_digest(state) for name, state in hooks.items()}
+def map_dicts(value: Any, change: Callable[[dict[Any, Any]], Any]) -> Any:
+    """Return the same structure with what `change` makes of a dictionary in its place; None leaves it as it is."""
+    if type(value) is dict:
+        changed = change(value)
+        if changed is _Missing:
+            return None
+        return {key: map_dicts(item, change) for key, item in value.items()} if changed is None else changed
+    if type(value) in (list, tuple):
+        return type(value)(map_dicts(item, change) for item in value)
+    return value
 
 
 def rank_digest(tree: Any) -> int:
     """Return a number that is the same on two ranks only if they hold the same, each on a device of its own."""
-    return digest(map_tensors(local_parts(tree), Tensor.cpu))
+    return checkpoint_file.digest(map_tensors(local_parts(tree), Tensor.cpu))
 
 
-# -- reading -------------------------------------------------------------------------------------------------------
+# -- the part that ranks share ---------------------------------------------------------------------------------------
 
 
-def saved_ranks(path: Path) -> tuple[int, list[str]]:
-    """Return how many ranks wrote a checkpoint, and the hooks whose state was not the same on all of them."""
-    if path.suffix != SUFFIX:
-        return 1, []
-    try:
-        about = json.loads((path / _ABOUT).read_text(encoding="utf-8"))
-        return int(about["ranks"]), list(about["differing"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}).") from error
-
-
-def read_alone(
-    path: Path, model: nn.Module, optimizer: Any, home: Callable[[torch.device], torch.device]
-) -> dict[str, Any]:
-    """Return the tree that one process has written, with tensors laid out like those of model and optimizer."""
-    live = dict(model.named_parameters(remove_duplicate=False))
-    found = read(path, home)
-    if not any(map(is_sharded, live.values())):
-        plain: dict[str, Any] = place_parts(found, ())
-        return plain
-    tree: dict[str, Any] = place_parts(found, live.values())
-    core = tree["core"]
+def _shared_places(core: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name, the dictionary and the key of each tensor that ranks hold in parts or alike."""
     tensors = core["model"]["tensors"]
-    tensors |= {name: spread(value, live.get(name)) for name, value in tensors.items()}
-    if core["optimizer"] is not None:
-        indexed = _by_index(optimizer)
-        for index, state in core["optimizer"]["state"].get("state", {}).items():
-            state |= {
-                key: spread(value, indexed.get(index)) for key, value in state.items() if isinstance(value, Tensor)
-            }
-    return tree
+    yield from [(f"model/{name}", tensors, name) for name in tensors if f"model/{name}" in parameters]
+    states = (core["optimizer"] or {"state": {}})["state"].get("state", {})
+    for index, state in states.items():
+        yield from [(f"optimizer/{index}/{key}", state, key) for key in state if isinstance(state[key], Tensor)]
 
 
-def read_ranks(
-    path: Path,
-    model: nn.Module,
-    optimizer: Any,
-    rank: int,
-    home: Callable[[torch.device], torch.device],
-    *,
-    same_ranks: bool,
-) -> dict[str, Any]:
-    """Return the tree of a rank, with the shared part read into tensors like those of model and optimizer."""
-    found = read(path / f"rank{rank}.safetensors", home)
-    live = dict(model.named_parameters(remove_duplicate=False))
-    tree: dict[str, Any] = place_parts(found, live.values(), same_ranks=same_ranks)
-    shared = _read_shared(path, live, optimizer)
-    core = tree["core"]
-    core["model"]["tensors"] |= {
-        name.removeprefix("model/"): value for name, value in shared.items() if name.startswith("model/")
-    }
-    if core["optimizer"] is not None:
-        states = core["optimizer"]["state"].setdefault("state", {})
-        for name, value in shared.items():
-            kind, _, rest = name.partition("/")
-            index, _, key = rest.partition("/")
-            if kind == "optimizer":
-                states.setdefault(int(index) if index.isdecimal() else index, {})[key] = value
-    return tree
+def _parameters(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Return the parameters by the names that they, or their states in the optimizer, have among the shared tensors."""
+    found: dict[str, Tensor] = {f"model/{name}": each for name, each in model.named_parameters(remove_duplicate=False)}
+    groups = getattr(optimizer, "param_groups", ())
+    numbered = enumerate(parameter for group in groups for parameter in group["params"])
+    return found | {f"optimizer/{index}": parameter for index, parameter in numbered}
 
 
-def _read_shared(path: Path, live: Mapping[str, Tensor], optimizer: Any) -> dict[str, Tensor]:
+def _parameter_of(name: str, parameters: Mapping[str, Tensor]) -> Tensor | None:
+    return parameters.get(name if name.startswith("model/") else name.rpartition("/")[0])
+
+
+def _empty_like(name: str, about: Any, parameter: Tensor | None) -> Tensor:
+    """Return an empty tensor to read into, laid out over the ranks like the parameter that it belongs to."""
+    dtype = about.properties.dtype
+    if parameter is not None and tuple(parameter.shape) == tuple(about.size):
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    if parameter is not None and (name.startswith("model/") or (_is_sharded(parameter) and len(about.size))):
+        raise CheckpointError(f"{name} was saved as {tuple(about.size)}, and is {tuple(parameter.shape)} here.")
+    return torch.empty(about.size, dtype=dtype)
+
+
+def _read_shared(folder: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
     try:
-        saved = FileSystemReader(str(path / _SHARED)).read_metadata().state_dict_metadata
-        indexed = _by_index(optimizer)
-        templates = {name: _template(name, about, live, indexed) for name, about in saved.items()}
-        load(templates, checkpoint_id=str(path / _SHARED))
+        saved = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+        found = {name: _empty_like(name, about, _parameter_of(name, parameters)) for name, about in saved.items()}
+        load(found, checkpoint_id=str(folder))
+    except CheckpointError:
+        raise
     except Exception as error:  # torch's own errors have no common class
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
-    return templates
+        raise CheckpointError(f"{folder.parent} cannot be read ({type(error).__name__}: {error}).") from error
+    return found
 
 
-def _by_index(optimizer: Any) -> dict[int, Tensor]:
-    """Return the parameters of an optimizer by their numbers in its state."""
-    groups = getattr(optimizer, "param_groups", ())
-    return dict(enumerate(parameter for group in groups for parameter in group["params"]))
+# -- the checkpoint --------------------------------------------------------------------------------------------------
 
 
-def _template(name: str, about: Any, live: Mapping[str, Tensor], indexed: Mapping[int, Tensor]) -> Tensor:
-    """Return an empty tensor to read into, laid out over the ranks like the parameter that it belongs to."""
-    kind, _, rest = name.partition("/")
-    index = rest.partition("/")[0]
-    parameter = live.get(rest) if kind == "model" else indexed.get(int(index) if index.isdecimal() else -1)
-    dtype = about.properties.dtype
-    if parameter is not None and tuple(parameter.shape) == tuple(about.size):
-        return same_layout(parameter, dtype)
-    if parameter is not None and (kind == "model" or (is_sharded(parameter) and len(about.size))):
-        raise CheckpointError(f"{name} was saved as {tuple(about.size)}, and is {tuple(parameter.shape)} here.")
-    return torch.empty(about.size, dtype=dtype)
+def write_ranks(path: Path, tree: dict[str, Any], model: nn.Module, ranks: RankSync) -> int:
+    """Write the state of this rank, and the shared part with the others; return the bytes of all. All ranks call it.
+
+    Whatever fails on one rank is raised on all. Until all have written, the folder has another name.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    draft = path.with_name(f".{path.name}")
+    own: dict[str, Any] = map_tensors(tree, lambda tensor: tensor)
+    places = list(_shared_places(own["core"], _parameters(model, None)))
+    shared = {name: held.pop(key).detach() for name, held, key in places}
+    digests: dict[str, int] = {}
+
+    def begin() -> None:
+        if ranks.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+        hooks = (tree["manager"] or {"hooks": {}})["hooks"]
+        digests.update({name: rank_digest(state) for name, state in hooks.items()})
+
+    def write_own() -> None:
+        checkpoint_file.write(draft / f"rank{ranks.rank}.pt", local_parts(own))
+
+    def write_shared() -> None:
+        save(shared, checkpoint_id=str(draft / _SHARED))
+
+    def commit() -> None:
+        if ranks.rank == 0:
+            checkpoint_file.sync_folder(draft)
+            shutil.rmtree(path, ignore_errors=True)
+            draft.replace(path)
+
+    ranks.together("beginning a checkpoint", begin)
+    said = ranks.gather(digests, "comparing the hooks in a checkpoint")
+    differing = sorted(name for name in said[0] if any(one.get(name) != said[0][name] for one in said))
+    own["ranks"] = {"count": ranks.ranks, "differing": differing}
+    # One after the other: a rank that cannot write its own part must not leave the others waiting for the shared one.
+    ranks.together("writing a checkpoint", write_own)
+    ranks.together("writing the shared part of one", write_shared)
+    ranks.together("naming a checkpoint", commit)
+    return sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+
+
+def read_checkpoint(
+    path: Path,
+    model: nn.Module,
+    optimizer: Any,
+    home: Callable[[torch.device], torch.device],
+    rank: int = 0,
+    count: int = 1,
+) -> dict[str, Any]:
+    """Return the tree of a checkpoint for a rank, with tensors laid out like those of model and optimizer.
+
+    Of one that another number of ranks has saved, it is the tree of rank 0.
+    """
+    is_of_ranks = path.suffix == SUFFIX
+    before = len(list(path.glob("rank*.pt"))) if is_of_ranks else 1
+    same = before == count
+    parameters = _parameters(model, optimizer)
+    file = path / f"rank{rank if same else 0}.pt" if is_of_ranks else path
+    tree: dict[str, Any] = checkpoint_file.read(file, home)
+    if tree.get("ranks", {}).get("count", before) != before:
+        raise CheckpointError(f"{path} is not whole: it has files of {before} ranks.")
+    tree = place_parts(tree, parameters.values(), same_ranks=same)
+    if not is_of_ranks:
+        if any(map(_is_sharded, parameters.values())):
+            for name, held, key in _shared_places(tree["core"], parameters):
+                held[key] = _spread(held[key], _parameter_of(name, parameters))
+        return tree
+    core = tree["core"]
+    for name, value in _read_shared(path / _SHARED, parameters).items():
+        kind, _, rest = name.partition("/")
+        if kind == "model":
+            core["model"]["tensors"][rest] = value
+        elif core["optimizer"] is not None:
+            index, _, key = rest.partition("/")
+            states = core["optimizer"]["state"].setdefault("state", {})
+            states.setdefault(int(index) if index.isdecimal() else index, {})[key] = value
+    return tree
+
+
+def adapt_to_ranks(saved: dict[str, Any], now: int, streams: Mapping[str, Any]) -> str:
+    """Drop from the tree what belongs to one rank of another number; return what was lost, in a sentence, or nothing.
+
+    Args:
+        saved: The tree; changed in place.
+        now: How many ranks go on with it.
+        streams: The random streams as they are now, which stay.
+    """
+    before, differing = saved["ranks"]["count"], saved["ranks"]["differing"]
+    if before == now:
+        return ""
+    run, core = saved["run"], saved["core"]
+    core["streams"] = dict(streams)
+    core["model"].pop("gradients", None)  # of another part of the data, and perhaps in other shards
+    lost = ["random streams"]
+    if run["within"]:
+        lost.append(f"the place in the data (pass {run['epoch']} over them begins anew)")
+        run |= {"within": False, "done": 0, "losses": (None, 0), "accuracies": (None, 0)}
+    saved["loader"] = {"fixed": saved["loader"]["fixed"]}
+    saved["before_epoch"] = saved["demand"] = None
+    if saved["manager"] is not None and differing:
+        hooks = saved["manager"]["hooks"]
+        saved["manager"]["hooks"] = {name: state for name, state in hooks.items() if name not in differing}
+        lost.append(f"the state of {', '.join(differing)}, which was not the same on all ranks")
+    return (
+        f"The run was saved by {_processes(before)} and goes on with {_processes(now)}: model, optimizer, scheduler "
+        f"and hooks go on where they were. What does not carry over: {'; '.join(lost)}."
+    )
+
+
+def _processes(number: int) -> str:
+    return f"{number} process{'es' * (number > 1)}"

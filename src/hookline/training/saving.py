@@ -1,39 +1,41 @@
-"""Save a run as it goes, and go on from what was saved.
+"""Save a run as it goes, go on from what was saved, and stop when a signal comes.
 
 A `Run` with `Checkpoints` calls it after steps, passes and epochs. It collects the states of model, experiment,
-loader, hooks and streams in one tree, which `Checkpoints` writes.
+loader, hooks and streams in one tree, which `Checkpoints` writes; with several ranks, `write_ranks`.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
 from hookline.errors import CheckpointError, Hint, HooklineWarning, OptionError, RankError, ResumeError
 from hookline.messages import caller_stacklevel, type_name
+from hookline.records.fan_out import has_ranks
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.training.checkpoints import Checkpoints, differences, lock_folder, to_plain
 from hookline.training.declared_state import CoreState
 from hookline.training.loader import LoaderPosition
 from hookline.training.model_state import set_streams, streams, unwrapped
-from hookline.training.rank_changes import adapt_to_ranks
-from hookline.training.rank_checkpoint import SUFFIX, read_alone, read_ranks, saved_ranks
+from hookline.training.rank_checkpoint import SUFFIX, adapt_to_ranks, local_parts, read_checkpoint, write_ranks
 from hookline.training.run import NotSaved, Run
-from hookline.training.sharded_tensors import is_sharded, local_parts
-from hookline.training.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from hookline.lifecycle.manager import HookManager
 
-__all__ = ["Saving"]
+__all__ = ["Saving", "StopSignals"]
 
-_PARTS: Final = ("made", "loop", "settings", "run", "core", "before_epoch", "loader", "manager", "demand")
+_PARTS: Final = ("made", "ranks", "loop", "settings", "run", "core", "before_epoch", "loader", "manager", "demand")
 """What a checkpoint of a run has."""
 
 
@@ -41,20 +43,19 @@ class Saving(NotSaved):
     """Save a run, and load one."""
 
     def __init__(self, run: Run, checkpoints: Checkpoints, settings: Mapping[str, Any]) -> None:
-        _check(checkpoints)
+        if not isinstance(checkpoints, Checkpoints):
+            raise OptionError(f"checkpoints= is Checkpoints(folder, every=...), got {type_name(checkpoints)}.")
         super().__init__(run)
         self._ranks = run.ranks
-        self._experiment = experiment = run.experiment
-        # FSDP2 on a mesh of one rank; a plain Parameter is whole.
-        others = [each for each in experiment.model.parameters() if type(each) is not torch.nn.Parameter]
-        self._is_split = any(map(is_sharded, others))
+        self._rank, self._count = (0, 1) if run.ranks is None else (run.ranks.rank, run.ranks.ranks)
+        self._experiment = run.experiment
         self._checkpoints = checkpoints
-        self._core = CoreState(experiment)
+        self._core = CoreState(self._experiment)
         self._position = LoaderPosition(run.passes, self._core.own, replay=checkpoints.replay)
-        config = experiment.config if checkpoints.config is None else checkpoints.config
+        config = self._experiment.config if checkpoints.config is None else checkpoints.config
         self._settings = {
             "config": to_plain(config),
-            "loop": {**settings, "accumulate": experiment.accumulate, "clip_norm": experiment.clip_norm},
+            "loop": {**settings, "accumulate": self._experiment.accumulate, "clip_norm": self._experiment.clip_norm},
         }
         self._signals = StopSignals()
         self._loaded: dict[str, Any] | None = None
@@ -62,7 +63,16 @@ class Saving(NotSaved):
         self._warned: set[str] = set()
         self._failures = 0
         """How often the run could not be saved."""
+        self._is_behind = False
+        """Whether that was so the last time."""
         self._every_steps = checkpoints.every_steps or (None if run.loop == "epoch" else checkpoints.every)
+
+    def _together(self, what: str, act: Callable[[], None]) -> None:
+        """Do something that may fail on one rank alone; then it fails on all."""
+        if self._ranks is None:
+            act()
+        else:
+            self._ranks.together(what, act)
 
     # -- the beginning -----------------------------------------------------------------------------------------
 
@@ -70,11 +80,7 @@ class Saving(NotSaved):
     def active(self, *, resume: bool) -> Iterator[None]:
         """Lock the folder and hold signals back for as long as the block lasts; load the model before."""
         with ExitStack() as stack:
-            if self._ranks is None:
-                self._lock(stack)
-            else:
-                first = self._ranks.rank == 0
-                self._ranks.together("locking the checkpoints", lambda: self._lock(stack) if first else None)
+            self._together("locking the checkpoints", lambda: self._lock(stack))
             stack.enter_context(self._signals)
             newest = self._checkpoints.newest()
             if newest is not None and not resume:
@@ -84,11 +90,13 @@ class Saving(NotSaved):
                 )
             if resume:
                 self._read()
+            stack.callback(self._tell_if_behind)
             yield
 
     def _lock(self, stack: ExitStack) -> None:
-        self._checkpoints.begin()
-        stack.enter_context(lock_folder(self._checkpoints.folder))
+        if self._rank == 0:
+            self._checkpoints.begin()
+            stack.enter_context(lock_folder(self._checkpoints.folder))
 
     def _read(self) -> None:
         found = self._checkpoints.read(self._load)
@@ -96,7 +104,7 @@ class Saving(NotSaved):
             return
         path, saved = found
         self._check(path, saved)
-        lost = self._carry_over(path, saved)
+        lost = adapt_to_ranks(saved, self._count, streams(self._experiment.model))
         if lost:
             self._warn(lost)
         if saved["before_epoch"] is not None:
@@ -106,34 +114,18 @@ class Saving(NotSaved):
         self._loaded = saved
 
     def _load(self, path: Path) -> dict[str, Any]:
-        """Return the tree of a checkpoint for this rank; of one that another number of ranks wrote, that of rank 0."""
-        ranks = self._ranks
-        before, _ = saved_ranks(path)
-        rank = ranks.rank if ranks is not None and before == ranks.ranks else 0
+        """Return the tree of a checkpoint for this rank."""
+        model, optimizer = unwrapped(self._experiment.model), unwrap_optimizer(self._experiment.optimizer)
         tree: dict[str, Any] = {}
 
         def load() -> None:
-            model, optimizer = unwrapped(self._experiment.model), unwrap_optimizer(self._experiment.optimizer)
-            if path.suffix == SUFFIX:
-                same = before == (1 if ranks is None else ranks.ranks)
-                tree.update(read_ranks(path, model, optimizer, rank, self._home, same_ranks=same))
-            else:
-                tree.update(read_alone(path, model, optimizer, self._home))
+            tree.update(read_checkpoint(path, model, optimizer, self._home, self._rank, self._count))
 
-        if ranks is None:
-            load()
-        else:
-            try:
-                ranks.together(f"reading {path.name}", load)
-            except RankError as error:
-                raise CheckpointError(str(error)) from error
+        try:
+            self._together(f"reading {path.name}", load)
+        except RankError as error:
+            raise CheckpointError(str(error)) from error
         return tree
-
-    def _carry_over(self, path: Path, saved: dict[str, Any]) -> str:
-        """Drop what another number of ranks cannot use; return what that is, in a sentence."""
-        before, differing = saved_ranks(path)
-        now = 1 if self._ranks is None else self._ranks.ranks
-        return "" if before == now else adapt_to_ranks(saved, before, now, differing, streams(self._experiment.model))
 
     def _home(self, device: torch.device) -> torch.device:
         """Return the device for tensors that were on `device`; a run may go on on another kind of device."""
@@ -215,14 +207,14 @@ class Saving(NotSaved):
                 if self._signals.came is None or self._ranks is not None:
                     raise
                 # Ctrl-C goes to the workers of the loader as well, and those that were not forked end by it.
-                self._stop(within=True)
+                self._stop(self._save_within)
                 return
             yield batch
 
     def save_after_step(self) -> bool:
         """Save after a step if one is due; return whether the run stops here."""
         if self._signal() is not None:
-            self._stop(within=self._is_within())
+            self._stop(self._save_within)
             return True
         if self._every_steps is not None and self._run.num_steps % self._every_steps == 0:
             self._save_within()
@@ -235,9 +227,6 @@ class Saving(NotSaved):
         self._ranks.signal = self._signals.came
         return self._ranks.agreed_signal
 
-    def _is_within(self) -> bool:
-        return not self._run.passes.has_no_data
-
     def save_after_pass(self) -> None:
         """Save between two passes over data that cannot be entered in the middle; the step loop calls this."""
         if not self._position.can_go_on:
@@ -246,7 +235,7 @@ class Saving(NotSaved):
     def save_after_epoch(self) -> bool:
         """Save after an epoch if one is due; return whether the run stops here."""
         if self._signal() is not None:
-            self._stop(within=False)
+            self._stop(self._save)
             return True
         every = self._checkpoints.every
         if (every is not None and (self._run.epoch + 1) % every == 0) or not self._position.can_go_on:
@@ -267,13 +256,10 @@ class Saving(NotSaved):
                 self._save(within=run.loop == "step" and run.done > 0 and self._position.can_go_on)
             run.interrupted = self._signal()  # too late to stop anything, but it is not swallowed
 
-    def _stop(self, *, within: bool) -> None:
+    def _stop(self, save: Callable[[], None]) -> None:
         self._run.interrupted = self._signal()
         self._flush()
-        if within:
-            self._save_within()
-        else:
-            self._save()
+        save()
 
     def _flush(self) -> None:
         """Write metrics of steps before the last save: a sink that has had them gets them once."""
@@ -282,7 +268,7 @@ class Saving(NotSaved):
 
     def _save_within(self) -> None:
         """Save in the middle of a pass, if the loader can get there again."""
-        within = self._is_within()
+        within = not self._run.passes.has_no_data
         if within and not self._position.can_go_on:
             self._warn(
                 f"The loader, {type_name(self._run.passes.loader)}, cannot be brought back into the middle of a "
@@ -299,26 +285,43 @@ class Saving(NotSaved):
         if self._saved_at == (run.num_steps, within):
             return
         try:
-            state = self._state(within=within)
-            if self._ranks is None:
-                self._checkpoints.write(local_parts(state) if self._is_split else state, run.step + 1)
-            else:
-                self._checkpoints.write_ranks(state, run.step + 1, unwrapped(self._experiment.model), self._ranks)
+            state: dict[str, Any] = {}
+            self._together("collecting a checkpoint", lambda: state.update(self._state(within=within)))
+            self._write(state, run.step + 1)
         except Exception as error:
             if self._ranks is not None and self._ranks.is_lost:
                 raise
-            if self._checkpoints.count == 0 and isinstance(error, CheckpointError):
+            if self._checkpoints.count == 0 and (self._ranks is not None or isinstance(error, CheckpointError)):
                 raise  # at the start, where it costs nothing to mend
             self._failures += 1
+            self._is_behind = True
             if self._failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th: a week of failures is no single line
-                newest = self._checkpoints.newest()
                 self._warn(
                     f"The run could not be saved after {run.num_steps} steps ({type(error).__name__}: {error}), which "
-                    f"makes {self._failures} times. It goes on; the newest checkpoint is "
-                    f"{'none' if newest is None else newest.name}."
+                    f"makes {self._failures} times. It goes on; {self._newest_in_words()}."
                 )
             return
-        self._saved_at = (run.num_steps, within)
+        self._saved_at, self._is_behind = (run.num_steps, within), False
+
+    def _write(self, state: dict[str, Any], steps: int) -> None:
+        ranks, model = self._ranks, unwrapped(self._experiment.model)
+        if ranks is None:
+            self._checkpoints.write(local_parts(state), steps)  # FSDP2 on a mesh of one rank has sharded tensors too
+        else:
+            self._checkpoints.add(steps, SUFFIX, lambda path: write_ranks(path, state, model, ranks), ranks.rank == 0)
+
+    def _newest_in_words(self) -> str:
+        newest = self._checkpoints.newest()
+        if newest is None:
+            return "there is no checkpoint"
+        return f"the newest checkpoint is of step {int(newest.stem.removeprefix('step_'))}"
+
+    def _tell_if_behind(self) -> None:
+        if self._is_behind:
+            self._warn(
+                f"The run ends after {self._run.num_steps} steps, and {self._newest_in_words()}: it could not be saved "
+                f"{self._failures} times. A resumed run repeats the steps since."
+            )
 
     def _state(self, *, within: bool) -> dict[str, Any]:
         run, manager = self._run, self._run.manager
@@ -329,6 +332,7 @@ class Saving(NotSaved):
             )
         return {
             "made": {"torch": str(torch.__version__), "time": time.time()},
+            "ranks": {"count": 1, "differing": []},
             "loop": self._run.loop,
             "settings": self._settings,
             "run": run.state_dict(within=within),
@@ -345,11 +349,6 @@ class Saving(NotSaved):
             warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
 
 
-def _check(checkpoints: Any) -> None:
-    if not isinstance(checkpoints, Checkpoints):
-        raise OptionError(f"checkpoints= is Checkpoints(folder, every=...), got {type_name(checkpoints)}.")
-
-
 def _unsaved_trackers(manager: HookManager, experiment: Any) -> list[str]:
     """Return the names of trackers that have no ``state_dict()``, so that what they have counted is lost."""
     trackers = {name: getattr(hook, "tracker", None) for name, hook in manager.hooks.items()}
@@ -358,3 +357,62 @@ def _unsaved_trackers(manager: HookManager, experiment: Any) -> list[str]:
     if isinstance(metrics, Mapping):
         trackers |= metrics
     return [name for name, tracker in trackers.items() if tracker is not None and not hasattr(tracker, "state_dict")]
+
+
+# -- signals ---------------------------------------------------------------------------------------------------------
+
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+_DEFAULTS: Final = (signal.SIG_DFL, signal.default_int_handler)
+
+
+class StopSignals:
+    """Note the first SIGINT or SIGTERM; the second does what it would have done without.
+
+    Only the main thread may set handlers, so in others nothing is noted. A signal that is ignored (``nohup``) stays
+    ignored. A handler of the user's own is called as well, at once.
+    """
+
+    def __init__(self) -> None:
+        self.came: str | None = None
+        """The name of the signal that came."""
+        self._before: dict[int, Any] = {}
+        self._process = os.getpid()
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                before = signal.getsignal(number)
+                if before is not None and before is not signal.SIG_IGN:  # None: set by another language
+                    self._before[number] = before
+                    signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._put_back()
+
+    def _put_back(self) -> None:
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._take:  # else someone has set another one meanwhile
+                signal.signal(number, before)
+        self._before = {}
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        before = self._before.get(number, signal.SIG_DFL)
+        if os.getpid() != self._process:  # a worker of a loader: the run decides when to stop
+            if number != signal.SIGINT:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return
+        if self.came is not None and has_ranks() and signal.Signals(number).name != self.came:
+            return  # of torchrun, which passes on what it was sent itself
+        if self.came is not None:  # pressed again
+            self._put_back()
+            if callable(before):
+                before(number, frame)
+            else:
+                signal.signal(number, before)
+                signal.raise_signal(number)
+            return
+        self.came = signal.Signals(number).name
+        if before not in _DEFAULTS and callable(before):
+            before(number, frame)

@@ -133,13 +133,19 @@ def test_a_state_that_cannot_be_saved_or_loaded_is_named(tmp_path):
 
 
 class Drifts(nn.Module):
-    """Draws from a generator of its own, and counts its calls in a plain attribute."""
+    """Draws from a generator of its own, and counts its calls in an attribute that it declares."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 3)
         self.generator = torch.Generator().manual_seed(8)
         self.calls = 0
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.calls)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.calls = int(state)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += self.training
@@ -159,7 +165,7 @@ class Counts(Sampled):
 
 @pytest.mark.parametrize("stops", [(1,), (7, 11)])
 def test_what_modules_and_datasets_keep_besides_goes_on(stops, tmp_path):
-    """Generators and counters that are in no state dict."""
+    """Generators, the extra state of modules, and what a dataset counts."""
 
     def make_experiment():
         seed_everything()
@@ -422,7 +428,7 @@ def test_hooks_may_come_and_go(tmp_path):
     result = hl.step_loop(linear_experiment(), steps=7, manager=hl.HookManager(hooks=[Sees()]), **options)
     assert (seen, result.steps) == ([4, 5, 6], 7)
     assert hl.step_loop(linear_experiment(), steps=8, **options).steps == 8
-    assert Checkpoints(tmp_path).newest().name == "step_00000008.safetensors"
+    assert Checkpoints(tmp_path).newest().name == "step_00000008.pt"
 
 
 def test_a_run_that_began_elsewhere_is_saved_by_its_steps(tmp_path):

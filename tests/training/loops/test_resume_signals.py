@@ -22,7 +22,7 @@ from helpers_warm import WarmPopen, run_warm
 import hookline as hl
 from hookline.errors import ResumeError
 from hookline.training.checkpoints import Checkpoints
-from hookline.training.stop_signals import StopSignals
+from hookline.training.saving import StopSignals
 
 
 class Presses(hl.TrainingHook):
@@ -54,7 +54,7 @@ def test_a_signal_lets_the_step_finish_and_saves(loop, number, tmp_path):
         result = hl.step_loop(linear_experiment(), steps=15, **options)
     assert hook.went_on
     assert (result.interrupted, result.steps) == (signal.Signals(number).name, 5)
-    assert Checkpoints(tmp_path).newest().name == "step_00000005.safetensors"
+    assert Checkpoints(tmp_path).newest().name == "step_00000005.pt"
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
@@ -116,7 +116,7 @@ def test_the_second_press_leaves_at_once(tmp_path):
         hl.epoch_loop(linear_experiment(), epochs=5, **options)
     assert raised == ["once"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert Checkpoints(tmp_path).newest().name == "step_00000004.safetensors"
+    assert Checkpoints(tmp_path).newest().name == "step_00000004.pt"
     result = hl.epoch_loop(linear_experiment(), epochs=5, checkpoints=Checkpoints(tmp_path), resume=True)
     assert result.steps == 15
 
@@ -191,7 +191,7 @@ def test_a_worker_that_dies_by_the_same_press_does_not_hide_it(tmp_path):
     experiment.loader = Fails()
     result = hl.epoch_loop(experiment, epochs=2, checkpoints=Checkpoints(tmp_path))
     assert (result.interrupted, result.steps) == ("SIGINT", 2)
-    assert Checkpoints(tmp_path).newest().name == "step_00000002.safetensors"
+    assert Checkpoints(tmp_path).newest().name == "step_00000002.pt"
 
 
 def test_a_forked_process_ignores_the_press_and_ends_by_termination():
@@ -249,7 +249,7 @@ def run_there(tmp_path: Path) -> None:
 def _wait_for(process: subprocess.Popen, folder: Path, steps: int) -> None:
     """Until it has made some steps."""
     deadline = time.monotonic() + PATIENCE
-    while not any(int(path.stem[5:]) >= steps for path in folder.glob("step_*.safetensors")):
+    while not any(int(path.stem[5:]) >= steps for path in folder.glob("step_*.pt")):
         assert process.poll() is None, "it ended before"
         assert time.monotonic() < deadline, "no step was made"
         time.sleep(0.005)

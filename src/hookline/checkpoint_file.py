@@ -1,0 +1,232 @@
+"""Write a tree of plain values and tensors as one file, and read it back: checkpoints, and states of hooks.
+
+Runs, trainers' adapters, ``check_hook`` and reference weights call `write` and `read`. The file is torch.save's, with a
+checksum behind it; it is read by torch's reader that runs no code, which knows the classes of `_READABLE` besides.
+What cannot be kept is refused by its place in the tree.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.serialization import config
+
+from hookline.errors import CheckpointError
+from hookline.files import replace_file
+from hookline.messages import type_name
+from hookline.when import HookPoint
+
+__all__ = ["digest", "is_checkpoint", "read", "sync_folder", "to_savable", "write"]
+
+_MARK: Final = b"hookline.checkpoint.2"
+"""Comes after what torch.save wrote, and before 4 bytes of CRC-32; the number is the version of the format."""
+_BLOCK: Final = 2**20
+_MOST_BITS: Final = 2000
+"""Of a whole number; torch's reader knows none with more than 255 bytes."""
+_FACTORIES: Final = (None, int, float, list, dict, set, str)
+"""What a defaultdict may make of a missing key; anything else is code."""
+_PLAIN: Final = frozenset({
+    type(None), bool, int, float, complex, str, bytes, bytearray, range, torch.dtype, torch.device, torch.Size,
+    HookPoint,
+})  # fmt: skip
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, tree: Mapping[str, Any]) -> int:
+    """Write the tree, so that a file of that name is either whole or as it was; return the number of bytes.
+
+    The bytes are on the disk when this returns (fsync): a machine that loses power has the file, or the one before.
+    """
+    savable = to_savable(tree)
+
+    def write_draft(draft: Path) -> None:
+        with draft.open("wb") as file:
+            crc = _save(savable, file)
+            file.write(_MARK + crc.to_bytes(4, "little"))
+            file.flush()
+            os.fsync(file.fileno())
+
+    replace_file(path, write_draft)
+    with suppress(OSError):  # not every system can do this to a folder
+        sync_folder(path.parent)
+    return path.stat().st_size
+
+
+def _save(savable: Any, file: BinaryIO) -> int:
+    """Have torch write it; return the checksum."""
+    summed: Any = _Summed(file)
+    try:
+        with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # torch does not read it
+            torch.save(savable, summed)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # a full disk: torch says that it is somewhere else in the file
+            raise error.__context__ from None
+        raise CheckpointError(f"A checkpoint cannot be written: {error}") from error
+    return int(summed.crc)
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names of files on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _Summed:
+    """Write to a file, and compute the checksum of what is written; 1 GB takes about half a second."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.crc = 0
+
+    def write(self, data: Any) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def read(path: Path, home: Callable[[torch.device], torch.device] = lambda device: device) -> dict[str, Any]:
+    """Return the tree; each tensor is on the device that it was on, or on the one that `home` returns for it."""
+
+    def place(storage: Any, location: str) -> Any:
+        device = home(torch.device(location))
+        return storage if device.type == "cpu" else storage.to(device=device)
+
+    try:
+        _check_sum(path)
+        with torch.serialization.safe_globals(_READABLE):
+            tree = torch.load(path, map_location=place, weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # torch's own have no common class
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path} is no checkpoint of hookline: it holds {type_name(tree)}.")
+    return tree
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether `write` made the file."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - len(_MARK) - 4))
+        return file.read().startswith(_MARK)
+
+
+def _check_sum(path: Path) -> None:
+    """Raise if the file is not, byte by byte, what was written."""
+    found = 0
+    with path.open("rb") as file:
+        left = file.seek(0, os.SEEK_END) - len(_MARK) - 4
+        file.seek(0)
+        while left > 0 and (block := file.read(min(left, _BLOCK))):
+            found = zlib.crc32(block, found)
+            left -= len(block)
+        end = file.read()
+    if not end.startswith(_MARK):
+        raise CheckpointError(f"{path} is no checkpoint of this version of hookline, or its end is missing.")
+    if end != _MARK + found.to_bytes(4, "little"):
+        raise CheckpointError(f"{path} is damaged: its checksum is another one than it was written with.")
+
+
+def digest(tree: Any) -> int:
+    """Return the checksum of what would be written: two trees have it in common only if they hold the same."""
+    with open(os.devnull, "wb") as nowhere:
+        return _save(to_savable(tree), nowhere)
+
+
+# -- the tree --------------------------------------------------------------------------------------------------------
+
+
+class _Made:
+    """Stand for a value of which torch's reader makes a call: of a class, or of `_array`."""
+
+    def __init__(self, make: Callable[..., Any], *parts: Any) -> None:
+        self._call = make, parts
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._call
+
+
+def to_savable(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Any:
+    """Return `value` as torch.save can write it and `read` can read it; raise `CheckpointError` with its place."""
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        return _Made(int, hex(value), 16)
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        return _savable_tensor(value, path)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _savable_array(value, path)
+    if isinstance(value, PurePath):
+        return _Made(Path, str(value))
+    if id(value) in above:
+        raise CheckpointError(f"A checkpoint cannot hold {path}: it contains itself.")
+
+    def inside(key: Any, item: Any) -> Any:
+        return to_savable(item, f"{path}.{key}" if path else str(key), (*above, id(value)))
+
+    if isinstance(value, Mapping):
+        items = {inside(f"key {key!r}", key): inside(key, item) for key, item in value.items()}
+        if not isinstance(value, defaultdict):
+            return {OrderedDict: OrderedDict, Counter: Counter}.get(type(value), dict)(items)
+        if value.default_factory not in _FACTORIES:
+            raise CheckpointError(f"A checkpoint cannot hold {path}: its default is {value.default_factory}, code.")
+        return _Made(defaultdict, value.default_factory, items)
+    if type(value) not in (tuple, set, frozenset) and not isinstance(value, (list, deque)):
+        raise CheckpointError(
+            f"A checkpoint cannot hold {path}: it is {type_name(value)}. Numbers, texts, tensors, arrays, and lists, "
+            "tuples, sets and dictionaries of these can be saved."
+        )
+    parts = [inside(index, item) for index, item in enumerate(value)]
+    if isinstance(value, deque):
+        return _Made(deque, parts, value.maxlen)
+    return parts if isinstance(value, list) else type(value)(parts)
+
+
+def _savable_tensor(tensor: Tensor, path: str) -> Tensor:
+    if torch.nn.parameter.is_lazy(tensor):
+        raise CheckpointError(f"A checkpoint cannot hold {path}: it has no numbers yet. Next: run the model once.")
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and not tensor.is_meta
+    if not is_plain or tensor.is_quantized or tensor.layout not in (torch.strided, torch.sparse_coo):
+        raise CheckpointError(
+            f"A checkpoint cannot hold {path}: it is a {type(tensor).__name__} of {tensor.dtype} with layout "
+            f"{tensor.layout} on {tensor.device}, and plain tensors with numbers can be saved."
+        )
+    plain = tensor.detach()
+    is_part = plain.layout is torch.strided and plain.untyped_storage().nbytes() != plain.nbytes
+    # Of a part, torch would write all the memory that it is a part of.
+    return plain.clone(memory_format=torch.contiguous_format) if is_part else plain
+
+
+def _savable_array(value: Any, path: str) -> _Made:
+    array = np.asarray(value)
+    if array.dtype.hasobject or array.dtype.names is not None:
+        raise CheckpointError(f"A checkpoint cannot hold {path}: it is an array of {array.dtype}, not of numbers.")
+    raw = torch.tensor(np.frombuffer(array.tobytes(), np.uint8))
+    return _Made(_array, raw, array.dtype.str, array.shape, isinstance(value, np.generic))
+
+
+def _array(raw: Tensor, dtype: str, shape: tuple[int, ...], is_scalar: bool) -> Any:
+    array = np.frombuffer(raw.numpy().tobytes(), dtype).reshape(shape).copy()
+    return array[()] if is_scalar else array
+
+
+_READABLE: Final[list[Any]] = [
+    Path, HookPoint, frozenset, range, deque, defaultdict, int, float, list, dict, str, _array
+]  # fmt: skip
+"""What a file may name besides what torch's reader knows; none of it runs code of the file."""
