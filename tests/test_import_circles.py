@@ -15,7 +15,6 @@ STILL_WITH_CIRCLES = (
     "hookline.factories.",
     "hookline.lifecycle.",
     "hookline.observe.watch.",
-    "hookline.training.",
 )
 """Folders that have a circle inside; take a line out when its circle is taken apart."""
 

@@ -64,9 +64,9 @@ from hookline.sites.tensors.tensor_hooks import attach_tensor as attach_tensor
 from hookline.specs.apply_specs import register_hooks as register_hooks
 from hookline.specs.hook_spec import HookSpec as HookSpec
 from hookline.training.checkpoints import Checkpoints as Checkpoints
-from hookline.training.epochs import epoch_loop as epoch_loop
 from hookline.training.experiment import Experiment as Experiment
-from hookline.training.steps import step_loop as step_loop
+from hookline.training.loops import epoch_loop as epoch_loop
+from hookline.training.loops import step_loop as step_loop
 from hookline.when import HookPoint as HookPoint
 from hookline.when import StepSchedule as StepSchedule
 

@@ -72,7 +72,7 @@ def test_an_error_without_a_frame_of_the_user_begins_where_hookline_called(capsy
     assert run_here("run", f"{own}:TorchLoss", "--epochs", "1", *QUIET) == 1
     err = capsys.readouterr().err
     assert err.startswith("Traceback (none of it is your code")
-    assert "return loss(model, batch)" in err
+    assert "loss_fn(model, part)" in err
     assert "TypeError: cross_entropy_loss()" in err
     assert "session.py" not in err
     assert run_here("--debug", "run", f"{own}:TorchLoss", "--epochs", "1", *QUIET) == 1

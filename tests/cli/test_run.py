@@ -413,7 +413,7 @@ def test_the_process_is_as_it_was_afterwards():
 def test_determinism_is_on_while_it_runs_unless_it_is_not_wanted(monkeypatch):
     """Seen from inside."""
     seen = []
-    import hookline.training.epochs as loop
+    import hookline.training.loops as loop
 
     real = loop.epoch_loop
     monkeypatch.setattr(

@@ -49,7 +49,7 @@ class PreparedExperiment:
         model = self.experiment.model
         if launched_ranks()[1] == 1:
             return model
-        from hookline.training.rank_model import bare_model
+        from hookline.training.ranks import bare_model
 
         return bare_model(model)
 
@@ -120,10 +120,10 @@ class PreparedExperiment:
             "resume": resume,
         }
         if self.loop == "step":
-            from hookline.training.steps import step_loop
+            from hookline.training.loops import step_loop
 
             return step_loop(self.experiment, steps=self.length, **options)
-        from hookline.training.epochs import epoch_loop
+        from hookline.training.loops import epoch_loop
 
         if self.eval_every is not None:
             options["eval_every"] = self.eval_every

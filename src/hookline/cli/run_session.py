@@ -129,7 +129,7 @@ class Session:
             made.experiment.model.compile()
         rank, ranks = launched_ranks()
         if ranks > 1:
-            from hookline.training.rank_experiment import share_experiment
+            from hookline.training.ranks import share_experiment
 
             share_experiment(made.experiment, rank=rank, ranks=ranks, seed=request.options.training.seed)
             if rank > 0:  # the ranks began alike, so that they have the same data; they drop out different units

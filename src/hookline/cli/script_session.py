@@ -31,7 +31,7 @@ from hookline.integrations.snapshot_steps import OFTEN_AT_FIRST, SnapshotSteps, 
 from hookline.lifecycle.manager import HookManager
 from hookline.runs.folder import LOG, STRATEGY, RunNotes, new_folder
 from hookline.runs.read import read_document
-from hookline.training.loop_result import LoopResult
+from hookline.training.loops import LoopResult
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from hookline.integrations.host_manager import check_report_to
 from hookline.integrations.method_listeners import Listener, listen
 from hookline.messages import type_name
 from hookline.sinks.jsonl_sink import JSONLSink
-from hookline.training.rank_model import averaging_model
+from hookline.training.ranks import averaging_model
 
 try:
     import accelerate  # noqa: F401  # asked for here, so that its absence is told before a loop is followed

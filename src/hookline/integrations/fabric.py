@@ -18,7 +18,7 @@ from hookline.integrations.follow import Follow, follow
 from hookline.integrations.host_log_sink import HostLogSink
 from hookline.integrations.host_manager import check_report_to
 from hookline.integrations.model_of_optimizer import find_model, find_optimizers
-from hookline.training.rank_model import averaging_model
+from hookline.training.ranks import averaging_model
 
 if TYPE_CHECKING:
     from hookline.lifecycle.manager import HookManager

@@ -22,7 +22,7 @@ from hookline.integrations.host_log_sink import HostLogSink
 from hookline.messages import caller_stacklevel
 from hookline.runs.folder import LOG, STRATEGY, RunNotes, model_facts
 from hookline.sites.functions.replaced_function import ReplacedFunction
-from hookline.training.loop_result import LoopResult
+from hookline.training.loops import LoopResult
 
 if TYPE_CHECKING:
     from hookline.lifecycle.manager import HookManager

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hookline.errors import HooklineWarning, LifecycleError
 from hookline.integrations.held_gradients import HeldGradients
-from hookline.integrations.host_adapter import HostAdapter
+from hookline.integrations.host_adapter import HostExperiment, HostPasses, HostSchedule
 from hookline.integrations.host_facts import HostNotes
 from hookline.integrations.host_manager import check_options, make_manager
 from hookline.integrations.host_state import check_state, load_state, save_state
@@ -25,8 +25,8 @@ from hookline.integrations.snapshot_steps import OFTEN_AT_FIRST, SnapshotSteps, 
 from hookline.lifecycle.choose_hooks import tell_reports
 from hookline.messages import caller_stacklevel
 from hookline.phases import in_phase
-from hookline.training.experiment_adapter import whole_number
-from hookline.training.rank_model import warn_of_join
+from hookline.training.experiment import whole_number
+from hookline.training.ranks import warn_of_join
 from hookline.training.run import Run
 from hookline.training.step import MicroBatches, StepResult
 from hookline.when import HookPoint
@@ -146,9 +146,9 @@ class HostRun:
         """
         if self.run is not None:
             self.end_run()  # a host that failed said nothing
-        adapter, manager = HostAdapter(self._loop, model, optimizer, **parts), self.manager
+        experiment, manager = HostExperiment(model, optimizer, **parts), self.manager
         manager.set_loop_type(self._loop)
-        manager.set_capabilities(adapter.capabilities | self._capabilities)
+        manager.set_capabilities(experiment.capabilities | self._capabilities)
         manager.reset_all()
         manager.continue_from(step - 1)
         self._notes.open(run_context or {})
@@ -156,7 +156,9 @@ class HostRun:
             manager.set_run_context(**run_context)
         for sentence in manager.will_fire(_POINTS[self._loop]):
             warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
-        run = Run(adapter, manager)
+        passes, schedule = HostPasses(experiment), HostSchedule(experiment, self._loop)
+        run = Run(experiment, self._loop, manager, passes=passes, schedule=schedule)
+        run.has_loss = "loss_fn" in experiment.capabilities
         with ExitStack() as opened:
             opened.callback(manager.fan_out.release_log)  # another Trainer may go on with the folder
             opened.enter_context(run.written_at_the_end())
@@ -167,10 +169,10 @@ class HostRun:
             self.run, self._open = run, opened.pop_all()
         self._needs_previous = manager.needs_prev_step_grads()
         self._needs_mean = manager.needs_grad_accumulation()
-        self._accumulate = adapter.accumulate
+        self._accumulate = experiment.accumulate
         self.has_later_hooks = self._needs_previous or manager.has_hooks_at(HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)
         self._reports.begin_run()
-        self._notes.begin(adapter.bare_model, adapter.optimizer)
+        self._notes.begin(run.model, experiment.optimizer)
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._load(pending, step)
@@ -210,8 +212,8 @@ class HostRun:
         run = self._running("begin_epoch")
         if self._in_epoch:
             self.end_epoch()
-        if loader is not None:
-            run.adapter.set_loader(loader)
+        if loader is not None and isinstance(run.passes, HostPasses):
+            run.passes.set_loader(loader)
         if run.is_within and run.epoch != epoch:  # saved after the last step of an epoch, before the end of that
             self._in_epoch, run.is_within = True, False
             self.end_epoch()
@@ -229,7 +231,7 @@ class HostRun:
         snapshot = (HookPoint.SNAPSHOT,) if self._snapshots.is_due(epoch) else ()
         run.begin_epoch(epoch, (HookPoint.POST_EPOCH, *snapshot))
         if run.num_epochs < 2 and self.manager.ranks is not None:
-            warn_of_join(run.adapter.model)
+            warn_of_join(run.experiment.model)
         run.fire(HookPoint.PRE_EPOCH)
 
     def end_epoch(self) -> None:
@@ -305,7 +307,7 @@ class HostRun:
         if run is None or not self._in_step:
             return
         if self._needs_previous or self._needs_mean or self.manager.may_fire(HookPoint.POST_STEP):
-            self.held.take(run.adapter.model)
+            self.held.take(run.experiment.model)
 
     def end_step(
         self, *, loss: Tensor | float | None = None, trained: bool = True, metrics: Mapping[str, Any] | None = None
@@ -390,7 +392,7 @@ class HostRun:
     def state_dict(self, *, all_ranks: bool = False) -> dict[str, Any]:
         """Return the state of hooks, schedules, sinks and sums; of ``all_ranks`` if every rank calls it with that."""
         run = self._running("state_dict")
-        held = partial(self.held.state_dict, run.adapter.model) if self._needs_previous else dict
+        held = partial(self.held.state_dict, run.experiment.model) if self._needs_previous else dict
         return save_state(run, held, within=self._in_epoch, all_ranks=all_ranks)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -403,7 +405,7 @@ class HostRun:
 
     def _load(self, state: Mapping[str, Any], step: int | None) -> None:
         run = self._running("load_state_dict")
-        self.held.load_state_dict(run.adapter.model, load_state(run, state, step))
+        self.held.load_state_dict(run.experiment.model, load_state(run, state, step))
         self._reports.go_on()
 
     def _running(self, what: str) -> Run:

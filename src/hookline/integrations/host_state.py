@@ -34,15 +34,12 @@ def save_state(run: Run, held: Callable[[], Any], *, within: bool, all_ranks: bo
         within: Whether an epoch has begun and is not over.
         all_ranks: Whether every rank calls this, and gets the states of all; else it is the state of this rank.
     """
-    assert run.manager is not None
     ranks = run.manager.ranks
 
     def make() -> dict[str, Any]:
-        assert run.retention is not None
-        assert run.manager is not None
         return {
             "format": _FORMAT,
-            "loop": run.adapter.loop,
+            "loop": run.loop,
             "run": run.state_dict(within=within),
             "manager": run.manager.state_dict(),
             "gradients": run.retention.state_dict(),
@@ -70,10 +67,8 @@ def load_state(run: Run, state: Mapping[str, Any], step: int | None) -> Any:
     If the host says that it goes on after another ``step``, schedules follow the host.
     """
     manager = run.manager
-    assert run.retention is not None
-    assert manager is not None
     rank, count = (0, 1) if manager.ranks is None else (manager.ranks.rank, manager.ranks.ranks)
-    state, sentence = choose_state(state, run.adapter.model, rank, count)
+    state, sentence = choose_state(state, run.experiment.model, rank, count)
     if sentence:
         warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
     manager.load_state_dict(state["manager"])

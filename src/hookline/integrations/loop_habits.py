@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hookline.integrations.host_adapter import HostAdapter
+from hookline.integrations.host_adapter import HostSchedule
 from hookline.training.step import MicroBatches
 
 if TYPE_CHECKING:
@@ -31,16 +31,16 @@ class LoopHabits:
     def note_step(self, number: int) -> None:
         """Look at a step that is over; ``number`` counts those of its epoch from 1."""
         run = self._host.run
-        if run is None or not isinstance(run.adapter, HostAdapter):
+        if run is None or not isinstance(run.schedule, HostSchedule):
             return
         if self._counts and isinstance(run.batch, MicroBatches):
             # The most: the last step of an epoch may have fewer.
-            run.adapter.experiment.accumulate = max(run.adapter.accumulate, len(run.batch))
+            run.experiment.accumulate = max(run.experiment.accumulate, len(run.batch))
         if self._scheduler is None:
             return
         now = getattr(self._scheduler, "last_epoch", None)
         if number > 1 and now is not None and self._position is not None and now > self._position:
-            run.adapter.experiment.scheduler_per = "step"
-            run.adapter.steps_of_scheduler = now - self._position  # Accelerate makes one for each rank
+            run.experiment.scheduler_per = "step"
+            run.schedule.times = now - self._position  # Accelerate makes one for each rank
             self._scheduler = None
         self._position = now

@@ -116,7 +116,7 @@ class StepReports:
             run: The run.
             is_in_step: Whether a step has begun that was never made: a loop may take a batch and stop, or fail.
         """
-        if run.manager is None or not self._when.every:
+        if not self._when.every:
             return
         if is_in_step:
             run.step -= 1
@@ -127,7 +127,7 @@ class StepReports:
 
     def end_failed_run(self, run: Run, error: BaseException, *, is_in_step: bool) -> None:
         """Report as `end_run` does when ``error`` ends the run; not on one of several ranks: others may still train."""
-        if run.manager is None or run.manager.ranks is not None:
+        if run.manager.ranks is not None:
             return
         try:
             self.end_run(run, is_in_step=is_in_step)

@@ -121,7 +121,7 @@ class TrainingHook:
         """Make a step of the run, ``step(batch)``, and return its result; only with ``wraps_steps``.
 
         For hooks that look at a step from its beginning to its end, and may run it again. A loop that hookline does
-        not own makes its steps by itself: there it is never called. ``step`` is a `hookline.training.run_step.RunStep`.
+        not own makes its steps by itself: there it is never called. ``step`` is a `hookline.training.run.RunStep`.
         """
         return step(batch)
 

@@ -20,14 +20,14 @@ from hookline.metta.stats_reporter import StatsReporter
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.wrappers import clean_modules
 from hookline.tables import Table, number_text
-from hookline.training.epochs import epoch_loop
 from hookline.training.experiment import Experiment
+from hookline.training.loops import epoch_loop
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hookline.lifecycle.manager import HookManager
-    from hookline.training.loop_result import LoopResult
+    from hookline.training.loops import LoopResult
 
 __all__ = ["Trainer", "example_data", "example_policy"]
 

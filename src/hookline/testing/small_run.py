@@ -21,9 +21,8 @@ from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import InterventionHook, TrainingHook
 from hookline.lifecycle.states import map_tensors
 from hookline.testing.run_outcome import Outcome, Trial, collected_warnings, left_by
-from hookline.training.epochs import epoch_loop
 from hookline.training.experiment import Experiment
-from hookline.training.steps import step_loop
+from hookline.training.loops import epoch_loop, step_loop
 from hookline.when import HookPoint
 
 __all__ = ["DrawingHook", "ReplacingHook", "SmallModel", "SmallRun", "StirringHook", "small_experiment"]

@@ -21,7 +21,7 @@ from hookline.checkpoint_file import write
 from hookline.errors import CheckpointError, HooklineWarning, ResumeError
 from hookline.files import FileLock, lock_holder, take_lock
 from hookline.messages import caller_stacklevel
-from hookline.training.experiment_adapter import whole_number
+from hookline.training.experiment import whole_number
 
 if TYPE_CHECKING:
     import os

@@ -1,26 +1,55 @@
-"""Define what an experiment supplies to the loops: model, data, loss, evaluation.
+"""Define what an experiment supplies to the loops: model, data, loss, evaluation, and the state of the run.
 
-Users make or derive one; the loops read it through an `ExperimentAdapter`.
+Users make or derive one; the loops take any object like one by `Experiment.of`.
 """
 
 from __future__ import annotations
 
+import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import is_dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from hookline.errors import OptionError
+from hookline.guard.loaders import generators_of_loader
+from hookline.guard.rng import GENERATOR_TYPES
+from hookline.lifecycle.hook import TrainingHook
+from hookline.lifecycle.manager import HookManager
 from hookline.messages import type_name
-from hookline.training.step import optimizer_step, usual_loss
+from hookline.records.readers import FanOut
+from hookline.records.sink import MetricSink
+from hookline.training.step import StepResult, backward, usual_loss
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["Experiment"]
+__all__ = ["Experiment", "attributes_of", "has_state", "is_record", "whole_number"]
 
 Per = Literal["epoch", "step"]
+
+_PARTS: Final = (
+    "model", "optimizer", "loader", "scheduler", "scheduler_per", "scaler", "accumulate", "clip_norm", "config",
+)  # fmt: skip
+_METHODS: Final = (
+    "loss_fn", "evaluate", "train_step", "should_stop", "on_epoch_end", "target_gradient", "get_loader",
+    "shuffled_loader",
+)  # fmt: skip
+_PLAIN: Final = (
+    bool, int, float, complex, str, bytes, bytearray, range, Path, type(None), torch.dtype, torch.device,
+    Tensor, np.ndarray, np.generic,
+)  # fmt: skip
+_OF_MANAGERS: Final = (HookManager, TrainingHook, MetricSink, FanOut)
+"""What a manager saves and puts back."""
+_DEEPEST: Final = 20
+"""Containers inside each other that are looked into; more are likely a circle."""
 
 
 class Experiment:
@@ -38,7 +67,11 @@ class Experiment:
                 return {"val_acc": ...}
 
     Any object will do that has the attributes and methods of this class that it needs: ``model``, and ``loader`` with
-    ``optimizer`` and ``loss_fn``, or a ``train_step`` of its own. What is not there is as it is here.
+    ``optimizer`` and ``loss_fn``, or a ``train_step`` of its own. What is not there is as it is here. The loop reads
+    them when it begins.
+
+    What the run changes is an attribute of the experiment, and so part of its ``state``: a second optimizer, an average
+    of the weights, a counter. Interventions leave it as it was, and a resumed run goes on with it.
 
     For ``hookline run FILE:Class`` a subclass is made with ``Class(config, strategy)``, ``config`` being a
     ``config_class``, and hands what it has made to ``super().__init__``; it is then moved to the device by ``to``.
@@ -77,6 +110,17 @@ class Experiment:
     shares_data: bool = False
     """Whether it gives each rank its part of the data itself; if not, ``hookline run`` does so under torchrun."""
 
+    # A subclass that calls no super().__init__() has these.
+    model: nn.Module
+    optimizer: Optimizer | None = None
+    loader: Iterable[Any] | None = None
+    scheduler: Any = None
+    scheduler_per: Per | None = None
+    scaler: Any = None
+    accumulate: int = 1
+    clip_norm: float | None = None
+    config: Any = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -109,24 +153,46 @@ class Experiment:
         self.optimizer = optimizer
         self.loader = loader
         self.scheduler = scheduler
-        self.scheduler_per: Per | None = scheduler_per
+        self.scheduler_per = scheduler_per
         self.scaler = scaler
         self.accumulate = accumulate
         self.clip_norm = clip_norm
         self.config = config
-        given = {
-            "loss_fn": loss_fn,
-            "evaluate": evaluate,
-            "train_step": train_step,
-            "should_stop": should_stop,
-            "on_epoch_end": on_epoch_end,
-            "target_gradient": target_gradient,
-            "get_loader": get_loader,
-            "shuffled_loader": shuffled_loader,
-        }
-        for name, function in given.items():
+        given = (
+            loss_fn, evaluate, train_step, should_stop, on_epoch_end, target_gradient, get_loader, shuffled_loader,
+        )  # fmt: skip
+        for name, function in zip(_METHODS, given, strict=True):
             if function is not None:
                 setattr(self, name, function)  # in front of the method of that name
+
+    @staticmethod
+    def of(thing: Any) -> Experiment:
+        """Return an experiment; of another object, one with its attributes and methods, and defaults for the rest."""
+        if not isinstance(getattr(thing, "model", None), nn.Module):
+            raise OptionError(
+                f"A loop takes an Experiment, or an object that has a model as one; got {type_name(thing)} without one."
+            )
+        experiment = thing if isinstance(thing, Experiment) else _ObjectAsExperiment(thing)
+        _check(experiment)
+        return experiment
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What belongs to the run besides model, optimizer, scheduler, scaler and loader; override to add or leave out.
+
+        Recipe: ``return {**super().state, "queue": vars(self.queue)}`` in a property ``state`` of your own.
+
+        These are the attributes that have ``state_dict()`` and ``load_state_dict()`` (modules, optimizers, …),
+        generators, and plain values: numbers, texts, tensors, arrays, and lists, tuples, sets, deques, dictionaries and
+        dataclasses of all these. They are copied for each intervention and saved in each checkpoint: keep data in a
+        `Dataset`, and leave out a frozen teacher. In a resumed run they have the values that were saved.
+        """
+        return _declared(self)
+
+    def has_own(self, method: str) -> bool:
+        """Return whether a method is the experiment's own, and not that of this class."""
+        found = getattr(self, method)
+        return found is not None and getattr(found, "__func__", None) is not getattr(Experiment, method)
 
     def __repr__(self) -> str:
         # A subclass may set these later than __init__, or never.
@@ -158,7 +224,24 @@ class Experiment:
             The loss; or a dictionary with ``loss`` and whatever else is to be reported; or False if nothing was
             trained, and the scheduler is to wait.
         """
-        return optimizer_step(self, batch)
+        optimizer, scaler = self.optimizer, self.scaler
+        if optimizer is None:
+            raise OptionError("The experiment has no optimizer to make a step with: give it one, or a train_step().")
+        optimizer.zero_grad(set_to_none=True)
+        loss = backward(self.model, batch, self.loss_fn, (lambda loss: loss) if scaler is None else scaler.scale)
+        if scaler is not None:
+            # Also where nothing is clipped: a fused optimizer would divide by the scale inside its kernel, and hooks
+            # would see gradients 65,536 times too large.
+            scaler.unscale_(optimizer)
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        if scaler is None:
+            optimizer.step()
+            return StepResult(loss)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        return StepResult(loss, trained=scaler.get_scale() >= before)  # it is lowered when a step was passed over
 
     def get_loader(self, epoch: int) -> Iterable[Any] | None:
         """Return the batches of an epoch (in the step loop: of a pass over the data); ``loader`` every time."""
@@ -185,3 +268,91 @@ class Experiment:
 
     def on_epoch_end(self, epoch: int, metrics: Mapping[str, Any]) -> None:
         """Do something after an epoch and its hooks."""
+
+
+class _ObjectAsExperiment(Experiment):
+    """An object with some of the attributes and methods of an experiment."""
+
+    def __init__(self, thing: Any) -> None:
+        super().__init__(**{name: getattr(thing, name) for name in (*_PARTS, *_METHODS) if hasattr(thing, name)})
+        self.thing = thing
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What the object says; else its attributes that have a state, or are plain."""
+        own = getattr(self.thing, "state", None)
+        return own if isinstance(own, Mapping) else _declared(self)
+
+
+def _check(experiment: Experiment) -> None:
+    own_step, loader, clip = experiment.has_own("train_step"), experiment.loader, experiment.clip_norm
+    if not own_step and experiment.optimizer is None:
+        raise OptionError("The experiment has no optimizer: give it one, or a train_step() of its own.")
+    if loader is None and not (own_step or experiment.has_own("get_loader") or experiment.has_own("loss_fn")):
+        raise OptionError("The experiment has no loader to take batches from: give it one, or a train_step().")
+    if loader is not None and not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise OptionError(f"loader= is something to iterate over, again and again; got {type_name(loader)}.")
+    whole_number("accumulate", experiment.accumulate, 1)
+    if clip is not None and not clip > 0:  # a negative one turns gradients around
+        raise OptionError(f"clip_norm= is the largest norm, over 0, or None for any; got {clip!r}.")
+    if experiment.scheduler_per not in (None, "epoch", "step"):
+        raise OptionError(f"scheduler_per= is 'epoch' or 'step', got {experiment.scheduler_per!r}.")
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """Return an option that counts something as an int; refuse one below `least`."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise OptionError(f"{name}= must be a whole number of at least {least}, got {value!r}.")
+    return number
+
+
+# -- what belongs to the run ---------------------------------------------------------------------------------------
+
+
+def attributes_of(experiment: Experiment) -> dict[str, Any]:
+    """Return the attributes of an experiment, or of the object that is taken for one; the dictionary itself."""
+    thing = experiment.thing if isinstance(experiment, _ObjectAsExperiment) else experiment
+    return getattr(thing, "__dict__", {})
+
+
+def _declared(experiment: Experiment) -> dict[str, Any]:
+    """Return the attributes that have a state, or are plain."""
+    loader, attributes = experiment.loader, attributes_of(experiment)
+    found = {name: value for name, value in attributes.items() if name not in _PARTS and value is not loader}
+    # Of another loader the generators: to ask one that can tell its state would start it.
+    found |= {name: generators_of_loader(value) for name, value in found.items() if isinstance(value, DataLoader)}
+    return {name: value for name, value in found.items() if _is_state(value)}
+
+
+def _is_state(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, _PLAIN) or has_state(value):
+        return not isinstance(value, _OF_MANAGERS)
+    if depth > _DEEPEST:
+        return False
+    if is_record(value):
+        value = vars(value)
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple | set | frozenset | deque):
+        return False
+    return all(_is_state(item, depth + 1) for item in value)
+
+
+def has_state(value: Any) -> bool:
+    """Return whether an object can save and load its own state."""
+    if isinstance(value, GENERATOR_TYPES):
+        return True
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(map(callable, methods))
+
+
+def is_record(value: Any) -> bool:
+    """Return whether an object is its attributes, which can be written: a dataclass, or a namespace."""
+    if isinstance(value, SimpleNamespace):
+        return True
+    is_instance = is_dataclass(value) and not isinstance(value, type)
+    return is_instance and hasattr(value, "__dict__") and not value.__dataclass_params__.frozen

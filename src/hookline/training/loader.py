@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from hookline.errors import ResumeError
 from hookline.guard.loaders import datasets_of, generators_of_loader, samplers_of
 from hookline.guard.rng import RandomStates
-from hookline.training.experiment_adapter import ExperimentAdapter
-from hookline.training.model_state import generator_states, has_state, set_generators, set_streams, streams
-from hookline.training.step import Grouped
-from hookline.training.user_state import UserState
+from hookline.training.declared_state import SavedState
+from hookline.training.experiment import has_state
+from hookline.training.model_state import generator_states, set_generators, set_streams, streams
+from hookline.training.parts import Passes
 
 __all__ = ["LoaderPosition"]
 
@@ -27,8 +27,9 @@ _SCALARS: Final = (bool, int, float, str, type(None))
 class LoaderPosition:
     """Save and restore the position of the loader of a run."""
 
-    def __init__(self, adapter: ExperimentAdapter, own: UserState, *, replay: bool) -> None:
-        self._adapter = adapter
+    def __init__(self, passes: Passes, own: SavedState, *, replay: bool) -> None:
+        self._passes = passes
+        self._experiment = passes.experiment
         self._own = own
         self._replay = replay
         self._before: dict[str, Any] = {}
@@ -37,7 +38,7 @@ class LoaderPosition:
     @property
     def can_go_on(self) -> bool:
         """True if a run can be saved in the middle of a pass over these data."""
-        loader = self._adapter.current_loader
+        loader = self._passes.loader
         if loader is None or self._replay or has_state(loader):
             return True
         if isinstance(loader, DataLoader):
@@ -49,19 +50,19 @@ class LoaderPosition:
     def before_loader(self) -> None:
         """Save the streams before the experiment makes its loader, for which it may draw."""
         self._before = {
-            "streams": streams(self._adapter.model),
+            "streams": streams(self._experiment.model),
             "own": generator_states(self._own.generators()),
-            "fixed": generator_states(generators_of_loader(self._adapter.loader)),
+            "fixed": generator_states(generators_of_loader(self._experiment.loader)),
         }
 
     def begin(self) -> None:
         """Save the state of the loader before it is iterated."""
         self._warm_up_if(self._start.pop("to warm up", False))
-        self._start = {**_parts(self._adapter.current_loader), "warm": _is_warm(self._adapter.current_loader)}
+        self._start = {**_parts(self._passes.loader), "warm": _is_warm(self._passes.loader)}
 
     def _warm_up_if(self, wanted: bool) -> None:
         """Start workers that persist, which are there from the second pass on; starting them draws a number."""
-        loader = self._adapter.current_loader
+        loader = self._passes.loader
         if wanted and getattr(loader, "persistent_workers", False) and not _is_warm(loader):
             before = RandomStates(generators_of_loader(loader))
             iter(loader)
@@ -71,22 +72,23 @@ class LoaderPosition:
 
     def save(self, *, within: bool, begun: bool) -> dict[str, Any]:
         """Return the position: ``within`` a pass, or between two; and whether any has ``begun``."""
-        adapter = self._adapter
+        passes = self._passes
+        fixed: Any = self._experiment.loader
         saved: dict[str, Any] = {
-            "fixed": {**_parts(adapter.loader), "warm": _is_warm(adapter.loader)},
+            "fixed": {**_parts(fixed), "warm": _is_warm(fixed)},
         }
-        loader = adapter.current_loader if within else adapter.loader
+        loader = passes.loader if within else fixed
         if begun and has_state(loader):
             saved["state"] = loader.state_dict()
         if within:
-            saved |= {"before": self._before, "start": self._start, "now": _parts(adapter.current_loader)}
+            saved |= {"before": self._before, "start": self._start, "now": _parts(passes.loader)}
         return saved
 
     # -- going on ----------------------------------------------------------------------------------------------
 
     def load(self, saved: Mapping[str, Any], *, within: bool) -> None:
         """Go on between two passes; or ``within`` one, for which `go_on` is called later."""
-        loader = self._adapter.loader
+        loader: Any = self._experiment.loader
         _set_parts(loader, saved["fixed"])
         if within:
             return
@@ -96,13 +98,13 @@ class LoaderPosition:
 
     def go_on(self, saved: Mapping[str, Any], epoch: int, done: int) -> Iterator[Any]:
         """Return the rest of a pass of which `done` steps were made; the streams are then anywhere."""
-        adapter = self._adapter
+        passes = self._passes
         self._before, self._start = dict(saved["before"]), dict(saved["start"])
         set_generators(self._own.generators(), self._before["own"], "the experiment")
-        set_generators(generators_of_loader(adapter.loader), self._before["fixed"], "the loader")
-        set_streams(self._before["streams"], adapter.model)
-        adapter.take_loader(epoch)
-        loader = adapter.current_loader
+        set_generators(generators_of_loader(self._experiment.loader), self._before["fixed"], "the loader")
+        set_streams(self._before["streams"], self._experiment.model)
+        passes.take_loader(epoch)
+        loader = passes.loader
         if "state" in saved and has_state(loader):
             loader.load_state_dict(saved["state"])
             rest, done = iter(loader), 0
@@ -110,7 +112,7 @@ class LoaderPosition:
             _set_parts(loader, self._start)
             self._warm_up_if(self._start["warm"])
             rest = iter(loader)
-        batches = rest if adapter.accumulate == 1 else iter(Grouped(rest, adapter.accumulate))
+        batches: Iterator[Any] = iter(passes.grouped(rest))
         for number in range(done):
             if next(batches, _END) is _END:
                 raise ResumeError(
@@ -121,7 +123,7 @@ class LoaderPosition:
 
     def set_now(self, saved: Mapping[str, Any]) -> None:
         """Set the loader's generators to where they stood after the steps that were made."""
-        _set_parts(self._adapter.current_loader, saved["now"])
+        _set_parts(self._passes.loader, saved["now"])
 
 
 _END: Final = object()

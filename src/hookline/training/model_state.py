@@ -1,6 +1,6 @@
 """Save model, optimizer, scheduler, scaler and random streams, and load them again.
 
-`Saving` and `UserState` call it; it checks that what was saved fits before anything is loaded.
+`CoreState` and `SavedState` call it; it checks that what was saved fits before anything is loaded.
 """
 
 from __future__ import annotations
@@ -8,33 +8,23 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hookline.errors import CheckpointError, HooklineWarning, ResumeError
 from hookline.guard import rng
-from hookline.guard.guard import rollback
 from hookline.guard.loaders import generators_on, num_shuffles, set_num_shuffles
-from hookline.lifecycle.states import copied
 from hookline.messages import caller_stacklevel, type_name
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.wrappers import inner_key
-from hookline.training.extra_state import AttributeSnapshot
-
-if TYPE_CHECKING:
-    from hookline.lifecycle.manager import HookManager
-    from hookline.training.experiment_adapter import ExperimentAdapter
-    from hookline.training.retention import GradientRetention
-    from hookline.training.user_state import UserState
+from hookline.training.experiment import has_state
 
 __all__ = [
-    "CoreState",
     "ModelState",
     "check_state",
     "generator_states",
-    "has_state",
     "load_state",
     "set_generators",
     "set_streams",
@@ -45,8 +35,6 @@ __all__ = [
 
 _AROUND = ("OptimizedModule", "DistributedDataParallel", "DataParallel")
 """Wrappers that add nothing of their own; a run may be compiled before it is killed, and not when it goes on."""
-
-_STATES: Final = ("optimizer", "scheduler", "scaler")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -199,11 +187,6 @@ def set_generators(generators: Sequence[Any], states: Sequence[Any], whose: str)
 # -- optimizers, schedulers, scalers -----------------------------------------------------------------------------
 
 
-def has_state(thing: Any) -> bool:
-    """Return whether it can save and load its own state."""
-    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
 def state_of(thing: Any, name: str) -> Any:
     """Return the state of an optimizer, scheduler or scaler; None of None."""
     if thing is None:
@@ -263,56 +246,3 @@ def load_state(thing: Any, saved: Any) -> None:
         for key, value in state.items():
             if isinstance(value, Tensor) and key in live and live[key].dtype != value.dtype:
                 live[key] = value.to(live[key].device)
-
-
-# -- all of it ---------------------------------------------------------------------------------------------------
-
-
-class CoreState:
-    """Save and load what decides how training goes on, hooks apart."""
-
-    def __init__(self, adapter: ExperimentAdapter, own: UserState) -> None:
-        self._adapter = adapter
-        self._own = own
-
-    def save(self, manager: HookManager | None) -> dict[str, Any]:
-        """Return the state, without copying."""
-        adapter = self._adapter
-        # The usual step sets gradients to zero first; hooks, and a step of one's own, may look at those of before.
-        looked_at = adapter.has_own_step or (manager is not None and bool(manager.hooks))
-        return {
-            "model": ModelState(adapter.model).save(gradients=looked_at),
-            **{name: state_of(getattr(adapter, name), name) for name in _STATES},
-            "own": self._own.save(),
-            "streams": streams(adapter.model),
-        }
-
-    def before_epoch(self, retention: GradientRetention | None, manager: HookManager | None) -> dict[str, Any] | None:
-        """Return the state before the epoch, where a hook may go back to it: by going there, and coming back."""
-        adapter = self._adapter
-        if retention is None or retention.pre_epoch is None:
-            return None
-        attributes = AttributeSnapshot(adapter)
-        try:
-            with rollback(adapter.model, adapter.optimizer, retention.extra_state.all_but_optimizer, adapter.scaler):
-                retention.pre_epoch.restore()
-                saved: dict[str, Any] = copied(self.save(manager))
-                return saved
-        finally:
-            attributes.put_back()
-
-    def check(self, saved: Mapping[str, Any], *, force: bool) -> None:
-        """Refuse a saved state that does not fit; load nothing."""
-        ModelState(self._adapter.model).check(saved["model"], force=force)
-        for name in _STATES:
-            check_state(getattr(self._adapter, name), saved[name], name, force=force)
-        self._own.check(saved["own"], force=force)
-
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Set everything to a saved state, each tensor in its place."""
-        adapter = self._adapter
-        ModelState(adapter.model).load(saved["model"])
-        for name in _STATES:
-            load_state(getattr(adapter, name), saved[name])
-        self._own.load(saved["own"])
-        set_streams(saved["streams"], adapter.model)

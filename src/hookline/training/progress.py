@@ -67,7 +67,7 @@ class LoopProgress:
         """Show the bar, with what an earlier run has done: so many epochs, or steps, were over before ``first``."""
         total, unit, done = self._steps, "steps", first
         if self._epochs is not None:
-            per_epoch = _steps_per_epoch(self._run.adapter)
+            per_epoch = _steps_per_epoch(self._run.experiment)
             self._by_epoch = per_epoch is None
             unit = "epochs" if self._by_epoch else "steps"
             total, done = self._epochs * (per_epoch or 1), first * (per_epoch or 1)
@@ -165,13 +165,13 @@ def _bar() -> RunProgress | NotebookBar:
     return RunProgress(console) if output is None else NotebookBar(output)
 
 
-def _steps_per_epoch(adapter: Any) -> int | None:
+def _steps_per_epoch(experiment: Any) -> int | None:
     """Return how many steps an epoch has; None if only its end will tell."""
     try:
-        batches = len(adapter.loader)
+        batches = len(experiment.loader)
     except Exception:  # no loader, one without a length, or one whose length cannot be told
         return None
-    return math.ceil(batches / max(1, adapter.accumulate or 1)) or None
+    return math.ceil(batches / max(1, experiment.accumulate or 1)) or None
 
 
 def _as_number(value: Any) -> float | None:

@@ -1,6 +1,6 @@
 """Keep what a hook that will be due needs: mean gradients, those of the step before, the state before the epoch.
 
-`Run` calls it at each step; it asks the `HookManager` what is needed, and copies ``.grad``. `Contexts` reads it.
+`Run` calls it at each step and reads it; it asks the `HookManager` what is needed, and copies ``.grad``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hookline.errors import HooklineWarning
 from hookline.guard.snapshot import PreEpochState
 from hookline.messages import caller_stacklevel
 from hookline.sites.wrappers import clean_modules
-from hookline.training.extra_state import ExtraState
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from hookline.lifecycle.manager import HookManager
-    from hookline.training.experiment_adapter import ExperimentAdapter
+    from hookline.training.declared_state import GuardedState
+    from hookline.training.experiment import Experiment
 
 __all__ = ["GradientRetention", "Gradients"]
 
@@ -29,11 +29,10 @@ __all__ = ["GradientRetention", "Gradients"]
 class GradientRetention:
     """Keep gradients and earlier state for hooks, from one point to the next, only if one is going to need them."""
 
-    def __init__(self, adapter: ExperimentAdapter, manager: HookManager) -> None:
-        self._adapter = adapter
+    def __init__(self, experiment: Experiment, manager: HookManager, guarded: GuardedState) -> None:
+        self._experiment = experiment
         self._manager = manager
-        self.extra_state = ExtraState(adapter)
-        """What the experiment has besides."""
+        self._guarded = guarded
         self._gradients: Gradients | None = None
         self._averages = False
         self._may_need_previous = manager.needs_prev_step_grads()  # asked once, as asking takes 3 µs a step
@@ -63,9 +62,9 @@ class GradientRetention:
 
     def take_pre_epoch(self) -> None:
         """Keep everything as it is now, to go back to."""
-        adapter, others = self._adapter, self.extra_state.all_but_optimizer
+        experiment, others = self._experiment, self._guarded.all_but_optimizer
         self.pre_epoch = self._memory = PreEpochState.take(
-            adapter.model, adapter.optimizer, others, adapter.scaler, into=self._memory
+            experiment.model, experiment.optimizer, others, experiment.scaler, into=self._memory
         )
 
     def begin_step(self, position: int) -> None:
@@ -92,21 +91,17 @@ class GradientRetention:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run has to know, between two steps, without copying."""
-        gradients = self._gradients
-        return {
-            "averages": self._averages,
-            "gradients": None if gradients is None else gradients.state_dict(),
-            "has_trained": self._has_trained,
-            "told": self._warned,
-        }
+        sums, steps = (None, 0) if self._gradients is None else (dict(self._gradients.sums), self._gradients.num_steps)
+        kept = {"averages": self._averages, "has_trained": self._has_trained, "told": self._warned}
+        return {**kept, "sums": sums, "steps": steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned."""
         self._averages = state["averages"]
         self._has_trained, self._warned = state["has_trained"], state["told"]
         self._gradients = None
-        if state["gradients"] is not None:
-            self._of_parameters().load_state_dict(state["gradients"])
+        if state["sums"] is not None:
+            self._of_parameters().go_on(state["sums"], state["steps"])
 
     def release(self) -> None:
         """Drop everything: the run is over."""
@@ -125,7 +120,7 @@ class GradientRetention:
 
     def _of_parameters(self) -> Gradients:
         if self._gradients is None:
-            self._gradients = Gradients(self._adapter.model)
+            self._gradients = Gradients(self._experiment.model)
         return self._gradients
 
 
@@ -137,7 +132,7 @@ class Gradients:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = _named_parameters(model)
-        self._sums: dict[str, Tensor] = {}
+        self.sums: dict[str, Tensor] = {}
         self.num_steps = 0
         """How many steps were added."""
 
@@ -162,30 +157,23 @@ class Gradients:
                 if parameter.grad is None:
                     continue
                 found = True
-                total = self._sums.get(name)
+                total = self.sums.get(name)
                 if total is None:
-                    self._sums[name] = _copy_to_add_to(parameter.grad)
+                    self.sums[name] = _copy_to_add_to(parameter.grad)
                 else:
                     total.add_(parameter.grad)
         return found
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was added so far."""
-        return {"sums": dict(self._sums), "steps": self.num_steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on adding to that."""
-        self._sums = {
-            name: total.to(self._parameters[name].device)
-            for name, total in state["sums"].items()
-            if name in self._parameters
-        }
-        self.num_steps = state["steps"]
+    def go_on(self, sums: Mapping[str, Tensor], num_steps: int) -> None:
+        """Go on adding to sums of so many steps."""
+        known = self._parameters
+        self.sums = {name: total.to(known[name].device) for name, total in sums.items() if name in known}
+        self.num_steps = num_steps
 
     def take_mean(self) -> dict[str, Tensor]:
         """Return the mean of what was added since the last time."""
-        sums, num_steps = self._sums, self.num_steps
-        self._sums, self.num_steps = {}, 0
+        sums, num_steps = self.sums, self.num_steps
+        self.sums, self.num_steps = {}, 0
         for total in sums.values():
             total.div_(num_steps)
         return sums

@@ -1,43 +1,43 @@
-"""Run training on behalf of a loop: count steps, fire hooks, hand metrics on, save.
+"""Run training on behalf of a loop: count steps, make contexts, fire hooks, hand metrics on, save.
 
-`epoch_loop` and `step_loop` call its methods in order; it calls `HookManager`, `Contexts`, `GradientRetention` and
-`Saving`.
+`epoch_loop`, `step_loop` and the adapters of trainers call the methods of a `Run` in order; it calls `HookManager`,
+`GradientRetention` and, where the run is saved, `Saving`.
 """
 
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from hookline.errors import HooklineWarning, OptionError
+from hookline.errors import LifecycleError
+from hookline.guard.guard import Guard, rollback
+from hookline.guard.loaders import copy_loader, private_generator
+from hookline.guard.model_context import ModelDataContext
+from hookline.guard.snapshot import PreEpochState
 from hookline.lifecycle.choose_hooks import tell_scaler, tell_watches
+from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook_metrics import to_host
-from hookline.lifecycle.manager import HookManager
-from hookline.lifecycle.rank_sync import join_ranks
-from hookline.messages import caller_stacklevel, type_name
 from hookline.phases import in_phase
-from hookline.records.readers import has_ranks
-from hookline.training.loop_contexts import Contexts
-from hookline.training.loop_result import LoopResult
-from hookline.training.rank_model import check_alike, warn_of_join
+from hookline.training.declared_state import GuardedState
+from hookline.training.parts import Passes, Schedule, evaluate
+from hookline.training.ranks import bare_model, check_alike, warn_of_join
 from hookline.training.retention import GradientRetention
-from hookline.training.run_step import step_through_hooks
-from hookline.training.saving import Saving
-from hookline.training.step import Mean, StepResult
+from hookline.training.step import Mean, MicroBatches, StepResult, as_result
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
+    from hookline.lifecycle.hook import TrainingHook
+    from hookline.lifecycle.manager import HookManager
     from hookline.lifecycle.rank_sync import RankSync
-    from hookline.training.checkpoints import Checkpoints
-    from hookline.training.experiment_adapter import ExperimentAdapter
-    from hookline.training.progress import LoopProgress
+    from hookline.training.experiment import Experiment
 
-__all__ = ["Run", "start_run"]
+__all__ = ["NotSaved", "Run", "RunStep"]
 
 _TRAINING: Final = in_phase("train")
 
@@ -47,17 +47,37 @@ logger = logging.getLogger(__name__)
 class Run:
     """One training run; a loop calls its methods in order."""
 
-    def __init__(self, adapter: ExperimentAdapter, manager: HookManager | None, ranks: RankSync | None = None) -> None:
-        self.adapter = adapter
+    def __init__(
+        self,
+        experiment: Experiment,
+        loop: str,
+        manager: HookManager,
+        ranks: RankSync | None = None,
+        *,
+        passes: Passes | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
+        self.experiment = experiment
+        self.loop = loop
+        """Which counts: "epoch" or "step"."""
         self.manager = manager
         self.ranks = ranks
         """What keeps this rank together with the others; None in one process."""
-        self.in_epochs = adapter.loop == "epoch"
-        """Whether it is counted in epochs; in steps if not."""
-        self.retention = None if manager is None else GradientRetention(adapter, manager)
-        self._contexts = None if manager is None or self.retention is None else Contexts(self, manager, self.retention)
+        self.passes = passes or Passes(experiment)
+        self.schedule = schedule or Schedule(experiment, loop)
+        self.guarded = GuardedState(experiment)
+        self.retention = GradientRetention(experiment, manager, self.guarded)
+        self.has_loss = experiment.has_own("loss_fn") or not experiment.has_own("train_step")
+        """Whether a loss can be had without a step."""
+        self.saving = NotSaved(self)
+        self.progress: Any = None
+        """What shows how far it is; None if nothing does."""
+        self._contexts = Contexts(self)
+        self._has_hooks = bool(manager.hooks)
+        self._evaluates, self._may_stop = experiment.has_own("evaluate"), experiment.has_own("should_stop")
+        self._make_step = step_through_hooks(self, [hook for hook in manager.hooks.values() if hook.wraps_steps])
         self.epoch = 0
-        self.step = -1 if manager is None else manager.global_step
+        self.step = manager.global_step
         """The step that is being made or was made last, counted from 0 over the whole run; -1 before the first."""
         self.num_epochs = self.num_steps = 0
         self.next_epoch = 0
@@ -68,27 +88,33 @@ class Run:
         """Whether the run goes on in the middle of an epoch, or pass, that was begun before it was resumed."""
         self.interrupted: str | None = None
         """The signal by which the run stops."""
-        self._saving: Saving | None = None
-        self.progress: LoopProgress | None = None
-        """What shows how far it is."""
         self.stopped_early = False
         self.loss: Any = None
         """Of the step; when an epoch is over, of the epoch. On its device."""
+        self.accuracy: Any = None
+        """On the training data, as the steps tell it; like the loss."""
         self.evaluation: dict[str, Any] = {}
         """The newest; `evaluated` tells whether it is of now."""
         self.evaluated = False
-        self.accuracy: Any = None
-        """On the training data, as the steps tell it; like the loss."""
         self.batch: Any = None
         self.batch_idx: int | None = None
         self._losses, self._accuracies = Mean(), Mean()
-        wrapping = [] if manager is None else [hook for hook in manager.hooks.values() if hook.wraps_steps]
-        self._make_step = step_through_hooks(self, wrapping) if wrapping else adapter.train_and_schedule
 
     @property
     def position(self) -> int:
         """The epoch, or the step: metrics are plotted over it."""
-        return self.epoch if self.in_epochs else max(self.step, 0)
+        return self.epoch if self.loop == "epoch" else max(self.step, 0)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as hooks see it, and may differentiate it: without what averages gradients over ranks."""
+        return bare_model(self.experiment.model)
+
+    @property
+    def lr(self) -> Any:
+        """The learning rate of the optimizer's first group; a tensor if it is one there."""
+        groups = getattr(self.experiment.optimizer, "param_groups", ())
+        return groups[0]["lr"] if groups else None
 
     # -- from step to step -----------------------------------------------------------------------------------
 
@@ -99,15 +125,13 @@ class Run:
         self.evaluated = False
         self.take_loader()
         if self.num_epochs < 2 and self.ranks is not None:
-            warn_of_join(self.adapter.model)
-        if self.retention is not None:
-            self.retention.begin_epoch(points, epoch)
+            warn_of_join(self.experiment.model)
+        self.retention.begin_epoch(points, epoch)
 
     def take_loader(self) -> None:
         """Ask for the batches of this epoch, or pass over the data."""
-        if self._saving is not None:
-            self._saving.before_loader()
-        self.adapter.take_loader(self.epoch)
+        self.saving.before_loader()
+        self.passes.take_loader(self.epoch)
 
     def batches(self) -> Iterator[Any]:
         """Yield the batches of this epoch, or pass over the data; of one that was resumed, the rest."""
@@ -115,10 +139,8 @@ class Run:
         if not resumed:
             self.num_epochs += 1
             self.done = 0
-        saving = self._saving
-        batches = self.adapter.batches() if saving is None else saving.batches(resumed=resumed)
-        for index, batch in enumerate(batches, self.done):
-            self.batch_idx = index * self.adapter.accumulate
+        for index, batch in enumerate(self.saving.batches(resumed=resumed), self.done):
+            self.batch_idx = index * self.experiment.accumulate
             self.done = index + 1
             yield batch
 
@@ -127,13 +149,7 @@ class Run:
         self.batch, self.loss, self.accuracy = batch, None, None
         self.num_steps += 1
         self.evaluated = False
-        if self.manager is None or self.retention is None:
-            self.step += 1
-            if self.ranks is not None:
-                self.ranks.check(self.step)
-            return
-        self.manager.advance_step(self.epoch if self.in_epochs else None)
-        self.step = self.manager.global_step
+        self.step = self.manager.advance_step(self.epoch if self.loop == "epoch" else None)
         self.retention.begin_step(self.position)
 
     def train_step(self) -> None:
@@ -141,19 +157,24 @@ class Run:
         with _TRAINING:
             result = self._make_step(self.batch)
         if self.ranks is not None and self.num_steps == 1:
-            check_alike(self.adapter.model, self.ranks)
+            check_alike(self.experiment.model, self.ranks)
         self.take_result(result)
+
+    def train_and_schedule(self, batch: Any) -> StepResult:
+        """Make a step of the experiment, then of a scheduler that counts steps; interventions train by it too."""
+        result = as_result(self.experiment.train_step(batch))
+        if result.trained:
+            self.schedule.step("step", result.loss)
+        return result
 
     def take_result(self, result: StepResult) -> None:
         """Take in the outcome of a step: its loss and metrics, its gradients if a hook needs them."""
         self.loss, self.accuracy = result.loss, result.metrics.get("train_acc")
         self._losses.add(result.loss)
         self._accuracies.add(self.accuracy)
-        if self.retention is not None:
-            self.retention.end_step(trained=result.trained)
-        if self.manager is not None:
-            for name, value in result.metrics.items():
-                self.manager.take_record(f"train/{name}", value)  # goes out with the step metrics of hooks
+        self.retention.end_step(trained=result.trained)
+        for name, value in result.metrics.items():
+            self.manager.take_record(f"train/{name}", value)  # goes out with the step metrics of hooks
 
     def end_epoch(self) -> None:
         """End the steps of an epoch: write step metrics, average the loss and accuracy, step the scheduler."""
@@ -163,102 +184,66 @@ class Run:
         if self.ranks is not None:
             found = self.ranks.reduce(to_host({"loss": self.loss, "accuracy": self.accuracy}), "loss of the epoch")
             self.loss, self.accuracy = found["loss"], found["accuracy"]
-        if self.retention is not None:
-            self.retention.end()
-        self.adapter.step_scheduler("epoch", self.loss)
+        self.retention.end()
+        self.schedule.step("epoch", self.loss)
+
+    def begin_stretch(self, last: int | None) -> None:
+        """Begin steps of which `last` is the last before a snapshot; None if the run ends first. For the step loop."""
+        self.retention.begin(() if last is None else (HookPoint.SNAPSHOT,), last or 0)
+
+    def end_stretch(self) -> None:
+        """End them: write step metrics, finish mean gradients."""
+        self.flush()
+        self.retention.end()
+
+    def evaluate(self) -> None:
+        """Evaluate the model, if the experiment can."""
+        if self._evaluates:
+            self.evaluation, self.evaluated = evaluate(self.experiment), True
+            if self.ranks is not None:
+                self.evaluation = self.ranks.reduce(to_host(self.evaluation), "evaluation")
 
     @property
     def newest_metrics(self) -> dict[str, Any]:
         """The loss, and the newest evaluation."""
         return {"loss": self.loss, **self.evaluation}
 
-    def begin_stretch(self, last: int | None) -> None:
-        """Begin steps of which `last` is the last before a snapshot; None if the run ends first. For the step loop."""
-        if self.retention is not None:
-            self.retention.begin(() if last is None else (HookPoint.SNAPSHOT,), last or 0)
-
-    def end_stretch(self) -> None:
-        """End them: write step metrics, finish mean gradients."""
-        self.flush()
-        if self.retention is not None:
-            self.retention.end()
-
-    def evaluate(self) -> None:
-        """Evaluate the model, if the experiment can."""
-        if self.adapter.evaluates:
-            self.evaluation, self.evaluated = self.adapter.evaluate(), True
-            if self.ranks is not None:
-                self.evaluation = self.ranks.reduce(to_host(self.evaluation), "evaluation")
-
     def ask_to_stop(self) -> bool:
         """Ask the experiment whether that was the last epoch, or step, and remember the answer."""
-        enough = self.adapter.should_stop(self.position, self.newest_metrics)
-        if self.ranks is not None and self.adapter.may_stop:
-            enough = any(self.ranks.gather(enough, "asking whether to stop"))
-        self.stopped_early = enough
-        return enough
+        if self._may_stop:
+            self.stopped_early = bool(self.experiment.should_stop(self.position, self.newest_metrics))
+            if self.ranks is not None:
+                self.stopped_early = any(self.ranks.gather(self.stopped_early, "asking whether to stop"))
+        return self.stopped_early
 
-    # -- checkpoints -----------------------------------------------------------------------------------------
-
-    @contextmanager
-    def saved_to(self, checkpoints: Checkpoints | None, *, resume: bool, settings: Mapping[str, Any]) -> Iterator[None]:
-        """Save the run there for as long as the block lasts; load it first, if asked to."""
-        if checkpoints is None:
-            if resume:
-                raise OptionError("resume=True goes on from a checkpoint: say where they are, checkpoints=.")
-            yield
-            return
-        self._saving = Saving(self, checkpoints, settings)
-        with self._saving.active(resume=resume):
-            yield
-
-    def begin(self) -> bool:
-        """Begin training; return whether it goes on from a checkpoint."""
-        return self._saving is not None and self._saving.begin()
-
-    def show_progress_from(self, first: int) -> None:
-        """Begin to show how far the run is, if that was asked for; ``first`` is its first epoch, or step."""
-        if self.progress is not None:
-            self.progress.begin(first)
+    # -- its place, to save it ---------------------------------------------------------------------------------
 
     def end_step(self) -> bool:
         """End a step with its hooks and snapshot; save if it is time to. Return whether the run stops here."""
         if self.progress is not None:
             self.progress.end_step()
-        return self._saving is not None and self._saving.save_after_step()
+        return self.saving.save_after_step()
 
     def finish_epoch(self) -> bool:
         """End an epoch with its hooks; save if it is time to. Return whether the run stops here."""
         if self.progress is not None:
             self.progress.end_epoch()
         self.next_epoch = self.epoch + 1
-        return self._saving is not None and self._saving.save_after_epoch()
+        return self.saving.save_after_epoch()
 
     def end_pass(self) -> None:
         """End a pass over the data; the step loop calls this."""
         self.epoch += 1
         self.done = 0
-        if self._saving is not None:
-            self._saving.save_after_pass()
-
-    def finish(self) -> None:
-        """Save the run at its end."""
-        if self._saving is not None:
-            self._saving.finish()
+        self.saving.save_after_pass()
 
     def state_dict(self, *, within: bool) -> dict[str, Any]:
         """Return the position, ``within`` an epoch or pass or between two, and the sums so far."""
         return {
-            "epoch": self.epoch if within or not self.in_epochs else self.next_epoch,
+            "epoch": self.epoch if within or self.loop == "step" else self.next_epoch,
             "within": within,
             "done": self.done if within else 0,
-            "step": self.step,
-            "num_epochs": self.num_epochs,
-            "num_steps": self.num_steps,
-            "stopped_early": self.stopped_early,
-            "loss": self.loss,
-            "accuracy": self.accuracy,
-            "evaluation": self.evaluation,
+            **{name: getattr(self, name) for name in _SAVED},
             "losses": self._losses.state,
             "accuracies": self._accuracies.state,
         }
@@ -267,53 +252,38 @@ class Run:
         """Go on from what ``state_dict`` returned."""
         self.epoch = self.next_epoch = state["epoch"]
         self.is_within, self.done = state["within"], state["done"]
-        for name in ("step", "num_epochs", "num_steps", "stopped_early", "loss", "accuracy"):
+        for name in _SAVED:
             setattr(self, name, state[name])
-        self.evaluation = dict(state["evaluation"])
         self._losses.state, self._accuracies.state = state["losses"], state["accuracies"]
 
     # -- hooks and sinks -------------------------------------------------------------------------------------
 
     def fire(self, point: HookPoint) -> None:
         """Fire the hooks that are due here."""
-        if self._contexts is not None:
+        if self._has_hooks:
             self._contexts.fire(point)
 
     def report_evaluation(self, point: HookPoint, group: str = "eval") -> None:
         """Hand the evaluation to the sinks, if it was made just now."""
-        if self.manager is not None and self.evaluated:
+        if self.evaluated:
             metrics = {f"{group}/{name}": value for name, value in self.evaluation.items()}
             self.manager.emit_metrics(metrics, self.position, point, reduced=True)
 
     def flush(self) -> None:
         """Hand the metrics of single steps to the sinks."""
-        if self.manager is not None:
-            self.manager.flush_step_metrics(self.position)
-
-    # -- the end ---------------------------------------------------------------------------------------------
-
-    def result(self) -> LoopResult:
-        """Return the outcome."""
-        loss = None if self.loss is None else float(self.loss)
-        if self.ranks is not None:
-            loss = self.ranks.reduce({"loss": loss}, "loss of the run")["loss"]
-        metrics = {name: _plain(value) for name, value in self.evaluation.items()}
-        return LoopResult(
-            self.num_epochs, self.num_steps, self.stopped_early, loss, metrics, interrupted=self.interrupted
-        )
+        self.manager.flush_step_metrics(self.position)
 
     @contextmanager
     def written_at_the_end(self) -> Iterator[None]:
         """Start hooks, and at the end finish them and write everything that they returned, however the block ends."""
+        hooks, optimizer = self.manager.hooks.values(), self.experiment.optimizer
         try:
-            if self.manager is not None:
-                optimizer = self.adapter.optimizer
-                tell_watches(self.manager.hooks.values(), [] if optimizer is None else [optimizer])
-                tell_scaler(self.manager.hooks.values(), self.adapter.scaler)
-                self.manager.start(self.adapter.bare_model)
+            tell_watches(hooks, [] if optimizer is None else [optimizer])
+            tell_scaler(hooks, self.experiment.scaler)
+            self.manager.start(self.model)
             yield
         except BaseException as error:
-            lost = self._leave_ranks(error)
+            lost = self.manager.leave_ranks(error)  # says more, if another rank ended first
             self._release()
             try:
                 self._write()
@@ -326,78 +296,230 @@ class Run:
         self._release()
         self._write()
 
-    def _leave_ranks(self, error: BaseException) -> Exception | None:
-        """Tell the other ranks that this one ends; return an error that says more, if another one ended first."""
-        if self.manager is not None:
-            return self.manager.leave_ranks(error)
-        return None if self.ranks is None else self.ranks.leave(error)
-
     def _release(self) -> None:
         self.batch = None
-        if self.manager is not None:
-            self.manager.finish()
-        if self.retention is not None and self._contexts is not None:
-            self.retention.release()
-            self._contexts.release()
+        self.manager.finish()
+        self.retention.release()
+        self._contexts.release()
 
     def _write(self) -> None:
-        if self.manager is not None:
-            self.flush()
-            self.manager.flush_sinks()
+        self.flush()
+        self.manager.flush_sinks()
 
 
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+_SAVED: Final = ("step", "num_epochs", "num_steps", "stopped_early", "loss", "accuracy", "evaluation")
 
 
-# -- the beginning ------------------------------------------------------------------------------------------------
+class NotSaved:
+    """Answer a run that is not saved; `Saving` derives from it."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def begin(self) -> bool:
+        """Begin training; return whether it goes on from a checkpoint."""
+        return False
+
+    def before_loader(self) -> None:
+        """Note that a pass over the data begins."""
+
+    def batches(self, *, resumed: bool) -> Iterator[Any]:
+        """Return the batches of the pass, or those that are left of it."""
+        return self._run.passes.batches()
+
+    def save_after_step(self) -> bool:
+        """Save if it is time to; return whether the run stops here."""
+        return False
+
+    def save_after_epoch(self) -> bool:
+        """Save if it is time to; return whether the run stops here."""
+        return False
+
+    def save_after_pass(self) -> None:
+        """Save if it is time to; the step loop calls this."""
+
+    def finish(self) -> None:
+        """Save the run at its end."""
 
 
-def start_run(
-    adapter: ExperimentAdapter,
-    manager: HookManager | None,
-    *,
-    points: frozenset[HookPoint],
-    first: int,
-    resume: bool,
-    run_context: Mapping[str, Any] | None,
-) -> Run:
-    """Check the options and return a run at its beginning; one that goes on (`first` over 0) resets no hooks."""
-    if manager is not None and not isinstance(manager, HookManager):
-        raise OptionError(f"manager= is a HookManager(hooks=[...], sinks=[...]), got {type_name(manager)}.")
-    if resume and first:
-        raise OptionError(
-            f"resume=True goes on where the run was saved, and first_{adapter.loop}={first} elsewhere: give one of "
-            "them."
+# -- hooks around a step -----------------------------------------------------------------------------------------
+
+
+class RunStep:
+    """One step of a run, as a hook with ``wraps_steps`` may make it; call it with the batch."""
+
+    def __init__(self, run: Run, make: Callable[[Any], StepResult]) -> None:
+        self.run = run
+        """The run: its ``step``, ``epoch``, ``batch_idx`` and ``lr`` are those of this step."""
+        self._make = make
+
+    def __call__(self, batch: Any) -> StepResult:
+        """Make the step."""
+        return self._make(batch)
+
+    def repeat(self, batch: Any) -> StepResult:
+        """Make the step once more, without the hooks around it; the caller puts the run back."""
+        return self.run.train_and_schedule(batch)
+
+    @property
+    def parts(self) -> tuple[Any, Any, Any, Any, Any]:
+        """What a guard has to save: model, optimizer, scheduler, scaler, loader, with all that belongs to them."""
+        return self.run.guarded.parts(self.run.passes.loader)
+
+
+def step_through_hooks(run: Run, hooks: list[TrainingHook]) -> Callable[[Any], StepResult]:
+    """Return what makes a step of ``run``: the experiment's own step, inside of the hooks that wrap steps."""
+    make: Callable[[Any], StepResult] = run.train_and_schedule
+    for hook in reversed(hooks):
+        make = partial(hook.around_step, RunStep(run, make))
+    return make
+
+
+# -- what hooks are shown, made when one is due -------------------------------------------------------------------
+
+
+class LoopContext(RunDataContext):
+    """The context that the loops make; some fields are found when they are read, and never if they are not."""
+
+    @property
+    def lr(self) -> Any:  # of capturable optimizers it is on the device
+        """The learning rate."""
+        return _found_when_read(self, "lr")
+
+    @property
+    def target_grad(self) -> Any:
+        """A gradient to compare with, if the experiment has one."""
+        return _found_when_read(self, "target_grad")
+
+
+def _found_when_read(context: LoopContext, field: str) -> Any:
+    value = vars(context).get(field)
+    if callable(value):
+        value = vars(context)[field] = value()
+    return value
+
+
+class _NoEpochs(PreEpochState):
+    """Explain that the step loop has no epoch to go back to."""
+
+    def __init__(self) -> None:
+        """Save nothing."""
+
+    def restore(self) -> None:
+        """Raise: there is no epoch."""
+        raise LifecycleError(
+            "restore_pre_epoch() goes back to before the epoch, and the step loop has none. Next: take epoch_loop(), "
+            "or go back to a checkpoint of your own, model_ctx.save_checkpoint()."
         )
-    if not adapter.model.training:  # parts of a training model may be in evaluation mode on purpose
-        adapter.model.train()
-    if manager is not None:
-        _prepare(manager, adapter.loop, anew=first == 0, run_context=run_context or {})
-        for sentence in manager.will_fire(points):
-            warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
-    alone = join_ranks({}) if manager is None and has_ranks() else None
-    run = Run(adapter, manager, alone if manager is None else manager.meet_ranks())
-    run.next_epoch = first
-    if adapter.loop == "step":
-        _check_step(run, first)
-    return run
 
 
-def _prepare(manager: HookManager, loop: str, *, anew: bool, run_context: Mapping[str, Any]) -> None:
-    manager.set_loop_type(loop)
-    if anew:
-        manager.reset_all()
-    if run_context:
-        manager.set_run_context(**run_context)
+class _LoopModelContext(ModelDataContext):
+    """Train as the loop does: as many batches to a step."""
+
+    def __init__(self, run: Run, **given: Any) -> None:
+        super().__init__(run.model, run.experiment.optimizer, **given)
+        self._passes = run.passes
+
+    def run_training_epoch(self, loader: Iterable[Any] | None = None, step: bool = True) -> dict[str, Tensor]:
+        """Go through a loader once; with ``accumulate=k``, k of its batches make a step."""
+        passes = self._passes
+        if step and passes.experiment.accumulate > 1:
+            if loader is None or loader is passes.loader:
+                loader = copy_loader(passes.loader, private_generator(passes.experiment.model), shuffle=False)
+            loader = passes.grouped(loader)
+        return super().run_training_epoch(loader, step)
 
 
-def _check_step(run: Run, first: int) -> None:
-    """Refuse a first step that is not the manager's: schedules go by the manager's count of steps."""
-    if run.manager is None:
-        run.step = first - 1
-    elif run.step != first - 1:
-        raise OptionError(
-            f"first_step={first} goes on from step {first - 1}, and the manager is at step {run.step}: have it load "
-            "the state_dict() that it had then."
+class Contexts:
+    """Make contexts of a run, one firing after the other."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._guard: tuple[tuple[Any, ...], Guard] | None = None
+        self._put_back: Callable[[], None] | None = None
+
+    def fire(self, point: HookPoint) -> None:
+        """Fire the hooks that are due there; restore the experiment's attributes afterwards."""
+        run = self._run
+        try:
+            run.manager.fire(point, partial(self._run_context, point), self._model_context, epoch=run.epoch)
+        finally:
+            put_back, self._put_back = self._put_back, None
+            if put_back is not None:
+                put_back()
+
+    def _run_context(self, point: HookPoint) -> LoopContext:
+        run = self._run
+        of_now, lr = run.evaluation if run.evaluated else {}, run.lr
+        return LoopContext(
+            hook_point=point,
+            epoch=run.epoch,
+            step=run.step if run.step >= 0 else None,
+            model=run.model,
+            config=run.experiment.config,
+            loader=run.passes.loader,
+            batch_idx=run.batch_idx,
+            batch_data=run.batch,
+            loss=run.loss,
+            train_acc=of_now.get("train_acc", run.accuracy),
+            val_acc=of_now.get("val_acc"),
+            lr=partial(float, lr.detach().clone()) if isinstance(lr, Tensor) else lr,  # type: ignore[arg-type]
+            accumulated_grads=run.retention.mean,
+            prev_step_grads=run.retention.previous,
+            target_grad=_target_finder(run),  # type: ignore[arg-type]
+            profiler=run.manager.profiler,
+            eval_metrics=of_now or None,
         )
+
+    def _model_context(self) -> ModelDataContext:
+        run = self._run
+        self._put_back = run.guarded.save_attributes()
+        return _LoopModelContext(
+            run,
+            scheduler=run.guarded.all_but_optimizer,
+            scaler=run.experiment.scaler,
+            loader=run.passes.loader,
+            loss_fn=partial(_mean_loss, run.experiment.loss_fn) if run.has_loss else None,
+            batch=run.batch,
+            train_step=run.train_and_schedule,
+            shuffled_loader=run.experiment.shuffled_loader,
+            pre_epoch=run.retention.pre_epoch if run.loop == "epoch" else _NoEpochs(),
+            guard=self._make_guard(),
+        )
+
+    def _make_guard(self) -> Guard:
+        """Return the guard of the last firing, since it keeps its buffers; a new one if what it guards has changed."""
+        run = self._run
+        guarded = run.guarded.parts(run.passes.loader)
+        if self._guard is None or any(a is not b for a, b in zip(guarded, self._guard[0], strict=True)):
+            self._guard = guarded, Guard(*guarded[:-1], loader=guarded[-1], strict=run.manager.strict)
+        return self._guard[1]
+
+    def release(self) -> None:
+        """Drop the guard: the run is over."""
+        self._guard = None
+
+
+def _mean_loss(loss_fn: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:
+    """Return the loss of a batch; of batches that make one step together, their mean."""
+    if not isinstance(batch, MicroBatches):
+        return loss_fn(model, batch)
+    return torch.stack([loss_fn(model, part) for part in batch]).mean()
+
+
+def _target_finder(run: Run) -> Callable[[], Mapping[str, Tensor] | None] | None:
+    """Return a function that finds the target gradient at a step, and leaves everything else as it was."""
+    experiment, step = run.experiment, max(run.step, 0)
+    if not experiment.has_own("target_gradient"):
+        return None
+
+    def found() -> Mapping[str, Tensor] | None:
+        put_back = run.guarded.save_attributes()
+        *saved, loader = run.guarded.parts(run.passes.loader)
+        try:
+            with in_phase("intervention"), rollback(*saved, loader=loader, scope="grads"):
+                return experiment.target_gradient(run.model, step)
+        finally:
+            put_back()
+
+    return found

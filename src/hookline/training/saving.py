@@ -24,14 +24,14 @@ from hookline.messages import caller_stacklevel, type_name
 from hookline.records.readers import has_ranks
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.training.checkpoints import Checkpoints, differences, lock_folder, to_plain
+from hookline.training.declared_state import CoreState
 from hookline.training.loader import LoaderPosition
-from hookline.training.model_state import CoreState, set_streams, streams, unwrapped
+from hookline.training.model_state import set_streams, streams, unwrapped
 from hookline.training.rank_checkpoint import SUFFIX, adapt_to_ranks, local_parts, read_checkpoint, write_ranks
-from hookline.training.user_state import UserState
+from hookline.training.run import NotSaved, Run
 
 if TYPE_CHECKING:
     from hookline.lifecycle.manager import HookManager
-    from hookline.training.run import Run
 
 __all__ = ["Saving", "StopSignals"]
 
@@ -39,24 +39,23 @@ _PARTS: Final = ("made", "ranks", "loop", "settings", "run", "core", "before_epo
 """What a checkpoint of a run has."""
 
 
-class Saving:
+class Saving(NotSaved):
     """Save a run, and load one."""
 
     def __init__(self, run: Run, checkpoints: Checkpoints, settings: Mapping[str, Any]) -> None:
         if not isinstance(checkpoints, Checkpoints):
             raise OptionError(f"checkpoints= is Checkpoints(folder, every=...), got {type_name(checkpoints)}.")
-        self._run = run
+        super().__init__(run)
         self._ranks = run.ranks
         self._rank, self._count = (0, 1) if run.ranks is None else (run.ranks.rank, run.ranks.ranks)
-        self._adapter = adapter = run.adapter
+        self._experiment = run.experiment
         self._checkpoints = checkpoints
-        self._own = UserState(adapter)
-        self._core = CoreState(adapter, self._own)
-        self._position = LoaderPosition(adapter, self._own, replay=checkpoints.replay)
-        config = adapter.config if checkpoints.config is None else checkpoints.config
+        self._core = CoreState(self._experiment)
+        self._position = LoaderPosition(run.passes, self._core.own, replay=checkpoints.replay)
+        config = self._experiment.config if checkpoints.config is None else checkpoints.config
         self._settings = {
             "config": to_plain(config),
-            "loop": {**settings, "accumulate": adapter.accumulate, "clip_norm": adapter.clip_norm},
+            "loop": {**settings, "accumulate": self._experiment.accumulate, "clip_norm": self._experiment.clip_norm},
         }
         self._signals = StopSignals()
         self._loaded: dict[str, Any] | None = None
@@ -66,7 +65,7 @@ class Saving:
         """How often the run could not be saved."""
         self._is_behind = False
         """Whether that was so the last time."""
-        self._every_steps = checkpoints.every_steps or (None if run.in_epochs else checkpoints.every)
+        self._every_steps = checkpoints.every_steps or (None if run.loop == "epoch" else checkpoints.every)
 
     def _together(self, what: str, act: Callable[[], None]) -> None:
         """Do something that may fail on one rank alone; then it fails on all."""
@@ -105,10 +104,10 @@ class Saving:
             return
         path, saved = found
         self._check(path, saved)
-        lost = adapt_to_ranks(saved, self._count, streams(self._adapter.model))
+        lost = adapt_to_ranks(saved, self._count, streams(self._experiment.model))
         if lost:
             self._warn(lost)
-        if saved["before_epoch"] is not None and self._run.retention is not None:
+        if saved["before_epoch"] is not None:
             self._core.load(saved["before_epoch"])
             self._run.retention.take_pre_epoch()
         self._core.load(saved["core"])
@@ -116,7 +115,7 @@ class Saving:
 
     def _load(self, path: Path) -> dict[str, Any]:
         """Return the tree of a checkpoint for this rank."""
-        model, optimizer = unwrapped(self._adapter.model), unwrap_optimizer(self._adapter.optimizer)
+        model, optimizer = unwrapped(self._experiment.model), unwrap_optimizer(self._experiment.optimizer)
         tree: dict[str, Any] = {}
 
         def load() -> None:
@@ -130,7 +129,7 @@ class Saving:
 
     def _home(self, device: torch.device) -> torch.device:
         """Return the device for tensors that were on `device`; a run may go on on another kind of device."""
-        first = next(self._adapter.model.parameters(), None)
+        first = next(self._experiment.model.parameters(), None)
         here = torch.device("cpu") if first is None else first.device
         return device if device.type in ("cpu", here.type) else here
 
@@ -139,8 +138,8 @@ class Saving:
         missing = [name for name in _PARTS if name not in saved]
         if missing:
             raise ResumeError(f"{path} is whole, but no checkpoint of a run: it has no {', '.join(missing)}.")
-        if saved["loop"] != self._adapter.loop:
-            raise ResumeError(f"{path} is of the {saved['loop']} loop, and the {self._adapter.loop} loop is to go on.")
+        if saved["loop"] != self._run.loop:
+            raise ResumeError(f"{path} is of the {saved['loop']} loop, and the {self._run.loop} loop is to go on.")
         changed = differences(saved["settings"], self._settings)
         if changed and not self._checkpoints.force:
             lines = "\n".join(f"  {line}" for line in changed)
@@ -163,16 +162,17 @@ class Saving:
             self._save()
             return False
         run = self._run
-        if run.manager is not None:
-            no_hooks = {"global_step": saved["run"]["step"], "hooks": {}, "step_metrics": {}}
-            run.manager.load_state_dict(saved["manager"] or no_hooks)
-        if run.retention is not None and saved["demand"] is not None:
+        state = saved["manager"]
+        if not run.manager.hooks and run.manager.fan_out.is_empty:  # the run goes on without its hooks and sinks
+            state = {"global_step": state["global_step"], "hooks": {}, "step_metrics": {}}
+        run.manager.load_state_dict(state)
+        if saved["demand"] is not None:  # of another number of ranks
             run.retention.load_state_dict(saved["demand"])
         run.load_state_dict(saved["run"])
         self._position.load(saved["loader"], within=run.is_within)
-        set_streams(saved["core"]["streams"], self._adapter.model)
+        set_streams(saved["core"]["streams"], self._experiment.model)
         self._saved_at = (run.num_steps, run.is_within)
-        if self._adapter.has_no_data:
+        if run.passes.has_no_data:
             self._loaded = {"run": saved["run"]}
         return True
 
@@ -188,14 +188,14 @@ class Saving:
             assert self._loaded is not None
             loader, core = self._loaded["loader"], self._loaded["core"]
             batches = self._position.go_on(loader, self._run.epoch, self._run.done)
-            self._own.load(core["own"])  # to make the loader again may have changed what the experiment counts
+            self._core.own.load(core["own"])  # to make the loader again may have changed what the experiment counts
             self._position.set_now(loader)
-            set_streams(core["streams"], self._adapter.model)
+            set_streams(core["streams"], self._experiment.model)
             self._loaded = None
             return self._until_stopped(batches)
         self._loaded = None
         self._position.begin()
-        return self._until_stopped(self._adapter.batches())
+        return self._until_stopped(super().batches(resumed=False))
 
     def _until_stopped(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
@@ -253,7 +253,7 @@ class Saving:
                 )
             else:
                 self._flush()
-                self._save(within=not run.in_epochs and run.done > 0 and self._position.can_go_on)
+                self._save(within=run.loop == "step" and run.done > 0 and self._position.can_go_on)
             run.interrupted = self._signal()  # too late to stop anything, but it is not swallowed
 
     def _stop(self, save: Callable[[], None]) -> None:
@@ -263,16 +263,15 @@ class Saving:
 
     def _flush(self) -> None:
         """Write metrics of steps before the last save: a sink that has had them gets them once."""
-        manager = self._run.manager
-        if manager is not None and manager.flush_step_metrics(self._run.position):
+        if self._run.manager.flush_step_metrics(self._run.position):
             self._saved_at = None
 
     def _save_within(self) -> None:
         """Save in the middle of a pass, if the loader can get there again."""
-        within = not self._adapter.has_no_data
+        within = not self._run.passes.has_no_data
         if within and not self._position.can_go_on:
             self._warn(
-                f"The loader, {type_name(self._adapter.current_loader)}, cannot be brought back into the middle of a "
+                f"The loader, {type_name(self._run.passes.loader)}, cannot be brought back into the middle of a "
                 "pass over the data: there are checkpoints between passes only, and a resumed run begins the pass anew."
                 " Give it state_dict() and load_state_dict(), or see replay= of Checkpoints."
             )
@@ -305,7 +304,7 @@ class Saving:
         self._saved_at, self._is_behind = (run.num_steps, within), False
 
     def _write(self, state: dict[str, Any], steps: int) -> None:
-        ranks, model = self._ranks, unwrapped(self._adapter.model)
+        ranks, model = self._ranks, unwrapped(self._experiment.model)
         if ranks is None:
             self._checkpoints.write(local_parts(state), steps)  # FSDP2 on a mesh of one rank has sharded tensors too
         else:
@@ -326,7 +325,7 @@ class Saving:
 
     def _state(self, *, within: bool) -> dict[str, Any]:
         run, manager = self._run, self._run.manager
-        if within and (silent := _unsaved_trackers(manager, self._adapter.experiment)):
+        if within and (silent := _unsaved_trackers(manager, self._experiment)):
             self._warn(
                 f"What {', '.join(map(repr, silent))} counted since the last report is not saved: a tracker is saved "
                 "if it has state_dict() and load_state_dict(). Between epochs there is nothing to save."
@@ -334,14 +333,14 @@ class Saving:
         return {
             "made": {"torch": str(torch.__version__), "time": time.time()},
             "ranks": {"count": 1, "differing": []},
-            "loop": self._adapter.loop,
+            "loop": self._run.loop,
             "settings": self._settings,
             "run": run.state_dict(within=within),
-            "core": self._core.save(run.manager),
-            "before_epoch": self._core.before_epoch(run.retention, run.manager) if within else None,
+            "core": self._core.save(gradients=bool(manager.hooks)),
+            "before_epoch": self._core.before_epoch(run.retention.pre_epoch, run.guarded) if within else None,
             "loader": self._position.save(within=within, begun=run.num_epochs > 0),
-            "manager": None if manager is None else manager.state_dict(),
-            "demand": None if run.retention is None else run.retention.state_dict(),
+            "manager": manager.state_dict(),
+            "demand": run.retention.state_dict(),
         }
 
     def _warn(self, text: str) -> None:
@@ -350,10 +349,9 @@ class Saving:
             warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
 
 
-def _unsaved_trackers(manager: HookManager | None, experiment: Any) -> list[str]:
+def _unsaved_trackers(manager: HookManager, experiment: Any) -> list[str]:
     """Return the names of trackers that have no ``state_dict()``, so that what they have counted is lost."""
-    hooks = {} if manager is None else manager.hooks
-    trackers = {name: getattr(hook, "tracker", None) for name, hook in hooks.items()}
+    trackers = {name: getattr(hook, "tracker", None) for name, hook in manager.hooks.items()}
     context = getattr(experiment, "context", None)
     metrics = getattr(context, "model_metrics", None)  # of Metta's `ComponentContext`
     if isinstance(metrics, Mapping):

@@ -1,13 +1,13 @@
-"""Make one step of the optimizer: the loss of a batch, or of several, their gradients, then the step.
+"""Hold the parts of a training step: its batches, its gradients, its outcome, and the loss where none is given.
 
-`ExperimentAdapter` and `Experiment` call `optimizer_step`; `Run` reads the `StepResult`.
+`Experiment.train_step` calls `backward` and `usual_loss`; `Run` reads the `StepResult`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,24 +16,7 @@ from torch import Tensor, nn
 from hookline.errors import OptionError
 from hookline.messages import type_name
 
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-__all__ = ["Grouped", "Mean", "MicroBatches", "StepResult", "Trainable", "as_result", "optimizer_step", "usual_loss"]
-
-
-class Trainable(Protocol):
-    """Declare what a step needs of an experiment."""
-
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def optimizer(self) -> Optimizer | None: ...
-    @property
-    def scaler(self) -> Any: ...
-    @property
-    def clip_norm(self) -> float | None: ...
-    def loss_fn(self, model: nn.Module, batch: Any) -> Tensor: ...
+__all__ = ["Grouped", "Mean", "MicroBatches", "StepResult", "as_result", "backward", "usual_loss"]
 
 
 class MicroBatches(tuple[Any, ...]):
@@ -94,46 +77,20 @@ def as_result(given: Any) -> StepResult:
     )
 
 
-def optimizer_step(experiment: Trainable, batch: Any) -> StepResult:
-    """Zero, forward and backward, unscale, clip, step: the order that gradients in ``.grad`` can be read after."""
-    optimizer, scaler = experiment.optimizer, experiment.scaler
-    if optimizer is None:
-        raise OptionError("The experiment has no optimizer to make a step with: give it one, or a train_step().")
-    optimizer.zero_grad(set_to_none=True)
-    loss = _backward(experiment, batch)
-    if scaler is not None:
-        # Also where nothing is clipped: a fused optimizer would divide by the scale inside its kernel, and hooks would
-        # see gradients 65,536 times too large.
-        scaler.unscale_(optimizer)
-    if experiment.clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(experiment.model.parameters(), experiment.clip_norm)
-    if scaler is None:
-        optimizer.step()
-        return StepResult(loss)
-    before = scaler.get_scale()
-    scaler.step(optimizer)
-    scaler.update()
-    return StepResult(loss, trained=scaler.get_scale() >= before)  # it is lowered when a step was passed over
-
-
-def _backward(experiment: Trainable, batch: Any) -> Tensor:
+def backward(model: nn.Module, batch: Any, loss_fn: Callable[..., Tensor], scale: Callable[..., Tensor]) -> Tensor:
+    """Compute the gradients of a batch, or the mean of those of several; return the loss, or their mean."""
     parts = batch if isinstance(batch, MicroBatches) else (batch,)
-    total: Tensor | None = None
+    losses = []
     for number, part in enumerate(parts, 1):
-        with _alone(experiment.model) if number < len(parts) else nullcontext():
-            loss = _checked(experiment.loss_fn(experiment.model, part))
+        # Under DDP only the last batch of a step needs averaging over processes.
+        no_sync = getattr(model, "no_sync", nullcontext) if number < len(parts) else nullcontext
+        with no_sync():
+            loss = _checked(loss_fn(model, part))
             if len(parts) > 1:
                 loss = loss / len(parts)
-            (loss if experiment.scaler is None else experiment.scaler.scale(loss)).backward()
-        total = loss.detach() if total is None else total + loss.detach()
-    assert total is not None
-    return total
-
-
-def _alone(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context without averaging over processes: under DDP only the last batch of a step needs it."""
-    no_sync: Callable[[], AbstractContextManager[Any]] = getattr(model, "no_sync", nullcontext)
-    return no_sync()
+            scale(loss).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    return sum(losses[1:], losses[0])
 
 
 def _checked(loss: Any) -> Tensor:
@@ -153,18 +110,8 @@ def _detached(loss: Any) -> Any:
 class Mean:
     """Average a number over the steps of an epoch, on its device."""
 
-    def __init__(self) -> None:
-        self._total: Any = None
-        self._count = 0
-
-    @property
-    def state(self) -> tuple[Any, int]:
-        """The sum so far, and the number of steps in it."""
-        return self._total, self._count
-
-    @state.setter
-    def state(self, state: tuple[Any, int]) -> None:
-        self._total, self._count = state
+    state: tuple[Any, int] = (None, 0)
+    """The sum so far, and the number of steps in it."""
 
     def add(self, number: Any) -> None:
         """Add the number of a step; None does not count."""
@@ -174,14 +121,13 @@ class Mean:
             number = number.detach() if number.requires_grad else number
             if number.dtype is not torch.float32:  # half precision would stop growing after a few hundred steps
                 number = number.to(torch.promote_types(number.dtype, torch.float32))
-        self._total = number if self._total is None else self._total + number
-        self._count += 1
+        total, count = self.state
+        self.state = (number if total is None else total + number, count + 1)
 
     def take(self) -> Any:
         """Return the mean since the last time, a tensor if one was among the numbers; None of nothing."""
-        mean = self._total / self._count if self._count else None
-        self._total, self._count = None, 0
-        return mean
+        (total, count), self.state = self.state, (None, 0)
+        return total / count if count else None
 
 
 # -- the loss, for experiments that bring none ---------------------------------------------------------------

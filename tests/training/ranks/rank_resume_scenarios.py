@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import hookline as hl
-from hookline.training.rank_experiment import share_experiment
+from hookline.training.ranks import share_experiment
 
 EPOCHS = 3
 STOPS_AT = 17

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 
 import hookline as hl
 from hookline.errors import HooklineWarning, OptionError
-from hookline.training.rank_data import share_loader
-from hookline.training.rank_experiment import share_experiment
+from hookline.training.ranks import share_experiment, share_loader
 
 STEPS = 24
 """Steps of a run that is compared bit for bit."""

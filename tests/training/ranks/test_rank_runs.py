@@ -16,7 +16,7 @@ from hookline.lifecycle.packed_metrics import pack_series, unpack_series
 from hookline.lifecycle.reduce_rules import ReduceRules, checked_reduce
 from hookline.lifecycle.registry import HookRegistry
 from hookline.records.sink import StepSeries
-from hookline.training.rank_data import share_loader
+from hookline.training.ranks import share_loader
 
 SCENARIOS = Path(__file__).with_name("rank_run_scenarios.py")
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hookline.lifecycle.context import RunDataContext
-    from hookline.training.run_step import RunStep
+    from hookline.training.run import RunStep
 
 __all__ = ["FirstBadOperation"]
 
@@ -116,9 +116,9 @@ class FirstBadOperation(TrainingHook):
             self._finder.remove()
             self._followed, self._step = None, step
             self._finder = self._make_finder(self._every)
-        finder, number = self._finder, step.number
-        ids = name_batch(finder.ids_of(batch), step.batch_idx, step.epoch)
-        finder.begin_step(batch, self._again, step.save_attributes, ids, number=number)
+        finder, run = self._finder, step.run
+        ids = name_batch(finder.ids_of(batch), run.batch_idx, run.epoch)
+        finder.begin_step(batch, self._again, run.guarded.save_attributes, ids, number=run.step)
         result = step(batch)
         finder.end_step(result.loss, self._again)
         return result

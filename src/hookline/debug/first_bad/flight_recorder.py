@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hookline.hook_types import Target
     from hookline.lifecycle.context import RunDataContext
     from hookline.observe.watch.stats_engine import WatchedPlace
-    from hookline.training.run_step import RunStep
+    from hookline.training.run import RunStep
 
 __all__ = ["FlightRecorder"]
 
@@ -159,14 +159,14 @@ class FlightRecorder(TrainingHook):
     def around_step(self, step: RunStep, batch: Any) -> Any:
         """Make a step, and record it."""
         self._wraps = True
-        streams = Streams()
+        streams, run = Streams(), step.run
         try:
             result = step(batch)
         except BaseException as error:
-            self._add(step.number, step.epoch, batch, step.batch_idx, step.lr, None, streams)
+            self._add(run.step, run.epoch, batch, run.batch_idx, run.lr, None, streams)
             self.write(f"{type(error).__name__}: {error}")
             raise
-        self._add(step.number, step.epoch, batch, step.batch_idx, step.lr, result.loss, streams)
+        self._add(run.step, run.epoch, batch, run.batch_idx, run.lr, result.loss, streams)
         return result
 
     def compute(self, ctx: RunDataContext) -> None:

@@ -1,8 +1,9 @@
-"""Whatever a training step uses besides model and optimizer is as it was when an intervention is over."""
+"""What an experiment declares as its state is as it was when an intervention is over."""
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -110,14 +111,33 @@ def test_optimizers_modules_and_figures_of_the_experiment_do_not_notice_interven
     assert {name for name, value in experiment.left().items() if value != before[name]} >= {"figures", "running"}
 
 
-def test_what_a_function_gets_from_around_it_is_looked_after():
-    """An experiment of functions: its second optimizer and network are variables next to them."""
+class Average:
+    """An average of weights that is no module, and tells its state."""
+
+    def __init__(self) -> None:
+        self.shadow = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
+@dataclass
+class Progress:
+    steps: int = 0
+    best: list[float] = field(default_factory=list)
+
+
+def test_an_experiment_of_functions_declares_by_its_attributes():
+    """Its second optimizer and network; containers in containers, dataclasses, objects that tell their state."""
 
     def train(*hooks: hl.TrainingHook) -> list[Any]:
         torch.manual_seed(0)
         model, other = nn.Linear(2, 1), nn.Linear(2, 1)
         optimizers = [torch.optim.Adam(model.parameters()), torch.optim.Adam(other.parameters())]
-        average = torch.optim.swa_utils.AveragedModel(model)
+        average, progress, counts = Average(), [Progress()], {"of": {"steps": [0]}, "average": Average()}
 
         def train_step(batch):
             for optimizer in optimizers:
@@ -125,41 +145,68 @@ def test_what_a_function_gets_from_around_it_is_looked_after():
             (model(batch) - other(batch)).square().mean().backward()
             for optimizer in optimizers:
                 optimizer.step()
-            average.update_parameters(model)
+            for one in (average, counts["average"]):
+                one.shadow = one.shadow + model.weight.detach()[0]
+            progress[0].steps += 1
+            progress[0].best.append(progress[0].steps)
+            counts["of"]["steps"].append(progress[0].steps)
 
         experiment = hl.Experiment(model, loader=[torch.randn(4, 2)] * BATCHES, train_step=train_step)
+        experiment.other, experiment.optimizers, experiment.average = other, optimizers, average
+        experiment.progress, experiment.counts = progress, counts
         hl.epoch_loop(experiment, epochs=EPOCHS, manager=hl.HookManager(hooks=hooks))
         states = [value.tolist() for each in optimizers for state in each.state.values() for value in state.values()]
-        return [*states, *(value.tolist() for net in (other, average) for value in net.state_dict().values())]
+        weights = [value.tolist() for value in (*other.state_dict().values(), *other.parameters())]
+        grads = [parameter.grad.tolist() for parameter in other.parameters()]
+        shadows = [average.shadow.tolist(), counts["average"].shadow.tolist()]
+        return [*states, *weights, *grads, *shadows, progress, counts["of"]]
 
     assert train() == train(Trains())
 
 
-def test_a_large_tensor_on_the_experiment_is_not_copied_and_not_to_be_written():
-    """It may be all the data. One that was written nevertheless is named."""
+def test_a_state_of_ones_own_adds_and_leaves_out():
+    """Data stay where they are, and are not copied; an object that tells no state is declared by its attributes."""
 
-    class Writes(hl.InterventionHook):
-        hook_points = {hl.HookPoint.SNAPSHOT}
-        saved = 0
+    class Queue:
+        items = 0
 
+    class Own(Adversaries):
+        def __init__(self):
+            super().__init__()
+            self.data, self.queue = torch.zeros(2**20), Queue()
+            self.queue.items = 0
+
+        @property
+        def state(self):
+            declared = {name: value for name, value in super().state.items() if name != "data"}
+            return {**declared, "queue": vars(self.queue)}
+
+        def train_step(self, batch):
+            self.queue.items += 1
+            self.data[0] += 1
+            return super().train_step(batch)
+
+    class Sizes(Trains):
         def intervene(self, run_ctx, model_ctx):
+            super().intervene(run_ctx, model_ctx)
             self.saved = model_ctx.guard.last_bytes
-            if self.writes:
-                experiment.data[0] = 1.0
 
-        writes = False
-
-    experiment = Adversaries()
-    experiment.data = torch.zeros(2**20 + 1)
-    hook = Writes()
+    experiment, hook = Own(), Sizes()
     hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook]))
-    assert 0 < hook.saved < 2**16
-    hook = Writes()
-    hook.writes = True
-    with pytest.raises(
-        hl.errors.GuardError, match=r"experiment\.data, of which no copy was taken, as it has 1,048,577"
-    ):
-        hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook]))
+    assert experiment.queue.items == experiment.seen == BATCHES
+    assert experiment.data[0] > BATCHES  # nobody looks after it
+    assert hook.saved < 2**16
+
+
+def test_what_is_declared_is_what_has_a_state_and_what_is_plain():
+    """Not the parts that every run has, not the loader under another name, not functions and objects of others."""
+    experiment = Adversaries()
+    experiment.batches, experiment.log, experiment.late = experiment.loader, print, iter(())
+    experiment.manager, experiment.frozen = hl.HookManager(), [print]
+    assert set(experiment.state) == {
+        "maker", "judge", "optimizers", "schedulers", "average", "random", "seen", "running", "losses", "counts",
+        "recent", "kinds",
+    }  # fmt: skip
 
 
 def test_one_guard_serves_the_whole_run(monkeypatch):

@@ -1,0 +1,339 @@
+"""Train by epochs or by steps: call an experiment's methods, and fire hooks in between.
+
+Users and the command line call `epoch_loop` or `step_loop`. Each moves a `Run` on, in the order that `HookPoint` shows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from torch import Tensor
+
+from hookline.errors import HooklineWarning, OptionError
+from hookline.lifecycle.manager import HookManager
+from hookline.messages import caller_stacklevel, type_name
+from hookline.tables import Table, number_text
+from hookline.training.checkpoints import Checkpoints
+from hookline.training.experiment import Experiment, whole_number
+from hookline.training.progress import shown_progress
+from hookline.training.run import Run
+from hookline.training.saving import Saving
+from hookline.when import HookPoint
+
+__all__ = ["LoopResult", "epoch_loop", "step_loop"]
+
+_SNAPSHOT_EVERY: Final = {"epoch": 1, "step": 100}
+_POINTS: Final = {"epoch": frozenset(HookPoint), "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})}
+
+
+@dataclass(frozen=True)
+class LoopResult:
+    """The outcome of a loop.
+
+    Recipe: ``result = hookline.epoch_loop(experiment, epochs=10)``; then ``result.loss``, ``result.metrics``.
+    """
+
+    epochs: int
+    """How many epochs (in the step loop: passes over the data) were begun, those before a resumption included."""
+    steps: int
+    """How many steps were made, likewise."""
+    stopped_early: bool
+    """Whether the experiment had enough before the end."""
+    loss: float | None
+    """The training loss: the mean of the last epoch, or that of the last step."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """The newest evaluation."""
+    interrupted: str | None = None
+    """The signal, ``"SIGINT"`` or ``"SIGTERM"``, that asked a run with checkpoints to stop; it was saved then."""
+
+    def _repr_html_(self) -> str:
+        ended = f"interrupted by {self.interrupted}" if self.interrupted else "early" if self.stopped_early else "done"
+        rows = [("epochs", f"{self.epochs:,}"), ("steps", f"{self.steps:,}"), ("ended", ended)]
+        rows += [] if self.loss is None else [("loss", number_text(self.loss))]
+        rows += [(name, number_text(value)) for name, value in self.metrics.items()]
+        return Table(("LoopResult", ""), rows, numbers=(1,)).html()
+
+
+def epoch_loop(
+    experiment: Any,
+    *,
+    epochs: int,
+    manager: HookManager | None = None,
+    snapshot_every: int | None = None,
+    eval_every: int = 1,
+    first_epoch: int = 0,
+    run_context: Mapping[str, Any] | None = None,
+    checkpoints: Checkpoints | None = None,
+    resume: bool = False,
+    progress: bool = False,
+) -> LoopResult:
+    """Train for some epochs, with hooks.
+
+    Recipe::
+
+        manager = hookline.HookManager(hooks=[MyHook()], sinks=[hookline.sinks.MemorySink()])
+        hookline.epoch_loop(hookline.Experiment(model, optimizer, loader), epochs=10, manager=manager)
+
+    The run is the same with hooks and without, bit for bit. Whatever ends it, what hooks returned is written.
+
+    Args:
+        experiment: What is trained, how, on what: an `Experiment`, or anything like one.
+        epochs: How many epochs the whole run has; they count from 0.
+        manager: Its hooks fire, and its sinks are given what they return.
+        snapshot_every: How many epochs from one SNAPSHOT to the next, the first being epoch 0; 0 for none. If left
+            out: the ``snapshot_every`` of ``experiment.config``, or 1.
+        eval_every: How many epochs from one evaluation to the next; 0 for none but at snapshots, which always have one.
+        first_epoch: Where to go on. Hooks start anew unless this is over 0.
+        run_context: What hooks and sinks are told of the run (``strategy=``, ``output_dir=``, …).
+        checkpoints: Where the run is saved, and how often: ``Checkpoints(folder, every=1)``.
+        resume: Go on from the newest of them; begin if there is none.
+        progress: Show a bar on a terminal or in a notebook, with rate, loss and newest evaluation; where there is
+            neither, a line every ten seconds. The run stays the same, bit for bit.
+    """
+    epochs = whole_number("epochs", epochs, 0)
+    eval_every = whole_number("eval_every", eval_every, 0)
+    first = whole_number("first_epoch", first_epoch, 0)
+    experiment = Experiment.of(experiment)
+    every = _snapshot_every(experiment, snapshot_every, "epoch")
+    run = _start_run(experiment, "epoch", manager, every=every, first=first, resume=resume, run_context=run_context)
+    settings = {"epochs": epochs, "snapshot_every": every, "eval_every": eval_every}
+    with (
+        _saved(run, checkpoints, resume=resume, settings=settings),
+        shown_progress(progress, run, epochs=epochs),
+        run.written_at_the_end(),
+    ):
+        if run.saving.begin():
+            first = epochs if run.stopped_early else run.next_epoch
+        _show_progress(run, first)
+        for epoch in range(first, epochs):
+            snapshot = every > 0 and epoch % every == 0
+            if not _train_epoch(run, epoch, snapshot=snapshot):
+                break
+            if snapshot or (eval_every > 0 and epoch % eval_every == 0):
+                run.evaluate()
+            _conclude_epoch(run, snapshot=snapshot)
+            enough = run.ask_to_stop()
+            if run.finish_epoch() or enough:
+                break
+        run.saving.finish()
+    return _result(run)
+
+
+def _train_epoch(run: Run, epoch: int, *, snapshot: bool) -> bool:
+    """Make the steps of one epoch; return False if the run stops in the middle."""
+    if not run.is_within:  # of one that goes on where it was saved, the beginning has been
+        run.begin_epoch(epoch, (HookPoint.POST_EPOCH, HookPoint.SNAPSHOT) if snapshot else (HookPoint.POST_EPOCH,))
+        run.fire(HookPoint.PRE_EPOCH)
+    for batch in run.batches():
+        run.begin_step(batch)
+        run.fire(HookPoint.PRE_STEP)
+        run.train_step()
+        run.fire(HookPoint.POST_STEP)
+        if run.end_step():
+            break
+    if run.interrupted is not None:
+        return False
+    if run.done == 0:
+        raise OptionError(f"The loader gave no batch in epoch {epoch}: is it empty, or can it be iterated only once?")
+    run.end_epoch()
+    return True
+
+
+def _conclude_epoch(run: Run, *, snapshot: bool) -> None:
+    """Fire the points after an epoch, and report its evaluation."""
+    run.fire(HookPoint.POST_EPOCH)
+    run.report_evaluation(HookPoint.POST_EPOCH)
+    if snapshot:
+        run.fire(HookPoint.SNAPSHOT)
+    run.experiment.on_epoch_end(run.epoch, run.newest_metrics)
+
+
+def step_loop(
+    experiment: Any,
+    *,
+    steps: int,
+    manager: HookManager | None = None,
+    snapshot_every: int | None = None,
+    first_step: int = 0,
+    run_context: Mapping[str, Any] | None = None,
+    checkpoints: Checkpoints | None = None,
+    resume: bool = False,
+    progress: bool = False,
+) -> LoopResult:
+    """Train for some steps, with hooks: for data that have no epochs, or whose epochs do not matter.
+
+    Recipe::
+
+        manager = hookline.HookManager(hooks=[MyHook()], sinks=[hookline.sinks.MemorySink()])
+        hookline.step_loop(hookline.Experiment(model, optimizer, loader), steps=5000, manager=manager)
+
+    The loader is gone through again and again; an experiment without one is asked to ``train_step(None)``. The run is
+    the same with hooks and without, bit for bit. Whatever ends it, what hooks returned is written.
+
+    Args:
+        experiment: What is trained, how, on what: an `Experiment`, or anything like one.
+        steps: How many steps the whole run has; they count from 0.
+        manager: Its hooks fire, and its sinks are given what they return: of single steps at each snapshot.
+        snapshot_every: How many steps from one SNAPSHOT, and evaluation, to the next, the first being step 0; 0 for
+            none. If left out: the ``snapshot_every`` of ``experiment.config``, or 100.
+        first_step: Where to go on. Hooks start anew unless this is over 0.
+        run_context: What hooks and sinks are told of the run (``strategy=``, ``output_dir=``, …).
+        checkpoints: Where the run is saved, and how often: ``Checkpoints(folder, every=1000)``.
+        resume: Go on from the newest of them; begin if there is none.
+        progress: Show a bar on a terminal or in a notebook, with rate, loss and newest evaluation; where there is
+            neither, a line every ten seconds. The run stays the same, bit for bit.
+    """
+    steps = whole_number("steps", steps, 0)
+    first = whole_number("first_step", first_step, 0)
+    experiment = Experiment.of(experiment)
+    if experiment.scheduler_per == "epoch":
+        raise OptionError("step_loop() has no epochs to count: let scheduler_per= be 'step', or take epoch_loop().")
+    every = _snapshot_every(experiment, snapshot_every, "step")
+    run = _start_run(experiment, "step", manager, every=every, first=first, resume=resume, run_context=run_context)
+    with (
+        _saved(run, checkpoints, resume=resume, settings={"steps": steps, "snapshot_every": every}),
+        shown_progress(progress, run, steps=steps),
+        run.written_at_the_end(),
+    ):
+        goes_on = run.saving.begin()
+        if goes_on:
+            first = steps if run.stopped_early else run.step + 1
+        if first == 0 < steps:
+            run.evaluate()
+            run.report_evaluation(HookPoint.SNAPSHOT, "initial")
+        batches = _batches(run)
+        _show_progress(run, first)
+        for step in range(first, steps):
+            if every and (step == 0 or (step - 1) % every == 0 or (step == first and not goes_on)):
+                next_snapshot = -(-step // every) * every
+                run.begin_stretch(next_snapshot if next_snapshot < steps else None)
+            if not _train_step(run, batches):
+                break
+            if every and step % every == 0:
+                _take_snapshot(run)
+            enough = run.ask_to_stop()
+            if run.end_step() or enough:
+                break
+        run.saving.finish()
+    return _result(run)
+
+
+def _train_step(run: Run, batches: Iterator[Any]) -> bool:
+    """Make one step; return False if the run stops while it waits for data."""
+    for batch in batches:
+        run.begin_step(batch)
+        run.train_step()
+        run.fire(HookPoint.POST_STEP)
+        return True
+    return False
+
+
+def _take_snapshot(run: Run) -> None:
+    """Evaluate, and fire SNAPSHOT."""
+    run.end_stretch()
+    run.evaluate()
+    run.fire(HookPoint.SNAPSHOT)
+    run.report_evaluation(HookPoint.SNAPSHOT)
+
+
+def _batches(run: Run) -> Iterator[Any]:
+    """Yield batches, one pass over the data after the other, without end."""
+    if run.passes.has_no_data:
+        while True:
+            yield None
+    while True:
+        if not run.is_within:  # in the middle of a pass, the loader is brought there
+            run.take_loader()
+        yield from run.batches()
+        if run.interrupted is not None:
+            return
+        if run.done == 0:
+            raise OptionError(
+                f"The loader gave no batch in pass {run.epoch} over the data (steps so far: {run.num_steps}): is it "
+                "empty, or can it be iterated only once?"
+            )
+        run.end_pass()
+
+
+# -- the beginning and the end of both ---------------------------------------------------------------------------
+
+
+def _snapshot_every(experiment: Experiment, given: int | None, loop: str) -> int:
+    """Return the distance of snapshots: as the loop was told, else as the experiment's configuration says."""
+    name, config = "snapshot_every", experiment.config
+    if given is None:
+        given = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return whole_number(name, _SNAPSHOT_EVERY[loop] if given is None else given, 0)
+
+
+def _start_run(
+    experiment: Experiment,
+    loop: str,
+    manager: HookManager | None,
+    *,
+    every: int,
+    first: int,
+    resume: bool,
+    run_context: Mapping[str, Any] | None,
+) -> Run:
+    """Check the options and return a run at its beginning; one that goes on (`first` over 0) resets no hooks."""
+    if manager is not None and not isinstance(manager, HookManager):
+        raise OptionError(f"manager= is a HookManager(hooks=[...], sinks=[...]), got {type_name(manager)}.")
+    if resume and first:
+        raise OptionError(
+            f"resume=True goes on where the run was saved, and first_{loop}={first} elsewhere: give one of them."
+        )
+    if not experiment.model.training:  # parts of a training model may be in evaluation mode on purpose
+        experiment.model.train()
+    if manager is None:
+        manager = HookManager()
+        manager.continue_from(first - 1 if loop == "step" else -1)
+    manager.set_loop_type(loop)
+    if first == 0:
+        manager.reset_all()
+    if run_context:
+        manager.set_run_context(**run_context)
+    for sentence in manager.will_fire(_POINTS[loop] if every else _POINTS[loop] - {HookPoint.SNAPSHOT}):
+        warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
+    run = Run(experiment, loop, manager, manager.meet_ranks())
+    run.next_epoch = first
+    if loop == "step" and run.step != first - 1:
+        raise OptionError(
+            f"first_step={first} goes on from step {first - 1}, and the manager is at step {run.step}: have it load "
+            "the state_dict() that it had then."
+        )
+    return run
+
+
+@contextmanager
+def _saved(run: Run, checkpoints: Checkpoints | None, *, resume: bool, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Save the run there for as long as the block lasts; load it first, if asked to."""
+    if checkpoints is None:
+        if resume:
+            raise OptionError("resume=True goes on from a checkpoint: say where they are, checkpoints=.")
+        yield
+        return
+    run.saving = saving = Saving(run, checkpoints, settings)
+    with saving.active(resume=resume):
+        yield
+
+
+def _show_progress(run: Run, first: int) -> None:
+    """Begin to show how far the run is, if that was asked for; ``first`` is its first epoch, or step."""
+    if run.progress is not None:
+        run.progress.begin(first)
+
+
+def _result(run: Run) -> LoopResult:
+    loss = None if run.loss is None else float(run.loss)
+    if run.ranks is not None:
+        loss = run.ranks.reduce({"loss": loss}, "loss of the run")["loss"]
+    metrics = {
+        name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for name, value in run.evaluation.items()
+    }
+    return LoopResult(run.num_epochs, run.num_steps, run.stopped_early, loss, metrics, interrupted=run.interrupted)
