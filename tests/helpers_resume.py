@@ -265,7 +265,7 @@ def with_loader(loader: Callable[[], Any], **options: Any) -> Callable[[], hl.Ex
     return make_experiment
 
 
-TIMING = ("time",)
+TIMING = ("time", "home")
 """What may differ in the log of a resumed run."""
 
 
