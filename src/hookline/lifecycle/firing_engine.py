@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.lifecycle.hook import TrainingHook
-    from hookline.lifecycle.hook_budget import HookBudget
     from hookline.lifecycle.output import MetricOutput
     from hookline.lifecycle.plan import PlannedHook, PointHooks
     from hookline.lifecycle.profiler import CheckpointProfiler
@@ -83,8 +82,6 @@ class FiringEngine:
         """Checks in strict mode that observers change nothing."""
         self._has_reference: set[str] = set()
         self._warned: set[str] = set()
-        self.budget: HookBudget | None = None
-        """Leaves out firings where hooks cost too much."""
         self.has_met = False
         """Whether it is known if there are other ranks."""
         self.ranks: RankSync | None = None
@@ -93,8 +90,6 @@ class FiringEngine:
     def reset(self) -> None:
         """Forget the last run."""
         self.done = ()
-        if self.budget is not None:
-            self.budget.reset()
         self.reference.reset()
         self._has_reference.clear()
 
@@ -111,14 +106,10 @@ class FiringEngine:
     ) -> dict[str, Any]:
         """Run the hooks that are due at a point; return their metrics."""
         due = hooks.due(global_step) if hooks.is_scheduled else hooks.hooks
-        budget = self.budget if self.current is None else None
-        if budget is not None and hooks.is_step:
-            due = budget.choose(due, global_step)
         if hooks.is_windowed and due:
             run_ctx, due = self._in_window(hooks, due, run_ctx, epoch, global_step)
         if not due:
             return {}
-        before = None if budget is None else budget.mark()
         ctx = self._make_context(hooks, run_ctx)
         step = global_step if global_step >= 0 else (ctx.step or 0)
         firing = Firing(self, hooks, ctx, step)
@@ -140,8 +131,6 @@ class FiringEngine:
         if self.ranks is not None:
             self._hold(firing, raised, self.ranks)
         metrics = self._finish(firing, outer, global_step)
-        if budget is not None and before is not None:
-            budget.charge(firing.done, before, is_step=hooks.is_step)
         if self.ranks is not None:
             self.settle(raised)
             # At a step the other ranks are training: an error of a hook waits until the ranks meet.
@@ -170,11 +159,6 @@ class FiringEngine:
         if not self.has_met:
             self.has_met = True
             self.ranks = join_ranks(hooks, flush_every) if has_ranks() else None
-            if self.ranks is not None and self.budget is not None:
-                raise OptionError(
-                    "budget= is for one process: every rank would decide by its own clock, and hooks of several ranks "
-                    "fire together. Next: give the hooks a step_schedule."
-                )
         return self.ranks
 
     def start_hooks(self, hooks: ManagedHooks, model: nn.Module) -> bool:

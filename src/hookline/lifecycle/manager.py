@@ -17,7 +17,6 @@ from hookline.lifecycle.choose_hooks import checked_interval, choose_hooks, find
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.firing import FiringReceipts, receipt_of
 from hookline.lifecycle.firing_engine import FiringEngine, parse_moment
-from hookline.lifecycle.hook_budget import HookBudget
 from hookline.lifecycle.hook_metrics import copy_metric
 from hookline.lifecycle.output import RECORDER, MetricOutput, make_fan_out
 from hookline.lifecycle.plan import PointHooks, make_plan
@@ -27,7 +26,6 @@ from hookline.lifecycle.rank_member import RankMember
 from hookline.lifecycle.registry import HookRegistry
 from hookline.lifecycle.states import ManagedHooks
 from hookline.messages import caller_stacklevel
-from hookline.observe.watch.overhead_budget import Budget
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
@@ -74,7 +72,6 @@ class HookManager(PlanQueries, RankMember):
         log: A file that gets every record before the sinks do: the record log, which survives a kill.
         flush_every: How many steps from one flush of the step metrics to the next; None: when the epoch ends, or the
             loop says so. What is not flushed dies with the process, or is in its checkpoint.
-        budget: What hooks of steps and watches may cost, a share of a step (0.02) or `Budget`; see ``manager.budget``.
     """
 
     def __init__(
@@ -94,7 +91,6 @@ class HookManager(PlanQueries, RankMember):
         reference_weights: Any = None,
         log: str | Path | RecordLog | None = None,
         flush_every: int | None = None,
-        budget: Budget | float | None = None,
     ) -> None:
         super().__init__()
         config, reference_path = split_config(hook_config)
@@ -118,7 +114,6 @@ class HookManager(PlanQueries, RankMember):
             reference=reference_path if reference_weights is None else reference_weights,
         )
         self._engine.loop_type = self._made_for = loop_type
-        self._engine.budget = None if budget is None else HookBudget(budget, self.hooks)
         for hook in self.hooks.values():
             hook.manager = self
         self.set_capabilities(capabilities)
@@ -175,8 +170,6 @@ class HookManager(PlanQueries, RankMember):
                 epoch = before
             self._flush(self._output.position or 0 if epoch is None else epoch, before)
         RECORDER.manager = self._self
-        if self.budget is not None and (decided := self.budget.begin_step(self._global_step)):
-            self._output.steps.add(HookPoint.POST_STEP, self._global_step, decided)
         if self._engine.ranks is not None:
             self._check_ranks(self._engine.ranks)
         return self._global_step
@@ -283,7 +276,6 @@ class HookManager(PlanQueries, RankMember):
             "step_metrics": self._output.steps.state_dict(),
             "disabled": sorted(self._engine.errors.disabled),
             "sinks": self.fan_out.state_dict(),
-            **({} if self.budget is None else {"budget": self.budget.state_dict()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -302,8 +294,6 @@ class HookManager(PlanQueries, RankMember):
         self.fan_out.load_state_dict(state.get("sinks", {}))
         self.fan_out.warn_pending()
         self._engine.errors.disabled = set(state.get("disabled", ())) & set(self.hooks)
-        if self.budget is not None and "budget" in state:
-            self.budget.load_state_dict(state["budget"])
         self._make_plan()
         self._set_step(state["global_step"])
         if self._global_step >= 0:  # a run that goes on before its next step may evaluate, and record
@@ -338,11 +328,6 @@ class HookManager(PlanQueries, RankMember):
     def fired(self) -> Counter[str]:
         """The number of calls of each hook."""
         return self._engine.calls
-
-    @property
-    def budget(self) -> HookBudget | None:
-        """What hooks may cost and do cost, and the decisions; prints as a table. None without ``budget=``."""
-        return self._engine.budget
 
     @property
     def receipts(self) -> FiringReceipts:
