@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from hookline.lifecycle.rank_sync import RankSync
+    from hookline.lifecycle.ranks import OneProcess
 
 __all__ = ["Checkpoints", "differences", "lock_folder", "to_plain"]
 
@@ -112,7 +112,7 @@ class Checkpoints:
         self._count_and_prune(path, began)
         return path
 
-    def write_ranks(self, tree: Mapping[str, Any], steps: int, model: nn.Module, ranks: RankSync) -> Path:
+    def write_ranks(self, tree: Mapping[str, Any], steps: int, model: nn.Module, ranks: OneProcess) -> Path:
         """Write one more with the other ranks, as a folder, and have rank 0 remove the oldest; all ranks call it."""
         began = time.perf_counter()
         path = self.folder / f"step_{steps:08d}{SUFFIX}"

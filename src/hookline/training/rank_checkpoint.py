@@ -25,7 +25,7 @@ from hookline.training.sharded_tensors import is_sharded, local_parts, place_par
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.lifecycle.rank_sync import RankSync
+    from hookline.lifecycle.ranks import OneProcess
 
 __all__ = ["SUFFIX", "rank_digest", "read_alone", "read_ranks", "saved_ranks", "write_ranks"]
 
@@ -38,7 +38,7 @@ _SHARED: Final = "shared"
 # -- writing -------------------------------------------------------------------------------------------------------
 
 
-def write_ranks(path: Path, tree: Mapping[str, Any], model: nn.Module, ranks: RankSync) -> None:
+def write_ranks(path: Path, tree: Mapping[str, Any], model: nn.Module, ranks: OneProcess) -> None:
     """Write the state of this rank, and the shared part with the others; all ranks call it.
 
     Whatever fails on one rank is raised on all. Until all have written, the folder has another name.
@@ -51,7 +51,7 @@ def write_ranks(path: Path, tree: Mapping[str, Any], model: nn.Module, ranks: Ra
     ranks.together("writing the shared part of a checkpoint", lambda: _write_shared(part, shared))
     said = ranks.gather(_hook_digests(tree), "comparing the hooks in a checkpoint")
     differing = sorted(name for name in said[0] if any(one.get(name) != said[0][name] for one in said))
-    about = {"ranks": ranks.ranks, "differing": differing}
+    about = {"ranks": ranks.size, "differing": differing}
     ranks.together("naming a checkpoint", lambda: _commit(part, path, about) if ranks.rank == 0 else None)
 
 

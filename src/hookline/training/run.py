@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 from hookline.errors import HooklineWarning, OptionError
-from hookline.lifecycle.choose_hooks import tell_scaler, tell_watches
-from hookline.lifecycle.hook_metrics import to_host
 from hookline.lifecycle.manager import HookManager
-from hookline.lifecycle.rank_sync import join_ranks
+from hookline.lifecycle.output import to_host
+from hookline.lifecycle.ranks import OneProcess, join_ranks
+from hookline.lifecycle.trackers import tell_scaler, tell_watches
 from hookline.messages import caller_stacklevel, type_name
 from hookline.phases import in_phase
-from hookline.records.fan_out import has_ranks
 from hookline.training.loop_contexts import Contexts
 from hookline.training.loop_result import LoopResult
 from hookline.training.rank_model import check_alike, warn_of_join
@@ -32,7 +31,6 @@ from hookline.training.step import Mean, StepResult
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
-    from hookline.lifecycle.rank_sync import RankSync
     from hookline.training.checkpoints import Checkpoints
     from hookline.training.experiment_adapter import ExperimentAdapter
     from hookline.training.progress import LoopProgress
@@ -47,11 +45,13 @@ logger = logging.getLogger(__name__)
 class Run:
     """One training run; a loop calls its methods in order."""
 
-    def __init__(self, adapter: ExperimentAdapter, manager: HookManager | None, ranks: RankSync | None = None) -> None:
+    def __init__(
+        self, adapter: ExperimentAdapter, manager: HookManager | None, ranks: OneProcess | None = None
+    ) -> None:
         self.adapter = adapter
         self.manager = manager
-        self.ranks = ranks
-        """What keeps this rank together with the others; None in one process."""
+        self.ranks = ranks or OneProcess()
+        """What keeps this rank together with the others."""
         self.in_epochs = adapter.loop == "epoch"
         """Whether it is counted in epochs; in steps if not."""
         self.retention = None if manager is None else GradientRetention(adapter, manager)
@@ -98,7 +98,7 @@ class Run:
         self.loss = self.accuracy = None
         self.evaluated = False
         self.take_loader()
-        if self.num_epochs < 2 and self.ranks is not None:
+        if self.num_epochs < 2 and not self.ranks.is_single:
             warn_of_join(self.adapter.model)
         if self.retention is not None:
             self.retention.begin_epoch(points, epoch)
@@ -129,8 +129,7 @@ class Run:
         self.evaluated = False
         if self.manager is None or self.retention is None:
             self.step += 1
-            if self.ranks is not None:
-                self.ranks.check(self.step)
+            self.ranks.check(self.step)
             return
         self.manager.advance_step(self.epoch if self.in_epochs else None)
         self.step = self.manager.global_step
@@ -140,7 +139,7 @@ class Run:
         """Train on the batch."""
         with _TRAINING:
             result = self._make_step(self.batch)
-        if self.ranks is not None and self.num_steps == 1:
+        if self.num_steps == 1 and not self.ranks.is_single:
             check_alike(self.adapter.model, self.ranks)
         self.take_result(result)
 
@@ -160,7 +159,7 @@ class Run:
         self.flush()
         self.batch = self.batch_idx = None
         self.loss, self.accuracy = self._losses.take(), self._accuracies.take()
-        if self.ranks is not None:
+        if not self.ranks.is_single:  # else the numbers stay on their device until they are read
             found = self.ranks.reduce(to_host({"loss": self.loss, "accuracy": self.accuracy}), "loss of the epoch")
             self.loss, self.accuracy = found["loss"], found["accuracy"]
         if self.retention is not None:
@@ -187,13 +186,13 @@ class Run:
         """Evaluate the model, if the experiment can."""
         if self.adapter.evaluates:
             self.evaluation, self.evaluated = self.adapter.evaluate(), True
-            if self.ranks is not None:
+            if not self.ranks.is_single:
                 self.evaluation = self.ranks.reduce(to_host(self.evaluation), "evaluation")
 
     def ask_to_stop(self) -> bool:
         """Ask the experiment whether that was the last epoch, or step, and remember the answer."""
         enough = self.adapter.should_stop(self.position, self.newest_metrics)
-        if self.ranks is not None and self.adapter.may_stop:
+        if self.adapter.may_stop:
             enough = any(self.ranks.gather(enough, "asking whether to stop"))
         self.stopped_early = enough
         return enough
@@ -295,8 +294,7 @@ class Run:
     def result(self) -> LoopResult:
         """Return the outcome."""
         loss = None if self.loss is None else float(self.loss)
-        if self.ranks is not None:
-            loss = self.ranks.reduce({"loss": loss}, "loss of the run")["loss"]
+        loss = self.ranks.reduce({"loss": loss}, "loss of the run")["loss"]
         metrics = {name: _plain(value) for name, value in self.evaluation.items()}
         return LoopResult(
             self.num_epochs, self.num_steps, self.stopped_early, loss, metrics, interrupted=self.interrupted
@@ -330,7 +328,7 @@ class Run:
         """Tell the other ranks that this one ends; return an error that says more, if another one ended first."""
         if self.manager is not None:
             return self.manager.leave_ranks(error)
-        return None if self.ranks is None else self.ranks.leave(error)
+        return self.ranks.leave(error)
 
     def _release(self) -> None:
         self.batch = None
@@ -374,10 +372,9 @@ def start_run(
         adapter.model.train()
     if manager is not None:
         _prepare(manager, adapter.loop, anew=first == 0, run_context=run_context or {})
-        for sentence in manager.will_fire(points):
+        for sentence in manager.plan().will_not_fire(points):
             warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
-    alone = join_ranks({}) if manager is None and has_ranks() else None
-    run = Run(adapter, manager, alone if manager is None else manager.meet_ranks())
+    run = Run(adapter, manager, join_ranks({}) if manager is None else manager.meet_ranks())
     run.next_epoch = first
     if adapter.loop == "step":
         _check_step(run, first)

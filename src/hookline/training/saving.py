@@ -71,11 +71,8 @@ class Saving:
     def active(self, *, resume: bool) -> Iterator[None]:
         """Lock the folder and hold signals back for as long as the block lasts; load the model before."""
         with ExitStack() as stack:
-            if self._ranks is None:
-                self._lock(stack)
-            else:
-                first = self._ranks.rank == 0
-                self._ranks.together("locking the checkpoints", lambda: self._lock(stack) if first else None)
+            first = self._ranks.rank == 0
+            self._ranks.together("locking the checkpoints", lambda: self._lock(stack) if first else None)
             stack.enter_context(self._signals)
             newest = self._checkpoints.newest()
             if newest is not None and not resume:
@@ -110,30 +107,27 @@ class Saving:
         """Return the tree of a checkpoint for this rank; of one that another number of ranks wrote, that of rank 0."""
         ranks = self._ranks
         before, _ = saved_ranks(path)
-        rank = ranks.rank if ranks is not None and before == ranks.ranks else 0
+        rank = ranks.rank if before == ranks.size else 0
         tree: dict[str, Any] = {}
 
         def load() -> None:
             model, optimizer = unwrapped(self._adapter.model), unwrap_optimizer(self._adapter.optimizer)
             if path.suffix == SUFFIX:
-                same = before == (1 if ranks is None else ranks.ranks)
+                same = before == ranks.size
                 tree.update(read_ranks(path, model, optimizer, rank, self._home, same_ranks=same))
             else:
                 tree.update(read_alone(path, model, optimizer, self._home))
 
-        if ranks is None:
-            load()
-        else:
-            try:
-                ranks.together(f"reading {path.name}", load)
-            except RankError as error:
-                raise CheckpointError(str(error)) from error
+        try:
+            ranks.together(f"reading {path.name}", load)
+        except RankError as error:
+            raise CheckpointError(str(error)) from error
         return tree
 
     def _carry_over(self, path: Path, saved: dict[str, Any]) -> str:
         """Drop what another number of ranks cannot use; return what that is, in a sentence."""
         before, differing = saved_ranks(path)
-        now = 1 if self._ranks is None else self._ranks.ranks
+        now = self._ranks.size
         return "" if before == now else adapt_to_ranks(saved, before, now, differing, streams(self._adapter.model))
 
     def _home(self, device: torch.device) -> torch.device:
@@ -212,7 +206,7 @@ class Saving:
             except StopIteration:
                 return
             except Exception:
-                if self._signals.came is None or self._ranks is not None:
+                if self._signals.came is None or not self._ranks.is_single:
                     raise
                 # Ctrl-C goes to the workers of the loader as well, and those that were not forked end by it.
                 self._stop(within=True)
@@ -230,8 +224,6 @@ class Saving:
 
     def _signal(self) -> str | None:
         """Return the signal that came; with several ranks, once all know that it came to one of them."""
-        if self._ranks is None:
-            return self._signals.came
         self._ranks.signal = self._signals.came
         return self._ranks.agreed_signal
 
@@ -301,12 +293,12 @@ class Saving:
             return
         try:
             state = self._state(within=within)
-            if self._ranks is None:
+            if self._ranks.is_single:
                 self._checkpoints.write(local_parts(state) if self._is_split else state, run.step + 1)
             else:
                 self._checkpoints.write_ranks(state, run.step + 1, unwrapped(self._adapter.model), self._ranks)
         except Exception as error:
-            if self._ranks is not None and self._ranks.is_lost:
+            if self._ranks.is_lost:
                 raise
             if self._checkpoints.count == 0 and isinstance(error, CheckpointError):
                 raise  # at the start, where it costs nothing to mend
