@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hookline.runs.embedded import EMBEDDED
 from torch import Tensor, nn
 
 import hookline as hl
 from hookline.analyses import BUILT_IN
 from hookline.lifecycle.registry import register_built_ins
+from hookline.runs.embedded import EMBEDDED
 from hookline.testing.run_outcome import differences, left_by
 from hookline.training import digits, mod_arithmetic
 from hookline.training.checkpoints import Checkpoints

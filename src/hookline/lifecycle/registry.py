@@ -26,10 +26,11 @@ __all__ = ["HookRegistry", "check_hook", "choose_hooks", "make_hook", "points_in
 _Class = TypeVar("_Class", bound=type[TrainingHook])
 _GROUP: Final = "hookline.hooks"
 _ANALYSES: Final = "hookline.analyses"
-_DEBUG_HOOKS: Final = {
+_TOOLS: Final = {
     "first_bad_operation": "hookline.debug.first_bad.first_bad_hook:FirstBadOperation",
     "flight_recorder": "hookline.debug.first_bad.flight_recorder:FlightRecorder",
 }
+"""Hooks of ``hookline.debug``: selected by their own names alone, since they look for faults and measure nothing."""
 _SCOPES: Final = ("reads", "grads", "trains")
 
 
@@ -200,7 +201,7 @@ class HookRegistry:
             "all": cls.list_all,
             "observers": cls.list_observers,
             "interventions": cls.list_interventions,
-            "with_debug": cls.list_debug,
+            "with_debug": lambda: [name for name in cls.list_debug() if name not in _TOOLS],
         }
 
     @classmethod
@@ -294,7 +295,7 @@ def _info(hook: type[TrainingHook]) -> dict[str, Any]:
 
 def register_built_ins() -> None:
     """Register the hooks that come with hookline, by path, so that training does not import them."""
-    for name, path in (importlib.import_module(_ANALYSES).BUILT_IN | _DEBUG_HOOKS).items():
+    for name, path in (importlib.import_module(_ANALYSES).BUILT_IN | _TOOLS).items():
         HookRegistry.register_path(name, path)
 
 

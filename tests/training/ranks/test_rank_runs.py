@@ -236,7 +236,7 @@ def test_a_step_that_a_rank_lacks_is_of_the_others_and_the_rest_of_all(rule, exp
     parts = [StepSeries([1, 2, 3], [4, 5, 6]), StepSeries([10, 30], [4, 6])]
     found = reduce_series("a", rule, parts)
     assert found.steps == [4, 5, 6]
-    assert list(found) == expected if rule == "concat" else pytest.approx(expected)
+    assert list(found) == (expected if rule == "concat" else pytest.approx(expected))
     twice = StepSeries([1.0, 2.0], [4, 4])
     assert list(reduce_series("a", "sum", [twice, twice])) == [2.0, 4.0]
     assert reduce_series("a", "sum", [twice, twice, parts[0]]).steps == [4, 4, 5, 6]
