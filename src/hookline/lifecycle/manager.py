@@ -12,10 +12,11 @@ import logging
 import warnings
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
@@ -27,7 +28,7 @@ from hookline.guard.loaders import generators_of_loader
 from hookline.guard.rng import hook_rng, kept_rng, restart_hook_stream
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.output import RECORDER, MetricOutput, add_metrics, copy_metric, make_fan_out
-from hookline.lifecycle.plan import PlannedHook, PlanQueries, PointHooks, make_plan
+from hookline.lifecycle.plan import PlannedHook, PlanQueries, PointHooks, make_plan, split_roles
 from hookline.lifecycle.profiler import CheckpointProfiler
 from hookline.lifecycle.ranks import OneProcess, join_ranks
 from hookline.lifecycle.reference import ReferenceWeights
@@ -52,6 +53,7 @@ __all__ = ["FiringReceipt", "FiringReceipts", "HookManager"]
 logger = logging.getLogger("hookline.lifecycle.firing")
 
 _NOT_TRAINING: Final = in_phase("intervention")
+_HOOK_OF: Final = attrgetter("hook")
 _NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 _FIELDS: Final = [field.name for field in dataclasses.fields(RunDataContext)][2:]
 _CONSEQUENCES: Final = {"warn": "stays on and the run goes on", "disable": "is switched off and the run goes on"}
@@ -333,21 +335,25 @@ class HookManager(PlanQueries):
 
         ctx = self._make_context(hooks.point, run_ctx)
         firing = _Firing(hooks.point, ctx, self._global_step if self._global_step >= 0 else (ctx.step or 0))
-        with self._concluded(firing, due), self._managed.on_device([planned.hook for planned in due]):
-            if hooks.needs_reference:
-                due = tuple(planned for planned in due if self._give_reference(planned))
-            observers = [planned for planned in due if not planned.intervenes]
-            interventions = [planned for planned in due if planned.intervenes]
-            if interventions or self.strict:
-                model_ctx = model_ctx() if callable(model_ctx) else model_ctx
-                interventions = self._possible(interventions, model_ctx)
-            draws = bool(interventions) or any(not planned.hook.pure for planned in observers)
-            generators = generators_of_loader(ctx.loader) if draws else ()
-            # A forward that a hook makes is not training, so trackers do not count it.
-            with _NOT_TRAINING, hook_rng(undone=bool(interventions), generators=generators) if draws else _NOTHING:
-                self._observe(firing, observers, model_ctx, is_before=bool(interventions))
-                if interventions:
-                    self._intervene(firing, interventions, model_ctx)
+        outer = self._begin(firing, due)
+        try:
+            with self._managed.on_device(map(_HOOK_OF, due)):
+                if hooks.needs_reference:
+                    due = tuple(planned for planned in due if self._give_reference(planned))
+                observers, interventions = hooks.parts if due is hooks.hooks else split_roles(due)
+                if interventions or self.strict:
+                    model_ctx = model_ctx() if callable(model_ctx) else model_ctx
+                    interventions = self._possible(interventions, model_ctx)
+                # A forward that a hook makes is not training, so trackers do not count it.
+                with _NOT_TRAINING, self._streams(observers, interventions, ctx):
+                    self._observe(firing, observers, model_ctx, is_before=bool(interventions))
+                    if interventions:
+                        self._intervene(firing, interventions, model_ctx)
+        except BaseException as error:
+            if not self._end(firing, outer, error):
+                raise
+        else:
+            self._end(firing, outer)
         return dict(firing.metrics)
 
     def _find_point(self, point: HookPoint) -> PointHooks | None:
@@ -384,49 +390,57 @@ class HookManager(PlanQueries):
             )
         return ctx.with_profiler(self.profiler) if self.profiler.enabled else ctx
 
-    @contextmanager
-    def _concluded(self, firing: _Firing, due: Sequence[PlannedHook]) -> Iterator[None]:
-        """Let `record` find the firing; at the end hand its metrics on, however it ends, and do what its errors ask."""
-        outer, recorder = self._firing, RECORDER.manager
-        if outer is not None:
-            _check_nested(outer, firing, due)
+    def _begin(self, firing: _Firing, due: Sequence[PlannedHook]) -> tuple[_Firing | None, Any]:
+        """Let `record` find the firing; return the one around it, and whose records were taken before."""
+        outer = self._firing, RECORDER.manager
+        if outer[0] is not None:
+            _check_nested(outer[0], firing, due)
         self._firing, RECORDER.manager = firing, self._self
-        try:
-            try:
-                yield
-            finally:
-                self._firing, RECORDER.manager = outer, recorder
-        except BaseException as error:
-            raised = error if isinstance(error, Exception) else None
-            self._conclude(firing, raised)
-            self._settle(raised)
-            # At a step the other ranks are training: an error of a hook waits until the ranks meet.
-            if self.ranks.is_single or raised is None or not (firing.point.is_step and _failed(firing)):
-                raise
-        else:
-            self._conclude(firing, None)
-            self._settle()
-        finally:
-            self._drop_disabled()
-        self._errors.warn_pending()
-        self._output.fan_out.warn_pending()
+        return outer
 
-    def _conclude(self, firing: _Firing, raised: Exception | None) -> None:
-        """Count the calls of a firing, tell the other ranks what failed, and hand the metrics on."""
+    def _end(self, firing: _Firing, outer: tuple[_Firing | None, Any], error: BaseException | None = None) -> bool:
+        """Hand the metrics of a firing on, however it ended; return whether the run goes on after its error."""
+        self._firing, RECORDER.manager = outer
         self._calls = firing.calls
         for call in firing.calls:
             self.fired[call.planned.name] += 1
             self._seconds[call.planned.name] += call.seconds
-        failed = _failed(firing)
+        raised = error if isinstance(error, Exception) else None
+        waits = False
+        try:
+            if not self.ranks.is_single:
+                # At a step the other ranks are training: an error of a hook waits until the ranks meet.
+                waits = self._hold(firing, raised) and firing.point.is_step
+            self._hand_on(firing)
+            self._settle(raised)
+        finally:
+            self._drop_disabled()
+        if error is None or (waits and raised is not None):
+            self._warn_pending()
+            return True
+        return False
+
+    def _hold(self, firing: _Firing, raised: Exception | None) -> bool:
+        """Keep what hooks raised until the other ranks learn of it; return whether one did."""
+        failed = [call for call in firing.calls if call.error]
         for call in failed:
             text = f"{call.error.rstrip('.')} at {firing.place}"
             self.ranks.hold(call.planned.name, text, raised if call is failed[-1] else None)
+        return bool(failed)
+
+    def _hand_on(self, firing: _Firing) -> None:
         step = self._global_step if self._global_step >= 0 else firing.ctx.step
         try:
             firing.metrics = self._output.take(firing.point, firing.metrics, self._position(firing.ctx), step)
         except RankError as error:  # one of the hooks may have kept a rank from coming
             names = ", ".join(call.planned.name for call in firing.calls)
             raise RankError(f"{error} The hooks at {firing.place}: {names}.", ranks=error.ranks) from error
+
+    def _warn_pending(self) -> None:
+        if self._errors.pending:
+            self._errors.warn_pending()
+        if self.fan_out.pending:
+            self.fan_out.warn_pending()
 
     # -- calling hooks -----------------------------------------------------------------------------------
 
@@ -437,13 +451,13 @@ class HookManager(PlanQueries):
         one of them may wait for the same hook of other ranks.
         """
         kept: BaseException | None = None
+        is_plain = not (self.strict or self.profiler.enabled)
         for planned in hooks:
             firing.current = planned
             start = perf_counter()
             try:
-                check = self._check(planned, firing.ctx, model_ctx) if self.strict else _NOTHING
-                with check, self.profiler.section(planned.name):
-                    found = planned.hook.compute(firing.ctx)
+                ctx = firing.ctx
+                found = planned.hook.compute(ctx) if is_plain else self._compute_checked(planned, ctx, model_ctx)
                 if found is not None:
                     firing.take(planned, found)
             except BaseException as error:
@@ -458,6 +472,20 @@ class HookManager(PlanQueries):
             kept = self.ranks.meet(kept, f"observers at {firing.place}")
         if kept is not None:
             raise kept
+
+    @staticmethod
+    def _streams(
+        observers: Sequence[PlannedHook], interventions: Sequence[PlannedHook], ctx: RunDataContext
+    ) -> AbstractContextManager[None]:
+        """Return what puts random streams back; nothing if all hooks promise to draw none."""
+        if not interventions and all(planned.hook.pure for planned in observers):
+            return _NOTHING
+        return hook_rng(undone=bool(interventions), generators=generators_of_loader(ctx.loader))
+
+    def _compute_checked(self, planned: PlannedHook, ctx: RunDataContext, model_ctx: Any) -> Any:
+        check = self._check(planned, ctx, model_ctx) if self.strict else _NOTHING
+        with check, self.profiler.section(planned.name):
+            return planned.hook.compute(ctx)
 
     def _check(self, planned: PlannedHook, ctx: RunDataContext, model_ctx: Any) -> AbstractContextManager[Any]:
         """Return what raises if an observer changes model, gradients, modes, switches or the batch.
@@ -476,7 +504,7 @@ class HookManager(PlanQueries):
         )
         return found
 
-    def _possible(self, interventions: list[PlannedHook], model_ctx: Any) -> list[PlannedHook]:
+    def _possible(self, interventions: tuple[PlannedHook, ...], model_ctx: Any) -> tuple[PlannedHook, ...]:
         """Return the interventions that can run: all, or none, with a warning, where there is no model context."""
         if model_ctx is not None and interventions and getattr(model_ctx, "guard", None) is None:
             raise OptionError(f"fire() takes a ModelDataContext as model_ctx=; got {type_name(model_ctx)}.")
@@ -488,7 +516,7 @@ class HookManager(PlanQueries):
             f"Interventions that are due at {point} and do not run, as fire() was given no model_ctx: {names}. Hand "
             "over a ModelDataContext, or a function that makes one.",
         )
-        return []
+        return ()
 
     def _intervene(self, firing: _Firing, hooks: Sequence[PlannedHook], model_ctx: Any) -> None:
         """Save the run once, and call each intervention in it; what one did is put back before the next."""
@@ -559,7 +587,7 @@ class HookManager(PlanQueries):
 
     def _settle(self, raised: Exception | None = None) -> None:
         """Do on every rank what the error policy says about hooks that failed on any rank, once all know of it."""
-        failed = self.ranks.take_failures()
+        failed = {} if self.ranks.is_single else self.ranks.take_failures()
         for hook, failure in failed.items():
             if failure.ends:
                 error = raised or failure.error or RankError(failure.sentence(hook), ranks=failure.ranks)
@@ -786,11 +814,6 @@ class HookManager(PlanQueries):
     def _repr_html_(self) -> str:
         fired = ", ".join(f"{name} {count}" for name, count in self.fired.items()) or "none yet"
         return self._plan._table().with_foot(f"step {self._global_step}; fired: {fired}").html()
-
-
-def _failed(firing: _Firing) -> list[_Call]:
-    """Return the calls of a firing that raised."""
-    return [call for call in firing.calls if call.error]
 
 
 def _check_nested(outer: _Firing, firing: _Firing, due: Sequence[PlannedHook]) -> None:
