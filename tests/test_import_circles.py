@@ -13,7 +13,6 @@ PACKAGE = Path(hookline.__file__).parent
 STILL_WITH_CIRCLES = (
     "hookline.cli.",
     "hookline.factories.",
-    "hookline.lifecycle.",
     "hookline.observe.watch.",
 )
 """Folders that have a circle inside; take a line out when its circle is taken apart."""

@@ -60,10 +60,11 @@ class HookPoint(enum.Enum):
     # The enum's own hash and comparison go through Python code (0.2 µs per look-up); members are single objects.
     __hash__ = object.__hash__
 
-    @property
-    def is_step(self) -> bool:
-        """True if it comes with every step: hooks there may have a schedule, and their metrics are buffered."""
-        return self is HookPoint.PRE_STEP or self is HookPoint.POST_STEP
+    is_step: bool
+    """True if it comes with every step: hooks there may have a schedule, and their metrics are buffered."""
+
+    def __init__(self, name: str) -> None:
+        self.is_step = name.endswith("_STEP")  # an attribute, as a property takes 0.7 µs, and each firing asks
 
     @classmethod
     def of(cls, point: HookPoint | str) -> HookPoint:

@@ -441,7 +441,6 @@ WRONG = {
     "group": (["--with-hooks", "observers", "--", "train.py"], "choose hooks with --hooks NAME"),
     "kind": (["--hooks", "stats", "--hook-config", "stats.on=foward", "--", "train.py"], "did you mean 'forward'?"),
     "statistic": (["--hooks", "stats", "--hook-config", "stats.stats=meen", "--", "train.py"], "did you mean 'mean'?"),
-    "budget": (["--hooks", "norms", "--hook-budget", "2", "--", "train.py"], "0.02 is 2 %; got 2.0."),
     "flag": (["--hooks", "norms", "--hook-cvs", "--", "train.py"], "no option --hook-cvs. Did you mean '--hook-csv'?"),
     "number": (
         ["--snapshot-every", "x", "--", "train.py"],

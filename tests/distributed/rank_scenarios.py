@@ -100,31 +100,33 @@ def by_rules() -> Any:
     rules = {"m": "mean", "s": "sum", "big": "max", "low": "min", "l": "l2", "c": "concat", "one": "sum", "v": "sum"}
     metrics: dict[str, Any] = {
         **{"m": 1.0 + rank, "s": 3 + rank, "big": rank, "low": -rank, "l": 3.0 + rank, "c": f"r{rank}", "n": rank},
-        "v": np.array([[1.0, rank]]),
+        "v": [1.0, rank],
     }
     if rank:
         metrics["one"] = 8.0
-    found = reduce_metrics(Exchange("rules"), metrics, rules)
-    return {**found, "v": found["v"].tolist()}
+    return reduce_metrics(metrics, rules)
 
 
 def failure_on_one() -> Any:
     failure = "ValueError in hook 'norms': no" if this_rank() else None
-    return refused(lambda: reduce_metrics(Exchange("hooks"), {"a": 1.0}, {"a": "sum"}, failure))
+    return refused(lambda: _one_number(Exchange("hooks"), failure))
 
 
 def failure_later() -> Any:
     """Names are agreed by then; the flag tells."""
     exchange = Exchange("hooks, later")
     for _ in range(2):
-        reduce_metrics(exchange, {"a": 1.0}, {"a": "sum"})
+        _one_number(exchange)
     failure = "ValueError in hook 'norms': no" if this_rank() else None
-    return refused(lambda: reduce_metrics(exchange, {"a": 1.0}, {"a": "sum"}, failure))
+    return refused(lambda: _one_number(exchange, failure))
 
 
-def no_number() -> Any:
-    value = "text" if this_rank() else 1.0
-    return refused(lambda: reduce_metrics(Exchange("text"), {"a": value}, {"a": "mean"}))
+def _one_number(exchange: Exchange, failure: str | None = None) -> Any:
+    return exchange.reduce([NamedPart("a", 1, 0)], np.ones(1), np.zeros(0), failure=failure)
+
+
+def lists_of_two_lengths() -> Any:
+    return refused(lambda: reduce_metrics({"a": [1.0] * (1 + this_rank())}, {"a": "mean"}))
 
 
 def other_options() -> Any:
@@ -147,8 +149,17 @@ def other_version() -> Any:
 
 
 CASES = [
-    *(who_is_who, other_words, sums_and_maxima, uneven_replicas, by_rules, failure_on_one, failure_later, no_number),
-    *(other_options, other_sizes, other_version),
+    *(
+        who_is_who,
+        other_words,
+        sums_and_maxima,
+        uneven_replicas,
+        by_rules,
+        failure_on_one,
+        failure_later,
+        lists_of_two_lengths,
+    ),
+    *(lists_of_two_lengths, other_options, other_sizes, other_version),
 ]
 
 

@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers_ranks import RanksFailed, run_ranks
 
 from hookline.distributed import Exchange, gather_objects, is_distributed, rank_count, reduce_metrics, this_rank
 from hookline.errors import OptionError, RankError
-from hookline.lifecycle.rank_sync import RankSync
-from hookline.lifecycle.reduce_rules import ReduceRules
+from hookline.lifecycle.ranks import RankSync, rule_finder
 
 SCENARIOS = Path(__file__).with_name("rank_scenarios.py")
 
@@ -58,10 +58,10 @@ def test_replicas_that_differ_are_averaged(both):
 
 def test_metrics_are_reduced_by_their_rules(both):
     """Seven rules; a metric of one rank reaches all."""
-    for rank, found in enumerate(both):
+    for found in both:
         assert found["by_rules"] == {
-            **{"m": 1.5, "s": 7, "big": 1, "low": -1, "l": 5.0, "c": ["r0", "r1"], "n": rank, "one": 8.0},
-            "v": [[2.0, 1.0]],
+            **{"m": 1.5, "s": 7, "big": 1, "low": -1, "l": 5.0, "c": ["r0", "r1"], "n": 0, "one": 8.0},
+            "v": [2.0, 1.0],
         }
 
 
@@ -71,7 +71,7 @@ def test_metrics_are_reduced_by_their_rules(both):
         ("other_words", ["rank 0: thing 0", "rank 1: thing 1", "(1,)"]),
         ("failure_on_one", ["hooks failed on rank 1 of 2", "ValueError in hook 'norms': no", "(1,)"]),
         ("failure_later", ["hooks, later failed on rank 1 of 2", "ValueError in hook 'norms': no", "(1,)"]),
-        ("no_number", ["metric 'a' is a str", "rank 1"]),
+        ("lists_of_two_lengths", ["'a' is a list of 1 and 2 values", "concat"]),
         ("other_options", ["stats: rank 0: ('mean',); rank 1: ('mean', 'max')", "same"]),
         ("other_sizes", ["'a' has not the same size", "rank 1: 2 + 0"]),
         ("other_version", ["different versions of hookline", "rank 1: 9.9.9"]),
@@ -138,12 +138,12 @@ def test_without_ranks_everything_is_this_process(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert (this_rank(), rank_count(), is_distributed(), gather_objects(5, what="five")) == (0, 1, False, [5])
     metrics = {"a": 2, "b": 3.0, "c": "x"}
-    assert reduce_metrics(Exchange("alone"), metrics, {"a": "mean", "b": "l2", "c": "concat"}) == {
+    assert reduce_metrics(metrics, {"a": "mean", "b": "l2", "c": "concat"}) == {
         **{"a": 2, "b": 3.0},
         "c": ["x"],
     }
     with pytest.raises(RankError, match="broken"):
-        reduce_metrics(Exchange("alone"), {}, {}, "broken")
+        Exchange("alone").reduce([], np.zeros(0), np.zeros(0), failure="broken")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert (this_rank(), rank_count(), is_distributed()) == (3, 8, False)
@@ -152,14 +152,14 @@ def test_without_ranks_everything_is_this_process(monkeypatch):
 def test_an_unknown_rule_is_refused():
     """The error has the nearest rule."""
     with pytest.raises(OptionError, match="did you mean 'mean'"):
-        reduce_metrics(Exchange("rule"), {"a": 1.0}, {"a": "meen"})
+        reduce_metrics({"a": 1.0}, {"a": "meen"})
 
 
 def test_a_long_text_of_another_library_ends_with_a_sentence_or_a_word():
     """What gloo says is told as far as it fits, and not cut within a sentence."""
     said = {"Closed by peer. Typically caused by " + "a " * 90: "peer. Next:", "peer " * 90: "peer …. Next:"}
     for text, told in said.items():
-        lost = str(RankSync(ReduceRules({})).leave(RuntimeError(text)))
+        lost = str(RankSync(rule_finder({})).leave(RuntimeError(text)))
         assert told in lost
         assert "Typically" not in lost
 

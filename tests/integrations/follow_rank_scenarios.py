@@ -78,7 +78,7 @@ def _exit_with_code_1(loop: _Loop) -> list[str]:
         found.append(repr(run._exit.failure()))  # that exit was caught
         with suppress(SystemExit):
             sys.exit(1)
-        run.manager.ending_with_ranks = lambda *, is_exit=False: found.append(f"waits: {is_exit}") or nullcontext(False)
+        run.manager.ranks.ending = lambda *, is_exit=False: found.append(f"waits: {is_exit}") or nullcontext(False)
         run._close_at_end()
         found.append(repr(run._error))
     dist.barrier()

@@ -80,10 +80,10 @@ def test_the_report_at_the_end_changes_no_bit_of_a_loop_that_goes_on(hook: Any, 
     assert (nested_differences(loop.left(), _plain()) == []) is is_inert
 
 
-def test_a_budget_that_is_handed_on_to_a_watch_changes_no_bit() -> None:
+def test_a_watch_with_a_budget_changes_no_bit() -> None:
     loop = Loop()
-    watch = hl.watch(loop.model, on=("forward", "backward"))
-    with loop.follow([Seen(), watch], loader=loop.loader, budget=0.02):
+    watch = hl.watch(loop.model, on=("forward", "backward"), budget=0.02)
+    with loop.follow([Seen(), watch], loader=loop.loader):
         loop.train()
     assert watch.budget is not None
     assert nested_differences(loop.left(), _plain()) == []
@@ -532,7 +532,7 @@ def test_an_error_of_the_loop_ends_no_epoch_and_comes_through() -> None:
             OptionError,
             r"loadr= here\. Did you mean 'loader'\?.*snapshot_every",
         ),
-        (lambda loop: loop.follow([], xyz=1), OptionError, r"no option xyz= here\. There are: .*run_file.*budget"),
+        (lambda loop: loop.follow([], xyz=1), OptionError, r"no option xyz= here\. There are: .*run_file.*flush_every"),
         (lambda loop: loop.follow([], sinks=["csv"]), OptionError, "CSVSink.*TensorBoardSink"),
     ],
 )

@@ -154,7 +154,7 @@ def test_streams_are_not_touched_for_hooks_that_are_pure(monkeypatch):
         def __exit__(self, *exc_info):
             pass
 
-    monkeypatch.setattr("hookline.lifecycle.firing.hook_rng", Noted)
+    monkeypatch.setattr("hookline.lifecycle.manager.hook_rng", Noted)
     ctx = RunDataContext(POST_STEP, 0)
     pure, plain = observer("pure", POST_STEP, pure=True), observer("plain", POST_STEP)
     HookManager(hooks=[pure]).fire(POST_STEP, ctx)

@@ -17,10 +17,10 @@ from hookline.errors import (
     MetricError,
     OptionError,
 )
-from hookline.lifecycle.choose_hooks import TrackerHook
 from hookline.lifecycle.hook import TrainingHook
 from hookline.lifecycle.manager import HookManager
 from hookline.lifecycle.output import record
+from hookline.lifecycle.trackers import TrackerHook
 from hookline.metta.trackers import ReLUActivationState
 from hookline.observe.watch.watch import watch
 from hookline.sinks.memory_sink import MemorySink
@@ -31,7 +31,7 @@ POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint.POST_STEP, HookPoint.POST_EPOCH, Hoo
 
 @pytest.fixture(autouse=True)
 def registry(own_registry, monkeypatch):
-    monkeypatch.setattr(own_registry, "_classes", {"path": PathLength})
+    monkeypatch.setattr(own_registry, "_hooks", {"path": PathLength})
 
 
 # -- choosing ------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint.POST_STEP, HookPoint.POST_EPOCH, Hoo
 
 @pytest.fixture(autouse=True)
 def registry(own_registry, monkeypatch):
-    monkeypatch.setattr(own_registry, "_classes", {"path": PathLength})
+    monkeypatch.setattr(own_registry, "_hooks", {"path": PathLength})
 
 
 # -- state ---------------------------------------------------------------------------------------------------

@@ -349,7 +349,7 @@ class EntryPoint:
 def test_hooks_of_other_packages_are_found_by_their_entry_points(registry, monkeypatch):
     """One whose package is broken does not keep the others from being listed."""
     found = [EntryPoint("theirs", Norms), EntryPoint("broken", ImportError("no such thing"))]
-    monkeypatch.setattr(HookRegistry, "_entry_points", None)
+    monkeypatch.setattr(HookRegistry, "_has_entry_points", False)
     monkeypatch.setattr(
         "hookline.lifecycle.registry.entry_points", lambda group: found if group == "hookline.hooks" else []
     )

@@ -14,10 +14,8 @@ import torch
 from torch import nn
 
 from hookline.analyses._analysis import Analysis
-from hookline.lifecycle.choose_hooks import record_decisions
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import MetricInfo
-from hookline.observe.watch.overhead_budget import Budget
 from hookline.observe.watch.stat_columns import Layout
 from hookline.observe.watch.watch import Watch, watch
 from hookline.observe.watch.watch_hooks import checked_kinds
@@ -47,8 +45,6 @@ class StatsHook(Analysis):
             What a look takes goes with the number of modules and parameters: in small models a step and more, in large
             ones a fifth of a step.
         exclude: Modules and parameters to leave out.
-
-    ``budget=`` of the manager holds for it too: it looks at fewer steps where looking costs more.
     """
 
     name = "stats"
@@ -68,9 +64,6 @@ class StatsHook(Analysis):
         Layout.of(self.stats)  # a statistic that there is not is an error now, and not when training starts
         self.every = StepSchedule.of(_EVERY if every is None else every)
         self._takes_reports = every is None
-        self.budget: Any = None
-        """What the watch may cost and does cost; None where the manager has no ``budget=``, and before a run."""
-        self._part: tuple[Budget, int] | None = None
         self._watch: Watch | None = None
         self._optimizers: Sequence[Any] = ()
         self._state_to_load: Mapping[str, Any] = {}
@@ -93,10 +86,6 @@ class StatsHook(Analysis):
                 found.append(MetricInfo(f"{kind}/{stat}", f"{stat} over {what}, of the model as a whole"))
         return found
 
-    def take_budget(self, budget: Budget, first: int) -> None:
-        """Keep to ``budget`` from the next start on; a manager with ``budget=`` calls it."""
-        self._part = budget, first
-
     def look_at_reports(self, reports: Any) -> None:
         """Look at the steps for which ``reports.is_due(step)``, unless ``every`` says otherwise; hosts call it."""
         if self._takes_reports:
@@ -115,10 +104,6 @@ class StatsHook(Analysis):
         self._watch = watch(model, self.targets, on=self.on, stats=self.stats, every=self.every, exclude=self.exclude)
         if optimizers:
             self._watch.count_steps_of(optimizers)
-        if self._part is not None:
-            self._watch.take_budget(*self._part)
-            self.budget = self._watch.budget
-            record_decisions(self, self._watch)
         if self._state_to_load:
             self._watch.load_state_dict(self._state_to_load)
         self._state_to_load = {}

@@ -104,9 +104,9 @@ def _check_reference(name: str, said: str = "") -> None:
 
 def _check_is_on(hook: str, hooks: Sequence[str] | None, said: str, *, unknown: str = "") -> None:
     """Raise unless the hook is known, and one of this run, if those are known."""
-    from hookline.lifecycle.registry import DEBUG_HOOKS, HookRegistry
+    from hookline.lifecycle.registry import HookRegistry
 
-    known = [*HookRegistry.known(), *DEBUG_HOOKS]
+    known = HookRegistry.known()
     if hook not in known:
         raise HookNameError(f"{unknown}Unknown hook: {hook!r}.{unknown_name_text(hook, known, 'Available')}")
     if hooks is not None and hook not in hooks:

@@ -68,9 +68,9 @@ def _plain(name: str, cls: type) -> dict[str, Any]:
 
 
 def _all_hooks() -> dict[str, Any]:
-    from hookline.lifecycle.registry import DEBUG_HOOKS, HookRegistry
+    from hookline.lifecycle.registry import HookRegistry
 
-    return HookRegistry.get_all_info() | {name: HookRegistry.get_info(name) for name in DEBUG_HOOKS}
+    return HookRegistry.get_all_info()
 
 
 def list_hooks() -> int:

@@ -22,7 +22,6 @@ from hookline.cli.run_request import MARKERS, Request, joined_flags, merged_opti
 from hookline.errors import OptionError
 from hookline.load import from_folder
 from hookline.messages import did_you_mean
-from hookline.observe.watch.overhead_budget import Budget
 from hookline.runs.folder import STRATEGY, to_plain
 from hookline.runs.named_sinks import sink_maker
 from hookline.runs.run_options import (
@@ -94,8 +93,6 @@ class ScriptRequest:
         request, options, settings = self.request, self.options, self.request.settings
         hook_objects = request.hook_objects()
         hook_objects.check_arguments()
-        if options.hook.hook_budget is not None:
-            Budget(options.hook.hook_budget)  # raises if it is no share
         sink_maker(vars(options.sink), settings.sinks)
         specs = request.module_specs()
         request.check()

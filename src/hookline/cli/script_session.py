@@ -247,7 +247,7 @@ class ScriptSession:
         """Write everything: no other rank is waited for, since torchrun sends the signal when one has died."""
         self._error = HooklineError("The process was ended by SIGTERM, as torchrun does when another rank has ended.")
         ranks = self.manager.ranks
-        if ranks is not None and ranks.is_lost:  # it is ending by an error already, and waits for a word of the others
+        if ranks.is_lost:  # it is ending by an error already, and waits for a word of the others
             told = {"run/error": error_text(error_of_process() or self._error)}
             self.manager.emit_metrics(told, run.epoch_of_step, HookPoint.POST_STEP)
         run.__exit__(HooklineError, self._error, None)

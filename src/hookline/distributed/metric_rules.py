@@ -1,31 +1,38 @@
-"""Reduce the metrics of all ranks by the rule that each declares.
+"""Reduce the metrics of all ranks by the rule that each declares: gather them, and add them up in Python.
 
-The manager calls it with what its hooks returned; it packs numbers for one `Exchange`.
+``lifecycle.ranks`` gathers records by itself, together with what else ranks tell each other, and calls `reduce_values`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
 
-from hookline.distributed.agreement import NamedPart
-from hookline.distributed.exchange import Exchange, Reduced
-from hookline.distributed.ranks import gather_objects, is_distributed
-from hookline.errors import OptionError
-from hookline.messages import suggest, type_name
+from hookline.distributed.ranks import gather_objects
+from hookline.errors import OptionError, RankError
+from hookline.messages import suggest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["RULES", "check_rule", "reduce_metrics"]
+__all__ = ["RULES", "check_rule", "reduce_metrics", "reduce_values"]
 
-RULES: Final = ("mean", "sum", "max", "min", "l2", "concat", "none")
-_ADDED: Final = ("mean", "sum", "l2")
-_KEPT: Final = ("max", "min")
+
+def _l2(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    found: NDArray[np.float64] = np.sqrt(np.sum(values * values, axis=0))
+    return found
+
+
+_NUMBERS: Final[Mapping[str, Callable[[NDArray[np.float64]], Any]]] = {
+    "mean": lambda values: np.mean(values, axis=0),
+    "sum": lambda values: np.sum(values, axis=0),
+    "max": lambda values: np.max(values, axis=0),
+    "min": lambda values: np.min(values, axis=0),
+    "l2": _l2,
+}
+RULES: Final = (*_NUMBERS, "concat", "none")
 
 
 def check_rule(rule: str) -> str:
@@ -36,102 +43,66 @@ def check_rule(rule: str) -> str:
     return rule
 
 
-def reduce_metrics(
-    exchange: Exchange, metrics: Mapping[str, Any], rules: Mapping[str, str], failure: str | None = None
-) -> dict[str, Any]:
-    """Return the metrics of all ranks as one dictionary, the same on every rank but for those of rule ``none``.
+def reduce_metrics(metrics: Mapping[str, Any], rules: Mapping[str, str], what: str = "metrics") -> dict[str, Any]:
+    """Return the metrics of all ranks as one dictionary, the same on every rank.
 
-    Recipe: ``reduce_metrics(exchange, {"loss": 0.3, "tokens": 512}, {"loss": "mean", "tokens": "sum"})``.
-    All ranks have to call it with the same ``exchange``. It takes two collectives, and one more where a rule is
-    ``concat``. A metric that only some ranks have is reduced over these, and every rank receives it.
+    Recipe: ``reduce_metrics({"loss": 0.3, "tokens": 512}, {"loss": "mean", "tokens": "sum"})``.
+    All ranks have to call it. A metric that only some ranks have is reduced over these.
 
     Args:
-        exchange: Where ranks agree on names.
-        metrics: The metrics of this rank: numbers, or arrays and tensors of numbers.
+        metrics: The metrics of this rank: numbers, lists of numbers, dictionaries of these.
         rules: For each name ``mean`` (each rank counts the same), ``sum``, ``max``, ``min``, ``l2`` (root of the sum of
-            squares), ``concat`` (a list with the value of each rank that has it) or ``none``, which leaves this rank's
-            value as it is, as do names that are absent here.
-        failure: What a hook raised on this rank, if one did. Every rank then raises `RankError`.
+            squares), ``concat`` (a list with the value of each rank that has it) or ``none``, the value of the first
+            rank that has it, which is also the rule of names that are absent here.
+        what: A few words for errors: what this rank is doing.
     """
-    chosen = {name: check_rule(rules.get(name, "none")) for name in metrics}
-    numbers, problem = _numbers(metrics, chosen)
-    parts = [_part(chosen[name], name, numbers.get(name)) for name in metrics if chosen[name] != "none"]
-    added = [_added(chosen[name], each) for name, each in numbers.items() if chosen[name] in _ADDED]
-    kept = [each if chosen[name] == "max" else -each for name, each in numbers.items() if chosen[name] in _KEPT]
-    reduced = exchange.reduce(parts, _joined(added), _joined(kept), failure=failure or problem)
-    lists = _concatenated(metrics, chosen, reduced, exchange.what)
-    found = {name: value for name, value in metrics.items() if chosen[name] == "none"}
-    for key in reduced.agreed.holdings:
-        rule, _, name = key.partition(":")
-        if rule == "concat":
-            found[name] = lists[name]
-        else:
-            found[name] = _shaped(_value(rule, key, reduced), metrics.get(name))
-    return {name: found[name] for name in dict.fromkeys((*metrics, *found))}
+    for rule in rules.values():
+        check_rule(rule)
+    return reduce_records(gather_objects(dict(metrics), what=what), lambda name: rules.get(name, "none"))
 
 
-def _numbers(metrics: Mapping[str, Any], chosen: dict[str, str]) -> tuple[dict[str, NDArray[np.float64]], str | None]:
-    """Return the numbers of each metric that is to be reduced; and a sentence if one has none."""
-    found: dict[str, NDArray[np.float64]] = {}
-    problem = None
-    for name, value in metrics.items():
-        if chosen[name] not in (*_ADDED, *_KEPT):
-            continue
-        try:
-            host = value.detach().cpu().double().numpy() if isinstance(value, torch.Tensor) else value
-            found[name] = np.asarray(host, dtype=np.float64).reshape(-1)
-        except (TypeError, ValueError):
-            found[name] = np.zeros(1)
-            problem = f"metric {name!r} is {type_name(value)}, which has no {chosen[name]}; declare 'concat' or 'none'"
-    return found, problem
+def reduce_records(records: Sequence[Mapping[str, Any]], rule_of: Callable[[str], str]) -> dict[str, Any]:
+    """Return one record of those of all ranks; names in the order in which the first rank has them."""
+    names = dict.fromkeys(name for record in records for name in record)
+    return {
+        name: reduce_values(name, rule_of(name), [record[name] for record in records if name in record])
+        for name in names
+    }
 
 
-def _part(rule: str, name: str, numbers: NDArray[np.float64] | None) -> NamedPart:
-    size = 0 if numbers is None else numbers.size
-    if rule == "mean":
-        return NamedPart(f"{rule}:{name}", size + 1, 0)
-    return NamedPart(f"{rule}:{name}", size if rule in _ADDED else 0, size if rule in _KEPT else 0)
+def reduce_values(name: str, rule: str, values: Sequence[Any]) -> Any:
+    """Return one value of those that ranks have; of texts, that of the first rank.
+
+    Whole numbers stay whole where they can. NaN on one rank is NaN.
+    """
+    if rule == "concat":
+        return list(values)
+    there = [value for value in values if value is not None]
+    if rule == "none" or not there:
+        return values[0]
+    if all(isinstance(value, dict) for value in there):
+        keys = dict.fromkeys(key for value in there for key in value)
+        return {key: reduce_values(name, rule, [value[key] for value in there if key in value]) for key in keys}
+    if all(isinstance(value, list) for value in there):
+        if len({len(value) for value in there}) > 1:
+            raise RankError(
+                f"The metric {name!r} is a list of {' and '.join(str(len(value)) for value in there)} values on the "
+                f"ranks, of which there is no {rule}. Next: declare reduce = 'concat' or 'none'."
+            )
+        if not all(_is_number(item) for value in there for item in value):
+            return [reduce_values(name, rule, column) for column in zip(*there, strict=True)]
+    elif not all(map(_is_number, there)):
+        return there[0]
+    found = _NUMBERS[rule](np.asarray(there, dtype=np.float64)).tolist()
+    items = there if not isinstance(found, list) else [item for value in there for item in value]
+    return _whole(found) if all(isinstance(item, int) for item in items) else found
 
 
-def _added(rule: str, numbers: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return what is added up: numbers and their weight, numbers, or squares."""
-    if rule == "mean":
-        return np.append(numbers, 1.0)
-    return numbers * numbers if rule == "l2" else numbers
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
-def _value(rule: str, key: str, reduced: Reduced) -> NDArray[np.float64]:
-    held = reduced.agreed.holdings[key]
-    added, kept = reduced.added[held.added], reduced.kept[held.kept]
-    if rule in _KEPT:
-        return kept if rule == "max" else -kept
-    found: NDArray[np.float64] = (
-        added[:-1] / added[-1] if rule == "mean" else added if rule == "sum" else np.sqrt(added)
-    )
-    return found
-
-
-def _shaped(numbers: NDArray[np.float64], like: Any) -> Any:
-    """Return ``numbers`` in the form of ``like``: a number, or an array of that shape; whole where it was whole."""
-    if like is None or isinstance(like, int | float | np.number | np.bool_):
-        if numbers.size != 1:
-            return numbers
-        value = float(numbers[0])
-        is_whole = isinstance(like, int | np.integer) and math.isfinite(value) and value.is_integer()
-        return int(value) if is_whole else value
-    shape = np.shape(like)
-    return numbers.reshape(shape) if shape else float(numbers[0])
-
-
-def _concatenated(metrics: Mapping[str, Any], chosen: dict[str, str], reduced: Reduced, what: str) -> dict[str, Any]:
-    """Return the values of each rank for the metrics of rule ``concat``; no collective if no rank has one."""
-    names = [key.removeprefix("concat:") for key in reduced.agreed.holdings if key.startswith("concat:")]
-    if not names:
-        return {}
-    own = {name: metrics[name] for name in names if chosen.get(name) == "concat"}
-    said = gather_objects(own, what=f"{what}, concatenation") if is_distributed() else [own]
-    return {name: [each[name] for each in said if name in each] for name in names}
-
-
-def _joined(parts: list[NDArray[np.float64]]) -> NDArray[np.float64]:
-    return np.concatenate(parts) if parts else np.zeros(0)
+def _whole(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return int(value) if value.is_integer() else value

@@ -18,7 +18,7 @@ from hookline.integrations.host_manager import check_options
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.loop_habits import LoopHabits
 from hookline.integrations.process_end import ExitNoted, at_process_end, error_of_process
-from hookline.lifecycle.choose_hooks import tell_watches
+from hookline.lifecycle.trackers import tell_watches
 from hookline.messages import type_name
 from hookline.sites.optimizers.optimizer_wrappers import checked_optimizer, unwrap_optimizer
 from hookline.when import HookPoint
@@ -234,7 +234,7 @@ class Follow:
         self._exit.remove()
         self._take_off()
         # Many loops destroy the process group before the process ends.
-        with self.manager.ending_with_ranks(is_exit=self._is_exit and self._error is None) as together:
+        with self.manager.ranks.ending(is_exit=self._is_exit and self._error is None) as together:
             self._finish(together=together)
 
     def _finish(self, *, together: bool) -> None:

@@ -150,7 +150,7 @@ class FollowedLoop:
                 self._end_epoch()
 
     def _end_step(self, loss: Any) -> None:
-        if self._holds and self._manager.needs_prev_step_grads_next_step():
+        if self._holds and self._manager.needs("needs_prev_step_grads", step=self._manager.global_step + 1):
             self._host.held.copy(self._model)  # the loop may clear them in place, before the next step begins
         self._habits.note_step(self.steps_in_pass)
         with self._between_steps():

@@ -22,7 +22,7 @@ from hookline.integrations.host_facts import HostNotes
 from hookline.integrations.host_manager import check_options, make_manager
 from hookline.integrations.host_state import check_state, load_state, save_state
 from hookline.integrations.snapshot_steps import OFTEN_AT_FIRST, SnapshotSteps, StepReports, can_count_steps
-from hookline.lifecycle.choose_hooks import tell_reports
+from hookline.lifecycle.trackers import tell_reports
 from hookline.messages import caller_stacklevel
 from hookline.phases import in_phase
 from hookline.training.experiment import whole_number
@@ -150,11 +150,11 @@ class HostRun:
         manager.set_loop_type(self._loop)
         manager.set_capabilities(experiment.capabilities | self._capabilities)
         manager.reset_all()
-        manager.continue_from(step - 1)
+        manager.global_step = step - 1
         self._notes.open(run_context or {})
         if run_context:
             manager.set_run_context(**run_context)
-        for sentence in manager.will_fire(_POINTS[self._loop]):
+        for sentence in manager.plan().will_not_fire(_POINTS[self._loop]):
             warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
         passes, schedule = HostPasses(experiment), HostSchedule(experiment, self._loop)
         run = Run(experiment, self._loop, manager, passes=passes, schedule=schedule)
@@ -230,7 +230,7 @@ class HostRun:
             return
         snapshot = (HookPoint.SNAPSHOT,) if self._snapshots.is_due(epoch) else ()
         run.begin_epoch(epoch, (HookPoint.POST_EPOCH, *snapshot))
-        if run.num_epochs < 2 and self.manager.ranks is not None:
+        if run.num_epochs < 2 and not self.manager.ranks.is_single:
             warn_of_join(run.experiment.model)
         run.fire(HookPoint.PRE_EPOCH)
 
@@ -273,7 +273,7 @@ class HostRun:
             self._leave_step()
         manager = self.manager
         if step is not None and step != manager.global_step + 1:
-            manager.continue_from(step - 1)
+            manager.global_step = step - 1
         if self._loop == "step":
             self._reports.begin_step(run, manager.global_step + 1)
         if self._needs_previous:

@@ -46,7 +46,7 @@ def save_state(run: Run, held: Callable[[], Any], *, within: bool, all_ranks: bo
             "held": held(),
         }
 
-    return gather_states(make, ranks) if all_ranks and ranks is not None else mark_state(make(), ranks)
+    return gather_states(make, ranks) if all_ranks and not ranks.is_single else mark_state(make(), ranks)
 
 
 def check_state(state: Mapping[str, Any], loop: str) -> None:
@@ -67,8 +67,7 @@ def load_state(run: Run, state: Mapping[str, Any], step: int | None) -> Any:
     If the host says that it goes on after another ``step``, schedules follow the host.
     """
     manager = run.manager
-    rank, count = (0, 1) if manager.ranks is None else (manager.ranks.rank, manager.ranks.ranks)
-    state, sentence = choose_state(state, run.experiment.model, rank, count)
+    state, sentence = choose_state(state, run.experiment.model, manager.ranks.rank, manager.ranks.size)
     if sentence:
         warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
     manager.load_state_dict(state["manager"])
@@ -81,5 +80,5 @@ def load_state(run: Run, state: Mapping[str, Any], step: int | None) -> Any:
             HooklineWarning,
             stacklevel=caller_stacklevel(),
         )
-        manager.continue_from(step - 1)
+        manager.global_step = step - 1
     return state["held"]

@@ -17,7 +17,7 @@ from hookline.lifecycle.states import map_tensors
 from hookline.training.rank_checkpoint import local_parts, map_dicts, place_parts, rank_digest
 
 if TYPE_CHECKING:
-    from hookline.lifecycle.rank_sync import RankSync
+    from hookline.lifecycle.ranks import OneProcess
 
 __all__ = ["choose_state", "gather_states", "mark_state"]
 
@@ -28,14 +28,13 @@ _SINKS: Final = ("manager", "sinks")
 """Of rank 0, which alone writes."""
 
 
-def mark_state(state: dict[str, Any], ranks: RankSync | None) -> dict[str, Any]:
+def mark_state(state: dict[str, Any], ranks: OneProcess) -> dict[str, Any]:
     """Return the state of this rank alone, with its number in it."""
-    if ranks is None:
-        return {**state, "ranks": {"count": 1, "rank": 0}}
-    return {**_portable(state), "ranks": {"count": ranks.ranks, "rank": ranks.rank}}
+    about = {"count": ranks.size, "rank": ranks.rank}
+    return {**(state if ranks.is_single else _portable(state)), "ranks": about}
 
 
-def gather_states(make: Callable[[], dict[str, Any]], ranks: RankSync) -> dict[str, Any]:
+def gather_states(make: Callable[[], dict[str, Any]], ranks: OneProcess) -> dict[str, Any]:
     """Return the states of all ranks, the same on each; every rank has to call it. What fails on one, fails on all."""
     made: dict[str, Any] = {}
     ranks.together("saving the state of hooks", lambda: made.update(make()))
@@ -46,7 +45,7 @@ def gather_states(make: Callable[[], dict[str, Any]], ranks: RankSync) -> dict[s
     differing = [path for path in own if path != _SINKS and len({one.get(path) for one in said}) > 1]
     parts = ranks.gather([(path, own[path]) for path in differing], "states of hooks of each rank")
     by_rank = [_joined(dict(one)) for one in parts]
-    return {**_merged(_joined(own), by_rank[0]), "ranks": {"count": ranks.ranks, "by_rank": by_rank}}
+    return {**_merged(_joined(own), by_rank[0]), "ranks": {"count": ranks.size, "by_rank": by_rank}}
 
 
 def choose_state(state: Mapping[str, Any], model: nn.Module, rank: int, count: int) -> tuple[dict[str, Any], str]:

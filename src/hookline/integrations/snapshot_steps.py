@@ -120,14 +120,14 @@ class StepReports:
             return
         if is_in_step:
             run.step -= 1
-            run.manager.continue_from(run.step)
+            run.manager.global_step = run.step
             run.loss = self._loss
         if self._is_open:
             self._report(run)
 
     def end_failed_run(self, run: Run, error: BaseException, *, is_in_step: bool) -> None:
         """Report as `end_run` does when ``error`` ends the run; not on one of several ranks: others may still train."""
-        if run.manager.ranks is not None:
+        if not run.manager.ranks.is_single:
             return
         try:
             self.end_run(run, is_in_step=is_in_step)

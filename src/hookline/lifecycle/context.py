@@ -5,12 +5,15 @@ The loops (or users) make a `RunDataContext` when a hook is due; ``compute`` and
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
+
+from hookline.lifecycle.profiler import OFF, CheckpointProfiler
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,7 +65,7 @@ class RunDataContext:
     Recipe::
 
         ctx = hookline.RunDataContext(hookline.HookPoint.POST_EPOCH, epoch, model=model, loss=loss)
-        manager.fire(ctx)
+        manager.fire(hookline.HookPoint.POST_EPOCH, ctx)
 
     Fields that do not apply are None. ``loss``, ``train_acc`` and ``val_acc`` may be given as tensors or functions;
     reading them gives a float, and that is when the device is waited for, once. ``raw("loss")`` is what was given.
@@ -98,7 +101,7 @@ class RunDataContext:
     """Gradients of the step before, by parameter; if a hook that is due has ``needs_prev_step_grads``."""
     target_grad: Mapping[str, Tensor] | None = None
     """A gradient to compare with, if the experiment has one."""
-    profiler: Any = None
+    profiler: CheckpointProfiler = OFF
     """For timing parts of a hook: ``with ctx.profiler.section("svd"):``."""
     eval_metrics: Mapping[str, Any] | None = None
     """All that the experiment's evaluation found, if it was made just now."""
@@ -121,7 +124,7 @@ class RunDataContext:
         accumulated_grads: Mapping[str, Tensor] | None = None,
         prev_step_grads: Mapping[str, Tensor] | None = None,
         target_grad: Mapping[str, Tensor] | None = None,
-        profiler: Any = None,
+        profiler: CheckpointProfiler | None = None,
         eval_metrics: Mapping[str, Any] | None = None,
     ) -> None:
         # A field that is None is that of the class: most firings of a loop give few. All of them: 2.5 µs; none: 0.7.
@@ -158,6 +161,14 @@ class RunDataContext:
             given["profiler"] = profiler
         if eval_metrics is not None:
             given["eval_metrics"] = eval_metrics
+
+    def with_profiler(self, profiler: CheckpointProfiler) -> Self:
+        """Return the same context with a profiler, if it has none; nothing is read from the device."""
+        if self.profiler is not OFF:
+            return self
+        other = copy.copy(self)
+        vars(other)["profiler"] = profiler
+        return other
 
     def raw(self, name: str) -> Any:
         """Return what was given for a field, without waiting for the device."""

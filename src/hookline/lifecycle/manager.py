@@ -1,33 +1,42 @@
 """`HookManager`: fire the hooks of a run at its points, and hand their metrics to sinks.
 
-The loops of hookline call it, and so may a user's own. It has a `Plan`, a `FiringEngine` and a `MetricOutput`.
+The loops of hookline call it, and so may a user's own. It has a `Plan`, the `ManagedHooks`, a `MetricOutput` and the
+ranks of the run; `fire` reads from top to bottom: what is due, the context, random streams, observers, interventions
+with their guard, metrics.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import warnings
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from threading import get_ident
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
-from hookline.errors import HooklineWarning, HookNameError, LifecycleError, OptionError
-from hookline.guard.rng import kept_rng, restart_hook_stream
-from hookline.lifecycle.choose_hooks import checked_interval, choose_hooks, find_excluded, split_config
+from hookline.error_policy import ErrorPolicy, error_text
+from hookline.errors import GuardError, Hint, HooklineWarning, HookNameError, LifecycleError, OptionError, RankError
+from hookline.guard.guard import Guard
+from hookline.guard.loaders import generators_of_loader
+from hookline.guard.rng import hook_rng, kept_rng, restart_hook_stream
 from hookline.lifecycle.context import RunDataContext
-from hookline.lifecycle.firing import FiringReceipts, receipt_of
-from hookline.lifecycle.firing_engine import FiringEngine, parse_moment
-from hookline.lifecycle.hook_budget import HookBudget
-from hookline.lifecycle.hook_metrics import copy_metric
-from hookline.lifecycle.output import RECORDER, MetricOutput, make_fan_out
-from hookline.lifecycle.plan import PointHooks, make_plan
-from hookline.lifecycle.plan_queries import PlanQueries
+from hookline.lifecycle.output import RECORDER, MetricOutput, add_metrics, copy_metric, make_fan_out
+from hookline.lifecycle.plan import PlannedHook, PlanQueries, PointHooks, make_plan, split_roles
 from hookline.lifecycle.profiler import CheckpointProfiler
-from hookline.lifecycle.rank_member import RankMember
-from hookline.lifecycle.registry import HookRegistry
+from hookline.lifecycle.ranks import OneProcess, join_ranks
+from hookline.lifecycle.reference import ReferenceWeights
+from hookline.lifecycle.registry import HookRegistry, choose_hooks
 from hookline.lifecycle.states import ManagedHooks
-from hookline.messages import caller_stacklevel
-from hookline.observe.watch.overhead_budget import Budget
+from hookline.messages import caller_stacklevel, nearest_names, type_name
+from hookline.phases import in_phase
+from hookline.tables import ShownAsTable, Table
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
@@ -36,14 +45,110 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.lifecycle.hook import TrainingHook
-    from hookline.lifecycle.rank_sync import RankSync
     from hookline.records.log import RecordLog
     from hookline.records.readers import FanOut
 
-__all__ = ["HookManager"]
+__all__ = ["FiringReceipt", "FiringReceipts", "HookManager"]
+
+logger = logging.getLogger("hookline.lifecycle.firing")
+
+_NOT_TRAINING: Final = in_phase("intervention")
+_HOOK_OF: Final = attrgetter("hook")
+_NOTHING: Final[AbstractContextManager[None]] = nullcontext()
+_FIELDS: Final = [field.name for field in dataclasses.fields(RunDataContext)][2:]
+_CONSEQUENCES: Final = {"warn": "stays on and the run goes on", "disable": "is switched off and the run goes on"}
 
 
-class HookManager(PlanQueries, RankMember):
+@dataclass(frozen=True, slots=True)
+class FiringReceipt:
+    """Say what one hook did in one firing.
+
+    Recipe: ``manager.fire(point, ctx, model_ctx)``; then ``print(manager.receipts)``.
+    """
+
+    hook: str
+    """Its name."""
+    scope: str
+    """``"observes"``, or what the intervention declared."""
+    seconds: float
+    """How long it took, saving and putting back not included."""
+    touched: tuple[str, ...] = ()
+    """What an intervention is known to have changed."""
+    restored: tuple[str, ...] = ()
+    """What was put back."""
+    saved_bytes: int = 0
+    """How much had been copied, for it and the other interventions of the firing."""
+    error: str = ""
+    """What it raised, if it did."""
+
+
+class FiringReceipts(ShownAsTable, tuple[FiringReceipt, ...]):
+    """Hold the receipts of one firing; a tuple that prints as a table."""
+
+    __slots__ = ()
+
+    def _table(self) -> Table:
+        if not self:
+            return Table(title="no hook has fired yet")
+        rows = [
+            (r.hook, r.scope, f"{1e3 * r.seconds:.2f}", f"{len(r.touched)}", f"{len(r.restored)}", r.error)
+            for r in self
+        ]
+        return Table(("hook", "scope", "ms", "touched", "put back", "error"), rows, numbers=(2, 3, 4))
+
+
+class _Call(NamedTuple):
+    """A hook that was called."""
+
+    planned: PlannedHook
+    seconds: float
+    receipt: Any = None
+    """What the guard knows of it, if it intervened."""
+    error: str = ""
+    """What it raised, in words. Not the error: its traceback holds the context, and with it a batch."""
+
+    def told(self) -> FiringReceipt:
+        """Return it for the user."""
+        if self.receipt is None:
+            scope = str(getattr(self.planned.hook, "scope", "")) if self.planned.intervenes else "observes"
+            return FiringReceipt(self.planned.name, scope, self.seconds, error=self.error)
+        touched, restored = tuple(self.receipt.touched), tuple(self.receipt.restored)
+        name, scope, saved = self.planned.name, self.receipt.scope, self.receipt.saved_bytes
+        return FiringReceipt(name, scope, self.seconds, touched, restored, saved, self.error)
+
+
+@dataclass(slots=True, eq=False)
+class _Firing:
+    """A point that is being fired."""
+
+    point: HookPoint
+    ctx: RunDataContext
+    step: int
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """What the hooks so far have returned, by ``"hook/metric"``."""
+    current: PlannedHook | None = None
+    """The hook that runs now."""
+    calls: list[_Call] = field(default_factory=list)
+    thread: int = field(default_factory=get_ident)
+
+    @property
+    def place(self) -> str:
+        """The point and the step, in words."""
+        return f"{self.point.name}, step {self.step}"
+
+    def take(self, planned: PlannedHook, found: Any) -> None:
+        """Add what a hook returned, with its name in front, unless a metric begins with one of the hook's roots."""
+        roots = planned.hook.roots
+        if found is None or not roots:
+            add_metrics(planned.name, found, self.metrics)
+            return
+        own: dict[str, Any] = {}
+        add_metrics(planned.name, found, own)
+        start = len(planned.name) + 1
+        self.metrics |= {key[start:] if key.startswith(roots, start) else key: value for key, value in own.items()}
+
+
+class HookManager(PlanQueries):
     """Run hooks at the points of a run, and hand their metrics to sinks.
 
     Recipe::
@@ -74,7 +179,6 @@ class HookManager(PlanQueries, RankMember):
         log: A file that gets every record before the sinks do: the record log, which survives a kill.
         flush_every: How many steps from one flush of the step metrics to the next; None: when the epoch ends, or the
             loop says so. What is not flushed dies with the process, or is in its checkpoint.
-        budget: What hooks of steps and watches may cost, a share of a step (0.02) or `Budget`; see ``manager.budget``.
     """
 
     def __init__(
@@ -94,31 +198,36 @@ class HookManager(PlanQueries, RankMember):
         reference_weights: Any = None,
         log: str | Path | RecordLog | None = None,
         flush_every: int | None = None,
-        budget: Budget | float | None = None,
     ) -> None:
         super().__init__()
-        config, reference_path = split_config(hook_config)
+        config = _checked_config(hook_config)
+        reference_path = config.pop("reference_weights", {}).get("path")
         with kept_rng():  # a hook may begin with a random projection; a run without it must not differ
             self.hooks: dict[str, TrainingHook] = choose_hooks(hook_names, hooks, config)
         """All hooks by name, in the order they were given."""
         self.profiler = CheckpointProfiler(profile_hooks)
         """Times each hook."""
         self.strict = strict
-        self._flush_every = checked_interval(flush_every)
+        self.ranks = OneProcess()
+        """What keeps this rank together with the others, once the run has begun."""
+        self.fired: Counter[str] = Counter()
+        """The number of calls of each hook."""
+        self._flush_every = _checked_interval(flush_every)
+        self._made_for = self._loop_type = loop_type
         self._self = weakref.ref(self)
-        self._managed = ManagedHooks(self.hooks, offload_state=offload_state)
+        self._managed = ManagedHooks(self.hooks, offload=offload_state)
         self._output = MetricOutput(make_fan_out(sinks, log, step_metrics_log))
-        self._engine = FiringEngine(
-            self._output,
-            self.profiler,
-            self._self,
-            on_error=on_error,
-            strict=strict,
-            offload=self._managed.offload,
-            reference=reference_path if reference_weights is None else reference_weights,
-        )
-        self._engine.loop_type = self._made_for = loop_type
-        self._engine.budget = None if budget is None else HookBudget(budget, self.hooks)
+        # A hook that breaks what it declared may have changed the run: going on would hide it.
+        self._errors = ErrorPolicy(on_error, logger, _CONSEQUENCES, always_raise=(GuardError,))
+        self._reference = ReferenceWeights(reference_path if reference_weights is None else reference_weights)
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._firing: _Firing | None = None
+        """The firing under way."""
+        self._calls: Sequence[_Call] = ()
+        """The hooks that the last firing called."""
+        self._checked: tuple[Any, Guard | None] = (None, None)
+        """A model, and the guard by which strict mode checks that observers change nothing of it."""
+        self._has_met = False
         for hook in self.hooks.values():
             hook.manager = self
         self.set_capabilities(capabilities)
@@ -126,15 +235,19 @@ class HookManager(PlanQueries, RankMember):
     # -- the plan ----------------------------------------------------------------------------------------
 
     def set_capabilities(self, capabilities: Iterable[str] | None) -> None:
-        """Leave out hooks that require something else than the run can do; None: it can do anything."""
-        self._excluded = find_excluded(self.hooks, capabilities)
+        """Leave out hooks that require something else than the run can do, with a warning; None: it can do anything."""
+        there = {capabilities} if isinstance(capabilities, str) else None if capabilities is None else set(capabilities)
+        missing = {} if there is None else {n: sorted(set(h.requires) - there) for n, h in self.hooks.items()}
+        self._excluded = {n: f"requires {', '.join(what)}, which is not here" for n, what in missing.items() if what}
+        for name, reason in self._excluded.items():
+            warnings.warn(f"Hook {name!r} excluded: {reason}", HooklineWarning, stacklevel=caller_stacklevel())
         self._make_plan()
 
     def _make_plan(self) -> None:
-        self._output.counts_steps = self.loop_type not in (None, "epoch")
-        off = self._engine.errors.why_disabled()
+        self._output.counts_steps = self._loop_type not in (None, "epoch")
         known = [] if all(not (h.before or h.after) for h in self.hooks.values()) else HookRegistry.known()
-        self._set_plan(make_plan(self.hooks, self.loop_type, {**self._excluded, **off}, known))
+        left_out = {**self._excluded, **self._errors.why_disabled()}
+        self._plan = make_plan(self.hooks, self._loop_type, left_out, known)
         # By name as well, so that `fire("POST_EPOCH", ...)` is the same look-up.
         self._points: dict[HookPoint | str, PointHooks | None] = {}
         if not self._plan.undecided:  # else `fire` finds nothing there, and says why
@@ -144,7 +257,7 @@ class HookManager(PlanQueries, RankMember):
     @property
     def loop_type(self) -> str | None:
         """The loop whose ``loop_points`` hold: ``"epoch"``, ``"step"``, or None for ``hook_points``."""
-        return self._engine.loop_type
+        return self._loop_type
 
     def set_loop_type(self, loop_type: str) -> None:
         """Say which loop runs, unless the manager was made for one; the loops of hookline do."""
@@ -153,8 +266,8 @@ class HookManager(PlanQueries, RankMember):
                 f"This manager was made for the {self._made_for} loop (loop_type={self._made_for!r}), and the "
                 f"{loop_type} loop was to use it; leave loop_type= out, or make another manager."
             )
-        if loop_type != self.loop_type:
-            self._engine.loop_type = loop_type
+        if loop_type != self._loop_type:
+            self._loop_type = loop_type
             self._make_plan()
 
     # -- steps and firings -------------------------------------------------------------------------------
@@ -167,23 +280,21 @@ class HookManager(PlanQueries, RankMember):
                 out, to the epoch of the last firing.
         """
         self._global_step += 1
-        if not self._engine.has_met:
-            self.meet_ranks()
+        self.meet_ranks()
         if self._flush_every is not None and self._global_step % self._flush_every == 0 and self._output.has_steps:
             before = self._global_step - 1
-            if self.loop_type == "step":
+            if self._loop_type == "step":
                 epoch = before
             self._flush(self._output.position or 0 if epoch is None else epoch, before)
         RECORDER.manager = self._self
-        if self.budget is not None and (decided := self.budget.begin_step(self._global_step)):
-            self._output.steps.add(HookPoint.POST_STEP, self._global_step, decided)
-        if self._engine.ranks is not None:
-            self._check_ranks(self._engine.ranks)
+        if not self.ranks.is_single:
+            self.ranks.check(self._global_step)
+            self._settle()
         return self._global_step
 
     def fire(
         self,
-        point: HookPoint | str | RunDataContext,
+        point: HookPoint | str,
         run_ctx: RunDataContext | Callable[[], RunDataContext] | None = None,
         model_ctx: Any = None,
         *,
@@ -195,11 +306,10 @@ class HookManager(PlanQueries, RankMember):
         Recipe::
 
             manager.fire(HookPoint.POST_STEP, epoch=epoch, model=model, loss=loss)
-            manager.fire(RunDataContext(HookPoint.POST_STEP, epoch, model=model, loss=loss))
-            manager.fire(HookPoint.SNAPSHOT, run_ctx, model_ctx)  # the point twice: the two have to agree
+            manager.fire(HookPoint.SNAPSHOT, run_ctx, model_ctx)
 
         Args:
-            point: The point; or a context alone, which has it: ``fire(run_ctx, model_ctx)``.
+            point: The point.
             run_ctx: What hooks are shown; or a function that makes it, which is called only if a hook is due. If left
                 out: a `RunDataContext` of ``epoch`` and ``fields``, made only if a hook is due.
             model_ctx: What interventions work with, or a function that makes it, called only if one is due.
@@ -207,21 +317,44 @@ class HookManager(PlanQueries, RankMember):
                 windows.
             fields: What else the context has: ``model=``, ``loss=``, ``step=``, …
         """
-        if run_ctx is None or fields or isinstance(point, RunDataContext):
-            point, run_ctx, model_ctx = parse_moment(point, run_ctx, model_ctx, epoch, fields)
+        if run_ctx is None or fields:
+            run_ctx = _context_of_fields(HookPoint.of(point), run_ctx, epoch, fields)
         try:
             hooks = self._points[point]
         except (KeyError, TypeError):
             hooks = self._find_point(HookPoint.of(point))
         if hooks is None or self._global_step < hooks.next_due:
             return {}
-        if not self._engine.has_met:
-            self.meet_ranks()
+
+        self.meet_ranks()
+        due = hooks.due(self._global_step) if hooks.is_scheduled else hooks.hooks
+        if hooks.is_windowed and due:
+            run_ctx, due = self._in_window(hooks.point, due, run_ctx, epoch)
+        if not due:
+            return {}
+
+        ctx = self._make_context(hooks.point, run_ctx)
+        firing = _Firing(hooks.point, ctx, self._global_step if self._global_step >= 0 else (ctx.step or 0))
+        outer = self._begin(firing, due)
         try:
-            return self._engine.fire(hooks, run_ctx, model_ctx, epoch, self._global_step)
-        finally:
-            if self._engine.errors.disabled:
-                self._drop_disabled()
+            with self._managed.on_device(map(_HOOK_OF, due)):
+                if hooks.needs_reference:
+                    due = tuple(planned for planned in due if self._give_reference(planned))
+                observers, interventions = hooks.parts if due is hooks.hooks else split_roles(due)
+                if interventions or self.strict:
+                    model_ctx = model_ctx() if callable(model_ctx) else model_ctx
+                    interventions = self._possible(interventions, model_ctx)
+                # A forward that a hook makes is not training, so trackers do not count it.
+                with _NOT_TRAINING, self._streams(observers, interventions, ctx):
+                    self._observe(firing, observers, model_ctx, is_before=bool(interventions))
+                    if interventions:
+                        self._intervene(firing, interventions, model_ctx)
+        except BaseException as error:
+            if not self._end(firing, outer, error):
+                raise
+        else:
+            self._end(firing, outer)
+        return dict(firing.metrics)
 
     def _find_point(self, point: HookPoint) -> PointHooks | None:
         if self._plan.undecided:
@@ -231,12 +364,261 @@ class HookManager(PlanQueries, RankMember):
             )
         return self._points[point]
 
-    def take_record(self, name: str, value: Any) -> None:
-        """Add a metric to the hook that runs now, or to the current step; ``hookline.record`` calls this."""
-        firing = self._engine.current
-        if firing is None or not firing.take_record(name, value):
-            metrics = {name: copy_metric(value, "record()", name)}
-            self._output.steps.add(HookPoint.POST_STEP, max(self._global_step, 0), metrics)
+    def _in_window(
+        self, point: HookPoint, due: tuple[PlannedHook, ...], run_ctx: Any, epoch: int | None
+    ) -> tuple[Any, tuple[PlannedHook, ...]]:
+        """Return the hooks of ``due`` whose window is open; and the context, made if only it tells the epoch."""
+        if self._loop_type != "epoch":
+            epoch = self._global_step if self._global_step >= 0 else None
+        if epoch is None:
+            run_ctx = self._make_context(point, run_ctx)
+            epoch = self._position(run_ctx)
+        return run_ctx, tuple([planned for planned in due if planned.is_open_at(epoch)])
+
+    def _position(self, ctx: RunDataContext) -> int:
+        """Return where metrics belong: the epoch; in other loops than the epoch loop, the step."""
+        return ctx.epoch if self._loop_type in (None, "epoch") or ctx.step is None else ctx.step
+
+    def _make_context(self, point: HookPoint, run_ctx: Any) -> RunDataContext:
+        ctx = run_ctx() if callable(run_ctx) else run_ctx
+        if not isinstance(ctx, RunDataContext):
+            raise OptionError(f"fire() takes a RunDataContext, or a function that makes one; got {type_name(ctx)}.")
+        if ctx.hook_point is not point and HookPoint.of(ctx.hook_point) is not point:
+            raise OptionError(
+                f"fire({point.name}, ...) was given a context of {HookPoint.of(ctx.hook_point).name}, so hooks would "
+                "be told two things; make the context for the point that is fired."
+            )
+        return ctx.with_profiler(self.profiler) if self.profiler.enabled else ctx
+
+    def _begin(self, firing: _Firing, due: Sequence[PlannedHook]) -> tuple[_Firing | None, Any]:
+        """Let `record` find the firing; return the one around it, and whose records were taken before."""
+        outer = self._firing, RECORDER.manager
+        if outer[0] is not None:
+            _check_nested(outer[0], firing, due)
+        self._firing, RECORDER.manager = firing, self._self
+        return outer
+
+    def _end(self, firing: _Firing, outer: tuple[_Firing | None, Any], error: BaseException | None = None) -> bool:
+        """Hand the metrics of a firing on, however it ended; return whether the run goes on after its error."""
+        self._firing, RECORDER.manager = outer
+        self._calls = firing.calls
+        for call in firing.calls:
+            self.fired[call.planned.name] += 1
+            self._seconds[call.planned.name] += call.seconds
+        raised = error if isinstance(error, Exception) else None
+        waits = False
+        try:
+            if not self.ranks.is_single:
+                # At a step the other ranks are training: an error of a hook waits until the ranks meet.
+                waits = self._hold(firing, raised) and firing.point.is_step
+            self._hand_on(firing)
+            self._settle(raised)
+        finally:
+            self._drop_disabled()
+        if error is None or (waits and raised is not None):
+            self._warn_pending()
+            return True
+        return False
+
+    def _hold(self, firing: _Firing, raised: Exception | None) -> bool:
+        """Keep what hooks raised until the other ranks learn of it; return whether one did."""
+        failed = [call for call in firing.calls if call.error]
+        for call in failed:
+            text = f"{call.error.rstrip('.')} at {firing.place}"
+            self.ranks.hold(call.planned.name, text, raised if call is failed[-1] else None)
+        return bool(failed)
+
+    def _hand_on(self, firing: _Firing) -> None:
+        step = self._global_step if self._global_step >= 0 else firing.ctx.step
+        try:
+            firing.metrics = self._output.take(firing.point, firing.metrics, self._position(firing.ctx), step)
+        except RankError as error:  # one of the hooks may have kept a rank from coming
+            names = ", ".join(call.planned.name for call in firing.calls)
+            raise RankError(f"{error} The hooks at {firing.place}: {names}.", ranks=error.ranks) from error
+
+    def _warn_pending(self) -> None:
+        if self._errors.pending:
+            self._errors.warn_pending()
+        if self.fan_out.pending:
+            self.fan_out.warn_pending()
+
+    # -- calling hooks -----------------------------------------------------------------------------------
+
+    def _observe(self, firing: _Firing, hooks: Sequence[PlannedHook], model_ctx: Any, *, is_before: bool) -> None:
+        """Call the observers; if it ``is_before`` interventions, wait until no rank's has raised.
+
+        Interventions wait for each other, in collectives. With several ranks the others run before an error is raised:
+        one of them may wait for the same hook of other ranks.
+        """
+        kept: BaseException | None = None
+        is_plain = not (self.strict or self.profiler.enabled)
+        for planned in hooks:
+            firing.current = planned
+            start = perf_counter()
+            try:
+                ctx = firing.ctx
+                found = planned.hook.compute(ctx) if is_plain else self._compute_checked(planned, ctx, model_ctx)
+                if found is not None:
+                    firing.take(planned, found)
+            except BaseException as error:
+                if not self._goes_on_after(error, firing, _Call(planned, perf_counter() - start)):
+                    if self.ranks.is_single or not isinstance(error, Exception):
+                        raise
+                    kept = kept or error
+            else:
+                firing.calls.append(_Call(planned, perf_counter() - start))
+            firing.current = None
+        if is_before:
+            kept = self.ranks.meet(kept, f"observers at {firing.place}")
+        if kept is not None:
+            raise kept
+
+    @staticmethod
+    def _streams(
+        observers: Sequence[PlannedHook], interventions: Sequence[PlannedHook], ctx: RunDataContext
+    ) -> AbstractContextManager[None]:
+        """Return what puts random streams back; nothing if all hooks promise to draw none."""
+        if not interventions and all(planned.hook.pure for planned in observers):
+            return _NOTHING
+        return hook_rng(undone=bool(interventions), generators=generators_of_loader(ctx.loader))
+
+    def _compute_checked(self, planned: PlannedHook, ctx: RunDataContext, model_ctx: Any) -> Any:
+        check = self._check(planned, ctx, model_ctx) if self.strict else _NOTHING
+        with check, self.profiler.section(planned.name):
+            return planned.hook.compute(ctx)
+
+    def _check(self, planned: PlannedHook, ctx: RunDataContext, model_ctx: Any) -> AbstractContextManager[Any]:
+        """Return what raises if an observer changes model, gradients, modes, switches or the batch.
+
+        Random streams count for a hook that is `pure`; for others they are put back anyway.
+        """
+        guard = getattr(model_ctx, "guard", None)
+        if guard is None and ctx.model is not None:
+            if self._checked[0] is not ctx.model:
+                self._checked = ctx.model, Guard(ctx.model)
+            guard = self._checked[1]
+        if guard is None:
+            return _NOTHING
+        found: AbstractContextManager[Any] = guard.check_observers(
+            planned.name, random=bool(planned.hook.pure), batch=ctx.batch_data
+        )
+        return found
+
+    def _possible(self, interventions: tuple[PlannedHook, ...], model_ctx: Any) -> tuple[PlannedHook, ...]:
+        """Return the interventions that can run: all, or none, with a warning, where there is no model context."""
+        if model_ctx is not None and interventions and getattr(model_ctx, "guard", None) is None:
+            raise OptionError(f"fire() takes a ModelDataContext as model_ctx=; got {type_name(model_ctx)}.")
+        if model_ctx is not None or not interventions:
+            return interventions
+        point, names = interventions[0].point.name, ", ".join(repr(planned.name) for planned in interventions)
+        self._errors.warn_later(  # once: what is missing at one firing is missing at all of them
+            f"no model_ctx: {names}",
+            f"Interventions that are due at {point} and do not run, as fire() was given no model_ctx: {names}. Hand "
+            "over a ModelDataContext, or a function that makes one.",
+        )
+        return ()
+
+    def _intervene(self, firing: _Firing, hooks: Sequence[PlannedHook], model_ctx: Any) -> None:
+        """Save the run once, and call each intervention in it; what one did is put back before the next."""
+        guard = model_ctx.guard
+        try:
+            scopes = [planned.hook.scope for planned in hooks]  # type: ignore[attr-defined]
+            try:
+                guard.save(scopes, batch=(firing.ctx.batch_data, getattr(model_ctx, "batch", None)))
+            except GuardError as error:  # no hook has done anything yet, so the policy decides
+                refused = LifecycleError(f"Nothing could be put back after it: {error}")
+                for planned in hooks:
+                    if not self._goes_on_after(refused, firing, _Call(planned, 0.0)):
+                        raise
+                return
+            for planned in hooks:
+                self._intervene_once(firing, planned, model_ctx)
+        finally:
+            guard.release()
+
+    def _intervene_once(self, firing: _Firing, planned: PlannedHook, model_ctx: Any) -> None:
+        hook: Any = planned.hook
+        firing.current = planned
+        receipt, seconds, error = None, 0.0, None
+        try:
+            with model_ctx.guard.protecting(planned.name, hook.scope) as receipt:
+                start = perf_counter()
+                try:
+                    with self.profiler.section(planned.name):
+                        # Before the state is put back: a metric may be a view of a weight.
+                        firing.take(planned, hook.intervene(firing.ctx, model_ctx))
+                finally:
+                    seconds = perf_counter() - start
+        except BaseException as raised:
+            error = raised
+        error = self.ranks.meet(error, f"intervention {planned.name!r} at {firing.place}")
+        call = _Call(planned, seconds, receipt)
+        if error is None:
+            firing.calls.append(call)
+        elif not self._goes_on_after(error, firing, call):
+            raise error
+        firing.current = None
+
+    # -- errors of hooks ---------------------------------------------------------------------------------
+
+    def _goes_on_after(self, error: BaseException, firing: _Firing, call: _Call) -> bool:
+        """Note the error of a hook that was called; return whether the firing goes on."""
+        firing.current = None
+        firing.calls.append(call._replace(error=error_text(error)))
+        if self._handle(error, call.planned):
+            return True
+        note = f"Raised by the hook {call.planned.name!r} at {firing.place}, epoch {firing.ctx.epoch}."
+        if isinstance(error, Exception) and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)  # the traceback of a class of analyses names neither hook nor step
+        return False
+
+    def _handle(self, error: BaseException, planned: PlannedHook) -> bool:
+        """Count the error of a hook, and keep a warning for the end of the firing; return whether the run goes on."""
+        goes_on = self._errors.handle(planned.name, error)
+        if goes_on and self._errors.on_error == "warn":
+            undone = "what it did is undone, " if planned.intervenes else ""
+            text = error_text(error).rstrip(".")
+            self._errors.warn_later(
+                planned.name,
+                f"Hook {planned.name!r} raised {text}; {undone}it stays on, and the run goes on.",
+                hint=Hint.LATER_FAILURES,
+            )
+        return goes_on
+
+    def _settle(self, raised: Exception | None = None) -> None:
+        """Do on every rank what the error policy says about hooks that failed on any rank, once all know of it."""
+        failed = {} if self.ranks.is_single else self.ranks.take_failures()
+        for hook, failure in failed.items():
+            if failure.ends:
+                error = raised or failure.error or RankError(failure.sentence(hook), ranks=failure.ranks)
+                self.ranks.agree_on(error)
+                raise error
+            if self._errors.on_error == "disable":
+                self._errors.disabled.add(hook)
+            elif failure.error is None:
+                self._errors.counts[hook] += 1
+            self._errors.warn_later(f"{hook} on other ranks", failure.sentence(hook))
+        if failed:
+            self._errors.warn_pending()
+            self._drop_disabled()
+
+    def _drop_disabled(self) -> None:
+        """Plan anew without hooks that were switched off since."""
+        if self._errors.disabled and not self._errors.disabled <= self._plan.left_out.keys():
+            self._make_plan()
+
+    def _give_reference(self, planned: PlannedHook) -> bool:
+        """Give a hook the reference weights it needs; return whether it may run."""
+        if not planned.hook.needs_reference_weights:
+            return True
+        try:
+            with kept_rng():
+                self._reference.give(planned.hook)
+        except BaseException as error:
+            if not self._handle(error, planned):
+                raise
+            return False
+        return True
 
     # -- runs --------------------------------------------------------------------------------------------
 
@@ -246,16 +628,47 @@ class HookManager(PlanQueries, RankMember):
             raise HookNameError(f"Unknown hook: {name!r}. Available: {', '.join(self.hooks) or 'none'}.")
         return self.hooks[name]
 
-    def start(self, model: nn.Module) -> None:
-        """Tell every hook that training begins, or goes on; the loops of hookline do."""
-        self.meet_ranks()
-        if self._engine.start_hooks(self._managed, model):
-            self._drop_disabled()
+    def meet_ranks(self) -> OneProcess:
+        """Find out, once, whether there are other ranks, and check that they have the same hooks; return them."""
+        if not self._has_met:
+            self._has_met = True
+            self.ranks = self._output.ranks = join_ranks(self.hooks, self._flush_every)
+        return self.ranks
 
-    def meet_ranks(self) -> RankSync | None:
-        """Find out whether there are other ranks, and check that they have the same hooks; the loops call it."""
-        self._output.ranks = self._engine.meet_ranks(self.hooks, self._flush_every)
-        return self._output.ranks
+    def leave_ranks(self, error: BaseException) -> Exception | None:
+        """Exchange nothing more, since the run ends here by `error`; the loops of hookline call it.
+
+        If all ranks end by it together, what they hold is still exchanged. The record log says what happened. Returns
+        an error that names the rank that ended first, where this one only lost it.
+        """
+        if self.ranks.is_single:
+            return None
+        found = self.ranks.leave(error)
+        self._output.note(error_text(found or error), self._global_step)
+        return found
+
+    def start(self, model: nn.Module) -> None:
+        """Tell every hook that training begins, or goes on; the loops of hookline do.
+
+        What the error policy says of one that raises on any rank is done on all of them: one that cannot be started, as
+        the model has no such module, is no reason to lose the others.
+        """
+        ranks, errors = self.meet_ranks(), self._errors
+        failed: dict[str, Exception] = {}
+        ranks.together("starting the hooks", lambda: failed.update(self._managed.start(model, errors.can_continue)))
+        said: list[dict[str, str]] = []
+        if errors.on_error != "raise":
+            said = ranks.gather({name: error_text(error) for name, error in failed.items()}, "hooks that cannot start")
+        for rank, name, text in [(rank, name, text) for rank, own in enumerate(said) for name, text in own.items()]:
+            where = "" if ranks.is_single else f" on rank {rank}"
+            errors.count(name, failed.get(name) or RankError(text, ranks=(rank,)), f"in start(model){where}")
+            if errors.on_error == "disable":
+                errors.disabled.add(name)
+            becomes = _CONSEQUENCES[errors.on_error]
+            sentence = f"Hook {name!r} could not be started{where}: {text.rstrip('.')}; it {becomes}."
+            errors.warn_later(f"start of {name}", sentence)
+        errors.warn_pending()
+        self._drop_disabled()
 
     def finish(self) -> None:
         """Tell every hook that training is over; the loops of hookline do, however it ended."""
@@ -264,14 +677,15 @@ class HookManager(PlanQueries, RankMember):
     def reset_all(self) -> None:
         """Begin another run: steps count from 0, buffers are empty, every hook is reset."""
         restart_hook_stream()
-        self._set_step(-1)
+        self.global_step = -1
+        self._calls = ()
         self._output.clear()
-        self._engine.reset()
-        self._managed.reset(firing=self._engine.current is not None)
+        self._reference.reset()
+        self._managed.reset()
 
     def set_run_context(self, **context: Any) -> None:
         """Tell hooks and sinks which run this is: ``strategy=``, ``output_dir=``, ``experiment_name=``, …"""
-        self._engine.run_context |= context
+        self._reference.context |= context
         self._managed.set_run_context(context)
         self._output.set_run_context(context)
 
@@ -279,11 +693,10 @@ class HookManager(PlanQueries, RankMember):
         """Return what a resumed run has to know: the step, what is buffered, and the state of every hook."""
         return {
             "global_step": self._global_step,
-            "hooks": self._managed.state_dict(firing=self._engine.current is not None),
+            "hooks": self._managed.state_dict(),
             "step_metrics": self._output.steps.state_dict(),
-            "disabled": sorted(self._engine.errors.disabled),
+            "disabled": sorted(self._errors.disabled),
             "sinks": self.fan_out.state_dict(),
-            **({} if self.budget is None else {"budget": self.budget.state_dict()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -297,19 +710,26 @@ class HookManager(PlanQueries, RankMember):
         if unknown:
             text = f"The state of hooks that are not here is passed over: {', '.join(map(repr, unknown))}."
             warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
-        self._managed.load_state_dict(state["hooks"], firing=self._engine.current is not None)
+        self._managed.load_state_dict(state["hooks"])
         self._output.steps.load_state_dict(state["step_metrics"])
         self.fan_out.load_state_dict(state.get("sinks", {}))
         self.fan_out.warn_pending()
-        self._engine.errors.disabled = set(state.get("disabled", ())) & set(self.hooks)
-        if self.budget is not None and "budget" in state:
-            self.budget.load_state_dict(state["budget"])
+        self._errors.disabled = set(state.get("disabled", ())) & set(self.hooks)
         self._make_plan()
-        self._set_step(state["global_step"])
+        self.global_step = state["global_step"]
         if self._global_step >= 0:  # a run that goes on before its next step may evaluate, and record
             RECORDER.manager = self._self
 
     # -- metrics and sinks -------------------------------------------------------------------------------
+
+    def take_record(self, name: str, value: Any) -> None:
+        """Add a metric to the hook that runs now, or to the current step; ``hookline.record`` calls this."""
+        firing = self._firing
+        if firing is not None and firing.current is not None:
+            add_metrics(firing.current.name, {name: value}, firing.metrics)
+        else:
+            metrics = {name: copy_metric(value, "record()", name)}
+            self._output.steps.add(HookPoint.POST_STEP, max(self._global_step, 0), metrics)
 
     def flush_step_metrics(self, epoch: int) -> dict[str, Any]:
         """Hand the metrics of all steps since the last time to the sinks, as lists; PRE_STEP first, then POST_STEP."""
@@ -318,8 +738,7 @@ class HookManager(PlanQueries, RankMember):
     def _flush(self, position: int, step: int) -> dict[str, Any]:
         flushed = self._output.flush_steps(position, step)
         self.fan_out.warn_pending()
-        if self._engine.ranks is not None:
-            self._settle()
+        self._settle()
         return flushed
 
     def emit_metrics(self, metrics: Mapping[str, Any], step: int, point: HookPoint, *, reduced: bool = False) -> None:
@@ -332,27 +751,20 @@ class HookManager(PlanQueries, RankMember):
         Args:
             point: None is the point that is firing; outside of a firing, the one that fired last.
         """
-        return self._output.last(None if point is None else HookPoint.of(point), self._engine.current)
-
-    @property
-    def fired(self) -> Counter[str]:
-        """The number of calls of each hook."""
-        return self._engine.calls
-
-    @property
-    def budget(self) -> HookBudget | None:
-        """What hooks may cost and do cost, and the decisions; prints as a table. None without ``budget=``."""
-        return self._engine.budget
+        wanted = None if point is None else HookPoint.of(point)
+        if self._firing is not None and wanted in (None, self._firing.point):
+            return dict(self._firing.metrics)
+        return dict(self._output.last.get(wanted, {}))
 
     @property
     def receipts(self) -> FiringReceipts:
         """The receipts of the last firing: what each hook touched, what was put back, how long it took; as a table."""
-        return FiringReceipts(receipt_of(*done) for done in self._engine.done)
+        return FiringReceipts(call.told() for call in self._calls)
 
     @property
     def hook_errors(self) -> dict[str, int]:
         """The number of errors of each hook."""
-        return dict(self._engine.errors.counts)
+        return dict(self._errors.counts)
 
     @property
     def sink_errors(self) -> dict[str, int]:
@@ -366,7 +778,11 @@ class HookManager(PlanQueries, RankMember):
 
     def costs(self) -> dict[str, dict[str, float]]:
         """Return ``count``, ``total_ms`` and ``mean_ms`` of each hook's calls, by the clock of the host."""
-        return self._engine.costs()
+        total = {name: self._seconds[name] * 1e3 for name in self.fired}
+        return {
+            name: {"count": count, "total_ms": total[name], "mean_ms": total[name] / count}
+            for name, count in self.fired.items()
+        }
 
     def flush_sinks(self) -> None:
         """Write what is buffered, and have every sink write what it holds back: the run is over."""
@@ -398,3 +814,56 @@ class HookManager(PlanQueries, RankMember):
     def _repr_html_(self) -> str:
         fired = ", ".join(f"{name} {count}" for name, count in self.fired.items()) or "none yet"
         return self._plan._table().with_foot(f"step {self._global_step}; fired: {fired}").html()
+
+
+def _check_nested(outer: _Firing, firing: _Firing, due: Sequence[PlannedHook]) -> None:
+    """Refuse a firing from another thread, and an intervention inside another, which share one saved state."""
+    if outer.thread != firing.thread:
+        raise LifecycleError(
+            f"{firing.point.name} was fired while another thread is firing {outer.point.name}; a manager fires one "
+            "point at a time. Fire from one thread, or give each its own manager."
+        )
+    inner = next((planned.name for planned in due if planned.intervenes), None)
+    if inner is not None and outer.current is not None and outer.current.intervenes:
+        raise LifecycleError(
+            f"The intervention {outer.current.name!r} fires {firing.point.name}, at which {inner!r} intervenes; "
+            "interventions cannot run inside of one another. Train in it by model_ctx.run_training_epoch()."
+        )
+
+
+def _context_of_fields(
+    point: HookPoint, run_ctx: Any, epoch: int | None, fields: Mapping[str, Any]
+) -> Callable[[], RunDataContext]:
+    """Return what makes the context of a ``fire()`` that was given fields in place of one."""
+    if run_ctx is not None:
+        raise OptionError(
+            f"fire({point.name}, ...) was given a context and fields of one beside it ({', '.join(fields)}); put them "
+            "into the context, or leave the context out."
+        )
+    unknown = [name for name in fields if name not in _FIELDS]
+    if unknown:
+        near = nearest_names(unknown[0], _FIELDS)
+        raise OptionError(
+            f"fire({point.name}, ...): a RunDataContext has no field {unknown[0]!r}"
+            f"{f'; nearest: {near[0]!r}' if near else ''}. It has {', '.join(_FIELDS)}."
+        )
+    if epoch is None:
+        raise OptionError(
+            f"fire({point.name}, ...) was given no context, so it has to be told what hooks are shown, the epoch at "
+            f"least: fire({point.name}, epoch=epoch, model=model)."
+        )
+    return partial(RunDataContext, point, epoch, **fields)
+
+
+def _checked_config(config: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
+    for name, options in (config or {}).items():
+        if not isinstance(options, Mapping):
+            raise OptionError(f"hook_config for {name!r} is a dictionary of its arguments; got {options!r}.")
+    return dict(config or {})
+
+
+def _checked_interval(steps: int | None) -> int | None:
+    """Return ``flush_every=``, if it is one."""
+    if steps is None or (isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1):
+        return steps
+    raise OptionError(f"flush_every= is a number of steps, 1 or more, or None; got {steps!r}.")

@@ -1,33 +1,45 @@
-"""Take the metrics of hooks from a firing to the sinks: those of steps through a buffer, others at once.
+"""Take the metrics of hooks to the sinks: those of steps through a buffer, others at once.
 
-`FiringEngine` and `HookManager` hand metrics over, `record` adds single ones; the fan-out of the sinks writes them.
+`HookManager` hands metrics over, `record` adds single ones; `FanOut` writes them. Metrics are checked and copied when a
+hook returns them, and brought to the host before they are written.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from hookline.errors import LifecycleError, MetricError, OptionError, RankError
+import numpy as np
+import torch
+from torch import Tensor
+
+from hookline.errors import LifecycleError, MetricError, OptionError
 from hookline.guard.rng import kept_rng
-from hookline.lifecycle.hook_metrics import PLAIN, copy_metric, to_host
+from hookline.lifecycle.ranks import OneProcess
+from hookline.messages import type_name
+from hookline.observe.host_values import on_host
 from hookline.records.readers import FanOut, own_rank
 from hookline.records.sink import Record, StepSeries
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.when import HookPoint
 
-if TYPE_CHECKING:
-    from hookline.lifecycle.firing import Firing
-    from hookline.lifecycle.rank_sync import RankSync
+__all__ = [
+    "RECORDER",
+    "MetricOutput",
+    "add_metrics",
+    "copy_metric",
+    "make_fan_out",
+    "record",
+    "to_host",
+]
 
-__all__ = ["RECORDER", "MetricOutput", "make_fan_out", "record"]
-
-
-_LAST: Final = HookPoint.POST_STEP
-"""The point of a record about the end of a run."""
+PLAIN: Final = frozenset({float, int, bool, str, type(None)})
+"""Types that every sink can write as they are."""
 
 
 class _Recorder:
@@ -77,79 +89,58 @@ class MetricOutput:
         """Whether positions are steps, so that records have no epoch."""
         self.position: int | None = None
         """The epoch, or step, of the last firing: buffered metrics belong there if no loop flushes them."""
-        self._last: dict[HookPoint, dict[str, Any]] = {}
-        self._last_point: HookPoint | None = None
-        self.ranks: RankSync | None = None
-        """Makes one record of those of all ranks; None in one process."""
-        self._flushed_to = -1
+        self.last: dict[HookPoint | None, dict[str, Any]] = {}
+        """What each point returned last; under None, the point that fired last."""
+        self.ranks = OneProcess()
+        """Makes one record of those of all ranks."""
 
-    def take(self, firing: Firing, position: int, step: int) -> dict[str, Any]:
-        """Buffer the metrics of a firing at a step, or write those of another point; return them."""
-        metrics, point = firing.metrics, firing.hooks.point
-        if firing.hooks.is_step:
+    def take(self, point: HookPoint, metrics: dict[str, Any], position: int, step: int | None) -> dict[str, Any]:
+        """Buffer the metrics of a firing at a step, or write those of another point, of all ranks; return them."""
+        if point.is_step:
             if metrics:
-                self.steps.add(point, firing.step, metrics)  # ranks exchange them when they are flushed
-        elif metrics or self.ranks is not None:
-            metrics = to_host(metrics)
-            if self.ranks is not None:
-                metrics = self._of_all_ranks(metrics, firing, self.ranks)
-            # A user's own loop that does not count steps may say in the context which one it is.
-            self._write(metrics, position, point, step if step >= 0 else firing.ctx.step)
-        self._last[point] = metrics
-        self._last_point = point
+                self.steps.add(point, max(step or 0, 0), metrics)  # ranks exchange them when they are flushed
+        elif metrics or not self.ranks.is_single:
+            metrics = self.ranks.reduce(to_host(metrics), f"metrics at {point.name}")
+            self._write(metrics, position, point, step)
+        self.last[point] = self.last[None] = metrics
         self.position = position
         return metrics
 
-    @staticmethod
-    def _of_all_ranks(metrics: dict[str, Any], firing: Firing, ranks: RankSync) -> dict[str, Any]:
-        """Return the metrics of all ranks; an error names the hooks, one of which may have kept a rank from coming."""
-        try:
-            return ranks.reduce(metrics, f"metrics at {firing.point.name}")
-        except RankError as error:
-            names = ", ".join(planned.name for planned, *_ in firing.done)
-            text = f"{error} The hooks at {firing.point.name}, step {firing.step}: {names}."
-            raise RankError(text, ranks=error.ranks) from error
-
     def flush_steps(self, position: int, step: int) -> dict[str, Any]:
-        """Write the buffered metrics of all steps, as lists; return them."""
+        """Write the buffered metrics of all steps, of all ranks, as lists; return them."""
         flushed: dict[str, Any] = {}
-        taken: Mapping[HookPoint, Mapping[str, StepSeries]] = self.steps.take()
-        if self.ranks is not None:
-            first, self._flushed_to = self._flushed_to + 1, step
-            taken = self.ranks.reduce_steps(taken, first)
-            if self.ranks.alone:
-                self.note(self.ranks.alone, step)
-                self.ranks.alone = ""
-        for point, metrics in taken.items():
+        for point, metrics in self.ranks.reduce_steps(self.steps.take()).items():
             self._write(metrics, position, point, step)
             flushed |= metrics
+        if self.ranks.alone:
+            self.note(self.ranks.alone, step)
+            self.ranks.alone = ""
         return flushed
 
     @property
     def has_steps(self) -> bool:
         """True if there is something to flush; with several ranks it is asked of all of them, by the flush itself."""
-        return bool(self.steps) or self.ranks is not None
+        return bool(self.steps) or not self.ranks.is_single
 
     def flush_rest(self, step: int) -> None:
         """Write what is buffered when no loop says where it belongs: at the position of the last firing."""
         if self.has_steps:
             self.flush_steps(max(step, 0) if self.position is None else self.position, step)
 
-    def emit(
-        self, metrics: Mapping[str, Any], position: int, point: HookPoint, step: int, *, reduced: bool = False
-    ) -> None:
+    def emit(self, metrics: Mapping[str, Any], position: int, point: HookPoint, step: int, *, reduced: bool) -> None:
         """Write metrics that are no hook's at once."""
         if not PLAIN.issuperset(map(type, metrics.values())):
             metrics = {name: copy_metric(value, "emit_metrics()", name) for name, value in metrics.items()}
         metrics = to_host(metrics)
-        if self.ranks is not None and not reduced:
+        if not reduced:
             metrics = self.ranks.reduce(metrics, f"metrics of the loop at {point.name}")
         self._write(metrics, position, point, step)
         self.fan_out.warn_pending()
 
     def note(self, text: str, step: int) -> None:
         """Write at once, without the other ranks, that something ended the run: ``run/error``."""
-        self._write({"run/error": text}, max(step, 0) if self.position is None else self.position, _LAST, step)
+        position = max(step, 0) if self.position is None else self.position
+        self._write({"run/error": text}, position, HookPoint.POST_STEP, step)
 
     def set_run_context(self, context: Mapping[str, Any]) -> None:
         """Tell the sinks which run follows."""
@@ -167,18 +158,11 @@ class MetricOutput:
                 epoch, number = None, number if number is not None else position or None
             self.fan_out.write(Record(metrics, epoch, point, number, self._strategy, self._rank, time.time()))
 
-    def last(self, point: HookPoint | None, firing: Firing | None) -> dict[str, Any]:
-        """Return the last metrics of `point`; None: of the point that is firing, else of the one that fired last."""
-        if firing is not None and (point is None or point is firing.point):
-            return dict(firing.metrics)
-        wanted = self._last_point if point is None else point
-        return {} if wanted is None else dict(self._last.get(wanted, {}))
-
     def clear(self) -> None:
         """Drop everything that is not written."""
         self.steps.clear()
-        self._last.clear()
-        self._last_point = self.position = None
+        self.last.clear()
+        self.position = None
 
 
 class StepBuffer:
@@ -248,3 +232,112 @@ def make_fan_out(sinks: Iterable[Any] | FanOut | None, log: Any, step_log: str |
     if step_log:
         out.add(JSONLSink(step_log, points="step"))
     return out
+
+
+# -- values -----------------------------------------------------------------------------------------------------
+
+
+def add_metrics(hook: str, found: Any, into: dict[str, Any]) -> None:
+    """Add what `hook` returned to `into` as ``"hook/metric"``; raise for a value that no sink can write."""
+    if found is None:
+        return
+    if type(found) is not dict and not isinstance(found, Mapping):
+        raise MetricError(
+            f"Hook {hook!r} returned {type_name(found)}; metrics are a dictionary of numbers by name, or None."
+        )
+    # All or nothing: a bad metric leaves none of its neighbours behind.
+    into.update(
+        {
+            f"{hook}/{name}" if type(name) is str else _key(hook, name): value
+            if type(value) in PLAIN
+            else copy_metric(value, hook, name)
+            for name, value in found.items()
+        }
+    )
+
+
+def copy_metric(value: Any, hook: str, name: str) -> Any:
+    """Return `value` as it is now, with copies of tensors, still on their device.
+
+    ``hook`` is the name of the hook, or of the function (``"record()"``), that the error names.
+    """
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        if hasattr(value, "full_tensor"):  # ranks hold it in parts, or have not added it up
+            value = value.full_tensor()
+        # A copy: it may be a parameter, a buffer, or a view of one, which the run goes on to change.
+        return _checked_tensor(value, hook, name).detach().clone()
+    if isinstance(value, Mapping):
+        return {_sub_key(key, hook, name): copy_metric(item, hook, name) for key, item in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [copy_metric(item, hook, name) for item in value]
+    if isinstance(value, Real | str):
+        return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else str(value)
+    if isinstance(value, np.ndarray | np.bool_):
+        return copy_metric(value.tolist(), hook, name)
+    raise _unwritable(hook, name, type_name(value))
+
+
+def _unwritable(hook: str, name: str, found: str) -> MetricError:
+    who = f"{hook} was given" if hook.endswith("()") else f"Hook {hook!r} returned"
+    return MetricError(
+        f"{who} {found} as {name!r}, which no sink can write; return numbers, tensors, strings, lists or dictionaries "
+        "of these."
+    )
+
+
+def _checked_tensor(tensor: Tensor, hook: str, name: str) -> Tensor:
+    if tensor.is_complex() or tensor.is_meta:
+        found = "a complex tensor" if tensor.is_complex() else "a tensor without values (device 'meta')"
+        raise _unwritable(hook, name, found)
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    return tensor.to_dense() if tensor.layout is not torch.strided else tensor
+
+
+def _key(hook: str, name: Any) -> str:
+    if not isinstance(name, str):
+        raise MetricError(f"Hook {hook!r} returned a metric by the name {name!r}; names of metrics are strings.")
+    return f"{hook}/{name}"
+
+
+def _sub_key(key: Any, hook: str, name: str) -> str | int | float | bool:
+    if isinstance(key, str | int | float | bool):
+        return key
+    raise _unwritable(hook, name, f"a dictionary with {type_name(key)} as a key")
+
+
+def to_host(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics with numbers in place of tensors: one transfer per device and dtype."""
+    if PLAIN.issuperset(map(type, metrics.values())):
+        return dict(metrics)
+    waiting: list[Tensor] = []
+    _visit(metrics.values(), waiting.append)
+    if not waiting:
+        return dict(metrics)
+    values = (tensor.tolist() for tensor in on_host(waiting))
+    return {name: value if type(value) in PLAIN else _filled(value, values) for name, value in metrics.items()}
+
+
+def _visit(values: Iterable[Any], take: Callable[[Tensor], None]) -> None:
+    for value in values:
+        if type(value) in PLAIN:
+            continue
+        if isinstance(value, Tensor):
+            take(value)
+        elif isinstance(value, dict):
+            _visit(value.values(), take)
+        elif isinstance(value, list):
+            _visit(value, take)
+
+
+def _filled(value: Any, values: Any) -> Any:
+    """Return `value` with the next of `values` in place of each tensor, in the order of ``_visit``."""
+    if isinstance(value, Tensor):
+        return next(values)
+    if isinstance(value, dict):
+        return {key: _filled(item, values) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_filled(item, values) for item in value]
+    return value

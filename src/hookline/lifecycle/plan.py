@@ -20,11 +20,12 @@ from hookline.when import HookPoint, StepSchedule, validate_points
 if TYPE_CHECKING:
     from hookline.lifecycle.hook import TrainingHook, Window
 
-__all__ = ["Plan", "PlanRow", "PlannedHook", "PointHooks", "make_plan", "split_roles"]
+__all__ = ["Plan", "PlanQueries", "PlanRow", "PlannedHook", "PointHooks", "make_plan", "split_roles"]
 
 _ALWAYS: Final = (None, None)
 """The window that is open at both ends."""
 _NEEDS: Final = ("needs_grads", "needs_prev_step_grads", "needs_pre_epoch_state", "needs_reference_weights")
+_STEP_POINTS: Final = (HookPoint.PRE_STEP, HookPoint.POST_STEP)
 _NO_LOOP_TYPE: Final = "its loop_points depend on the loop, and loop_type= is not given"
 
 
@@ -157,13 +158,18 @@ class Plan(ShownAsTable):
                 if planned.is_open_at(number):
                     yield planned
 
-    def silent_without(self, points: Iterable[HookPoint]) -> dict[str, list[str]]:
-        """Return the hooks that have no point among `points`, each with the points it has."""
-        there = set(points)
+    def will_not_fire(self, points: Iterable[HookPoint | str]) -> tuple[str, ...]:
+        """Return a sentence for each hook that never fires if the run has only these points."""
+        there = validate_points(points)
+        fires = ", ".join(point.name for point in HookPoint if point in there) or "nothing"
         wanted: dict[str, list[HookPoint]] = {}
         for planned in self.hooks_at(self.points):
             wanted.setdefault(planned.name, []).append(planned.point)
-        return {name: [p.name for p in its] for name, its in wanted.items() if not there.intersection(its)}
+        return tuple(
+            f"Hook {name!r} will not fire: it waits for {', '.join(p.name for p in its)}, and the run fires {fires}."
+            for name, its in wanted.items()
+            if not there.intersection(its)
+        )
 
     def _table(self) -> Table:
         rows = [(r.point, str(r.order), r.hook, r.does, r.when, r.needs) for r in self.rows]
@@ -171,6 +177,97 @@ class Plan(ShownAsTable):
             return Table(title="no hooks")
         left_out = [f"left out: {name} ({why})" for name, why in self.left_out.items()]
         return Table(("point", "", "hook", "does", "when", "needs"), rows, foot=left_out, rule=False)
+
+
+class PlanQueries:
+    """Answer what a loop may ask before it computes or allocates anything: is there a hook that needs it?
+
+    The base class of `HookManager`. ``epoch`` (in the step loop, the step) leaves out hooks whose window does not have
+    it; without it, a hook counts that may fire at some time.
+    """
+
+    def __init__(self) -> None:
+        self._global_step = -1
+        self._plan = Plan({}, {})
+
+    def plan(self) -> Plan:
+        """Return which hook runs at which point, in which order, on which steps, and what it needs."""
+        return self._plan
+
+    @property
+    def global_step(self) -> int:
+        """The current step of the run, counted from 0; -1 before the first. May be set by a loop that goes on."""
+        return self._global_step
+
+    @global_step.setter
+    def global_step(self, step: int) -> None:
+        self._global_step = step
+        for hooks in self._plan.points.values():
+            hooks.next_due = -2  # it was worked out from a later step
+
+    def needs(self, what: str, *points: HookPoint, epoch: int | None = None, step: int | None = None) -> bool:
+        """Return whether a hook at one of these points, or at any, has the attribute ``what``, and ``step`` is due."""
+        hooks = self._plan.hooks_at(points or HookPoint, epoch)
+        return any(getattr(planned.hook, what) and (step is None or planned.is_due_at(step)) for planned in hooks)
+
+    def may_fire(self, point: HookPoint, step: int | None = None) -> bool:
+        """Return whether a hook may be due at ``point``, now or at ``step``; its window is not looked at."""
+        hooks = self._plan.points.get(point)
+        return hooks is not None and (self._global_step if step is None else step) >= hooks.next_due
+
+    def is_next_step_quiet(self) -> bool:
+        """Return whether no hook is due at a point of the next step, as far as schedules tell."""
+        step = self._global_step + 1
+        return not (self.may_fire(HookPoint.PRE_STEP, step) or self.may_fire(HookPoint.POST_STEP, step))
+
+    def has_hooks_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether any hook fires at one of these points."""
+        return any(True for _ in self._plan.hooks_at(points, epoch))
+
+    def has_interventions(self) -> bool:
+        """Return whether any hook intervenes anywhere."""
+        return self.has_interventions_at(*HookPoint)
+
+    def has_interventions_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether any hook intervenes at one of these points; if not, no ``model_ctx`` is needed there."""
+        return any(planned.intervenes for planned in self._plan.hooks_at(points, epoch))
+
+    def needs_grad_accumulation(self) -> bool:
+        """Return whether any hook has ``needs_grads``."""
+        return self.needs("needs_grads")
+
+    def needs_grad_accumulation_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether a hook at one of these points has ``needs_grads``."""
+        return self.needs("needs_grads", *points, epoch=epoch)
+
+    def needs_pre_epoch_state(self) -> bool:
+        """Return whether any hook has ``needs_pre_epoch_state``."""
+        return self.needs("needs_pre_epoch_state")
+
+    def needs_pre_epoch_state_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether a hook at one of these points has ``needs_pre_epoch_state``."""
+        return self.needs("needs_pre_epoch_state", *points, epoch=epoch)
+
+    def needs_prev_step_grads(self) -> bool:
+        """Return whether any hook has ``needs_prev_step_grads``."""
+        return self.needs("needs_prev_step_grads")
+
+    def needs_prev_step_grads_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether a hook at one of these points has ``needs_prev_step_grads``."""
+        return self.needs("needs_prev_step_grads", *points, epoch=epoch)
+
+    def needs_prev_step_grads_this_step(self, epoch: int | None = None) -> bool:
+        """Return whether a hook that is due at this step has ``needs_prev_step_grads``."""
+        return self.needs("needs_prev_step_grads", *_STEP_POINTS, epoch=epoch, step=self._global_step)
+
+    def has_active_step_hooks(self, epoch: int | None = None) -> bool:
+        """Return whether a hook is due at this step."""
+        return any(hook.is_due_at(self._global_step) for hook in self._plan.hooks_at(_STEP_POINTS, epoch))
+
+    def has_active_step_interventions(self, epoch: int | None = None) -> bool:
+        """Return whether a hook that is due at this step intervenes."""
+        hooks = self._plan.hooks_at(_STEP_POINTS, epoch)
+        return any(hook.intervenes and hook.is_due_at(self._global_step) for hook in hooks)
 
 
 def make_plan(

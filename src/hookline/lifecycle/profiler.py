@@ -15,7 +15,7 @@ import torch
 
 from hookline.tables import ShownAsTable, Table
 
-__all__ = ["CheckpointProfiler", "SectionTimes"]
+__all__ = ["OFF", "CheckpointProfiler", "SectionTimes"]
 
 _NOTHING: Final = nullcontext()
 
@@ -81,6 +81,10 @@ class CheckpointProfiler(ShownAsTable):
             (name, f"{t['count']}", f"{t['total_ms']:.2f}", f"{t['mean_ms']:.3f}") for name, t in self.report().items()
         ]
         return Table(("section", "count", "total ms", "mean ms"), rows, numbers=(1, 2, 3), rule=False)
+
+
+OFF: Final = CheckpointProfiler(enabled=False)
+"""Times nothing."""
 
 
 def _synchronize() -> None:

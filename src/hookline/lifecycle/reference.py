@@ -1,6 +1,6 @@
 """Find reference weights: a mapping, the result of a function, or a file of hookline, safetensors or torch.
 
-`FiringEngine` asks `ReferenceWeights` for hooks that declare ``needs_reference_weights``; users call `read_weights`.
+`HookManager` asks `ReferenceWeights` for hooks that declare ``needs_reference_weights``; users call `read_weights`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from torch import Tensor
 from hookline import checkpoint_file
 from hookline.errors import CheckpointError, HooklineWarning
 from hookline.messages import caller_stacklevel
+
+if TYPE_CHECKING:
+    from hookline.lifecycle.hook import TrainingHook
 
 __all__ = ["ReferenceWeights", "read_weights"]
 
@@ -31,22 +35,29 @@ class ReferenceWeights:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._found: Mapping[str, Tensor] | None = None
-        self._looked = self._warned = False
+        self.context: dict[str, Any] = {}
+        """What ``set_run_context`` said; a path may name it."""
+        self._has_warned = False
+        self.reset()
 
     def reset(self) -> None:
-        """Look again: another run begins."""
-        self._found, self._looked = None, False
+        """Look again, and give again: another run begins."""
+        self._found: Mapping[str, Tensor] | None = None
+        self._has_looked = False
+        self._given: WeakSet[TrainingHook] = WeakSet()
 
-    def get(self, context: Mapping[str, Any]) -> Mapping[str, Tensor] | None:
-        """Return the weights, or None if there are none; warn once of the reason."""
-        if not self._looked:
-            self._looked = True
+    def give(self, hook: TrainingHook) -> None:
+        """Give a hook the weights, once, if there are any; warn once of the reason if there are none."""
+        if not self._has_looked:
+            self._has_looked = True
             try:
-                self._found = self._look(context)
+                self._found = self._look(self.context)
             except Exception as error:
                 self._warn(error)
-        return self._found
+        if hook not in self._given:
+            if self._found is not None:
+                hook.set_reference_weights(self._found)
+            self._given.add(hook)
 
     def _look(self, context: Mapping[str, Any]) -> Mapping[str, Tensor] | None:
         source: Any = self._source
@@ -58,8 +69,8 @@ class ReferenceWeights:
         return None if source is None else {name.removeprefix("_orig_mod."): value for name, value in source.items()}
 
     def _warn(self, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"The reference weights {self._source!r} could not be had ({type(error).__name__}: {error}); hooks "
                 "that need them go without.",

@@ -1,7 +1,7 @@
-"""Find hooks over time by name.
+"""Find hooks over time by name, and choose those of a manager.
 
 Users and packages register classes (by decorator, entry point or path); `HookManager` and the command line look them
-up. A hook is made when it is selected.
+up. A hook is imported and made when it is selected.
 """
 
 from __future__ import annotations
@@ -16,35 +16,25 @@ from typing import Any, ClassVar, Final, TypeVar, overload
 
 from hookline.errors import HooklineWarning, HookNameError, HookSignatureError, OptionError
 from hookline.lifecycle.hook import InterventionHook, MetricInfo, TrainingHook
-from hookline.messages import caller_stacklevel, did_you_mean
+from hookline.lifecycle.trackers import TrackerHook, is_tracker
+from hookline.messages import caller_stacklevel, did_you_mean, type_name
 from hookline.plain import own_copy
 from hookline.when import HookPoint, validate_points
 
-__all__ = ["DEBUG_HOOKS", "HookRegistry", "check_hook", "make_hook", "points_in_any_loop", "register_built_ins"]
+__all__ = ["HookRegistry", "check_hook", "choose_hooks", "make_hook", "points_in_any_loop", "register_built_ins"]
 
 _Class = TypeVar("_Class", bound=type[TrainingHook])
 _GROUP: Final = "hookline.hooks"
-_BUILT_INS: Final = "hookline.analyses"
-DEBUG_HOOKS: Final = {
+_ANALYSES: Final = "hookline.analyses"
+_TOOLS: Final = {
     "first_bad_operation": "hookline.debug.first_bad.first_bad_hook:FirstBadOperation",
     "flight_recorder": "hookline.debug.first_bad.flight_recorder:FlightRecorder",
 }
-"""Hooks of ``hookline.debug``: found by name, and in no list, since they look for faults and measure nothing."""
+"""Hooks of ``hookline.debug``: selected by their own names alone, since they look for faults and measure nothing."""
 _SCOPES: Final = ("reads", "grads", "trains")
 
 
-class _ShownByNames(type):
-    """Show the class itself as a list of names: it is used without an object of it."""
-
-    def __repr__(cls) -> str:
-        if cls is not HookRegistry:
-            return type.__repr__(cls)
-        names = HookRegistry.known()
-        groups = "".join(f"\ngroup {name}: {', '.join(hooks)}" for name, hooks in HookRegistry.groups.items())
-        return f"<HookRegistry of {len(names)} hooks: {', '.join(names)}>{groups}"
-
-
-class HookRegistry(metaclass=_ShownByNames):
+class HookRegistry:
     """All hooks that can be selected by name.
 
     Recipe::
@@ -66,13 +56,11 @@ class HookRegistry(metaclass=_ShownByNames):
 
     groups: ClassVar[dict[str, tuple[str, ...]]] = {}
     """Names that stand for several hooks, see ``add_group``."""
-    _classes: ClassVar[dict[str, type[TrainingHook]]] = {}
-    _paths: ClassVar[dict[str, str]] = {}
-    _entry_points: ClassVar[dict[str, EntryPoint] | None] = None
+    _hooks: ClassVar[dict[str, type[TrainingHook] | str | EntryPoint | None]] = {}
+    """By name: a class, or where it is to be imported from; None while that is done."""
     _broken: ClassVar[dict[str, str]] = {}
     """Those that could not be loaded, and why."""
-    _order: ClassVar[dict[str, None]] = {}
-    """Names in the order they became known in; loading a class does not change it."""
+    _has_entry_points: ClassVar[bool] = False
     _loading: ClassVar[threading.RLock] = threading.RLock()
     """One thread at a time; it may load one hook while it loads another."""
 
@@ -101,32 +89,28 @@ class HookRegistry(metaclass=_ShownByNames):
             raise HookSignatureError(f"register() takes a class derived from TrainingHook, got {hook!r}.")
         name = name or hook.name
         check_hook(hook)
-        there = _path(cls._classes[name]) if name in cls._classes else cls._paths.get(name)
+        there = _path(cls._hooks.get(name))
         if name in cls._tokens() or name in cls.groups:
             there = "a word that stands for several hooks"
-        if there is not None and there != _path(hook):
+        if there not in ("", _path(hook)):
             raise HookNameError(
                 f"The name {name!r} is taken by {there}, so {_path(hook)} cannot be registered under it; give it "
                 'another: @HookRegistry.register("name").'
             )
-        cls._classes[name] = hook
-        cls._order.setdefault(name)
+        cls._hooks[name] = hook
         cls._broken.pop(name, None)
         return hook
 
     @classmethod
     def register_path(cls, name: str, path: str) -> None:
         """Register a class by ``"package.module:Class"``; it is imported when it is used."""
-        if name not in cls._classes:
-            cls._paths[name] = path
-            cls._order.setdefault(name)
+        if not isinstance(cls._hooks.get(name), type):
+            cls._hooks[name] = path
 
     @classmethod
     def unregister(cls, name: str) -> None:
         """Forget a hook; an unknown name does nothing."""
-        cls._classes.pop(name, None)
-        cls._paths.pop(name, None)
-        cls._order.pop(name, None)
+        cls._hooks.pop(name, None)
 
     @classmethod
     def add_group(cls, name: str, hooks: Iterable[str]) -> None:
@@ -140,21 +124,20 @@ class HookRegistry(metaclass=_ShownByNames):
     @classmethod
     def get(cls, name: str) -> type[TrainingHook]:
         """Return the class of that name."""
-        if name in DEBUG_HOOKS and name not in cls._classes:
-            module, _, attribute = DEBUG_HOOKS[name].partition(":")
-            hook: type[TrainingHook] = getattr(importlib.import_module(module), attribute)
+        hook = cls._hooks.get(name)
+        if isinstance(hook, type):
             return hook
-        if name not in cls._classes:
-            with cls._loading:
-                if name not in cls._classes:  # while this thread waited, another may have loaded it
-                    cls._load(name)
-        return cls._classes[name]
+        with cls._loading:
+            return cls._load(name)
 
     @classmethod
     def known(cls) -> list[str]:
         """Return all names, debug hooks included, without importing their classes."""
-        there = dict.fromkeys([*cls._classes, *cls._paths, *cls._found_entry_points()])
-        return [*(name for name in cls._order if name in there), *(name for name in there if name not in cls._order)]
+        if not cls._has_entry_points:
+            cls._has_entry_points = True
+            for point in entry_points(group=_GROUP):
+                cls._hooks.setdefault(point.name, point)
+        return list(cls._hooks)
 
     @classmethod
     def list_all(cls) -> list[str]:
@@ -164,12 +147,12 @@ class HookRegistry(metaclass=_ShownByNames):
     @classmethod
     def list_observers(cls) -> list[str]:
         """Return the names of the hooks that only observe."""
-        return [name for name in cls.list_all() if not issubclass(cls._classes[name], InterventionHook)]
+        return [name for name in cls.list_all() if not issubclass(cls.get(name), InterventionHook)]
 
     @classmethod
     def list_interventions(cls) -> list[str]:
         """Return the names of the hooks that intervene."""
-        return [name for name in cls.list_all() if issubclass(cls._classes[name], InterventionHook)]
+        return [name for name in cls.list_all() if issubclass(cls.get(name), InterventionHook)]
 
     @classmethod
     def list_debug(cls) -> list[str]:
@@ -218,7 +201,7 @@ class HookRegistry(metaclass=_ShownByNames):
             "all": cls.list_all,
             "observers": cls.list_observers,
             "interventions": cls.list_interventions,
-            "with_debug": cls.list_debug,
+            "with_debug": lambda: [name for name in cls.list_debug() if name not in _TOOLS],
         }
 
     @classmethod
@@ -244,55 +227,53 @@ class HookRegistry(metaclass=_ShownByNames):
 
     @classmethod
     def _all(cls) -> dict[str, type[TrainingHook]]:
+        """Return all classes; one that cannot be imported is passed over, with a warning."""
+        found = {}
         with cls._loading:
             for name in cls.known():
-                if name not in cls._classes:
-                    try:
-                        cls._load(name)
-                    except Exception as error:
-                        cls._give_up(name, error)
-            return {name: cls._classes[name] for name in cls.known() if name in cls._classes}
+                try:
+                    found[name] = cls._load(name)
+                except Exception as error:
+                    del cls._hooks[name]
+                    cls._broken[name] = f"{type(error).__name__}: {error}"
+                    warnings.warn(
+                        f"The hook {name!r} cannot be loaded ({cls._broken[name]}) and is passed over.",
+                        HooklineWarning,
+                        stacklevel=caller_stacklevel(),
+                    )
+        return found
 
     @classmethod
-    def _load(cls, name: str) -> None:
-        if name in cls._paths:
-            path = cls._paths.pop(name)  # the class takes its place
-            try:
-                module, _, attribute = path.partition(":")
-                cls._add(getattr(importlib.import_module(module), attribute), name)
-            except BaseException:
-                cls._paths[name] = path
-                raise
-        elif name in cls._found_entry_points():
-            cls._add(cls._found_entry_points()[name].load(), name)
-        elif name in cls._broken:
-            raise HookNameError(f"The hook {name!r} cannot be loaded ({cls._broken[name]}).")
-        else:
-            known = cls.known()
+    def _load(cls, name: str) -> type[TrainingHook]:
+        known = cls.known()
+        where = cls._hooks.get(name)
+        if isinstance(where, type):
+            return where
+        if where is None:
+            if name in cls._broken:
+                raise HookNameError(f"The hook {name!r} cannot be loaded ({cls._broken[name]}).")
             meant = did_you_mean(name, known)
             raise HookNameError(f"Unknown hook: {name!r}.{meant} Available: {', '.join(known) or 'none'}.")
-
-    @classmethod
-    def _found_entry_points(cls) -> dict[str, EntryPoint]:
-        if cls._entry_points is None:
-            cls._entry_points = {point.name: point for point in entry_points(group=_GROUP)}
-        return cls._entry_points
-
-    @classmethod
-    def _give_up(cls, name: str, error: Exception) -> None:
-        """Pass over a hook that cannot be imported, with a warning, so that the others are listed."""
-        cls._paths.pop(name, None)
-        cls._found_entry_points().pop(name, None)
-        cls._broken[name] = f"{type(error).__name__}: {error}"
-        warnings.warn(
-            f"The hook {name!r} cannot be loaded ({cls._broken[name]}) and is passed over.",
-            HooklineWarning,
-            stacklevel=caller_stacklevel(),
-        )
+        cls._hooks[name] = None  # its module may register it, from wherever it is defined
+        try:
+            if isinstance(where, str):
+                module, _, attribute = where.partition(":")
+                hook = getattr(importlib.import_module(module), attribute)
+            else:
+                hook = where.load()
+            cls._hooks[name] = None
+            added: type[TrainingHook] = cls._add(hook, name)
+            return added
+        except BaseException:
+            cls._hooks[name] = where
+            raise
 
 
-def _path(hook: type) -> str:
-    return f"{hook.__module__}:{hook.__qualname__}"
+def _path(hook: type | str | EntryPoint | None) -> str:
+    """Return where a hook is, ``"module:Class"``; nothing for one that is not there."""
+    if isinstance(hook, type):
+        return f"{hook.__module__}:{hook.__qualname__}"
+    return hook if isinstance(hook, str) else "" if hook is None else hook.value
 
 
 def points_in_any_loop(hook: type[TrainingHook] | TrainingHook) -> frozenset[HookPoint]:
@@ -313,8 +294,8 @@ def _info(hook: type[TrainingHook]) -> dict[str, Any]:
 
 
 def register_built_ins() -> None:
-    """Register the analyses that come with hookline, by path, so that training does not import them."""
-    for name, path in importlib.import_module(_BUILT_INS).BUILT_IN.items():
+    """Register the hooks that come with hookline, by path, so that training does not import them."""
+    for name, path in (importlib.import_module(_ANALYSES).BUILT_IN | _TOOLS).items():
         HookRegistry.register_path(name, path)
 
 
@@ -378,6 +359,83 @@ def make_hook(cls: type[TrainingHook], options: Mapping[str, Any]) -> TrainingHo
             f"{', '.join(names) or 'no arguments'}."
         )
     return cls(**options)
+
+
+# -- the hooks of a manager --------------------------------------------------------------------------------------
+
+
+def choose_hooks(
+    names: Iterable[str] | str | None, given: Iterable[Any] | None, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return all hooks of a manager, by name.
+
+    Args:
+        names: Hooks by their names, and words that stand for several.
+        given: Hooks as objects or classes, trackers and watches.
+        config: Arguments of hooks, by name.
+    """
+    if isinstance(given, type):
+        raise OptionError(f"hooks= takes a list of hooks; got {type_name(given)}: write hooks=[{given.__name__}()].")
+    if isinstance(given, TrainingHook) or is_tracker(given):
+        raise OptionError(f"hooks= takes a list of hooks; put {type_name(given)} into one.")
+    names = HookRegistry.resolve(names or ())
+    found: dict[str, TrainingHook] = {}
+    unused = {name: dict(options) for name, options in config.items()}
+    for hook in HookRegistry.create(names, {name: unused.pop(name) for name in names if name in unused}):
+        found[hook.name] = hook
+    for thing in given or ():
+        _add(found, _as_hook(thing, unused))
+    _check_config(unused, found)
+    return found
+
+
+def _add(found: dict[str, TrainingHook], hook: TrainingHook) -> None:
+    check_hook(hook)
+    if hook.name in found:
+        raise HookNameError(
+            f"Two hooks are called {hook.name!r} ({type(found[hook.name]).__name__} and {type(hook).__name__}), so "
+            "their metrics could not be told apart; set .name of one of them."
+        )
+    found[hook.name] = hook
+
+
+def _as_hook(thing: Any, unused: dict[str, dict[str, Any]]) -> TrainingHook:
+    if isinstance(thing, type) and issubclass(thing, TrainingHook):
+        return make_hook(thing, unused.pop(thing.name, {}))
+    if isinstance(thing, TrainingHook):
+        return thing
+    if is_tracker(thing) and not isinstance(thing, type):
+        return TrackerHook(thing)
+    raise OptionError(
+        f"hooks= takes TrainingHook objects or classes, trackers and watches; got {type_name(thing)}{_remedy(thing)}."
+    )
+
+
+def _remedy(thing: Any) -> str:
+    """Return what to write instead of something that is no hook."""
+    if isinstance(thing, str):
+        return f" ({thing!r}); hooks by name go into hook_names="
+    if isinstance(thing, type) and is_tracker(thing):
+        return f": call it, hooks=[{thing.__name__}()]"
+    if isinstance(thing, type):
+        return f", which does not derive from TrainingHook: write class {thing.__name__}(hookline.TrainingHook)"
+    return ""
+
+
+def _check_config(unused: Mapping[str, Any], hooks: Mapping[str, Any]) -> None:
+    for name in unused:
+        if name in hooks:
+            raise OptionError(
+                f"hook_config for {name!r}: it was given as an object; give its arguments when making it."
+            )
+        if name not in HookRegistry.known():
+            available = ", ".join([*hooks, *HookRegistry.list_all()])
+            raise HookNameError(f"hook_config: Unknown hook: {name!r}. Available: {available or 'none'}.")
+        warnings.warn(
+            f"hook_config for {name!r} has no effect: that hook is not selected.",
+            HooklineWarning,
+            stacklevel=caller_stacklevel(),
+        )
 
 
 register_built_ins()

@@ -1,6 +1,6 @@
 """Talk to all hooks of a manager: start, reset, save and load them, and keep their tensors on the CPU between firings.
 
-`HookManager` owns a `ManagedHooks`; `FiringEngine` brings the tensors of hooks back before it calls them.
+`HookManager` owns a `ManagedHooks`, and enters `on_device` around each firing.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,23 +24,28 @@ if TYPE_CHECKING:
 
     from hookline.lifecycle.hook import TrainingHook
 
-__all__ = ["ManagedHooks", "Offload", "copied", "map_tensors"]
+__all__ = ["ManagedHooks", "copied", "map_tensors"]
 
-_CPU = torch.device("cpu")
+_CPU: Final = torch.device("cpu")
+_NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 
 
 class ManagedHooks:
     """All hooks of a manager by name; random numbers that they draw here do not count."""
 
-    def __init__(self, hooks: dict[str, TrainingHook], *, offload_state: bool) -> None:
-        self.by_name = hooks
-        self.offload = Offload() if offload_state else None
+    def __init__(self, hooks: Mapping[str, TrainingHook], *, offload: bool) -> None:
+        self._hooks = hooks
+        self._offload = offload
+        # The devices are remembered here, not taken from the model: some points are fired without one.
+        self._homes: WeakKeyDictionary[TrainingHook, list[torch.device]] = WeakKeyDictionary()
+        self._brought: list[TrainingHook] = []
+        self._depth = 0
 
     def start(self, model: nn.Module, goes_on_after: Callable[[Exception], bool]) -> dict[str, Exception]:
         """Call ``start`` of every hook: training begins, or goes on; return the errors that the run goes on after."""
         failed = {}
         with kept_rng():
-            for name, hook in self.by_name.items():
+            for name, hook in self._hooks.items():
                 try:
                     hook.start(model)
                 except Exception as error:
@@ -53,71 +58,60 @@ class ManagedHooks:
     def finish(self) -> None:
         """Call ``finish`` of every hook, the last first, also when another raises."""
         with kept_rng(), ExitStack() as stack:
-            for hook in self.by_name.values():
+            for hook in self._hooks.values():
                 stack.callback(hook.finish)
 
     def set_run_context(self, context: Mapping[str, Any]) -> None:
         """Call ``set_run_context`` of every hook."""
         with kept_rng():
-            for hook in self.by_name.values():
+            for hook in self._hooks.values():
                 hook.set_run_context(**context)
 
-    def reset(self, *, firing: bool) -> None:
+    def reset(self) -> None:
         """Call ``reset`` of every hook: another run begins."""
-        with self._on_device(firing):
-            for hook in self.by_name.values():
+        with kept_rng(), self.on_device(self._hooks.values()):
+            for hook in self._hooks.values():
                 hook.reset()
 
-    def state_dict(self, *, firing: bool) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return copies of the state of every hook, with tensors on the device where a resumed run must find them."""
-        with self._on_device(firing):
-            return {name: copied(hook.state_dict()) for name, hook in self.by_name.items()}
+        with kept_rng(), self.on_device(self._hooks.values()):
+            return {name: copied(hook.state_dict()) for name, hook in self._hooks.items()}
 
-    def load_state_dict(self, states: Mapping[str, Any], *, firing: bool) -> None:
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Load the states of hooks that are in `states`."""
-        with self._on_device(firing):
-            for name, hook in self.by_name.items():
+        with kept_rng(), self.on_device(self._hooks.values()):
+            for name, hook in self._hooks.items():
                 if name in states:
                     hook.load_state_dict(copied(states[name]))
 
+    # -- tensors that wait on the CPU ------------------------------------------------------------------------
+
+    def on_device(self, hooks: Iterable[TrainingHook]) -> AbstractContextManager[None]:
+        """Return a context in which the tensors of `hooks` are where they were; after the outermost, on the CPU."""
+        return self._moved(hooks) if self._offload else _NOTHING
+
     @contextmanager
-    def _on_device(self, firing: bool) -> Iterator[None]:
-        """Bring the tensors of all hooks back; outside of a firing, send them to the CPU afterwards."""
-        with kept_rng():
-            if self.offload is not None:
-                self.offload.bring(self.by_name.values())
-            try:
-                yield
-            finally:
-                if self.offload is not None and not firing:
-                    self.offload.send()
+    def _moved(self, hooks: Iterable[TrainingHook]) -> Iterator[None]:
+        self._depth += 1
+        try:
+            for hook in hooks:
+                self._brought.append(hook)
+                homes = self._homes.pop(hook, None)
+                if homes is not None:
+                    hook.set_state_tensors(map_tensors(hook.get_state_tensors(), partial(_back, iter(homes))))
+            yield
+        finally:
+            self._depth -= 1
+            while self._brought and not self._depth:
+                self._send(self._brought.pop())
 
-
-class Offload:
-    """Move the tensors of hooks to the CPU and back."""
-
-    def __init__(self) -> None:
-        # The devices are remembered here, not taken from the model: some points are fired without one.
-        self._homes: WeakKeyDictionary[TrainingHook, list[torch.device]] = WeakKeyDictionary()
-        self._brought: list[TrainingHook] = []
-
-    def bring(self, hooks: Iterable[TrainingHook]) -> None:
-        """Move the tensors of these hooks back to where they were."""
-        for hook in hooks:
-            self._brought.append(hook)
-            homes = self._homes.pop(hook, None)
-            if homes is not None:
-                hook.set_state_tensors(map_tensors(hook.get_state_tensors(), partial(_back, iter(homes))))
-
-    def send(self) -> None:
-        """Move the tensors of all hooks that were brought to the CPU."""
-        while self._brought:
-            hook = self._brought.pop()
-            homes: list[torch.device] = []
-            moved = map_tensors(hook.get_state_tensors(), partial(_away, homes))
-            if any(home != _CPU for home in homes):
-                self._homes[hook] = homes
-                hook.set_state_tensors(moved)
+    def _send(self, hook: TrainingHook) -> None:
+        homes: list[torch.device] = []
+        moved = map_tensors(hook.get_state_tensors(), partial(_away, homes))
+        if any(home != _CPU for home in homes):
+            self._homes[hook] = homes
+            hook.set_state_tensors(moved)
 
 
 def _away(homes: list[torch.device], tensor: Tensor) -> Tensor:

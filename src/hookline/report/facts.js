@@ -62,10 +62,10 @@ function hooksTook(run) {
   return share === null ? undefined : `${inside ? "at least " : ""}${shownShare(share)}`;
 }
 
-/** What the hooks of a step, or one watch (`of`), were allowed, and what they took of it; undefined without a budget. */
-function budgetOf(run, of = "") {
-  const asked = lastOf(run, `budget/${of}asked`), actual = lastOf(run, `budget/${of}actual`);
-  const whole = lastOf(run, `budget/${of}whole_run`), ofRun = typeof whole === "number" ? `; ${shownShare(whole)} of the whole run` : "";
+/** What a watch was allowed, and what it took. */
+function budgetOf(run, of) {
+  const asked = lastOf(run, `budget/${of}/asked`), actual = lastOf(run, `budget/${of}/actual`);
+  const whole = lastOf(run, `budget/${of}/whole_run`), ofRun = typeof whole === "number" ? `; ${shownShare(whole)} of the whole run` : "";
   return typeof asked === "number" ? `${shownShare(asked)}, took ${typeof actual === "number" ? shownShare(actual) : "?"}${ofRun}` : undefined;
 }
 
@@ -84,8 +84,7 @@ function tilesOf(run) {
     ["Duration", duration(run) ? shownDuration(duration(run)) : undefined],
     ["Parameters", run.facts.model?.parameters],
     ["Hooks took", hooksTook(run)],
-    ["Budget of hooks", budgetOf(run)],
-    ...budgetedWatches(run).map((name) => [`Budget of ${name}`, budgetOf(run, `${name}/`)]),
+    ...budgetedWatches(run).map((name) => [`Budget of ${name}`, budgetOf(run, name)]),
   ].filter(([, value]) => value !== undefined && value !== null);
   return tiles.map(([name, value]) => [name.charAt(0).toUpperCase() + name.slice(1), shown(value)]);
 }

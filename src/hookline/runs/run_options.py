@@ -147,8 +147,6 @@ class HookOptions:
     on_hook_error: Annotated[OnError, _one_of(OnError), flag(None, None), InFile("hooks.on_error")] = "raise"
     """When a hook raises, and what it did is undone: the run fails; a warning, and the hook stays on; or the hook is
     switched off."""
-    hook_budget: Annotated[float | None, flag("SHARE"), InFile("hooks.budget")] = None
-    """What the hooks of a step may cost, as a share of its time: 0.02. Those that cost more fire less often."""
     profile_hooks: Annotated[Flag, InFile("hooks.profile")] = False
     """Time every hook until the device has done its work, and print a table at the end."""
     hooks_list: Flag = False
@@ -283,7 +281,6 @@ def manager_options(flags: Mapping[str, Any], hook_config: Mapping[str, Mapping[
         "offload_state": flags["hook_offload_state"],
         "profile_hooks": flags["profile_hooks"],
         "on_error": flags["on_hook_error"],
-        "budget": flags["hook_budget"],
         "reference_weights": hook_config.get("reference_weights", {}).get("path"),
     }
 

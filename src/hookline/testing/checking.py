@@ -123,7 +123,7 @@ class _Checker:
         """Make all checks in one of the loops."""
         trial = self._trial()
         trial.manager.set_loop_type(loop)
-        if not trial.manager.plan().points or trial.manager.will_fire(LOOPS[loop]):
+        if not trial.manager.plan().points or trial.manager.plan().will_not_fire(LOOPS[loop]):
             self.report.skipped[f"{loop} loop"] = "it takes no part there"
             return
         run = SmallRun(loop, self._experiment, self._steps)

@@ -291,13 +291,13 @@ def _start_run(
         experiment.model.train()
     if manager is None:
         manager = HookManager()
-        manager.continue_from(first - 1 if loop == "step" else -1)
+        manager.global_step = first - 1 if loop == "step" else -1
     manager.set_loop_type(loop)
     if first == 0:
         manager.reset_all()
     if run_context:
         manager.set_run_context(**run_context)
-    for sentence in manager.will_fire(_POINTS[loop] if every else _POINTS[loop] - {HookPoint.SNAPSHOT}):
+    for sentence in manager.plan().will_not_fire(_POINTS[loop] if every else _POINTS[loop] - {HookPoint.SNAPSHOT}):
         warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
     run = Run(experiment, loop, manager, manager.meet_ranks())
     run.next_epoch = first
@@ -330,8 +330,7 @@ def _show_progress(run: Run, first: int) -> None:
 
 def _result(run: Run) -> LoopResult:
     loss = None if run.loss is None else float(run.loss)
-    if run.ranks is not None:
-        loss = run.ranks.reduce({"loss": loss}, "loss of the run")["loss"]
+    loss = run.ranks.reduce({"loss": loss}, "loss of the run")["loss"]
     metrics = {
         name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         for name, value in run.evaluation.items()

@@ -22,7 +22,7 @@ from hookline.lifecycle.states import map_tensors
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.lifecycle.rank_sync import RankSync
+    from hookline.lifecycle.ranks import OneProcess
 
 __all__ = [
     "SUFFIX",
@@ -176,7 +176,7 @@ def _read_shared(folder: Path, parameters: Mapping[str, Tensor]) -> dict[str, Te
 # -- the checkpoint --------------------------------------------------------------------------------------------------
 
 
-def write_ranks(path: Path, tree: dict[str, Any], model: nn.Module, ranks: RankSync) -> int:
+def write_ranks(path: Path, tree: dict[str, Any], model: nn.Module, ranks: OneProcess) -> int:
     """Write the state of this rank, and the shared part with the others; return the bytes of all. All ranks call it.
 
     Whatever fails on one rank is raised on all. Until all have written, the folder has another name.
@@ -211,7 +211,7 @@ def write_ranks(path: Path, tree: dict[str, Any], model: nn.Module, ranks: RankS
     ranks.together("beginning a checkpoint", begin)
     said = ranks.gather(digests, "comparing the hooks in a checkpoint")
     differing = sorted(name for name in said[0] if any(one.get(name) != said[0][name] for one in said))
-    own["ranks"] = {"count": ranks.ranks, "differing": differing}
+    own["ranks"] = {"count": ranks.size, "differing": differing}
     # One after the other: a rank that cannot write its own part must not leave the others waiting for the shared one.
     ranks.together("writing a checkpoint", write_own)
     ranks.together("writing the shared part of one", write_shared)

@@ -30,7 +30,7 @@ from hookline.sites.wrappers import inner_key, unwrap
 from hookline.training.experiment import Experiment
 
 if TYPE_CHECKING:
-    from hookline.lifecycle.rank_sync import RankSync
+    from hookline.lifecycle.ranks import OneProcess
 
 __all__ = [
     "RankModel", "RankSampler", "averaging_model", "bare_model", "check_alike", "share_experiment", "share_loader",
@@ -159,7 +159,7 @@ def warn_of_join(model: nn.Module) -> None:
         )
 
 
-def check_alike(model: nn.Module, ranks: RankSync) -> None:
+def check_alike(model: nn.Module, ranks: OneProcess) -> None:
     """Raise on every rank if the ranks have different weights after a step, though their gradients are averaged.
 
     The loops call it after the first step. It happens where an experiment trains the model that it made, and not
@@ -172,12 +172,13 @@ def check_alike(model: nn.Module, ranks: RankSync) -> None:
     said = ranks.gather([value.hex() for value in sums.tolist()], "comparing weights after the first step")
     different = [rank for rank, one in enumerate(said) if one != said[0]]
     if different:
-        ranks.agreed_error = error = RankError(
+        error = RankError(
             f"After the first step {rank_names(different)} had other weights than rank 0: the gradients were not "
             "averaged. Next: have the experiment train by self.model, and not by another name of the model that it "
             "made; or wrap that in DistributedDataParallel itself.",
             ranks=tuple(different),
         )
+        ranks.agree_on(error)
         raise error
 
 

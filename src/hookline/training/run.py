@@ -20,9 +20,10 @@ from hookline.guard.guard import Guard, rollback
 from hookline.guard.loaders import copy_loader, private_generator
 from hookline.guard.model_context import ModelDataContext
 from hookline.guard.snapshot import PreEpochState
-from hookline.lifecycle.choose_hooks import tell_scaler, tell_watches
 from hookline.lifecycle.context import RunDataContext
-from hookline.lifecycle.hook_metrics import to_host
+from hookline.lifecycle.output import to_host
+from hookline.lifecycle.ranks import OneProcess
+from hookline.lifecycle.trackers import tell_scaler, tell_watches
 from hookline.phases import in_phase
 from hookline.training.declared_state import GuardedState
 from hookline.training.parts import Passes, Schedule, evaluate
@@ -34,7 +35,6 @@ from hookline.when import HookPoint
 if TYPE_CHECKING:
     from hookline.lifecycle.hook import TrainingHook
     from hookline.lifecycle.manager import HookManager
-    from hookline.lifecycle.rank_sync import RankSync
     from hookline.training.experiment import Experiment
 
 __all__ = ["NotSaved", "Run", "RunStep"]
@@ -52,7 +52,7 @@ class Run:
         experiment: Experiment,
         loop: str,
         manager: HookManager,
-        ranks: RankSync | None = None,
+        ranks: OneProcess | None = None,
         *,
         passes: Passes | None = None,
         schedule: Schedule | None = None,
@@ -61,7 +61,7 @@ class Run:
         self.loop = loop
         """Which counts: "epoch" or "step"."""
         self.manager = manager
-        self.ranks = ranks
+        self.ranks = OneProcess() if ranks is None else ranks
         """What keeps this rank together with the others; None in one process."""
         self.passes = passes or Passes(experiment)
         self.schedule = schedule or Schedule(experiment, loop)
@@ -124,7 +124,7 @@ class Run:
         self.loss = self.accuracy = None
         self.evaluated = False
         self.take_loader()
-        if self.num_epochs < 2 and self.ranks is not None:
+        if self.num_epochs < 2 and not self.ranks.is_single:
             warn_of_join(self.experiment.model)
         self.retention.begin_epoch(points, epoch)
 
@@ -156,7 +156,7 @@ class Run:
         """Train on the batch."""
         with _TRAINING:
             result = self._make_step(self.batch)
-        if self.ranks is not None and self.num_steps == 1:
+        if self.num_steps == 1 and not self.ranks.is_single:
             check_alike(self.experiment.model, self.ranks)
         self.take_result(result)
 
@@ -181,7 +181,7 @@ class Run:
         self.flush()
         self.batch = self.batch_idx = None
         self.loss, self.accuracy = self._losses.take(), self._accuracies.take()
-        if self.ranks is not None:
+        if not self.ranks.is_single:
             found = self.ranks.reduce(to_host({"loss": self.loss, "accuracy": self.accuracy}), "loss of the epoch")
             self.loss, self.accuracy = found["loss"], found["accuracy"]
         self.retention.end()
@@ -200,7 +200,7 @@ class Run:
         """Evaluate the model, if the experiment can."""
         if self._evaluates:
             self.evaluation, self.evaluated = evaluate(self.experiment), True
-            if self.ranks is not None:
+            if not self.ranks.is_single:
                 self.evaluation = self.ranks.reduce(to_host(self.evaluation), "evaluation")
 
     @property
@@ -212,7 +212,7 @@ class Run:
         """Ask the experiment whether that was the last epoch, or step, and remember the answer."""
         if self._may_stop:
             self.stopped_early = bool(self.experiment.should_stop(self.position, self.newest_metrics))
-            if self.ranks is not None:
+            if not self.ranks.is_single:
                 self.stopped_early = any(self.ranks.gather(self.stopped_early, "asking whether to stop"))
         return self.stopped_early
 

@@ -47,7 +47,7 @@ class Saving(NotSaved):
             raise OptionError(f"checkpoints= is Checkpoints(folder, every=...), got {type_name(checkpoints)}.")
         super().__init__(run)
         self._ranks = run.ranks
-        self._rank, self._count = (0, 1) if run.ranks is None else (run.ranks.rank, run.ranks.ranks)
+        self._rank, self._count = run.ranks.rank, run.ranks.size
         self._experiment = run.experiment
         self._checkpoints = checkpoints
         self._core = CoreState(self._experiment)
@@ -67,20 +67,13 @@ class Saving(NotSaved):
         """Whether that was so the last time."""
         self._every_steps = checkpoints.every_steps or (None if run.loop == "epoch" else checkpoints.every)
 
-    def _together(self, what: str, act: Callable[[], None]) -> None:
-        """Do something that may fail on one rank alone; then it fails on all."""
-        if self._ranks is None:
-            act()
-        else:
-            self._ranks.together(what, act)
-
     # -- the beginning -----------------------------------------------------------------------------------------
 
     @contextmanager
     def active(self, *, resume: bool) -> Iterator[None]:
         """Lock the folder and hold signals back for as long as the block lasts; load the model before."""
         with ExitStack() as stack:
-            self._together("locking the checkpoints", lambda: self._lock(stack))
+            self._ranks.together("locking the checkpoints", lambda: self._lock(stack))
             stack.enter_context(self._signals)
             newest = self._checkpoints.newest()
             if newest is not None and not resume:
@@ -122,7 +115,7 @@ class Saving(NotSaved):
             tree.update(read_checkpoint(path, model, optimizer, self._home, self._rank, self._count))
 
         try:
-            self._together(f"reading {path.name}", load)
+            self._ranks.together(f"reading {path.name}", load)
         except RankError as error:
             raise CheckpointError(str(error)) from error
         return tree
@@ -204,7 +197,7 @@ class Saving(NotSaved):
             except StopIteration:
                 return
             except Exception:
-                if self._signals.came is None or self._ranks is not None:
+                if self._signals.came is None or not self._ranks.is_single:
                     raise
                 # Ctrl-C goes to the workers of the loader as well, and those that were not forked end by it.
                 self._stop(self._save_within)
@@ -222,8 +215,6 @@ class Saving(NotSaved):
 
     def _signal(self) -> str | None:
         """Return the signal that came; with several ranks, once all know that it came to one of them."""
-        if self._ranks is None:
-            return self._signals.came
         self._ranks.signal = self._signals.came
         return self._ranks.agreed_signal
 
@@ -286,12 +277,12 @@ class Saving(NotSaved):
             return
         try:
             state: dict[str, Any] = {}
-            self._together("collecting a checkpoint", lambda: state.update(self._state(within=within)))
+            self._ranks.together("collecting a checkpoint", lambda: state.update(self._state(within=within)))
             self._write(state, run.step + 1)
         except Exception as error:
-            if self._ranks is not None and self._ranks.is_lost:
+            if self._ranks.is_lost:
                 raise
-            if self._checkpoints.count == 0 and (self._ranks is not None or isinstance(error, CheckpointError)):
+            if self._checkpoints.count == 0 and (not self._ranks.is_single or isinstance(error, CheckpointError)):
                 raise  # at the start, where it costs nothing to mend
             self._failures += 1
             self._is_behind = True
@@ -305,7 +296,7 @@ class Saving(NotSaved):
 
     def _write(self, state: dict[str, Any], steps: int) -> None:
         ranks, model = self._ranks, unwrapped(self._experiment.model)
-        if ranks is None:
+        if ranks.is_single:
             self._checkpoints.write(local_parts(state), steps)  # FSDP2 on a mesh of one rank has sharded tensors too
         else:
             self._checkpoints.add(steps, SUFFIX, lambda path: write_ranks(path, state, model, ranks), ranks.rank == 0)

@@ -12,8 +12,7 @@ from helpers_ranks import run_ranks
 
 from hookline.errors import OptionError
 from hookline.lifecycle.hook import TrainingHook
-from hookline.lifecycle.packed_metrics import pack_series, unpack_series
-from hookline.lifecycle.reduce_rules import ReduceRules, checked_reduce
+from hookline.lifecycle.ranks import checked_reduce, reduce_series, rule_finder
 from hookline.lifecycle.registry import HookRegistry
 from hookline.records.sink import StepSeries
 from hookline.training.ranks import share_loader
@@ -94,11 +93,11 @@ def test_loss_and_evaluation_are_of_all_ranks(both):
 
 
 def test_a_record_costs_one_exchange_and_a_step_none(both):
-    """Two collectives for each record that goes out, however many metrics it has; concatenating takes one more."""
+    """However many metrics it has, and by whatever rule they are reduced."""
     for found in both:
         steps, flush, epoch = found["one_exchange_per_record"]
         assert steps == ["0 gathers in steps"]
-        assert flush == epoch == ["all_reduce MAX", "all_reduce SUM", "all_gather_object"]
+        assert flush == epoch == ["all_gather_object"]
 
 
 def test_a_rank_that_has_enough_stops_all(both):
@@ -170,9 +169,9 @@ def test_rules_are_found_by_pattern_prefix_and_root():
         reduce = {"count": "sum", "*/max": "max"}
         roots = ("activations/",)
 
-    rules = ReduceRules({"a": Counting(), "a/b": TrainingHook()})
+    rules = rule_finder({"a": Counting(), "a/b": TrainingHook()})
     names = ["a/count", "a/x/max", "a/other", "a/b/count", "activations/1/max", "train/loss"]
-    assert [rules.of(name) for name in names] == ["sum", "max", "mean", "mean", "max", "mean"]
+    assert [rules(name) for name in names] == ["sum", "max", "mean", "mean", "max", "mean"]
 
 
 @pytest.mark.parametrize(
@@ -192,7 +191,7 @@ def test_what_a_built_in_hook_declares_fits_its_metrics(name):
     metrics = [metric.name for metric in hook.describe_metrics()]
     for pattern in () if isinstance(declared, str) else declared:
         assert any(fnmatchcase(metric, pattern) for metric in metrics), pattern
-    averaged = [metric for metric in metrics if ReduceRules({name: hook}).of(f"{name}/{metric}") == "mean"]
+    averaged = [metric for metric in metrics if rule_finder({name: hook})(f"{name}/{metric}") == "mean"]
     assert not [metric for metric in averaged if metric.rpartition("/")[2] in ("max", "largest", "smallest", "absmax")]
 
 
@@ -227,13 +226,17 @@ def test_hookline_run_on_two_ranks_writes_one_log_and_one_page(tmp_path):
 
 @pytest.mark.parametrize(
     ("rule", "expected"),
-    [("sum", [11, 2, 33]), ("mean", [5.5, 2, 16.5]), ("max", [10, 2, 30]), ("min", [1, 2, 3]), ("l2", None)],
-)
+    [
+        ("sum", [11, 2, 33]), ("mean", [5.5, 2, 16.5]), ("max", [10, 2, 30]), ("min", [1, 2, 3]),
+        ("l2", [101**0.5, 2, 909**0.5]), ("concat", [[1, 10], [2], [3, 30]]), ("none", [1, 2, 3]),
+    ],
+)  # fmt: skip
 def test_a_step_that_a_rank_lacks_is_of_the_others_and_the_rest_of_all(rule, expected):
-    """Ranks with different steps have different names, so here each group of ranks is one rank."""
-    own = {"a": StepSeries([1.0, 2.0, 3.0], [4, 5, 6])}
-    packed = pack_series(own, 4, lambda name: rule)
-    other = pack_series({"a": StepSeries([10.0, 30.0], [4, 6])}, 4, lambda name: rule)
-    found = unpack_series({**packed.values, **other.values}, own, 4)
-    assert found["a"].steps == [4, 5, 6]
-    assert list(found["a"]) == pytest.approx(expected or [101**0.5, 2, 909**0.5])
+    """And a metric that is recorded several times in a step stays so."""
+    parts = [StepSeries([1, 2, 3], [4, 5, 6]), StepSeries([10, 30], [4, 6])]
+    found = reduce_series("a", rule, parts)
+    assert found.steps == [4, 5, 6]
+    assert list(found) == (expected if rule == "concat" else pytest.approx(expected))
+    twice = StepSeries([1.0, 2.0], [4, 4])
+    assert list(reduce_series("a", "sum", [twice, twice])) == [2.0, 4.0]
+    assert reduce_series("a", "sum", [twice, twice, parts[0]]).steps == [4, 4, 5, 6]

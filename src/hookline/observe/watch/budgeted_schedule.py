@@ -43,33 +43,27 @@ _OF_MODELS: Final[weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[BudgetedS
 """For each model the schedules of its watches that are on."""
 
 
-def budgeted(
-    model: nn.Module, every: StepSchedule | int, budget: Budget | float, first: int | None = None
-) -> BudgetedSchedule:
+def budgeted(model: nn.Module, every: StepSchedule | int, budget: Budget | float) -> BudgetedSchedule:
     """Return the schedule that ``every=`` and ``budget=`` of a watch of ``model`` mean."""
     if is_distributed():
         raise OptionError("budget= is for one process: every rank would decide by its own clock. Next: give every=.")
     beside = _OF_MODELS.setdefault(model, weakref.WeakSet())
     budget = budget if isinstance(budget, Budget) else Budget(budget)
-    return BudgetedSchedule(StepSchedule.of(every), budget, first, beside)
+    return BudgetedSchedule(StepSchedule.of(every), budget, beside)
 
 
 class BudgetedSchedule:
     """Say which steps are due: those of a schedule, or as many of them as the budget allows.
 
-    Until the first decision the steps of `first_interval` are due, or what ``first`` says, so that both kinds are
-    measured.
+    Until the first decision the steps of `first_interval` are due, so that both kinds are measured.
 
     Args:
         schedule: The steps that the watch was asked for.
         budget: What it may cost.
-        first: Until it has decided, it looks at one of so many of them.
         beside: The schedules of all watches of the model that are on.
     """
 
-    def __init__(
-        self, schedule: StepSchedule, budget: Budget, first: int | None, beside: weakref.WeakSet[BudgetedSchedule]
-    ) -> None:
+    def __init__(self, schedule: StepSchedule, budget: Budget, beside: weakref.WeakSet[BudgetedSchedule]) -> None:
         self.tell: Callable[[Mapping[str, float]], None] = lambda metrics: None
         """Called with what was asked for and what the watch takes, each time that is known, and with each decision."""
         taken = {one._number for one in beside}
@@ -83,7 +77,7 @@ class BudgetedSchedule:
         """The share that looks take at the interval decided last; None before it is known."""
         self._schedule, self._budget = schedule, budget
         self._interval = LookInterval(budget.at_least_every)
-        self._interval.every = first_interval(self._number) if first is None else first
+        self._interval.every = first_interval(self._number)
         self._kept = self._interval.state_dict()
         """The interval before the step under way, which a resumed run asks for again."""
         self._num_steps = 0
@@ -187,11 +181,6 @@ class BudgetedSchedule:
         cost, bare = self._found or (0.0, 0.0)
         num_looks = sum(len(times) for (was_due, _), times in self._times.items() if was_due)
         return self._looked_seconds + num_looks * cost, self._step_seconds + self._steps * bare
-
-    @property
-    def looked_seconds(self) -> float | None:
-        """What all looks took since the run began, or was resumed; None before the cost of one is known."""
-        return None if self._found is None else self._seconds_so_far()[0]
 
     @property
     def whole_run(self) -> float | None:

@@ -1,7 +1,6 @@
 """Keep what instruments cost within a share of the time of a step: measure without waiting, stretch intervals.
 
-`HookManager` and `watch` take ``budget=``. A `HookBudget` and a `BudgetedSchedule` measure by `TimeMark`, and decide by
-`stretch`.
+`watch` takes ``budget=``. A `BudgetedSchedule` measures by `TimeMark`, and decides by `stretch`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class BudgetDecision(NamedTuple):
     step: int
     """The first step that it is about."""
     name: str
-    """The hook, or ``"watch"``."""
+    """``"watch"``."""
     every: int
     """The new interval, in steps that its schedule has; 1: as asked."""
     cost_ms: float
@@ -40,7 +39,7 @@ class BudgetDecision(NamedTuple):
 class Budget:
     """What instruments may cost.
 
-    Recipe: ``HookManager(hooks=[...], budget=0.02)``, or ``budget=Budget(0.02, at_least_every=500)``.
+    Recipe: ``hookline.watch(model, budget=0.02)``, or ``budget=Budget(0.02, at_least_every=500)``.
 
     Intervals stretch until the cost is inside the budget, and shrink again when there is room. The times are those of
     the device where CUDA is in use, read when they have arrived; nothing waits for them.

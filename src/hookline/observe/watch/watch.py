@@ -146,7 +146,7 @@ class Watch(ShownAsTable):
         """The model that is watched, wrapped or not, as it was given."""
         self._layout, self._schedule = layout, schedule
         self.budget = schedule if isinstance(schedule, BudgetedSchedule) else None
-        """The decisions about the budget, and what the watch costs; None without ``budget=``, here or of a manager."""
+        """The decisions about the budget, and what the watch costs; None without ``budget=``."""
         self._scaler = scaler
         self._engine = StatsEngine(layout)
         self._rules = CountingRules(model, During(during, self._forget), ManualSteps(schedule))
@@ -359,13 +359,6 @@ class Watch(ShownAsTable):
         self._rules.steps = OptimizerSteps(self._schedule, optimizer, self._before_step, self._advance)
         self._rules.steps.load_state_dict({"count": steps.count})
         self._sites.switch(self._rules.needs_hooks())
-
-    def take_budget(self, budget: Budget, first: int) -> None:
-        """Keep to ``budget``; look at every ``first``-th step until the cost is known. A manager's budget calls it."""
-        if isinstance(self._schedule, StepSchedule):
-            self.budget = self._schedule = budgeted(self.model, self._schedule, budget, first)
-            self._rules.steps.take_schedule(self._schedule)
-            self._sites.switch(self._rules.needs_hooks())
 
     def _end_pass(self) -> None:
         """Read the gradients of parameters: at the end of a pass they are as final as they get without an optimizer."""

@@ -73,11 +73,6 @@ class StepCounter:
         self.is_due = self.schedule.is_active(count)
         """Whether the step that is under way is due."""
 
-    def take_schedule(self, schedule: Schedule) -> None:
-        """Count by another schedule from now on."""
-        self.schedule = schedule
-        self._set(self.count)
-
     def advance(self) -> None:
         """Count one more step."""
         self.last_look = self.count if self.is_due else self.last_look
@@ -180,11 +175,6 @@ class ForwardSteps(StepCounter):
         self._model = weakref.ref(model)
         self._counts, self._over, self._started = counts, over, started
         self._handles.add(attach(model, self._begin, on="forward_pre", observe=True, name="watch"))
-
-    def take_schedule(self, schedule: Schedule) -> None:
-        """Count by another schedule from now on."""
-        super().take_schedule(schedule)
-        self._leaves_steps_out = schedule != StepSchedule()
 
     def state_dict(self) -> dict[str, Any]:
         """Return also whether a forward has begun; it is over when the next one begins."""

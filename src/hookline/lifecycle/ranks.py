@@ -1,0 +1,473 @@
+"""Keep the ranks of a run together: one record of all ranks, one answer to what failed, one moment to stop.
+
+`HookManager` and the loops have a `RankSync`, or `OneProcess` where there is no other rank. Its calls are collectives:
+every rank makes them in the same order, since points, schedules and flushes are the same on every rank. Whatever is
+exchanged, each rank says with it which of its hooks failed and which signal came to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, Final
+
+from hookline.distributed._torch_distributed import default_store
+from hookline.distributed.channels import connections, reaching, stop_reaching
+from hookline.distributed.metric_rules import check_rule, reduce_records, reduce_values
+from hookline.distributed.ranks import gather_objects, has_group, is_distributed, rank_count, rank_names, this_rank
+from hookline.error_policy import error_text
+from hookline.errors import HooklineWarning, OptionError, RankError
+from hookline.messages import caller_stacklevel, type_name
+from hookline.records.readers import has_ranks
+from hookline.records.sink import StepSeries
+from hookline.when import HookPoint
+
+if TYPE_CHECKING:
+    from hookline.lifecycle.hook import TrainingHook
+
+__all__ = ["OneProcess", "RankFailure", "RankSync", "checked_reduce", "join_ranks", "reduce_series", "rule_finder"]
+
+_SECONDS_BETWEEN: Final = 2.0
+"""About how long ranks train before they ask each other whether one of them has to stop; the answer takes 0.5 ms."""
+_numbers: Final = itertools.count(1)
+_STATE: Final = "state of the run"
+_OF_STEPS: Final = "metrics of steps"
+_LONGEST: Final = 160
+"""How much of the text of another library is told."""
+_USUAL_RULE: Final = "mean"
+"""The rule of a metric that no hook says anything about: the loss, an evaluation, `hookline.record`."""
+_WAIT_FOR_NOTES: Final = 3.0
+"""Seconds for which the notes of other ranks are waited for; ranks that lose one of them end within milliseconds."""
+_LOST: Final = re.compile(r"gloo|nccl|connection|process ?group|socket|peer|pipe|timed? ?out", re.IGNORECASE)
+Series = Mapping[HookPoint, Mapping[str, StepSeries]]
+"""Metrics of single steps, by point and name."""
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """What a hook raised, on which ranks."""
+
+    ranks: tuple[int, ...]
+    text: str
+    ends: bool
+    """Whether it ends the run."""
+    error: Exception | None = field(default=None, compare=False)
+    """The error itself, on the rank where it was raised."""
+
+    def sentence(self, hook: str) -> str:
+        """Return it in words."""
+        return f"Hook {hook!r} raised {self.text.rstrip('.')} on {rank_names(self.ranks)}."
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether it only says that another rank has failed."""
+        return self.text.startswith(RankError.__name__)
+
+
+class OneProcess:
+    """The ranks of a run that has one: nobody is waited for, and every answer is this process's own."""
+
+    is_single = True
+    """Whether there is no other rank."""
+    is_lost = False
+    """Whether ranks cannot reach each other any more; then nothing is exchanged, and this rank ends alone."""
+    rank, size = 0, 1
+    signal: str | None = None
+    """The signal that came to this rank."""
+    alone = ""
+    """Why metrics are of this rank alone from here on."""
+
+    @property
+    def agreed_signal(self) -> str | None:
+        """The signal that came to any rank, once all know of it: then all stop at the same step."""
+        return self.signal
+
+    def reduce(self, metrics: Mapping[str, Any], what: str) -> dict[str, Any]:
+        """Return the metrics of all ranks at one moment, the same on every rank."""
+        return dict(metrics)
+
+    def reduce_steps(self, series: Series) -> Series:
+        """Return the step metrics of all ranks, by one exchange."""
+        return series
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Return the value of every rank."""
+        return [value]
+
+    def together(self, what: str, act: Callable[[], None]) -> None:
+        """Do something that may fail on one rank alone, and raise on all if it does."""
+        act()
+
+    def meet(self, error: BaseException | None, what: str) -> BaseException | None:
+        """Wait for all ranks after something that each did; return this rank's error, or one that names who failed."""
+        return error
+
+    def hold(self, hook: str, text: str, error: Exception | None) -> None:
+        """Keep what a hook raised until the ranks meet next: a rank that left alone would leave the others waiting.
+
+        Args:
+            hook: Its name.
+            text: The error in words.
+            error: The error, if it is to end the run.
+        """
+
+    def take_failures(self) -> dict[str, RankFailure]:
+        """Return what hooks raised on any rank since the last time, once all ranks know of it."""
+        return {}
+
+    def agree_on(self, error: BaseException) -> None:
+        """Note that all ranks end by this error at the same place, and can still reach each other."""
+
+    def check(self, step: int) -> None:
+        """Ask the other ranks every few seconds whether a hook failed or a signal came; call at each step."""
+
+    def leave(self, error: BaseException) -> RankError | None:
+        """Exchange nothing more, unless all ranks end by `error`; return one that says more, if others ended first."""
+        return None
+
+    @contextmanager
+    def ending(self, *, is_exit: bool = False) -> Iterator[bool]:
+        """End a run in the block: the other ranks are reached also if their group was destroyed since.
+
+        Yields whether all ranks end it; if not, hooks must not wait for the others.
+
+        With ``is_exit`` the process ends, for whatever reason: others may still train, and are not waited for long.
+        """
+        yield True
+
+
+def join_ranks(hooks: Mapping[str, TrainingHook], flush_every: int | None = None) -> OneProcess:
+    """Return what keeps this rank together with the others, if there are any.
+
+    Hooks, their schedules and the flushes have to be the same on every rank: a difference is a `RankError` on all.
+    """
+    if not has_ranks():
+        return OneProcess()
+    described = [f"{name} ({hook.step_schedule})" if hook.step_schedule else name for name, hook in hooks.items()]
+    own = {"hooks": ", ".join(described) or "none", "flush_every": str(flush_every)}
+    said = gather_objects(own, what="comparing the hooks of the ranks")
+    different = [key for key in own if len({one[key] for one in said}) > 1]
+    if different:
+        told = [
+            f"{key}: " + "; ".join(f"rank {rank} has {one[key]}" for rank, one in enumerate(said)) for key in different
+        ]
+        raise RankError(
+            f"The ranks do not have the same hooks, so they would wait for each other. {' | '.join(told)}. Next: make "
+            "the manager with the same hooks, in the same order, on every rank.",
+            ranks=tuple(rank for rank, one in enumerate(said) if one != said[0]),
+        )
+    return RankSync(rule_finder(hooks), at_steps=[name for name, hook in hooks.items() if _is_at_steps(hook)])
+
+
+def _is_at_steps(hook: TrainingHook) -> bool:
+    points = [*hook.hook_points, *(point for of_loop in (hook.loop_points or {}).values() for point in of_loop)]
+    return any(HookPoint.of(point).is_step for point in points)
+
+
+class RankSync(OneProcess):
+    """One of several ranks: exchange what all have to agree on."""
+
+    is_single = False
+
+    def __init__(self, rule_of: Callable[[str], str], at_steps: Sequence[str] = ()) -> None:
+        self._rule_of, self._at_steps = rule_of, at_steps
+        self.rank, self.size = this_rank(), rank_count()
+        self._connections = connections() if is_distributed() else None
+        self._run = str(next(_numbers))
+        """The number of the run, the same on every rank."""
+        self._is_exit = False
+        self._held: dict[str, RankFailure] = {}
+        """What hooks raised here, and the other ranks do not know of yet."""
+        self._failed: dict[str, RankFailure] = {}
+        """What hooks raised on any rank, once all know of it."""
+        self._agreed_signal: str | None = None
+        self._agreed_error: BaseException | None = None
+        """The error that ends the run on all ranks at the same place, if one does."""
+        self._next_check, self._interval = 1, 1
+        self._checked_at = (0, time.perf_counter())
+
+    @property
+    def agreed_signal(self) -> str | None:
+        """The signal that came to any rank, once all know of it: then all stop at the same step."""
+        return self._agreed_signal
+
+    # -- metrics ---------------------------------------------------------------------------------------------------
+
+    def reduce(self, metrics: Mapping[str, Any], what: str) -> dict[str, Any]:
+        """Return the metrics of all ranks at one moment, the same on every rank."""
+        return reduce_records(self._exchange(dict(metrics), what), self._rule_of)
+
+    def reduce_steps(self, series: Series) -> Series:
+        """Return the step metrics of all ranks, by one exchange."""
+        own = {point.name: {n: (list(s), s.steps) for n, s in found.items()} for point, found in series.items()}
+        steps = [step for found in series.values() for one in found.values() for step in one.steps]
+        said = self._exchange(own, _OF_STEPS, f" {min(steps)} to {max(steps)}" if steps else "")
+        reduced: dict[HookPoint, dict[str, StepSeries]] = {}
+        for point in HookPoint:
+            of_ranks = [one[point.name] for one in said if point.name in one]
+            for name in dict.fromkeys(name for one in of_ranks for name in one):
+                parts = [StepSeries(*one[name]) for one in of_ranks if name in one]
+                reduced.setdefault(point, {})[name] = reduce_series(name, self._rule_of(name), parts)
+        return reduced
+
+    def _exchange(self, value: Any, what: str, steps: str = "") -> list[Any]:
+        """Return the value of every rank, and learn what failed on any of them; of this one alone if they are lost."""
+        if self.is_lost:
+            return [value]
+        held = {hook: replace(one, error=None) for hook, one in self._held.items()}
+        try:
+            said = self.gather((value, held, self.signal), what)
+        except RankError as error:
+            if has_group() and not self._is_exit:
+                raise self._with_hooks(error, what) from error
+            self._go_on_alone(f"beginning with {what}{steps}", _short(error))
+            return [value]
+        self._agreed_signal = self._agreed_signal or next((signal for *_, signal in said if signal), None)
+        self._learn_failures([failures for _, failures, _ in said])
+        return [each for each, *_ in said]
+
+    def _with_hooks(self, error: RankError, what: str) -> RankError:
+        """Return the error with the hooks at steps, where ranks meet between steps: one may keep a rank from coming."""
+        names = ", ".join(self._at_steps)
+        if not names or what not in (_STATE, _OF_STEPS):
+            return error
+        return RankError(f"{error} The hooks at steps: {names}.", ranks=error.ranks)
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Return the value of every rank."""
+        if self.is_lost:
+            return [value]
+        try:
+            with self._reach():
+                return gather_objects(value, what=what)
+        except RankError:
+            self.is_lost = True
+            raise
+
+    def _reach(self) -> Any:
+        """Return a context in which the other ranks can be reached, also once the process group was destroyed."""
+        return reaching(None if self.is_lost else self._connections)
+
+    # -- failures --------------------------------------------------------------------------------------------------
+
+    def hold(self, hook: str, text: str, error: Exception | None) -> None:
+        """Keep what a hook raised until the ranks meet next; the first, but one that ends the run counts more."""
+        before = self._held.get(hook)
+        if before is None or (error is not None and not before.ends):
+            self._held[hook] = RankFailure((self.rank,), text, error is not None, error)
+
+    def _learn_failures(self, said: Sequence[Mapping[str, RankFailure]]) -> None:
+        for hook in dict.fromkeys(hook for failures in said for hook in failures):
+            found = [failures[hook] for failures in said if hook in failures]
+            blamed = [one for one in found if not one.is_relayed] or found
+            known = self._failed.get(hook) or RankFailure((), "", ends=False)
+            self._failed[hook] = RankFailure(
+                (*known.ranks, *(rank for one in blamed for rank in one.ranks)),
+                blamed[-1].text,
+                known.ends or any(one.ends for one in found),
+                self._held[hook].error if hook in self._held else known.error,
+            )
+        self._held = {}
+
+    def take_failures(self) -> dict[str, RankFailure]:
+        """Return what hooks raised on any rank since the last time."""
+        failed, self._failed = self._failed, {}
+        return failed
+
+    def agree_on(self, error: BaseException) -> None:
+        """Note that all ranks end by this error at the same place."""
+        if not self.is_lost:
+            self._agreed_error = error
+
+    def together(self, what: str, act: Callable[[], None]) -> None:
+        """Do something that may fail on one rank alone, and raise on all if it does."""
+        raised: BaseException | None = None
+        try:
+            act()
+        except Exception as error:
+            raised = error
+        agreed = self.meet(raised, what)
+        if agreed is not None:
+            self.agree_on(agreed)
+            raise agreed
+
+    def meet(self, error: BaseException | None, what: str) -> BaseException | None:
+        """Wait for all ranks after something that each did; return this rank's error, or one that names who failed."""
+        if self.is_lost or not isinstance(error, Exception | None):
+            return error
+        try:
+            said = self.gather(None if error is None else error_text(error), what)
+        except RankError:
+            if error is None:
+                raise
+            return error  # others wait somewhere else, and learn of it when this rank ends
+        failed = {rank: text for rank, text in enumerate(said) if text is not None}
+        if not failed or error is not None:
+            return error
+        told = "; ".join(f"rank {rank} failed with {text}" for rank, text in failed.items())
+        return RankError(f"{what}: {told}", ranks=tuple(failed))
+
+    # -- from step to step, and the end ----------------------------------------------------------------------------
+
+    def check(self, step: int) -> None:
+        """Ask the other ranks every few seconds whether a hook failed or a signal came; call at each step."""
+        before, began = self._checked_at
+        if step < before:  # another run
+            self._next_check, self._checked_at = step + 1, (step, time.perf_counter())
+        if step < self._next_check or self.is_lost or not has_group():
+            return
+        seconds = (time.perf_counter() - began) / max(1, step - before)
+        slowest = max(self._exchange(seconds, _STATE))
+        # The slowest rank decides. The first steps are slow, so the distance grows by doubling at most.
+        self._interval = max(1, min(int(_SECONDS_BETWEEN / max(slowest, 1e-6)), 2 * self._interval))
+        self._next_check, self._checked_at = step + self._interval, (step, time.perf_counter())
+
+    def leave(self, error: BaseException) -> RankError | None:
+        """Exchange nothing more, unless all ranks end by `error`; return one that says more, if others ended first."""
+        if error is self._agreed_error:
+            return None
+        self.is_lost = True
+        _leave_note(f"rank {self.rank}: {error_text(error)}")
+        if not (isinstance(error, RuntimeError | OSError) and _LOST.search(str(error))):
+            return None
+        notes, silent = _read_notes()
+        told = [text for _, text in sorted(notes.items())]
+        if silent:
+            told.append(f"{rank_names(silent)} left no word: killed, or waiting for a collective")
+        return RankError(
+            f"The ranks have lost each other; {'; '.join(told)}. Rank {self.rank} noticed it by {_short(error)}. Next: "
+            "look at the output of the rank that ended first; with checkpoints the run can be resumed.",
+            ranks=(*silent, *notes),
+        )
+
+    @contextmanager
+    def ending(self, *, is_exit: bool = False) -> Iterator[bool]:
+        """End a run in the block; see `OneProcess`."""
+        with self._reach():
+            self._is_exit = is_exit
+            if not self.is_lost and self._connections is not None:
+                self._connections.note_end(self._run)
+                missing = self._connections.wait_for_ends(self._run) if is_exit else []
+                if missing:
+                    _leave_note(f"rank {self.rank}: its process ended while others were training")
+                    self._go_on_alone("which were not written yet", f"{rank_names(missing)} did not end")
+            yield not self.is_lost
+
+    def _go_on_alone(self, which: str, reason: str) -> None:
+        """Say that records are of this rank alone: the run has not ended on all ranks, or some are gone."""
+        self.is_lost = True
+        self.alone = (
+            f"Metrics are of rank {self.rank} alone from here on, {which}: {reason}. Next: call close() of the run on "
+            "every rank, before destroy_process_group()."
+        )
+        stop_reaching()  # what hooks exchange themselves is of this rank alone too
+        warnings.warn(self.alone, HooklineWarning, stacklevel=caller_stacklevel())
+
+
+def _short(error: BaseException) -> str:
+    """Return the first line of an error; of a long one, the sentences that fit, or the words."""
+    text = error_text(error).partition("\n")[0]
+    if len(text) > _LONGEST:
+        sentences, dot, _ = text[:_LONGEST].rpartition(". ")
+        text = sentences if dot else text[:_LONGEST].rpartition(" ")[0] + " …"
+    return text.rstrip(". ")
+
+
+# -- why ranks ended: keys of the store that all ranks connect to ---------------------------------------------------
+
+
+def _leave_note(text: str) -> None:
+    """Tell the other ranks why this one ends; without a store, nobody is told."""
+    store: Any = default_store()
+    if store is not None:
+        try:
+            store.set(f"hookline/note/{this_rank()}", text[:1000])
+        except (RuntimeError, OSError):  # the process that holds the store is gone
+            return
+
+
+def _read_notes() -> tuple[dict[int, str], list[int]]:
+    """Return the notes of other ranks that ended, and the ranks that left none: killed, or still waiting."""
+    store: Any = default_store()
+    waiting = [rank for rank in range(rank_count()) if rank != this_rank()]
+    found: dict[int, str] = {}
+    deadline = time.monotonic() + _WAIT_FOR_NOTES
+    while store is not None and waiting and time.monotonic() < deadline:
+        try:
+            for rank in [one for one in waiting if store.check([f"hookline/note/{one}"])]:
+                found[rank] = store.get(f"hookline/note/{rank}").decode(errors="replace")
+                waiting.remove(rank)
+        except (RuntimeError, OSError):
+            break
+        if waiting:
+            time.sleep(0.05)
+    return found, waiting
+
+
+# -- the rule of each metric ----------------------------------------------------------------------------------------
+
+
+def reduce_series(name: str, rule: str, parts: Sequence[StepSeries]) -> StepSeries:
+    """Return one series of those of the ranks; a step that some lack is of the others."""
+    if rule not in ("concat", "none") and all(one.steps == parts[0].steps for one in parts):
+        return StepSeries(reduce_values(name, rule, [list(one) for one in parts]), parts[0].steps)
+    values: dict[tuple[int, int], list[Any]] = {}
+    for one in parts:
+        seen: Counter[int] = Counter()
+        for value, step in zip(one, one.steps, strict=True):
+            values.setdefault((step, seen[step]), []).append(value)
+            seen[step] += 1  # `record` may be called many times in a step
+    places = sorted(values)
+    return StepSeries([reduce_values(name, rule, values[place]) for place in places], [step for step, _ in places])
+
+
+def rule_finder(hooks: Mapping[str, TrainingHook]) -> Callable[[str], str]:
+    """Return a function that finds the rule of a metric by its name, as its hook declares it."""
+    # The longest name first: a hook may be called "a" and another one "a/b".
+    prefixed = [(f"{name}/", _patterns(hooks[name])) for name in sorted(hooks, key=len, reverse=True)]
+    rooted = [(tuple(hook.roots), _patterns(hook)) for hook in hooks.values() if hook.roots]
+    known: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        for prefix, patterns in prefixed:
+            if name.startswith(prefix):
+                return _match(name[len(prefix) :], patterns)
+        return next((_match(name, patterns) for roots, patterns in rooted if name.startswith(roots)), _USUAL_RULE)
+
+    def rule_of(name: str) -> str:
+        if name not in known:
+            known[name] = find(name)
+        return known[name]
+
+    return rule_of
+
+
+def _patterns(hook: TrainingHook) -> list[tuple[str, str]]:
+    declared = checked_reduce(hook.name, hook.reduce)
+    return [("*", declared)] if isinstance(declared, str) else list(declared.items())
+
+
+def _match(name: str, patterns: Iterable[tuple[str, str]]) -> str:
+    return next((rule for pattern, rule in patterns if fnmatchcase(name, pattern)), _USUAL_RULE)
+
+
+def checked_reduce(hook: str, given: Any) -> str | dict[str, str]:
+    """Return what a hook declares as ``reduce``; raise if it is neither a rule nor rules by pattern."""
+    try:
+        if isinstance(given, str):
+            return check_rule(given)
+        if isinstance(given, Mapping):
+            return {str(pattern): check_rule(rule) for pattern, rule in given.items()}
+    except OptionError as error:
+        raise OptionError(f"Hook {hook!r}, reduce: {error}") from None
+    raise OptionError(
+        f'Hook {hook!r} declares reduce = {type_name(given)}; it is a rule ("mean"), or rules by pattern of metrics '
+        '({"count": "sum", "*": "mean"}).'
+    )
