@@ -102,8 +102,8 @@ def test_the_help_of_an_experiment_shows_its_own_options(capsys):
         (("--seed", "1.5"), "--seed: a whole number is wanted, such as 10; got '1.5'"),
         (("--eval-every", "x"), "--eval-every: a whole number is wanted, such as 10; got 'x'"),
         (("--save-checkpoints", "x"), "--save-checkpoints: a whole number is wanted, such as 10, or none at all;"),
-        (("--matmul-precision", "low"), "--matmul-precision: one of highest, high, medium is wanted, got 'low'"),
-        (("--console", "loud"), "--console: one of live, lines, tables, silent, none is wanted, got 'loud'"),
+        (("--matmul-precision", "low"), "'low' for argument '--matmul-precision'"),
+        (("--console", "loud"), "'loud' for argument '--console'"),
         (("--kind", "narrow"), "--kind"),
         (("--lr",), "--lr"),
     ],
@@ -272,7 +272,7 @@ def test_a_function_s_parameters_are_flags(tmp_path):
     assert (facts["config"], facts["result"]["steps"]) == ({"width": 9}, 3)
     assert run_here("run", path, "--steps", "5", "--snapshot-every", "2", *QUIET, "--hooks") == 0
     facts = facts_of(tmp_path / "runs" / "make_tiny" / "default_1")
-    assert (facts["result"]["steps"], facts["options"]["loop"]) == (5, {"steps": 5, "snapshot_every": 2})
+    assert (facts["result"]["steps"], facts["run"]["steps"], facts["run"]["snapshot_every"]) == (5, 5, 2)
     records = records_of(tmp_path / "runs" / "make_tiny" / "default_1")
     assert [record["point"] for record in records] == ["POST_STEP"] * 3  # of step 0, of 1 and 2, of 3 and 4
 
@@ -467,7 +467,7 @@ def test_more_epochs_go_on_where_a_run_ended(tmp_path, capsys):
     assert same_weights(folder, whole)
     facts = facts_of(folder)
     assert facts["hooks"]["noted"]["metrics"] == []
-    assert facts["options"]["hook_config"] == {"noted": {"scale": 3.0}}
+    assert facts["run"]["hooks"]["config"] == {"noted": {"scale": 3.0}}
     assert len(facts["resumed"]) == 1
     contexts = [
         json.loads(line)["context"]
@@ -531,7 +531,7 @@ def test_validated_checkpoints_are_read_back_and_compared(capsys):
 
 def test_a_checkpoint_that_differs_is_a_mismatch():
     """The comparison can fail: in a bit of a tensor, a key, a length, a type; a NaN is the same as itself."""
-    from hookline.cli.run_observers import differing
+    from hookline.runs.run_observers import differing
 
     def tree(**changes):
         return {"a": {"x": torch.tensor([1.0, float("nan")]), "y": [1, (2.0, None)], "z": float("nan")}, **changes}
