@@ -17,6 +17,12 @@ QUIET = ("--silent", "--no-report")
 NOTED = f"{EXPERIMENTS}:NotedHook"
 
 
+def contexts_of(folder):
+    """What the log says of the run, each time it began; its first line says where it was written, and no more."""
+    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    return [line["context"] for line in lines if line.get("context")]
+
+
 def test_a_run_leaves_its_folder_and_says_where(capsys, tmp_path):
     """The log, what sinks write, a checkpoint, the page, run.json; each line of the end names a file that is there."""
     arguments = ["run", TINY, "--epochs", "2", "--hooks", "norms", "--hook-csv", "--hook-jsonl"]
@@ -160,7 +166,7 @@ def test_all_strategies_run_in_turn_with_the_same_hooks_reset(tmp_path, capsys):
         folder = tmp_path / "runs" / "tiny" / strategy
         assert (folder / f"{strategy}.csv").exists()
         assert {record["strategy"] for record in records_of(folder)} == {strategy}
-        context = json.loads((folder / "records.jsonl").read_text().splitlines()[0])["context"]
+        context = contexts_of(folder)[0]
         assert (context["strategy"], context["experiment_name"]) == (strategy, "tiny")
         assert context["run_dir"] == f"runs/tiny/{strategy}"
         groups.add(context["run_group"])
@@ -469,12 +475,7 @@ def test_more_epochs_go_on_where_a_run_ended(tmp_path, capsys):
     assert facts["hooks"]["noted"]["metrics"] == []
     assert facts["run"]["hooks"]["config"] == {"noted": {"scale": 3.0}}
     assert len(facts["resumed"]) == 1
-    contexts = [
-        json.loads(line)["context"]
-        for line in (folder / "records.jsonl").read_text().splitlines()
-        if '"n":' not in line
-    ]
-    assert len({context["run_group"] for context in contexts}) == 1
+    assert len({context["run_group"] for context in contexts_of(folder)}) == 1
     assert sorted(one.name for one in (tmp_path / "runs" / "tiny").iterdir()) == ["forward"]
     assert "12/12 steps" in capsys.readouterr().out
 
