@@ -64,7 +64,7 @@ def test_a_whole_run_file_is_one_value(tmp_path):
         ("seed: -1\n", r"line 1, at \$\.seed: expected greater than or equal to 0, got -1\."),
         ("console: loud\n", r"at \$\.console: expected 'live', 'lines', .*, got 'loud'\."),
         ("save_checkpoints: often\n", r"at \$\.save_checkpoints: expected .*, got 'often'\."),
-        ("save_checkpoints: true\nvalidate_checkpoints: 3\n", r"at \$\.validate_checkpoints: .* not go with"),
+        ("save_checkpoints: true\nvalidate_checkpoints: 3\n", r"at \$\.validate_checkpoints: .* do not go together"),
         ("sinks:\n  others:\n    - {snk: a}\n", r"line 3, at \$\.sinks\.others\[0\]"),
         ("specs:\n  - nme: x\n", r"line 2, at \$\.specs\[0\]\.nme: .* Did you mean 'name'\?"),
         ("specs: {name: x}\n", r"line 1, at \$\.specs: expected a list of hook specs, got an object; write \[spec\]\."),
