@@ -19,7 +19,7 @@ from mutated import mutate, mutate_text
 from torch import nn
 
 import hookline as hl
-from hookline.runs.run_file import RunFile
+from hookline.runs.read import read
 
 __all__ = ["PART"]
 
@@ -78,7 +78,7 @@ def _try_run_file(rng: random.Random, folder: Path) -> tuple[str, str]:
     text = json.dumps(values) if kind == "json" else yaml.safe_dump(RUN if kind == "text" else _printable(values))
     path.write_text(mutate_text(text, rng) if kind == "text" else text, errors="surrogatepass")
     try:
-        RunFile.read(path)
+        read([str(path)])
     except hl.HooklineError as error:
         return ("" if str(error) else f"an error without words: {text:.200}"), type(error).__name__
     except Exception as error:

@@ -81,7 +81,7 @@ def test_a_run_file_says_it_and_a_resumed_run_keeps_it(capsys):
     text = f"experiment: {TINY}\nhooks: {{names: ['boom.py:Boom'], on_error: disable}}\n"
     Path("run.yaml").write_text(text)
     assert run_here("run", "run.yaml", *QUIET) == 0
-    assert facts_of(FOLDER)["options"]["flags"]["on_hook_error"] == "disable"
+    assert facts_of(FOLDER)["run"]["hooks"]["on_error"] == "disable"
     assert run_here("run", TINY, "--resume", *QUIET[:2], "--epochs", "6") == 0
     assert facts_of(FOLDER)["result"]["epochs"] == 6
     assert run_here("run", "run.yaml", "--on-hook-error", "raise", *QUIET) == 1

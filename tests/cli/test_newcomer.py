@@ -83,7 +83,7 @@ def test_an_error_without_a_frame_of_the_user_begins_where_hookline_called(capsy
 def test_a_negative_length_is_wrong_use_and_makes_no_folder(capsys, own, tmp_path, flag):
     """It is found out before anything is written."""
     assert run_here("run", f"{own}:Own", flag, "-3", *QUIET) == 2
-    assert f"{flag} takes a number of at least 0, got -3." in capsys.readouterr().err
+    assert f"{flag}: expected greater than or equal to 0, got -3." in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
@@ -106,7 +106,7 @@ def test_sinks_without_hooks_are_not_passed_over_in_silence(capsys, own):
 def test_a_port_that_there_is_not_is_told_before_training(capsys, own, tmp_path):
     """Not by a sink that fails in the run."""
     assert run_here("run", f"{own}:Own", "--hooks", "norms", "--hook-prometheus", "99999999") == 2
-    assert "--hook-prometheus takes a port from 0" in capsys.readouterr().err
+    assert "--hook-prometheus: expected less than or equal to 65535" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
@@ -125,16 +125,9 @@ def test_a_sink_that_cannot_begin_is_told_in_a_sentence(capsys, own, tmp_path):
 
 
 def test_the_bar_moves_without_an_optimizer_of_torch(capsys, own):
-    """It counts the experiment's own steps, and leaves the experiment as it was."""
+    """It counts the experiment's own steps."""
     assert run_here("run", f"{own}:ByItself", "--epochs", "2", *QUIET) == 0
     assert "10/10 steps" in capsys.readouterr().out
-    made = sys.modules["own"].ByItself()
-    from hookline.cli.run_observers import steps_counted
-    from hookline.sinks.console_live import RunProgress
-
-    with steps_counted(made, RunProgress(), {}):
-        assert "train_step" in vars(made)
-    assert "train_step" not in vars(made)
 
 
 def test_the_bar_ends_with_the_figures_of_the_end(capsys):
@@ -211,12 +204,12 @@ def test_a_page_that_is_interrupted_says_how_to_make_it_later(capsys, own, monke
 
 def test_a_second_ctrl_c_says_what_there_is_to_go_on_from(capsys, own, monkeypatch):
     """Nothing is saved then."""
-    from hookline.cli.prepared_experiment import PreparedExperiment
+    from hookline.runs.experiment import RunExperiment
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(PreparedExperiment, "train", interrupted)
+    monkeypatch.setattr(RunExperiment, "train", interrupted)
     assert run_here("run", f"{own}:Own", "--epochs", "1", *QUIET) == 130
     assert "Stopped at once, without saving; there is no checkpoint to go on from." in capsys.readouterr().out
 

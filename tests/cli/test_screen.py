@@ -15,26 +15,20 @@ from helpers_cli import TINY, facts_of, records_of, run_here, same_weights
 from helpers_warm import WarmPopen
 
 from hookline.cli.screen import mode_of
-from hookline.runs.run_options import OutputOptions
 
 SMALL = ("--p", "11", "--width", "8", "--batch-size", "32", "--epochs", "3", "--snapshot-every", "1")
 
 
 @pytest.mark.parametrize(
-    ("options", "on_terminal", "elsewhere"),
+    ("asked", "on_terminal", "elsewhere"),
     [
-        ({}, "live", "lines"),
-        ({"live": True}, "live", "lines"),
-        ({"console": "lines"}, "lines", "lines"),
-        ({"console": "tables"}, "tables", "tables"),
-        ({"console": "tables", "live": True}, "live", "lines"),
-        ({"live": True, "silent": True}, "silent", "silent"),
-        ({"console": "live", "no_console_output": True, "silent": True}, "none", "none"),
+        (None, "live", "lines"),
+        ("live", "live", "lines"),
+        *((mode, mode, mode) for mode in ("lines", "tables", "silent", "none")),
     ],
 )
-def test_a_terminal_has_the_live_view_and_what_is_none_has_lines(options, on_terminal, elsewhere):
+def test_a_terminal_has_the_live_view_and_what_is_none_has_lines(asked, on_terminal, elsewhere):
     """Unless something else is asked for."""
-    asked = OutputOptions(**options)
     assert (mode_of(asked, can_redraw=True), mode_of(asked, can_redraw=False)) == (on_terminal, elsewhere)
 
 

@@ -7,9 +7,8 @@ import json
 import pytest
 
 from hookline.errors import ConfigError
-from hookline.runs.read import read_document
-from hookline.runs.run_file import placed_specs
-from hookline.runs.spec_files import is_server_file, server_settings
+from hookline.runs.documents import read_document
+from hookline.runs.spec_files import is_server_file, placed_specs, server_settings
 
 SPEC = {"name": "a", "target_modules": ["x"], "hook_factory": "m:f"}
 

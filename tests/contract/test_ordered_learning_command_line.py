@@ -12,9 +12,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
 
 from helpers_cli import TINY, facts_of, records_of, run_here
 
-from hookline.cli.run_hooks import choose_hooks
 from hookline.lifecycle.registry import HookRegistry
-from hookline.runs.run_options import RunOptions, flat
+from hookline.runs.flags import How, run_flags_by_name
+from hookline.runs.look_up import chosen_hooks
+from hookline.runs.run import Run
 
 QUIET = ("--silent", "--no-report", "--epochs", "1")
 FOLDER = Path("runs/tiny/forward")
@@ -62,12 +63,13 @@ FLAGS = [
 @pytest.mark.parametrize("name", FLAGS)
 def test_every_flag_of_the_source_is_there_by_its_name(name):
     """Word for word; tyro writes the dashes."""
-    assert name in flat(RunOptions())
+    positive = name.removeprefix("no_")  # a switch has both
+    assert positive in run_flags_by_name() or hasattr(How, name)
 
 
 def test_the_seed_is_the_sources():
     """199."""
-    assert RunOptions().training.seed == 199
+    assert Run().seed == 199
 
 
 def test_a_group_and_hooks_are_united_without_doubles_training_metrics_first():
@@ -78,16 +80,16 @@ def test_a_group_and_hooks_are_united_without_doubles_training_metrics_first():
 
 def test_all_excludes_hooks_for_debugging_and_with_debug_adds_them():
     """``--hooks all``; ``--hooks all with_debug``."""
-    everything = choose_hooks(None, ["all"], {}, "x")
+    everything = chosen_hooks(None, ["all"], {})
     assert everything[0] == "training_metrics"
     assert {"hessian", "norms", "counterfactual"} < set(everything)
     assert "counterfactual_validator" not in everything
-    assert choose_hooks(None, ["all", "with_debug"], {}, "x") == [*everything, "counterfactual_validator"]
+    assert chosen_hooks(None, ["all", "with_debug"], {}) == [*everything, "counterfactual_validator"]
 
 
 def test_observers_are_those_that_do_not_intervene():
     """``--hooks observers``."""
-    found = choose_hooks(None, ["observers"], {}, "x")
+    found = chosen_hooks(None, ["observers"], {})
     assert "norms" in found
     assert not {"hessian", "counterfactual", "adam_dynamics"} & set(found)
 
@@ -95,8 +97,8 @@ def test_observers_are_those_that_do_not_intervene():
 def test_a_group_drops_hooks_for_debugging_even_if_it_lists_them():
     """One that is named is kept."""
     sets = {"sloppy": ["norms", "counterfactual_validator"]}
-    assert choose_hooks("sloppy", None, sets, "x") == ["training_metrics", "norms"]
-    assert choose_hooks("sloppy", ["counterfactual_validator"], sets, "x")[-1] == "counterfactual_validator"
+    assert chosen_hooks("sloppy", None, sets) == ["training_metrics", "norms"]
+    assert chosen_hooks("sloppy", ["counterfactual_validator"], sets)[-1] == "counterfactual_validator"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_an_experiment_without_groups_says_so(capsys):
     """Not silence."""
     path = TINY.replace(":Tiny", ":Steps")
     assert run_here("run", path, "--with-hooks", "observers") != 0
-    assert "steps names no groups of hooks (hook_sets)" in capsys.readouterr().err
+    assert "no group of hooks 'observers'" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:--hook-csv will write nothing")
@@ -145,7 +147,7 @@ def test_the_hook_config_of_the_scenario_is_float_and_int():
     """``--hook-config hessian.epsilon=1e-3 hessian.every_n_steps=500``."""
     config = ("hessian.epsilon=1e-3", "hessian.every_n_steps=500")
     assert run_here("run", TINY, *QUIET, "--hooks", "hessian", "--hook-config", *config) == 0
-    found = facts_of(FOLDER)["options"]["hook_config"]
+    found = facts_of(FOLDER)["run"]["hooks"]["config"]
     assert found == {"hessian": {"epsilon": 0.001, "every_n_steps": 500}}
     assert isinstance(found["hessian"]["every_n_steps"], int)
 

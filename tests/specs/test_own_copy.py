@@ -14,7 +14,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.plain import own_copy
-from hookline.runs.read import read_document
+from hookline.runs.documents import read_document
 from hookline.specs.apply_specs import register_hooks
 from hookline.specs.hook_spec import HookSpec
 
@@ -168,14 +168,15 @@ def test_hooks_over_time_are_made_with_copies():
 
 def test_the_strategies_of_a_run_have_hooks_that_share_nothing():
     """Hooks and trackers of a run file are made anew for each, of what the file says."""
-    from hookline.cli.run_hooks import HookObjects, TrackerChoice
+    from hookline.runs.build import build
+    from hookline.runs.run import Run
 
     hl.HookRegistry.register(Greedy)
     hl.HookRegistry.register(GreedyTracker)
     try:
-        tracker = TrackerChoice("t", GreedyTracker.name, (), (), {"layers": [2]}, "")
-        objects = HookObjects([Greedy.name], {Greedy.name: {"layers": [1]}}, trackers=[tracker])
-        assert [[hook.was for hook in objects.make()] for _ in range(2)] == [[[1], [2]]] * 2
+        tracker = {"tracker": GreedyTracker.name, "options": {"layers": [2]}}
+        run = Run(hooks={"names": [Greedy.name], "config": {Greedy.name: {"layers": [1]}}}, trackers=[tracker])
+        assert [[hook.was for hook in build(run).hooks[1:]] for _ in range(2)] == [[[1], [2]]] * 2
     finally:
         hl.HookRegistry.unregister(Greedy.name)
         hl.HookRegistry.unregister(GreedyTracker.name)

@@ -15,12 +15,11 @@ from tyro.conf import Positional
 
 from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE, FAILED, NOT_ATTACHED, WRONG_USE
-from hookline.cli.parse import parse
+from hookline.cli.parse import flag, parse
 from hookline.cli.screen import messages, tell
 from hookline.cli.script_request import split_command
 from hookline.errors import OptionError
 from hookline.load import load_object
-from hookline.runs.run_options import flag
 
 if TYPE_CHECKING:
     from hookline.debug.audit.audit_result import Audit

@@ -13,88 +13,72 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hookline.cli.process_settings import process_settings
-from hookline.cli.run_command import prepare_run
-from hookline.cli.run_request import Request, first_look, read_request
-from hookline.cli.run_session import Prepared, Session
 from hookline.debug.audit.audit import audit
 from hookline.debug.audit.train_once import did_nothing
 from hookline.errors import OptionError
 from hookline.lifecycle.reference import read_weights
 from hookline.messages import short_repr
-from hookline.runs.run_options import flat, manager_options
+from hookline.runs.build import build, spec_name
+from hookline.runs.experiment import make_experiment
+from hookline.runs.process import process_settings
+from hookline.runs.read import Asked, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from hookline.cli.prepared_experiment import PreparedExperiment
     from hookline.debug.audit.audit_result import Audit
-    from hookline.lifecycle.manager import HookManager
+    from hookline.runs.build import Built
 
 __all__ = ["ScriptTraining", "audit_run"]
 
 
 def audit_run(path: str, hooks: Sequence[str], steps: int) -> Audit:
     """Audit the hooks of a run file, or of an experiment; ``hooks`` are taken in place of those the file names."""
-    words = [path, *(["--hooks", *hooks] if hooks else [])]
-    request = read_request(*first_look(words))
-    if request.settings.command:
-        return audit(ScriptTraining(request.settings.command), _hooks_of(request), steps=steps)
-    training = RunTraining(prepare_run(request, words))
-    asked = request.options.training
-    with process_settings(deterministic=not asked.no_determinism, matmul_precision=asked.matmul_precision):
+    asked = read([path, *(["--hooks", *hooks] if hooks else [])])
+    built = build(asked.run, asked.found)
+    if asked.run.command:
+        return audit(ScriptTraining(asked.run.command), _hooks_of(built), steps=steps)
+    training = RunTraining(asked, built)
+    with process_settings(deterministic=asked.run.determinism, matmul_precision=asked.run.matmul_precision):
         found = audit(training.train, training.names, steps=steps)
     return replace(found, silent=tuple(name for name, nothing in training.silent.items() if nothing))
 
 
-def _hooks_of(request: Request) -> dict[str, Any]:
-    """Return the hooks of a run file by name, for a script that the audit puts them on."""
-    specs, objects = request.module_specs(), request.hook_objects()
-    found: dict[str, Any] = {hook.name: hook for hook in objects.make()}
-    reference = manager_options(flat(request.options), objects.config)["reference_weights"]
+def _hooks_of(built: Built) -> dict[str, Any]:
+    """Return the hooks of a run by name, for a script that the audit puts them on."""
+    found: dict[str, Any] = {hook.name: hook for hook in built.hooks}
+    reference = built.options["reference_weights"]
     for hook in found.values():
         if hook.needs_reference_weights and reference is not None:
             hook.set_reference_weights(read_weights(reference))
-    return found | {_spec_name(spec, place): spec for place, spec in enumerate(specs)}
-
-
-def _spec_name(spec: dict[str, Any], place: int) -> str:
-    return str(spec.get("name") or f"specs[{place}]")
+    return found | {spec_name(spec, place): spec for place, spec in enumerate(built.specs)}
 
 
 class RunTraining:
     """Train an experiment from its seed, with some of its hooks."""
 
-    def __init__(self, prepared: Prepared) -> None:
-        self._prepared = prepared
-        self._strategy = prepared.request.found.chosen(prepared.request.options.training.strategy)[0]
-        self._specs = {_spec_name(spec, place): spec for place, spec in enumerate(prepared.specs)}
-        objects = prepared.hook_objects
-        self.names = [*objects.names, *(tracker.name for tracker in objects.trackers), *self._specs]
+    def __init__(self, asked: Asked, built: Built) -> None:
+        assert asked.found is not None
+        self._run, self._found = asked.run, asked.found
+        self._strategy = asked.found.chosen(asked.run.strategy)[0]
+        specs = [spec_name(spec, place) for place, spec in enumerate(built.specs)]
+        self.names = [*(hook.name for hook in built.hooks), *specs]
         """The hooks of the run: lifecycle hooks, trackers, hooks on modules."""
         self.silent: dict[str, bool] = {}
         """Of each lifecycle hook, whether it did nothing in the last training that it was in."""
 
     def train(self, hooks: Sequence[str]) -> None:
         """Train with the hooks of these names alone."""
-        made = Session(self._prepared, self._strategy, may_be_new=True).make()
-        with made.hooks_on_modules([spec for name, spec in self._specs.items() if name in hooks]):
-            manager = self._manager(made, hooks)
+        made = make_experiment(self._run, self._found, self._strategy)
+        built = build(self._run, self._found, only=hooks)
+        with made.attached(built):
+            manager = built.make_manager(loop_type=made.loop, on_error="raise") if built.hooks else None
             try:
-                made.train(manager, {"strategy": self._strategy}, None, resume=False)
+                made.train(manager, {"strategy": self._strategy})
             finally:
                 if manager is not None:
                     self.silent |= {name: did_nothing(manager, name) for name in manager.hooks}
                     manager.close()
-
-    def _manager(self, made: PreparedExperiment, hooks: Sequence[str]) -> HookManager | None:
-        objects = self._prepared.hook_objects
-        chosen = replace(
-            objects,
-            names=[name for name in objects.names if name in hooks],
-            trackers=[tracker for tracker in objects.trackers if tracker.name in hooks],
-        ).make()
-        return self._prepared.make_manager(chosen, made.loop, on_error="raise") if chosen else None
 
 
 class ScriptTraining:

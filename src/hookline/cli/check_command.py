@@ -18,18 +18,15 @@ from tyro.conf import Positional
 from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
 from hookline.cli.named_model import model_at
-from hookline.cli.parse import parse
-from hookline.cli.run_hooks import check_specs
+from hookline.cli.parse import flag, parse
 from hookline.cli.screen import print_table, tell
 from hookline.cli.shell_hints import shell_text
-from hookline.errors import HooklineError, NoMatchError, OptionError
+from hookline.errors import ConfigError, HooklineError, NoMatchError, OptionError
 from hookline.load import add_current_folder_to_path
-from hookline.runs.run_options import flag
 
 if TYPE_CHECKING:
-    from hookline.cli.run_hooks import HookObjects
-    from hookline.cli.run_request import Request
-    from hookline.runs.read import Document
+    from hookline.runs.documents import Document, Fault, KeyPath
+    from hookline.runs.read import Asked
     from hookline.specs.hook_spec import HookSpec
 
 __all__ = ["CheckOptions", "check"]
@@ -65,7 +62,7 @@ def check(arguments: Sequence[str]) -> int:
     options = parse(CheckOptions, arguments, "check")
     if options.config is None:
         raise OptionError("hookline check needs a file: hookline check run.yaml.")
-    from hookline.runs.read import read_document
+    from hookline.runs.documents import read_document
     from hookline.runs.spec_files import is_server_file
 
     document = read_document(options.config)
@@ -75,14 +72,11 @@ def check(arguments: Sequence[str]) -> int:
         model = None if options.model is None else model_at(options.model)
         matcher = _Matcher(model, options.model or "", is_strict=not options.no_strict)
         if isinstance(document.values, list):
-            _show_specs(_valid_list(document, matcher), matcher, report)
+            _check_lists(document, {(): document.values}, [], matcher, report)
         elif is_server_file(document.values):
             _check_server(document, matcher, report)
         else:
-            request = _check_run(options.config)
-            _check_patterns(request, matcher)
-            _show_specs(request.settings.specs, matcher, report)
-            _check_trackers(request.hook_objects(), model, report)
+            _check_run(options.config, matcher, report)
         tell(f"{options.config}: nothing is wrong with it{report.summary()}.")
     if options.json:
         tell_json("check", {"file": options.config, **vars(report)})
@@ -111,34 +105,43 @@ class _Report:
 # -- a run file ------------------------------------------------------------------------------------------------
 
 
-def _check_run(path: str) -> Request:
-    """Check the run file at ``path`` as far as a run does before it trains; print what the file means."""
-    from hookline.cli.run_request import first_look, read_request
+def _check_run(path: str, matcher: _Matcher, report: _Report) -> None:
+    """Check a run file as far as a run does before it trains; print what the file means."""
     from hookline.cli.screen import messages
+    from hookline.runs.build import hook_names
+    from hookline.runs.experiment import make_config
+    from hookline.runs.read import read
 
     with messages():
-        request = read_request(*first_look([path]))
-        objects = request.hook_objects()
-    strategies = request.found.chosen(request.options.training.strategy)
-    if request.settings.command:
-        tell(f"command     {shlex.join(request.settings.command)}")
+        asked = read([path])
+    run, found = asked.run, asked.found
+    faults = matcher.faults(run.specs, ("specs",))
+    if faults:
+        raise ConfigError("\n".join(f"{run.place(*where)}: {text}" for where, text in faults))
+    if found is None:
+        tell(f"command     {shlex.join(run.command)}")
     else:
-        tell(f"experiment  {request.found.name}, strategies {', '.join(strategies)}")
-    if request.config is not None:
-        tell(f"config      {', '.join(f'{name}={value!r}' for name, value in vars(request.config).items())}")
-    tell(f"hooks       {', '.join(objects.names) or 'none'}")
-    return request
+        tell(f"experiment  {found.name}, strategies {', '.join(found.chosen(run.strategy))}")
+        config = make_config(run, found)
+        if config is not None:
+            tell(f"config      {', '.join(f'{name}={value!r}' for name, value in vars(config).items())}")
+    tell(f"hooks       {', '.join(hook_names(run, found)) or 'none'}")
+    _show_specs(run.specs, matcher, report)
+    _check_trackers(asked, matcher.model, report)
 
 
-def _check_trackers(objects: HookObjects, model: Any, report: _Report) -> None:
+def _check_trackers(asked: Asked, model: Any, report: _Report) -> None:
     """Print a table of the trackers; raise if one finds nothing to count in ``model``."""
+    from hookline.runs.build import tracked_modules, tracker_name
+
     rows = []
-    for one in objects.trackers:
-        matches = "(no --model given)" if model is None else ", ".join(one.check(model)) or "the layers of its kind"
-        rows.append((one.name, one.tracker, ", ".join(one.targets) or "–", matches))
-        report.trackers.append(
-            {"name": one.name, "counts": one.tracker, "target_modules": list(one.targets), "matches": matches}
-        )
+    for place, one in enumerate(asked.run.trackers):
+        matches = "(no --model given)"
+        if model is not None:
+            matches = ", ".join(tracked_modules(asked.run, place, one, model)) or "the layers of its kind"
+        name, patterns = tracker_name(one), list(one.target_modules)
+        rows.append((name, one.kind, ", ".join(patterns) or "–", matches))
+        report.trackers.append({"name": name, "counts": one.kind, "target_modules": patterns, "matches": matches})
     if rows:
         print_table("", ("tracker", "counts", "target modules", "matches"), rows)
 
@@ -154,9 +157,18 @@ class _Matcher:
         self._path = path
         self._is_strict = is_strict
 
-    def error(self, spec: HookSpec) -> str:
-        """Return why a pattern of ``spec`` matches nothing, with the nearest names; empty if that is no error."""
-        return self.unmatched(spec) if self._is_strict and self.model is not None else ""
+    def faults(self, specs: Sequence[Any], path: KeyPath) -> list[Fault]:
+        """Return which of ``specs`` match nothing, with the nearest names, if that is an error."""
+        from hookline.specs.hook_spec import HookSpec
+
+        if not self._is_strict or self.model is None:
+            return []
+        found: list[Fault] = []
+        for number, entry in enumerate(specs):
+            spec = HookSpec.from_dict(entry)
+            if spec.enabled and (text := self.unmatched(spec)):
+                found.append(((*path, number, "target_modules"), f"Hook {number} ({spec.name}): {text}"))
+        return found
 
     def unmatched(self, spec: HookSpec) -> str:
         """Return why a pattern of ``spec`` matches nothing; empty if each matches something."""
@@ -184,36 +196,25 @@ class _Matcher:
         return "nothing" if places is None else ", ".join(name or "(the model)" for name in places.names)
 
 
-def _valid_list(document: Document, matcher: _Matcher) -> list[dict[str, Any]]:
-    """Return the specs of ``document``, which is a list of them; raise one error with all mistakes."""
-    from hookline.runs.mistakes import Mistakes
-    from hookline.runs.spec_files import list_of_specs
+def _check_lists(
+    document: Document, lists: Mapping[KeyPath, Any], faults: list[Fault], matcher: _Matcher, report: _Report
+) -> None:
+    """Print the specs of lists by their paths; raise one error with what is wrong, ``faults`` among it."""
+    from hookline.runs.look_up import spec_faults_and_factories
 
-    mistakes = Mistakes.of(document)
-    specs = list_of_specs(document, mistakes)
-    check_specs(specs, (), mistakes, matcher.error)
-    mistakes.check()
-    return specs
-
-
-def _check_patterns(request: Request, matcher: _Matcher) -> None:
-    """Raise one error for all specs of a run file that match nothing."""
-    mistakes = request.settings.mistakes
-    check_specs(request.settings.specs, ("specs",), mistakes, matcher.error)
-    mistakes.check()
+    for path, specs in lists.items():
+        found = spec_faults_and_factories(specs, path)
+        faults = faults + (found or matcher.faults(specs or (), path))
+    document.refuse(faults)
+    _show_specs([spec for specs in lists.values() for spec in specs or ()], matcher, report)
 
 
 def _check_server(document: Document, matcher: _Matcher, report: _Report) -> None:
-    from hookline.runs.mistakes import Mistakes
-    from hookline.runs.spec_files import server_settings
+    from hookline.runs.spec_files import switch_faults
 
-    mistakes = Mistakes.of(document)
-    settings = server_settings(document, mistakes)
-    lists = {key: settings.get(key) for key in ("hooks", "forward_hooks")}
-    for key, specs in lists.items():
-        check_specs(specs if isinstance(specs, list) else (), (key,), mistakes, matcher.error)
-    mistakes.check()
-    _show_specs([spec for specs in lists.values() for spec in specs or ()], matcher, report)
+    lists: dict[KeyPath, Any] = {(key,): document.values.get(key) for key in ("hooks", "forward_hooks")}
+    _check_lists(document, lists, switch_faults(document.values), matcher, report)
+    settings = {key: value for key, value in document.values.items() if key != "$schema"}
     others = [str(key) for key in settings if key not in ("enable_hooks", "hooks", "forward_hooks")]
     _check_switch(settings, others, report)
     if others:

@@ -15,11 +15,10 @@ from tyro.conf import Positional
 
 from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE, FAILED
-from hookline.cli.parse import parse
+from hookline.cli.parse import flag, parse
 from hookline.cli.screen import tell
 from hookline.errors import HooklineError, OptionError
 from hookline.runs.folder import LOG
-from hookline.runs.run_options import flag
 
 __all__ = ["CompareOptions", "compare"]
 

@@ -14,10 +14,9 @@ from tyro.conf import Positional
 from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE, FAILED
 from hookline.cli.named_model import model_at
-from hookline.cli.parse import parse
+from hookline.cli.parse import flag, parse
 from hookline.cli.screen import tell
 from hookline.load import load_object
-from hookline.runs.run_options import flag
 
 __all__ = ["DoctorOptions", "doctor"]
 

@@ -1,7 +1,7 @@
 """Print the plan of a run, without training or writing anything: ``--dry-run``.
 
-`run_command` calls `dry_run` with what it has prepared. `_plan` collects which hook is due when, on which sites, at
-what cost in memory, and which files there would be; it is printed as tables or as JSON.
+`run_command` calls `dry_run`. `_plan` collects which hook is due when, on which sites, at what cost in memory, and
+which files there would be; it is printed as tables or as JSON.
 """
 
 from __future__ import annotations
@@ -12,36 +12,41 @@ from typing import Any
 
 from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
-from hookline.cli.prepared_experiment import PreparedExperiment
-from hookline.cli.run_session import Prepared, Session
 from hookline.cli.screen import print_table, size, tell
-from hookline.runs.folder import LOG, newest_run, next_folder, to_plain
+from hookline.plain import to_plain
+from hookline.runs.build import Built, build
+from hookline.runs.experiment import RunExperiment, make_experiment
+from hookline.runs.folder import LOG, newest_run, next_folder
 from hookline.runs.named_sinks import sink_files
+from hookline.runs.read import Asked
 
 __all__ = ["dry_run"]
 
 Row = dict[str, Any]
 
 
-def dry_run(prepared: Prepared) -> int:
+def dry_run(asked: Asked) -> int:
     """Print the plan."""
-    plan = _plan(prepared)
-    if prepared.request.options.output.json:
+    plan = _plan(asked)
+    if asked.how.json:
         tell_json("dry-run", plan)
     else:
         _print(plan)
     return DONE
 
 
-def _plan(prepared: Prepared) -> Row:
-    request = prepared.request
-    strategies = request.found.chosen(request.options.training.strategy)
-    made = Session(prepared, strategies[0], may_be_new=True).make()
+def _plan(asked: Asked) -> Row:
+    run, found = asked.run, asked.found
+    assert found is not None
+    strategies = found.chosen(run.strategy)
+    made = make_experiment(run, found, strategies[0])
     model = made.experiment.model
-    manager = _manager(prepared, made)
+    built = build(run, found, model=model)
+    hooks = [*built.hooks, *made.hooks]
+    manager = built.make_manager(hooks, loop_type=made.loop) if hooks else None
     planned = None if manager is None else manager.plan()
     return {
-        "experiment": request.found.name,
+        "experiment": found.name,
         "length": made.length,
         "unit": made.unit,
         "strategies": strategies,
@@ -51,12 +56,12 @@ def _plan(prepared: Prepared) -> Row:
             "dtype": str(made.dtype),
             "device": str(made.device),
         },
-        "config": {} if request.config is None else to_plain(vars(request.config)),
+        "config": {} if made.config is None else to_plain(vars(made.config)),
         "hooks": [] if planned is None else [asdict(row) for row in planned.rows],
         "left_out": [] if planned is None else [{"hook": name, "why": why} for name, why in planned.left_out.items()],
-        "sites": [] if manager is None else _sites(prepared, manager, made),
+        "sites": [] if manager is None else _sites(manager, made, built),
         "memory": [] if manager is None else _memory(manager, made.experiment),
-        "files": [_files(prepared, strategy, has_hooks=manager is not None) for strategy in strategies],
+        "files": [_files(asked, strategy, has_hooks=manager is not None) for strategy in strategies],
     }
 
 
@@ -91,14 +96,7 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:6]) + (f", … {len(names)} in all" if len(names) > 6 else "")
 
 
-def _manager(prepared: Prepared, made: PreparedExperiment) -> Any:
-    objects = prepared.hook_objects
-    if not objects.names and not made.hooks:
-        return None
-    return prepared.make_manager([*objects.make(), *made.hooks], made.loop)
-
-
-def _sites(prepared: Prepared, manager: Any, made: PreparedExperiment) -> list[Row]:
+def _sites(manager: Any, made: RunExperiment, built: Built) -> list[Row]:
     """Return what hooks attach to the model: start each, look, and finish it again."""
     from hookline.sites.find import attached
 
@@ -111,8 +109,8 @@ def _sites(prepared: Prepared, manager: Any, made: PreparedExperiment) -> list[R
             rows += [_site(name, handle) for handle in attached(model)[before:]]
         finally:
             hook.finish()
-    if prepared.specs:
-        with made.hooks_on_modules(prepared.specs):
+    if built.specs:
+        with made.attached(built):
             rows += [_site(f"{handle.name} (spec)", handle) for handle in attached(model)]
     return rows
 
@@ -137,16 +135,16 @@ def _memory(manager: Any, experiment: Any) -> list[Row]:
         users = [name for name, hook in manager.hooks.items() if getattr(hook, need)]
         if users:
             rows.append({"what": what, "hooks": users, "bytes": nbytes})
-    scopes = {getattr(entry.hook, "scope", "trains") for entry in _entries(manager) if entry.intervenes}
-    users = sorted({entry.name for entry in _entries(manager) if entry.intervenes})
+    scopes = {getattr(entry.hook, "scope", "trains") for entry in _planned(manager) if entry.intervenes}
+    users = sorted({entry.name for entry in _planned(manager) if entry.intervenes})
     if scopes:
         guard = weights + buffers + optimizer + trained if "trains" in scopes else buffers
         rows.append({"what": f"copies of the guard ({', '.join(sorted(scopes))})", "hooks": users, "bytes": guard})
     return rows
 
 
-def _entries(manager: Any) -> list[Any]:
-    return [entry for slot in manager.plan().points.values() for entry in slot.hooks]
+def _planned(manager: Any) -> list[Any]:
+    return [hook for point in manager.plan().points.values() for hook in point.hooks]
 
 
 def _bytes(tensors: Any) -> int:
@@ -167,20 +165,16 @@ def _optimizer_bytes(optimizer: Any, trained: int) -> int:
     return 0 if optimizer is None else trained
 
 
-def _files(prepared: Prepared, strategy: str, *, has_hooks: bool) -> Row:
-    options = prepared.request.options
+def _files(asked: Asked, strategy: str, *, has_hooks: bool) -> Row:
+    run = asked.run
     names = ["run.json", "checkpoints/"]
     if has_hooks:
-        names += [LOG, *sink_files(options.sink, strategy).values()]
-        names += [] if options.output.no_report else ["report.html"]
-    return {"strategy": strategy, "folder": str(_folder(prepared, strategy)), "files": names}
+        names += [LOG, *sink_files(run.sinks.chosen(), strategy).values()]
+        names += ["report.html"] if run.report else []
+    return {"strategy": strategy, "folder": str(_folder(asked, strategy)), "files": names}
 
 
-def _folder(prepared: Prepared, strategy: str) -> Path:
-    options = prepared.request.options
-    output_dir, name = Path(options.output.output_dir), prepared.request.found.name
-    if options.checkpoint.resume:
-        found = newest_run(output_dir, name, strategy)
-        if found is not None:
-            return found
-    return next_folder(output_dir, name, strategy)
+def _folder(asked: Asked, strategy: str) -> Path:
+    output_dir, name = Path(asked.run.output_dir), asked.found.name if asked.found is not None else ""
+    resumed = newest_run(output_dir, name, strategy) if asked.how.resume else None
+    return resumed or next_folder(output_dir, name, strategy)

@@ -14,11 +14,10 @@ from tyro.conf import Positional
 from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
 from hookline.cli.named_model import model_at
-from hookline.cli.parse import parse
+from hookline.cli.parse import flag, parse
 from hookline.cli.screen import tell
 from hookline.cli.shell_hints import shell_text
 from hookline.errors import NoMatchError
-from hookline.runs.run_options import flag
 
 if TYPE_CHECKING:
     from hookline.sites.find import Sites

@@ -13,9 +13,8 @@ from tyro.conf import Positional
 
 from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
-from hookline.cli.parse import parse
+from hookline.cli.parse import flag, parse
 from hookline.cli.screen import messages, print_table, tell
-from hookline.runs.run_options import flag
 
 __all__ = ["HooksOptions", "describe_hooks", "hooks", "list_hooks", "tell_hooks"]
 
@@ -110,9 +109,9 @@ def describe_hooks(names: Sequence[str]) -> int:
 def _resolved(names: Sequence[str]) -> list[str]:
     """Return the hooks that ``names`` stand for; all but those for debugging if none is named."""
     from hookline.lifecycle.registry import HookRegistry
-    from hookline.runs.named_hooks import known_name
+    from hookline.runs.look_up import known_hook
 
-    return HookRegistry.resolve([known_name(name) for name in names]) if names else HookRegistry.list_all()
+    return [hook for name in names for hook in known_hook(name)] if names else HookRegistry.list_all()
 
 
 def _describe(name: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-__all__ = ["COMMANDS", "DONE", "FAILED", "NOT_ATTACHED", "WRONG_USE", "RunFailed", "main", "own_text"]
+__all__ = ["COMMANDS", "DONE", "FAILED", "NOT_ATTACHED", "WRONG_USE", "main", "own_text"]
 
 DONE: Final = 0
 FAILED: Final = 1
@@ -129,13 +129,10 @@ def _dispatch(arguments: list[str]) -> int:
 # -- errors ----------------------------------------------------------------------------------------------------
 
 
-class RunFailed(Exception):
-    """Say that training raised, and what to do next; its cause is printed first, and the exit code is 1."""
-
-
 def _explain(error: BaseException, *, debug: bool) -> int:
     """Print what went wrong to the standard error, and return the exit code."""
     from hookline.errors import HooklineError
+    from hookline.runs.folder import RunFailed
 
     if isinstance(error, RunFailed) and error.__cause__ is not None:
         _print_error(error.__cause__, debug=debug)

@@ -18,10 +18,9 @@ from typing import Annotated, Final, Literal
 from tyro.conf import Positional
 
 from hookline.cli.main import DONE
-from hookline.cli.parse import parse
+from hookline.cli.parse import flag, parse
 from hookline.cli.screen import tell
 from hookline.errors import OptionError
-from hookline.runs.run_options import flag
 
 __all__ = ["NewOptions", "new"]
 

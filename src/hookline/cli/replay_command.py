@@ -14,12 +14,11 @@ from typing import Annotated, Any, Final
 from tyro.conf import Positional
 
 from hookline.cli.main import DONE
-from hookline.cli.parse import parse
+from hookline.cli.parse import flag, parse
 from hookline.cli.screen import tell
 from hookline.errors import OptionError
 from hookline.runs.folder import LOG, read_run_json, run_folder
 from hookline.runs.named_sinks import FILES, check_package, sink_class, sink_names
-from hookline.runs.run_options import flag
 
 __all__ = ["ReplayOptions", "replay"]
 

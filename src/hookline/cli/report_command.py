@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Final
 from tyro.conf import Positional, arg
 
 from hookline.cli.main import DONE
-from hookline.cli.parse import parse
+from hookline.cli.parse import flag, parse
 from hookline.cli.screen import tell
 from hookline.errors import OptionError
 from hookline.runs.folder import run_folder
-from hookline.runs.run_options import flag
 
 if TYPE_CHECKING:
     from hookline.report.report_page import WrittenPage

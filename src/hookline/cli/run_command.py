@@ -1,6 +1,6 @@
 """Train an experiment, with hooks, one strategy after the other: ``hookline run EXPERIMENT``.
 
-`main` calls `run`, which checks everything first, runs a `Session` for each strategy, and prints where everything is.
+`main` calls `run`, which reads the run, has a `Session` train each strategy, and prints where everything is.
 """
 
 from __future__ import annotations
@@ -8,30 +8,23 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
-from hookline.cli.process_settings import (
-    device_of,
-    dtype_of,
-    is_first_rank,
-    local_device,
-    process_settings,
-    rank_group,
-    rank_prefix,
-)
-from hookline.cli.run_request import Request, first_look, read_request
-from hookline.cli.run_session import Ended, Prepared, Session
 from hookline.cli.screen import Screen, messages
-from hookline.errors import OptionError
-from hookline.runs.folder import LOG, to_plain
-from hookline.runs.named_sinks import sink_files, sink_maker
+from hookline.plain import to_plain
+from hookline.runs.folder import LOG
+from hookline.runs.named_sinks import sink_files
+from hookline.runs.process import device_of, is_first_rank, local_device, process_settings, rank_group, rank_prefix
+from hookline.runs.read import Asked, read
 
-__all__ = ["prepare_run", "run"]
+if TYPE_CHECKING:
+    from hookline.runs.session import Ended
+
+__all__ = ["run"]
 
 _STOPPED: Final = {"SIGINT": 130, "SIGTERM": 143}
 
@@ -40,25 +33,23 @@ def run(arguments: Sequence[str]) -> int:
     """Train, and return the exit code; behind a ``--``, start a script in place of an experiment."""
     if "--" in arguments:
         return _run_script(arguments)
-    options, joined = first_look(arguments)
-    if options.hook.hooks_list or options.hook.hooks_describe is not None:
-        return _show_hooks(options)
-    request = read_request(options, joined)
-    if request.settings.command:
-        return _run_script(arguments)
     with messages(prefix=rank_prefix()):
-        prepared = prepare_run(request, arguments)
-        if request.options.output.dry_run:
+        asked = read(arguments)
+        if asked.how.hooks_list or asked.how.hooks_describe is not None:
+            return _show_hooks(asked)
+        if asked.run.command:
+            return _run_script(arguments)
+        if asked.how.dry_run:
             from hookline.cli.dry_run import dry_run
 
-            return dry_run(prepared) if is_first_rank() else DONE
-        training, as_json = request.options.training, request.options.output.json
+            return dry_run(asked) if is_first_rank() else DONE
+        as_json = asked.how.json
         with (
-            process_settings(deterministic=not training.no_determinism, matmul_precision=training.matmul_precision),
-            rank_group(prepared.device),
+            process_settings(deterministic=asked.run.determinism, matmul_precision=asked.run.matmul_precision),
+            rank_group(device_of(local_device(asked.run.device))),
             contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(),
         ):
-            code, told = _run_all(prepared)
+            code, told = _Command(asked, arguments).run_all()
         if as_json and is_first_rank():
             tell_json("run", told)
         return code
@@ -71,125 +62,96 @@ def _run_script(arguments: Sequence[str]) -> int:
         return run_script(arguments)
 
 
-def _show_hooks(options: Any) -> int:
+def _show_hooks(asked: Asked) -> int:
     from hookline.cli import hooks_command as hooks
-    from hookline.cli.find_experiment import find_experiment
+    from hookline.runs.find import find_experiment
 
-    if options.experiment is not None:
-        find_experiment(options.experiment)  # a file may register hooks of its own
-    if options.output.json:
-        return hooks.tell_hooks(() if options.hook.hooks_list else options.hook.hooks_describe)
-    if options.hook.hooks_list:
-        return hooks.list_hooks()
-    return hooks.describe_hooks(options.hook.hooks_describe)
-
-
-def prepare_run(request: Request, arguments: Sequence[str]) -> Prepared:
-    """Check everything that can be wrong, before anything is trained or written."""
-    options, found, settings = request.options, request.found, request.settings
-    if options.training.threads is not None and options.training.threads < 1:
-        raise OptionError(f"--threads takes a number of at least 1, got {options.training.threads}.")
-    _check_every(options.checkpoint.save_checkpoints, options.checkpoint.validate_checkpoints)
-    return Prepared(
-        request=request,
-        hook_objects=request.hook_objects(),
-        make_sinks=sink_maker(vars(options.sink), settings.sinks),
-        specs=request.module_specs(),
-        device=device_of(local_device(options.training.device)),
-        dtype=dtype_of(options.training.dtype),
-        screen=Screen(options.output, found.live_metrics, quiet=options.output.json or not is_first_rank()),
-        run_group=settings.flags.get("run_group") or f"{found.name}_{time.strftime('%Y%m%d-%H%M%S')}",
-        command=["hookline", "run", *arguments],
-    )
+    if asked.run.experiment is not None:
+        find_experiment(asked.run.experiment)  # a file may register hooks of its own
+    names = None if asked.how.hooks_list else asked.how.hooks_describe
+    if asked.how.json:
+        return hooks.tell_hooks(names or ())
+    return hooks.list_hooks() if names is None else hooks.describe_hooks(names)
 
 
-def _check_every(saved: tuple[int, ...] | None, validated: tuple[int, ...] | None) -> None:
-    if saved is not None and validated is not None:
-        raise OptionError("--save-checkpoints and --validate-checkpoints do not go together: the second saves as well.")
-    for flag, asked in (("--save-checkpoints", saved), ("--validate-checkpoints", validated)):
-        if asked and (len(asked) > 1 or asked[0] < 1):
-            raise OptionError(f"{flag} takes one number of at least 1, or none; got {' '.join(map(str, asked))}.")
+class _Command:
+    """Train each strategy of a run, and say what came of it."""
 
+    def __init__(self, asked: Asked, arguments: Sequence[str]) -> None:
+        from hookline.runs.session import Session  # and torch, which help does not need
 
-def _run_all(prepared: Prepared) -> tuple[int, dict[str, Any]]:
-    """Train each strategy, and say what came of it; return the exit code, and the same for ``--json``."""
-    name = prepared.request.found.name
-    strategies = prepared.request.found.chosen(prepared.request.options.training.strategy)
-    ended: list[Ended] = []
-    told: dict[str, Any] = {"experiment": name, "runs": [], "comparison": None}
-    for strategy in strategies:
-        if len(strategies) > 1:
-            prepared.screen.say(f"{name}: {strategy}")
-        ended.append(Session(prepared, strategy, may_be_new=len(strategies) > 1).run())
-        found = _report(prepared, [ended[-1]])
-        files = _files(prepared, strategy, ended[-1].folder, has_page=found is not None)
-        _say_where(prepared, strategy, ended[-1], files)
-        for line in found or ():
-            prepared.screen.say(f"  {line}")
-        told["runs"].append(_plain(strategy, ended[-1], files))
-        if ended[-1].interrupted is not None:
-            return _stopped(prepared, ended[-1]), told
-    told["comparison"] = _compare(prepared, ended)
-    return DONE, told
+        assert asked.found is not None
+        self._run, self._found = asked.run, asked.found
+        self._screen = Screen(asked.run, self._found.live_metrics, quiet=asked.how.json or not is_first_rank())
+        self._session = Session(asked, self._screen, ["hookline", "run", *arguments])
 
+    def run_all(self) -> tuple[int, dict[str, Any]]:
+        """Return the exit code, and what is said at the end, for ``--json``."""
+        name, strategies = self._found.name, self._found.chosen(self._run.strategy)
+        ended: list[Ended] = []
+        told: dict[str, Any] = {"experiment": name, "runs": [], "comparison": None}
+        for strategy in strategies:
+            if len(strategies) > 1:
+                self._screen.say(f"{name}: {strategy}")
+            ended.append(self._session.run(strategy, may_be_new=len(strategies) > 1))
+            found = self._report([ended[-1]])
+            files = self._files(strategy, ended[-1].folder, has_page=found is not None)
+            self._say_where(strategy, ended[-1], files)
+            for line in found or ():
+                self._screen.say(f"  {line}")
+            told["runs"].append(_plain(strategy, ended[-1], files))
+            if ended[-1].interrupted is not None:
+                return self._stopped(ended[-1]), told
+        told["comparison"] = self._compare(ended)
+        return DONE, told
 
-def _stopped(prepared: Prepared, ended: Ended) -> int:
-    again = shlex.join(["hookline", "run", prepared.request.options.experiment or "", *_where(prepared), "--resume"])
-    prepared.screen.say(f"Stopped by {ended.interrupted}, and saved. To go on: {again}")
-    return _STOPPED.get(ended.interrupted or "", 1)
+    def _stopped(self, ended: Ended) -> int:
+        run = self._run
+        where = [] if run.strategy is None else ["--strategy", run.strategy]
+        where += ["--output-dir", run.output_dir] if "output_dir" in run.model_fields_set else []
+        again = shlex.join(["hookline", "run", self._found.path, *where, "--resume"])
+        self._screen.say(f"Stopped by {ended.interrupted}, and saved. To go on: {again}")
+        return _STOPPED.get(ended.interrupted or "", 1)
 
+    # -- closing lines ---------------------------------------------------------------------------------------
 
-def _where(prepared: Prepared) -> list[str]:
-    """Return the flags that are needed to find the run again."""
-    options = prepared.request.options
-    found = [] if options.training.strategy is None else ["--strategy", options.training.strategy]
-    return found + ([] if options.output.output_dir == "runs" else ["--output-dir", options.output.output_dir])
+    def _compare(self, ended: Sequence[Ended]) -> str | None:
+        """Write one page of all strategies beside their folders, if there were several; return where it is."""
+        page = ended[0].folder.parent / "comparison.html"
+        if len(ended) == 1 or self._report(ended, page) is None:
+            return None
+        self._screen.say(f"  {'comparison':<13}{page}")
+        return str(page)
 
+    def _report(self, ended: Sequence[Ended], page: Path | None = None) -> list[str] | None:
+        """Write the page; return what was found, None without a page. The run does not fail if it cannot be made."""
+        if not self._run.report or not self._session.hooks or not is_first_rank():
+            return None
+        try:
+            from hookline.report.report_page import write_page
 
-# -- closing lines ---------------------------------------------------------------------------------------------
-
-
-def _compare(prepared: Prepared, ended: Sequence[Ended]) -> str | None:
-    """Write one page of all strategies beside their folders, if there were several; return where it is."""
-    page = ended[0].folder.parent / "comparison.html"
-    if len(ended) == 1 or _report(prepared, ended, page) is None:
+            return write_page([one.folder for one in ended], page).found
+        except KeyboardInterrupt:
+            print(f"hookline: no report.html: stopped. Later: hookline report {ended[0].folder}", file=sys.stderr)
+            raise
+        except ImportError as error:  # says what to install
+            print(f"hookline: no report.html: {error}", file=sys.stderr)
+        except Exception as error:
+            print(f"hookline: report.html could not be made: {type(error).__name__}: {error}", file=sys.stderr)
         return None
-    prepared.screen.say(f"  {'comparison':<13}{page}")
-    return str(page)
 
+    def _files(self, strategy: str, folder: Path, *, has_page: bool) -> dict[str, str]:
+        """Return the files of a run by what they are; a page that an earlier part of the run left is out of date."""
+        names = {"report": "report.html"} if has_page else {}
+        names |= {"records": LOG, **sink_files(self._run.sinks.chosen(), strategy), "checkpoints": "checkpoints"}
+        return {label: str(folder / name) for label, name in names.items() if (folder / name).exists()}
 
-def _report(prepared: Prepared, ended: Sequence[Ended], page: Path | None = None) -> list[str] | None:
-    """Write the page; return what was found, None without a page. The run does not fail if it cannot be made."""
-    if prepared.request.options.output.no_report or not prepared.hooks or not is_first_rank():
-        return None
-    try:
-        from hookline.report.report_page import write_page
-
-        return write_page([one.folder for one in ended], page).found
-    except KeyboardInterrupt:
-        print(f"hookline: no report.html: stopped. Later: hookline report {ended[0].folder}", file=sys.stderr)
-        raise
-    except ImportError as error:  # says what to install
-        print(f"hookline: no report.html: {error}", file=sys.stderr)
-    except Exception as error:
-        print(f"hookline: report.html could not be made: {type(error).__name__}: {error}", file=sys.stderr)
-    return None
-
-
-def _files(prepared: Prepared, strategy: str, folder: Path, *, has_page: bool) -> dict[str, str]:
-    """Return the files of a run by what they are; a page that an earlier part of the run has left is out of date."""
-    names = {"report": "report.html"} if has_page else {}
-    names |= {"records": LOG, **sink_files(prepared.request.options.sink, strategy), "checkpoints": "checkpoints"}
-    return {label: str(folder / name) for label, name in names.items() if (folder / name).exists()}
-
-
-def _say_where(prepared: Prepared, strategy: str, ended: Ended, files: dict[str, str]) -> None:
-    say = prepared.screen.say
-    if ended.profiler is not None:
-        say(str(ended.profiler))
-    say(f"{prepared.request.found.name}/{strategy} {ended.status}: {_figures(ended)}")
-    for label, path in files.items():
-        say(f"  {label:<13}{path}")
+    def _say_where(self, strategy: str, ended: Ended, files: dict[str, str]) -> None:
+        if ended.profiler is not None:
+            self._screen.say(str(ended.profiler))
+        self._screen.say(f"{self._found.name}/{strategy} {ended.status}: {_figures(ended)}")
+        for label, path in files.items():
+            self._screen.say(f"  {label:<13}{path}")
 
 
 def _plain(strategy: str, ended: Ended, files: dict[str, str]) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from typing import Annotated, Literal
 from tyro.conf import Positional
 
 from hookline.cli.main import DONE
-from hookline.cli.parse import parse
+from hookline.cli.parse import flag, parse
 from hookline.cli.screen import tell
-from hookline.runs.run_options import flag
 
 __all__ = ["SchemaOptions", "schema"]
 

@@ -1,6 +1,6 @@
 """Print tables and lines, and show a run while it lasts: a live view, lines, tables, a progress bar, or nothing.
 
-Every command prints by these functions; `run_session` takes the console sink and the bar from `Screen`. Warnings and
+Every command prints by these functions; `session` takes the console sink and the bar from `Screen`. Warnings and
 log messages of hookline become lines. rich is imported when something is shown.
 """
 
@@ -20,7 +20,7 @@ from hookline.messages import did_you_mean
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hookline.runs.run_options import OutputOptions
+    from hookline.runs.run import Run
 
 __all__ = ["Screen", "messages", "mode_of", "print_table", "size", "tell"]
 
@@ -72,16 +72,14 @@ def size(nbytes: int) -> str:
 class Screen:
     """Show a run: its metrics, its progress bar, its lines."""
 
-    def __init__(
-        self, options: OutputOptions, live_metrics: Mapping[str, Mapping[str, str]], *, quiet: bool = False
-    ) -> None:
+    def __init__(self, run: Run, live_metrics: Mapping[str, Mapping[str, str]], *, quiet: bool = False) -> None:
         self._console = _console()
         can_redraw = self._console.is_terminal and not self._console.is_dumb_terminal
-        self.mode = "none" if quiet else mode_of(options, can_redraw=can_redraw)
+        self.mode = "none" if quiet else mode_of(run.console, can_redraw=can_redraw)
         """``"live"``, ``"lines"``, ``"tables"``, ``"silent"`` or ``"none"``."""
-        self._asked_live = options.live or options.console == "live"
+        self._asked_live = run.console == "live"
         self._live_metrics = live_metrics
-        self._show = options.show
+        self._show = tuple(run.show)
         self._sink: Any = None
 
     def sinks(self, snapshot_every: int | None = None) -> list[Any]:
@@ -132,13 +130,9 @@ class Screen:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def mode_of(options: OutputOptions, *, can_redraw: bool) -> str:
-    """Return what is shown: ``"none"`` goes before ``"silent"`` goes before ``"live"`` goes before ``--console``.
-
-    If nothing is said, or ``"live"`` where the screen cannot be redrawn: lines.
-    """
-    flags = (("none", options.no_console_output), ("silent", options.silent), ("live", options.live))
-    mode = next((mode for mode, is_on in flags if is_on), options.console) or "live"
+def mode_of(asked: str | None, *, can_redraw: bool) -> str:
+    """Return what is shown; if nothing is said, or ``"live"`` where the screen cannot be redrawn: lines."""
+    mode = asked or "live"
     return "lines" if mode == "live" and not can_redraw else mode
 
 

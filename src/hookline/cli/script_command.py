@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hookline.cli.main import DONE, NOT_ATTACHED
-from hookline.cli.script_request import ScriptRequest, read_script, split_command, write_run_file
+from hookline.cli.script_request import ScriptRequest, read_script, write_run_file
 from hookline.errors import OptionError
+from hookline.runs.build import hook_names
 from hookline.runs.folder import LOG, STRATEGY, read_run_json, write_run_json
 from hookline.runs.named_sinks import sink_files
 
@@ -46,10 +47,10 @@ def run_script(arguments: Sequence[str]) -> int:
     Args:
         arguments: Flags, ``--`` and the command; or a run file that names the command, and flags.
     """
-    request = read_script(*split_command(arguments))
+    request = read_script(arguments)
     with tempfile.TemporaryDirectory(prefix="hookline-") as folder:
         file = write_run_file(Path(folder), request)  # raises if something is wrong
-        if request.options.output.dry_run:
+        if request.how.dry_run:
             _print_plan(request, json.loads(file.read_text(encoding="utf-8")))
             return DONE
         code, by_signal = _run(request.command, _environment(file, Path(folder), request))
@@ -61,8 +62,8 @@ def run_script(arguments: Sequence[str]) -> int:
 def _environment(file: Path, notes: Path, request: ScriptRequest) -> dict[str, str]:
     paths = [str(_START), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"HOOKLINE_RUN": str(file), "HOOKLINE_RUN_NOTES": str(notes), "HOOKLINE_RUN_NAME": request.name}
-    if request.snapshot_every is not None:
-        own["HOOKLINE_RUN_SNAPSHOT_EVERY"] = str(request.snapshot_every)
+    if request.run.snapshot_every is not None:
+        own["HOOKLINE_RUN_SNAPSHOT_EVERY"] = str(request.run.snapshot_every)
     return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -122,8 +123,7 @@ class _Closing:
         self._notes = notes
         self._code = code
         self._signal = by_signal
-        output = request.options.output
-        self._is_silent = output.no_console_output or output.console == "none"
+        self._is_silent = request.run.console == "none"
 
     def say(self) -> None:
         """Finish ``run.json``, make the pages, and print a few lines."""
@@ -175,7 +175,7 @@ class _Closing:
             if self._code:
                 facts.setdefault("error", words if self._signal is not None else f"exit code {self._code}")
             write_run_json(folder, facts)
-        found = None if self._request.options.output.no_report else _write_page(folder)
+        found = _write_page(folder) if self._request.run.report else None
         steps = (facts.get("result") or {}).get("steps")
         done = _logged(folder) if steps is None else f": {steps} steps in {facts.get('seconds') or 0:.1f} s"
         set_up = facts.get("set_up_seconds")
@@ -185,7 +185,7 @@ class _Closing:
         for hook, told in (facts.get("hooks") or {}).items():
             if told.get("failed") and told.get("fired"):  # one that never fired was not attached
                 self._print_failed(hook, told["failed"])
-        names = {"records": LOG, **sink_files(self._request.options.sink, STRATEGY)}
+        names = {"records": LOG, **sink_files(self._request.run.sinks.chosen(), STRATEGY)}
         for label, name in (names if found is None else {"report": "report.html", **names}).items():
             self._print_file(label, folder / name)
         for line in found or ():
@@ -201,7 +201,7 @@ class _Closing:
 
     def _print_failed(self, hook: str, count: int) -> None:
         """Tell of a hook that raised, and what came of it."""
-        became = _AFTER_ERROR[self._request.options.hook.on_hook_error]
+        became = _AFTER_ERROR[self._request.on_error]
         times = "once" if count == 1 else f"{count} times"
         self._print(f"the hook {hook} raised {times} and {became}: its metrics are incomplete.", always=True)
 
@@ -252,9 +252,9 @@ def _write_page(folder: Path) -> list[str] | None:
 
 
 def _print_plan(request: ScriptRequest, file: dict[str, Any]) -> None:
-    hooks = file["hooks"]
+    hooks = file.get("hooks", {})
     print(f"{request.name}: {shlex.join(request.command)}")
-    print(f"hooks: {', '.join(request.request.hook_objects().names) or 'none'}")
+    print(f"hooks: {', '.join(hook_names(request.run)) or 'none'}")
     if hooks.get("config"):
         print(f"with: {json.dumps(hooks['config'])}")
     print(f"folder: {Path(file['output_dir']) / request.name / STRATEGY}")

@@ -15,27 +15,28 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from hookline.cli.run_observers import BarMetricsSink
 from hookline.distributed.ranks import this_rank
 from hookline.error_policy import error_text
 from hookline.errors import HooklineError, HooklineWarning, NoMatchError
 from hookline.integrations.follow import follow
 from hookline.integrations.host_facts import AutocastNoted, host_facts, script_name
 from hookline.integrations.host_manager import recorder_of
-from hookline.integrations.host_run_file import HooksOfFile
 from hookline.integrations.model_of_optimizer import FoundModel, find_model, find_scaler
 from hookline.integrations.process_end import at_process_end, error_of_process
 from hookline.integrations.resources import ResourcesHook
 from hookline.integrations.sigterm import at_sigterm
 from hookline.integrations.snapshot_steps import OFTEN_AT_FIRST, SnapshotSteps, can_count_steps
 from hookline.lifecycle.manager import HookManager
+from hookline.records.sink import MetricSink
+from hookline.runs.build import build
+from hookline.runs.documents import read_document
 from hookline.runs.folder import LOG, STRATEGY, RunNotes, new_folder
-from hookline.runs.read import read_document
+from hookline.runs.read import read_file
 from hookline.training.loops import LoopResult
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from hookline.integrations.first_step import FirstStep
     from hookline.integrations.follow import Follow
@@ -130,6 +131,18 @@ def withdraw(what: str) -> None:
         (Path(folder) / f"{os.getpid()}.{what}").unlink(missing_ok=True)
 
 
+class _NewestLoss(MetricSink):
+    """Keep the newest loss."""
+
+    loss: float | None = None
+
+    def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
+        """Keep it; of values by step the last."""
+        value = metrics.get("training_metrics/loss")
+        value = value[-1] if isinstance(value, list) and value else value
+        self.loss = float(value) if isinstance(value, int | float) else self.loss
+
+
 class ScriptSession:
     """The run of a script, in one of its processes: hooks, folder, log and ``run.json``."""
 
@@ -137,20 +150,20 @@ class ScriptSession:
     """The one that a callback of Lightning drives; then the script is not followed by its optimizer as well."""
 
     def __init__(self, run_file: Path) -> None:
-        self._file = HooksOfFile(run_file)
+        self._built = build(read_file(run_file))
         self._asked: dict[str, Any] = read_document(run_file).values
         self._name = os.environ.get(NAME) or script_name()
         self._output_dir = str(Path(self._asked.get("output_dir", "runs")).absolute())  # the script may go elsewhere
-        self._newest = BarMetricsSink()
+        self._newest = _NewestLoss()
         self._notes: RunNotes | None = None
         self.began = time.perf_counter()
         """When hooks began to be attached; and, once they are, when that was over."""
         self._set_up: float | None = None
         self.folder: Path | None = None
         """Where records go; None on ranks over 0, which write nothing."""
-        self.specs = self._file.specs
+        self.specs = self._built.specs
         """Hooks on modules."""
-        hooks = [*self._file.make_hooks(), ResourcesHook()]
+        hooks = [*self._built.hooks, ResourcesHook()]
         asked = os.environ.get(SNAPSHOT_EVERY)
         by_steps = can_count_steps(hooks) if asked is None else asked != "0"
         self.loop = "step" if by_steps else "epoch"
@@ -172,7 +185,7 @@ class ScriptSession:
         fan_out = None
         if this_rank() == 0:
             self.folder = new_folder(Path(self._output_dir), self._name, STRATEGY)
-            sinks = self._file.make_sinks()
+            sinks = self._built.make_sinks()
             fan_out = FanOut([*sinks, self._newest], log=self.folder / LOG)
         manager = HookManager(
             recorder_of(hooks),  # on all ranks, which have the same hooks; the first alone has a folder
@@ -180,7 +193,7 @@ class ScriptSession:
             sinks=fan_out,
             loop_type=self.loop,
             flush_every=_FLUSH_EVERY,
-            **self._file.options | ({} if self._file.says_on_error else {"on_error": _ON_ERROR}),
+            **self._built.options | ({} if self._built.run.hooks.says_on_error else {"on_error": _ON_ERROR}),
         )
         if self.folder is not None:
             self._notes = RunNotes(self.folder, manager, sinks)
@@ -270,7 +283,7 @@ class ScriptSession:
         steps = self.manager.global_step + 1
         reports = self.snapshots.count(steps) if self.loop == "step" else self._count_epochs()
         note("reports", json.dumps({"reports": reports, "steps": steps, "loop": self.loop}))
-        result = LoopResult(0, steps, stopped_early=False, loss=self._newest.newest.get("loss"))
+        result = LoopResult(0, steps, stopped_early=False, loss=self._newest.loss)
         is_stopped = self._error is not None or isinstance(error, KeyboardInterrupt)
         status = "stopped" if is_stopped else "finished" if error is None else "failed"
         if self._set_up is not None:

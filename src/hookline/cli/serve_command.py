@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from hookline.cli.main import DONE, FAILED
-from hookline.cli.parse import parse
+from hookline.cli.parse import flag, parse
 from hookline.cli.screen import messages
 from hookline.errors import OptionError
-from hookline.runs.hook_files import NO_HOOKS, specs_of_file
-from hookline.runs.run_options import flag
+from hookline.runs.spec_files import NO_HOOKS, specs_of_file
 
 if TYPE_CHECKING:
     from hookline.serve.http.http_settings import Settings

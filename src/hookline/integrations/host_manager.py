@@ -15,7 +15,7 @@ from hookline.errors import OptionError
 from hookline.integrations.resources import ResourcesHook
 from hookline.lifecycle.manager import HookManager
 from hookline.messages import type_name, unknown_name_text
-from hookline.runs.named_hooks import ALWAYS
+from hookline.runs.embedded import ALWAYS
 from hookline.sinks.jsonl_sink import JSONLSink
 
 __all__ = [
@@ -65,12 +65,13 @@ def make_manager(
     names, objects = _split(hooks)
     specs: list[dict[str, Any]] = []
     if run_file is not None:
-        from hookline.integrations.host_run_file import HooksOfFile
+        from hookline.runs.build import build
+        from hookline.runs.read import read_file
 
-        file = HooksOfFile(run_file)
-        objects, specs = [*file.make_hooks(), *objects], file.specs
-        sinks = [*file.make_sinks(), *(sinks or ())]
-        options = {**file.options, **options}
+        built = build(read_file(run_file))
+        objects, specs = [*built.hooks, *objects], built.specs
+        sinks = [*built.make_sinks(), *(sinks or ())]
+        options = {**built.options, **options}
     options["on_error"] = on_error or options.get("on_error", "raise")
     if all(getattr(one, "name", "") != ALWAYS for one in objects):
         names = [ALWAYS, *names]

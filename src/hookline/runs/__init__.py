@@ -1,1 +1,1 @@
-"""A run as data: read its file, look up what it names, find its folder."""
+"""A run as one value: read it, look up what it names, build it, train it, find its folder."""

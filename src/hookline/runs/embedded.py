@@ -1,4 +1,4 @@
-"""List the experiments that come with hookline: each is one short file to run, to read, to begin from.
+"""Name what comes with hookline: the experiments, each one short file to read and to begin from, and the usual hook.
 
 The command line looks a name up here (``hookline run mod_arithmetic``), and imports the experiment only then.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["EMBEDDED"]
+__all__ = ["ALWAYS", "EMBEDDED"]
+
+ALWAYS: Final = "training_metrics"
+"""The hook that every run has: loss, accuracy and learning rate."""
 
 EMBEDDED: Final = {
     "mod_arithmetic": "hookline.training.mod_arithmetic:ModArithmetic",

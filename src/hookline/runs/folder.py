@@ -9,12 +9,11 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
-import math
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -23,10 +22,12 @@ from hookline.error_policy import error_text
 from hookline.errors import OptionError
 from hookline.files import replace_file
 from hookline.messages import did_you_mean
+from hookline.plain import to_plain
 
 __all__ = [
     "LOG",
     "STRATEGY",
+    "RunFailed",
     "RunNotes",
     "checkpoints_in",
     "model_facts",
@@ -35,7 +36,6 @@ __all__ = [
     "next_folder",
     "read_run_json",
     "run_folder",
-    "to_plain",
     "write_run_json",
 ]
 
@@ -130,6 +130,10 @@ def _runs_near(folder: Path) -> str:
     if not known:
         return " A run leaves one in runs/EXPERIMENT/STRATEGY: hookline run EXPERIMENT."
     return f"{meant} Runs here: {listed}."
+
+
+class RunFailed(Exception):
+    """Say that training raised, and what to do next; its cause is printed first, and the exit code is 1."""
 
 
 # -- run.json --------------------------------------------------------------------------------------------------
@@ -276,18 +280,3 @@ def write_run_json(folder: Path, facts: Mapping[str, Any]) -> None:
     """Write ``run.json`` in one go: a reader finds the old one or the new one, whole."""
     text = json.dumps(to_plain(facts), indent=2, allow_nan=False, ensure_ascii=False)
     replace_file(folder / _FACTS, text + "\n")
-
-
-def to_plain(value: Any) -> Any:
-    """Return a value as JSON has it; an object of another kind becomes text."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int | float):
-        return value if isinstance(value, int) or math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {str(key): to_plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence | set | frozenset):
-        return [to_plain(item) for item in value]
-    if hasattr(value, "tolist"):
-        return to_plain(value.tolist())
-    return str(value)

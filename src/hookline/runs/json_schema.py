@@ -1,6 +1,6 @@
 """Make the JSON Schemas of the files that hookline reads, for editors and for ``/openapi.json``.
 
-``hookline schema`` calls `schema_of`. A schema says which keys there are and what each may be, from `RunFile` and from
+``hookline schema`` calls `schema_of`. A schema says which keys there are and what each may be, from `Run` and from
 `HookSpec`. Whether keys go together (``sees: raw`` without ``observe``), and whether there are such modules and
 hooks, ``hookline check`` tells.
 """
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from hookline.runs.run_file import RunFile
+from hookline.runs.run import Run
 from hookline.specs.hook_spec import HookSpec
 
 __all__ = ["SCHEMAS", "schema_of", "spec_schema"]
@@ -51,13 +51,13 @@ def spec_schema() -> dict[str, Any]:
 
 
 def _run_schema() -> dict[str, Any]:
-    found = RunFile.model_json_schema()
+    found = Run.model_json_schema()
     found["$defs"]["SpecEntry"] = spec_schema()
     properties = found["properties"]
     properties["$schema"] = {"type": "string", "description": "Where this schema is, for editors."}
     properties["specs"] = _LIST | {"description": "Hooks on modules."}
     properties["hooks"] = {
-        "anyOf": [{"$ref": "#/$defs/HookChoice"}, {"type": "array", "items": {"type": "string"}}, _LIST],
+        "anyOf": [{"$ref": "#/$defs/Hooks"}, {"type": "array", "items": {"type": "string"}}, _LIST],
         "description": "Lifecycle hooks, or a list: of their names, or of hooks on modules.",
     }
     for name, one in properties.items():  # null is the same as nothing

@@ -1,13 +1,12 @@
-"""Make the sinks of a run from its flags and its run file, and look up sinks by name.
+"""Look up sinks by name, and tell which files they leave.
 
-The command line and the run files of adapters call `sink_maker`, so that a name means the same in both; ``replay``
-calls `sink_class`. A missing package is an error before training begins, with the line that installs it.
+`Run` looks up the sinks it names, `build` makes them, ``replay`` calls `sink_class`. A missing package is an error
+before training begins, with the line that installs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Final
 
@@ -16,15 +15,19 @@ from hookline.errors import OptionError
 from hookline.load import load_object
 from hookline.messages import unknown_name_text
 from hookline.plain import own_copy
-from hookline.runs.run_options import SinkOptions
 
 __all__ = [
-    "ENTRY_POINTS", "FILES", "WITH_FLAG", "check_package", "sink_class", "sink_files", "sink_maker", "sink_names",
-]  # fmt: skip
+    "ENTRY_POINTS",
+    "FILES",
+    "check_package",
+    "known_sink",
+    "make_sinks",
+    "sink_class",
+    "sink_files",
+    "sink_names",
+]
 
 ENTRY_POINTS: Final = "hookline.sinks"
-WITH_FLAG: Final = ("csv", "jsonl", "parquet", "tensorboard", "mlflow", "wandb", "prometheus")
-"""The sinks with a flag ``--hook-NAME`` of their own; `sink_names` has all."""
 FILES: Final = {
     "csv": "{strategy}.csv",
     "jsonl": "{strategy}.jsonl",
@@ -34,34 +37,19 @@ FILES: Final = {
     "wandb": "wandb",
 }
 """The file that each leaves in the folder of the run."""
-_LAST_PORT: Final = 65535
+_ARGUMENTS: Final = {"prometheus": "port", "wandb": "project"}
+"""The argument that a sink gets the value of its flag by."""
 
 
-ErrorCollector = Callable[[Sequence[str | int]], AbstractContextManager[None]]
-"""Takes the path of a value in the run file, and returns a context. The context collects errors about values from the
-run file, and raises errors about flags."""
+def make_sinks(chosen: Mapping[str, Any], others: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Any]:
+    """Make sinks: those that are chosen by a flag of their own, with its value, and others with their arguments."""
+    named = [(name, {_ARGUMENTS[name]: value} if name in _ARGUMENTS else {}) for name, value in chosen.items()]
+    return [_make(sink_class(name), arguments) for name, arguments in [*named, *others]]
 
 
-def sink_maker(
-    flags: Mapping[str, Any],
-    others: Iterable[tuple[str, dict[str, Any]]],
-    collect_errors_at: ErrorCollector = lambda path: nullcontext(),
-) -> Callable[[], list[Any]]:
-    """Return a function that makes the sinks of flags, by name, and of ``others``, new ones at each call.
-
-    Raise now if a sink is unknown, or if its package is missing.
-    """
-    made: list[tuple[Any, dict[str, Any]]] = []
-    for name in WITH_FLAG:
-        chosen = flags[f"hook_{name}"]
-        if chosen is not None and chosen is not False:
-            with collect_errors_at(["sinks", name]):
-                made.append((check_package(sink_class(name)), _arguments(name, chosen)))
-    made += [(check_package(sink_class(path)), {}) for path in flags.get("hook_sink", ())]
-    for number, (path, arguments) in enumerate(others):
-        with collect_errors_at(["sinks", "others", number]):
-            made.append((check_package(sink_class(path)), arguments))
-    return lambda: [_make(cls, arguments) for cls, arguments in made]
+def known_sink(name: str) -> None:
+    """Raise if there is no sink of that name or path, or if a package that it needs is missing."""
+    check_package(sink_class(name))
 
 
 def check_package(cls: Any) -> Any:
@@ -69,19 +57,6 @@ def check_package(cls: Any) -> Any:
     if hasattr(cls, "check"):
         cls.check()
     return cls
-
-
-def _check_port(port: int) -> None:
-    if not 0 <= port <= _LAST_PORT:
-        raise OptionError(f"--hook-prometheus takes a port from 0 (one that is free) to {_LAST_PORT}, got {port}.")
-
-
-def _arguments(name: str, chosen: Any) -> dict[str, Any]:
-    """Return the arguments of the sink ``name``, made from the value of its flag."""
-    if name == "prometheus":
-        _check_port(chosen)
-        return {"port": chosen}
-    return {"project": chosen} if name == "wandb" else {}
 
 
 def sink_names() -> list[str]:
@@ -116,9 +91,9 @@ def sink_class(name: str) -> Any:
     return cls
 
 
-def _make(cls: Any, arguments: dict[str, Any]) -> Any:
+def _make(cls: Any, arguments: Mapping[str, Any]) -> Any:
     try:
-        return cls(**own_copy(arguments))  # each strategy has sinks of its own
+        return cls(**own_copy(dict(arguments)))  # each strategy has sinks of its own
     except TypeError as error:
         raise OptionError(
             f"The sink {cls.__name__} cannot be made of {arguments or 'no arguments'}: {error}. Arguments are given in "
@@ -126,6 +101,6 @@ def _make(cls: Any, arguments: dict[str, Any]) -> Any:
         ) from error
 
 
-def sink_files(options: SinkOptions, strategy: str) -> dict[str, str]:
+def sink_files(chosen: Collection[str], strategy: str) -> dict[str, str]:
     """Return the files that the chosen sinks write into the folder of the run, by sink."""
-    return {name: text.format(strategy=strategy) for name, text in FILES.items() if getattr(options, f"hook_{name}")}
+    return {name: text.format(strategy=strategy) for name, text in FILES.items() if name in chosen}

@@ -1,255 +1,396 @@
-"""Read a file of settings by its ending: YAML, TOML, or JSON with comments.
+"""Read a run: flags over a run file, or over the run that is resumed; validate it once, tell all mistakes at once.
 
-The command line and `ServerArgs` call `read_document` and give the `Document` to `run_file` and `spec_files`. It has
-plain values and, once one of them is wrong, the line of each from the marks of PyYAML; TOML has no lines.
+``hookline run``, ``check`` and ``audit`` call `read`, adapters of trainers call `read_file`. Each source is a plain
+nested dictionary of what was given; the later one wins. A mistake is told with its place: the flag, or the line.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import re
-import tomllib
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, get_args
 
-import yaml
+from pydantic import BaseModel, ValidationError
 
-from hookline.errors import ConfigError
-from hookline.plain import own_copy
+from hookline.errors import ConfigError, HooklineError, OptionError
+from hookline.load import from_folder
+from hookline.messages import did_you_mean, short_repr
+from hookline.runs.documents import ENDINGS, Document, Fault, KeyPath, read_document
+from hookline.runs.embedded import EMBEDDED
+from hookline.runs.find import FoundExperiment, find_experiment
+from hookline.runs.flags import How, flag_of, run_flags, run_flags_by_name
+from hookline.runs.folder import newest_run, read_run_json
+from hookline.runs.run import EscapedError, Run, object_of_hooks
+from hookline.runs.spec_files import unknown_key
 
-__all__ = ["ENDINGS", "Document", "KeyPath", "load_yaml", "read_document"]
+__all__ = ["Asked", "placed_files", "read", "read_file"]
 
-ENDINGS: Final = (".yaml", ".yml", ".toml", ".json", ".jsonc")
-"""What the name of such a file ends in."""
-KeyPath = tuple[str | int, ...]
-"""The keys and places that lead to a value of a file."""
-Lines = dict[KeyPath, int]
-"""The line of each value, counted from 1."""
+_ABOUT: Final = """Train an experiment, with hooks.
+
+Examples:
+  hookline run mod_arithmetic --with-hooks observers --hook-csv
+  hookline run mod_arithmetic --help                      # with the experiment's own options
+  hookline run my_file.py:MyExperiment --epochs 5 --hooks norms hessian --hook-config hessian.every_n_steps=50
+  hookline run my_run.yaml --lr 1e-4                      # flags win over the file
+  hookline run mod_arithmetic --strategy all --resume
+  hookline run --hooks norms --hook-csv -- torchrun --nproc-per-node 2 train.py   # a script of your own
+"""
+_OF_HOOKS: Final = ("hooks", "specs", "hook_specs", "enable_hooks", "trackers", "sinks")
+_OF_SCRIPTS: Final = (*_OF_HOOKS, "command", "snapshot_every", "output_dir", "name", "console", "report", "run_group")
+"""What a run file says to a trainer, or to a script: the rest is theirs to decide."""
+Values = dict[str, Any]
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Document:
-    """Hold the values of a file, and find the lines that they are written on."""
+class Asked(NamedTuple):
+    """What the command line asks for."""
 
-    path: Path
-    values: Any
-    find_lines: Callable[[], Lines] = dict
-    """Reads the text once more; called only for errors, since that takes a while for a large file."""
+    run: Run
+    found: FoundExperiment | None
+    """The experiment; None for a script."""
+    how: How
+    """What is done with it: trained, planned, resumed."""
 
-    @cached_property
-    def lines(self) -> Lines:
-        """The line of each value; none where brackets are nested too deeply."""
+
+class Source(NamedTuple):
+    """What was given at one place."""
+
+    values: Values
+    place: Callable[[KeyPath], str]
+    """Returns where a value is, for messages."""
+    line: Callable[[KeyPath], int | None] = lambda path: None
+
+
+class Sources(list[Source]):
+    """What was given, the later over the earlier."""
+
+    def place(self, path: KeyPath) -> str:
+        """Return where the value at `path` was given."""
+        return self._of(path).place(path)
+
+    def _of(self, path: KeyPath) -> Source:
+        """Return the source that has the value at `path`, or most of the way to it; of two, the later."""
+        return max(reversed(self), key=lambda source: _depth(source.values, path))
+
+    def refuse(self, faults: Sequence[Fault]) -> None:
+        """Raise one error with all of `faults`, by line; do nothing if there are none."""
+        if not faults:
+            return
+        ordered = sorted(faults, key=lambda fault: self._of(fault[0]).line(fault[0]) or 0)
+        lines = [f"{self.place(path)}: ".removeprefix(": ") + text for path, text in ordered]
+        is_of_flags = all(self._of(path).place is flag_of for path, _ in faults)
+        raise (OptionError if is_of_flags else ConfigError)("\n".join(dict.fromkeys(lines)))
+
+
+def _depth(values: Any, path: KeyPath) -> int:
+    for depth, key in enumerate(path):
+        is_there = key in values if isinstance(values, dict) else isinstance(values, list) and key in range(len(values))
+        if not is_there:
+            return depth
+        values = values[key]
+    return len(path)
+
+
+def read(arguments: Sequence[str], command: Sequence[str] = ()) -> Asked:
+    """Return the run that the words of a command line ask for; `command` is what stands behind a ``--``."""
+    if list(arguments) in (["-h"], ["--help"]):
+        run_flags(["--help"], about=_ABOUT)  # leaves
+    flags, how, unknown = run_flags(arguments, is_first_look=True)
+    if how.hooks_list or how.hooks_describe is not None:
+        return Asked(Run.model_construct(**flags), None, how)
+    if command and unknown:
+        _refuse_word(unknown[0])
+    document = _document(flags, how)
+    file = {} if document is None else placed_files(_values(document), document.path.parent)
+    if command or file.get("command"):
+        return Asked(_script(arguments, command, flags, how, unknown, document, file), None, how)
+    sources = [] if document is None else [_source(document, file)]
+    named = flags.get("experiment", file.get("experiment"))
+    found, faults = _find(named, document, arguments)
+    if found is not None:
+        if how.resume and document is None:
+            sources = _saved(found, flags)
+        flags = _own_flags(arguments, found)
+    if document is not None and how.config is None:
+        flags.pop("experiment", None)  # it named the file
+    sources.append(Source(flags, flag_of))
+    return Asked(_validated(sources, found, faults, is_unknown=found is None), found, how)
+
+
+def read_file(path: str | Path) -> Run:
+    """Return the run of a file, for a trainer: what the file says of training itself is the trainer's to decide."""
+    document = read_document(path)
+    values = placed_files(_values(document), Path(path).parent)
+    kept = _only(values, _OF_HOOKS)
+    if len(kept) < len(values):
+        logger.info("%s: the trainer decides about %s", path, ", ".join(sorted(set(values) - set(kept))))
+    return _validated([_source(document, kept)], None, [])
+
+
+def _only(values: Values, keys: Sequence[str]) -> Values:
+    """Return the values of `keys`, and of keys that no run has, which are mistakes."""
+    return {key: value for key, value in values.items() if key in keys or key not in Run.model_fields}
+
+
+def _script(
+    arguments: Sequence[str], command: Sequence[str], flags: Values, how: How, unknown: Sequence[str],
+    document: Document | None, file: Values,
+) -> Run:  # fmt: skip
+    """Return the run of a script, which decides itself how it trains."""
+    if "-h" in arguments or "--help" in arguments:
+        run_flags(["--help"], about=_ABOUT)
+    if unknown:
+        _refuse_word(unknown[0])
+    named = flags.get("experiment") or (file.get("experiment") if not command else None)
+    if named or (command and file.get("command")):
+        second = f"the experiment {named!r}" if named else "the command of the run file"
+        raise OptionError(f"Two things were asked to run: a command, and {second}. Next: leave one of them out.")
+    wrong = [flag_of((key,)) for key in flags if key not in _OF_SCRIPTS]
+    wrong += [f"--{name}" for name in ("resume", "force", "json") if getattr(how, name)]
+    wrong += ["--console"] if flags.get("console") not in (None, "silent", "none") else []
+    if wrong:
+        raise OptionError(
+            f"{', '.join(sorted(wrong))}: that is for experiments; here the script decides how it is trained and what "
+            "it prints. Next: leave it out, or give it to the script, behind the --."
+        )
+    sources = [] if document is None else [_source(document, _only(file, _OF_SCRIPTS))]
+    return _validated([*sources, Source(flags | ({"command": list(command)} if command else {}), flag_of)], None, [])
+
+
+def _refuse_word(word: str) -> None:
+    """Raise because of a word before the ``--`` that means nothing here."""
+    if not word.startswith("-"):
+        raise OptionError(f"{word!r} is one word too many. Next: hookline run --hooks norms -- python train.py.")
+    name = word.partition("=")[0]
+    meant = did_you_mean(name, [f"--{each.replace('_', '-')}" for each in run_flags_by_name()])
+    raise OptionError(f"There is no option {name}.{meant} All of them: hookline run --help -- python.")
+
+
+# -- what was given --------------------------------------------------------------------------------------------
+
+
+def _document(flags: Values, how: How) -> Document | None:
+    """Return the run file, which is named by ``--config`` or in place of the experiment."""
+    path = how.config
+    if path is not None and how.resume:
+        raise OptionError("--config and --resume do not go together: a run that is resumed has its own options.")
+    if path is None and Path(flags.get("experiment", "")).suffix.lower() in ENDINGS:
+        path = flags.pop("experiment")
+    return None if path is None else read_document(path)
+
+
+def _values(document: Document) -> Values:
+    values = document.values
+    if values is None:
+        raise ConfigError(f"{document.path} is empty; it says at least which experiment to run: experiment: NAME.")
+    if not isinstance(values, dict):
+        what = "a list" if isinstance(values, list) else "text" if isinstance(values, str) else repr(values)
+        raise ConfigError(
+            f"{document.path} holds {what}, and settings are keys with values (experiment, strategy, config, …)."
+        )
+    try:
+        found: Values = object_of_hooks({key: value for key, value in values.items() if value is not None})
+    except ValidationError as error:
+        document.refuse(_faults_of(error, values))
+        raise
+    return found
+
+
+def placed_files(values: Values, folder: Path) -> Values:
+    """Return `values` with every ``file.py:Name`` relative to `folder`, that of the run file."""
+
+    def placed(value: Any) -> Any:
+        return from_folder(value, folder) if isinstance(value, str) else value
+
+    def entries(listed: Any, key: str) -> Any:
+        if not isinstance(listed, list):
+            return listed
+        return [{**one, key: placed(one.get(key))} if isinstance(one, dict) else placed(one) for one in listed]
+
+    found = dict(values)
+    if "experiment" in found:
+        found["experiment"] = placed(found["experiment"])
+    if isinstance(found.get("hook_specs"), str):
+        found["hook_specs"] = str(folder / found["hook_specs"])
+    if "trackers" in found:
+        found["trackers"] = entries(found["trackers"], "tracker")
+    for section, name, key in (("hooks", "names", ""), ("sinks", "others", "sink")):
+        if isinstance(found.get(section), dict) and name in found[section]:
+            found[section] = {**found[section], name: entries(found[section][name], key)}
+    return found
+
+
+def _source(document: Document, values: Values) -> Source:
+    def in_file(path: KeyPath) -> KeyPath:
+        """Return the path by which the file has a value: there ``hooks`` may be a list, of names or of specs."""
+        listed = document.values.get("hooks")
+        if isinstance(listed, list) and path[:2] == ("hooks", "names"):
+            return ("hooks", *path[2:])
+        if isinstance(listed, list) and path[:1] == ("specs",) and "specs" not in document.values:
+            return ("hooks", *path[1:])
+        own = document.values.get("config")
+        if path and path[0] not in document.values and isinstance(own, dict) and path[0] in own:
+            return ("config", *path)
+        return path
+
+    return Source(values, lambda path: document.place(in_file(path)), lambda path: document.line_of(in_file(path)))
+
+
+def _saved(found: FoundExperiment, flags: Values) -> list[Source]:
+    """Return what the newest run of an experiment was asked for, from its run.json; nothing if there is none."""
+    output_dir = Path(flags.get("output_dir", Run.model_fields["output_dir"].default))
+    for strategy in found.chosen(flags.get("strategy")):
+        folder = newest_run(output_dir, found.name, strategy)
+        if folder is not None:
+            values = read_run_json(folder).get("run", {})
+            for key in ("experiment", "strategy", "output_dir"):
+                values.pop(key, None)
+            return [Source(values, partial(_in_run, folder))]
+    return []
+
+
+def _in_run(folder: Path, path: KeyPath) -> str:
+    return f"{folder / 'run.json'}, {'.'.join(map(str, path))}"
+
+
+def _find(named: Any, file: Document | None, arguments: Sequence[str]) -> tuple[FoundExperiment | None, list[Fault]]:
+    """Return the experiment, or what is wrong with its name."""
+    if isinstance(named, str):
         try:
-            return self.find_lines()
-        except RecursionError:
-            return {}
-
-    def line_of(self, path: Sequence[str | int]) -> int | None:
-        """Return the line of the value at `path`, or of the innermost value around it that has one."""
-        keys = tuple(path)
-        while keys and keys not in self.lines:
-            keys = keys[:-1]
-        return self.lines.get(keys)
-
-    def place(self, path: Sequence[str | int]) -> str:
-        """Return where a value is, for an error: ``run.yaml, line 7, at $.hooks.names[2]``."""
-        line = self.line_of(path)
-        keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
-        return f"{self.path}{'' if line is None else f', line {line}'}, at ${keys}"
+            return find_experiment(named), []
+        except HooklineError as error:
+            return None, [(("experiment",), str(error))]
+    if named is not None:
+        return None, []  # no text, as the validation says
+    if file is not None:
+        what = "experiment: NAME, or path/file.py:Class; or command: python train.py"
+        return None, [((), f"{file.path} does not say what to run: {what}.")]
+    if "-h" in arguments or "--help" in arguments:
+        run_flags(["--help"], about=_ABOUT)
+    raise OptionError(
+        f"hookline run needs an experiment: one of {', '.join(EMBEDDED)}, path/file.py:Class, or a run file; or a "
+        "script, behind --: hookline run --hooks norms -- python train.py."
+    )
 
 
-def read_document(path: str | Path) -> Document:
-    """Read a file of settings.
-
-    Recipe: ``read_document("run.yaml").values``.
-    """
-    path = Path(path)
-    language, reader = _READERS.get(path.suffix.lower(), ("", None))
-    if reader is None:
-        raise ConfigError(f"{path} is no file of settings: its name ends in one of {', '.join(ENDINGS)}.")
+def _own_flags(arguments: Sequence[str], found: FoundExperiment) -> Values:
+    """Return what flags say, with the experiment's own options among them."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-    if not text.strip():
-        return Document(path, None)
+        flags, _, _ = run_flags(
+            arguments, found, prog=f"hookline run {found.path}", about=f"Train {found.name}, with hooks."
+        )
+    except SystemExit as left:
+        if left.code:  # tyro has said what is wrong
+            own = ", ".join(f"--{name.replace('_', '-')}" for name in found.options)
+            takes = f"{found.name} itself takes {own}. " if own else ""
+            print(f"{takes}All options of {found.name}: hookline run {found.path} --help", file=sys.stderr)
+        raise
+    return flags
+
+
+# -- one value, validated once ---------------------------------------------------------------------------------
+
+
+def _validated(
+    sources: Sequence[Source], found: FoundExperiment | None, faults: list[Fault], *, is_unknown: bool = False
+) -> Run:
+    """Return the run of all sources, the later ones over the earlier; raise one error with all that is wrong."""
+    shared = set() if found is None else set(found.options) & set(run_flags_by_name())
+    given: Values = {}
+    for source in sources:
+        faults = faults + _lift(source.values, shared)
+        given = _merged(given, source.values)
     try:
-        return Document(path, *reader(text))
-    except Exception as error:
-        raise ConfigError(f"{path}{_line_text(error)}: this is not {language}: {_reason(error)}.") from None
+        run = Run.model_validate(given, context={"found": found, "unknown": is_unknown})
+    except EscapedError as error:
+        raise error.__cause__ or error from None
+    except ValidationError as error:
+        faults = faults + _faults_of(error, given)
+    places = Sources(sources)
+    places.refuse(faults)
+    run._sources = places
+    return run
 
 
-def _line_text(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    line = getattr(error, "lineno", None) if mark is None else mark.line + 1
-    if line is None and (match := re.search(r"at line (\d+)", str(error))):
-        line = int(match[1])
-    return "" if line is None else f", line {line}"
+def _lift(values: Values, shared: set[str]) -> list[Fault]:
+    """Move options of the experiment that are flags of hookline too (``seed``) to where a run has them."""
+    own: Any = values.get("config")
+    faults: list[Fault] = []
+    for name in [name for name in own if name in shared] if isinstance(own, dict) else ():
+        value = own[name]
+        path = run_flags_by_name()[name].path
+        if path[0] in values and values[path[0]] != value:
+            faults.append((("config", name), f"this is {flag_of(path)}, and {name} says another."))
+        values["config"] = {key: one for key, one in values["config"].items() if key != name}
+        _put(values, path, value)
+    return faults
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "its brackets are nested too deeply"
-    text = getattr(error, "problem", None) or getattr(error, "msg", None) or str(error)
-    return str(text).strip().rstrip(".")
+def _put(values: Values, path: KeyPath, value: Any) -> None:
+    for key in path[:-1]:
+        values[str(key)] = values = dict(values.get(str(key), {}))
+    values[str(path[-1])] = value
 
 
-# -- YAML 1.2 --------------------------------------------------------------------------------------------------
+def _merged(given: Any, later: Any) -> Any:
+    """Return two nested dictionaries as one; the later wins, key by key. Lists are not joined."""
+    if not isinstance(given, Mapping) or not isinstance(later, Mapping):
+        return later
+    return {**given, **{key: _merged(given[key], value) if key in given else value for key, value in later.items()}}
 
 
-class CoreLoader(yaml.SafeLoader):
-    """The safe loader by the core schema of YAML 1.2: ``on``, ``no`` and ``12:30`` are strings, ``1e-3`` is a number.
-
-    PyYAML follows 1.1, where ``on: no`` is ``{True: False}``. A key that is there twice is an error, and so is a merge
-    key of 1.1.
-    """
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (a copy of the class's)
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        node: Any = super().compose_node(parent, index)
-        if node.end_mark is None:  # it is still being read
-            _refuse("an alias stands inside of what it is an alias of", node)
-        return node
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key, _ in node.value:
-            name = key.value if isinstance(key, yaml.ScalarNode) else None
-            if name == "<<" and key.style is None:
-                _refuse("YAML 1.2 has no merge keys (<<): write the keys out", key)
-            if name in seen:
-                _refuse(f"the key {name!r} is there twice", key)
-            if name is not None:
-                seen.add(name)
-        return super().construct_mapping(node, deep)
+# -- the errors of pydantic, in words --------------------------------------------------------------------------
 
 
-def _refuse(text: str, node: Any) -> None:
-    raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
+def _faults_of(error: ValidationError, values: Any) -> list[Fault]:
+    """Return the path and a sentence for each fault; of several about one value (a union), the last."""
+    found = {}
+    for fault in error.errors():
+        path = _known_part(fault["loc"], values)
+        found[path if fault["type"] != "extra_forbidden" else (*path, None)] = (path, _sentence(fault, path))
+    return list(found.values())
 
 
-for _tag, _pattern, _first in (
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        list("-+.0123456789"),
-    ),
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-):
-    CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
-CoreLoader.add_constructor(
-    "tag:yaml.org,2002:int", lambda loader, node: int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10)
-)
-CoreLoader.add_constructor(
-    "tag:yaml.org,2002:float", lambda loader, node: float(re.sub(r"\.(?=[inIN])", "", node.value))
-)
+def _known_part(path: KeyPath, values: Any) -> KeyPath:
+    """Return the part of a path that is in the values, with one key more; pydantic adds names of branches of unions."""
+    for depth, key in enumerate(path):
+        if isinstance(values, Mapping):
+            values = values.get(key)
+        elif isinstance(values, list) and isinstance(key, int) and key < len(values):
+            values = values[key]
+        else:
+            return path[:depth]
+    return path
 
 
-def load_yaml(text: str) -> Any:
-    """Return the value of a YAML text. Raises `yaml.YAMLError`."""
-    return _read_yaml(text)[0]
+def _sentence(fault: Any, path: KeyPath) -> str:
+    kind, text = fault["type"], str(fault["msg"])
+    if kind == "extra_forbidden":
+        return unknown_key(path[-1], list(_fields_at(path[:-1])))
+    if kind == "invalid_key":
+        return f"keys are text, got {path[-1]!r}."
+    if kind == "missing":
+        return "this is missing."
+    if kind in ("value_error", "look_up"):
+        return text.removeprefix("Value error, ")
+    text = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", text.removeprefix("Input should be "))
+    return f"expected {text}, got {short_repr(fault['input'])}."
 
 
-def _read_yaml(text: str) -> tuple[Any, Callable[[], Lines]]:
-    """Return the value of `text`, and what finds its lines; aliases are written out, so values share nothing."""
-    loader = CoreLoader(text)
-    try:
-        root = loader.get_single_node()
-        if root is None:
-            return None, dict
-        return own_copy(loader.construct_document(root)), partial(_lines_below, root)
-    finally:
-        loader.dispose()
+def _fields_at(path: KeyPath) -> Mapping[str, Any]:
+    """Return the keys that there are where an unknown one was found."""
+    here: Any = Run
+    for key in path:
+        if isinstance(key, str) and here is not None and key in here.model_fields:
+            here = _model_in(here.model_fields[key].annotation)
+    return {} if here is None else here.model_fields
 
 
-def _lines_below(root: Any) -> Lines:
-    """Return the line of each value; of one in a mapping, that of its key."""
-    found: Lines = {}
-    todo: list[tuple[Any, KeyPath, int]] = [(root, (), root.start_mark.line)]
-    while todo:
-        node, path, line = todo.pop()
-        found[path] = line + 1
-        if isinstance(node, yaml.MappingNode):
-            todo += [(value, (*path, _key_of(key)), key.start_mark.line) for key, value in node.value]
-        elif isinstance(node, yaml.SequenceNode):
-            todo += [(item, (*path, place), item.start_mark.line) for place, item in enumerate(node.value)]
-    return found
-
-
-def _key_of(node: Any) -> str:
-    """Return a key; PyYAML leaves the two halves of a character that JSON escapes as ``\\ud83d\\ude00``."""
-    if not isinstance(node, yaml.ScalarNode):
-        return "?"
-    return str(node.value).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-# -- JSON with comments ----------------------------------------------------------------------------------------
-
-_QUOTED: Final = r'"(?:\\.|[^"\\\n])*"'
-_COMMENT: Final = re.compile(_QUOTED + r"|//[^\n]*|/\*.*?\*/", re.DOTALL)
-_LAST_COMMA: Final = re.compile(_QUOTED + r"|,(?=\s*[\]}])")
-
-
-class _JsonLoader(yaml.SafeLoader):
-    """Lift two limits of YAML that JSON does not have: keys end within 1024 characters, and ``\\x7f`` is refused."""
-
-    def stale_possible_simple_keys(self) -> None:
-        """Let keys have any length."""
-
-    def check_printable(self, data: str) -> None:
-        """Let every character through."""
-
-
-def _read_json(text: str) -> tuple[Any, Callable[[], Lines]]:
-    """Return the value of `text`, and what finds its lines; comments and last commas become blanks."""
-    text = _LAST_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
-    return json.loads(text, object_pairs_hook=_unique_keys), partial(_json_lines, text)
-
-
-def _blank(match: re.Match[str]) -> str:
-    token = match[0]
-    return token if token.startswith('"') else re.sub(r"[^\n]", " ", token)  # lines stay where they are
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {name!r} is there twice")
-    return found
-
-
-def _json_lines(text: str) -> Lines:
-    """Read JSON as YAML, for its marks."""
-    text = re.sub("[\t\x85\u2028\u2029]", " ", text)  # no blank of YAML, or a line of its own there
-    try:
-        root = yaml.compose(
-            text, Loader=getattr(yaml, "CSafeLoader", _JsonLoader)
-        )  # seven times as fast, with the limits of YAML
-    except yaml.YAMLError:
-        root = yaml.compose(text, Loader=_JsonLoader)
-    return _lines_below(root)
-
-
-# -- TOML ------------------------------------------------------------------------------------------------------
-
-
-def _read_toml(text: str) -> tuple[Any, Callable[[], Lines]]:
-    """Return the value of `text`; `tomllib` tells no lines, so that errors have the key alone."""
-    return tomllib.loads(text), dict
-
-
-_READERS: Final[dict[str, tuple[str, Callable[[str], tuple[Any, Callable[[], Lines]]]]]] = {
-    ".yaml": ("YAML", _read_yaml),
-    ".yml": ("YAML", _read_yaml),
-    ".json": ("JSON", _read_json),
-    ".jsonc": ("JSON", _read_json),
-    ".toml": ("TOML", _read_toml),
-}
+def _model_in(annotation: Any) -> Any:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)

@@ -1,26 +1,76 @@
-"""Check hooks on modules in files: a list of specs, or the settings of a server.
+"""Read hooks on modules from files: a list of specs, the settings of a server, or a run file that has some.
 
-`ServerArgs`, `run_file` and the command line call it with a `Document`. Everything that is wrong is raised at once,
-each with its path and line.
+``hookline serve --hooks`` and the engines call `specs_of_file`, ``hookline check`` calls `spec_faults`, `ServerArgs`
+calls `server_settings`. Everything that is wrong is raised at once, each with its path and line. Nothing that a spec
+names is imported here: a server decides which code it lets in.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from hookline.errors import ConfigError
 from hookline.messages import did_you_mean, short_repr, type_name
-from hookline.runs.mistakes import Mistakes
-from hookline.runs.read import Document, KeyPath
+from hookline.runs.documents import Document, Fault, KeyPath, read_document
 from hookline.specs import hook_spec
 
-__all__ = ["is_server_file", "list_of_specs", "server_settings", "spec_faults", "unknown_key"]
+__all__ = [
+    "NO_HOOKS",
+    "is_server_file",
+    "placed_specs",
+    "server_faults",
+    "server_settings",
+    "spec_faults",
+    "specs_of_file",
+    "switch_faults",
+    "unknown_key",
+]
 
+logger = logging.getLogger("hookline.serve")
+
+NO_HOOKS: Final = "enable_hooks=True but no 'hooks' specified in server_args"
 _RUN_KEYS: Final = frozenset(
     ("experiment", "strategy", "specs", "trackers", "sinks", "console", "output_dir", "save_checkpoints")
 )
 """Keys that a run file has, and no server."""
+_LISTS: Final = ("hooks", "forward_hooks")
+
+
+def specs_of_file(path: str | Path) -> list[dict[str, Any]]:
+    """Return the specs of a file of hooks; log if it has none."""
+    document = read_document(path)
+    values = document.values
+    if values is None:
+        raise ConfigError(f"{path} is empty; a file of hooks is a list of specs.")
+    specs = [spec for _, spec in placed_specs(document)]
+    if isinstance(values, dict) and values.get("enable_hooks") and not values.get("hooks"):
+        logger.warning(NO_HOOKS)
+    elif not specs:
+        logger.warning("%s has no hooks that are switched on; nothing is attached from it", path)
+    return specs
+
+
+def placed_specs(document: Document) -> list[tuple[KeyPath, dict[str, Any]]]:
+    """Return the hooks on modules of a file that is there for them, each with the path to it.
+
+    ``hooks`` and ``specs`` count unless ``enable_hooks`` is false: the file was asked for by name.
+    """
+    values = document.values
+    if isinstance(values, list):
+        document.refuse(spec_faults(values, ()))
+        return [((number,), spec) for number, spec in enumerate(values)]
+    keys = _LISTS
+    if isinstance(values, dict) and "specs" in values:
+        keys = (*_LISTS[1:], "specs")  # a run file, whose hooks are names
+        document.refuse(spec_faults(values["specs"], ("specs",)))
+    else:
+        server_settings(document)
+    is_off = values.get("enable_hooks") is False
+    listed = {key: values.get(key) or () for key in keys if not (is_off and key != "forward_hooks")}
+    return [((key, number), spec) for key, specs in listed.items() for number, spec in enumerate(specs)]
 
 
 def is_server_file(values: Any) -> bool:
@@ -32,41 +82,32 @@ def is_server_file(values: Any) -> bool:
     return "enable_hooks" in values or "forward_hooks" in values or is_list_of_specs
 
 
-def server_settings(document: Document, mistakes: Mistakes | None = None) -> dict[str, Any]:
-    """Return the settings of a server, their hooks checked; other keys are as they are.
+def server_settings(document: Document) -> dict[str, Any]:
+    """Return the settings of a server, their hooks checked; other keys are as they are."""
+    document.refuse(server_faults(document))
+    return {key: value for key, value in document.values.items() if key != "$schema"}
 
-    What is wrong with the hooks is added to `mistakes`, and raised if there are none given.
-    """
+
+def server_faults(document: Document) -> list[Fault]:
+    """Return what is wrong with the hooks in the settings of a server."""
     values = document.values
     if values is None:
         raise ConfigError(f"{document.path} is empty; settings of a server have enable_hooks and hooks, at least.")
     if not isinstance(values, dict):
         raise ConfigError(f"{document.path} holds {_kind(values)}; settings of a server are enable_hooks, hooks, ….")
-    found = Mistakes.of(document) if mistakes is None else mistakes
+    return switch_faults(values) + [fault for key in _LISTS for fault in spec_faults(values.get(key), (key,))]
+
+
+def switch_faults(values: Mapping[str, Any]) -> list[Fault]:
+    """Return what is wrong with ``enable_hooks`` of a server."""
     switch = values.get("enable_hooks")
-    if switch is not None and not isinstance(switch, bool):
-        found.add(["enable_hooks"], f"expected true or false, got {short_repr(switch)}.")
-    for key in ("hooks", "forward_hooks"):
-        found.add_all(spec_faults(values.get(key), (key,)))
-    if mistakes is None:
-        found.check()
-    return {key: value for key, value in values.items() if key != "$schema"}
+    if switch is None or isinstance(switch, bool):
+        return []
+    return [(("enable_hooks",), f"expected true or false, got {short_repr(switch)}.")]
 
 
-def list_of_specs(document: Document, mistakes: Mistakes | None = None) -> list[dict[str, Any]]:
-    """Return the specs of a file that is a list of them; what is wrong goes where `server_settings` puts it."""
-    found = Mistakes.of(document) if mistakes is None else mistakes
-    found.add_all(spec_faults(document.values, ()))
-    if mistakes is None:
-        found.check()
-    return list(document.values)
-
-
-def spec_faults(values: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
-    """Return the path and a sentence for each thing that is wrong with a list of specs, which `path` leads to.
-
-    None is no list, and nothing is wrong with it.
-    """
+def spec_faults(values: Any, path: KeyPath) -> list[Fault]:
+    """Return what is wrong with a list of specs, which `path` leads to; None is no list, and nothing is wrong."""
     if values is None:
         return []
     if not isinstance(values, list):

@@ -16,6 +16,7 @@ from torch import Tensor
 from hookline.errors import HooklineWarning, OptionError
 from hookline.lifecycle.manager import HookManager
 from hookline.messages import caller_stacklevel, type_name
+from hookline.sinks.console_live import RunProgress
 from hookline.tables import Table, number_text
 from hookline.training.checkpoints import Checkpoints
 from hookline.training.experiment import Experiment, whole_number
@@ -69,7 +70,7 @@ def epoch_loop(
     run_context: Mapping[str, Any] | None = None,
     checkpoints: Checkpoints | None = None,
     resume: bool = False,
-    progress: bool = False,
+    progress: bool | RunProgress = False,
 ) -> LoopResult:
     """Train for some epochs, with hooks.
 
@@ -162,7 +163,7 @@ def step_loop(
     run_context: Mapping[str, Any] | None = None,
     checkpoints: Checkpoints | None = None,
     resume: bool = False,
-    progress: bool = False,
+    progress: bool | RunProgress = False,
 ) -> LoopResult:
     """Train for some steps, with hooks: for data that have no epochs, or whose epochs do not matter.
 

@@ -30,14 +30,17 @@ _BETWEEN_DRAWINGS: Final = 0.1
 
 
 @contextmanager
-def shown_progress(asked: bool, run: Run, *, epochs: int | None = None, steps: int | None = None) -> Iterator[None]:
+def shown_progress(
+    asked: bool | RunProgress, run: Run, *, epochs: int | None = None, steps: int | None = None
+) -> Iterator[None]:
     """Show how far ``run`` is while the block lasts, if that is ``asked`` for; it has so many epochs, or steps."""
-    if not isinstance(asked, bool):
+    if not isinstance(asked, bool | RunProgress):
         raise OptionError(f"progress= is True or False; got {type_name(asked)}.")
-    if not asked:
+    if asked is False:
         yield
         return
-    run.progress = progress = LoopProgress(run, _bar(), epochs=epochs, steps=steps)
+    bar = _bar() if asked is True else asked
+    run.progress = progress = LoopProgress(run, bar, epochs=epochs, steps=steps)
     try:
         yield
         progress.note_metrics()

@@ -111,10 +111,9 @@ def _known_hooks(name: str, given: Any) -> list[AuditedHook]:
 def _named_hooks(name: str, given: str) -> list[AuditedHook]:
     """Return what a string stands for: the specs of a file, an object of a module, a lifecycle hook or a group."""
     if given.endswith(_SPEC_FILES):
-        from hookline.runs.read import read_document
-        from hookline.runs.run_file import placed_specs
+        from hookline.runs.spec_files import specs_of_file
 
-        specs = [spec for _, spec in placed_specs(read_document(given))]
+        specs = specs_of_file(given)
         return [
             AuditedHook(str(spec.get("name") or f"{given}[{place}]"), spec, "specs") for place, spec in enumerate(specs)
         ]

@@ -1,6 +1,6 @@
 """Set what holds for the whole process while a run lasts: seeds, determinism, precision, threads, device, ranks.
 
-`run_command` and `run_session` call it; `process_settings` restores everything afterwards.
+`session` and the commands call it; `process_settings` restores everything afterwards.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def device_of(name: str | None) -> Any:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ValueError) as error:
         said = str(error).strip().partition("\n")[0].rstrip(".")
-        raise OptionError(f"--device {name}: there is no such device here ({said}). cpu is always there.") from None
+        raise OptionError(f"{name}: there is no such device here ({said}). cpu is always there.") from None
     return device
 
 
@@ -127,7 +127,7 @@ def dtype_of(name: str | None) -> Any:
     if name is None:
         return None
     if name.removeprefix("torch.") not in _DTYPES:
-        raise OptionError(f"--dtype {name}: parameters cannot be that.{unknown_name_text(name, _DTYPES)}")
+        raise OptionError(f"{name}: parameters cannot be that.{unknown_name_text(name, _DTYPES)}")
     return getattr(torch, name.removeprefix("torch."))
 
 

@@ -1,7 +1,7 @@
-"""Find the experiment that ``hookline run`` was asked for, and make flags of the fields of its configuration.
+"""Find the experiment that a run names: its class or function, its options, its strategies, its groups of hooks.
 
-`run_request` calls `find_experiment` with a name, a file or a module, and `ConfigFlags` with the dataclass of its
-configuration (or the parameters of a function), whose fields tyro reads. The experiment itself is made later.
+`read` calls `find_experiment` with a name, a file or a module, and makes flags of its options; `Run` checks them. The
+experiment itself is made later, by `session`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,14 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from tyro.conf import arg
+from typing import Any
 
 from hookline.errors import ConfigError, OptionError
 from hookline.load import load_object
-from hookline.messages import did_you_mean, unknown_name_text
-from hookline.runs.run_options import field_help
+from hookline.messages import unknown_name_text
+from hookline.runs.embedded import EMBEDDED
 
-if TYPE_CHECKING:
-    from hookline.runs.mistakes import Mistakes
-
-__all__ = ["ConfigFlags", "FoundExperiment", "find_experiment"]
+__all__ = ["FoundExperiment", "find_experiment"]
 
 
 @dataclass(frozen=True)
@@ -61,11 +56,48 @@ class FoundExperiment:
             )
         return [strategy]
 
+    @property
+    def options(self) -> dict[str, dataclasses.Field[Any]]:
+        """The fields of its configuration, by name."""
+        if self.config_class is None:
+            return {}
+        if not dataclasses.is_dataclass(self.config_class):
+            raise OptionError(f"config_class is a dataclass, whose fields become flags; got {self.config_class!r}.")
+        return {one.name: one for one in dataclasses.fields(self.config_class) if one.init}
+
+    @property
+    def types(self) -> dict[str, Any]:
+        """The types of these fields."""
+        return {} if self.config_class is None else typing.get_type_hints(self.config_class, include_extras=True)
+
+    def option(self, name: str, value: Any) -> Any:
+        """Return the value of an option as it is declared; raise if there is none of that name."""
+        from hookline.runs.look_up import declared
+
+        if self.config_class is None:
+            raise ConfigError(f"{self.name} takes no options of its own.")
+        if name not in self.options:
+            known = unknown_name_text(name, list(self.options))
+            raise ConfigError(f"{self.config_class.__qualname__} has no {name!r}.{known}")
+        return declared(value, self.types[name])
+
+    def make_config(self, values: Mapping[str, Any]) -> Any:
+        """Return its configuration with these values, and its own defaults for the others; None if it has none."""
+        if self.config_class is None:
+            return None
+        missing = [
+            name
+            for name, one in self.options.items()
+            if one.default is one.default_factory and name not in values  # both MISSING
+        ]
+        if missing:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+            raise OptionError(f"{self.name} needs {flags}; or under config, in a run file.")
+        return self.config_class(**values)
+
 
 def find_experiment(path: str) -> FoundExperiment:
     """Return the experiment of a name, in a file or a module. Imports it, and torch with it."""
-    from hookline.runs.embedded import EMBEDDED
-
     if path in EMBEDDED:
         return replace(_found(load_object(EMBEDDED[path], wanted="an experiment"), path), name=path)
     if ":" not in path and "." not in path and "/" not in path:
@@ -183,94 +215,8 @@ def _folder_name(name: str) -> str:
     return re.sub(r"[^\w.\-]+", "_", name).strip("._") or "experiment"
 
 
-# -- flags of its configuration --------------------------------------------------------------------------------
-
-
-class ConfigFlags:
-    """Make flags of the fields of a configuration class, and the configuration of their values.
-
-    Recipe::
-
-        flags = ConfigFlags(Config, flags={"seed"})
-        values = tyro.cli(flags.dataclass({"epochs": 5}))
-        config = flags.make(vars(values), {"seed": 3})
-
-    Args:
-        cls: The dataclass.
-        flags: Names of hookline's own flags. A field of such a name becomes no second flag; it takes the value of
-            hookline's.
-    """
-
-    def __init__(self, cls: type, flags: Collection[str] = ()) -> None:
-        if not dataclasses.is_dataclass(cls):
-            raise OptionError(f"config_class is a dataclass, whose fields become flags; got {cls!r}.")
-        self.cls = cls
-        self._fields = {one.name: one for one in dataclasses.fields(cls) if one.init}
-        self._hints = typing.get_type_hints(cls, include_extras=True)
-        self._help = field_help(cls)
-        self.shared = [name for name in self._fields if name in flags]
-        """The fields that take the value of a flag of the command line."""
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all fields."""
-        return list(self._fields)
-
-    def switch_defaults(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the defaults of the fields that are switches (bool), or their values in ``given``."""
-        switches = [one for one in self._fields.values() if self._hints[one.name] is bool]
-        return {one.name: given.get(one.name, one.default) for one in switches}
-
-    def dataclass(self, given: Mapping[str, Any]) -> type:
-        """Return the class that tyro reads: the same fields, with other defaults where some are given."""
-        made = []
-        for name, one in self._fields.items():
-            if name in self.shared:
-                continue
-            hint: Any = Annotated[self._hints[name], arg(help=self._help.get(name, ""))]
-            made.append((name, hint, _default(one, given)))
-        return dataclasses.make_dataclass(self.cls.__name__, made, kw_only=True)
-
-    def make(self, values: Mapping[str, Any], shared: Mapping[str, Any]) -> Any:
-        """Return the configuration.
-
-        Args:
-            values: By field, what tyro has read.
-            shared: By name, the values of hookline's own flags; None where a flag is not given.
-        """
-        of_flags = {name: shared[name] for name in self.shared if shared[name] is not None}
-        return self.cls(**(dict(values) | of_flags))
-
-    def valid(self, values: Mapping[str, Any], mistakes: Mistakes) -> dict[str, Any]:
-        """Return the values of a file, each as its field is declared; those that are wrong are left out."""
-        found = {}
-        for name, value in values.items():
-            with mistakes.at("config", name):
-                found[name] = self._validate(name, value)
-        return found
-
-    def _validate(self, name: str, value: Any) -> Any:
-        from hookline.runs.run_file import validate_value
-
-        if name not in self._fields:
-            meant = did_you_mean(name, self._fields)
-            raise ConfigError(
-                f"{self.cls.__qualname__} has no {name!r}.{meant} There are: {', '.join(self._fields) or 'none'}."
-            )
-        return validate_value(value, self._hints[name])
-
-
-def _default(one: dataclasses.Field[Any], given: Mapping[str, Any]) -> Any:
-    if one.name in given:
-        value = given[one.name]
-        return dataclasses.field(default_factory=lambda: value)
-    if one.default_factory is not dataclasses.MISSING:
-        return dataclasses.field(default_factory=one.default_factory)
-    return dataclasses.field() if one.default is dataclasses.MISSING else dataclasses.field(default=one.default)
-
-
 def _class_of_parameters(function: Callable[..., Any], leave_out: Collection[str] = ()) -> type | None:
-    """Return a dataclass of a function's parameters; None if there are none that can be flags."""
+    """Return a dataclass of a function's parameters; None if there are none that can be options."""
     hints = typing.get_type_hints(function)
     made: list[Any] = []
     for name, parameter in inspect.signature(function).parameters.items():

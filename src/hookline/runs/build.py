@@ -1,0 +1,161 @@
+"""Make hooks, specs, sinks and the manager of a `Run`: the only place that does.
+
+``hookline run``, ``--dry-run``, ``audit``, ``check``, followed scripts and the adapters of trainers call `build`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hookline.errors import ConfigError, Hint, NoMatchError
+from hookline.guard.rng import kept_rng
+from hookline.lifecycle.manager import HookManager
+from hookline.lifecycle.registry import HookRegistry
+from hookline.runs.embedded import ALWAYS
+from hookline.runs.look_up import chosen_hooks, specs_of_run_file
+from hookline.runs.named_sinks import make_sinks
+from hookline.runs.run import REFERENCE
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hookline.lifecycle.hook import TrainingHook
+    from hookline.runs.find import FoundExperiment
+    from hookline.runs.run import Run, Tracker
+
+__all__ = ["Built", "build", "hook_names", "spec_name", "tracked_modules", "tracker_name"]
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a run is made of."""
+
+    run: Run
+    hooks: list[TrainingHook]
+    """Lifecycle hooks and trackers."""
+    specs: list[dict[str, Any]]
+    """Hooks on modules, as data."""
+    options: dict[str, Any]
+    """What the run says to its `HookManager`."""
+
+    def make_sinks(self) -> list[Any]:
+        """Make the sinks, new ones at each call: some begin a run somewhere when they are made."""
+        sinks = self.run.sinks
+        return make_sinks(sinks.chosen(), [(other.sink, other.options) for other in sinks.others])
+
+    def make_manager(self, hooks: Sequence[Any] | None = None, **others: Any) -> HookManager:
+        """Return a manager of the hooks, or of `hooks`; `others` are options of it, and win."""
+        return HookManager(hooks=self.hooks if hooks is None else hooks, **(self.options | others))
+
+    @contextmanager
+    def attached(self, model: nn.Module) -> Iterator[None]:
+        """Attach the hooks on modules while the block lasts."""
+        if not self.specs:
+            yield
+            return
+        from hookline.specs.apply_specs import close_hooks, hooks_of, register_hooks
+
+        handles = register_hooks(model, self.specs)
+        try:
+            yield
+        finally:
+            handles.remove()
+            close_hooks(hooks_of(handles))
+
+
+def build(
+    run: Run,
+    found: FoundExperiment | None = None,
+    *,
+    model: nn.Module | None = None,
+    only: Collection[str] | None = None,
+) -> Built:
+    """Make everything that a run names.
+
+    Recipe::
+
+        built = build(read_file("run.yaml"))
+        manager = built.make_manager(sinks=built.make_sinks())
+
+    The random streams of the run stay where they are.
+
+    Args:
+        run: The run.
+        found: Its experiment, which has groups of hooks, and arguments that fit it.
+        model: What is trained, if it is known: a tracker that matches nothing in it is an error.
+        only: The hooks, trackers and specs to make, by name; None for all.
+    """
+    specs = _specs(run)
+    chosen = [name for name in hook_names(run, found) if only is None or name in only]
+    config = _arguments(run, found, chosen)
+    trackers = [one for one in run.trackers if only is None or tracker_name(one) in only]
+    if model is not None:
+        for place, tracker in enumerate(run.trackers):
+            tracked_modules(run, place, tracker, model)
+    with kept_rng():
+        hooks = HookRegistry.create(chosen, config)
+        for hook in hooks:
+            if hook.name in run.hooks.schedules:
+                hook.step_schedule = run.hooks.schedules[hook.name].make()
+        hooks += [_make_tracker(tracker) for tracker in trackers]
+    kept = [spec for place, spec in enumerate(specs) if only is None or spec_name(spec, place) in only]
+    options = {
+        "offload_state": run.hooks.offload_state,
+        "profile_hooks": run.hooks.profile,
+        "on_error": run.hooks.on_error,
+        "reference_weights": run.hooks.config.get(REFERENCE, {}).get("path"),
+    }
+    return Built(run, hooks, kept, options)
+
+
+def hook_names(run: Run, found: FoundExperiment | None = None) -> list[str]:
+    """Return the names of the lifecycle hooks of a run, without making them; trackers alone bring the usual one."""
+    groups = {} if found is None else found.hook_sets
+    names = chosen_hooks(run.hooks.with_hooks, run.hooks.names, groups)
+    return names or ([ALWAYS] if run.trackers else [])
+
+
+def spec_name(spec: Mapping[str, Any], place: int) -> str:
+    """Return what a hook on modules is called."""
+    return str(spec.get("name") or f"specs[{place}]")
+
+
+def tracker_name(tracker: Tracker) -> str:
+    """Return what a tracker is called."""
+    return tracker.name or tracker.kind
+
+
+def _arguments(run: Run, found: FoundExperiment | None, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the arguments of hooks by name; those that an experiment has for them, under what the run says."""
+    own = {} if found is None else found.hook_config
+    given = {name: {**own.get(name, {}), **run.hooks.config.get(name, {})} for name in names}
+    return {name: arguments for name, arguments in given.items() if arguments}
+
+
+def _make_tracker(tracker: Tracker) -> TrainingHook:
+    where = {"targets": ",".join(tracker.target_modules) or None, "exclude": list(tracker.exclude) or None}
+    (hook,) = HookRegistry.create([tracker.kind], {tracker.kind: {**tracker.options, **where}})
+    hook.name = tracker_name(tracker)
+    return hook
+
+
+def tracked_modules(run: Run, place: int, tracker: Tracker, model: nn.Module) -> list[str]:
+    """Return the names of the modules that a tracker would be on; an error says where the run asks for them."""
+    from hookline.sites.targets import select
+
+    if not tracker.target_modules:
+        return []
+    try:
+        chosen = select(model, list(tracker.target_modules), exclude=list(tracker.exclude) or None)
+    except NoMatchError as error:
+        said = error.text({Hint.LIST_MODULES: "See all: hookline find EXPERIMENT"})
+        raise ConfigError(f"{run.place('trackers', place, 'target_modules')}: {said}") from None
+    return [name for name, *_ in chosen]
+
+
+def _specs(run: Run) -> list[dict[str, Any]]:
+    listed = list(run.specs) if run.enable_hooks else []
+    return listed if run.hook_specs is None else [*listed, *specs_of_run_file(run.hook_specs)]

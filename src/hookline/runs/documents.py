@@ -1,0 +1,250 @@
+"""Read a file of settings by its ending: YAML, TOML, or JSON with comments.
+
+`read`, `spec_files` and `ServerArgs` call `read_document`. A `Document` has plain values and, once one of them is
+wrong, the line of each from the marks of PyYAML; TOML has no lines.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from hookline.errors import ConfigError
+from hookline.plain import own_copy
+
+__all__ = ["ENDINGS", "Document", "Fault", "KeyPath", "load_yaml", "read_document"]
+
+ENDINGS: Final = (".yaml", ".yml", ".toml", ".json", ".jsonc")
+"""What the name of such a file ends in."""
+KeyPath = tuple[str | int, ...]
+"""The keys and places that lead to a value of a file."""
+Fault = tuple[KeyPath, str]
+"""The path to a value that is wrong, and a sentence about it."""
+Lines = dict[KeyPath, int]
+"""The line of each value, counted from 1."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """Hold the values of a file, and find the lines that they are written on."""
+
+    path: Path
+    values: Any
+    find_lines: Callable[[], Lines] = dict
+    """Reads the text once more; called only for errors, since that takes a while for a large file."""
+
+    @cached_property
+    def lines(self) -> Lines:
+        """The line of each value; none where brackets are nested too deeply, or JSON goes over a limit of YAML."""
+        try:
+            return self.find_lines()
+        except (RecursionError, yaml.YAMLError):
+            return {}
+
+    def line_of(self, path: Sequence[str | int]) -> int | None:
+        """Return the line of the value at `path`, or of the innermost value around it that has one."""
+        keys = tuple(path)
+        while keys and keys not in self.lines:
+            keys = keys[:-1]
+        return self.lines.get(keys)
+
+    def place(self, path: Sequence[str | int]) -> str:
+        """Return where a value is, for an error: ``run.yaml, line 7, at $.hooks.names[2]``."""
+        line = self.line_of(path)
+        keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+        return f"{self.path}{'' if line is None else f', line {line}'}, at ${keys}"
+
+    def refuse(self, faults: Sequence[Fault]) -> None:
+        """Raise one error with all of `faults`, by line; do nothing if there are none."""
+        if faults:
+            ordered = sorted(faults, key=lambda fault: self.line_of(fault[0]) or 0)
+            raise ConfigError("\n".join(f"{self.place(path)}: {text}" for path, text in ordered))
+
+
+def read_document(path: str | Path) -> Document:
+    """Read a file of settings.
+
+    Recipe: ``read_document("run.yaml").values``.
+    """
+    path = Path(path)
+    language, reader = _READERS.get(path.suffix.lower(), ("", None))
+    if reader is None:
+        raise ConfigError(f"{path} is no file of settings: its name ends in one of {', '.join(ENDINGS)}.")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    if not text.strip():
+        return Document(path, None)
+    try:
+        return Document(path, *reader(text))
+    except Exception as error:
+        raise ConfigError(f"{path}{_line_text(error)}: this is not {language}: {_reason(error)}.") from None
+
+
+def _line_text(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    line = getattr(error, "lineno", None) if mark is None else mark.line + 1
+    if line is None and (match := re.search(r"at line (\d+)", str(error))):
+        line = int(match[1])
+    return "" if line is None else f", line {line}"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "its brackets are nested too deeply"
+    text = getattr(error, "problem", None) or getattr(error, "msg", None) or str(error)
+    return str(text).strip().rstrip(".")
+
+
+# -- YAML 1.2 --------------------------------------------------------------------------------------------------
+
+
+class CoreLoader(yaml.SafeLoader):
+    """The safe loader by the core schema of YAML 1.2: ``on``, ``no`` and ``12:30`` are strings, ``1e-3`` is a number.
+
+    PyYAML follows 1.1, where ``on: no`` is ``{True: False}``. A key that is there twice is an error, and so is a merge
+    key of 1.1.
+    """
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (a copy of the class's)
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        node: Any = super().compose_node(parent, index)
+        if node.end_mark is None:  # it is still being read
+            _refuse("an alias stands inside of what it is an alias of", node)
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            name = key.value if isinstance(key, yaml.ScalarNode) else None
+            if name == "<<" and key.style is None:
+                _refuse("YAML 1.2 has no merge keys (<<): write the keys out", key)
+            if name in seen:
+                _refuse(f"the key {name!r} is there twice", key)
+            if name is not None:
+                seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def _refuse(text: str, node: Any) -> None:
+    raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+):
+    CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+CoreLoader.add_constructor(
+    "tag:yaml.org,2002:int", lambda loader, node: int(node.value, 0 if node.value[:2] in ("0o", "0x") else 10)
+)
+CoreLoader.add_constructor(
+    "tag:yaml.org,2002:float", lambda loader, node: float(re.sub(r"\.(?=[inIN])", "", node.value))
+)
+
+
+def load_yaml(text: str) -> Any:
+    """Return the value of a YAML text. Raises `yaml.YAMLError`."""
+    return _read_yaml(text)[0]
+
+
+def _read_yaml(text: str) -> tuple[Any, Callable[[], Lines]]:
+    """Return the value of `text`, and what finds its lines; aliases are written out, so values share nothing."""
+    loader = CoreLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None, dict
+        return own_copy(loader.construct_document(root)), partial(_lines_below, root)
+    finally:
+        loader.dispose()
+
+
+def _lines_below(root: Any) -> Lines:
+    """Return the line of each value; of one in a mapping, that of its key."""
+    found: Lines = {}
+    todo: list[tuple[Any, KeyPath, int]] = [(root, (), root.start_mark.line)]
+    while todo:
+        node, path, line = todo.pop()
+        found[path] = line + 1
+        if isinstance(node, yaml.MappingNode):
+            todo += [(value, (*path, _key_of(key)), key.start_mark.line) for key, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            todo += [(item, (*path, place), item.start_mark.line) for place, item in enumerate(node.value)]
+    return found
+
+
+def _key_of(node: Any) -> str:
+    """Return a key; PyYAML leaves the two halves of a character that JSON escapes as ``\\ud83d\\ude00``."""
+    if not isinstance(node, yaml.ScalarNode):
+        return "?"
+    return str(node.value).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+# -- JSON with comments ----------------------------------------------------------------------------------------
+
+_QUOTED: Final = r'"(?:\\.|[^"\\\n])*"'
+_COMMENT: Final = re.compile(_QUOTED + r"|//[^\n]*|/\*.*?\*/", re.DOTALL)
+_LAST_COMMA: Final = re.compile(_QUOTED + r"|,(?=\s*[\]}])")
+
+
+def _read_json(text: str) -> tuple[Any, Callable[[], Lines]]:
+    """Return the value of `text`, and what finds its lines; comments and last commas become blanks."""
+    text = _LAST_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
+    return json.loads(text, object_pairs_hook=_unique_keys), partial(_json_lines, text)
+
+
+def _blank(match: re.Match[str]) -> str:
+    token = match[0]
+    return token if token.startswith('"') else re.sub(r"[^\n]", " ", token)  # lines stay where they are
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {name!r} is there twice")
+    return found
+
+
+def _json_lines(text: str) -> Lines:
+    """Read JSON as YAML, for its marks; by libyaml, which is seven times as fast, where there is one."""
+    text = re.sub("[\t\x85\u2028\u2029]", " ", text)  # no blank of YAML, or a line of its own there
+    try:
+        return _lines_below(yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    except yaml.YAMLError:  # it knows no characters that are escaped as \\ud83d\\ude00
+        return _lines_below(yaml.compose(text, Loader=yaml.SafeLoader))
+
+
+# -- TOML ------------------------------------------------------------------------------------------------------
+
+
+def _read_toml(text: str) -> tuple[Any, Callable[[], Lines]]:
+    """Return the value of `text`; `tomllib` tells no lines, so that errors have the key alone."""
+    return tomllib.loads(text), dict
+
+
+_READERS: Final[dict[str, tuple[str, Callable[[str], tuple[Any, Callable[[], Lines]]]]]] = {
+    ".yaml": ("YAML", _read_yaml),
+    ".yml": ("YAML", _read_yaml),
+    ".json": ("JSON", _read_json),
+    ".jsonc": ("JSON", _read_json),
+    ".toml": ("TOML", _read_toml),
+}

@@ -1,0 +1,275 @@
+"""Look up what a run names: hooks, their arguments, their groups, trackers, factories of specs.
+
+The validators of `Run` call it, so that a wrong name is an error before anything is trained, with its place in the run
+file; `build` calls it for the names it makes hooks of.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+
+from hookline.errors import ConfigError, HooklineError, HookNameError, OptionError
+from hookline.lifecycle.hook import TrainingHook
+from hookline.lifecycle.registry import HookRegistry, points_in_any_loop
+from hookline.load import add_current_folder_to_path, load_object
+from hookline.messages import type_name, unknown_name_text
+from hookline.runs.documents import Fault, KeyPath, read_document
+from hookline.runs.embedded import ALWAYS
+from hookline.runs.spec_files import placed_specs, spec_faults
+from hookline.specs.hook_spec import HookSpec, resolve_callable
+
+__all__ = [
+    "FlagText",
+    "check_factory",
+    "check_is_on",
+    "chosen_hooks",
+    "declared",
+    "from_text",
+    "hook_argument",
+    "hooks_of_group",
+    "known_hook",
+    "known_tracker",
+    "spec_faults_and_factories",
+    "specs_of_run_file",
+    "why_no_schedule",
+]
+
+_NONE: Final = "none"
+"""The group of no hooks: every experiment has it."""
+
+
+# -- hooks by name ---------------------------------------------------------------------------------------------
+
+
+def known_hook(name: str) -> list[str]:
+    """Return the hooks that a name or group stands for; one in a file or module (``file.py:Class``) is registered."""
+    if "," in name:
+        raise OptionError(f"{name}: names of hooks have blanks between them: {' '.join(name.split(','))}.")
+    if name == _NONE:
+        return []
+    if ":" not in name:
+        return HookRegistry.resolve([name])
+    found = load_object(name, wanted="a hook")
+    if not (isinstance(found, type) and issubclass(found, TrainingHook)):
+        raise OptionError(f"{name} is {found!r}, and a hook is a class derived from TrainingHook.")
+    if found.name not in HookRegistry.known() or HookRegistry.get(found.name) is not found:
+        HookRegistry.register(found)
+    return [found.name]
+
+
+def known_tracker(name: str) -> str:
+    """Return the name of a tracker of modules."""
+    (tracker,) = known_hook(name)[:1]
+    if not {"targets", "exclude"} <= set(inspect.signature(HookRegistry.get(tracker)).parameters):
+        raise ConfigError(f"{tracker} is no tracker of modules; it goes into hooks: names.")
+    return tracker
+
+
+def chosen_hooks(group: str | None, names: Sequence[str] | None, groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the names of the hooks, each once, `training_metrics` first and always; none if that is asked for.
+
+    Args:
+        group: What ``--with-hooks`` says.
+        names: What ``--hooks`` says; None if it is not given, empty if it is given bare; ``none`` is the group.
+        groups: The groups of the experiment.
+    """
+    if names is not None and list(names) == [_NONE]:
+        group, names = group or _NONE, None
+    found = [] if group is None else hooks_of_group(group, groups)
+    found += [hook for name in names or () for hook in known_hook(name)]
+    if not found and names is None and group is not None:
+        return []
+    return list(dict.fromkeys([ALWAYS, *found]))
+
+
+def hooks_of_group(group: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the hooks of a group, of the experiment or registered; those for debugging are left out."""
+    known = {_NONE: (), **HookRegistry.groups, **groups}
+    if group not in known:
+        if not groups:
+            raise HookNameError(
+                f"There is no group of hooks {group!r}: groups are the hook_sets of an experiment, and there are none. "
+                "Choose hooks by their names: --hooks NAME."
+            )
+        raise HookNameError(f"Unknown group of hooks: {group!r}.{unknown_name_text(group, list(groups), 'Groups')}")
+    return [name for name in HookRegistry.resolve(known[group]) if not HookRegistry.get(name).debug]
+
+
+def check_is_on(hook: str, hooks: Sequence[str] | None) -> None:
+    """Raise unless the hook is known, and one of `hooks`, those of the run; None if these cannot be told."""
+    known = HookRegistry.known()
+    if hook not in known:
+        raise HookNameError(f"Unknown hook: {hook!r}.{unknown_name_text(hook, known, 'Available')}")
+    if hooks is not None and hook not in hooks:
+        raise OptionError(
+            f"this would have no effect: {hook} is not among the hooks of this run ({', '.join(hooks) or 'none'}); add "
+            f"it: --hooks {hook}."
+        )
+
+
+def why_no_schedule(hook: str) -> str:
+    """Return why a schedule of steps has no effect on a hook; empty if it has."""
+    points = points_in_any_loop(HookRegistry.get(hook))
+    if not points or any(point.is_step for point in points):
+        return ""
+    listed = ", ".join(sorted(point.name for point in points))
+    return f"this schedule would have no effect: {hook} fires at {listed}, and a schedule is about steps."
+
+
+# -- arguments of hooks ----------------------------------------------------------------------------------------
+
+
+class FlagText(str):
+    """Mark the text of ``--hook-config hook.param=value``: it is yet to become what the hook declares."""
+
+    __slots__ = ()
+
+
+def hook_argument(hook: str, name: str, value: Any) -> Any:
+    """Return `value` as the signature of the hook declares its argument `name`."""
+    cls = HookRegistry.get(hook)
+    parameters = inspect.signature(cls).parameters
+    takes = [one.name for one in parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    if name not in takes:
+        if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+            return _guessed(value) if isinstance(value, FlagText) else value
+        raise OptionError(f"Hook {hook!r} takes no {name!r}.{unknown_name_text(name, takes, 'It takes')}")
+    parameter = parameters[name]
+    hint = _hints(cls).get(name, parameter.annotation)
+    if hint is parameter.empty or isinstance(hint, str):
+        hint = Any if parameter.default in (None, parameter.empty) else type(parameter.default)
+        if not isinstance(value, FlagText):
+            return value
+    return from_text(str(value), hint) if isinstance(value, FlagText) else declared(value, hint)
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(vars(cls).get("__init__") or inspect.getattr_static(cls, "__init__"))
+    except (NameError, TypeError, AttributeError):  # a name that only a type checker sees
+        return {}
+
+
+def declared(value: Any, hint: Any) -> Any:
+    """Return `value` as a type has it: 1 as a float, a list as a tuple."""
+    adapter = _adapter(hint)
+    if adapter is None:
+        return value
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        said = str(error.errors()[0]["msg"]).removeprefix("Input should be ")
+        raise ConfigError(f"expected {said}, got {value!r}.") from None
+
+
+def _adapter(hint: Any) -> TypeAdapter[Any] | None:
+    for config in (ConfigDict(arbitrary_types_allowed=True), None):  # a dataclass has settings of its own
+        try:
+            return TypeAdapter(hint, config=config)
+        except (PydanticUserError, PydanticSchemaGenerationError, NameError):
+            continue
+    return None
+
+
+def from_text(text: str, hint: Any) -> Any:
+    """Return the text of a flag as a type has it: ``2,5,10`` as a list of numbers, ``none`` as None, ``on`` as True."""
+    adapter, guess = _adapter(hint), _guessed(text)
+    if adapter is None or hint is Any:
+        return guess
+    parts = [part.strip() for part in text.strip("[]()").split(",") if part.strip()]
+    lists: list[tuple[Any, bool]] = [([_guessed(part) for part in parts], False), (parts, False)]
+    texts: list[tuple[Any, bool]] = [(text, False)]
+    # A text is one that is no number, no bool and no list, where all of them will do.
+    ordered = [*lists, *texts] if "," in text or not text else [*texts, *lists]
+    for value, strict in [(guess, True), *ordered] if not isinstance(guess, str) else ordered:
+        try:
+            return adapter.validate_python(value, strict=strict)
+        except ValidationError:
+            continue
+    return declared(text, hint)  # raises
+
+
+def _guessed(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None, "null": None}.get(text.lower(), str(text))
+
+
+# -- factories of specs ----------------------------------------------------------------------------------------
+
+
+def spec_faults_and_factories(values: Any, path: KeyPath) -> list[Fault]:
+    """Return what is wrong with a list of specs, which `path` leads to, and with the factories that they name."""
+    told = spec_faults(values, path)
+    wrong = {where[: len(path) + 1] for where, _ in told}
+    for number, entry in enumerate(values if isinstance(values, list) else ()):
+        here = (*path, number)
+        if here in wrong or entry.get("enabled") is False:
+            continue
+        who = f"Hook {number} ({entry.get('name') or 'without a name'})"
+        lacking = [key for key in ("target_modules", "hook_factory") if entry.get(key) in (None, [], ())]
+        if lacking:
+            told.append((here, f"{who} has no {' and no '.join(lacking)}."))
+            continue
+        try:
+            check_factory(HookSpec.from_dict(entry))
+        except ConfigError as error:
+            told.append(((*here, "hook_factory"), f"{who}: {error}"))
+        except HooklineError as error:
+            told.append(((*here, "config"), f"{who}: {error}"))
+    return told
+
+
+def check_factory(spec: HookSpec) -> None:
+    """Raise if nothing would come of a `HookSpec`: its factory cannot be imported, or refuses its config.
+
+    Only a factory that says how to try a config is asked (``check_config``): another one may do anything when called.
+    """
+    from hookline.factories.factory_hook import CHECK, FactoryHook
+    from hookline.sites.signature import check_hook, check_observe
+
+    factory = _imported(str(spec.hook_factory))
+    check = getattr(factory, CHECK, None)
+    if not callable(check):
+        return
+    made = check(spec.config)
+    kind, site_type = spec.kind_and_site_type
+    if isinstance(made, FactoryHook):
+        check_hook(made, kind, site_type=site_type)
+        check_observe(made, spec.observe)
+
+
+def _imported(path: str) -> Any:
+    add_current_folder_to_path()
+    try:
+        factory = resolve_callable(path)
+    except ImportError as error:
+        raise ConfigError(f"{error} (from hook path '{path}').") from None
+    except (AttributeError, ValueError) as error:
+        notes = " ".join(getattr(error, "__notes__", ()))
+        raise ConfigError(f"{str(error).removesuffix('.')}. {notes}".rstrip()) from None
+    if not callable(factory):
+        raise ConfigError(f"Hook factory '{path}' is called with a config, and is {type_name(factory)}.")
+    return factory
+
+
+def specs_of_run_file(path: str) -> list[dict[str, Any]]:
+    """Return the hooks on modules of a file that is there for them; raise if a factory cannot be had."""
+    document = read_document(path)
+    found, faults = placed_specs(document), []
+    for place, spec in found:
+        if spec.get("enabled") is not False and spec.get("hook_factory") is not None:
+            try:
+                check_factory(HookSpec.from_dict(spec))
+            except HooklineError as error:
+                faults.append((place, str(error)))
+    document.refuse(faults)
+    return [dict(spec) for _, spec in found]

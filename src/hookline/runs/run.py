@@ -1,0 +1,544 @@
+"""`Run`: all that a run needs, as one value, whoever asks for it.
+
+A run file holds one, the flags of ``hookline run`` change one, ``run.json`` keeps it for ``--resume``, and `build`
+makes hooks, sinks and a manager of it. Names are looked up while it is validated, so that all mistakes come at once.
+What was not given is absent (``model_fields_set``). Importing this module imports no torch: help comes at once.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Protocol
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StrictBool,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from hookline.errors import ConfigError, HooklineError
+
+if TYPE_CHECKING:
+    from hookline.runs.documents import KeyPath
+    from hookline.runs.find import FoundExperiment
+    from hookline.when import StepSchedule
+
+__all__ = [
+    "REFERENCE",
+    "EscapedError",
+    "Flag",
+    "Hooks",
+    "Run",
+    "Schedule",
+    "Sink",
+    "Sinks",
+    "Tracker",
+    "object_of_hooks",
+]
+
+REFERENCE: Final = "reference_weights"
+"""Not a hook, but the weights that hooks compare with: the manager gets its ``path``."""
+_LAST_PORT: Final = 65535
+_TRAINING: Final = "training"
+_OUTPUT: Final = "output"
+_SAVING: Final = "checkpoint"
+
+
+class Flag(NamedTuple):
+    """Give a field a flag of ``hookline run``; help is the docstring of the field."""
+
+    metavar: str | None = None
+    name: str = ""
+    """Its name, if it is not that of the field."""
+    group: str = ""
+    """The heading in help, if it is not the section of the run file."""
+
+
+class Places(Protocol):
+    """What a run was read from."""
+
+    def place(self, path: KeyPath) -> str:
+        """Return where a value stands, for a message."""
+
+
+# -- look-ups that are validators ------------------------------------------------------------------------------
+
+
+class EscapedError(Exception):
+    """Carry an error of the user's own code through pydantic, which would take a ValueError for a mistake."""
+
+
+class _Faults:
+    """Collect mistakes at paths below a value, and raise them together."""
+
+    def __init__(self) -> None:
+        self._found: list[InitErrorDetails] = []
+
+    def add(self, path: KeyPath, text: str, value: Any = None) -> None:
+        """Add one."""
+        self._found.append(
+            InitErrorDetails(type=PydanticCustomError("look_up", "{text}", {"text": text}), loc=path, input=value)
+        )
+
+    @contextmanager
+    def at(self, *path: str | int) -> Iterator[None]:
+        """Take an error of hookline's in the block for a mistake at `path`."""
+        try:
+            yield
+        except HooklineError as error:
+            self.add(path, str(error))
+        except (ValueError, AssertionError) as error:
+            raise EscapedError from error
+
+    def check(self) -> None:
+        """Raise if there are any."""
+        if self._found:
+            raise ValidationError.from_exception_data("Run", self._found)
+
+
+def _looked_up(path: str) -> AfterValidator:
+    """Return a validator that calls the function at `path` with a value, and leaves the value as it is.
+
+    The function is imported then: those of hooks and devices import torch, which help does not need.
+    """
+
+    def check(value: Any) -> Any:
+        faults = _Faults()
+        with faults.at():
+            if value is not None:
+                pkgutil.resolve_name(path)(value)
+        faults.check()
+        return value
+
+    return AfterValidator(check)
+
+
+_HOOK: Final = _looked_up("hookline.runs.look_up:known_hook")
+_TRACKER: Final = _looked_up("hookline.runs.look_up:known_tracker")
+_SPEC_FILE: Final = _looked_up("hookline.runs.look_up:specs_of_run_file")
+_SINK: Final = _looked_up("hookline.runs.named_sinks:known_sink")
+_DEVICE: Final = _looked_up("hookline.runs.process:device_of")
+_DTYPE: Final = _looked_up("hookline.runs.process:dtype_of")
+
+
+def _specs(values: Any) -> Any:
+    from hookline.runs.look_up import spec_faults_and_factories
+
+    faults = _Faults()
+    for path, text in spec_faults_and_factories(values, ()):
+        faults.add(path, text)
+    faults.check()
+    return values
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _pattern(value: str) -> str:
+    if "," in value:
+        raise ConfigError(f"a pattern of a tracker has no comma, got {value!r}; write a list.")
+    return value
+
+
+Patterns = Annotated[
+    list[Annotated[str, AfterValidator(_pattern)]], BeforeValidator(_listed, json_schema_input_type=list[str] | str)
+]
+Every = StrictBool | Annotated[int, Field(ge=1)]
+
+
+# -- the parts of a run ----------------------------------------------------------------------------------------
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_nothing(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        return {key: value for key, value in values.items() if value is not None and key != "$schema"}
+
+
+class Schedule(_Part):
+    """At which steps a hook is due; what `hookline.StepSchedule` takes."""
+
+    mode: Literal["continual", "stride", "burst"] | None = None
+    """Every step, every n-th, or some in a row every n; by what else is given, if left out."""
+    stride: int | None = Field(default=None, ge=1)
+    """Steps from one (or the first of a burst) to the next."""
+    burst_length: int | None = Field(default=None, ge=1)
+    """How many steps in a row."""
+    warmup: int = Field(default=0, ge=0)
+    """No step before this one."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Schedule:
+        mode = self._mode
+        if mode == "continual" and self.stride is not None:
+            raise ValueError("A continual schedule has no stride: it is mode: stride, or burst.")
+        if mode != "burst" and self.burst_length is not None:
+            raise ValueError(f"A schedule by {mode} has no burst_length: it is mode: burst.")
+        if mode != "continual" and self.stride is None:
+            raise ValueError(f"A schedule by {mode} says how many steps there are from one to the next: stride: 50.")
+        return self
+
+    @property
+    def _mode(self) -> str:
+        implied = "burst" if self.burst_length is not None else "continual" if self.stride is None else "stride"
+        return self.mode or implied
+
+    def make(self) -> StepSchedule:
+        """Return the schedule."""
+        from hookline.when import StepSchedule
+
+        return StepSchedule(self._mode, self.stride or 1, self.burst_length or 1, self.warmup)
+
+
+class Tracker(_Part):
+    """A tracker on some modules: its sums are reported at the end of each epoch, and it begins anew."""
+
+    tracker: Annotated[str, _TRACKER]
+    """relu_activations, saturated_activations, fisher_information, gradient_flow, …"""
+    name: str = ""
+    """What its sums are reported by, if there are several of a kind."""
+    target_modules: Patterns = []
+    """Patterns of module names; if left out, the layers of its kind."""
+    exclude: Patterns = []
+    """Patterns of modules to leave out."""
+    options: dict[str, Any] = {}
+    """Its other arguments."""
+
+    @property
+    def kind(self) -> str:
+        """The name of the tracker, also where it is named by its file."""
+        from hookline.runs.look_up import known_tracker
+
+        return known_tracker(self.tracker)
+
+    @field_validator("options")
+    @classmethod
+    def _as_declared(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        from hookline.runs.look_up import hook_argument, known_tracker
+
+        if "tracker" not in info.data:
+            return options
+        faults, found = _Faults(), {}
+        for name, value in options.items():
+            with faults.at(name):
+                if name in ("targets", "exclude"):
+                    raise ConfigError("modules are named by target_modules and exclude.")
+                found[name] = hook_argument(known_tracker(info.data["tracker"]), name, value)
+        faults.check()
+        return found
+
+
+class Hooks(_Part):
+    """Lifecycle hooks, and how they are made."""
+
+    with_hooks: Annotated[str | None, Flag("GROUP", "with_hooks")] = None
+    """A group of hooks that the experiment names; hooks for debugging are left out of it. none: no hooks."""
+    names: Annotated[list[Annotated[str, _HOOK]] | None, Flag("[NAME ...|all|observers|with_debug]", "hooks")] = None
+    """More hooks: by name, from a file (file.py:Class), or all of a kind. training_metrics is always among them."""
+    config: Annotated[dict[str, dict[str, Any]], Flag("HOOK.PARAM=VALUE ...", "hook_config")] = {}
+    """Arguments of hooks, typed as the hook declares them: hessian.epsilon=1e-3 stats.targets=a,b x.flag=true."""
+    schedules: dict[str, Schedule] = {}
+    """At which steps hooks are due that fire at steps, by name."""
+    offload_state: Annotated[bool, Flag(None, "hook_offload_state")] = False
+    """Keep the tensors of hooks on the CPU while they do not run."""
+    on_error: Annotated[Literal["raise", "warn", "disable"], Flag(None, "on_hook_error")] = "raise"
+    """When a hook raises, and what it did is undone: the run fails; a warning, and the hook stays on; or the hook is
+    switched off."""
+    profile: Annotated[bool, Flag(None, "profile_hooks")] = False
+    """Time every hook until the device has done its work, and print a table at the end."""
+
+    @field_validator("with_hooks")
+    @classmethod
+    def _known_group(cls, group: str | None, info: ValidationInfo) -> str | None:
+        from hookline.runs.look_up import hooks_of_group
+
+        if group is not None and not _is_unknown(info):
+            faults = _Faults()
+            with faults.at():
+                hooks_of_group(group, _hook_sets(info))
+            faults.check()
+        return group
+
+    @field_validator("config")
+    @classmethod
+    def _arguments(cls, config: dict[str, dict[str, Any]], info: ValidationInfo) -> dict[str, dict[str, Any]]:
+        from hookline.runs.look_up import check_is_on, hook_argument
+
+        hooks = cls._chosen(info)
+        faults = _Faults()
+        found: dict[str, dict[str, Any]] = {}
+        for hook, arguments in config.items():
+            typed = found.setdefault(hook, {})
+            is_on = False
+            with faults.at(hook):
+                if hook != REFERENCE:
+                    check_is_on(hook, hooks)
+                is_on = True
+            for name, value in arguments.items() if is_on else ():
+                with faults.at(hook, name):
+                    if hook == REFERENCE and name != "path":
+                        raise ConfigError("reference weights have a path, and nothing else.")
+                    typed[name] = str(value) if hook == REFERENCE else hook_argument(hook, name, value)
+        faults.check()
+        return found
+
+    @field_validator("schedules")
+    @classmethod
+    def _has_effect(cls, schedules: dict[str, Schedule], info: ValidationInfo) -> dict[str, Schedule]:
+        from hookline.runs.look_up import check_is_on, why_no_schedule
+
+        hooks = cls._chosen(info)
+        faults = _Faults()
+        for hook in schedules:
+            with faults.at(hook):
+                check_is_on(hook, hooks)
+                if why := why_no_schedule(hook):
+                    raise ConfigError(why)
+        faults.check()
+        return schedules
+
+    @property
+    def says_on_error(self) -> bool:
+        """Whether it was given what happens when a hook raises; a script that nobody asked is not ended by a hook."""
+        return "on_error" in self.model_fields_set
+
+    @classmethod
+    def _chosen(cls, info: ValidationInfo) -> list[str] | None:
+        """Return the hooks of the run; None if they cannot be told, as something that says so is wrong."""
+        from hookline.runs.look_up import chosen_hooks
+
+        if not {"with_hooks", "names"} <= set(info.data) or (info.data["with_hooks"] and _is_unknown(info)):
+            return None
+        return chosen_hooks(info.data["with_hooks"], info.data["names"], _hook_sets(info))
+
+
+def _is_unknown(info: ValidationInfo) -> bool:
+    """Return whether the experiment cannot be found: then nothing can be said of what it alone knows."""
+    return bool((info.context or {}).get("unknown"))
+
+
+def _found(info: ValidationInfo) -> FoundExperiment | None:
+    return (info.context or {}).get("found")
+
+
+def _hook_sets(info: ValidationInfo) -> Mapping[str, Sequence[str]]:
+    found = _found(info)
+    return {} if found is None else found.hook_sets
+
+
+class Sink(_Part):
+    """A sink by its name or path, with arguments."""
+
+    sink: Annotated[str, _SINK]
+    """"package.module:Class", "file.py:Class", or a name: of an entry point, or of a class of hookline.sinks."""
+    options: dict[str, Any] = {}
+    """Its arguments."""
+
+
+def _as_sink(value: Any) -> Any:
+    return {"sink": value} if isinstance(value, str) else value
+
+
+class Sinks(_Part):
+    """Where metrics go, beside the record log and the console."""
+
+    csv: Annotated[bool, Flag(None, "hook_csv")] = False
+    """A table: {strategy}.csv."""
+    jsonl: Annotated[bool, Flag(None, "hook_jsonl")] = False
+    """A line of JSON per record: {strategy}.jsonl."""
+    parquet: Annotated[bool, Flag(None, "hook_parquet")] = False
+    """A long table: {strategy}.parquet."""
+    tensorboard: Annotated[bool, Flag(None, "hook_tensorboard")] = False
+    """Event files, in tensorboard/."""
+    mlflow: Annotated[bool, Flag(None, "hook_mlflow")] = False
+    """A local MLflow store, in the run's folder."""
+    wandb: Annotated[str | None, Flag("PROJECT", "hook_wandb")] = None
+    """Weights & Biases: a run per strategy, in one group."""
+    prometheus: Annotated[int | None, Field(ge=0, le=_LAST_PORT), Flag("PORT", "hook_prometheus")] = None
+    """A page of the newest values on a port of this machine; 0: one that is free."""
+    others: Annotated[
+        list[Annotated[Sink, BeforeValidator(_as_sink, json_schema_input_type=Sink | str)]],
+        Flag("NAME|PKG.MOD:CLASS ...", "hook_sink"),
+    ] = []
+    """More sinks: package.module:Class, file.py:Class, the name of an entry point (hookline.sinks), or of a class of
+    hookline.sinks (memory: MemorySink)."""
+
+    @field_validator("csv", "jsonl", "parquet", "tensorboard", "mlflow", "wandb", "prometheus")
+    @classmethod
+    def _is_installed(cls, value: Any, info: ValidationInfo) -> Any:
+        from hookline.runs.named_sinks import known_sink
+
+        if value is not None and value is not False:
+            known_sink(str(info.field_name))
+        return value
+
+    def chosen(self) -> dict[str, Any]:
+        """Return the sinks with a flag of their own that are on, by name."""
+        values = ((name, getattr(self, name)) for name in type(self).model_fields if name != "others")
+        return {name: value for name, value in values if value is not None and value is not False}
+
+
+def _words(value: Any) -> Any:
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+class Run(_Part):
+    """All that a run needs: what to train, with which hooks, where metrics go.
+
+    Recipe::
+
+        run = Run(experiment="digits", hooks={"names": ["norms"]}, sinks={"csv": True})
+        built = build(run)  # hooks, sinks, specs, manager
+    """
+
+    experiment: str | None = None
+    """A name (mod_arithmetic, digits), path/file.py:Class, file.py:function, package.module:Class."""
+    command: Annotated[list[str], BeforeValidator(_words, json_schema_input_type=list[str] | str)] = []
+    """In place of an experiment, what starts a script: python train.py --lr 1e-3."""
+    strategy: Annotated[str | None, Flag("NAME|all", group=_TRAINING)] = None
+    """Which of the experiment's strategies; all: one after the other, each in a folder of its own. The first if left
+    out."""
+    epochs: Annotated[int | None, Field(ge=0), Flag("N", group=_TRAINING)] = None
+    """How many times to go through the data."""
+    steps: Annotated[int | None, Field(ge=0), Flag("N", group=_TRAINING)] = None
+    """How many steps to train, in the step loop."""
+    snapshot_every: Annotated[int | None, Field(ge=0), Flag("N", group=_TRAINING)] = None
+    """How many epochs (step loop: steps) from one snapshot to the next; 0 for none."""
+    eval_every: Annotated[int | None, Field(ge=0), Flag("N", group=_TRAINING)] = None
+    """How many epochs from one evaluation to the next."""
+    config: dict[str, Any] = {}
+    """The experiment's own options."""
+    seed: Annotated[int, Field(ge=0), Flag("N", group=_TRAINING)] = 199
+    """What all random streams start from."""
+    device: Annotated[str | None, _DEVICE, Flag("DEVICE", group=_TRAINING)] = None
+    """cpu, cuda, cuda:1, mps; if left out, the GPU if there is one."""
+    dtype: Annotated[str | None, _DTYPE, Flag("DTYPE", group=_TRAINING)] = None
+    """Turn the model's parameters into this: float32, float64, bfloat16, float16."""
+    with_compile: Annotated[bool, Flag(group=_TRAINING)] = False
+    """Compile the model (torch.compile); hooks fire all the same."""
+    determinism: Annotated[bool, Flag(group=_TRAINING)] = True
+    """Have torch take deterministic kernels where it has any."""
+    matmul_precision: Annotated[Literal["highest", "high", "medium"] | None, Flag(group=_TRAINING)] = None
+    """How exactly a GPU multiplies float32 matrices."""
+    threads: Annotated[int | None, Field(ge=1), Flag("N", group=_TRAINING)] = None
+    """Threads of torch on the CPU. If left out: OMP_NUM_THREADS, or one for a small model, or torch's own number."""
+    hooks: Hooks = Hooks()
+    """Lifecycle hooks, and how they are made; or a list of their names."""
+    specs: Annotated[list[dict[str, Any]], BeforeValidator(_specs)] = []
+    """Hooks on modules, see `HookSpec`."""
+    hook_specs: Annotated[str | None, _SPEC_FILE, Flag("FILE", group="hooks")] = None
+    """More hooks on modules: a JSON, YAML or TOML list of name, target_modules, hook_factory, config."""
+    enable_hooks: bool = True
+    """Whether the hooks on modules are attached."""
+    trackers: list[Tracker] = []
+    """Trackers on modules."""
+    sinks: Sinks = Sinks()
+    """Where metrics go."""
+    output_dir: Annotated[str, Flag("DIR", group=_OUTPUT)] = "runs"
+    """Where the folders of runs are: DIR/EXPERIMENT/STRATEGY."""
+    name: Annotated[str | None, Flag("NAME", group=_OUTPUT)] = None
+    """What pages call the run, in headings, legends and tables; EXPERIMENT / STRATEGY if left out."""
+    run_group: str | None = None
+    """What W&B calls the strategies of one run together; EXPERIMENT and the time if left out."""
+    console: Annotated[Literal["live", "lines", "tables", "silent", "none"] | None, Flag(group=_OUTPUT)] = None
+    """live: a column of chosen metrics with trends; lines: a line of numbers per snapshot; tables: all metrics at every
+    snapshot; silent: progress and closing lines alone; none. If left out: live on a terminal, lines elsewhere."""
+    show: Annotated[list[str], Flag("METRIC ...", group=_OUTPUT)] = []
+    """Which metrics are in the lines and the live view: val_acc, norms/total_norm, 'hessian/*'."""
+    report: Annotated[bool, Flag(group=_OUTPUT)] = True
+    """Write report.html at the end."""
+    record_trajectory: Annotated[bool, Flag(group=_OUTPUT)] = False
+    """Save the model's parameters at every snapshot, in trajectory/."""
+    save_checkpoints: Annotated[Every, Flag("[N]", group=_SAVING)] = False
+    """Save every N epochs (step loop: steps; 1 and 100 if N is left out). One is written at the end and on Ctrl-C in
+    any case."""
+    validate_checkpoints: Annotated[Every, Flag("[N]", group=_SAVING)] = False
+    """The same, and each is read back and compared with what was saved, bit for bit: OK or MISMATCH."""
+    _sources: Places | None = PrivateAttr(default=None)
+
+    def place(self, *path: str | int) -> str:
+        """Return where a value was given, for a message: ``run.yaml, line 7, at $.hooks.names[2]``."""
+        return ".".join(map(str, path)) if self._sources is None else self._sources.place(path)
+
+    @field_validator("strategy")
+    @classmethod
+    def _known_strategy(cls, strategy: str | None, info: ValidationInfo) -> str | None:
+        found = _found(info)
+        if found is not None:
+            found.chosen(strategy)
+        return strategy
+
+    @field_validator("config")
+    @classmethod
+    def _options_of_experiment(cls, config: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        found = _found(info)
+        if found is None:
+            return config
+        faults, typed = _Faults(), {}
+        for name, value in config.items():
+            with faults.at(name):
+                typed[name] = found.option(name, value)
+        faults.check()
+        return typed
+
+    @field_validator("trackers")
+    @classmethod
+    def _own_names(cls, trackers: list[Tracker], info: ValidationInfo) -> list[Tracker]:
+        from hookline.runs.look_up import chosen_hooks
+
+        hooks: Hooks | None = info.data.get("hooks")
+        is_known = hooks is not None and not _is_unknown(info)
+        taken = chosen_hooks(hooks.with_hooks, hooks.names, _hook_sets(info)) if hooks and is_known else []
+        faults = _Faults()
+        for place, tracker in enumerate(trackers):
+            name = tracker.name or tracker.kind
+            if name in taken:
+                faults.add((place,), f"two hooks of this run are called {name!r}; give this one a name of its own.")
+            taken.append(name)
+        faults.check()
+        return trackers
+
+    @field_validator("validate_checkpoints")
+    @classmethod
+    def _one_of_two(cls, every: bool | int, info: ValidationInfo) -> bool | int:
+        if every is not False and info.data.get("save_checkpoints", False) is not False:
+            raise ValueError("save_checkpoints and this do not go together: this saves as well.")
+        return every
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hooks_as_object(cls, values: Any) -> Any:
+        return object_of_hooks(values)
+
+
+def object_of_hooks(values: Any) -> Any:
+    """Return `values` with ``hooks`` as an object: it may be a list, of names or of the specs that a server takes."""
+    listed = values.get("hooks") if isinstance(values, Mapping) else None
+    if not isinstance(listed, list):
+        return values
+    others = {key: value for key, value in values.items() if key != "hooks"}
+    if all(isinstance(entry, str) for entry in listed):
+        return others | {"hooks": {"names": listed}}
+    if "specs" in others:
+        faults = _Faults()
+        faults.add(("hooks",), "hooks on modules are here and under specs; put them into one list.")
+        faults.check()
+    return others | {"specs": listed}

@@ -1,0 +1,234 @@
+"""`Run`: what a run file may say, how it says no, and that flags, files and saved runs are one value."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import hookline as hl
+from hookline.errors import ConfigError, OptionError
+from hookline.runs.build import build
+from hookline.runs.documents import read_document
+from hookline.runs.look_up import declared
+from hookline.runs.read import read, read_file
+from hookline.runs.run import Run
+from hookline.runs.spec_files import placed_specs
+from hookline.when import StepSchedule
+
+SHAPES = {"name": "a", "target_modules": ["x"], "hook_factory": "hookline.factories:log_shapes"}
+WHOLE = """\
+experiment: mod_arithmetic
+strategy: all
+config: {epochs: 3, lr: 1e-3}
+hooks:
+  with_hooks: observers
+  names: [hessian]
+  config: {hessian: {epsilon: 1e-3}}
+specs:
+  - {name: a, target_modules: [x], hook_factory: "hookline.factories:log_shapes"}
+sinks: {csv: true, others: ["memory", {sink: "memory", options: {a: 1}}]}
+console: live
+seed: 3
+save_checkpoints: 5
+"""
+
+
+def write(tmp_path, text, name="run.yaml"):
+    file = tmp_path / name
+    file.write_text(text)
+    return str(file)
+
+
+def test_a_whole_run_file_is_one_value(tmp_path):
+    """Every part as it is declared; what was not given is absent; what is saved says the same again."""
+    run, found, _ = read([write(tmp_path, WHOLE)])
+    assert (run.experiment, run.strategy, run.epochs, run.config) == ("mod_arithmetic", "all", 3, {"lr": 0.001})
+    assert (run.hooks.with_hooks, run.hooks.names) == ("observers", ["hessian"])
+    assert run.hooks.config == {"hessian": {"epsilon": 0.001}}
+    assert (run.sinks.chosen(), [one.options for one in run.sinks.others]) == ({"csv": True}, [{}, {"a": 1}])
+    assert (run.console, run.seed, run.save_checkpoints) == ("live", 3, 5)
+    saved = run.model_dump(exclude_unset=True)
+    assert "device" not in saved
+    assert "config" in saved
+    assert Run.model_validate(saved, context={"found": found}).model_dump() == run.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("hoks: {}\n", r"line 1, at \$\.hoks: nothing is called 'hoks' here\. Did you mean 'hooks'\? There are: exp"),
+        ("hooks:\n  names: [norms]\n  confg: {}\n", r"line 3, at \$\.hooks\.confg: .* Did you mean 'config'\?"),
+        ("hooks:\n  names:\n    - norms\n    - 3\n", r"line 4, at \$\.hooks\.names\[1\]: expected .* string, got 3\."),
+        ("seed: -1\n", r"line 1, at \$\.seed: expected greater than or equal to 0, got -1\."),
+        ("console: loud\n", r"at \$\.console: expected 'live', 'lines', .*, got 'loud'\."),
+        ("save_checkpoints: often\n", r"at \$\.save_checkpoints: expected .*, got 'often'\."),
+        ("save_checkpoints: true\nvalidate_checkpoints: 3\n", r"at \$\.validate_checkpoints: .* do not go together"),
+        ("sinks:\n  others:\n    - {snk: a}\n", r"line 3, at \$\.sinks\.others\[0\]"),
+        ("specs:\n  - nme: x\n", r"line 2, at \$\.specs\[0\]\.nme: .* Did you mean 'name'\?"),
+        ("specs: {name: x}\n", r"line 1, at \$\.specs: expected a list of hook specs, got an object; write \[spec\]\."),
+        ("specs:\n- x\n", r"line 2, at \$\.specs\[0\]: A hook spec is an object with target_modules and "),
+        ("specs:\n- on: foward\n", r"line 2, at \$\.specs\[0\]\.on: No kind 'foward'\. Nearest: 'forward'"),
+        ("hooks: [norms, {name: x}]\n", r"line 1, at \$\.hooks\[0\]: A hook spec is an object .*got 'norms'\."),
+        ("hooks: [{name: x}]\nspecs: []\n", r"line 1, at \$\.hooks: hooks on modules are here and under specs"),
+        ("hooks: 3\n", r"line 1, at \$\.hooks: expected an object, got 3\."),
+        ("1: x\n", r"line 1, at \$\[1\]: "),
+        ("trackers:\n- traker: x\n", r"line 2, at \$\.trackers\[0\]\.traker: .* Did you mean 'tracker'\?"),
+        ("trackers:\n- {name: x}\n", r"line 2, at \$\.trackers\[0\]\.tracker: this is missing\."),
+        ("hooks:\n  schedules:\n    hessian: {strde: 3}\n", r"line 3, at .*\.strde: .* Did you mean 'stride'\?"),
+        ("hooks: {schedules: {a: {mode: continual, stride: 3}}}\n", r"\.a: A continual schedule has no stride"),
+        ("hooks: {schedules: {a: {stride: 3, mode: stride, burst_length: 2}}}\n", r"by stride has no burst_length"),
+        ("hooks: {schedules: {a: {mode: burst}}}\n", r"by burst says how many steps there are .*: stride: 50\."),
+        ("hooks: {config: {int: {a: 3}}}\n", r"at \$\.hooks\.config\.int: Unknown hook: 'int'"),
+        ("- a\n- b\n", r"run\.yaml holds a list, and settings are keys with values"),
+        ("", r"run\.yaml is empty; it says at least which experiment to run"),
+    ],
+)
+def test_a_mistake_is_named_with_its_path_and_line(tmp_path, text, said):
+    """Asked, found, next; and where."""
+    with pytest.raises(ConfigError, match=said):
+        read([write(tmp_path, text)])
+
+
+def test_mistakes_of_all_parts_are_told_at_once(tmp_path):
+    """Those of hooks on modules among them, each field for itself; in the order of the lines."""
+    text = "sed: 1\nspecs:\n- {nme: x, every: 0, on: sideways}\n- {observe: 'yes'}\ntrackers: [{traker: x}]\n"
+    with pytest.raises(ConfigError) as caught:
+        read_file(write(tmp_path, text))
+    places = [line.partition(": ")[0].partition(", ")[2] for line in str(caught.value).splitlines()]
+    assert sorted(places) == [
+        "line 1, at $.sed",
+        "line 3, at $.specs[0].every",
+        "line 3, at $.specs[0].nme",
+        "line 3, at $.specs[0].on",
+        "line 4, at $.specs[1].observe",
+        "line 5, at $.trackers[0].tracker",
+        "line 5, at $.trackers[0].traker",
+    ]
+
+
+def test_a_very_long_value_is_not_told_whole(tmp_path):
+    """An error is to be read."""
+    with pytest.raises(ConfigError) as caught:
+        read([write(tmp_path, f"experiment: digits\nseed: [{', '.join(map(str, range(10_000)))}]\n")])
+    assert "got [0, 1, 2, 3" in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_null_is_the_same_as_nothing(tmp_path):
+    """A key without a value is what is left of a file somebody is writing."""
+    run = read_file(write(tmp_path, "hooks:\nspecs: ~\ntrackers: null\nsinks: {csv: null}\nconfig:\nseed:\n"))
+    assert run.model_dump(exclude_unset=True) == {"sinks": {}}
+
+
+@pytest.mark.parametrize(
+    ("given", "schedule"),
+    [
+        ({}, StepSchedule()),
+        ({"warmup": 3}, StepSchedule(warmup=3)),
+        ({"stride": 50}, StepSchedule("stride", stride=50)),
+        ({"stride": 50, "burst_length": 3}, StepSchedule("burst", stride=50, burst_length=3)),
+        ({"mode": "stride", "stride": 5, "warmup": 10}, StepSchedule("stride", stride=5, warmup=10)),
+        ({"mode": "burst", "stride": 5}, StepSchedule("burst", stride=5)),
+    ],
+)
+def test_a_schedule_is_what_it_looks_like(given, schedule):
+    """Without a mode, what else is given says which."""
+    run = Run(hooks={"names": ["hessian"], "schedules": {"hessian": given}})
+    (hook,) = (hook for hook in build(run).hooks if hook.name == "hessian")
+    assert hook.step_schedule == schedule
+
+
+def test_hooks_may_be_a_list_of_names_or_what_a_server_takes():
+    """The file of a server can be run as it is, with an experiment beside."""
+    assert Run(hooks=["norms", "hessian"]).hooks.names == ["norms", "hessian"]
+    run = Run(experiment="x", enable_hooks=True, hooks=[SHAPES])
+    assert (build(run).specs, run.hooks.names) == ([SHAPES], None)
+    assert build(Run(enable_hooks=False, specs=[SHAPES])).specs == []
+
+
+def test_a_mistake_in_a_list_of_hooks_is_found_where_it_was_written(tmp_path):
+    """Under hooks, though it is checked as specs."""
+    file = write(tmp_path, '{"experiment": "x",\n "hooks": [{"name": "a"},\n {"nam": "b"}]}', "run.json")
+    with pytest.raises(ConfigError, match=r"line 3, at \$\.hooks\[1\]\.nam"):
+        read_file(file)
+
+
+@pytest.mark.parametrize("key", ["", "hooks", "specs", "forward_hooks"])
+def test_hooks_on_modules_are_found_in_every_form(tmp_path, key):
+    """A list, a server's settings, a run file."""
+    spec = '[{"name": "a", "target_modules": ["x"], "hook_factory": "m:f"}]'
+    file = write(tmp_path, f'{{"{key}": {spec}}}' if key else spec, "hooks.json")
+    found = placed_specs(read_document(file))
+    assert [spec for _, spec in found] == [{"name": "a", "target_modules": ["x"], "hook_factory": "m:f"}]
+
+
+def test_hooks_that_are_switched_off_are_none(tmp_path):
+    """``enable_hooks: false`` wins over a list."""
+    text = '{"enable_hooks": false, "hooks": [{"name": "a"}]}'
+    assert placed_specs(read_document(write(tmp_path, text, "hooks.json"))) == []
+
+
+def test_values_become_what_is_declared():
+    """A whole number where a float is wanted, a list where a tuple is."""
+    assert declared([1, 2], tuple[int, ...]) == (1, 2)
+    assert type(declared(1, float)) is float
+    assert declared(None, int | None) is None
+    with pytest.raises(ConfigError, match=r"^expected a valid integer, .*got 'x'\."):
+        declared("x", int)
+
+
+# -- flags, files and builds are one -----------------------------------------------------------------------------
+
+
+def test_a_flag_wins_key_by_key_and_what_is_not_given_is_absent(tmp_path):
+    """Arguments of hooks are joined; a switch of the file can be turned off."""
+    file = write(tmp_path, WHOLE)
+    run = read([file, "--seed", "4", "--no-hook-csv", "--hook-config", "hessian.every_n_steps=7"]).run
+    assert (run.seed, run.strategy, run.sinks.chosen()) == (4, "all", {})
+    assert run.hooks.config == {"hessian": {"epsilon": 0.001, "every_n_steps": 7}}
+    assert read(["digits"]).run.model_fields_set == {"experiment"}
+
+
+def test_a_mistake_in_a_flag_names_the_flag_and_not_the_file(tmp_path):
+    """The file is told of where it is to blame."""
+    with pytest.raises(OptionError) as caught:
+        read([write(tmp_path, WHOLE), "--hooks", "nrms", "--device", "warp"])
+    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == ["--device", "--hooks"]
+
+
+def test_reference_weights_are_the_managers_in_every_build():
+    """A manager gets the path; no hook is given it for an argument."""
+    run = Run(hooks={"names": ["gradient_projection"], "config": {"reference_weights": {"path": "final.pt"}}})
+    assert build(run).options["reference_weights"] == "final.pt"
+    assert build(run, only=["gradient_projection"]).options["reference_weights"] == "final.pt"
+
+
+def test_sinks_by_name_are_those_of_the_package_in_every_build(tmp_path):
+    """For a trainer as for an experiment: a name, a file beside the run file, a path."""
+    (tmp_path / "k_sinks.py").write_text("import hookline\n\n\nclass Own(hookline.sinks.MemorySink):\n    pass\n")
+    file = write(tmp_path, "sinks: {others: [memory, 'k_sinks.py:Own'], prometheus: 0}\n")
+    run = read_file(file)
+    sinks = build(run).make_sinks()
+    assert [type(sink).__name__ for sink in sinks] == ["PrometheusSink", "MemorySink", "Own"]
+    assert isinstance(sinks[1], hl.sinks.MemorySink)
+    for sink in sinks:
+        sink.close()
+    assert list(run.sinks.chosen()) == ["prometheus"]  # port 0 is one that is free, and not "off"
+
+
+def test_an_error_in_a_users_file_comes_through_as_it_is(tmp_path):
+    """It is no mistake of the run file, also where it is a ValueError."""
+    (tmp_path / "k_broken.py").write_text("raise ValueError('mine')\n")
+    with pytest.raises(ValueError, match=r"^mine$"):
+        read_file(write(tmp_path, "hooks: ['k_broken.py:Hook']\n"))
+
+
+def test_help_needs_no_torch_and_the_package_no_pydantic():
+    """Both would be waited for."""
+    code = "import sys, hookline, hookline.lifecycle, hookline.training; sys.exit('pydantic' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    code = "import sys; from hookline.cli.main import main\ntry: main(['run', '--help'])\nexcept SystemExit: "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, stdout=subprocess.DEVNULL).returncode == 0
