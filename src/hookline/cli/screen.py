@@ -105,22 +105,21 @@ class Screen:
         )
         return [self._sink]
 
-    def bar(self) -> Any:
-        """Return a progress bar; None where nothing is shown."""
+    def progress(self) -> Any:
+        """Return what shows how far the run is, for the loop; False where nothing is shown."""
         if self.mode == "none":
-            return None
-        if self._sink is not None:
-            return self._sink.progress_bar()
-        from hookline.sinks.console_live import RunProgress
+            return False
+        from hookline.screen import RunProgress
 
-        return RunProgress(self._console)
+        return RunProgress(self._console) if self._sink is None else self._sink
 
-    def say_what_is_missing(self, known: Iterable[str]) -> None:
-        """Tell of metrics that ``--show`` asked for and that are not among those that came, ``known``."""
+    def say_what_is_missing(self) -> None:
+        """Tell of metrics that ``--show`` asked for and that have not come."""
         if self._sink is None or self.mode == "tables":
             return
+        known = self._sink.names
         names = sorted({*known, *(key.partition("/")[2] for key in known)} - {""})
-        for pattern in self._sink.choice.unmatched():
+        for pattern in self._sink.choice.missing(known):
             meant = did_you_mean(pattern, names)
             self.say(f"--show {pattern}: no metric of that name has come.{meant} All of them: --console tables.")
 
