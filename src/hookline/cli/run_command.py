@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
-from hookline.cli.screen import Screen, messages
+from hookline.cli.screen import Screen, messages, tell_json
 from hookline.plain import to_plain
 from hookline.runs.folder import LOG
 from hookline.runs.named_sinks import sink_files
@@ -63,7 +62,7 @@ def _run_script(arguments: Sequence[str]) -> int:
 
 
 def _show_hooks(asked: Asked) -> int:
-    from hookline.cli import hooks_command as hooks
+    from hookline.cli import hooks
     from hookline.runs.find import find_experiment
 
     if asked.run.experiment is not None:
