@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.cli.main import DONE
+from hookline.cli.parse import split_command
 from hookline.cli.screen import Screen, messages, tell_json
 from hookline.plain import to_plain
 from hookline.runs.folder import LOG
@@ -30,14 +31,14 @@ _STOPPED: Final = {"SIGINT": 130, "SIGTERM": 143}
 
 def run(arguments: Sequence[str]) -> int:
     """Train, and return the exit code; behind a ``--``, start a script in place of an experiment."""
-    if "--" in arguments:
-        return _run_script(arguments)
     with messages(prefix=rank_prefix()):
-        asked = read(arguments)
+        asked = read(*split_command(arguments))
         if asked.how.hooks_list or asked.how.hooks_describe is not None:
             return _show_hooks(asked)
         if asked.run.command:
-            return _run_script(arguments)
+            from hookline.cli.script import run_script
+
+            return run_script(asked)
         if asked.how.dry_run:
             from hookline.cli.dry_run import dry_run
 
@@ -52,13 +53,6 @@ def run(arguments: Sequence[str]) -> int:
         if as_json and is_first_rank():
             tell_json("run", told)
         return code
-
-
-def _run_script(arguments: Sequence[str]) -> int:
-    from hookline.cli.script_command import run_script
-
-    with messages():
-        return run_script(arguments)
 
 
 def _show_hooks(asked: Asked) -> int:
