@@ -15,8 +15,7 @@ from torch import nn
 
 import hookline as hl
 from hookline import errors
-from hookline.cli.screen import messages
-from hookline.cli.shell_hints import shell_text
+from hookline.cli.screen import messages, shell_text
 from hookline.errors import Hint
 from hookline.serve.http.error_answers import refusal_from_error
 

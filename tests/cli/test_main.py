@@ -130,12 +130,15 @@ def test_a_mistake_is_a_sentence_and_exit_code_2(arguments, said, capsys, tmp_pa
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("words", [("train.py",), ("python", "train.py", "--lr", "1"), ("train.py", "--lr", "1")])
+@pytest.mark.parametrize(
+    "words", [("train.py",), ("python", "train.py", "--lr", "1"), ("torchrun", "--nproc-per-node", "2", "train.py")]
+)
 def test_a_script_without_the_two_dashes_is_not_imported(words, capsys, tmp_path):
     """It would train; the error names the command that follows it."""
     Path("train.py").write_text("class Net: ...\nopen('trained', 'w').close()\n")
     assert run_here("run", *words) == 2
-    assert "hookline run -- python train.py" in capsys.readouterr().err
+    program = words[0] if words[0] == "torchrun" else "python"
+    assert f"hookline run -- {program} train.py" in capsys.readouterr().err
     assert not (tmp_path / "trained").exists()
 
 

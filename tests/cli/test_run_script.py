@@ -16,7 +16,7 @@ import torch
 from helpers_waiting import PATIENCE
 from torch import nn
 
-from hookline.cli import script_command
+from hookline.cli import script
 from hookline.cli.main import main
 from hookline.errors import NoMatchError
 from hookline.integrations.host_facts import arguments_by_name
@@ -83,7 +83,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "own_hook.py").write_text(HOOK)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(script_command, "_is_in_foreground", lambda: False)
+    monkeypatch.setattr(script, "_is_in_foreground", lambda: False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return tmp_path
 
@@ -107,21 +107,18 @@ def _records(folder: Path) -> list[Any]:
     return [json.loads(line) for line in lines if '"metrics"' in line]
 
 
-def test_a_script_ends_with_the_same_bits_and_its_own_exit_code(folder: Path, capfd: Any) -> None:
+def test_a_script_ends_with_the_same_bits_and_its_own_exit_code(
+    folder: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = subprocess.Popen([sys.executable, "train.py", str(folder / "plain.pt"), "0"], stdout=subprocess.DEVNULL)
     own = folder / "own_start"
     own.mkdir()
     (own / "sitecustomize.py").write_text("import os; os.environ['OWN_START'] = 'ran'; print('own sitecustomize')")
-    os.environ["PYTHONPATH"], before = str(own), os.environ.get("PYTHONPATH")
+    monkeypatch.setenv("PYTHONPATH", str(own), prepend=os.pathsep)
     hooks = ["--hooks", "norms", "own_hook.py:Drawing", "--hook-config"]
-    try:
-        code = main(["run", *hooks, "drawing.size=3", "--hook-csv", "--", "train.py", str(folder / "a.pt"), "3"])
-        assert code == 3
-        control = main(["run", *hooks, "drawing.size=-1", "--no-report", "--", "train.py", str(folder / "b.pt"), "0"])
-    finally:
-        os.environ.pop("PYTHONPATH")
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
+    code = main(["run", *hooks, "drawing.size=3", "--hook-csv", "--", "train.py", str(folder / "a.pt"), "3"])
+    assert code == 3
+    control = main(["run", *hooks, "drawing.size=-1", "--no-report", "--", "train.py", str(folder / "b.pt"), "0"])
     assert plain.wait(PATIENCE) == control == 0
     assert _same(_saved(folder / "a.pt"), _saved(folder / "plain.pt"))
     assert not _same(_saved(folder / "b.pt"), _saved(folder / "plain.pt"))
@@ -339,7 +336,7 @@ def test_what_the_model_has_no_place_for_is_told_at_the_first_step_and_the_rest_
     (folder / "script.py").write_text(UNATTACHABLE)
     (folder / "hooks.json").write_text(SPECS)
     (folder / "refusing.py").write_text("def factory(config):\n    raise ValueError('not today')\n")
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     asked = ["--hooks", "norms", "stats", "--hook-config", "stats.targets=blocks.9", "--hook-specs", "hooks.json"]
     assert main(["run", *asked, "--no-report", "--", "script.py", str(own_code)]) == code
     lines = capfd.readouterr().err.splitlines()
@@ -429,11 +426,11 @@ def test_a_run_file_may_name_the_command(folder: Path, capfd: Any) -> None:
 
 
 WRONG = {
-    "experiment": (["mod_arithmetic", "--", "train.py"], "Two things were asked to run"),
+    "experiment": (["mod_arithmetic", "--", "train.py"], "the experiment 'mod_arithmetic'"),
     "nothing": (["--hooks", "norms", "--"], "no command behind the --"),
     "program": (["--", "no_such_program"], "There is no program 'no_such_program'"),
     "file": (["--", "no_such_file.py"], "There is no file 'no_such_file.py'"),
-    "training": (["--seed", "3", "--resume", "--", "train.py"], "--resume, --seed: that is for experiments"),
+    "training": (["--seed", "3", "--resume", "--", "train.py"], "--resume: that is for experiments"),
     "screen": (["--console", "tables", "--", "train.py"], "--console: that is for experiments"),
     "hook": (["--hooks", "norm", "--", "train.py"], "norms"),
     "config": (["--hooks", "norms", "--hook-config", "hessian.epsilon=1", "--", "train.py"], "hessian"),
@@ -445,7 +442,7 @@ WRONG = {
         ["--snapshot-every", "x", "--", "train.py"],
         "--snapshot-every: a whole number is wanted,",
     ),
-    "word": (["--hooks", "norms", "--no-report", "run.yaml", "more", "--", "train.py"], "'more' is one word too many"),
+    "word": (["mod_arithmetic", "more", "--hooks", "norms", "--", "train.py"], "'more' is one word too many"),
     "own": (["--hooks", "own_hook.py:Drawing", "--hook-config", "drawing.size=99", "--", "train.py"], "at most 9"),
 }
 
@@ -678,6 +675,17 @@ def test_a_run_has_the_name_that_it_was_given_and_the_arguments_of_its_script(fo
         told = json.loads((run / "run.json").read_text())
         assert (told["name"], told["config"]) == (name, {"width": 64, "amp": True})
         assert f"<title>{name}" in (run / "report.html").read_text()
+
+
+def test_a_sink_is_known_by_its_name(folder: Path, capfd: Any) -> None:
+    """As without a script."""
+    (folder / "script.py").write_text(ONE_EPOCH)
+    asked = ["--hooks", "norms", "--hook-sink", "memory", "--no-report"]
+    assert main(["run", *asked, "--", sys.executable, "script.py"]) == 0
+    assert "not attached" not in capfd.readouterr().err
+    facts = json.loads((folder / "runs/script/script/run.json").read_text())
+    assert facts["sinks"] == ["MemorySink"]
+    assert facts["result"]["steps"] == 30
 
 
 def test_a_negative_interval_is_refused(folder: Path, capfd: Any) -> None:

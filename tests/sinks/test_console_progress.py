@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from hookline.sinks.console_live import RunProgress
+from hookline.screen import RunProgress
 from hookline.sinks.console_sink import ConsoleSink
 
 
@@ -36,10 +36,10 @@ def test_without_a_terminal_a_line_comes_every_ten_seconds_and_at_the_end():
     progress.start(100, "epochs")
     for _ in range(50):
         clock.now += 0.5
-        progress.advance(loss=0.123456)
+        progress.advance(1, lambda: {"loss": 0.123456})
     clock.now += 0.5
-    progress.advance(loss=0.5, val_acc=1.0)
-    progress.stop()
+    progress.advance()
+    progress.stop({"loss": 0.5, "val_acc": 1.0})
     progress.stop()
     assert file.getvalue().splitlines() == [
         "20/100 epochs · 2.0/s · 0:00:40 left · loss 0.1235",
@@ -74,7 +74,7 @@ def test_on_a_terminal_there_is_a_bar_and_the_cursor_comes_back():
     progress.start(1000, "steps")
     for _ in range(1000):
         clock.now += 0.001
-        progress.advance(loss=0.25)
+        progress.advance(1, lambda: {"loss": 0.25})
     progress.stop()
     text = console.file.getvalue()
     assert "1000/1000" in text
@@ -87,13 +87,13 @@ def test_tables_are_printed_above_the_bar():
     """Bar and sink share a console, so neither writes over the other."""
     console = on_screen()
     sink = ConsoleSink(console=console)
-    progress = sink.progress_bar()
-    progress.start(2, "epochs")
+    sink.start(2, "epochs")
     sink.emit({"a/b": 1.0}, 0, "SNAPSHOT")
-    progress.advance(2)
-    progress.stop()
+    sink.emit({"eval/val_acc": 0.5}, 0, "SNAPSHOT")
+    sink.advance(2)
+    sink.stop()
     text = console.file.getvalue()
-    assert "1.000000" in text
+    assert text.count("Hook Metrics") == 1  # hooks and evaluation in one table, since the loop says when both are there
     assert text.rindex("2/2") > text.rindex("1.000000")
 
 
@@ -102,13 +102,11 @@ def test_in_live_mode_the_bar_is_beside_the_column_and_below_it_on_a_narrow_scre
     for width, beside in ((110, True), (70, False)):
         console = on_screen(width)
         sink = ConsoleSink("live", {"T": {"loss": "t/loss"}}, console=console)
-        progress = sink.progress_bar()
-        progress.start(10, "epochs")
+        sink.start(10, "epochs")
         sink.emit({"t/loss": 1.0}, 0, "POST_EPOCH")
-        progress.advance(5)
-        progress.stop()
+        sink.advance(5)
         paper = Console(file=io.StringIO(), width=width)
-        paper.print(sink.live)
+        paper.print(sink)
         lines = paper.file.getvalue().splitlines()
         (line,) = [line for line in lines if "5/10" in line]
         assert ("╮" in line) is beside
@@ -117,14 +115,13 @@ def test_in_live_mode_the_bar_is_beside_the_column_and_below_it_on_a_narrow_scre
 
 
 def test_it_is_cheap_to_advance():
-    """A step moves on a number and asks the clock; the bar is drawn when a tenth of a second has gone by."""
+    """The metrics are read, which waits for the device, and drawn when a tenth of a second has gone by."""
     console, clock = on_screen(), Clock()
     progress = RunProgress(console, clock=clock)
     progress.start(100, "steps")
-    drawings = []
-    progress._draw = lambda: drawings.append(clock.now)  # type: ignore[method-assign]
+    read: list[dict[str, float]] = []
     for _ in range(100):
         clock.now += 1 / 32
-        progress.advance()
-    assert len(drawings) == 25
+        progress.advance(1, lambda: read.append({}) or {})  # type: ignore[func-returns-value]
+    assert len(read) == 25
     progress.stop()

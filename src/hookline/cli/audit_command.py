@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from tyro.conf import Positional
 
-from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE, FAILED, NOT_ATTACHED, WRONG_USE
-from hookline.cli.parse import flag, parse
-from hookline.cli.screen import messages, tell
-from hookline.cli.script_request import split_command
+from hookline.cli.parse import flag, parse, split_command
+from hookline.cli.screen import messages, tell, tell_json
 from hookline.errors import OptionError
 from hookline.load import load_object
 

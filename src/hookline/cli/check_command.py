@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional
 
-from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
-from hookline.cli.named_model import model_at
+from hookline.cli.models import model_at
 from hookline.cli.parse import flag, parse
-from hookline.cli.screen import print_table, tell
-from hookline.cli.shell_hints import shell_text
+from hookline.cli.screen import print_table, shell_text, tell, tell_json
 from hookline.errors import ConfigError, HooklineError, NoMatchError, OptionError
 from hookline.load import add_current_folder_to_path
 

@@ -10,9 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
-from hookline.cli.screen import print_table, size, tell
+from hookline.cli.screen import print_table, size, tell, tell_json
 from hookline.plain import to_plain
 from hookline.runs.build import Built, build
 from hookline.runs.experiment import RunExperiment, make_experiment

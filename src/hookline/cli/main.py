@@ -10,11 +10,9 @@ import importlib
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
-from types import TracebackType
 from typing import Final
 
-__all__ = ["COMMANDS", "DONE", "FAILED", "NOT_ATTACHED", "WRONG_USE", "main", "own_text"]
+__all__ = ["COMMANDS", "DONE", "FAILED", "NOT_ATTACHED", "WRONG_USE", "main"]
 
 DONE: Final = 0
 FAILED: Final = 1
@@ -24,21 +22,19 @@ WRONG_USE: Final = 2
 NOT_ATTACHED: Final = 3
 """A script has run to its end, and not all that was asked for could be attached to its model."""
 
-_PACKAGE: Final = Path(__file__).resolve().parent.parent
-
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "run": ("hookline.cli.run_command", "train an experiment, or a script of your own, with hooks"),
-    "hooks": ("hookline.cli.hooks_command", "list the hooks there are, or describe some"),
-    "find": ("hookline.cli.find_command", "show the modules of a model that a pattern matches"),
-    "doctor": ("hookline.cli.doctor_command", "say who hooks what in a model, and where no hook would fire"),
+    "hooks": ("hookline.cli.hooks", "list the hooks there are, or describe some"),
+    "find": ("hookline.cli.find", "show the modules of a model that a pattern matches"),
+    "doctor": ("hookline.cli.doctor", "say who hooks what in a model, and where no hook would fire"),
     "audit": ("hookline.cli.audit_command", "train with and without hooks, and say which hook changes the run"),
     "check": ("hookline.cli.check_command", "check a run file, or a file of hooks"),
     "schema": ("hookline.cli.schema_command", "print the JSON schema of such files, for editors"),
-    "serve": ("hookline.cli.serve_command", "serve a model over HTTP, with hooks"),
-    "report": ("hookline.cli.report_command", "make the HTML page of one or more runs"),
-    "compare": ("hookline.cli.compare_command", "find where two traced runs part, and whether that is rounding"),
-    "replay": ("hookline.cli.replay_command", "feed a run's records to another destination"),
-    "new": ("hookline.cli.new_command", "write a file to start from: experiment, hook or sink"),
+    "serve": ("hookline.cli.serve", "serve a model over HTTP, with hooks"),
+    "report": ("hookline.cli.report", "make the HTML page of one or more runs"),
+    "compare": ("hookline.cli.compare", "find where two traced runs part, and whether that is rounding"),
+    "replay": ("hookline.cli.replay", "feed a run's records to another destination"),
+    "new": ("hookline.cli.new", "write a file to start from: experiment, hook or sink"),
 }
 """Each command: the module that has a function of its name, which takes the arguments; and what it does."""
 
@@ -144,66 +140,16 @@ def _explain(error: BaseException, *, debug: bool) -> int:
 
 
 def _print_error(error: BaseException, *, debug: bool) -> None:
-    """Print the text of an error of hookline; of another, the frames that are the user's."""
-    from hookline.cli.shell_hints import shell_text
-    from hookline.errors import HooklineError, help_line
+    """Print an error of hookline as a sentence; of others, or where the user's code called it, the user's frames."""
+    from hookline.cli.screen import has_own_frames, own_text, shell_text
+    from hookline.errors import HooklineError, MissingPackageError, help_line
 
     if debug:
         traceback.print_exception(error)
-    elif isinstance(error, HooklineError) and _is_enough(error):
+    elif isinstance(error, MissingPackageError) or (isinstance(error, HooklineError) and not has_own_frames(error)):
         notes = getattr(error, "__notes__", ())
         if not sys.stderr.isatty():  # a log has no use for the address, and most lines of a pipe are read by programs
             notes = [note for note in notes if note != help_line(type(error))]
         print("\n".join([f"hookline: {shell_text(error)}", *notes]), file=sys.stderr)
     else:
         print(own_text(error), file=sys.stderr)
-
-
-def _is_enough(error: BaseException) -> bool:
-    """Return whether the sentence is enough: no code of the user called it, or a package is missing.
-
-    An error that an embedded experiment raises is about its options.
-    """
-    from hookline.errors import MissingPackageError
-
-    frames = _own_frames(error.__traceback__)
-    theirs = [frame for frame in frames if not Path(frame.filename).resolve().is_relative_to(_PACKAGE)]
-    return isinstance(error, MissingPackageError) or not theirs
-
-
-def _own_frames(trace: TracebackType | None) -> traceback.StackSummary:
-    """Return the frames of code that is neither hookline's nor an installed package's."""
-    frames = traceback.extract_tb(trace)
-    return traceback.StackSummary.from_list([frame for frame in frames if _is_users(frame.filename)])
-
-
-def _is_users(filename: str) -> bool:
-    if filename.startswith("<"):
-        return False
-    path = Path(filename).resolve()
-    if path.is_relative_to(_PACKAGE):
-        # The experiments that come with hookline are read as examples; an error in them is shown as in one's own.
-        return path.parent.name == "experiments"
-    return "site-packages" not in path.parts and not path.is_relative_to(Path(traceback.__file__).resolve().parent)
-
-
-def own_text(error: BaseException) -> str:
-    """Return the frames of an error that are the user's, and what it says."""
-    frames, lines = _own_frames(error.__traceback__), []
-    if frames:
-        is_embedded = all(Path(frame.filename).resolve().is_relative_to(_PACKAGE) for frame in frames)
-        lines.append(f"Traceback ({'the experiment' if is_embedded else 'your code'}; all of it: --debug):")
-    elif not (isinstance(error, SyntaxError) and _is_users(error.filename or "<")):  # that names its place itself
-        frames = _last_call(error.__traceback__)
-        lines.append("Traceback (none of it is your code; from hookline's last call on; all of it: --debug):")
-    if frames:
-        lines.append("".join(frames.format()).rstrip())
-    lines.append("".join(traceback.format_exception_only(error)).rstrip())
-    return "\n".join(lines)
-
-
-def _last_call(trace: TracebackType | None) -> traceback.StackSummary:
-    """Return the frames from the last one of hookline on: there a loss that is torch's own function is called."""
-    frames = traceback.extract_tb(trace)
-    ours = [place for place, frame in enumerate(frames) if Path(frame.filename).resolve().is_relative_to(_PACKAGE)]
-    return traceback.StackSummary.from_list(frames[ours[-1] if ours else 0 :])

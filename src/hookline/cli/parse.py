@@ -11,9 +11,10 @@ from typing import TypeVar
 
 from tyro.conf import FlagCreatePairsOff
 
+from hookline.errors import OptionError
 from hookline.runs.flags import flag, read_flags
 
-__all__ = ["flag", "parse"]
+__all__ = ["flag", "parse", "split_command"]
 
 _Options = TypeVar("_Options")
 
@@ -25,3 +26,14 @@ def parse(cls: type[_Options], arguments: Sequence[str], command: str) -> _Optio
         cls, arguments, f"hookline {command}", description=about, config=(FlagCreatePairsOff,)
     )
     return options
+
+
+def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments before the first ``--``, and the command behind it; nothing for what there is not."""
+    given = list(arguments)
+    if "--" not in given:
+        return given, []
+    place = given.index("--")
+    if place == len(given) - 1:
+        raise OptionError("There is no command behind the --. Next: write it as a shell has it: -- python train.py.")
+    return given[:place], given[place + 1 :]

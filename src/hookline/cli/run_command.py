@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
-from hookline.cli.screen import Screen, messages
+from hookline.cli.parse import split_command
+from hookline.cli.screen import Screen, messages, tell_json
 from hookline.plain import to_plain
 from hookline.runs.folder import LOG
 from hookline.runs.named_sinks import sink_files
@@ -31,14 +31,14 @@ _STOPPED: Final = {"SIGINT": 130, "SIGTERM": 143}
 
 def run(arguments: Sequence[str]) -> int:
     """Train, and return the exit code; behind a ``--``, start a script in place of an experiment."""
-    if "--" in arguments:
-        return _run_script(arguments)
     with messages(prefix=rank_prefix()):
-        asked = read(arguments)
+        asked = read(*split_command(arguments))
         if asked.how.hooks_list or asked.how.hooks_describe is not None:
             return _show_hooks(asked)
         if asked.run.command:
-            return _run_script(arguments)
+            from hookline.cli.script import run_script
+
+            return run_script(asked)
         if asked.how.dry_run:
             from hookline.cli.dry_run import dry_run
 
@@ -55,15 +55,8 @@ def run(arguments: Sequence[str]) -> int:
         return code
 
 
-def _run_script(arguments: Sequence[str]) -> int:
-    from hookline.cli.script_command import run_script
-
-    with messages():
-        return run_script(arguments)
-
-
 def _show_hooks(asked: Asked) -> int:
-    from hookline.cli import hooks_command as hooks
+    from hookline.cli import hooks
     from hookline.runs.find import find_experiment
 
     if asked.run.experiment is not None:

@@ -1,31 +1,47 @@
-"""Print tables and lines, and show a run while it lasts: a live view, lines, tables, a progress bar, or nothing.
+"""Print what a command says: lines, tables, JSON, warnings, errors; and show a run while it lasts.
 
-Every command prints by these functions; `session` takes the console sink and the bar from `Screen`. Warnings and
-log messages of hookline become lines. rich is imported when something is shown.
+Every command prints by these functions; a run takes its console sink and its progress from `Screen`. rich is imported
+when something is shown.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shlex
 import sys
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.cli.shell_hints import shell_text
+from hookline.errors import Hint
 from hookline.messages import did_you_mean
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hookline.errors import HooklineError, HooklineWarning
     from hookline.runs.run import Run
 
-__all__ = ["Screen", "messages", "mode_of", "print_table", "size", "tell"]
+__all__ = [
+    "Screen", "has_own_frames", "messages", "mode_of", "own_text", "print_table", "shell_text", "size", "tell",
+    "tell_json",
+]  # fmt: skip
 
 _WIDE: Final = 160
 """Columns of a table in a file or a pipe."""
+_JSON_VERSION: Final = 1
+"""Goes up when a key of ``--json`` is renamed, taken away, or means something else; keys may be added."""
+_PACKAGE: Final = Path(__file__).resolve().parent.parent
+_HINTS: Final = {
+    Hint.RESUME_ANYWAY: "To go on all the same: --force.",
+    Hint.REFERENCE_WEIGHTS: "Give it some: --hook-config reference_weights.path=FILE.",
+    Hint.LATER_FAILURES: "Further failures are counted in run.json.",
+}
 
 
 def _console() -> Console:
@@ -57,6 +73,12 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 def tell(text: str = "") -> None:
     """Print a line as it is."""
     print(text, flush=True)
+
+
+def tell_json(command: str, values: dict[str, Any]) -> None:
+    """Print ``values`` as the JSON of ``command``, with format and version before them."""
+    found = {"format": f"hookline.{command}", "version": _JSON_VERSION, **values}
+    tell(json.dumps(found, indent=1, allow_nan=False, ensure_ascii=False))
 
 
 def size(nbytes: int) -> str:
@@ -105,22 +127,21 @@ class Screen:
         )
         return [self._sink]
 
-    def bar(self) -> Any:
-        """Return a progress bar; None where nothing is shown."""
+    def progress(self) -> Any:
+        """Return what shows how far the run is, for the loop; False where nothing is shown."""
         if self.mode == "none":
-            return None
-        if self._sink is not None:
-            return self._sink.progress_bar()
-        from hookline.sinks.console_live import RunProgress
+            return False
+        from hookline.screen import RunProgress
 
-        return RunProgress(self._console)
+        return RunProgress(self._console) if self._sink is None else self._sink
 
-    def say_what_is_missing(self, known: Iterable[str]) -> None:
-        """Tell of metrics that ``--show`` asked for and that are not among those that came, ``known``."""
+    def say_what_is_missing(self) -> None:
+        """Tell of metrics that ``--show`` asked for and that have not come."""
         if self._sink is None or self.mode == "tables":
             return
+        known = self._sink.names
         names = sorted({*known, *(key.partition("/")[2] for key in known)} - {""})
-        for pattern in self._sink.choice.unmatched():
+        for pattern in self._sink.choice.missing(known):
             meant = did_you_mean(pattern, names)
             self.say(f"--show {pattern}: no metric of that name has come.{meant} All of them: --console tables.")
 
@@ -136,32 +157,61 @@ def mode_of(asked: str | None, *, can_redraw: bool) -> str:
     return "lines" if mode == "live" and not can_redraw else mode
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Return whether a log message is printed.
-
-    Not that a checkpoint was saved: there may be one every second. Nor, at level INFO, where an error came from: a
-    warning has said it in a sentence.
-    """
-    is_known = record.name.startswith("hookline.training.") or record.exc_info is not None
-    return record.levelno > logging.INFO or not is_known
+# -- errors and warnings -----------------------------------------------------------------------------------------
 
 
-class _Format(logging.Formatter):
-    """Format a message as a line; of an error, the frames that are the user's."""
+def shell_text(problem: HooklineError | HooklineWarning, model: str = "MODEL") -> str:
+    """Return what an error or a warning says, with its hint for a shell; ``model`` is what ``find`` calls the model."""
+    return problem.text({**_HINTS, Hint.LIST_MODULES: f"See all: hookline find {shlex.quote(model)}"})
 
-    def formatException(self, ei: Any) -> str:
-        """Return the text of an error."""
-        from hookline.cli.main import own_text
 
-        return own_text(ei[1])
+def own_text(error: BaseException) -> str:
+    """Return what an error says, below the frames of the user's code; without any, below hookline's last call."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_users(frame.filename)]
+    title = "Traceback (your code; all of it: --debug):"
+    if not own and not (isinstance(error, SyntaxError) and _is_users(error.filename or "<")):  # that names its place
+        ours = [place for place, frame in enumerate(frames) if _is_ours(frame.filename)]
+        own = frames[ours[-1] if ours else 0 :]
+        title = "Traceback (none of it is your code; from hookline's last call on; all of it: --debug):"
+    shown = [title, *traceback.format_list(own)] if own else []
+    return "\n".join(text.rstrip() for text in [*shown, *traceback.format_exception_only(error)])
+
+
+def has_own_frames(error: BaseException) -> bool:
+    """Return whether code of the user was running when ``error`` was raised."""
+    return any(_is_users(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+
+
+def _is_ours(filename: str) -> bool:
+    return Path(filename).resolve().is_relative_to(_PACKAGE)
+
+
+def _is_users(filename: str) -> bool:
+    """Return whether a file is neither hookline's nor that of an installed package or of Python itself."""
+    path = Path(filename).resolve()
+    is_installed = "site-packages" in path.parts or path.is_relative_to(Path(traceback.__file__).resolve().parent)
+    return not (filename.startswith("<") or is_installed or _is_ours(filename))
 
 
 class _Lines(logging.Handler):
     """Print to the standard error of the moment: while a progress bar is drawn, that is the bar's."""
 
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self._prefix = prefix
+
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a line."""
-        print(self.format(record), file=sys.stderr)
+        """Print a line.
+
+        Not that a checkpoint was saved: there may be one every second. Nor, at level INFO, where an error came from: a
+        warning has said it in a sentence.
+        """
+        if record.levelno <= logging.INFO and (record.name.startswith("hookline.training.") or record.exc_info):
+            return
+        error = record.exc_info[1] if record.exc_info else None
+        shown = [] if error is None else [own_text(error)]
+        print("\n".join([f"{self._prefix}{record.getMessage()}", *shown]), file=sys.stderr)
 
 
 @contextmanager
@@ -170,9 +220,7 @@ def messages(prefix: str = "hookline: ") -> Iterator[None]:
     from hookline.errors import HooklineWarning
 
     logger = logging.getLogger("hookline")
-    handler = _Lines()
-    handler.setFormatter(_Format(f"{prefix}%(message)s"))
-    handler.addFilter(_is_news)
+    handler = _Lines(prefix)
     level = logger.level
     shown = warnings.showwarning
 

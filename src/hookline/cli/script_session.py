@@ -2,7 +2,7 @@
 
 ``sitecustomize`` of ``hookline.integrations.script_start`` calls `begin_script` in the script's process, and
 `script_lightning` makes a `ScriptSession` of its own. Whatever goes wrong before hooks are attached is written down for
-`script_command`, and the script runs on as if nothing were there.
+`hookline.cli.script`, and the script runs on as if nothing were there.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from hookline.cli.script import command_name
 from hookline.distributed.ranks import this_rank
 from hookline.error_policy import error_text
 from hookline.errors import HooklineError, HooklineWarning, NoMatchError
@@ -27,9 +28,9 @@ from hookline.integrations.resources import ResourcesHook
 from hookline.integrations.sigterm import at_sigterm
 from hookline.integrations.snapshot_steps import OFTEN_AT_FIRST, SnapshotSteps, can_count_steps
 from hookline.lifecycle.manager import HookManager
+from hookline.plain import to_plain
 from hookline.records.sink import MetricSink
 from hookline.runs.build import build
-from hookline.runs.documents import read_document
 from hookline.runs.folder import LOG, STRATEGY, RunNotes, new_folder
 from hookline.runs.read import read_file
 from hookline.training.loops import LoopResult
@@ -48,10 +49,6 @@ RUN_FILE: Final = "HOOKLINE_RUN"
 """The environment variable that names the run file; nothing is followed without it."""
 NOTES: Final = "HOOKLINE_RUN_NOTES"
 """The folder in which processes write down how far they came."""
-NAME: Final = "HOOKLINE_RUN_NAME"
-"""What the folder of the run is called."""
-SNAPSHOT_EVERY: Final = "HOOKLINE_RUN_SNAPSHOT_EVERY"
-"""How many steps from one report to the next, if that was asked for; 0 for the ends of epochs."""
 _ON_ERROR: Final = "disable"
 """A hook that raises does not end a script that it does not own, unless that was asked for."""
 _FLUSH_EVERY: Final = 50
@@ -150,10 +147,10 @@ class ScriptSession:
     """The one that a callback of Lightning drives; then the script is not followed by its optimizer as well."""
 
     def __init__(self, run_file: Path) -> None:
-        self._built = build(read_file(run_file))
-        self._asked: dict[str, Any] = read_document(run_file).values
-        self._name = os.environ.get(NAME) or script_name()
-        self._output_dir = str(Path(self._asked.get("output_dir", "runs")).absolute())  # the script may go elsewhere
+        run = self._asked = read_file(run_file, of_script=True)
+        self._built = build(run)
+        self._name = command_name(run.command) if run.command else script_name()
+        self._output_dir = str(Path(run.output_dir).absolute())  # the script may go elsewhere
         self._newest = _NewestLoss()
         self._notes: RunNotes | None = None
         self.began = time.perf_counter()
@@ -164,11 +161,11 @@ class ScriptSession:
         self.specs = self._built.specs
         """Hooks on modules."""
         hooks = [*self._built.hooks, ResourcesHook()]
-        asked = os.environ.get(SNAPSHOT_EVERY)
-        by_steps = can_count_steps(hooks) if asked is None else asked != "0"
+        every = run.snapshot_every
+        by_steps = can_count_steps(hooks) if every is None else every > 0
         self.loop = "step" if by_steps else "epoch"
         """What the run counts. Epochs only where a hook needs them: a script of one epoch would have one report."""
-        self.snapshots = (SnapshotSteps(int(asked)) if asked else OFTEN_AT_FIRST) if by_steps else SnapshotSteps(1)
+        self.snapshots = (SnapshotSteps(every) if every else OFTEN_AT_FIRST) if by_steps else SnapshotSteps(1)
         """When watches and trackers report."""
         self.manager = self._make_manager(hooks)
         self._run: Follow | None = None
@@ -251,9 +248,10 @@ class ScriptSession:
         note("followed", json.dumps({"folder": str(self.folder or ""), "rank": this_rank()}))
         if self._notes is None:
             return
-        asked = {"experiment": self._name, "name": self._asked.get("name"), "options": self._asked}
-        asked |= {"command": self._asked["command"]} if "command" in self._asked else {}
-        self._notes.begin({**host_facts(model, optimizer), **asked})
+        run = self._asked
+        asked = {"experiment": self._name, "name": run.name, "options": to_plain(run.model_dump(exclude_unset=True))}
+        command = {"command": run.command} if run.command else {}
+        self._notes.begin({**host_facts(model, optimizer), **asked, **command})
         self._autocast = AutocastNoted(self._notes.add)
 
     def _end_by_signal(self, run: Follow) -> None:

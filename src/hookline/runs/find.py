@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hookline.errors import ConfigError, OptionError
 from hookline.load import load_object
@@ -23,6 +23,9 @@ from hookline.messages import unknown_name_text
 from hookline.runs.embedded import EMBEDDED
 
 __all__ = ["FoundExperiment", "find_experiment"]
+
+_LAUNCHERS: Final = ("python", "torchrun", "accelerate", "deepspeed")
+"""Programs that start scripts, also where they are not on the PATH."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def find_experiment(path: str) -> FoundExperiment:
     if path in EMBEDDED:
         return replace(_found(load_object(EMBEDDED[path], wanted="an experiment"), path), name=path)
     if ":" not in path and "." not in path and "/" not in path:
-        if shutil.which(path):
+        if path in _LAUNCHERS or shutil.which(path):
             raise OptionError(f"{path} is a program, which stands behind --: hookline run -- {path} train.py.")
         raise OptionError(
             f"Unknown experiment {path!r}.{unknown_name_text(path, list(EMBEDDED))} One of your own: "

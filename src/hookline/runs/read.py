@@ -121,11 +121,16 @@ def read(arguments: Sequence[str], command: Sequence[str] = ()) -> Asked:
     return Asked(_validated(sources, found, faults, is_unknown=found is None), found, how)
 
 
-def read_file(path: str | Path) -> Run:
-    """Return the run of a file, for a trainer: what the file says of training itself is the trainer's to decide."""
+def read_file(path: str | Path, *, of_script: bool = False) -> Run:
+    """Return the run of a file, for a trainer: what the file says of training itself is the trainer's to decide.
+
+    Args:
+        path: The run file.
+        of_script: Keep what it says of a script: its command, the folder and name of the run, how often it reports.
+    """
     document = read_document(path)
     values = placed_files(_values(document), Path(path).parent)
-    kept = _only(values, _OF_HOOKS)
+    kept = _only(values, _OF_SCRIPTS if of_script else _OF_HOOKS)
     if len(kept) < len(values):
         logger.info("%s: the trainer decides about %s", path, ", ".join(sorted(set(values) - set(kept))))
     return _validated([_source(document, kept)], None, [])

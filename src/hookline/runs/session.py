@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from hookline.errors import HooklineWarning, OptionError, ResumeError
 from hookline.plain import to_plain
 from hookline.records.readers import FanOut
-from hookline.records.sink import MetricSink
 from hookline.runs.build import Built, build
 from hookline.runs.experiment import RunExperiment, make_experiment
 from hookline.runs.folder import (
@@ -59,17 +58,6 @@ class Ended:
         return getattr(self.result, "interrupted", None)
 
 
-class _SeenMetrics(MetricSink):
-    """Keep the names of the metrics that have come."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
-        """Keep the names."""
-        self.names.update(metrics)
-
-
 class Session:
     """Run the strategies of a run, one after the other; hooks are made once, and each strategy resets them.
 
@@ -88,7 +76,6 @@ class Session:
         """The hooks, once the first strategy has made them."""
         self._built: Built | None = None
         self._sinks: list[Any] = []
-        self._seen = _SeenMetrics()
 
     def run(self, strategy: str, *, may_be_new: bool) -> Ended:
         """Make the experiment, train it, and write ``run.json``."""
@@ -145,7 +132,7 @@ class Session:
             return None
         if is_first_rank():  # some sinks begin a run somewhere when they are made
             self._sinks = [*self._shown.sinks(made.epochs_to_snapshot), *built.make_sinks()]
-        sinks = FanOut([*self._sinks, self._seen], log=folder / LOG)
+        sinks = FanOut(self._sinks, log=folder / LOG)
         manager = built.make_manager(self.hooks or [*built.hooks, *own], loop_type=made.loop, sinks=sinks)
         self.hooks = list(manager.hooks.values())
         made.report_trackers_to(manager)
@@ -198,7 +185,7 @@ class Session:
         }
         try:
             checkpoints = self._checkpoints(made, folder / "checkpoints")
-            result = made.train(manager, context, checkpoints, resume=resume, progress=self._shown.bar() or False)
+            result = made.train(manager, context, checkpoints, resume=resume, progress=self._shown.progress())
         except ResumeError:  # nothing was begun: what the folder says of the run stays
             notes.undo()
             raise
@@ -210,7 +197,7 @@ class Session:
             self._shown.say(_left_at_once(folder))
             raise
         if manager is not None:
-            self._shown.say_what_is_missing(self._seen.names)
+            self._shown.say_what_is_missing()
             self._say_what_failed(manager)
         status = "stopped" if getattr(result, "interrupted", None) else "finished"
         seconds = time.perf_counter() - began

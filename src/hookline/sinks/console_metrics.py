@@ -1,6 +1,6 @@
-"""Format metrics for a screen: how a value reads, which metrics of many are shown, and the columns of a line.
+"""Choose and format metrics for a screen: how a value reads, which metrics of many are shown, the columns of a line.
 
-`ConsoleSink` and its live column call these; nothing here knows of rich.
+`ConsoleSink` calls these; nothing here knows of rich.
 """
 
 from __future__ import annotations
@@ -12,25 +12,19 @@ from typing import Any, Final
 
 from hookline.records.sink import Record
 
-__all__ = [
-    "DOWN", "UP", "MetricChoice", "SnapshotLines", "format_value", "has_nonfinite", "printable", "split_key", "trend",
-    "typical",
-]  # fmt: skip
+__all__ = ["MetricChoice", "SnapshotLines", "format_value", "has_nonfinite", "split_key", "trend", "typical"]
 
-UP: Final = "▲"
-DOWN: Final = "▼"
-_FLAT: Final = "━"
-_ASCII: Final = {UP: "^", DOWN: "v", _FLAT: "-", "·": "-", "–": "-"}
 _LEAST_CHANGE: Final = 0.01
 """A change of less than one percent is no trend."""
 _LONGEST: Final = 60
 """Characters of a text that are shown."""
 _MAX_NUMBERS: Final = 8
 """Numbers in a line: with their names they fit into about 110 characters."""
+_MAX_ROWS: Final = 24
+"""Metrics in a column where the user has chosen none."""
 _EVALUATION: Final = ("eval", "training_metrics")
-"""Both report the evaluation: of two equal metrics one is shown, that of the first, which is newer in the step loop."""
-_FIRST: Final = ("loss", "val_acc", "val_loss", "train_acc")
-_ALWAYS_FIRST: Final = tuple(f"{hook}/{name}" for name in _FIRST for hook in _EVALUATION)
+"""Both report the evaluation: of two metrics with one name the first is shown, which is newer in the step loop."""
+_FIRST: Final = tuple(f"{hook}/{name}" for name in ("loss", "val_acc", "val_loss", "train_acc") for hook in _EVALUATION)
 _WIDTH: Final = 9
 """Characters of a number: ``-0.001234``, ``-1.23e-05``."""
 _ROWS: Final = 30
@@ -105,16 +99,13 @@ def has_nonfinite(value: Any) -> bool:
     return isinstance(middle, float) and not math.isfinite(middle)
 
 
-def trend(values: Sequence[float | int]) -> str:
-    """Return ▲, ▼ or ━, by the last three values; nothing for a single one, and for integers, which are counts."""
-    recent = values[-3:]
-    if len(recent) < 2 or isinstance(recent[-1], int):
+def trend(values: Sequence[float]) -> str:
+    """Return ▲, ▼ or ━ by the first and the last of ``values``; nothing for a single one."""
+    if len(values) < 2 or math.isnan(values[-1] - values[0]):
         return ""
-    before, change = recent[0], recent[-1] - recent[0]
-    if math.isnan(change):
-        return ""
+    before, change = values[0], values[-1] - values[0]
     is_flat = change == 0 if before == 0 else abs(change) / abs(before) < _LEAST_CHANGE
-    return _FLAT if is_flat else UP if change > 0 else DOWN
+    return "━" if is_flat else "▲" if change > 0 else "▼"
 
 
 def split_key(key: str) -> tuple[str, str]:
@@ -123,74 +114,68 @@ def split_key(key: str) -> tuple[str, str]:
     return (hook, metric) if slash else ("–", key)
 
 
-def printable(text: str, encoding: str | None) -> str:
-    """Return ``text`` in characters of ``encoding``; others are replaced or escaped."""
-    try:
-        text.encode(encoding or "utf-8")
-    except (UnicodeEncodeError, LookupError):
-        text = "".join(_ASCII.get(character, character) for character in text)
-        return text.encode("ascii", "backslashreplace").decode("ascii")
-    return text
-
-
 # -- which metrics, in which columns ------------------------------------------------------------------------------
 
 
 class MetricChoice:
     """Chooses a few of many metrics.
 
-    Recipe: ``MetricChoice(["val_acc", "norms/*"]).choose({"eval/val_acc": 0.9, "norms/total_norm": 1.5})`` is both.
+    Recipe: ``MetricChoice(["val_acc", "norms/*"]).columns({"eval/val_acc": 0.9, "norms/total_norm": 1.5})`` is both.
 
     Args:
         asked: What the user wants to see: ``"hook/metric"``, the metric's name alone, or a pattern with ``*``. If it is
             empty: loss and accuracies, then what is declared, then the first number of every other hook; eight at most.
-        declared: The metrics that the experiment declares, as ``"hook/metric"``.
+        declared: The metrics that the experiment declares: ``{group: {label: "hook/metric"}}``.
     """
 
-    def __init__(self, asked: Sequence[str] = (), declared: Iterable[str] = ()) -> None:
-        self.asked = tuple(asked)
-        self.declared = tuple(declared)
-        self._matched: set[str] = set()
+    def __init__(self, asked: Sequence[str] = (), declared: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        self._asked = tuple(asked)
+        self._declared = dict(declared or {})
 
-    def choose(self, metrics: Mapping[str, Any]) -> list[str]:
-        """Return the names of the metrics to show, in the order of showing."""
-        if self.asked:
+    def columns(self, metrics: Mapping[str, Any]) -> list[str]:
+        """Return the names of the metrics of a line, in the order of showing."""
+        if self._asked:
             return self._matching(metrics)
         numbers = [key for key, value in metrics.items() if key.count("/") <= 1 and typical(value) is not None]
-        wanted = [key for key in (*_ALWAYS_FIRST, *self.declared) if key in numbers]
-        hooks = {*_EVALUATION, *(split_key(key)[0] for key in wanted)}
-        first_of_hook: dict[str, str] = {}
+        declared = [key for labels in self._declared.values() for key in labels.values()]
+        chosen = [key for key in (*_FIRST, *declared) if key in numbers]
+        hooks = {*_EVALUATION, *(split_key(key)[0] for key in chosen)}
         for key in numbers:
-            first_of_hook.setdefault(split_key(key)[0], key)
-        wanted += [key for hook, key in first_of_hook.items() if hook not in hooks]
-        return _without_twins(wanted)[:_MAX_NUMBERS]
+            hook, _ = split_key(key)
+            if hook not in hooks:
+                hooks.add(hook)
+                chosen.append(key)
+        return _each_once(chosen)[:_MAX_NUMBERS]
 
-    def may_stay(self, shown: Sequence[str], metrics: Mapping[str, Any]) -> bool:
-        """Return whether a full line of ``shown`` metrics may stay although there are others now.
+    def groups(self, metrics: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+        """Return the metrics of a column: by group, the labels of those that have come, each with its key."""
+        if self._declared and not self._asked:
+            found = {
+                group: {label: key for label, key in labels.items() if key in metrics}
+                for group, labels in self._declared.items()
+            }
+            return {group: labels for group, labels in found.items() if labels}
+        keys = [key for key in metrics if key.count("/") == 1][:_MAX_ROWS]
+        by_hook: dict[str, dict[str, str]] = {}
+        for key in self._matching(metrics) if self._asked else keys:
+            hook, metric = split_key(key)
+            by_hook.setdefault(hook, {})[metric] = key
+        return by_hook
 
-        So the columns stay the same when hooks that need a second firing begin to return metrics.
-        """
-        first = _without_twins([key for key in _ALWAYS_FIRST if key in metrics])
-        is_full = not self.asked and len(shown) >= _MAX_NUMBERS
-        return is_full and all(key in metrics for key in shown) and all(key in shown for key in first)
-
-    def unmatched(self) -> list[str]:
-        """Return the patterns of ``asked`` that no metric has matched."""
-        return [pattern for pattern in self.asked if pattern not in self._matched]
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Return what was asked for and matches none of ``names``."""
+        return [pattern for pattern in self._asked if not any(_matches(name, pattern) for name in names)]
 
     def _matching(self, metrics: Mapping[str, Any]) -> list[str]:
-        found: list[str] = []
-        for pattern in self.asked:
-            keys = [key for key in metrics if fnmatchcase(key, pattern) or fnmatchcase(split_key(key)[1], pattern)]
-            keys.sort(key=lambda key: split_key(key)[0] not in _EVALUATION)  # stable
-            if keys:
-                self._matched.add(pattern)
-            found += keys
-        return _without_twins(found)
+        return _each_once([key for pattern in self._asked for key in metrics if _matches(key, pattern)])
 
 
-def _without_twins(keys: Sequence[str]) -> list[str]:
-    """Return each key once; of what both hooks of the evaluation report, the first."""
+def _matches(key: str, pattern: str) -> bool:
+    return fnmatchcase(key, pattern) or fnmatchcase(split_key(key)[1], pattern)
+
+
+def _each_once(keys: Iterable[str]) -> list[str]:
+    """Return each key once; of one metric of both hooks of the evaluation, the first."""
     found: dict[str, str] = {}
     for key in keys:
         hook, metric = split_key(key)
@@ -206,22 +191,13 @@ class SnapshotLines:
         self._columns: tuple[str, ...] = ()
         self._num_rows = 0
 
-    def clear(self) -> None:
-        """Print the names again, as another run begins."""
-        self._columns, self._num_rows = (), 0
-
     def lines(self, metrics: Mapping[str, Any], record: Record) -> list[str]:
         """Return the line of a snapshot, after the names of its columns if they have changed."""
-        chosen = self._choice.choose(metrics)
+        chosen = self._choice.columns(metrics)
         if not chosen:
             return []
         places = _places(record)
-        columns = self._columns
-        shown = [key for key in columns if key not in places]
-        if self._choice.may_stay(shown, metrics):
-            chosen = shown
-        if not {*places, *chosen} <= set(columns):
-            columns = (*places, *chosen)
+        columns = self._columns if {*places, *chosen} <= {*self._columns} else (*places, *chosen)
         is_new = columns != self._columns or self._num_rows >= _ROWS
         self._columns, self._num_rows = columns, 1 if is_new else self._num_rows + 1
         values = {key: _format_short(metrics.get(key)) for key in columns} | places

@@ -16,7 +16,7 @@ from torch import Tensor
 from hookline.errors import HooklineWarning, OptionError
 from hookline.lifecycle.manager import HookManager
 from hookline.messages import caller_stacklevel, type_name
-from hookline.sinks.console_live import RunProgress
+from hookline.screen import RunProgress
 from hookline.tables import Table, number_text
 from hookline.training.checkpoints import Checkpoints
 from hookline.training.experiment import Experiment, whole_number
@@ -92,8 +92,8 @@ def epoch_loop(
         run_context: What hooks and sinks are told of the run (``strategy=``, ``output_dir=``, …).
         checkpoints: Where the run is saved, and how often: ``Checkpoints(folder, every=1)``.
         resume: Go on from the newest of them; begin if there is none.
-        progress: Show a bar on a terminal or in a notebook, with rate, loss and newest evaluation; where there is
-            neither, a line every ten seconds. The run stays the same, bit for bit.
+        progress: Show a bar on a terminal, with rate, loss and newest evaluation; elsewhere a line every ten seconds.
+            A `ConsoleSink` shows it together with its metrics. The run stays the same, bit for bit.
     """
     epochs = whole_number("epochs", epochs, 0)
     eval_every = whole_number("eval_every", eval_every, 0)
@@ -185,8 +185,8 @@ def step_loop(
         run_context: What hooks and sinks are told of the run (``strategy=``, ``output_dir=``, …).
         checkpoints: Where the run is saved, and how often: ``Checkpoints(folder, every=1000)``.
         resume: Go on from the newest of them; begin if there is none.
-        progress: Show a bar on a terminal or in a notebook, with rate, loss and newest evaluation; where there is
-            neither, a line every ten seconds. The run stays the same, bit for bit.
+        progress: Show a bar on a terminal, with rate, loss and newest evaluation; elsewhere a line every ten seconds.
+            A `ConsoleSink` shows it together with its metrics. The run stays the same, bit for bit.
     """
     steps = whole_number("steps", steps, 0)
     first = whole_number("first_step", first_step, 0)

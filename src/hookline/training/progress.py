@@ -1,32 +1,27 @@
-"""Show how far a loop is: a bar on a terminal and in a notebook, a line now and then elsewhere.
+"""Show how far a loop is: ``progress=`` of the loops.
 
-The loops enter `shown_progress` for ``progress=True``; a `Run` says when a step is over. Reads the loss and the newest
-evaluation when it draws, ten times a second at most.
+The loops enter `shown_progress`; a `Run` says when a step or an epoch is over. The bar is that of `hookline.screen`.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from hookline.errors import OptionError
 from hookline.messages import type_name
-from hookline.sinks.console_live import NotebookOutput, RunProgress, notebook_output
+from hookline.screen import RunProgress
 
 if TYPE_CHECKING:
     from hookline.training.run import Run
 
-__all__ = ["LoopProgress", "NotebookBar", "shown_progress"]
+__all__ = ["LoopProgress", "shown_progress"]
 
 _MOST_METRICS: Final = 5
-_BETWEEN_DRAWINGS: Final = 0.1
-"""Seconds; reading the loss waits for the device, and a step may take less than a millisecond."""
 
 
 @contextmanager
@@ -35,137 +30,54 @@ def shown_progress(
 ) -> Iterator[None]:
     """Show how far ``run`` is while the block lasts, if that is ``asked`` for; it has so many epochs, or steps."""
     if not isinstance(asked, bool | RunProgress):
-        raise OptionError(f"progress= is True or False; got {type_name(asked)}.")
+        raise OptionError(f"progress= is True, False or a ConsoleSink; got {type_name(asked)}.")
     if asked is False:
         yield
         return
-    bar = _bar() if asked is True else asked
+    bar = RunProgress() if asked is True else asked
     run.progress = progress = LoopProgress(run, bar, epochs=epochs, steps=steps)
     try:
         yield
-        progress.note_metrics()
+        bar.stop(progress.metrics())
     finally:
         run.progress = None
-        progress.stop()
+        bar.stop()  # after an error of the device, reading the loss would raise another
 
 
 class LoopProgress:
-    """Move a bar on as a run goes on."""
+    """Move a bar on as a run goes on: by steps, or by epochs where the loader does not say how many steps one has."""
 
-    def __init__(
-        self,
-        run: Run,
-        bar: RunProgress | NotebookBar,
-        *,
-        epochs: int | None = None,
-        steps: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._run, self._bar, self._clock = run, bar, clock
+    def __init__(self, run: Run, bar: RunProgress, *, epochs: int | None = None, steps: int | None = None) -> None:
+        self._run, self._bar = run, bar
         self._epochs, self._steps = epochs, steps
-        self._is_started = self._by_epoch = False
-        self._drawn = -math.inf
+        self._by_epoch = False
 
     def begin(self, first: int) -> None:
-        """Show the bar, with what an earlier run has done: so many epochs, or steps, were over before ``first``."""
-        total, unit, done = self._steps, "steps", first
-        if self._epochs is not None:
-            per_epoch = _steps_per_epoch(self._run.experiment)
-            self._by_epoch = per_epoch is None
-            unit = "epochs" if self._by_epoch else "steps"
-            total, done = self._epochs * (per_epoch or 1), first * (per_epoch or 1)
-            if self._run.is_within and not self._by_epoch:
-                done += self._run.done
-        self._bar.start(total or 0, unit, done=done)
-        self._is_started = True
+        """Show the bar; so many epochs, or steps, were over before ``first``."""
+        if self._epochs is None:
+            self._bar.start(self._steps or 0, "steps", done=first)
+            return
+        per_epoch = _steps_per_epoch(self._run.experiment)
+        self._by_epoch = per_epoch is None
+        if per_epoch is None:
+            self._bar.start(self._epochs, "epochs", done=first)
+        else:
+            within = self._run.done if self._run.is_within else 0
+            self._bar.start(self._epochs * per_epoch, "steps", done=first * per_epoch + within)
 
     def end_step(self) -> None:
         """Move on by a step, if steps are counted."""
         if not self._by_epoch:
-            self._advance()
+            self._bar.advance(1, self.metrics)
 
     def end_epoch(self) -> None:
-        """Move on by an epoch, if epochs are counted; show its metrics."""
-        if self._by_epoch:
-            self._advance()
-        self.note_metrics()
+        """Move on by an epoch, if epochs are counted."""
+        self._bar.advance(int(self._by_epoch), self.metrics)
 
-    def note_metrics(self) -> None:
-        """Give the bar the newest metrics, to be shown when it is drawn next."""
-        self._bar.note(**self._metrics())
-
-    def stop(self) -> None:
-        """Leave the bar as it is. Reads no metric: after an error of the device that would raise another."""
-        if self._is_started:
-            self._bar.stop()
-
-    def _advance(self) -> None:
-        now = self._clock()
-        if now - self._drawn >= _BETWEEN_DRAWINGS:
-            self._drawn = now
-            self.note_metrics()
-        self._bar.advance()
-
-    def _metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
+        """Return the loss and the newest evaluation; waits for the device."""
         found = ((name, _as_number(value)) for name, value in self._run.newest_metrics.items())
         return dict([(name, number) for name, number in found if number is not None][:_MOST_METRICS])
-
-
-class NotebookBar:
-    """Show a bar below a cell of a notebook: one output, updated in place. Needs no widgets.
-
-    Args:
-        output: Where to show it.
-        clock: What tells the time, in seconds.
-    """
-
-    def __init__(self, output: NotebookOutput, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._output, self._clock = output, clock
-        self._total = self._done = self._before = 0
-        self._unit = "steps"
-        self._metrics: dict[str, float] = {}
-        self._began = self._drawn = 0.0
-
-    def start(self, total: int, unit: str = "steps", *, done: int = 0) -> None:
-        """Show an empty bar for ``total`` steps or epochs, of which some may be done."""
-        self._total, self._unit, self._done, self._before = total, unit, done, done
-        self._began = self._drawn = self._clock()
-        self._output.show(self.html())
-
-    def advance(self, n: int = 1) -> None:
-        """Count ``n`` more; draw them if the last drawing is long enough ago."""
-        self._done += n
-        if self._clock() - self._drawn >= _BETWEEN_DRAWINGS:
-            self._draw()
-
-    def note(self, **metrics: float) -> None:
-        """Keep newer metrics, to be shown when it is drawn next."""
-        self._metrics |= metrics
-
-    def stop(self) -> None:
-        """Draw where it ended."""
-        self._draw()
-
-    def _draw(self) -> None:
-        self._drawn = self._clock()
-        self._output.show(self.html())
-
-    def html(self) -> str:
-        """Return the bar as it stands."""
-        elapsed, made = self._drawn - self._began, self._done - self._before
-        rate = f"{made / elapsed:.1f}/s" if elapsed > 0 and made else ""
-        metrics = "  ".join(f"{name} {value:.4g}" for name, value in self._metrics.items())
-        words = [f"{self._done}/{self._total} {self._unit}", rate, metrics]
-        text = escape(" · ".join(word for word in words if word))
-        return f'<progress value="{self._done}" max="{max(self._total, 1)}"></progress> <code>{text}</code>'
-
-
-def _bar() -> RunProgress | NotebookBar:
-    from rich.console import Console
-
-    console = Console()
-    output = notebook_output(console)
-    return RunProgress(console) if output is None else NotebookBar(output)
 
 
 def _steps_per_epoch(experiment: Any) -> int | None:
@@ -179,5 +91,5 @@ def _steps_per_epoch(experiment: Any) -> int | None:
 
 def _as_number(value: Any) -> float | None:
     if isinstance(value, torch.Tensor):
-        return float(value) if value.numel() == 1 else None  # waits for the device
+        return float(value) if value.numel() == 1 else None
     return float(value) if isinstance(value, int | float) else None

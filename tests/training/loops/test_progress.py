@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,31 +14,28 @@ from rich.console import Console
 from torch import nn
 
 import hookline as hl
-from hookline.sinks.console_live import NotebookOutput, RunProgress
-from hookline.training import progress as loop_progress
-from hookline.training.progress import NotebookBar
+from hookline.screen import RunProgress
 
 
 def screen() -> Console:
     return Console(file=io.StringIO(), width=110, force_terminal=True, color_system=None, _environ={"TERM": "xterm"})
 
 
-class Notebook:
-    """What ``IPython.display`` does: one output, updated in place."""
+class Noted(RunProgress):
+    """Says how far it is after each step, by a clock that moves on by a second each time it is asked."""
 
     def __init__(self) -> None:
-        self.shown: list[str] = []
-        self.outputs = 0
+        super().__init__(screen(), clock=Ticks())
+        self.lines: list[str] = []
 
-    def display(self, thing: str, *, display_id: bool) -> Any:
-        assert display_id
-        self.outputs += 1
-        self.shown.append(thing)
-        return SimpleNamespace(update=self.shown.append)
+    def draw(self) -> None:
+        super().draw()
+        self.lines.append(self._line())
 
-    @staticmethod
-    def HTML(text: str) -> str:
-        return text
+    def stop(self, metrics: Any = None) -> None:
+        if self.is_running:
+            super().stop(metrics)
+            self.lines.append(self._line())
 
 
 class Ticks:
@@ -53,42 +49,26 @@ class Ticks:
         return self.now
 
 
-def shown_in(monkeypatch: pytest.MonkeyPatch, bar: Any) -> None:
-    monkeypatch.setattr(loop_progress, "_bar", lambda: bar)
-
-
-def test_a_terminal_shows_a_bar_with_the_loss(monkeypatch: pytest.MonkeyPatch):
+def test_a_terminal_shows_a_bar_with_the_loss():
     """Steps of all epochs, the loss and the evaluation beside them."""
     console = screen()
-    shown_in(monkeypatch, RunProgress(console, clock=Ticks()))
-    result = hl.epoch_loop(rich_experiment(), epochs=3, progress=True)
+    result = hl.epoch_loop(rich_experiment(), epochs=3, progress=RunProgress(console, clock=Ticks()))
     text = console.file.getvalue()
     assert "15/15" in text
     assert re.search(rf"loss {result.loss:.4g}  val_acc {result.metrics['val_acc']:.4g}", text)
 
 
-def test_no_thread_draws(monkeypatch: pytest.MonkeyPatch):
+def test_no_thread_draws():
     """A data loader forks its workers: a lock that a drawing thread held then would never be free in them."""
     import threading
 
-    console, threads = screen(), []
-    shown_in(monkeypatch, RunProgress(console))
+    sink, threads = hl.sinks.ConsoleSink("live", console=screen()), []
     before = threading.active_count()
-    hl.epoch_loop(
-        rich_experiment(on_epoch_end=lambda *_: threads.append(threading.active_count())), epochs=1, progress=True
-    )
+    experiment = rich_experiment(on_epoch_end=lambda *_: threads.append(threading.active_count()))
+    manager = hl.HookManager(["training_metrics"], sinks=[sink])
+    hl.epoch_loop(experiment, epochs=1, progress=sink, manager=manager)
+    assert "training_metrics" in sink.console.file.getvalue()
     assert threads == [before]
-
-
-def test_a_notebook_shows_one_output_that_moves_on(monkeypatch: pytest.MonkeyPatch):
-    """Updated in place, with the loss; the last drawing has everything."""
-    notebook = Notebook()
-    shown_in(monkeypatch, NotebookBar(NotebookOutput(notebook), clock=Ticks()))
-    result = hl.step_loop(rich_experiment(), steps=7, progress=True)
-    assert notebook.outputs == 1
-    assert [int(re.search(r'value="(\d+)"', html)[1]) for html in notebook.shown] == [*range(8), 7]
-    assert "7/7 steps · " in notebook.shown[-1]
-    assert f"loss {result.loss:.4g}" in notebook.shown[-1]
 
 
 def test_without_a_terminal_a_line_tells_the_end(capsys: pytest.CaptureFixture[str]):
@@ -105,28 +85,26 @@ def test_it_is_off_unless_asked_for(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == ""
 
 
-def test_epochs_are_counted_where_the_loader_has_no_length(monkeypatch: pytest.MonkeyPatch):
+def test_epochs_are_counted_where_the_loader_has_no_length():
     """Only the end of an epoch tells how many steps it had."""
-    notebook = Notebook()
-    shown_in(monkeypatch, NotebookBar(NotebookOutput(notebook), clock=Ticks()))
+    bar = Noted()
     x = torch.randn(8, 2)
     model = nn.Linear(2, 1)
     experiment = hl.Experiment(
         model, torch.optim.SGD(model.parameters(), lr=0.01), get_loader=lambda epoch: iter([(x, x[:, :1])] * 3)
     )
-    hl.epoch_loop(experiment, epochs=2, progress=True)
-    assert "2/2 epochs" in notebook.shown[-1]
+    hl.epoch_loop(experiment, epochs=2, progress=bar)
+    assert "2/2 epochs" in bar.lines[-1]
 
 
-def test_batches_that_make_one_step_count_as_one(monkeypatch: pytest.MonkeyPatch):
+def test_batches_that_make_one_step_count_as_one():
     """Five batches by two are three steps."""
-    notebook = Notebook()
-    shown_in(monkeypatch, NotebookBar(NotebookOutput(notebook), clock=Ticks()))
-    hl.epoch_loop(rich_experiment(accumulate=2), epochs=2, progress=True)
-    assert "6/6 steps" in notebook.shown[-1]
+    bar = Noted()
+    hl.epoch_loop(rich_experiment(accumulate=2), epochs=2, progress=bar)
+    assert "6/6 steps" in bar.lines[-1]
 
 
-def test_a_resumed_run_begins_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
+def test_a_resumed_run_begins_where_it_was(tmp_path: Any):
     """Steps that an earlier process has made are done."""
 
     def fail(epoch: int, metrics: Any) -> None:
@@ -135,23 +113,21 @@ def test_a_resumed_run_begins_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_
 
     with pytest.raises(RuntimeError, match="power cut"):
         hl.epoch_loop(rich_experiment(on_epoch_end=fail), epochs=3, checkpoints=hl.Checkpoints(tmp_path, every=1))
-    notebook = Notebook()
-    shown_in(monkeypatch, NotebookBar(NotebookOutput(notebook), clock=Ticks()))
+    bar = Noted()
     hl.epoch_loop(
         rich_experiment(on_epoch_end=lambda *_: None),
         epochs=3,
         checkpoints=hl.Checkpoints(tmp_path, every=1),
         resume=True,
-        progress=True,
+        progress=bar,
     )
-    assert "5/15 steps" in notebook.shown[0]
-    assert "15/15 steps" in notebook.shown[-1]
+    assert "5/15 steps" in bar.lines[0]
+    assert "15/15 steps" in bar.lines[-1]
 
 
-def test_an_error_of_the_run_leaves_the_bar_and_reads_no_figure(monkeypatch: pytest.MonkeyPatch):
+def test_an_error_of_the_run_leaves_the_bar_and_reads_no_figure():
     """After an error of the device, reading the loss would raise another in its place."""
-    notebook = Notebook()
-    shown_in(monkeypatch, NotebookBar(NotebookOutput(notebook), clock=Ticks()))
+    bar = Noted()
 
     class Unreadable(torch.Tensor):
         def __float__(self) -> float:
@@ -165,43 +141,41 @@ def test_an_error_of_the_run_leaves_the_bar_and_reads_no_figure(monkeypatch: pyt
 
     def run(*hooks: Any) -> None:
         experiment = rich_experiment(train_step=lambda batch: torch.ones(()).as_subclass(Unreadable), scheduler=None)
-        hl.step_loop(experiment, steps=3, snapshot_every=0, progress=True, manager=hl.HookManager(hooks=hooks))
+        hl.step_loop(experiment, steps=3, snapshot_every=0, progress=bar, manager=hl.HookManager(hooks=hooks))
 
     with pytest.raises(RuntimeError, match="device-side assert"):
         run(Fails)
-    assert "0/3 steps" in notebook.shown[-1]
+    assert "0/3 steps" in bar.lines[-1]
     with pytest.raises(AssertionError, match="the loss was read"):  # else this test could not fail
         run()
 
 
-def test_the_tool_and_its_trainer_show_it_as_well(monkeypatch: pytest.MonkeyPatch):
+def test_the_tool_and_its_trainer_show_it_as_well(capsys: pytest.CaptureFixture[str]):
     """``TrainTool(progress=True)``, ``trainer.train(progress=True)``."""
-    notebook = Notebook()
-    shown_in(monkeypatch, NotebookBar(NotebookOutput(notebook), clock=Ticks()))
     trainer = hl.metta.TrainTool(progress=True, epochs=2).invoke()
-    assert "16/16 steps" in notebook.shown[-1]
+    assert "16/16 steps" in capsys.readouterr().out
     trainer.train(1, progress=True)
-    assert "8/8 steps" in notebook.shown[-1]
+    assert "8/8 steps" in capsys.readouterr().out
 
 
 def test_something_else_than_yes_or_no_is_refused():
     """Before anything is trained."""
-    with pytest.raises(hl.errors.OptionError, match="progress= is True or False; got a str"):
+    with pytest.raises(hl.errors.OptionError, match=r"progress= is True.* got a str"):
         hl.epoch_loop(rich_experiment(), epochs=1, progress="tqdm")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])
-def test_a_run_that_is_shown_is_the_run_that_is_not(monkeypatch: pytest.MonkeyPatch, loop: str):
+def test_a_run_that_is_shown_is_the_run_that_is_not(loop: str):
     """Weights, buffers, gradients, optimizer, scheduler and random streams, bit for bit; drawing at every step."""
 
     def left(progress: bool, spoil: bool = False) -> dict[str, torch.Tensor]:
-        shown_in(monkeypatch, RunProgress(screen(), clock=Ticks()))
+        shown = progress and RunProgress(screen(), clock=Ticks())
         extra = {"should_stop": lambda *_: bool(torch.rand(()) < 0)} if spoil else {}
         experiment = rich_experiment(**extra)
         if loop == "epoch":
-            hl.epoch_loop(experiment, epochs=5, progress=progress)
+            hl.epoch_loop(experiment, epochs=5, progress=shown)
         else:
-            hl.step_loop(experiment, steps=25, snapshot_every=5, progress=progress)
+            hl.step_loop(experiment, steps=25, snapshot_every=5, progress=shown)
         return left_by(experiment)
 
     assert differences(left(True), left(False)) == []

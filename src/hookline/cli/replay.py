@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -56,16 +56,16 @@ def replay(arguments: Sequence[str]) -> int:
     sink = cls(**_arguments(cls, options, folder))
     from hookline.records.readers import replay as replay_log
 
-    context = _context(folder)
-    replay_log(folder / LOG, sink, context=context)
-    into = options.into or _usual_place(options.to, folder, context)
+    # The contexts of the log name the folder in which the run was made; it may have been moved or copied since.
+    replay_log(folder / LOG, sink, context={"run_dir": str(folder)})
+    into = options.into or _usual_place(options.to, folder)
     tell(f"{folder / LOG} is replayed to {options.to}{f', into {into}' if into else ''}.")
     return DONE
 
 
-def _usual_place(to: str, folder: Path, context: Mapping[str, Any]) -> Path | None:
+def _usual_place(to: str, folder: Path) -> Path | None:
     """Return the file of ``folder`` that the sink ``to`` has written without ``--into``; None if there is none."""
-    name = FILES.get(to, "").format(strategy=context.get("strategy", folder.name))
+    name = FILES.get(to, "").format(strategy=read_run_json(folder).get("strategy", folder.name))
     return folder / name if name and (folder / name).exists() else None
 
 
@@ -91,16 +91,3 @@ def _store(into: str) -> str:
         return into
     Path(into).mkdir(parents=True, exist_ok=True)
     return str(Path(into) / "mlflow.db")
-
-
-def _context(folder: Path) -> dict[str, Any]:
-    """Return what the contexts of the log are replaced by: the run may be in another place than it was made in."""
-    facts = read_run_json(folder)
-    if not facts:
-        return {"run_dir": str(folder)}
-    return {
-        "strategy": facts.get("strategy", folder.name),
-        "experiment_name": facts.get("experiment"),
-        "run_dir": str(folder),
-        "config": facts.get("config", {}),
-    }

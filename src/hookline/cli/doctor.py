@@ -11,11 +11,10 @@ from typing import Annotated
 
 from tyro.conf import Positional
 
-from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE, FAILED
-from hookline.cli.named_model import model_at
+from hookline.cli.models import model_at
 from hookline.cli.parse import flag, parse
-from hookline.cli.screen import tell
+from hookline.cli.screen import tell, tell_json
 from hookline.load import load_object
 
 __all__ = ["DoctorOptions", "doctor"]

@@ -13,10 +13,9 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional
 
-from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE, FAILED
 from hookline.cli.parse import flag, parse
-from hookline.cli.screen import tell
+from hookline.cli.screen import tell, tell_json
 from hookline.errors import HooklineError, OptionError
 from hookline.runs.folder import LOG
 

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional
 
-from hookline.cli.json_output import tell_json
 from hookline.cli.main import DONE
-from hookline.cli.named_model import model_at
+from hookline.cli.models import model_at
 from hookline.cli.parse import flag, parse
-from hookline.cli.screen import tell
-from hookline.cli.shell_hints import shell_text
+from hookline.cli.screen import shell_text, tell, tell_json
 from hookline.errors import NoMatchError
 
 if TYPE_CHECKING:

@@ -59,14 +59,19 @@ def report(arguments: Sequence[str]) -> int:
     if not options.runs:
         raise OptionError("hookline report needs the folder of a run: hookline report runs/EXPERIMENT/STRATEGY.")
     if options.live:
-        return _follow(options)
-    folders = [_folder(run) for run in options.runs]
+        page = _follow(options)
+    else:
+        page = _write([_folder(run) for run in options.runs], options)
+        _tell_page(page, options)
+    for line in [] if page is None else page.found:  # beside the path, which a shell may take
+        print(f"  {line}", file=sys.stderr)
+    return DONE
+
+
+def _write(runs: Sequence[str | Path], options: ReportOptions, *, live: float = 0.0) -> WrittenPage:
     from hookline.report.report_page import write_page
 
-    page = write_page(folders, options.output)
-    _tell_page(page, options)
-    _tell_found(page)
-    return DONE
+    return write_page(runs, options.output, live=live)
 
 
 def _tell_page(page: WrittenPage, options: ReportOptions) -> None:
@@ -75,31 +80,22 @@ def _tell_page(page: WrittenPage, options: ReportOptions) -> None:
         webbrowser.open(page.path.resolve().as_uri())
 
 
-def _tell_found(page: WrittenPage) -> None:
-    for line in page.found:  # beside the path, which a shell may take
-        print(f"  {line}", file=sys.stderr)
-
-
-def _follow(options: ReportOptions) -> int:
+def _follow(options: ReportOptions) -> WrittenPage | None:
     """Write the page again and again, until all runs have ended or Ctrl-C; the last one does not load itself anew."""
-    from hookline.report.report_page import write_page
-
     page = None
     try:
         _wait_for(options.runs)
         while page is None or not page.is_over:
-            began = time.monotonic()
-            page, is_first = write_page(options.runs, options.output, live=_EVERY), page is None
+            began, is_first = time.monotonic(), page is None
+            page = _write(options.runs, options, live=_EVERY)
             if is_first:
                 _tell_page(page, options)
                 tell(f"It is written every {_EVERY:g} seconds. Ctrl-C ends that.")
             time.sleep(0 if page.is_over else max(_EVERY, 9 * (time.monotonic() - began)))  # a tenth of one core
     except KeyboardInterrupt:
-        page = None if page is None else write_page(options.runs, options.output)
         tell("Ended.")
-    if page is not None:
-        _tell_found(page)
-    return DONE
+        return None if page is None else _write(options.runs, options)
+    return page
 
 
 def _wait_for(runs: Sequence[str]) -> None:

@@ -1,0 +1,132 @@
+"""List the hooks there are, or describe some: ``hookline hooks [NAME ...]``.
+
+`main` calls `hooks`, and ``hookline run --hooks-list`` the functions behind it; they print what `HookRegistry` knows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from tyro.conf import Positional
+
+from hookline.cli.main import DONE
+from hookline.cli.parse import flag, parse
+from hookline.cli.screen import messages, print_table, tell, tell_json
+
+__all__ = ["HooksOptions", "describe_hooks", "hooks", "list_hooks", "tell_hooks"]
+
+
+@dataclass
+class HooksOptions:
+    """List the hooks there are; with names, describe their options and metrics.
+
+    Examples:
+      hookline hooks
+      hookline hooks norms hessian
+      hookline hooks --json
+    """
+
+    names: Annotated[Positional[tuple[str, ...]], flag("[NAME ...]")] = ()
+    """Hooks to describe, or all, observers, interventions, with_debug; also file.py:Class."""
+    json: bool = False
+    """Print options and metrics of these hooks, or of all, as JSON."""
+
+
+def hooks(arguments: Sequence[str]) -> int:
+    """List all hooks, or describe those that are named."""
+    options = parse(HooksOptions, arguments, "hooks")
+    if options.json:
+        return tell_hooks(options.names)
+    return describe_hooks(options.names) if options.names else list_hooks()
+
+
+def tell_hooks(names: Sequence[str]) -> int:
+    """Print everything that is known of the hooks ``names``, or of all, as JSON."""
+    with messages():
+        found = _resolved(names) if names else list(_all_hooks())
+        tell_json("hooks", {"hooks": [_facts(name) for name in found]})
+    return DONE
+
+
+def list_hooks() -> int:
+    """Print all hooks, those for debugging too; a warning names those that cannot be loaded."""
+    with messages():
+        known = _all_hooks()
+    for kind in ("observer", "intervention"):
+        rows = [
+            (name, f"{info['description']}{' (for debugging)' * info['debug']}")
+            for name, info in known.items()
+            if info["kind"] == kind
+        ]
+        if rows:
+            print_table("", (kind, "what it does"), rows)
+            tell()
+    tell(f"{len(known)} hooks. Points, needs, options and metrics of one: hookline hooks NAME")
+    return DONE
+
+
+def describe_hooks(names: Sequence[str]) -> int:
+    """Print the options and metrics of each hook; of all but those for debugging if none is named."""
+    with messages():
+        for name in _resolved(names):
+            _describe(_facts(name))
+    return DONE
+
+
+def _all_hooks() -> dict[str, Any]:
+    from hookline.lifecycle.registry import HookRegistry
+
+    return HookRegistry.get_all_info()
+
+
+def _resolved(names: Sequence[str]) -> list[str]:
+    """Return the hooks that ``names`` stand for; all but those for debugging if none is named."""
+    from hookline.lifecycle.registry import HookRegistry
+    from hookline.runs.look_up import known_hook
+
+    return [hook for name in names for hook in known_hook(name)] if names else HookRegistry.list_all()
+
+
+def _facts(name: str) -> dict[str, Any]:
+    """Return everything that is known of a hook, as JSON."""
+    from hookline.lifecycle.registry import HookRegistry
+
+    parameters = inspect.signature(HookRegistry.get(name)).parameters.values()
+    return {
+        "name": name,
+        **HookRegistry.get_info(name),
+        "options": [_option(one) for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)],
+        "metrics": [
+            {"name": m.name, "description": m.description, "formula": m.formula, "sign_info": m.sign_info}
+            for m in HookRegistry.describe(name)
+        ],
+    }
+
+
+def _option(one: inspect.Parameter) -> dict[str, str]:
+    """Return name, type and default of an option as text; empty where there is none."""
+    hint = one.annotation if isinstance(one.annotation, str) else inspect.formatannotation(one.annotation)
+    return {
+        "name": one.name,
+        "type": "" if one.annotation is one.empty else hint,
+        "default": "" if one.default is one.empty else str(one.default),
+    }
+
+
+def _describe(facts: dict[str, Any]) -> None:
+    needs = ", ".join(need.removeprefix("needs_").replace("_", " ") for need in facts["needs"]) or "–"
+    points = ", ".join(facts["hook_points"]) or "points of its own"
+    tell(f"{facts['name']}: {facts['description']}")
+    tell(f"  {facts['kind']}{' (debug)' * facts['debug']}, at {points}; needs {needs}")
+    for option in facts["options"]:
+        hint = f": {option['type']}" if option["type"] else ""
+        default = f" (default: {option['default']})" if option["default"] else ""
+        tell(f"  --hook-config {facts['name']}.{option['name']}=…{hint}{default}")
+    if facts["metrics"]:
+        rows = [tuple(metric.values()) for metric in facts["metrics"]]
+        print_table("", ("metric", "what it measures", "formula", "how to read it"), rows)
+    else:
+        tell("  Its metrics are not described.")

@@ -1,0 +1,289 @@
+"""Run a script that hookline does not own, with hooks in it: ``hookline run --hooks norms -- python train.py``.
+
+``hookline run`` calls `run_script`. The command runs in a process of its own, as it would without hookline: its
+standard output, its signals and its exit code are its own. The run is handed to its processes as a file, which
+`script_session` reads there; what they note comes back in a folder, and is told on the standard error at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from hookline.cli.main import DONE, NOT_ATTACHED
+from hookline.error_policy import error_text
+from hookline.errors import HooklineError, OptionError
+from hookline.plain import to_plain
+from hookline.runs.build import build, hook_names, tracker_name
+from hookline.runs.folder import LOG, STRATEGY, read_run_json, write_run_json
+from hookline.runs.named_sinks import sink_files
+from hookline.runs.read import Asked, placed_files
+from hookline.runs.run import Run
+
+__all__ = ["command_name", "run_script"]
+
+_START: Final = Path(__file__).resolve().parent.parent / "integrations" / "script_start"
+"""The folder of the ``sitecustomize`` that every Python of the command reads."""
+_BY_SIGNAL: Final = 128
+"""Exit codes above it are those of signals."""
+_AFTER_ERROR: Final = {"disable": "was switched off", "warn": "stayed on", "raise": "ended the script"}
+_ENOUGH: Final = 9
+"""Reports from which on the page looks for anomalies in a curve."""
+_STOPS: Final = (signal.SIGINT, signal.SIGTERM)
+"""The signals by which somebody stops a run; by another one it was killed."""
+_FORWARDED: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+
+
+def run_script(asked: Asked) -> int:
+    """Run the command of a run with its hooks; return its exit code, which is over 128 if a signal has ended it.
+
+    A command that ends with 0, and to which not all hooks could be attached, gives NOT_ATTACHED.
+    """
+    run, command = asked.run, _started(asked.run.command)
+    _check_arguments(run)
+    # The script may change its folder, and a hook does not end a script that it does not own, unless it is asked to.
+    hooks = run.hooks if run.hooks.says_on_error else run.hooks.model_copy(update={"on_error": "disable"})
+    where = {"command": command, "hooks": hooks, "output_dir": str(Path(run.output_dir).absolute())}
+    run = run.model_copy(update=where)
+    if asked.how.dry_run:
+        _print_plan(run)
+        return DONE
+    with tempfile.TemporaryDirectory(prefix="hookline-") as folder:
+        file = Path(folder) / "run.json"
+        values = placed_files(run.model_dump(exclude_unset=True), Path.cwd())
+        file.write_text(json.dumps(to_plain(values)), encoding="utf-8")
+        paths = [str(_START), *filter(None, [os.environ.get("PYTHONPATH")])]
+        own = {"HOOKLINE_RUN": str(file), "HOOKLINE_RUN_NOTES": folder, "PYTHONPATH": os.pathsep.join(paths)}
+        code, by_signal = _wait_for(command, {**os.environ, **own})
+        closing = _Closing(run, Path(folder), code, by_signal)
+        closing.say()
+        return code or (NOT_ATTACHED if closing.has_failed_hooks else DONE)
+
+
+# -- the command -----------------------------------------------------------------------------------------------
+
+
+def _started(command: list[str]) -> list[str]:
+    """Return the command as it is started: a Python file and ``-m module`` get this Python before them."""
+    first = command[0]
+    if first == "-m" or (first.endswith(".py") and Path(first).is_file()):
+        return [sys.executable, *command]
+    if shutil.which(first) is None:
+        what = "There is no file" if first.endswith(".py") else "There is no program"
+        raise OptionError(f"{what} {first!r}. Next: write the command as a shell has it: -- python train.py.")
+    return command
+
+
+def command_name(command: Sequence[str]) -> str:
+    """Return the name of the script in a command: of the first Python file, of the module, or of the program."""
+    for place, word in enumerate(command):
+        if word.endswith(".py"):
+            return Path(word).stem
+        if word == "-m" and place + 1 < len(command) and not command[place + 1].startswith("torch."):
+            return command[place + 1].rpartition(".")[2]
+    return Path(command[0]).name
+
+
+def _check_arguments(run: Run) -> None:
+    """Make the hooks that were given arguments, and drop them, so that a wrong value is an error now.
+
+    The run begins in another process, where nobody would see it in time. Others are not made: a constructor of the
+    user's may do anything.
+    """
+    for name in [*(name for name in hook_names(run) if run.hooks.config.get(name)), *map(tracker_name, run.trackers)]:
+        try:
+            build(run, only=[name])
+        except Exception as error:
+            said = str(error) if isinstance(error, HooklineError) else error_text(error)
+            raise OptionError(f"The hook {name} does not take its arguments: {said}") from error
+
+
+def _print_plan(run: Run) -> None:
+    name = command_name(run.command)
+    print(f"{name}: {shlex.join(run.command)}")
+    print(f"hooks: {', '.join(hook_names(run)) or 'none'}")
+    if run.hooks.config:
+        print(f"with: {json.dumps(to_plain(run.hooks.config))}")
+    print(f"folder: {Path(run.output_dir) / name / STRATEGY}")
+
+
+def _wait_for(command: Sequence[str], environment: dict[str, str]) -> tuple[int, signal.Signals | None]:
+    """Return the exit code of a command, and the signal that it ended by."""
+    try:
+        process = subprocess.Popen(command, env=environment)
+    except OSError as error:
+        raise OptionError(f"The command {shlex.join(command)!r} cannot be started: {error.strerror}.") from None
+    with _signals_to(process) as sent:
+        code = process.wait()
+    code = _BY_SIGNAL - code if code < 0 else code
+    # torchrun leaves with 1 after a signal; a script that catches one may leave with a code of its own.
+    number = code - _BY_SIGNAL if code > _BY_SIGNAL else sent[-1] if code and sent else 0
+    return code, next((each for each in signal.Signals if each == number), None)
+
+
+@contextlib.contextmanager
+def _signals_to(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Hand signals on while the block lasts, and outlive them; yield those that have come and that stop a run.
+
+    A terminal sends Ctrl-C to all processes in the foreground, the script among them: sent on, it would come twice.
+    """
+    on_terminal = _is_in_foreground()
+    stops: list[int] = []
+
+    def forward(number: int, frame: Any) -> None:
+        if number in _STOPS:
+            stops.append(number)
+        if process.poll() is None and not (number == signal.SIGINT and on_terminal):
+            process.send_signal(number)
+
+    numbers = [getattr(signal, name) for name in _FORWARDED if hasattr(signal, name)]
+    before = {number: signal.signal(number, forward) for number in numbers}
+    try:
+        yield stops
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_in_foreground() -> bool:
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError, AttributeError):  # no terminal
+        return False
+
+
+# -- what is said at the end -----------------------------------------------------------------------------------
+
+
+class _Closing:
+    """Say where everything is, or why nothing was seen."""
+
+    def __init__(self, run: Run, notes: Path, code: int, by_signal: signal.Signals | None) -> None:
+        self._run, self._notes = run, notes
+        self._code, self._signal = code, by_signal
+
+    def say(self) -> None:
+        """Finish ``run.json``, make the pages, and print a few lines."""
+        followed = [json.loads(text) for text in self._read("followed")]
+        for each in followed:
+            if each["folder"]:
+                self._finish(Path(each["folder"]))
+        for text in self._read("reports") if not self._code else ():  # one that was broken off may still become long
+            self._advise(**json.loads(text))
+        for text in self._read("silent"):
+            for name, why in json.loads(text).items():
+                self._print(f"the hook {name} has not fired: {why}.", always=True)
+        for text in self._read("failed"):
+            self._print(f"not attached: {text}", always=True)
+        if not followed and not self.has_failed_hooks:
+            self._print(f"nothing was seen: {self._why_nothing()}", always=True)
+
+    @property
+    def has_failed_hooks(self) -> bool:
+        """Whether something that was asked for could not be attached to the model."""
+        return bool(self._read("failed"))
+
+    def _read(self, what: str) -> list[str]:
+        """Return the notes of all processes of the script about `what`."""
+        return [path.read_text(encoding="utf-8") for path in sorted(self._notes.glob(f"*.{what}"))]
+
+    def _why_nothing(self) -> str:
+        if self._code:
+            ended = f"ended with exit code {self._code}" if self._signal is None else f"was stopped by {self._by}"
+            return f"the command {ended} before its first step."
+        if not self._read("python"):
+            return (
+                "the command started no Python that reads PYTHONPATH. Is it python -I or -E? Next: leave that out, or "
+                "call hookline.follow(model, optimizer) in the script."
+            )
+        if not self._read("torch"):
+            return "the script has not imported torch.optim."
+        return (
+            "no optimizer of torch made a step. Next: for an optimizer that is no torch.optim.Optimizer, use "
+            "hookline.HookManager in the script."
+        )
+
+    @property
+    def _by(self) -> str:
+        return "" if self._signal is None else f"signal {self._signal.value} ({self._signal.name})"
+
+    def _finish(self, folder: Path) -> None:
+        """Complete ``run.json`` where the script's process could not, write the page, and say where everything is."""
+        facts = read_run_json(folder)
+        words = facts.get("status", "ended")
+        if self._code or words == "running":  # the script left without a word, or failed afterwards
+            words = self._how_it_ended(words)
+            facts["status"] = words.partition(" ")[0].rstrip(",")
+            if self._code:
+                facts.setdefault("error", words if self._signal is not None else f"exit code {self._code}")
+            write_run_json(folder, facts)
+        found = _write_page(folder) if self._run.report else None
+        self._print(f"{command_name(self._run.command)}/{folder.name} {words}{_figures(folder, facts)}")
+        for hook, told in (facts.get("hooks") or {}).items():
+            if told.get("failed") and told.get("fired"):  # one that never fired was not attached
+                times = "once" if told["failed"] == 1 else f"{told['failed']} times"
+                became = _AFTER_ERROR[self._run.hooks.on_error]
+                self._print(f"the hook {hook} raised {times} and {became}: its metrics are incomplete.", always=True)
+        names = {"report": "report.html"} if found is not None else {}
+        for label, name in {**names, "records": LOG, **sink_files(self._run.sinks.chosen(), STRATEGY)}.items():
+            path = folder / name
+            if path.exists():
+                shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+                self._print(f"{label:<13}{shown}", prefix="  ")
+        for line in found or ():
+            self._print(line)
+
+    def _how_it_ended(self, told: str) -> str:
+        """Return the status in words, the status first; ``told`` is what the script's process has written of it."""
+        if self._code == 0:
+            return "finished"
+        if self._signal is None or told == "failed":
+            return "failed"
+        return f"stopped by {self._signal.name}" if self._signal in _STOPS else f"failed, by {self._by}"
+
+    def _advise(self, reports: int, steps: int, loop: str) -> None:
+        """Tell how to get more reports, if there were too few to judge a curve by."""
+        if 0 < reports < _ENOUGH and steps >= _ENOUGH:
+            why = ", at the ends of epochs" if loop == "epoch" else ""
+            made = f"{reports} report{'s' * (reports != 1)} in {steps} steps{why}"
+            every = max(steps // (2 * _ENOUGH), 1)
+            self._print(f"{made}; for curves that can be judged: --snapshot-every {every}.")
+
+    def _print(self, text: str, *, prefix: str = "hookline: ", always: bool = False) -> None:
+        if always or self._run.console != "none":
+            print(f"{prefix}{text}", file=sys.stderr)
+
+
+def _figures(folder: Path, facts: dict[str, Any]) -> str:
+    """Return how many steps there were; where the script was killed before it could say, those in the log."""
+    steps, set_up = (facts.get("result") or {}).get("steps"), facts.get("set_up_seconds")
+    if steps is not None:
+        attached = "" if set_up is None else f", and {set_up:.1f} s to attach the hooks"
+        return f": {steps} steps in {facts.get('seconds') or 0:.1f} s{attached}"
+    from hookline.records.log import read_log
+    from hookline.records.sink import Record
+
+    entries = read_log(folder) if (folder / LOG).exists() else ()
+    logged = [entry.step for entry in entries if isinstance(entry, Record) and entry.step is not None]
+    return f": {max(logged) + 1} steps in the log" if logged else ""
+
+
+def _write_page(folder: Path) -> list[str] | None:
+    """Write the page of a run; return what was found, None without a page. The script has ended well or not anyway."""
+    try:
+        from hookline.report.report_page import write_page
+
+        return write_page([folder]).found
+    except Exception as error:
+        print(f"hookline: no report.html: {type(error).__name__}: {error}", file=sys.stderr)
+    return None
