@@ -430,7 +430,7 @@ WRONG = {
     "nothing": (["--hooks", "norms", "--"], "no command behind the --"),
     "program": (["--", "no_such_program"], "There is no program 'no_such_program'"),
     "file": (["--", "no_such_file.py"], "There is no file 'no_such_file.py'"),
-    "training": (["--seed", "3", "--resume", "--", "train.py"], "--resume: that is for experiments"),
+    "training": (["--seed", "3", "--resume", "--", "train.py"], "--resume, --seed: that is for experiments"),
     "screen": (["--console", "tables", "--", "train.py"], "--console: that is for experiments"),
     "hook": (["--hooks", "norm", "--", "train.py"], "norms"),
     "config": (["--hooks", "norms", "--hook-config", "hessian.epsilon=1", "--", "train.py"], "hessian"),
