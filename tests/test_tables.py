@@ -249,12 +249,6 @@ def test_a_handle_whose_model_is_gone_is_off():
     assert repr(handle).endswith("off: what it was on is gone>")
 
 
-def test_the_registry_names_its_hooks():
-    """The class is used as it is; its representation lists what can be selected, importing nothing for it."""
-    assert repr(hl.HookRegistry).startswith("<HookRegistry of ")
-    assert "norms" in repr(hl.HookRegistry)
-
-
 def test_an_experiment_says_what_it_is_made_of():
     """Model, optimizer and batches; a loader without a length, or none, is no matter."""
     model, x = model_and_data()

@@ -35,8 +35,7 @@ _MOST_BITS: Final = 2000
 _FACTORIES: Final = (None, int, float, list, dict, set, str)
 """What a defaultdict may make of a missing key; anything else is code."""
 _PLAIN: Final = frozenset({
-    type(None), bool, int, float, complex, str, bytes, bytearray, range, torch.dtype, torch.device, torch.Size,
-    HookPoint,
+    type(None), bool, int, float, complex, str, bytes, bytearray, range, torch.dtype, torch.device, HookPoint,
 })  # fmt: skip
 
 
@@ -168,6 +167,8 @@ def to_savable(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Any:
         return _Made(int, hex(value), 16)
     if type(value) in _PLAIN:
         return value
+    if type(value) is torch.Size:
+        return _Made(torch.Size, tuple(value))
     if isinstance(value, Tensor):
         return _savable_tensor(value, path)
     if isinstance(value, (np.ndarray, np.generic)):

@@ -56,7 +56,7 @@ def test_lightning_goes_on_with_the_state_of_each_rank(both: list[dict[str, Any]
     """Two steps an epoch; the checkpoint is written at the end of the first."""
     straight, resumed = both[0]["lightning_trainer"]
     assert straight == {0: [1, 100], 1: [2, 200]}
-    assert resumed == {2: [3, 300], 3: [4, 400]}
+    assert resumed == {**straight, 2: [3, 300], 3: [4, 400]}
 
 
 def test_a_followed_loop_goes_on_with_the_state_of_each_rank(both: list[dict[str, Any]]) -> None:

@@ -405,7 +405,7 @@ def test_a_state_of_another_log_is_told_and_nothing_is_made_anew(tmp_path):
     fan_out.close()
     assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 1
     assert [one.number for one in read_log(tmp_path)] == [0, 3]
-    assert FanOut([Bare()]).state_dict() == {"records": 0}
+    assert FanOut([Bare()]).state_dict() == {"first": 0, "records": 0}
     fan_out.load_state_dict({})
 
 

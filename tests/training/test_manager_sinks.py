@@ -221,7 +221,7 @@ def test_a_state_from_before_there_were_sinks_in_it_still_loads(tmp_path):
     manager = HookManager(hooks=hooks(), log=tmp_path / "records.jsonl")
     run(manager, steps=3)
     state = manager.state_dict()
-    assert state.pop("sinks") == {"records": 2}
+    assert state.pop("sinks") == {"first": 0, "records": 2}
     manager.load_state_dict(state)
     assert len(list(read_log(tmp_path))) == 2
 

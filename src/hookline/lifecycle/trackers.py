@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from hookline.errors import HooklineWarning
 from hookline.lifecycle.hook import TrainingHook
 from hookline.messages import caller_stacklevel
-from hookline.observe.watch.watch import Watch
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
@@ -48,6 +47,8 @@ class TrackerHook(TrainingHook):
     def start(self, model: nn.Module) -> None:
         """Warn of a watch that is on another model than the one that is trained."""
         self._knows_model = True
+        from hookline.observe.watch.watch import Watch  # here: names of hooks are listed without importing torch
+
         if isinstance(self.tracker, Watch):
             _warn_of_other_model(self.name, self.tracker.model, model)
 

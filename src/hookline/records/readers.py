@@ -107,15 +107,23 @@ class Reader:
             return False
         return True
 
-    def restart(self) -> bool:
-        """Begin the sink anew, if it can be, and the log from its first record; return whether it is so."""
+    def restart(self, number: int = 0, offset: int = 0, context: Mapping[str, Any] | None = None) -> bool:
+        """Begin the sink anew, if it can be, with the first record of the run; return whether it is so.
+
+        Args:
+            number: Of that record; the log may hold older runs.
+            offset: Where it is in the log.
+            context: What is known there of the run.
+        """
         if not getattr(self.sink, "restart", bool)():
             return False
         if self.log.path is not None:
             for file in _kept(self.log, self.name).get("files", ()):
                 _remove(self.log.path.parent / file)
-        self.offset = self.number = self.kept = 0
+        self.offset, self.number, self.kept = offset, number, 0
         self.back_off.reset()
+        if context:
+            self.take(Context(context), offset)
         return True
 
     def keep(self) -> None:
@@ -238,6 +246,8 @@ class FanOut:
         self._is_temporary = self._is_closed = False
         self._helper: HelperProcess | None = None
         self._context: dict[str, Any] = {}
+        self._first = self._log.number
+        """The number of the first record of the run: a log may hold older runs."""
         self._is_resumed = False
         self._log_error: OSError | None = None
         self.sinks: list[Any] = []
@@ -265,6 +275,7 @@ class FanOut:
         """Write every record from now on to a log at ``path``, if there is none yet."""
         if self.log is None and not self.is_silent:
             self._use(_log_of_rank(path))
+            self._first = self._log.number
             self.is_empty = False
 
     def release_log(self) -> None:
@@ -351,7 +362,7 @@ class FanOut:
         if not self._is_closed:
             self._flush_local()
         for reader in self._readers:
-            if reader.offset != self._log.size and not self._is_closed:
+            if reader.offset != self._log.size and reader.number < self._log.number and not self._is_closed:
                 self._note_behind(reader)
             reader.call("close")
         log, self._is_closed = self._log, True
@@ -370,11 +381,11 @@ class FanOut:
             self._is_temporary = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many records there are, for a run that is resumed from now."""
-        return {"records": self._log.number}
+        """Return which records of the log are of the run so far, for a run that is resumed from now."""
+        return {"first": self._first, "records": self._log.number}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Drop the records after ``state`` from the log, and have the sinks read it again from its beginning.
+        """Drop the records after ``state`` from the log, and have the sinks read the run again from its beginning.
 
         Those that cannot begin anew, as what they have written is elsewhere, go on where they are.
         """
@@ -386,6 +397,7 @@ class FanOut:
             self._helper.end_all(self.log)
         told, log = dict(self._context), self._log
         try:
+            self._first = int(state.get("first", 0))
             self._context = self._cut(log, int(state["records"]))
         except (OSError, OptionError) as error:
             self._errors.warn_later(f"load {error}", str(error))
@@ -404,9 +416,10 @@ class FanOut:
                 getattr(sink, "truncate", id)(number)  # of memory; files can be made again from a log alone
             return self._context
         context = log.truncate(number)
+        begin = log.find(self._first)
         for reader in self._readers:
             try:
-                is_anew = not log.first_number and reader.restart()
+                is_anew = log.first_number <= self._first and reader.restart(self._first, *begin)
             except Exception as error:
                 self._note_failure(reader.name, "begin anew", error)
                 is_anew = False

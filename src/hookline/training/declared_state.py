@@ -7,9 +7,11 @@ on, for `Saving`.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -18,11 +20,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 
-from hookline.errors import ResumeError
+from hookline.checkpoint_file import digest
+from hookline.errors import CheckpointError, HooklineWarning, ResumeError
 from hookline.guard.guard import rollback
 from hookline.guard.rng import GENERATOR_TYPES
 from hookline.lifecycle.states import copied
-from hookline.messages import type_name
+from hookline.messages import caller_stacklevel, type_name
 from hookline.training.experiment import Experiment, attributes_of, has_state, is_record
 from hookline.training.model_state import (
     ModelState,
@@ -46,7 +49,9 @@ _ENTERED: Final = (nn.Module, Optimizer, LRScheduler, Sampler, torch.amp.GradSca
 _PARTS: Final = ("optimizer", "scheduler", "scaler")
 _STATE: Final = "hookline.state"
 _ATTRIBUTES: Final = "hookline.attributes"
-"""Keys of a saved dictionary that stands for an object: for its state, or for the attributes of a dataclass."""
+_MEMBER: Final = "hookline.member"
+"""Keys of a saved dictionary that stands for an object: its state, the attributes of a dataclass, the name of a member
+of an enum."""
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -131,10 +136,21 @@ def _has_gradients(value: Any, name: str) -> bool:
 
 
 class SavedState:
-    """Save and load the declared state of an experiment."""
+    """Save and load the declared state of an experiment: objects with a state, and plain values that the run changes.
+
+    A plain value that is as it was when the run began is left to the code: of a resumed run it may say another one.
+    """
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
+        self._made = {name: _mark(value) for name, value in experiment.state.items()}
+        """What tells whether a value is as the experiment was made with it."""
+        self._told: set[str] = set()
+        """Names of values that cannot be saved."""
+        attributes = attributes_of(experiment)
+        for name, mark in self._made.items():
+            if isinstance(mark, _Unsavable) and name not in attributes:  # the user's own `state` asks for it
+                raise CheckpointError(f"experiment.state[{name!r}]: {mark.why}")
 
     def generators(self) -> list[Any]:
         """Return the declared generators, in an order that is the same in every process."""
@@ -145,7 +161,24 @@ class SavedState:
         """Return the state, without copying tensors."""
         experiment = self._experiment
         elsewhere = {id(getattr(experiment, name)) for name in _PARTS} | set(map(id, experiment.model.modules()))
-        return {name: _saved(value, elsewhere) for name, value in experiment.state.items()}
+        changed = {name: value for name, value in experiment.state.items() if self._has_changed(name, value)}
+        return {name: _saved(value, elsewhere) for name, value in changed.items()}
+
+    def _has_changed(self, name: str, value: Any) -> bool:
+        """Return whether a value has to be saved; warn once of one that cannot be."""
+        now, made = _mark(value), self._made.get(name)
+        if not isinstance(now, _Unsavable):
+            return now is None or now != made
+        is_as_made = isinstance(made, _Unsavable) and made.value is value
+        if not is_as_made and name not in self._told:
+            self._told.add(name)
+            warnings.warn(
+                f"experiment.{name} has changed and is not saved: {now.why} A resumed run begins with what the code "
+                "gives it.",
+                HooklineWarning,
+                stacklevel=caller_stacklevel(),
+            )
+        return False
 
     def check(self, saved: Mapping[str, Any], *, force: bool = False) -> None:
         """Refuse a saved state that does not fit; load nothing."""
@@ -161,6 +194,23 @@ class SavedState:
                 attributes[name] = value
 
 
+class _Unsavable(NamedTuple):
+    """A value that no checkpoint can hold."""
+
+    value: Any
+    why: str
+
+
+def _mark(value: Any) -> int | _Unsavable | None:
+    """Return a checksum of a plain value; None for one with objects that have a state, which are always saved."""
+    if any(has_state(thing) for _, thing in _walk(value, "")):
+        return None
+    try:
+        return digest({"it": _saved(value, set())})
+    except CheckpointError as error:
+        return _Unsavable(value, str(error))
+
+
 def _saved(value: Any, elsewhere: set[int]) -> Any:
     """Return a value with a dictionary in place of each object; of one that is saved ``elsewhere``, an empty one."""
     if has_state(value):
@@ -168,10 +218,14 @@ def _saved(value: Any, elsewhere: set[int]) -> Any:
     items = {key: _saved(item, elsewhere) for key, item in _items(value)}
     if is_record(value):
         return {_ATTRIBUTES: items}
+    if isinstance(value, Enum):
+        return {_MEMBER: value.name}
     if isinstance(value, dict):
         return items
     if isinstance(value, deque):
         return deque(items.values(), value.maxlen)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return tuple(items.values())
     return type(value)(items.values()) if type(value) in (list, tuple) else value
 
 
@@ -212,10 +266,14 @@ def _loaded(live: Any, saved: Any, name: str) -> Any:
     if isinstance(saved, dict) and _ATTRIBUTES in saved:
         vars(live).update({key: _loaded(there.get(key), item, name) for key, item in saved[_ATTRIBUTES].items()})
         return live
+    if isinstance(saved, dict) and _MEMBER in saved and isinstance(live, Enum):
+        return type(live)[saved[_MEMBER]]
     if isinstance(saved, dict):
         saved = {key: _loaded(there.get(key), item, name) for key, item in saved.items()}
     elif isinstance(saved, list | tuple | deque):
         found = [_loaded(there.get(number), item, name) for number, item in enumerate(saved)]
+        if isinstance(live, tuple) and hasattr(live, "_fields"):
+            return type(live)(*found)
         saved = deque(found, saved.maxlen) if isinstance(saved, deque) else type(saved)(found)
     return _filled(live, saved)
 

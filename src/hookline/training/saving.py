@@ -75,6 +75,9 @@ class Saving(NotSaved):
         with ExitStack() as stack:
             self._ranks.together("locking the checkpoints", lambda: self._lock(stack))
             stack.enter_context(self._signals)
+            fan_out = self._run.manager.fan_out
+            if not fan_out.is_empty:  # files of sinks can be made again from a log alone
+                fan_out.open_log(self._checkpoints.folder / "records.jsonl")
             newest = self._checkpoints.newest()
             if newest is not None and not resume:
                 raise ResumeError(

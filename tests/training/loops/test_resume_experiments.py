@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -121,7 +122,7 @@ def test_a_state_that_cannot_be_saved_or_loaded_is_named(tmp_path):
     odd = Odd(like.model, like.optimizer, like.loader)
     with pytest.raises(hl.errors.CheckpointError, match=r"odd.*list_iterator"):
         hl.epoch_loop(odd, epochs=1, checkpoints=Checkpoints(tmp_path / "odd"))
-    assert list((tmp_path / "odd").glob("*.safetensors")) == []
+    assert list((tmp_path / "odd").glob("*.pt")) == []
     first = linear_experiment(batches=PASS)
     first.average = torch.optim.swa_utils.AveragedModel(first.model)
     hl.epoch_loop(first, epochs=1, checkpoints=Checkpoints(tmp_path / "average"))
@@ -130,6 +131,76 @@ def test_a_state_that_cannot_be_saved_or_loaded_is_named(tmp_path):
     with pytest.raises(hl.errors.ResumeError, match=r"experiment\.average.*None"):
         hl.epoch_loop(second, epochs=2, checkpoints=Checkpoints(tmp_path / "average"), resume=True)
     assert torch.equal(second.model.weight, before)
+
+
+class Mode(enum.Enum):
+    """What an experiment is doing."""
+
+    WARM = 1
+    FULL = 2
+
+
+class Pair(NamedTuple):
+    """Two sums."""
+
+    steps: int
+    loss: torch.Tensor
+
+
+def kept_experiment(total: int = 3) -> hl.Experiment:
+    """An experiment whose attributes are of many kinds; some change while it trains."""
+    experiment = linear_experiment(batches=PASS)
+    experiment.total, experiment.shape, experiment.odd = total, torch.Size((2, 3)), slice(0, 1)
+    experiment.mode, experiment.sums = Mode.WARM, Pair(0, torch.zeros(1))
+    return experiment
+
+
+def note_epoch(experiment: hl.Experiment) -> hl.TrainingHook:
+    """Return a hook that changes what the experiment keeps."""
+
+    class Notes(hl.TrainingHook):
+        name = "notes"
+        hook_points = {hl.HookPoint.POST_EPOCH}
+
+        def compute(self, ctx):
+            experiment.mode = Mode.FULL
+            experiment.sums = Pair(experiment.sums.steps + 1, experiment.sums.loss + 2)
+            return {}
+
+    return Notes()
+
+
+def test_what_the_run_changed_goes_on_and_the_rest_is_as_the_code_says(tmp_path):
+    """Members of enums, named tuples and shapes are held; a value that never changed is the new code's."""
+    first = kept_experiment()
+    manager = hl.HookManager(hooks=[note_epoch(first)])
+    hl.epoch_loop(first, epochs=1, manager=manager, checkpoints=Checkpoints(tmp_path))
+    second = kept_experiment(total=6)
+    manager = hl.HookManager(hooks=[note_epoch(second)])
+    hl.epoch_loop(second, epochs=2, manager=manager, checkpoints=Checkpoints(tmp_path), resume=True)
+    assert (second.mode, second.sums.steps, float(second.sums.loss)) == (Mode.FULL, 2, 4.0)
+    assert (type(second.sums), second.shape, second.total) == (Pair, torch.Size((2, 3)), 6)
+
+
+def test_a_changed_attribute_that_cannot_be_saved_is_told_once(tmp_path):
+    """The run goes on, and so do its checkpoints."""
+    experiment = linear_experiment(batches=PASS)
+    experiment.ranges = [np.array([slice(0, 1)])]
+
+    class Changes(hl.TrainingHook):
+        name = "changes"
+        hook_points = {hl.HookPoint.POST_EPOCH}
+
+        def compute(self, ctx):
+            experiment.ranges = [np.array([slice(0, ctx.epoch)])]
+            return {}
+
+    checkpoints = Checkpoints(tmp_path, every=1)
+    manager = hl.HookManager(hooks=[Changes()])
+    with pytest.warns(hl.HooklineWarning, match=r"experiment\.ranges has changed and is not saved") as told:
+        hl.epoch_loop(experiment, epochs=3, manager=manager, checkpoints=checkpoints)
+    assert checkpoints.newest() is not None
+    assert len([one for one in told if "ranges" in str(one.message)]) == 1
 
 
 class Drifts(nn.Module):
