@@ -58,9 +58,15 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
     """Return the items of a container, or of a dataclass, by key or number."""
     if is_record(value):
         value = vars(value)
+    elif _is_named_tuple(value):
+        value = value._asdict()
     if isinstance(value, dict):
         return iter(value.items())
     return enumerate(value) if isinstance(value, list | tuple | set | frozenset | deque) else iter(())
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
 def _walk(value: Any, place: str) -> Iterator[tuple[str, Any]]:
@@ -145,8 +151,10 @@ class SavedState:
         self._experiment = experiment
         self._made = {name: _mark(value) for name, value in experiment.state.items()}
         """What tells whether a value is as the experiment was made with it."""
+        self._kept: set[str] = set()
+        """Values that the run has changed once: saved from then on, also if they are as they were made again."""
         self._told: set[str] = set()
-        """Names of values that cannot be saved."""
+        """Changed values that cannot be saved."""
         attributes = attributes_of(experiment)
         for name, mark in self._made.items():
             if isinstance(mark, _Unsavable) and name not in attributes:  # the user's own `state` asks for it
@@ -161,14 +169,18 @@ class SavedState:
         """Return the state, without copying tensors."""
         experiment = self._experiment
         elsewhere = {id(getattr(experiment, name)) for name in _PARTS} | set(map(id, experiment.model.modules()))
-        changed = {name: value for name, value in experiment.state.items() if self._has_changed(name, value)}
-        return {name: _saved(value, elsewhere) for name, value in changed.items()}
+        state = experiment.state
+        for name in state.keys() - self._kept:
+            self._compare(name, state[name])
+        return {name: _saved(value, elsewhere) for name, value in state.items() if name in self._kept}
 
-    def _has_changed(self, name: str, value: Any) -> bool:
-        """Return whether a value has to be saved; warn once of one that cannot be."""
+    def _compare(self, name: str, value: Any) -> None:
+        """Keep a value that the run has changed; warn once of one that cannot be saved."""
         now, made = _mark(value), self._made.get(name)
         if not isinstance(now, _Unsavable):
-            return now is None or now != made
+            if now is None or now != made:
+                self._kept.add(name)
+            return
         is_as_made = isinstance(made, _Unsavable) and made.value is value
         if not is_as_made and name not in self._told:
             self._told.add(name)
@@ -178,7 +190,6 @@ class SavedState:
                 HooklineWarning,
                 stacklevel=caller_stacklevel(),
             )
-        return False
 
     def check(self, saved: Mapping[str, Any], *, force: bool = False) -> None:
         """Refuse a saved state that does not fit; load nothing."""
@@ -188,6 +199,7 @@ class SavedState:
     def load(self, saved: Mapping[str, Any]) -> None:
         """Set the experiment to a saved state, in place where others may refer to what it has."""
         live, attributes = self._experiment.state, attributes_of(self._experiment)
+        self._kept |= saved.keys()
         for name, state in saved.items():
             value = _loaded(live.get(name), state, f"experiment.{name}")
             if name not in live or value is not live[name]:
@@ -216,16 +228,14 @@ def _saved(value: Any, elsewhere: set[int]) -> Any:
     if has_state(value):
         return {_STATE: None if id(value) in elsewhere else _state(value)}
     items = {key: _saved(item, elsewhere) for key, item in _items(value)}
-    if is_record(value):
+    if is_record(value) or _is_named_tuple(value):
         return {_ATTRIBUTES: items}
-    if isinstance(value, Enum):
+    if isinstance(value, Enum) and value.name in type(value).__members__:  # flags together are no member
         return {_MEMBER: value.name}
     if isinstance(value, dict):
         return items
     if isinstance(value, deque):
         return deque(items.values(), value.maxlen)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return tuple(items.values())
     return type(value)(items.values()) if type(value) in (list, tuple) else value
 
 
@@ -240,7 +250,12 @@ def _state(thing: Any) -> dict[str, Any]:
 def _check(live: Any, saved: Any, name: str, *, force: bool) -> None:
     is_state = isinstance(saved, dict) and _STATE in saved
     is_attributes = isinstance(saved, dict) and _ATTRIBUTES in saved
-    if (is_state and not has_state(live)) or (is_attributes and not is_record(live)):
+    is_member = isinstance(saved, dict) and _MEMBER in saved
+    if (
+        (is_state and not has_state(live))
+        or (is_attributes and not (is_record(live) or _is_named_tuple(live)))
+        or (is_member and not (isinstance(live, Enum) and saved[_MEMBER] in type(live).__members__))
+    ):
         raise ResumeError(
             f"The checkpoint has the state of {name}, and here it is {type_name(live)}. Nothing was loaded. Next: make "
             "it before the run begins, as it was."
@@ -264,17 +279,18 @@ def _loaded(live: Any, saved: Any, name: str) -> Any:
         return live
     there = dict(_items(live))
     if isinstance(saved, dict) and _ATTRIBUTES in saved:
-        vars(live).update({key: _loaded(there.get(key), item, name) for key, item in saved[_ATTRIBUTES].items()})
+        found = {key: _loaded(there.get(key), item, name) for key, item in saved[_ATTRIBUTES].items()}
+        if _is_named_tuple(live):
+            return live._replace(**{key: value for key, value in found.items() if key in there})
+        vars(live).update(found)
         return live
-    if isinstance(saved, dict) and _MEMBER in saved and isinstance(live, Enum):
+    if isinstance(saved, dict) and _MEMBER in saved:
         return type(live)[saved[_MEMBER]]
     if isinstance(saved, dict):
         saved = {key: _loaded(there.get(key), item, name) for key, item in saved.items()}
     elif isinstance(saved, list | tuple | deque):
-        found = [_loaded(there.get(number), item, name) for number, item in enumerate(saved)]
-        if isinstance(live, tuple) and hasattr(live, "_fields"):
-            return type(live)(*found)
-        saved = deque(found, saved.maxlen) if isinstance(saved, deque) else type(saved)(found)
+        items = [_loaded(there.get(number), item, name) for number, item in enumerate(saved)]
+        saved = deque(items, saved.maxlen) if isinstance(saved, deque) else type(saved)(items)
     return _filled(live, saved)
 
 

@@ -9,6 +9,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
@@ -44,7 +45,7 @@ _METHODS: Final = (
 )  # fmt: skip
 _PLAIN: Final = (
     bool, int, float, complex, str, bytes, bytearray, range, Path, type(None), torch.dtype, torch.device,
-    Tensor, np.ndarray, np.generic,
+    Tensor, np.ndarray, np.generic, Enum,
 )  # fmt: skip
 _OF_MANAGERS: Final = (HookManager, TrainingHook, MetricSink, FanOut)
 """What a manager saves and puts back."""

@@ -75,15 +75,15 @@ class Saving(NotSaved):
         with ExitStack() as stack:
             self._ranks.together("locking the checkpoints", lambda: self._lock(stack))
             stack.enter_context(self._signals)
-            fan_out = self._run.manager.fan_out
-            if not fan_out.is_empty:  # files of sinks can be made again from a log alone
-                fan_out.open_log(self._checkpoints.folder / "records.jsonl")
             newest = self._checkpoints.newest()
             if newest is not None and not resume:
                 raise ResumeError(
                     f"A run is to begin in {self._checkpoints.folder}, and a run was saved there ({newest.name}). "
                     "Next: resume=True goes on with it; a new one takes another folder."
                 )
+            fan_out = self._run.manager.fan_out
+            if not fan_out.is_empty:  # files of sinks can be made again from a log alone
+                fan_out.open_log(self._checkpoints.folder / "records.jsonl")
             if resume:
                 self._read()
             stack.callback(self._tell_if_behind)
@@ -324,6 +324,8 @@ class Saving(NotSaved):
                 f"What {', '.join(map(repr, silent))} counted since the last report is not saved: a tracker is saved "
                 "if it has state_dict() and load_state_dict(). Between epochs there is nothing to save."
             )
+        # First: what the run had changed by then is saved with what is now, too.
+        before = self._core.before_epoch(run.retention.pre_epoch, run.guarded) if within else None
         return {
             "made": {"torch": str(torch.__version__), "time": time.time()},
             "ranks": {"count": 1, "differing": []},
@@ -331,7 +333,7 @@ class Saving(NotSaved):
             "settings": self._settings,
             "run": run.state_dict(within=within),
             "core": self._core.save(gradients=bool(manager.hooks)),
-            "before_epoch": self._core.before_epoch(run.retention.pre_epoch, run.guarded) if within else None,
+            "before_epoch": before,
             "loader": self._position.save(within=within, begun=run.num_epochs > 0),
             "manager": manager.state_dict(),
             "demand": run.retention.state_dict(),

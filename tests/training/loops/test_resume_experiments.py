@@ -177,9 +177,43 @@ def test_what_the_run_changed_goes_on_and_the_rest_is_as_the_code_says(tmp_path)
     hl.epoch_loop(first, epochs=1, manager=manager, checkpoints=Checkpoints(tmp_path))
     second = kept_experiment(total=6)
     manager = hl.HookManager(hooks=[note_epoch(second)])
+    manager.hooks["notes"].compute = lambda ctx: {}
     hl.epoch_loop(second, epochs=2, manager=manager, checkpoints=Checkpoints(tmp_path), resume=True)
-    assert (second.mode, second.sums.steps, float(second.sums.loss)) == (Mode.FULL, 2, 4.0)
+    assert (second.mode, second.sums.steps, float(second.sums.loss)) == (Mode.FULL, 1, 2.0)
     assert (type(second.sums), second.shape, second.total) == (Pair, torch.Size((2, 3)), 6)
+
+
+def test_a_value_that_is_as_it_was_made_again_is_still_the_runs(tmp_path):
+    """One object may go on from an older checkpoint: what it holds when the loop begins is not what the code gives."""
+    experiment = kept_experiment()
+
+    def train(used, epochs, folder, **options):
+        hl.epoch_loop(used, epochs=epochs, manager=hl.HookManager(hooks=[note_epoch(used)]), **options)
+        return used.sums.steps
+
+    assert train(experiment, 1, tmp_path, checkpoints=Checkpoints(tmp_path / "a", every=1)) == 1
+    assert train(experiment, 2, tmp_path, checkpoints=Checkpoints(tmp_path / "a", every=1), resume=True) == 2
+    for step in (tmp_path / "a").glob("step_*"):
+        if step != min((tmp_path / "a").glob("step_*")):
+            step.unlink()
+    at = int(min((tmp_path / "a").glob("step_*")).stem.removeprefix("step_"))
+    assert at > 0
+    assert train(experiment, 2, tmp_path, checkpoints=Checkpoints(tmp_path / "a", every=1), resume=True) == 2
+    fresh = kept_experiment()
+    assert train(fresh, 3, tmp_path, checkpoints=Checkpoints(tmp_path / "a", force=True), resume=True) == 3
+
+
+def test_a_member_of_an_enum_needs_the_enum_to_be_loaded(tmp_path):
+    """It is refused before anything is loaded, and not put there as something else."""
+    first = kept_experiment()
+    manager = hl.HookManager(hooks=[note_epoch(first)])
+    hl.epoch_loop(first, epochs=1, manager=manager, checkpoints=Checkpoints(tmp_path))
+    second = kept_experiment()
+    second.mode = None
+    before = second.model.weight.clone()
+    with pytest.raises(hl.errors.ResumeError, match=r"experiment\.mode.*None"):
+        hl.epoch_loop(second, epochs=2, checkpoints=Checkpoints(tmp_path), resume=True)
+    assert torch.equal(second.model.weight, before)
 
 
 def test_a_changed_attribute_that_cannot_be_saved_is_told_once(tmp_path):
