@@ -23,7 +23,7 @@ from hookline.error_policy import error_text
 from hookline.load import load_object
 from hookline.records.helper import wait_for_lock
 from hookline.records.log import Context, Log, dumps, loads
-from hookline.records.readers import Failed, Reader, hand, read_position
+from hookline.records.readers import Failed, Reader, hand
 from hookline.records.sink import RunSink
 
 __all__ = ["SlowReader", "Worker", "main"]
@@ -57,7 +57,7 @@ class SlowReader(Reader):
             self.kept = self.number
             self.keep()
         except OSError as error:
-            self._fail("keep its position", error)
+            self.fail("keep its position", error)
         return True
 
     def _begin(self) -> bool:
@@ -67,12 +67,12 @@ class SlowReader(Reader):
             if isinstance(self.sink, RunSink):
                 self.sink.keep_files = self.keep
             if not self.restart():
-                self.number = self.kept = read_position(self.log.path, self.name)
+                self.number = self.kept = self.log.kept(self.name).get("number", 0)
                 self.offset, context = self.log.find(self.number) if self.number else (0, {})
                 if context:
                     hand(self.sink, Context(context))
         except Exception as error:
-            self._fail("begin", error)
+            self.fail("begin", error)
             return False
         self._has_begun = True
         return True
@@ -96,7 +96,7 @@ class Worker:
         self._parent = int(task["parent"])
         self._in_pipe, self._out_pipe = in_pipe, out_pipe
         self._is_ending = False
-        self._lock = wait_for_lock(log.path, 2 * self._patience)
+        self._lock = wait_for_lock(log, 2 * self._patience)
         self._readers = [SlowReader(recipe, log, self._tell_failure) for recipe in task["sinks"]]
 
     def run(self) -> None:
@@ -121,9 +121,10 @@ class Worker:
         if self._removes_log and all(done):
             shutil.rmtree(self._log_folder, ignore_errors=True)
 
-    def _tell_failure(self, name: str, what: str, error: Exception, *, is_skipped: bool = False) -> None:
+    def _tell_failure(self, name: str, what: str, error: Exception) -> None:
         traceback.print_exception(error)  # to the file of this process's standard error
-        self._send({"failed": name, "what": what, "error": error_text(error), "skipped": is_skipped})
+        with suppress(OSError):  # the run is gone, or does not read
+            os.write(self._out_pipe, dumps([name, what, error_text(error)]) + b"\n")
 
     def _read_input(self, seconds: float) -> None:
         """Wait for a line, which asks to hurry, or for the end of the run."""
@@ -134,10 +135,6 @@ class Worker:
                 reader.back_off.hurry()
         elif os.getppid() != self._parent:  # killed; a forked worker of it may still hold the pipe open
             self._is_ending = True
-
-    def _send(self, message: dict[str, Any]) -> None:
-        with suppress(OSError):  # the run is gone, or does not read
-            os.write(self._out_pipe, dumps(message) + b"\n")
 
 
 def _make_sink(recipe: dict[str, Any]) -> Any:

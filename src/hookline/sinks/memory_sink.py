@@ -97,10 +97,6 @@ class MemorySink(MetricSink):
         self.clear()
         return True
 
-    def truncate(self, number: int) -> None:
-        """Keep the first ``number`` records: a run without a log is resumed."""
-        del self.records[number:]
-
     def clear(self) -> None:
         """Drop all records."""
         self.records.clear()
