@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import importlib.util
 import json
 import subprocess
 import sys
@@ -59,16 +60,7 @@ def put(sink, *values) -> None:
         sink.emit({"x": value}, 0, "POST_EPOCH")
 
 
-PLACES = {
-    CSVSink: r"CSVSink requires either filepath or \(output_dir \+ experiment_name\)",
-    JSONLSink: r"does not know yet where to write.*Give it a path",
-    ParquetSink: "ParquetSink requires a path",
-    TensorBoardSink: "TensorBoardSink requires log_dir",
-    MLflowSink: "MLflowSink requires tracking_uri",
-}
-
-
-@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize("kind", [*KINDS, TensorBoardSink, MLflowSink])
 def test_nothing_is_made_before_it_is_needed_and_without_a_place_metrics_are_dropped(kind, tmp_path, monkeypatch):
     """No file for no metrics; that metrics are dropped is said once, until there is a place."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -79,7 +71,7 @@ def test_nothing_is_made_before_it_is_needed_and_without_a_place_metrics_are_dro
     sink.close()
     assert list(tmp_path.iterdir()) == []
     sink = kind()
-    with pytest.warns(HooklineWarning, match=PLACES[kind]):
+    with pytest.warns(HooklineWarning, match=rf"{kind.__name__} .*where to write"):
         put(sink, 1.0)
     put(sink, 2.0)
     if kind in KINDS:
@@ -131,13 +123,12 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(kind, monkeypatch, tmp_path):
     """Before training, by ``check``, and at the first record; as ours and as an ImportError."""
     kind.check()
-    monkeypatch.setattr(sink_module, "_is_installed", lambda module: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
     with pytest.raises(OptionError) as caught:
         kind.check()
     assert kind.extra in PROJECT["optional-dependencies"]
-    package = kind.package.partition(".")[0]
-    told = f"{package!r}, which is not installed. Install it: pip install 'hookline[{kind.extra}]'."
-    assert str(caught.value) == f"{kind.__name__} needs the package {told}"
+    assert f"{kind.package!r}, which is not installed" in str(caught.value)
+    assert f"hookline[{kind.extra}]" in str(caught.value)
     assert isinstance(caught.value, MissingPackageError)
     assert isinstance(caught.value, ImportError)
     sink = kind("project") if kind is WandbSink else kind()
@@ -148,12 +139,6 @@ def test_a_package_that_is_missing_is_named_with_the_line_that_installs_it(kind,
 
     with pytest.raises(MissingPackageError):
         use()
-
-
-def test_what_is_installed_is_found_without_importing_it():
-    """Also parts of packages that are missing, and modules made by hand."""
-    assert sink_module._is_installed("wandb")
-    assert not sink_module._is_installed("no_such_package.part")
 
 
 def test_the_sinks_import_neither_torch_nor_what_they_write_for():

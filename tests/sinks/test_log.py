@@ -299,7 +299,7 @@ from hookline.records.log import RecordLog
 from hookline.records.sink import Record
 log = RecordLog({path!r})
 if {holds_back}:
-    from hookline.records.log import AppendFile
+    from hookline.files import AppendFile
     held = []
     AppendFile.write = lambda file, line: held.append(line)  # as in a buffer that is never full
 while True:

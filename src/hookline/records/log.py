@@ -25,12 +25,12 @@ from typing import Any, Final, TypeAlias
 import orjson
 
 from hookline.errors import OptionError
-from hookline.files import FileLock, replace_file, take_lock
+from hookline.files import AppendFile, FileLock, replace_file, take_lock
 from hookline.records.sink import Record, StepSeries
 from hookline.when import HookPoint
 
 __all__ = [
-    "AppendFile", "BackOff", "Context", "Entry", "LineFile", "Log", "MemoryLog", "RecordLog", "all_finite", "cleaned",
+    "BackOff", "Context", "Entry", "LineFile", "Log", "MemoryLog", "RecordLog", "all_finite", "cleaned",
     "dumps", "json_line", "loads", "read_log", "utf8_text",
 ]  # fmt: skip
 
@@ -352,59 +352,6 @@ class BackOff:
     def is_due(self) -> bool:
         """Whether it is time to try."""
         return not self._next or time.monotonic() >= self._next
-
-
-class AppendFile:
-    """A file to which bytes are appended by one system call: all of them or none, and which can be cut back.
-
-    What is written survives the death of the process, and a power failure after ``sync``.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self._file = -1
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        self._file = os.open(self.path, flags, 0o666)
-
-    @property
-    def size(self) -> int:
-        """Bytes so far; asked of the system, as Ctrl-C may come between writing and any counting."""
-        return os.fstat(self._file).st_size
-
-    def write(self, content: bytes | bytearray) -> None:
-        """Append all of ``content``, or nothing of it and raise `OSError`."""
-        done = os.write(self._file, content)
-        if done != len(content):
-            self._write_rest(content, done)
-
-    def _write_rest(self, content: bytes | bytearray, done: int) -> None:
-        """Write what is left after a full disk or a signal; take back what is written if that fails."""
-        before = self.size - done
-        try:
-            while done < len(content):
-                done += os.write(self._file, content[done:])
-        except BaseException:
-            os.ftruncate(self._file, before)
-            raise
-
-    def truncate(self, size: int) -> None:
-        """Drop what was written after ``size`` bytes."""
-        os.ftruncate(self._file, size)
-
-    def sync(self) -> None:
-        """Write what the system holds to the disk."""
-        os.fsync(self._file)
-
-    def close(self) -> None:
-        """Close the file. May be called more than once."""
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
-
-    def __del__(self) -> None:
-        with suppress(Exception):  # at the end of the process names may be gone, and the system closes the file
-            self.close()
 
 
 class LineFile(AppendFile):

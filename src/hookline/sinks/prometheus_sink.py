@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final
 from hookline.errors import OptionError
 from hookline.records.log import utf8_text
 from hookline.records.sink import Record, RunSink, StepSeries
-from hookline.records.values import number, numbers, step_axis, summary, to_plain, values_in
+from hookline.records.values import as_numbers, step_axis, to_plain, values_in
 
 __all__ = ["PrometheusSink"]
 
@@ -125,7 +125,7 @@ class _NewestGauges:
             newest = {labels: dict(values) for labels, values in self._newest.items()}
         families: dict[str, Any] = {}
         for labels, values in newest.items():
-            for metric, value in _numbers(values, reserved=_PROGRESS if labels[-1] else ()):
+            for metric, value in _numbers(values, reserved=_PROGRESS if labels[-1] else ()).items():
                 name = "hookline_" + _FORBIDDEN.sub("_", metric)
                 if name not in families:
                     families[name] = GaugeMetricFamily(name, f"The newest {metric}", labels=_LABELS)
@@ -137,10 +137,8 @@ def _last(value: Any) -> Any:
     return to_plain(value[-1] if isinstance(value, StepSeries) and value else value)
 
 
-def _numbers(values: Mapping[str, Any], reserved: Collection[str]) -> Iterator[tuple[str, float]]:
+def _numbers(values: Mapping[str, Any], reserved: Collection[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
     for name, value, _ in values_in(Record(values, 0, ""), reserved):
-        single = number(value)
-        if single is not None:
-            yield name, single
-        elif (several := numbers(value)) is not None:
-            yield from ((f"{name}_{part}", found) for part, found in summary(several).items())
+        found |= as_numbers(name, value)
+    return found

@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from hookline.records.sink import Record, RunContext, RunSink, file_name, free_paths
+from hookline.records.sink import Record, RunContext, RunSink, file_name, free_path
 from hookline.records.values import MetricValue, json_text, mean, number, numbers, step_axis, values_in
 
 __all__ = ["TensorBoardSink"]
@@ -65,7 +65,7 @@ class TensorBoardSink(RunSink):
         """Write the events of a record."""
         writer = self._writer or self._open()
         if writer is None:
-            self._drop("TensorBoardSink requires log_dir, or a run_dir told by set_run_context().")
+            self._drop()
             return
         found = sorted(values_in(record, reserved=("epoch",)), key=attrgetter("step"))
         for step, group in groupby(found, key=attrgetter("step")):
@@ -76,16 +76,17 @@ class TensorBoardSink(RunSink):
 
     def _open(self) -> Any:
         folder = self.folder
-        if folder is not None and self._is_replay:
-            folder = next(path for path in free_paths(folder) if not path.exists())
         if folder is not None:
             module = self._import("tensorboard.summary.writer.event_file_writer")
+            folder = free_path(folder) if self._is_replay else folder
             before = _files(folder)
             self._writer = module.EventFileWriter(str(folder))
             self.files += _files(folder) - before
             self.keep_files()
-            if self._is_anew:
-                self._add_purge()
+            if self._is_anew:  # a TensorBoard that is open forgets what it has read of the file before this one
+                event = self._import("tensorboard.compat.proto.event_pb2")
+                start = event.SessionLog(status=event.SessionLog.START)
+                self._writer.add_event(event.Event(step=0, session_log=start))
         return self._writer
 
     def _event(self, record: Record, step: int, values: Iterable[Any]) -> None:
@@ -93,13 +94,6 @@ class TensorBoardSink(RunSink):
 
         summary = summary_pb2.Summary(value=values)
         self._writer.add_event(event_pb2.Event(wall_time=record.time, step=step, summary=summary))
-
-    def _add_purge(self) -> None:
-        """Have a TensorBoard that is open forget what it has read of the file before this one."""
-        from tensorboard.compat.proto import event_pb2
-
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._writer.add_event(event_pb2.Event(step=0, session_log=start))
 
     def flush(self) -> None:
         """Write everything to the file."""
@@ -150,7 +144,7 @@ def _histogram(tag: str, values: list[float]) -> list[Any]:
     import numpy
     from tensorboard.compat.proto import summary_pb2
 
-    finite = numpy.array([value for value in values if math.isfinite(value)])
+    finite = numpy.array(list(filter(math.isfinite, values)))
     if not finite.size:
         return []
     counts, edges = numpy.histogram(finite, bins=_BINS)
