@@ -1,7 +1,7 @@
-"""Control the process of slow sinks from the run: start it, ask it to flush, restart it if it dies.
+"""Control the process of slow sinks from the run: start it, restart it if it dies, end it.
 
 The fan-out adds slow sinks as recipes (class and options); ``python -m hookline.records.worker`` makes and feeds them
-from the log. Both talk by lines of JSON over pipes. The run waits for the process in ``flush`` and ``close`` alone.
+from the log. Both talk by lines of JSON over pipes. The run waits for the process in ``close`` alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Final
@@ -26,8 +25,6 @@ __all__ = ["HelperProcess", "failure_text", "sink_recipe", "wait_for_lock"]
 
 _LOOK_EVERY: Final = 0.25
 """Seconds between two reads of the process's messages: a read costs two system calls."""
-_HASTY: Final = 1.0
-"""Seconds to wait for sinks for which the run has waited in vain before."""
 
 
 def sink_recipe(sink: Any, name: str) -> dict[str, Any]:
@@ -77,7 +74,6 @@ class HelperProcess:
         self._unread = b""
         self._looked_at = 0.0
         self._back_off = BackOff(first=0.5)
-        self._was_late = False
 
     def add(self, recipe: dict[str, Any]) -> None:
         """Add a sink; end the process if it runs, as the next record starts it with all sinks."""
@@ -106,35 +102,20 @@ class HelperProcess:
             self._errors.counts[name] += 1
             self._errors.warn_later(name, failure_text(name, what, why))
 
-    def flush(self, number: int) -> None:
-        """Wait until all sinks have the records below ``number``; warn if they have not after ``patience``."""
-        if not self._behind(number):
-            return
-        self._back_off.hurry()
-        asked = None
-
-        def has_all() -> bool:
-            nonlocal asked
-            self._start()
-            if asked is not self._process:
-                asked = self._process
-                self._send({"hurry": True})
-            self.read_messages()
-            return not self._behind(number)
-
-        self._was_late = not self._wait(has_all)
-        if self._was_late:
-            behind = ", ".join(f"{name} by {count:,} records" for name, count in self._behind(number).items())
-            self._errors.warn_later(
-                f"behind {behind}",
-                f"Slow sinks are behind: {behind}. They are all in {self._log.path}: feed the sinks later by hookline "
-                f"replay {self._log.path} --to ….",
-            )
-
     def close(self, number: int) -> None:
-        """Flush, and end the process, which removes a temporary log."""
-        self.flush(number)
-        self._end()
+        """Wait until all sinks have the records below ``number``, and end the process; warn if they have not."""
+        for _ in range(2):  # the second time if it has died a moment ago
+            if self._process is None and self._behind(number):
+                self._back_off.hurry()
+                self._start()
+            if self._end():
+                break
+        if self._log.path.exists() and (behind := self._behind(number)):  # a temporary one is gone
+            self._errors.warn_later(
+                "behind",
+                f"Slow sinks are behind: {behind} records. All are in {self._log.path}: feed the sinks later by "
+                f"hookline replay {self._log.path} --to ….",
+            )
         if self._removes_log and self._finalizer is None:  # it never ran
             shutil.rmtree(self._log.path.parent, ignore_errors=True)
 
@@ -149,12 +130,9 @@ class HelperProcess:
     def _start(self) -> None:
         """Start the process, unless it runs, or died a moment ago."""
         if self._process is not None:
-            code = self._process.poll()
-            if code is None:
+            if self._process.poll() is None:
                 return
-            self.read_messages()
-            self._release()
-            self._fail(f"ended with exit status {code}")
+            self._end()
         if not self._back_off.is_due:
             return
         try:
@@ -163,16 +141,18 @@ class HelperProcess:
             self._fail(f"could not be started ({error})")
             return
         self._finalizer = weakref.finalize(self, _abandon, self._process)
-        self._send(
-            {
-                "sinks": self._recipes,
-                "log": str(self._log.path.absolute()),
-                "path": sys.path,
-                "patience": self._patience,
-                "remove": self._removes_log,
-                "parent": os.getpid(),
-            }
-        )
+        task = {
+            "sinks": self._recipes,
+            "log": str(self._log.path.absolute()),
+            "path": sys.path,
+            "patience": self._patience,
+            "remove": self._removes_log,
+            "parent": os.getpid(),
+        }
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it died, which the next record will notice
+            self._process.stdin.write(dumps(task) + b"\n")
+            self._process.stdin.flush()
 
     def _popen(self) -> subprocess.Popen[bytes]:
         home = str(Path(__file__).parents[2])
@@ -193,27 +173,23 @@ class HelperProcess:
         os.set_blocking(process.stdout.fileno(), False)
         return process
 
-    def _end(self) -> None:
-        """End the process when all is delivered, and wait for that."""
+    def _end(self) -> bool:
+        """End the process when all is delivered, and wait for that; return False if it has died."""
         process = self._process
         if process is None:
-            return
-        if process.stdin is not None:
+            return True
+        assert process.stdin is not None
+        with suppress(OSError):
             process.stdin.close()
-        if not self._wait(lambda: process.poll() is not None):
-            self._errors.warn_later(
-                "ending", f"The process of the slow sinks (pid {process.pid}) is still at work, and ends by itself."
-            )
+        with suppress(subprocess.TimeoutExpired):  # it is still at work, and ends by itself
+            process.wait(self._patience)
         self.read_messages()
-        self._release()
-
-    def _release(self) -> None:
-        process, self._process = self._process, None
-        if self._finalizer is not None:
-            self._finalizer.detach()
-        if process is not None:
-            _abandon(process)
-        self._unread = b""
+        self._process, self._unread = None, b""
+        self._finalizer.detach()
+        _abandon(process)
+        if process.returncode:
+            self._fail(f"ended with exit status {process.returncode}")
+        return not process.returncode
 
     def _fail(self, how: str) -> None:
         self._back_off.fail()
@@ -224,27 +200,10 @@ class HelperProcess:
             ".helper.log beside it.",
         )
 
-    def _send(self, message: dict[str, Any]) -> None:
-        if self._process is not None and self._process.stdin is not None:
-            with suppress(OSError, ValueError):  # it died, which `_start` will notice
-                self._process.stdin.write(dumps(message) + b"\n")
-                self._process.stdin.flush()
-
-    # -- waiting -------------------------------------------------------------------------------------------------
-
-    def _wait(self, is_done: Callable[[], bool]) -> bool:
-        """Wait until ``is_done``, up to ``patience``; return whether it is."""
-        deadline = time.monotonic() + (_HASTY if self._was_late else self._patience)
-        while not is_done():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.005)
-        return True
-
-    def _behind(self, number: int) -> dict[str, int]:
-        """Return, by sink, how many of the records below ``number`` it has not received."""
+    def _behind(self, number: int) -> str:
+        """Return which sinks have not received all records below ``number``."""
         missing = {name: number - self._log.kept(name).get("number", 0) for name in (r["name"] for r in self._recipes)}
-        return {name: count for name, count in missing.items() if count > 0}
+        return ", ".join(f"{name} by {count:,}" for name, count in missing.items() if count > 0)
 
 
 def wait_for_lock(log: Log, patience: float) -> FileLock | None:

@@ -320,7 +320,6 @@ def read_log(path: str | Path, start: int = 0) -> Iterator[Entry]:
 
 # -- writing ------------------------------------------------------------------------------------------------------
 
-_BLOCK: Final = 1 << 16
 _MOST_KEPT: Final = 100_000
 """Records in memory for sinks that fail where there is no log."""
 
@@ -355,35 +354,18 @@ class BackOff:
 
 
 class LineFile(AppendFile):
-    """A file of whole lines of JSON: one that a killed process has left half-written is cut off when it is opened."""
+    """A file of whole lines of JSON: what a killed process has left half-written is cut off when it is opened."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
-        size = there = self.size
-        while (last := self.last_line(size)) and not _is_whole(last):
-            size -= len(last)
-        if size < there:
-            self.truncate(size)
-
-    def last_line(self, size: int) -> bytes:
-        """Return the last line of the first ``size`` bytes, with its newline if it has one."""
-        start, found = size, b""
-        while start:
-            step = min(_BLOCK, start)
-            start -= step
-            found = os.pread(self._file, step, start) + found
-            newline = found.rfind(b"\n", 0, len(found) - 1)
-            if newline >= 0:
-                return found[newline + 1 :]
-        return found
-
-
-def _is_whole(line: bytes) -> bool:
-    """Return whether ``line`` is one JSON object; after a power failure there may be zeros in it."""
-    try:
-        return line.endswith(b"}\n") and isinstance(loads(line), dict)
-    except ValueError:
-        return False
+        end = size = 0
+        with self.path.open("rb") as file:
+            for line in file:
+                size += len(line)
+                if line.startswith(b"{") and line.endswith(b"}\n"):  # after a power failure there may be zeros
+                    end = size
+        if end < size:
+            self.truncate(end)
 
 
 class RecordLog(Log):
@@ -501,17 +483,12 @@ class RecordLog(Log):
         self._file, self._lock = file, lock
         if not self._waiting:
             self._size = self.newest = file.size
-            self.number = max(self.number, self._next_number(file))
+            numbers = (_record_number(line) for line in super()._lines(0))
+            self.number = max(self.number, 1 + max((n for n in numbers if n is not None), default=-1))
 
     def _first_line(self) -> bytes:
         # The time tells this log from another one; places in the folder are told from others, should it be moved.
         return json_line({"context": {}, "time": time.time(), "home": str(self.path.parent)})
-
-    def _next_number(self, file: LineFile) -> int:
-        number = _record_number(file.last_line(file.size))
-        if number is None:  # contexts at its end
-            number = max((n for n in map(_record_number, super()._lines(0)) if n is not None), default=-1)
-        return number + 1
 
     def _lines(self, offset: int) -> Iterator[bytes]:
         in_file = self._size - len(self._waiting)

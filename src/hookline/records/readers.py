@@ -155,7 +155,7 @@ class FanOut:
             helper process, which begins with the first record and reads the log.
         log: The record log, or its path; None for none (with slow sinks, and when a sink fails, one in a temporary
             folder). In a process group only rank 0 has a log and sinks; processes that are in none have each their own.
-        patience: Seconds that ``flush`` and ``close`` wait for slow sinks.
+        patience: Seconds that ``close`` waits for slow sinks.
     """
 
     is_silent = False
@@ -268,12 +268,7 @@ class FanOut:
             log.drop(min((reader.offset for reader in self._readers), default=log.size))
 
     def flush(self) -> None:
-        """Write everything: the log to the disk, and what sinks hold back. Wait for slow sinks."""
-        self._flush_local()
-        if self._helper is not None:
-            self._helper.flush(self._log.number)
-
-    def _flush_local(self) -> None:
+        """Write everything: the log to the disk, and what sinks hold back. Slow sinks follow by themselves."""
         self._log.sync()
         self._note_log()
         for reader in self._readers:
@@ -283,9 +278,9 @@ class FanOut:
             reader.call("flush")
 
     def close(self) -> None:
-        """Flush, and close files and processes. May be called more than once."""
+        """Flush, wait for slow sinks, and close files and processes. May be called more than once."""
         if not self._is_log_closed:
-            self._flush_local()
+            self.flush()
         for reader in self._readers:
             if reader.offset != self._log.size and not self._is_log_closed:
                 self._note_behind(reader)

@@ -127,14 +127,12 @@ class Worker:
             os.write(self._out_pipe, dumps([name, what, error_text(error)]) + b"\n")
 
     def _read_input(self, seconds: float) -> None:
-        """Wait for a line, which asks to hurry, or for the end of the run."""
+        """Wait for the end of the run: of its pipe, or, as a forked worker of it may hold that open, of the process."""
         ready, _, _ = select.select([self._in_pipe], [], [], seconds)
-        if ready:
-            self._is_ending = not os.read(self._in_pipe, 1 << 16)
+        if ready or os.getppid() != self._parent:
+            self._is_ending = True
             for reader in self._readers:
                 reader.back_off.hurry()
-        elif os.getppid() != self._parent:  # killed; a forked worker of it may still hold the pipe open
-            self._is_ending = True
 
 
 def _make_sink(recipe: dict[str, Any]) -> Any:
