@@ -78,7 +78,7 @@ def cleaned(value: Any, depth: int = 0) -> Any:
     Tensors and arrays, which are known by their ``tolist``, become numbers and lists; NaN and infinity the strings
     "NaN", "Infinity", "-Infinity"; integers of more than 64 bits the nearest float; what is unknown its text.
     """
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool) or (type(value) is float and math.isfinite(value)):
         return value
     if isinstance(value, str):
         return utf8_text(value)
