@@ -341,11 +341,9 @@ class FanOut:
 
     def __exit__(self, error_class: type[BaseException] | None, *_: object) -> None:
         self.close()
-        try:
+        # Where warnings are errors, the user has to see what ended the block.
+        with nullcontext() if error_class is None else suppress(HooklineWarning):
             self.warn_pending()
-        except HooklineWarning:  # where warnings are errors; the user has to see what ended the block
-            if error_class is None:
-                raise
 
     # -- the log, the helper process -----------------------------------------------------------------------------
 
