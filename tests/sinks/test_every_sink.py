@@ -92,6 +92,76 @@ def test_the_same_run_folder_told_again_is_the_same_run(kind, tmp_path):
     assert files(tmp_path) == {"a": [0.0, 1.0]}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_exists_is_left_alone(kind, tmp_path):
+    """The next one is ``_1``, then ``_2``."""
+    path = tmp_path / f"m{kind.ending}"
+    for number in range(3):
+        sink = kind(path)
+        put(sink, float(number))
+        sink.close()
+        sink.close()
+    assert files(tmp_path) == {"m": [0.0], "m_1": [1.0], "m_2": [2.0]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_strategy_has_a_file_of_its_own(kind, tmp_path):
+    """By ``run_dir``, else as OrderedLearning had it: output folder, experiment, strategy."""
+    sink = kind(output_dir=tmp_path, experiment_name="mod") if kind is CSVSink else kind()
+    place = {} if kind is CSVSink else {"output_dir": tmp_path, "experiment_name": "mod"}
+    for strategy in ("random", "sor/ted", "random"):
+        sink.set_run_context(strategy=strategy, **place)
+        put(sink, 1.0)
+    sink.set_run_context(strategy="last", run_dir=tmp_path / "run")
+    put(sink, 1.0)
+    sink.close()
+    found = [str(path.relative_to(tmp_path).with_suffix("")) for path in sorted(tmp_path.rglob(f"*{kind.ending}"))]
+    assert {name for name in found if "part-" not in name} == {
+        "mod/random/random", "mod/random/random_1", "mod/sor_ted/sor_ted", "run/last",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_place_that_cannot_be_written_raises_and_works_when_it_can_be(kind, tmp_path):
+    """The fan-out reports it; the next record is tried again."""
+    (tmp_path / "folder").write_text("a file")
+    sink = kind(tmp_path / "folder" / f"m{kind.ending}")
+    with pytest.raises(OSError, match="folder"):
+        put(sink, 1.0)
+    (tmp_path / "folder").unlink()
+    put(sink, 2.0)
+    sink.close()
+    assert files(tmp_path / "folder") == {"m": [2.0]}
+
+
+WRITER = """
+import sys, hookline.sinks
+sink = getattr(hookline.sinks, sys.argv[1])(sys.argv[2])
+for number in range(10**9):
+    sink.emit({"x": number, f"m{number // 50}": 0.5} if "CSV" in sys.argv[1] else {"x": number}, number, "SNAPSHOT")
+    if number % 10 == 0:
+        sink.flush()
+        print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_process_leaves_every_row_that_was_flushed_once(kind, tmp_path):
+    """Killed at any moment; the columns of the CSV grow all the time."""
+    for count in (7, 31, 60):
+        path = tmp_path / f"{count}{kind.ending}"
+        command = [sys.executable, "-c", WRITER, kind.__name__, str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            for _ in range(count):
+                writer.stdout.readline()
+            writer.kill()
+            rest = writer.stdout.read().split()
+        flushed = int(rest[-1]) if rest else 10 * (count - 1)
+        found = rows(path)
+        assert found == list(range(len(found)))
+        assert len(found) > flushed
+
+
 WANDB = {"project": "p", "group": "g", "mode": "offline", "config": {"a": 1}, "dir": "here"}
 OPTIONS = [
     (TensorBoardSink, {"log_dir": "here"}, {"log_dir": "{cwd}/here"}),
