@@ -85,7 +85,7 @@ class Reader:
             self.fail("take metrics", error)
             return False
         except Exception as error:
-            self._failed(self.name, "take a record, which is skipped", error)
+            self._failed(self.name, "take metrics of a record, which is skipped", error)
         if isinstance(entry, Record):
             self.number = entry.number + 1
         self.back_off.reset()
