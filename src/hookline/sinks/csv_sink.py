@@ -78,7 +78,7 @@ class CSVSink(FileSink):
 
     def write(self, record: Record) -> None:
         """Write a row, or one for each step."""
-        file = self._open_file()
+        file = self._file or self._open_file()
         if file is None:
             self._drop()
             return

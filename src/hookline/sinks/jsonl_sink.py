@@ -51,7 +51,7 @@ class JSONLSink(FileSink):
         point = record.hook_point
         if self._is_of_steps and not (isinstance(point, HookPoint) and point.is_step):
             return
-        file = self._open_file()
+        file = self._file or self._open_file()
         if file is None:
             self._drop()
         else:
