@@ -1,9 +1,9 @@
-"""Write a file as a whole, and let one process at a time work on something.
+"""Write a file as a whole, or append to it, and let one process at a time work on something.
 
 `replace_file` is for pages, ``run.json``, positions of sinks and files of tensors: a reader finds the old content or
-the new one, never half of it. `take_lock` is for record logs (one writer), the helper process of the sinks and the
-folders of checkpoints, traces and exports: the lock is a file, removed on release, and the system frees the lock of a
-process that died.
+the new one, never half of it. `AppendFile` is for logs and tables. `take_lock` is for record logs (one writer), the
+helper process of the sinks and the folders of checkpoints, traces and exports: the lock is a file, removed on release,
+and the system frees the lock of a process that died.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ try:
 except ImportError:  # pragma: no cover  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["FileLock", "lock_holder", "replace_file", "take_lock"]
+__all__ = ["AppendFile", "FileLock", "lock_holder", "replace_file", "take_lock"]
 
 _LONGEST: Final = 50
 """Characters of a file's name that its draft keeps: with process and thread, a name has at most 255 bytes."""
@@ -48,6 +48,59 @@ def replace_file(path: Path, write: str | bytes | Callable[[Path], object]) -> N
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+class AppendFile:
+    """A file to which bytes are appended by one system call: all of them or none, and which can be cut back.
+
+    What is written survives the death of the process, and a power failure after ``sync``.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = -1
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        self._file = os.open(self.path, flags, 0o666)
+
+    @property
+    def size(self) -> int:
+        """Bytes so far; asked of the system, as Ctrl-C may come between writing and any counting."""
+        return os.fstat(self._file).st_size
+
+    def write(self, content: bytes | bytearray) -> None:
+        """Append all of ``content``, or nothing of it and raise `OSError`."""
+        done = os.write(self._file, content)
+        if done != len(content):
+            self._write_rest(content, done)
+
+    def _write_rest(self, content: bytes | bytearray, done: int) -> None:
+        """Write what is left after a full disk or a signal; take back what is written if that fails."""
+        before = self.size - done
+        try:
+            while done < len(content):
+                done += os.write(self._file, content[done:])
+        except BaseException:
+            os.ftruncate(self._file, before)
+            raise
+
+    def truncate(self, size: int) -> None:
+        """Drop what was written after ``size`` bytes."""
+        os.ftruncate(self._file, size)
+
+    def sync(self) -> None:
+        """Write what the system holds to the disk."""
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close the file. May be called more than once."""
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # at the end of the process names may be gone, and the system closes the file
+            self.close()
 
 
 # -- locks ----------------------------------------------------------------------------------------------------

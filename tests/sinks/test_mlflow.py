@@ -115,7 +115,7 @@ def test_every_kind_of_value_and_name_is_taken(tmp_path, empty):
     sink.set_run_context(strategy="random", run_dir="run", experiment_name="other")
     metrics = {
         "list": [1, 2, 6], "holes": [1.0, math.nan], "dict": {"x": {"y": True}}, "text": "größe", "mixed": [1, "x"],
-        "none": None, "inf": math.inf, "epoch": 9, "a%": 1, "a&": 2, "größe/💥": 3, "../up//": 4, "n" * 300: 5,
+        "none": None, "inf": math.inf, "epoch": 9, "a%": 1, "größe/💥": 3, "../up//": 4, "n" * 300: 5,
         "": 6, "many": {f"m{number}": number for number in range(1500)},
     }  # fmt: skip
     sink.emit(metrics, 3, "SNAPSHOT")
@@ -127,9 +127,8 @@ def test_every_kind_of_value_and_name_is_taken(tmp_path, empty):
     assert math.isnan(found.pop("holes_mean"))
     assert found.pop("inf") > 1e308  # as MLflow keeps it in a database
     (long,) = [key for key in found if key.startswith("nnn")]
-    (second,) = [key for key in found if key.startswith("a__")]
     assert len(long) == 250
-    assert (found.pop(long), found.pop(second)) == (5.0, 2.0)
+    assert found.pop(long) == 5.0
     assert found == {
         "list_mean": 3.0, "list_min": 1.0, "list_max": 6.0, "dict/x/y": 1.0, "metric/epoch": 9.0, "a_": 1.0,
         "größe/_": 3.0, "_/up/_/_": 4.0, "_": 6.0, "epoch": 3.0,

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from helpers_waiting import PATIENCE
 from pyarrow import parquet
 
 from hookline.records.sink import Record, StepSeries
@@ -119,53 +113,3 @@ def test_rows_do_not_wait_for_ever(tmp_path, monkeypatch):
     clock[0] = 10.0
     sink.emit({"a": 3}, 2, "SNAPSHOT")
     assert len(read(sink.path)) == 2
-
-
-def test_a_folder_that_exists_is_left_alone_and_strategies_have_their_own(tmp_path):
-    """``_1`` for a second run of the same name."""
-    sink = ParquetSink()
-    for strategy in ("random", "sorted", "random"):
-        sink.set_run_context(strategy=strategy, output_dir=tmp_path, experiment_name="mod")
-        sink.emit({"a": 1}, 0, "SNAPSHOT")
-    sink.close()
-    found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("mod/*/*"))
-    assert found == ["mod/random/random.parquet", "mod/random/random_1.parquet", "mod/sorted/sorted.parquet"]
-    assert all(len(read(tmp_path / path)) == 1 for path in found)
-
-
-_WRITER = """
-    import sys
-    from hookline.sinks import parquet_sink as parquet
-    parquet._PART = 300
-    sink = parquet.ParquetSink(sys.argv[1])
-    number = 0
-    while True:
-        sink.emit({f"m{column}": column + 0.5 for column in range(5)}, number, "SNAPSHOT")
-        if number % 10 == 0:
-            sink.flush()
-            print(number, flush=True)
-        number += 1
-"""
-
-
-def test_a_killed_process_leaves_every_file_readable(tmp_path):
-    """All rows that were flushed, and each once."""
-    for attempt in range(3):
-        path = tmp_path / f"{attempt}.parquet"
-        writer = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(_WRITER), str(path)], stdout=subprocess.PIPE, text=True
-        )
-        assert writer.stdout is not None
-        seen = -1
-        while seen < 70 + 70 * attempt:
-            seen = int(writer.stdout.readline())
-        os.kill(writer.pid, signal.SIGKILL)
-        rest = writer.stdout.read().split()
-        writer.wait(timeout=PATIENCE)
-        writer.stdout.close()
-        seen = int(rest[-1]) if rest else seen
-        found = values(path)
-        assert len(found) >= 5 * (seen + 1)
-        assert found == [
-            (f"m{column}", column + 0.5, number) for number in range(len(found) // 5) for column in range(5)
-        ]

@@ -142,9 +142,11 @@ def test_a_resumed_run_goes_on_under_the_same_id(tmp_path):
         sink.write(Record({"b": step}, 0, HookPoint.POST_STEP, step))
         sink.close()
     assert len(ids) == 1
-    assert sink._known_id() in ids
-    sink.set_run_context(replay=True)  # a copy is a run of its own
-    assert sink._known_id() is None
+    copy = WandbSink("pro ject", mode="offline", group="g")  # of a replay: a run of its own
+    copy.set_run_context(strategy="random", run_dir=tmp_path / "run", replay=True)
+    copy.write(Record({"c": 0}, 0, HookPoint.POST_STEP, 0))
+    assert copy._run.id not in ids
+    copy.close()
     assert wandb.run is mine
     mine.finish()
     rows = [row for file in {file.resolve() for file in files(tmp_path / "run")} for row in complete(file)]

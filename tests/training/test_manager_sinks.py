@@ -233,7 +233,7 @@ def test_a_slow_sink_that_cannot_be_made_elsewhere_is_told_when_the_run_begins(t
         slow = True
 
     manager = HookManager(hooks=hooks(), sinks=[Local()])
-    with pytest.warns(HooklineWarning, match="Local is slow, and runs in this process all the same"):
+    with pytest.warns(HooklineWarning, match="Local is slow"):
         manager.set_run_context(strategy="a")
 
 

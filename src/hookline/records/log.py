@@ -12,11 +12,10 @@ import gc
 import math
 import os
 import re
-import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -26,13 +25,13 @@ from typing import Any, Final, TypeAlias
 import orjson
 
 from hookline.errors import OptionError
-from hookline.files import FileLock, take_lock
+from hookline.files import AppendFile, FileLock, replace_file, take_lock
 from hookline.records.sink import Record, StepSeries
 from hookline.when import HookPoint
 
 __all__ = [
-    "AppendFile", "BackOff", "Context", "Entry", "LineFile", "Log", "RecordLog", "all_finite", "cleaned", "dumps",
-    "json_line", "loads", "read_log", "utf8_text",
+    "BackOff", "Context", "Entry", "LineFile", "Log", "MemoryLog", "RecordLog", "all_finite", "cleaned",
+    "dumps", "json_line", "loads", "read_log", "utf8_text",
 ]  # fmt: skip
 
 # -- strict JSON --------------------------------------------------------------------------------------------------
@@ -79,7 +78,7 @@ def cleaned(value: Any, depth: int = 0) -> Any:
     Tensors and arrays, which are known by their ``tolist``, become numbers and lists; NaN and infinity the strings
     "NaN", "Infinity", "-Infinity"; integers of more than 64 bits the nearest float; what is unknown its text.
     """
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool) or (type(value) is float and math.isfinite(value)):
         return value
     if isinstance(value, str):
         return utf8_text(value)
@@ -168,23 +167,11 @@ def _encode(record: Record, number: int) -> bytes:
         "rank": record.rank,
         "metrics": metrics,
     }
-    if not (is_simple := all_finite(metrics.values())):  # else there may be series among them
-        steps = {name: value.steps for name, value in metrics.items() if type(value) is StepSeries}
-        if steps:
-            head["steps"] = steps
-        is_simple = all(map(_is_simple, metrics.values()))
-    if is_simple:
-        with suppress(TypeError, ValueError, OverflowError, RecursionError):  # an odd name, or more than 64 bits
+    if all_finite(metrics.values()):
+        with suppress(TypeError, ValueError):  # an odd name, or more than 64 bits
             return dumps(head) + b"\n"
-    return json_line(head)
-
-
-def _is_simple(value: Any) -> bool:
-    """Return whether JSON holds ``value`` as it is, but perhaps for an integer of more than 64 bits."""
-    cls = type(value)
-    if cls in (StepSeries, list):
-        return all_finite(value)
-    return math.isfinite(value) if cls is float else cls in (int, str, bool, type(None))
+    steps = {name: value.steps for name, value in metrics.items() if type(value) is StepSeries}
+    return json_line({**head, "steps": steps} if steps else head)
 
 
 def _record_number(line: bytes) -> int | None:
@@ -270,6 +257,24 @@ class Log:
         with self.path.open("rb") as file:
             return zlib.crc32(file.readline(4096))
 
+    def kept(self, sink: str) -> dict[str, Any]:
+        """Return what `keep` has written of ``sink``; nothing if that was of another log."""
+        try:
+            found = loads(self._position_file(sink).read_bytes())
+            return dict(found) if found["log"] == self.identity() else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def keep(self, sink: str, number: int, files: Iterable[Path]) -> None:
+        """Write beside the log how many records ``sink`` has for good, and which files it makes."""
+        home = self.path.parent.absolute()
+        names = [str(file.relative_to(home) if file.is_relative_to(home) else file) for file in files]
+        kept = {"number": number, "log": self.identity(), "files": names}
+        replace_file(self._position_file(sink), dumps(kept))
+
+    def _position_file(self, sink: str) -> Path:
+        return self.path.parent / f".{re.sub(r'[^A-Za-z0-9_-]+', '_', sink)}.position"
+
     def _lines(self, offset: int) -> Iterator[bytes]:
         """Yield the whole lines from ``offset`` on; one without a newline is being written, or never will be."""
         with self.path.open("rb") as file:
@@ -315,9 +320,8 @@ def read_log(path: str | Path, start: int = 0) -> Iterator[Entry]:
 
 # -- writing ------------------------------------------------------------------------------------------------------
 
-_BLOCK: Final = 1 << 16
-_MOST_WAITING: Final = 256 << 20
-"""Bytes in memory while the log cannot be written."""
+_MOST_KEPT: Final = 100_000
+"""Records in memory for sinks that fail where there is no log."""
 
 
 class BackOff:
@@ -349,92 +353,19 @@ class BackOff:
         return not self._next or time.monotonic() >= self._next
 
 
-class AppendFile:
-    """A file to which bytes are appended by one system call: all of them or none, and which can be cut back.
-
-    What is written survives the death of the process, and a power failure after ``sync``.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self._file = -1
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        self._file = os.open(self.path, flags, 0o666)
-
-    @property
-    def size(self) -> int:
-        """Bytes so far; asked of the system, as Ctrl-C may come between writing and any counting."""
-        return os.fstat(self._file).st_size
-
-    def write(self, content: bytes) -> None:
-        """Append all of ``content``, or nothing of it and raise `OSError`."""
-        done = os.write(self._file, content)
-        if done != len(content):
-            self._write_rest(content, done)
-
-    def _write_rest(self, content: bytes, done: int) -> None:
-        """Write what is left after a full disk or a signal; take back what is written if that fails."""
-        before = self.size - done
-        try:
-            while done < len(content):
-                done += os.write(self._file, content[done:])
-        except BaseException:
-            os.ftruncate(self._file, before)
-            raise
-
-    def truncate(self, size: int) -> None:
-        """Drop what was written after ``size`` bytes."""
-        os.ftruncate(self._file, size)
-
-    def sync(self) -> None:
-        """Write what the system holds to the disk."""
-        os.fsync(self._file)
-
-    def close(self) -> None:
-        """Close the file. May be called more than once."""
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        try:
-            self.close()
-        except Exception:
-            if not is_finalizing():  # then the names that closing needs may be gone, and the system closes the file
-                raise
-
-
 class LineFile(AppendFile):
-    """A file of whole lines of JSON: one that a killed process has left half-written is cut off when it is opened."""
+    """A file of whole lines of JSON: what a killed process has left half-written is cut off when it is opened."""
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
-        size = there = self.size
-        while (last := self.last_line(size)) and not _is_whole(last):
-            size -= len(last)
-        if size < there:
-            self.truncate(size)
-
-    def last_line(self, size: int) -> bytes:
-        """Return the last line of the first ``size`` bytes, with its newline if it has one."""
-        start, found = size, b""
-        while start:
-            step = min(_BLOCK, start)
-            start -= step
-            found = os.pread(self._file, step, start) + found
-            newline = found.rfind(b"\n", 0, len(found) - 1)
-            if newline >= 0:
-                return found[newline + 1 :]
-        return found
-
-
-def _is_whole(line: bytes) -> bool:
-    """Return whether ``line`` is one JSON object; after a power failure there may be zeros in it."""
-    try:
-        return line.endswith(b"}\n") and isinstance(loads(line), dict)
-    except ValueError:
-        return False
+        end = size = 0
+        with self.path.open("rb") as file:
+            for line in file:
+                size += len(line)
+                if line.startswith(b"{") and line.endswith(b"}\n"):  # after a power failure there may be zeros
+                    end = size
+        if end < size:
+            self.truncate(end)
 
 
 class RecordLog(Log):
@@ -447,28 +378,23 @@ class RecordLog(Log):
         [found.metrics for found in hookline.records.read_log("runs/records.jsonl")]  # [{'loss': 0.5}]
 
     A line that was half written when a process died is cut off when the log is opened again; numbers go on. What JSON
-    cannot hold never raises: it is written as text. On a full disk lines wait in
-    memory, up to 256 MB of them, and are appended when there is room again. Not synced to the disk record by record:
-    a power failure may take the last seconds.
+    cannot hold never raises: it is written as text. On a full disk lines wait in memory, and are appended when there
+    is room again. Not synced to the disk record by record: a power failure may take the last seconds.
 
     Args:
         path: The file; the folder is made.
-        number: The number of the first record of a new log.
     """
 
-    def __init__(self, path: str | Path, number: int = 0) -> None:
+    def __init__(self, path: str | Path) -> None:
         super().__init__(path)
-        self.number = self.first_number = number
+        self.number = 0
         """How many records there are: the number of the next one."""
-        self.error: OSError | None = None
+        self.error: Exception | None = None
         """Why lines wait in memory; None if none do."""
-        self.num_dropped = 0
-        """Records that are missing in the log, as too many waited."""
         self._size = self.newest = 0
         self._file: LineFile | None = None
         self._lock: FileLock | None = None
-        self._waiting: deque[bytes] = deque()
-        self._waiting_size = 0
+        self._waiting = bytearray()  # the end of the log, which is not in the file yet
         self._back_off = BackOff(first=0.5)
         try:
             self._open()
@@ -476,7 +402,7 @@ class RecordLog(Log):
             if self.path.exists():  # what is in it has to be known before anything can be added
                 raise
             self._fail(error)
-            self._wait(self._first_line())
+            self._add(self._first_line())
 
     @property
     def size(self) -> int:
@@ -486,40 +412,33 @@ class RecordLog(Log):
     def append(self, entry: Entry) -> Entry:
         """Write ``entry``, now or when there is room again; return a record with its number."""
         if isinstance(entry, Context):
-            self._write(json_line({"context": entry.context, "time": entry.time or time.time()}))
+            self._add(json_line({"context": entry.context, "time": entry.time or time.time()}))
             return entry
         number = self.number
-        try:
-            line = _encode(entry, number)
-        except Exception as error:  # a mapping of the user's own that cannot be read
-            line = _encode(replace(entry, metrics={"(unreadable)": repr(error)}), number)
+        line = _encode(entry, number)
         self.number += 1  # first: Ctrl-C may skip a number, and must not use one twice
-        self._write(line)
-        return Record(
-            entry.metrics, entry.epoch, entry.hook_point, entry.step, entry.strategy, entry.rank, entry.time, number,
-        )  # fmt: skip
+        self._add(line)
+        return _numbered(entry, number)
 
     def truncate(self, number: int) -> dict[str, Any]:
         """Keep the first ``number`` records, and return what they know of the run; raise if there are fewer."""
         self.retry()
-        if not self.first_number <= number <= self.number:
-            there, self.number = self.number, max(self.number, number)
+        if number > self.number:
+            there, self.number = self.number, number
             raise OptionError(
                 f"{self.path} was to be cut back to {number:,} records, and has {there:,}: it is not the log of that "
                 "run, or was shortened. The records from now on are added to it."
             )
         end, context = self.find(number)
-        while self._waiting and self._size > end:
-            length = len(self._waiting.pop())
-            self._size, self._waiting_size = self._size - length, self._waiting_size - length
-        if self._size > end and self._file is not None:
+        in_file = self._size - len(self._waiting)
+        if self._file is not None and end < in_file:
             self._file.truncate(end)
-            self._size = end
-        self.number = number
+        del self._waiting[max(end - in_file, 0) :]
+        self._size, self.number = end, number
         return context
 
     def retry(self) -> None:
-        """Try at once to write what waits."""
+        """Try at once to write what waits; open the file if it was closed."""
         self._back_off.hurry()
         self._write_waiting()
 
@@ -554,79 +473,103 @@ class RecordLog(Log):
         lock = _lock_for(self.path)
         try:
             file = LineFile(self.path)
-            if self._waiting and file.size != self._size - self._waiting_size:
+            if self._waiting and file.size != self._size - len(self._waiting):
                 raise FileExistsError(f"{self.path} was written by another process meanwhile")
             if not file.size and not self._waiting:
                 file.write(self._first_line())
-            self._file, self._lock = file, lock
         except BaseException:
             lock.release()
             raise
+        self._file, self._lock = file, lock
         if not self._waiting:
             self._size = self.newest = file.size
-            self.number = max(self.number, self._next_number(file))
+            numbers = (_record_number(line) for line in super()._lines(0))
+            self.number = max(self.number, 1 + max((n for n in numbers if n is not None), default=-1))
 
     def _first_line(self) -> bytes:
         # The time tells this log from another one; places in the folder are told from others, should it be moved.
         return json_line({"context": {}, "time": time.time(), "home": str(self.path.parent)})
 
-    def _next_number(self, file: LineFile) -> int:
-        number = _record_number(file.last_line(file.size))
-        if number is None:  # contexts at its end
-            number = max((n for n in map(_record_number, super()._lines(0)) if n is not None), default=-1)
-        return number + 1
-
     def _lines(self, offset: int) -> Iterator[bytes]:
-        end = self._size - self._waiting_size
-        if offset < end:
+        in_file = self._size - len(self._waiting)
+        if offset < in_file:
             yield from super()._lines(offset)
-        for line in list(self._waiting):
-            if end >= offset:
-                yield line
-            end += len(line)
+        yield from bytes(self._waiting[max(offset - in_file, 0) :]).splitlines(keepends=True)
 
-    def _write(self, line: bytes) -> None:
-        if self._waiting or self._file is None:
-            self._write_waiting()
-        if self._file is not None and not self._waiting:
-            try:
-                self._file.write(line)
-            except OSError as error:
-                self._fail(error)
-            except BaseException:  # Ctrl-C, perhaps after it was written
-                self.newest = self._size = self._file.size
-                raise
-            else:
-                self.newest, self._size = self._size, self._size + len(line)
-                return
-        self._wait(line)
-
-    def _wait(self, line: bytes) -> None:
-        if self._waiting_size + len(line) > _MOST_WAITING and _record_number(line) is not None:
-            self.num_dropped += 1
-            return
-        self._waiting.append(line)
-        self._waiting_size += len(line)
+    def _add(self, line: bytes) -> None:
+        self._waiting += line
         self.newest, self._size = self._size, self._size + len(line)
+        self._write_waiting()
 
     def _write_waiting(self) -> None:
         if not self._back_off.is_due:
             return
+        lines = self._waiting
         try:
             if self._file is None:
                 self._open()
-            while self._waiting and self._file is not None:
-                self._file.write(self._waiting[0])
-                self._waiting_size -= len(self._waiting.popleft())
+            assert self._file is not None
+            self._waiting = bytearray()  # first: Ctrl-C may come when they are written, and none is to be there twice
+            self._file.write(lines)
         except (OSError, OptionError) as error:  # an OptionError if another process writes a log there by now
+            self._waiting = lines
             self._fail(error)
+        except BaseException:
+            self._size = self.newest = self._size if self._file is None else self._file.size
+            raise
         else:
             self.error = None
             self._back_off.reset()
 
-    def _fail(self, error: OSError | OptionError) -> None:
+    def _fail(self, error: Exception) -> None:
         self._back_off.fail()
-        self.error = error if isinstance(error, OSError) else OSError(str(error))
+        self.error = error
+
+
+class MemoryLog:
+    """Stands for the log where there is no file: keeps what a sink has not taken, and numbers records."""
+
+    path = error = None
+
+    def __init__(self) -> None:
+        self.number = self.size = self.newest = 0
+        self._entries: deque[Entry] = deque(maxlen=_MOST_KEPT)
+
+    def append(self, entry: Entry) -> Entry:
+        """Keep ``entry``; return a record with its number."""
+        if isinstance(entry, Record):
+            entry = _numbered(entry, self.number)
+            self.number += 1
+        self._entries.append(entry)
+        self.newest, self.size = self.size, self.size + 1
+        return entry
+
+    def entries(self, offset: int) -> Iterator[tuple[Entry, int]]:
+        """Yield what is kept from ``offset`` on, which counts entries, each with the offset after it."""
+        ends = range(self.size - len(self._entries) + 1, self.size + 1)
+        yield from ((entry, end) for entry, end in zip(list(self._entries), ends, strict=True) if end > offset)
+
+    def drop(self, offset: int) -> None:
+        """Forget what is before ``offset``: all sinks have it."""
+        while self._entries and self.size - len(self._entries) < offset:
+            self._entries.popleft()
+
+    def truncate(self, number: int) -> None:
+        """Go on with ``number``; forget what is kept."""
+        self._entries.clear()
+        self.number = number
+
+    def sync(self) -> None:
+        """Do nothing."""
+
+    retry = close = sync
+
+
+def _numbered(record: Record, number: int) -> Record:
+    # Not dataclasses.replace, which takes three times as long.
+    return Record(
+        record.metrics, record.epoch, record.hook_point, record.step, record.strategy, record.rank, record.time, number,
+    )  # fmt: skip
 
 
 def _lock_for(path: Path) -> FileLock:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -17,30 +16,25 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-from hookline.error_policy import ErrorPolicy
+from hookline.error_policy import ErrorPolicy, error_text
 from hookline.errors import HooklineWarning, MissingPackageError, OptionError
-from hookline.files import replace_file
 from hookline.messages import type_name
-from hookline.records.helper import HelperProcess, sink_recipe
-from hookline.records.log import BackOff, Context, Entry, Log, RecordLog, cleaned, dumps, loads, read_log
+from hookline.records.helper import HelperProcess, failure_text, sink_recipe
+from hookline.records.log import BackOff, Context, Entry, Log, MemoryLog, RecordLog, cleaned, read_log
 from hookline.records.sink import MetricSink, Record, RunSink, check_sink
 
-__all__ = ["Failed", "FanOut", "Reader", "hand", "has_ranks", "own_rank", "read_position", "replay"]
+__all__ = ["FanOut", "Reader", "hand", "has_ranks", "own_rank", "replay"]
 
 logger = logging.getLogger(__name__)
 
 Around: TypeAlias = Callable[[], AbstractContextManager[Any]]
+Failed: TypeAlias = Callable[[str, str, Exception], None]
+"""Is told which sink could not do what."""
 
 
 # -- one sink -----------------------------------------------------------------------------------------------------
-
-
-class Failed(Protocol):
-    """Is told that a sink could not do something."""
-
-    def __call__(self, name: str, what: str, error: Exception, *, is_skipped: bool = False) -> None: ...
 
 
 class Reader:
@@ -50,15 +44,17 @@ class Reader:
     log. Any other error would be raised again, so that record is skipped.
     """
 
-    def __init__(self, name: str, sink: Any, log: Log | NoLog, failed: Failed, around: Around = nullcontext) -> None:
+    def __init__(
+        self, name: str, sink: Any, log: Log | MemoryLog, failed: Failed, around: Around = nullcontext
+    ) -> None:
         self.name, self.sink, self.log, self._failed, self._around = name, sink, log, failed, around
         self.offset = 0
-        """Bytes of the log that it has read."""
+        """Where in the log it is."""
         self.number = 0
         """The number of the first record that it has not taken."""
-        self.back_off = BackOff()
         self.kept = 0
         """The number of the first record that has not arrived for good, if that is known."""
+        self.back_off = BackOff()
         if isinstance(sink, RunSink):
             sink.keep_files = self.keep
 
@@ -71,13 +67,11 @@ class Reader:
             end = time.monotonic() + seconds
             try:
                 for entry, offset in log.entries(self.offset):
-                    if not self.take(entry, offset):
-                        return
                     most -= 1
-                    if not most or time.monotonic() > end:
+                    if not self.take(entry, offset) or not most or time.monotonic() > end:
                         return
             except OSError as error:
-                self._fail("read the log", error)
+                self.fail("read the log", error)
 
     def take(self, entry: Entry, end: int) -> bool:
         """Give ``entry`` to the sink; return False if it has to come again."""
@@ -88,10 +82,10 @@ class Reader:
                 hand(self.sink, entry)
         except OSError as error:
             self.offset = before
-            self._fail("take metrics", error)
+            self.fail("take metrics", error)
             return False
         except Exception as error:
-            self._failed(self.name, "take metrics", error, is_skipped=True)
+            self._failed(self.name, "take metrics of a record, which is skipped", error)
         if isinstance(entry, Record):
             self.number = entry.number + 1
         self.back_off.reset()
@@ -103,7 +97,7 @@ class Reader:
             with self._around():
                 getattr(self.sink, method, bool)()
         except Exception as error:
-            self._fail(method, error)
+            self.fail(method, error)
             return False
         return True
 
@@ -115,11 +109,12 @@ class Reader:
             offset: Where it is in the log.
             context: What is known there of the run.
         """
-        if not getattr(self.sink, "restart", bool)():
+        if isinstance(self.log, MemoryLog) or not getattr(self.sink, "restart", bool)():
             return False
-        if self.log.path is not None:
-            for file in _kept(self.log, self.name).get("files", ()):
-                _remove(self.log.path.parent / file)
+        for file in self.log.kept(self.name).get("files", ()):
+            path = self.log.path.parent / file
+            with suppress(FileNotFoundError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         self.offset, self.number, self.kept = offset, number, 0
         self.back_off.reset()
         if context:
@@ -128,16 +123,16 @@ class Reader:
 
     def keep(self) -> None:
         """Write beside the log how far the sink is, and which files it has made or is about to make."""
-        log = self.log
-        if log.path is None or not log.path.exists():
-            return
-        home = log.path.parent.absolute()
-        files = [file.absolute() for file in getattr(self.sink, "files", ())]
-        names = [str(file.relative_to(home) if file.is_relative_to(home) else file) for file in files]
-        kept = {"number": self.kept, "log": log.identity(), "files": names}
-        replace_file(_position_path(log.path, self.name), dumps(kept))
+        if isinstance(self.log, Log) and self.log.path.exists():
+            self.log.keep(self.name, self.kept, [file.absolute() for file in getattr(self.sink, "files", ())])
 
-    def _fail(self, what: str, error: Exception) -> None:
+    def go_to_end(self, log: RecordLog | MemoryLog) -> None:
+        """Continue with what is added to ``log`` from now on."""
+        self.log, self.offset, self.number = log, log.size, log.number
+        self.back_off.reset()
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Report that the sink could not do ``what``, and wait before the next try."""
         self.back_off.fail()
         self._failed(self.name, what, error)
 
@@ -150,59 +145,6 @@ def hand(sink: Any, entry: Entry) -> None:
         sink.write(entry)
     else:
         sink.emit(dict(entry.metrics), entry.position, entry.hook_point)
-
-
-def _position_path(log: Path, sink: str) -> Path:
-    return log.parent / f".{re.sub(r'[^A-Za-z0-9_-]+', '_', sink)}.position"
-
-
-def _kept(log: Log | NoLog, sink: str) -> dict[str, Any]:
-    """Return what `Reader.keep` has written of ``sink``; nothing if that was of another log."""
-    if log.path is None:
-        return {}
-    try:
-        found = loads(_position_path(log.path, sink).read_bytes())
-        return dict(found) if found["log"] == log.identity() else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-
-
-def read_position(log: Path, sink: str) -> int:
-    """Return the number of the first record that a slow sink has not received; 0 if nothing is known."""
-    return int(_kept(Log(log), sink).get("number", 0))
-
-
-def _remove(path: Path) -> None:
-    with suppress(FileNotFoundError):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-
-class NoLog:
-    """Stands for the log where there is none: counts, and has nothing to read."""
-
-    path: None = None
-    error: None = None
-    num_dropped = 0
-
-    def __init__(self, number: int = 0) -> None:
-        self.number, self.size, self.newest = number, 0, 0
-
-    def append(self, entry: Any) -> Any:
-        """Count ``entry``, and return it as it is."""
-        self.newest, self.size = self.size, self.size + 1
-        self.number += isinstance(entry, Record)
-        return entry
-
-    def identity(self) -> int:
-        """Return what no log has."""
-        return -1
-
-    def entries(self, offset: int = 0) -> Iterable[tuple[Entry, int]]:
-        """Return nothing."""
-        return ()
 
 
 # -- all sinks ----------------------------------------------------------------------------------------------------
@@ -221,7 +163,7 @@ class FanOut:
             helper process, which begins with the first record and reads the log.
         log: The record log, or its path; None for none (with slow sinks, and when a sink fails, one in a temporary
             folder). In a process group only rank 0 has a log and sinks; processes that are in none have each their own.
-        patience: Seconds that ``flush`` and ``close`` wait for slow sinks.
+        patience: Seconds that ``close`` waits for slow sinks.
     """
 
     is_silent = False
@@ -242,14 +184,14 @@ class FanOut:
         self._patience = patience
         if has_ranks() and own_rank() > 0:  # rank 0 writes what all ranks have to say
             self.is_silent, log = True, None
-        self._log: RecordLog | NoLog = NoLog() if log is None else _log_of_rank(log)
-        self._is_temporary = self._is_closed = False
+        self._log: RecordLog | MemoryLog = MemoryLog() if log is None else _log_of_rank(log)
+        self._is_temporary = self._is_log_closed = False
         self._helper: HelperProcess | None = None
         self._context: dict[str, Any] = {}
         self._first = self._log.number
         """The number of the first record of the run: a log may hold older runs."""
         self._is_resumed = False
-        self._log_error: OSError | None = None
+        self._log_error: Exception | None = None
         self.sinks: list[Any] = []
         """All of them, as given; a slow one does no work here, it only describes itself to the helper process."""
         self._readers: list[Reader] = []
@@ -280,9 +222,8 @@ class FanOut:
 
     def release_log(self) -> None:
         """Let others write the file of the log; the next record opens it again."""
-        if isinstance(self._log, RecordLog):
-            self._log.close()
-            self._is_closed = True
+        self._log.close()
+        self._is_log_closed = True
 
     def add(self, sink: Any) -> None:
         """Add a sink; it receives the records from now on."""
@@ -294,30 +235,28 @@ class FanOut:
         if self.is_silent:
             return
         self.is_empty = False
-        recipe = sink_recipe(sink, name) if getattr(sink, "slow", False) else None
-        if isinstance(recipe, dict):
-            self._needs_log()
-            self._helper = self._helper or HelperProcess(self._errors, self._patience, read_position)
-            self._helper.add(recipe)
-            return
-        if recipe is not None:
-            self._errors.warn_later(
-                f"here {name}",
-                f"{name} is slow, and runs in this process all the same, where it holds the training up: {recipe}.",
-            )
+        if getattr(sink, "slow", False):
+            try:
+                recipe = sink_recipe(sink, name)
+                self._start_helper().add(recipe)
+                return
+            except OptionError as error:
+                self._errors.warn_later(
+                    f"here {name}", f"{name} is slow, and runs in this process, where it delays the training: {error}"
+                )
         # Ours draw no random numbers, which a test of each holds.
         is_foreign = not type(sink).__module__.startswith("hookline.")
         around = (lambda: self.keep_streams()) if is_foreign else nullcontext
         reader = Reader(name, sink, self._log, self._note_failure, around)
-        reader.offset, reader.number = self._log.size, self._log.number
+        reader.go_to_end(self._log)
         self._readers.append(reader)
 
     def write(self, record: Record) -> None:
         """Hand ``record`` to the log and to every sink, unless it is empty."""
         if record.metrics:
             self._put(record)
-            if self._helper is not None and isinstance(self._log, RecordLog):
-                self._helper.keep_running(self._log.path, remove=self._is_temporary)
+            if self._helper is not None:
+                self._helper.keep_running()
 
     def set_run_context(self, context: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Tell the log and every sink which run follows."""
@@ -328,8 +267,7 @@ class FanOut:
         self._put(Context({**(context or {}), **more}))
 
     def _put(self, entry: Entry) -> None:
-        if self._is_closed:
-            self._reopen()
+        self._reopen()
         self._is_resumed = False
         log = self._log
         entry = log.append(entry)
@@ -337,19 +275,13 @@ class FanOut:
             self._note_log()
         for reader in self._readers:
             reader.advance(entry)
-        if log.path is None and any(reader.offset != log.size for reader in self._readers):
-            self._log_from(entry)
+        if isinstance(log, MemoryLog):
+            log.drop(min((reader.offset for reader in self._readers), default=log.size))
 
     def flush(self) -> None:
-        """Write everything: the log to the disk, and what sinks hold back. Wait for slow sinks."""
-        self._flush_local()
-        if self._helper is not None:
-            self._helper.flush(self._log.number)
-
-    def _flush_local(self) -> None:
-        if isinstance(self._log, RecordLog):
-            self._log.sync()
-            self._note_log()
+        """Write everything: the log to the disk, and what sinks hold back. Slow sinks follow by themselves."""
+        self._log.sync()
+        self._note_log()
         for reader in self._readers:
             if reader.offset != self._log.size:
                 reader.back_off.hurry()
@@ -357,28 +289,19 @@ class FanOut:
             reader.call("flush")
 
     def close(self) -> None:
-        """Flush, and close files and processes. May be called more than once."""
-        # Slow sinks come last: a user who interrupts the wait for them has everything else closed.
-        if not self._is_closed:
-            self._flush_local()
+        """Flush, wait for slow sinks, and close files and processes. May be called more than once."""
+        if not self._is_log_closed:
+            self.flush()
         for reader in self._readers:
-            if reader.offset != self._log.size and reader.number < self._log.number and not self._is_closed:
+            if reader.offset != self._log.size and reader.number < self._log.number and not self._is_log_closed:
                 self._note_behind(reader)
             reader.call("close")
-        log, self._is_closed = self._log, True
-        if not isinstance(log, RecordLog):
-            return
-        log.close()
-        if log.error is not None:
-            self._errors.warn_later(
-                "lost", f"The last records could not be written to {log.path} by the end of the run ({log.error})."
-            )
-        has_helper = self._helper is not None and self._helper.close(log.number)
-        if self._is_temporary:
-            if not has_helper:  # else that process removes it, when everything is delivered
-                shutil.rmtree(log.path.parent, ignore_errors=True)
-            self._use(NoLog(log.number))
-            self._is_temporary = False
+        self.release_log()
+        if self._log.error is not None:
+            self._errors.warn_later("lost", f"The last records could not be written to {self.log}, and are lost.")
+        # Slow sinks come last: a user who interrupts the wait for them has everything else closed.
+        if self._helper is not None:
+            self._helper.close(self._log.number)
 
     def state_dict(self) -> dict[str, Any]:
         """Return which records of the log are of the run so far, for a run that is resumed from now."""
@@ -391,46 +314,34 @@ class FanOut:
         """
         if self.is_silent or "records" not in state:
             return
-        if self._is_closed:
-            self._reopen()
-        if self._helper is not None and self.log is not None:
-            self._helper.end_all(self.log)
-        told, log = dict(self._context), self._log
+        self._reopen()
+        if self._helper is not None:
+            self._helper.end_all()
+        told = self._context
         try:
             self._first = int(state.get("first", 0))
-            self._context = self._cut(log, int(state["records"]))
+            known = self._log.truncate(int(state["records"]))
         except (OSError, OptionError) as error:
             self._errors.warn_later(f"load {error}", str(error))
-            for reader in self._readers:
-                reader.offset = log.size
+            self._use(self._log)
             return
-        self._is_resumed = True
+        self._is_resumed, self._context = True, told if known is None else known
+        for reader in self._readers:
+            self._restart(reader, is_told=bool(told))
         if told:
             self.set_run_context(told)
 
-    def _cut(self, log: RecordLog | NoLog, number: int) -> dict[str, Any]:
-        """Cut the log back, and the readers with it; return what is known of the run there."""
-        if isinstance(log, NoLog):
-            log.number = number
-            for sink in self.sinks:
-                getattr(sink, "truncate", id)(number)  # of memory; files can be made again from a log alone
-            return self._context
-        context = log.truncate(number)
-        begin = log.find(self._first)
-        for reader in self._readers:
-            try:
-                is_anew = log.first_number <= self._first and reader.restart(self._first, *begin)
-            except Exception as error:
-                self._note_failure(reader.name, "begin anew", error)
-                is_anew = False
-            if is_anew:
+    def _restart(self, reader: Reader, *, is_told: bool) -> None:
+        """Have a sink read the run again; or, if it cannot, go on, knowing which run it is."""
+        try:
+            if isinstance(self._log, RecordLog) and reader.restart(self._first, *self._log.find(self._first)):
                 reader.advance()
-                continue
-            reader.offset, reader.number = log.size, log.number
-            reader.back_off.reset()
-            if context and not self._context:  # the run goes on before it is told which it is
-                reader.take(Context(context), log.size)
-        return context
+                return
+        except Exception as error:
+            self._note_failure(reader.name, "begin anew", error)
+        reader.go_to_end(self._log)
+        if self._context and not is_told:
+            reader.take(Context(self._context), self._log.size)
 
     def warn_pending(self) -> None:
         """Issue the warnings that were collected; a warning may raise, so the manager calls this last."""
@@ -442,82 +353,57 @@ class FanOut:
 
     def __exit__(self, error_class: type[BaseException] | None, *_: object) -> None:
         self.close()
-        try:
+        # Where warnings are errors, the user has to see what ended the block.
+        with nullcontext() if error_class is None else suppress(HooklineWarning):
             self.warn_pending()
-        except HooklineWarning:  # where warnings are errors; the user has to see what ended the block
-            if error_class is None:
-                raise
 
-    # -- the log -------------------------------------------------------------------------------------------------
+    # -- the log, the helper process -----------------------------------------------------------------------------
 
-    def _use(self, log: RecordLog | NoLog) -> None:
+    def _use(self, log: RecordLog | MemoryLog) -> None:
         """Make all readers go on at the end of ``log``."""
         self._log = log
         for reader in self._readers:
-            reader.log, reader.offset, reader.number = log, log.size, log.number
+            reader.go_to_end(log)
 
     def _reopen(self) -> None:
-        """Open the log again after the end; others may have written it meanwhile."""
-        self._is_closed = False
-        if self._helper is not None and self.log is None:
-            self._needs_log()
-        elif isinstance(self._log, RecordLog):
+        """Open the log again if it was closed; others may have written it meanwhile."""
+        if self._is_log_closed:
+            self._is_log_closed = False
             self._log.retry()
             self._use(self._log)
 
-    def _needs_log(self) -> None:
-        """Begin a log in a temporary folder, if there is none."""
-        if self.log is None:
-            path = Path(tempfile.mkdtemp(prefix="hookline-")) / "records.jsonl"
+    def _start_helper(self) -> HelperProcess:
+        """Return the process of slow sinks; it reads a log in a temporary folder, if there is no other."""
+        if isinstance(self._log, MemoryLog):
+            self._use(RecordLog(Path(tempfile.mkdtemp(prefix="hookline-")) / "records.jsonl"))
             self._is_temporary = True
-            self._use(RecordLog(path, self._log.number))
-            if self._context:
-                self._log.append(Context(self._context))
-                self._use(self._log)
-
-    def _log_from(self, entry: Entry) -> None:
-        """Begin a log with ``entry``, which a sink could not take: from now on it is needed."""
-        behind = [reader for reader in self._readers if reader.offset != self._log.size]
-        self._log.number -= isinstance(entry, Record)
-        self._needs_log()
-        start, number = self._log.size, self._log.number
-        self._log.append(entry)
-        self._use(self._log)
-        for reader in behind:
-            reader.offset, reader.number = start, number
+        if self._helper is None:
+            assert isinstance(self._log, RecordLog)
+            self._helper = HelperProcess(Log(self._log.path), self._errors, self._patience, remove=self._is_temporary)
+        return self._helper
 
     # -- failures ------------------------------------------------------------------------------------------------
 
     def _note_log(self) -> None:
-        log = self._log
-        if log.error is not None and log.error is not self._log_error:
-            self._log_error = log.error
-            self._errors.count("log", log.error)
-            why = log.error.strerror or log.error
+        error = self._log.error
+        if error is not None and error is not self._log_error:
+            self._errors.count("log", error)
             self._errors.warn_later(
                 "log",
-                f"THE RECORD LOG {log.path} CANNOT BE WRITTEN ({why}); the run and its sinks go on. Records are kept "
+                f"THE RECORD LOG {self.log} CANNOT BE WRITTEN ({error}); the run and its sinks go on. Records are kept "
                 "in memory and written as soon as that works. Make room, or give a folder that can be written.",
             )
-        if log.num_dropped:
-            self._errors.warn_later(
-                "dropped", f"Records are missing in {log.path}, as there were too many to keep in memory."
-            )
+        self._log_error = error
 
     def _note_behind(self, reader: Reader) -> None:
+        has_log = isinstance(self._log, RecordLog) and not self._is_temporary
+        where = "the log has them: hookline replay" if has_log else "there is no log"
         lost = self._log.number - reader.number
-        where = "there is no log" if self._is_temporary else "the log has them: hookline replay"
-        self._errors.warn_later(
-            f"lost {reader.name} {lost}", f"{reader.name} could not take {lost:,} records of the run; {where}."
-        )
+        self._errors.warn_later(f"lost {reader.name}", f"{reader.name} could not take {lost:,} records; {where}.")
 
-    def _note_failure(self, name: str, what: str, error: Exception, *, is_skipped: bool = False) -> None:
+    def _note_failure(self, name: str, what: str, error: Exception) -> None:
         self._errors.count(name, error)
-        is_new = self._errors.warn_later(
-            name,
-            f"{name} could not {what} ({type(error).__name__}: {error}); the run and the other sinks go on. "
-            "Further failures are counted in manager.sink_errors.",
-        )
+        is_new = self._errors.warn_later(name, failure_text(name, what, error_text(error)))
         if is_new:
             # For a full disk or a missing package the sentence is enough; a mistake in a sink needs its traceback.
             is_clear = isinstance(error, OSError | OptionError | MissingPackageError)

@@ -12,18 +12,19 @@ import importlib.util
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from hookline.errors import HooklineWarning, HookSignatureError, MissingPackageError, OptionError
+from hookline.files import AppendFile
 from hookline.messages import type_name
 from hookline.tables import Table, number_text
 
 __all__ = [
-    "FileSink", "MetricSink", "Record", "RunContext", "RunPlace", "RunSink", "StepSeries", "check_sink", "file_name",
-    "free_paths",
+    "FileSink", "MetricSink", "Record", "RunContext", "RunSink", "StepSeries", "check_sink", "file_name",
+    "free_path",
 ]  # fmt: skip
 
 
@@ -42,26 +43,8 @@ class StepSeries(list[Any]):
         return StepSeries, (list(self), self.steps)
 
 
-class RunPlace:
-    """Where something is in its run: by the epoch and the step, or in a run that counts steps by the step alone."""
-
-    __slots__ = ()
-    epoch: int | None
-    step: int | None
-
-    @property
-    def position(self) -> int:
-        """The place on the axis of the run: the epoch; in a run that counts steps the step, 0 before the first."""
-        return (self.step or 0) if self.epoch is None else self.epoch
-
-    def place_text(self, separator: str = ", ") -> str:
-        """Return ``"epoch 3, step 119"``; in a run that counts steps ``"step 119"``."""
-        known = [f"{name} {value}" for name, value in (("epoch", self.epoch), ("step", self.step)) if value is not None]
-        return separator.join(known) or "before the first step"
-
-
 @dataclass(frozen=True, slots=True)
-class Record(RunPlace):
+class Record:
     """Metrics of one point and step of a run; a step may have several records, which ``number`` tells apart.
 
     Recipe: ``def write(self, record): print(record.step, record.metrics)`` in a sink.
@@ -90,11 +73,23 @@ class Record(RunPlace):
         """The name of the hook point."""
         return str(getattr(self.hook_point, "name", self.hook_point))
 
+    @property
+    def position(self) -> int:
+        """The place on the axis of the run: the epoch; in a run that counts steps the step, 0 before the first."""
+        return (self.step or 0) if self.epoch is None else self.epoch
+
+    def place_text(self, separator: str = ", ") -> str:
+        """Return ``"epoch 3, step 119"``; in a run that counts steps ``"step 119"``."""
+        known = [f"{name} {value}" for name, value in (("epoch", self.epoch), ("step", self.step)) if value is not None]
+        return separator.join(known) or "before the first step"
+
+    def title(self) -> str:
+        """Return where in the run it is: ``"epoch 3, step 119, POST_EPOCH"``."""
+        return f"{self.place_text()}, {self.point}" + ("" if self.strategy is None else f", {self.strategy}")
+
     def _repr_html_(self) -> str:
         rows = [(name, number_text(value)) for name, value in self.metrics.items()]
-        strategy = "" if self.strategy is None else f", {self.strategy}"
-        title = f"{self.place_text()}, {self.point}{strategy}"
-        return Table(("metric", "value"), rows, numbers=(1,), title=title).html()
+        return Table(("metric", "value"), rows, numbers=(1,), title=self.title()).html()
 
 
 class MetricSink:
@@ -226,11 +221,10 @@ def file_name(text: str) -> str:
     return name if name.strip(". ") else name.replace(".", "_") or "_"
 
 
-def free_paths(path: Path) -> Iterator[Path]:
-    """Yield ``path``, then the same with ``_1``, ``_2``, … before its ending; the caller takes the first free one."""
-    yield path
-    for number in itertools.count(1):
-        yield path.with_name(f"{path.stem}_{number}{path.suffix}")
+def free_path(path: Path) -> Path:
+    """Return ``path``; or, if there is such a file, the first free one with ``_1``, ``_2``, … before its ending."""
+    numbered = (path.with_name(f"{path.stem}_{number}{path.suffix}") for number in itertools.count(1))
+    return next(found for found in itertools.chain([path], numbered) if not found.exists())
 
 
 # -- sinks that write for one run at a time -----------------------------------------------------------------------
@@ -259,9 +253,9 @@ class RunSink(MetricSink):
     @classmethod
     def check(cls) -> None:
         """Raise if the package of this sink is not installed; import nothing of it."""
-        if cls.package is not None and not _is_installed(cls.package):
+        if cls.package is not None and importlib.util.find_spec(cls.package) is None:
             raise MissingPackageError(
-                f"{cls.__name__} needs the package {cls.package.partition('.')[0]!r}, which is not installed. "
+                f"{cls.__name__} needs the package {cls.package!r}, which is not installed. "
                 f"Install it: pip install 'hookline[{cls.extra}]'."
             )
 
@@ -294,12 +288,13 @@ class RunSink(MetricSink):
         """Whether this is a replay, which must not continue what the run itself has written."""
         return bool(self._context.known.get("replay"))
 
-    def _drop(self, remedy: str) -> None:
-        """Warn, once, that a record is dropped as no place to write is known."""
+    def _drop(self) -> None:
+        """Warn, once, that records are dropped as no place to write is known."""
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"{type(self).__name__} does not know yet where to write, and drops metrics until it does. {remedy}",
+                f"{type(self).__name__} does not know where to write, and drops metrics until it does. Name a place "
+                "when you make it, or call set_run_context(run_dir=..., strategy=...).",
                 HooklineWarning,
                 stacklevel=4,
             )
@@ -308,8 +303,8 @@ class RunSink(MetricSink):
 class FileSink(RunSink):
     """A sink with a file of its own for each run, which it makes again from the log when a run is resumed.
 
-    A subclass has an ``ending``, and defines ``write``, which asks `_open_path` where to, ``flush`` if it holds
-    anything back, and ``_release``.
+    A subclass has an ``ending``, and defines ``write``, which asks `_open_path` or `_open_file` where to, and ``flush``
+    if it holds anything back.
 
     Recipe: ``CSVSink("metrics.csv")`` writes ``metrics.csv``, or ``metrics_1.csv`` where there is such a file already.
     """
@@ -324,29 +319,31 @@ class FileSink(RunSink):
         self._given_path = None if path is None else Path(path)
         self.path: Path | None = None
         """The file or folder of this run; None before its first record."""
+        self._file: AppendFile | None = None
 
     def _open_path(self) -> Path | None:
         """Return the file of this run, made under a name that is free; None if its place is not known yet."""
         wanted = self._given_path or self._context.file(self.ending)
         if self.path is None and wanted is not None:
             wanted.parent.mkdir(parents=True, exist_ok=True)
-            self.path = next(path for path in free_paths(wanted) if not path.exists() and self._make(path))
-        return self.path
-
-    def _make(self, path: Path) -> bool:
-        self.files.append(path)
-        try:
+            path = free_path(wanted)
+            self.files.append(path)
             self.keep_files()  # before it is made: whenever the run is killed, its files are known
             path.mkdir() if self.is_folder else path.touch(exist_ok=False)
-        except OSError as error:
-            self.files.remove(path)
-            if isinstance(error, FileExistsError):
-                return False
-            raise
-        return True
+            self.path = path
+        return self.path
+
+    def _open_file(self) -> AppendFile | None:
+        """Return the file of this run, open; None if its place is not known yet."""
+        if self._file is None and (path := self._open_path()) is not None:
+            self._file = AppendFile(path)
+        return self._file
 
     def _release(self) -> None:
         """Close the file, without what is held back."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _forget(self) -> None:
         """Forget the run: the next record makes another file. A subclass drops what it knows of the file, too."""
@@ -367,13 +364,4 @@ class FileSink(RunSink):
         self._forget()
         self.files.clear()
         self._context = RunContext(**self._known)
-        return True
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a submodule whose package is missing
-        return False
-    except ValueError:  # a module that was put into sys.modules by hand, without a spec
         return True

@@ -14,7 +14,7 @@ from hookline.records.log import cleaned, dumps, utf8_text
 from hookline.records.sink import Record, StepSeries
 
 __all__ = [
-    "MetricValue", "column_name", "json_text", "mean", "number", "numbers", "step_axis", "summary", "to_plain",
+    "MetricValue", "as_numbers", "column_name", "json_text", "mean", "number", "numbers", "step_axis", "to_plain",
     "values_in",
 ]  # fmt: skip
 
@@ -48,7 +48,10 @@ def values_in(record: Record, reserved: Collection[str] = ()) -> Iterator[Metric
             yield MetricValue(name, value, axis)
         elif isinstance(value, StepSeries) and len(value.steps) == len(value):
             for step, item in zip(value.steps, value, strict=True):
-                yield from _leaves(name, item, step)
+                if type(item) is float:
+                    yield MetricValue(name, item, step)
+                else:
+                    yield from _leaves(name, item, step)
         else:
             yield from _leaves(name, value, axis)
 
@@ -109,10 +112,20 @@ def _collect(value: list[Any], found: list[float], depth: int) -> bool:
     return True
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    """Return what replaces a list where only single numbers can go; the mean alone if one is not finite."""
-    found = {"mean": mean(values)}
-    return {**found, "min": min(values), "max": max(values)} if all(map(math.isfinite, values)) else found
+def as_numbers(name: str, value: Any) -> dict[str, float]:
+    """Return ``value`` as single numbers: a list as ``{name}_mean``, ``_min``, ``_max``; nothing for what is none.
+
+    Of a list with a number that is not finite there is the mean alone.
+    """
+    single, several = number(value), numbers(value)
+    if single is not None:
+        return {name: single}
+    if several is None:
+        return {}
+    found = {f"{name}_mean": mean(several)}
+    if all(map(math.isfinite, several)):
+        found |= {f"{name}_min": min(several), f"{name}_max": max(several)}
+    return found
 
 
 def mean(values: list[float]) -> float:

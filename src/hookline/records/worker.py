@@ -23,10 +23,10 @@ from hookline.error_policy import error_text
 from hookline.load import load_object
 from hookline.records.helper import wait_for_lock
 from hookline.records.log import Context, Log, dumps, loads
-from hookline.records.readers import Failed, Reader, hand, read_position
+from hookline.records.readers import Failed, Reader, hand
 from hookline.records.sink import RunSink
 
-__all__ = ["SlowReader", "Worker", "main"]
+__all__ = ["SlowReader", "main", "serve"]
 
 _IDLE: Final = 0.2
 """Seconds between two reads of a log that does not grow."""
@@ -57,7 +57,7 @@ class SlowReader(Reader):
             self.kept = self.number
             self.keep()
         except OSError as error:
-            self._fail("keep its position", error)
+            self.fail("keep its position", error)
         return True
 
     def _begin(self) -> bool:
@@ -67,12 +67,12 @@ class SlowReader(Reader):
             if isinstance(self.sink, RunSink):
                 self.sink.keep_files = self.keep
             if not self.restart():
-                self.number = self.kept = read_position(self.log.path, self.name)
+                self.number = self.kept = self.log.kept(self.name).get("number", 0)
                 self.offset, context = self.log.find(self.number) if self.number else (0, {})
                 if context:
                     hand(self.sink, Context(context))
         except Exception as error:
-            self._fail("begin", error)
+            self.fail("begin", error)
             return False
         self._has_begun = True
         return True
@@ -85,59 +85,38 @@ class SlowReader(Reader):
         return self.offset >= self.log.size or next(self.log.entries(self.offset), None) is None
 
 
-class Worker:
-    """Delivers to all slow sinks of a run."""
+def serve(task: dict[str, Any], in_pipe: int, out_pipe: int) -> None:
+    """Deliver until the run is over and everything has arrived, or nothing has for ``patience`` seconds."""
 
-    def __init__(self, task: dict[str, Any], in_pipe: int, out_pipe: int) -> None:
-        log = Log(task["log"])
-        self._log_folder = log.path.parent
-        self._patience = float(task["patience"])
-        self._removes_log = bool(task["remove"])
-        self._parent = int(task["parent"])
-        self._in_pipe, self._out_pipe = in_pipe, out_pipe
-        self._is_ending = False
-        self._lock = wait_for_lock(log.path, 2 * self._patience)
-        self._readers = [SlowReader(recipe, log, self._tell_failure) for recipe in task["sinks"]]
-
-    def run(self) -> None:
-        """Deliver until the run is over and everything has arrived, or nothing has for ``patience`` seconds."""
-        last_progress = time.monotonic()
-        while True:
-            moved = [reader.advance_batch() for reader in self._readers]
-            has_moved = any(moved)
-            if has_moved:
-                last_progress = time.monotonic()
-            elif self._is_ending:
-                has_given_up = time.monotonic() - last_progress > self._patience
-                if has_given_up or all(reader.is_done for reader in self._readers):
-                    break
-                time.sleep(0.02)
-            if not self._is_ending:
-                self._read_input(0.0 if has_moved else _IDLE)
-                last_progress = time.monotonic()
-        done = [reader.call("close") and reader.is_done for reader in self._readers]
-        if self._lock is not None:
-            self._lock.release()
-        if self._removes_log and all(done):
-            shutil.rmtree(self._log_folder, ignore_errors=True)
-
-    def _tell_failure(self, name: str, what: str, error: Exception, *, is_skipped: bool = False) -> None:
+    def tell(name: str, what: str, error: Exception) -> None:
         traceback.print_exception(error)  # to the file of this process's standard error
-        self._send({"failed": name, "what": what, "error": error_text(error), "skipped": is_skipped})
-
-    def _read_input(self, seconds: float) -> None:
-        """Wait for a line, which asks to hurry, or for the end of the run."""
-        ready, _, _ = select.select([self._in_pipe], [], [], seconds)
-        if ready:
-            self._is_ending = not os.read(self._in_pipe, 1 << 16)
-            for reader in self._readers:
-                reader.back_off.hurry()
-        elif os.getppid() != self._parent:  # killed; a forked worker of it may still hold the pipe open
-            self._is_ending = True
-
-    def _send(self, message: dict[str, Any]) -> None:
         with suppress(OSError):  # the run is gone, or does not read
-            os.write(self._out_pipe, dumps(message) + b"\n")
+            os.write(out_pipe, dumps([name, what, error_text(error)]) + b"\n")
+
+    log, patience = Log(task["log"]), float(task["patience"])
+    lock = wait_for_lock(log, 2 * patience)
+    readers = [SlowReader(recipe, log, tell) for recipe in task["sinks"]]
+    is_ending, last_progress = False, time.monotonic()
+    while True:
+        moved = [reader.advance_batch() for reader in readers]
+        has_moved = any(moved)
+        if has_moved or not is_ending:
+            last_progress = time.monotonic()
+        if not is_ending:
+            # The end of the pipe, or, as a forked worker of the run may hold that open, of the process.
+            ready, _, _ = select.select([in_pipe], [], [], 0.0 if has_moved else _IDLE)
+            is_ending = bool(ready) or os.getppid() != task["parent"]
+            for reader in readers if is_ending else ():
+                reader.back_off.hurry()
+        elif all(reader.is_done for reader in readers) or time.monotonic() - last_progress > patience:
+            break
+        elif not has_moved:
+            time.sleep(0.02)
+    delivered = [reader.call("close") and reader.is_done for reader in readers]
+    if lock is not None:
+        lock.release()
+    if task["remove"] and all(delivered):
+        shutil.rmtree(log.path.parent, ignore_errors=True)
 
 
 def _make_sink(recipe: dict[str, Any]) -> Any:
@@ -163,15 +142,13 @@ def main() -> None:
     os.set_blocking(out_pipe, False)
     if hasattr(os, "nice"):
         os.nice(5)  # the run comes first
-    first = b""
-    while not first.endswith(b"\n"):
-        found = os.read(in_pipe, 1)
-        if not found:
-            return
-        first += found
+    with open(in_pipe, "rb", buffering=0, closefd=False) as pipe:
+        first = pipe.readline()
+    if not first:
+        return
     task = loads(first)
     sys.path[:] = task["path"]
-    Worker(task, in_pipe, out_pipe).run()
+    serve(task, in_pipe, out_pipe)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,8 @@ _MAX_NUMBERS: Final = 8
 """Numbers in a line: with their names they fit into about 110 characters."""
 _MAX_ROWS: Final = 24
 """Metrics in a column where the user has chosen none."""
-_EVALUATION: Final = ("eval", "training_metrics")
-"""Both report the evaluation: of two metrics with one name the first is shown, which is newer in the step loop."""
-_FIRST: Final = tuple(f"{hook}/{name}" for name in ("loss", "val_acc", "val_loss", "train_acc") for hook in _EVALUATION)
+_FIRST: Final = ("loss", "val_acc", "val_loss", "train_acc")
+"""Metrics that come first in a line, each of one hook: several may report the evaluation."""
 _WIDTH: Final = 9
 """Characters of a number: ``-0.001234``, ``-1.23e-05``."""
 _ROWS: Final = 30
@@ -137,15 +136,18 @@ class MetricChoice:
         if self._asked:
             return self._matching(metrics)
         numbers = [key for key, value in metrics.items() if key.count("/") <= 1 and typical(value) is not None]
-        declared = [key for labels in self._declared.values() for key in labels.values()]
-        chosen = [key for key in (*_FIRST, *declared) if key in numbers]
-        hooks = {*_EVALUATION, *(split_key(key)[0] for key in chosen)}
+        names: dict[str, str] = {}
         for key in numbers:
-            hook, _ = split_key(key)
-            if hook not in hooks:
+            names.setdefault(split_key(key)[1], key)
+        declared = [key for labels in self._declared.values() for key in labels.values() if key in numbers]
+        chosen = dict.fromkeys([*(names[name] for name in _FIRST if name in names), *declared])
+        hooks = {split_key(key)[0] for key in chosen}
+        for key in numbers:
+            hook, metric = split_key(key)
+            if hook not in hooks and metric not in _FIRST:
                 hooks.add(hook)
-                chosen.append(key)
-        return _each_once(chosen)[:_MAX_NUMBERS]
+                chosen[key] = None
+        return list(chosen)[:_MAX_NUMBERS]
 
     def groups(self, metrics: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         """Return the metrics of a column: by group, the labels of those that have come, each with its key."""
@@ -167,20 +169,11 @@ class MetricChoice:
         return [pattern for pattern in self._asked if not any(_matches(name, pattern) for name in names)]
 
     def _matching(self, metrics: Mapping[str, Any]) -> list[str]:
-        return _each_once([key for pattern in self._asked for key in metrics if _matches(key, pattern)])
+        return list(dict.fromkeys(key for pattern in self._asked for key in metrics if _matches(key, pattern)))
 
 
 def _matches(key: str, pattern: str) -> bool:
     return fnmatchcase(key, pattern) or fnmatchcase(split_key(key)[1], pattern)
-
-
-def _each_once(keys: Iterable[str]) -> list[str]:
-    """Return each key once; of one metric of both hooks of the evaluation, the first."""
-    found: dict[str, str] = {}
-    for key in keys:
-        hook, metric = split_key(key)
-        found.setdefault(metric if hook in _EVALUATION else key, key)
-    return list(found.values())
 
 
 class SnapshotLines:

@@ -32,8 +32,6 @@ Mode = Literal["normal", "live", "lines"]
 _MAX_SLASHES: Final = 1
 """A name with more is that of one layer or parameter: hundreds, which are for files and the page."""
 _COLUMN_WIDTH: Final = 50
-_BAR_WIDTH: Final = 56
-"""Characters that the bar needs; on a narrower screen the column is drawn below it."""
 
 
 class ConsoleSink(RunProgress, MetricSink):
@@ -212,17 +210,10 @@ class ConsoleSink(RunProgress, MetricSink):
 
     def __rich__(self) -> RenderableType:
         from rich.console import Group
-        from rich.table import Table
 
         bar = [super().__rich__()] if self.is_running else []
         column = [self._column()] if self._is_live and self.choice.groups(self._latest) else []
-        if self.console.width < _COLUMN_WIDTH + _BAR_WIDTH or not bar:
-            return Group(*bar, *column)  # the bar is above: rich cuts what does not fit on the screen
-        screen = Table.grid(expand=True, padding=(0, 1))
-        screen.add_column(ratio=1)
-        screen.add_column(width=_COLUMN_WIDTH)
-        screen.add_row(*bar, *column)
-        return screen
+        return Group(*bar, *column)  # the bar is above: rich cuts what does not fit on the screen
 
     def _column(self) -> RenderableType:
         from rich.panel import Panel

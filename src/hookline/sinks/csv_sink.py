@@ -6,15 +6,15 @@ A `Reader` hands records to `CSVSink`. A new column has the file written again w
 from __future__ import annotations
 
 import csv
-import io
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from io import StringIO
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from hookline.errors import OptionError
 from hookline.files import replace_file
-from hookline.records.log import AppendFile, utf8_text
+from hookline.records.log import utf8_text
 from hookline.records.sink import FileSink, Record, StepSeries
 from hookline.records.values import column_name, json_text, to_plain
 
@@ -22,7 +22,6 @@ __all__ = ["CSVSink"]
 
 _PLACES: Final = ("step", "epoch", "hook_point")
 """Columns of every row that has them; no metric's."""
-_NO_PLACE: Final = "CSVSink requires either filepath or (output_dir + experiment_name)"
 _SMALL: Final = 1 << 20
 """Bytes up to which a file is written again at once for each new column: some milliseconds."""
 _SHARE: Final = 20
@@ -69,24 +68,23 @@ class CSVSink(FileSink):
             raise OptionError(f"rows= of a CSVSink is 'record' or 'step'; got {rows!r}.")
         self._per_step = rows == "step"
         if filepath is None and (output_dir is None) != (experiment_name is None):
-            raise OptionError(_NO_PLACE + ".")
+            raise OptionError("CSVSink requires either filepath or (output_dir + experiment_name).")
         super().__init__(filepath, output_dir=output_dir, experiment_name=experiment_name)
-        self._file: AppendFile | None = None
         self._names: dict[str, str] = {}  # the column of each metric
         self._place: dict[str, int] = {}  # of each column in a row
         self._width = 0  # columns in the header of the file
-        self._waiting: list[tuple[bytes, int]] = []  # rows for a wider header, each with its width
+        self._waiting: list[dict[str, Any]] = []  # rows for a wider header
         self._due = 0.0
 
     def write(self, record: Record) -> None:
         """Write a row, or one for each step."""
-        file = self._file or self._open()
+        file = self._file or self._open_file()
         if file is None:
-            self._drop(f"{_NO_PLACE}, or a run_dir or strategy told by set_run_context().")
+            self._drop()
             return
         rows = [self._row(place, record.point, metrics) for place, metrics in self._rows(record)]
         if len(self._place) == self._width:
-            file.write(b"".join(row for row, _ in rows))
+            file.write(b"".join(map(self._line, rows)))
         elif file.size <= _SMALL or time.monotonic() >= self._due:
             self._write_wider(rows)
         else:
@@ -105,62 +103,48 @@ class CSVSink(FileSink):
                 found.setdefault(step, {})[name] = one
         return [({"step": step, **epoch}, found[step]) for step in sorted(found)]
 
-    def _row(self, place: Mapping[str, int], point: str, metrics: Mapping[str, Any]) -> tuple[bytes, int]:
-        """Return a row, and how many cells it has."""
-        columns, names = self._place, self._names
+    def _row(self, place: Mapping[str, int], point: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the cells of a row by their columns, of which some may be new."""
         row: dict[str, Any] = {**place, "hook_point": point}
         for name, value in metrics.items():
-            column = names.get(name)
+            column = self._names.get(name)
             if column is None:
-                column = names[name] = column_name(str(name), _PLACES)
+                column = self._names[name] = column_name(str(name), _PLACES)
             row[column] = repr(value) if type(value) is float else _quoted(_cell(value))
-        if not row.keys() <= columns.keys():
+        if not row.keys() <= self._place.keys():
             for column in row:
-                columns.setdefault(column, len(columns))
-        cells = [""] * len(columns)
+                self._place.setdefault(column, len(self._place))
+        return row
+
+    def _line(self, row: Mapping[str, Any]) -> bytes:
+        cells = [""] * len(self._place)
         for column, text in row.items():
-            cells[columns[column]] = str(text)
-        return _line(cells), len(cells)
+            cells[self._place[column]] = str(text)
+        return _joined(cells)
 
-    def _open(self) -> AppendFile | None:
-        path = self._open_path()
-        if path is None:
-            return None
-        with path.open("rb") as file:
-            header = next(_whole_rows(file), b"")
-        self._width = len(next(csv.reader(io.StringIO(header.decode("utf-8"), newline="")), []))
-        self._file = AppendFile(path)
-        return self._file
-
-    def _write_wider(self, new: list[tuple[bytes, int]]) -> None:
+    def _write_wider(self, new: list[dict[str, Any]]) -> None:
         """Write the file again with all columns, and the rows that wait; a reader sees the old one or the new one."""
         assert self.path is not None
-        path, started, width = self.path, time.monotonic(), len(self._place)
+        path, started = self.path, time.monotonic()
 
         def write(draft: Path) -> None:
             with draft.open("wb", buffering=1 << 18) as file, path.open("rb", buffering=1 << 18) as old:
-                file.write(_line([_quoted(name) for name in self._place]))
                 rows = _whole_rows(old)
-                next(rows, b"")
-                more = b"," * (width - self._width) + b"\n"
+                header = next(csv.reader(StringIO(next(rows, b"").decode(), newline="")), [])
+                more = b"," * (len(self._place) - len(header)) + b"\n"
+                file.write(_joined(map(_quoted, self._place)))
                 file.writelines(row[:-1] + more for row in rows)
-                file.writelines(row[:-1] + b"," * (width - its) + b"\n" for row, its in self._waiting + new)
+                file.writelines(map(self._line, self._waiting + new))
             self._release()  # what is written from now on goes to the new file
 
         replace_file(path, write)
-        self._waiting.clear()
+        self._waiting, self._width = [], len(self._place)
         self._due = time.monotonic() + _SHARE * (time.monotonic() - started)
-        self._open()
 
     def flush(self) -> None:
         """Write the rows that wait for a wider header."""
         if self._waiting:
             self._write_wider([])
-
-    def _release(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
 
     def _forget(self) -> None:
         super()._forget()
@@ -184,7 +168,7 @@ def _item(value: Any) -> str:
     return json_text(value) if isinstance(value, (Mapping, list)) else _cell(value)
 
 
-def _line(cells: list[str]) -> bytes:
+def _joined(cells: Iterable[str]) -> bytes:
     return ",".join(cells).encode("utf-8", "backslashreplace") + b"\n"
 
 
@@ -192,7 +176,7 @@ def _quoted(text: str) -> str:
     """Return ``text`` as the csv module writes it; without calling it, numbers need half the time."""
     if _QUOTED.isdisjoint(text):
         return text
-    buffer = io.StringIO()
+    buffer = StringIO()
     # With this line ending the module quotes \r as well as \n in a cell; a bare \r would end a row for its reader.
     csv.writer(buffer, lineterminator="\r\n").writerow([text])
     return buffer.getvalue()[:-2]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from hookline.errors import OptionError
-from hookline.records.log import AppendFile, all_finite, dumps, json_line, utf8_text
+from hookline.records.log import all_finite, dumps, json_line, utf8_text
 from hookline.records.sink import FileSink, Record, StepSeries
 from hookline.when import HookPoint
 
@@ -45,20 +45,17 @@ class JSONLSink(FileSink):
             raise OptionError(f"points= of a JSONLSink is 'all' or 'step'; got {points!r}.")
         super().__init__(path)
         self._is_of_steps = points == "step"
-        self._file: AppendFile | None = None
 
     def write(self, record: Record) -> None:
         """Append a line."""
         point = record.hook_point
         if self._is_of_steps and not (isinstance(point, HookPoint) and point.is_step):
             return
-        if self._file is None:
-            path = self._open_path()
-            if path is None:
-                self._drop("Give it a path, or call set_run_context(run_dir=..., strategy=...).")
-                return
-            self._file = AppendFile(path)
-        self._file.write(_line(record))
+        file = self._file or self._open_file()
+        if file is None:
+            self._drop()
+        else:
+            file.write(_line(record))
 
     def set_run_context(self, **context: Any) -> None:
         """Take in which run follows; a file that was given is that of all runs."""
@@ -66,11 +63,6 @@ class JSONLSink(FileSink):
             super().set_run_context(**context)
         else:
             self._context.update(context)
-
-    def _release(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
 
 
 def _line(record: Record) -> bytes:

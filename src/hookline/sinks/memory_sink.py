@@ -9,35 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hookline.records.sink import MetricSink, Record, RunPlace
+from hookline.records.sink import MetricSink, Record
 from hookline.tables import Table, number_text
 
 __all__ = ["MemoryRecord", "MemorySink"]
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryRecord(RunPlace):
-    """The arguments of one ``emit``."""
+class MemoryRecord(Record):
+    """A record, and the run it belongs to."""
 
-    metrics: dict[str, Any]
-    """The metrics, by name."""
-    epoch: int | None
-    """The epoch; None in a run that counts steps."""
-    hook_point: Any
-    """A `HookPoint`, or the name of one."""
     context: dict[str, Any] = field(default_factory=dict)
     """The arguments of ``set_run_context`` until then."""
-    step: int | None = None
-    """The last step of the whole run, if it is known."""
-
-    def _repr_html_(self) -> str:
-        rows = [(name, number_text(value)) for name, value in self.metrics.items()]
-        return Table(("metric", "value"), rows, numbers=(1,), title=_when(self)).html()
-
-
-def _when(record: MemoryRecord) -> str:
-    point = getattr(record.hook_point, "name", record.hook_point)
-    return f"{record.place_text()}, {point}"
 
 
 class MemorySink(MetricSink):
@@ -57,17 +40,20 @@ class MemorySink(MetricSink):
 
     def emit(self, metrics: Mapping[str, Any], epoch: int, hook_point: Any) -> None:
         """Keep a copy of the metrics, unless there are none."""
-        if metrics:
-            self.records.append(MemoryRecord(dict(metrics), epoch, hook_point, dict(self._context)))
+        self._keep(Record(metrics, epoch, hook_point))
 
     def write(self, record: Record) -> None:
         """Keep a copy of the record, unless there is nothing in it."""
-        if type(self).emit is not MemorySink.emit:  # a subclass that has to see every record
+        if type(self).emit is MemorySink.emit:
+            self._keep(record)
+        else:  # a subclass that has to see every record
             super().write(record)
-        elif record.metrics:
-            self.records.append(
-                MemoryRecord(dict(record.metrics), record.epoch, record.hook_point, dict(self._context), record.step)
-            )
+
+    def _keep(self, one: Record) -> None:
+        if one.metrics:
+            copied = dict(one.metrics)
+            place = (one.epoch, one.hook_point, one.step, one.strategy, one.rank, one.time, one.number)
+            self.records.append(MemoryRecord(copied, *place, dict(self._context)))
 
     def set_run_context(self, **context: Any) -> None:
         """Keep ``context`` with the records from now on."""
@@ -76,7 +62,7 @@ class MemorySink(MetricSink):
     def __repr__(self) -> str:
         if not self.records:
             return "<MemorySink without records>"
-        newest = _when(self.records[-1])
+        newest = self.records[-1].title()
         return f"<MemorySink of {len(self.records)} records, {len(self.latest)} metrics, newest at {newest}>"
 
     def _repr_html_(self) -> str:
@@ -96,10 +82,6 @@ class MemorySink(MetricSink):
         """Drop all records: they come again."""
         self.clear()
         return True
-
-    def truncate(self, number: int) -> None:
-        """Keep the first ``number`` records: a run without a log is resumed."""
-        del self.records[number:]
 
     def clear(self) -> None:
         """Drop all records."""

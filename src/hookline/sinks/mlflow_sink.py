@@ -8,25 +8,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-import posixpath
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from hookline.records.sink import Record, RunSink
-from hookline.records.values import (
-    MetricValue,
-    json_text,
-    number,
-    numbers,
-    step_axis,
-    summary,
-    to_plain,
-    values_in,
-)
+from hookline.records.values import as_numbers, json_text, step_axis, values_in
 
 __all__ = ["MLflowSink"]
 
@@ -50,9 +39,8 @@ class MLflowSink(RunSink):
 
     Step metrics are a value per step; of any other list of numbers there are ``{name}_mean``, ``_min`` and ``_max``.
     Dictionaries are ``name/key``, strings are tags of the run, None is left out. MLflow's names have letters, digits
-    and ``_-./`` and spaces: other signs become ``_``, and names of more than 250 signs, or that two metrics would
-    share, end with a checksum of the true name. A resumed run continues the same MLflow run, whose id is kept in the
-    run's folder.
+    and ``_-./`` and spaces: other signs become ``_``, and names of more than 250 signs end with a checksum. A resumed
+    run continues the same MLflow run, whose id is kept in the run's folder.
 
     Args:
         tracking_uri: The store, or its file, which ends with ``.db``; None for ``MLFLOW_TRACKING_URI``, else
@@ -70,8 +58,6 @@ class MLflowSink(RunSink):
         self._experiment = experiment
         self._client: Any = None
         self._run_id: str | None = None
-        self._keys: dict[str, str] = {}
-        self._true: dict[str, str] = {}
 
     def options(self) -> dict[str, Any]:
         """Return the store and the experiment."""
@@ -84,39 +70,37 @@ class MLflowSink(RunSink):
 
     def write(self, record: Record) -> None:
         """Log the metrics and texts of a record."""
-        uri = self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or self._own_store()
+        uri = self._uri()
         if uri is None:
-            self._drop("MLflowSink requires tracking_uri, or a run_dir told by set_run_context().")
+            self._drop()
             return
-        with _passing_errors(self._import("mlflow.exceptions")):
+        exceptions = self._import("mlflow.exceptions")
+        try:
             if self._run_id is None:
                 self._open(uri)
             self._log(record)
+        except exceptions.MlflowException as error:
+            if error.error_code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST"):  # it refuses what is in the record
+                raise
+            raise ConnectionError(str(error)) from error  # after which the record comes again
 
     def _log(self, record: Record) -> None:
         from mlflow.entities import Metric, RunTag
 
         # The time of the record: one that comes twice is then the same row of the store.
         stamp = int(record.time * 1000)
-        found = list(_numbers(record))
+        metrics, tags = [], {}
+        for name, value, step in values_in(record, reserved=("epoch",)):
+            found = as_numbers(name, value)
+            metrics += [Metric(_key(part), one, stamp, step) for part, one in found.items()]
+            if not found and value is not None:
+                tags[name] = RunTag(_key(name), _text(value))  # of several steps the last
         if record.epoch is not None:
-            found.append(MetricValue("epoch", float(record.epoch), step_axis(record)))
-        metrics = [Metric(self._key(one.name), one.value, stamp, one.step) for one in found]
-        tags = [RunTag(self._key(name), text) for name, text in _texts(record).items()]
-        for start in range(0, len(metrics), _METRICS):
-            self._client.log_batch(self._run_id, metrics=metrics[start : start + _METRICS])
-        for start in range(0, len(tags), _PARAMS):
-            self._client.log_batch(self._run_id, tags=tags[start : start + _PARAMS])
-
-    def _key(self, name: str) -> str:
-        """Return ``name`` as MLflow takes it, the same each time."""
-        key = self._keys.get(name)
-        if key is None:
-            key = _fit(name)
-            if len(key) > _LONGEST_KEY or self._true.setdefault(key, name) != name:
-                key = f"{key[: _LONGEST_KEY - 9]}_{zlib.crc32(name.encode('utf-8')):08x}"
-            self._keys[name] = key
-        return key
+            metrics.append(Metric("epoch", float(record.epoch), stamp, step_axis(record)))
+        for batch in _batches(metrics, _METRICS):
+            self._client.log_batch(self._run_id, metrics=batch)
+        for batch in _batches(list(tags.values()), _PARAMS):
+            self._client.log_batch(self._run_id, tags=batch)
 
     # -- runs -------------------------------------------------------------------------------------------------
 
@@ -126,14 +110,17 @@ class MLflowSink(RunSink):
         self._client = self._import("mlflow.tracking").MlflowClient(tracking_uri=uri)
         self._run_id = self._known_run(uri) or self._new_run(uri)
 
-    def _own_store(self) -> str | None:
-        folder = self._context.folder
-        if folder is None:
-            return None
+    def _uri(self) -> str | None:
+        """Return the store; None if it is not known yet."""
+        given, folder = self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI"), self._context.folder
+        if given or folder is None:
+            return given
         folder.mkdir(parents=True, exist_ok=True)
         return _as_uri(str(folder / "mlflow.db"))
 
     def _new_run(self, uri: str) -> str:
+        from mlflow.entities import Param
+
         known = self._context.known
         run = self._client.create_run(
             self._experiment_id(uri),
@@ -141,7 +128,11 @@ class MLflowSink(RunSink):
             tags={"strategy": str(self._context.strategy), "group": str(known.get("run_group", ""))},
         )
         run_id = str(run.info.run_id)
-        self._log_params(run_id, known.get("config") or {})
+        params = [
+            Param(_key(name), _text(value)) for name, value, _ in values_in(Record(known.get("config") or {}, 0, ""))
+        ]
+        for batch in _batches(params, _PARAMS):
+            self._client.log_batch(run_id, params=batch)
         if (file := self._run_file()) is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({"tracking_uri": uri, "run_id": run_id}), encoding="utf-8")
@@ -157,14 +148,6 @@ class MLflowSink(RunSink):
         if uri.startswith("sqlite:///"):
             place = (Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts").as_uri()
         return str(self._client.create_experiment(name, artifact_location=place))
-
-    def _log_params(self, run_id: str, config: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        flat = {name: value for name, value, _ in values_in(Record(config, 0, ""))}
-        params = [Param(self._key(name), _text(value)) for name, value in flat.items()]
-        for start in range(0, len(params), _PARAMS):
-            self._client.log_batch(run_id, params=params[start : start + _PARAMS])
 
     def _run_file(self) -> Path | None:
         folder = self._context.folder
@@ -191,20 +174,8 @@ class MLflowSink(RunSink):
 
     def _end_run(self) -> None:
         run_id, self._run_id = self._run_id, None
-        self._keys, self._true = {}, {}
         if run_id is not None:
             self._client.set_terminated(run_id)
-
-
-@contextmanager
-def _passing_errors(exceptions: Any) -> Iterator[None]:
-    """Raise a `ConnectionError`, after which the record comes again, unless MLflow refuses what is in it."""
-    try:
-        yield
-    except exceptions.MlflowException as error:
-        if error.error_code in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST"):
-            raise
-        raise ConnectionError(str(error)) from error
 
 
 def _as_uri(place: str) -> str:
@@ -214,32 +185,17 @@ def _as_uri(place: str) -> str:
     return f"sqlite:///{Path(place).absolute().as_posix()}"
 
 
-def _numbers(record: Record) -> Iterator[MetricValue]:
-    for name, value, step in values_in(record, reserved=("epoch",)):
-        single = number(value)
-        if single is not None:
-            yield MetricValue(name, single, step)
-        elif (several := numbers(value)) is not None:
-            yield from (MetricValue(f"{name}_{part}", found, step) for part, found in summary(several).items())
-
-
-def _texts(record: Record) -> dict[str, str]:
-    """Return what is no number, by name; of several steps the last."""
-    return {
-        name: _text(value)
-        for name, value, _ in values_in(record, reserved=("epoch",))
-        if value is not None and number(value) is None and numbers(value) is None
-    }
+def _batches(items: list[Any], most: int) -> Iterator[list[Any]]:
+    return (items[start : start + most] for start in range(0, len(items), most))
 
 
 def _text(value: Any) -> str:
-    value = to_plain(value)
-    text = value if isinstance(value, str) else json_text(value) if isinstance(value, (list, float)) else str(value)
+    text = json_text(value) if isinstance(value, list) else str(value)
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]} …"
 
 
-def _fit(name: str) -> str:
+def _key(name: str) -> str:
     """Return ``name`` with ``_`` for signs, and for parts of a path, that MLflow refuses."""
-    key = _FORBIDDEN.sub("_", name) or "_"
-    parts: Sequence[str] = ["_" if part in ("", ".", "..") else part for part in key.split("/")]
-    return posixpath.join(*parts)
+    parts = _FORBIDDEN.sub("_", name).split("/")
+    key = "/".join("_" if part in ("", ".", "..") else part for part in parts)
+    return key if len(key) <= _LONGEST_KEY else f"{key[: _LONGEST_KEY - 9]}_{zlib.crc32(name.encode()):08x}"

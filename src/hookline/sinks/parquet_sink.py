@@ -6,14 +6,13 @@ A `Reader` hands records to `ParquetSink`, which writes batches of rows by pyarr
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from hookline.files import replace_file
 from hookline.records.log import utf8_text
-from hookline.records.sink import FileSink, Record, StepSeries
+from hookline.records.sink import FileSink, Record
 from hookline.records.values import json_text, number, values_in
 
 __all__ = ["ParquetSink"]
@@ -50,7 +49,7 @@ class ParquetSink(FileSink):
 
     def __init__(self, path: str | Path | None = None) -> None:
         super().__init__(path)
-        self._waiting = _Columns()
+        self._waiting: list[tuple[Any, ...]] = []
         self._since = 0.0
         self._number = 0  # of the last file
         self._tables: list[Any] = []  # in the last file
@@ -59,14 +58,16 @@ class ParquetSink(FileSink):
         """Add the rows of a record; write those that wait if there are many or they have waited long."""
         self._import("pyarrow.parquet")
         if self._open_path() is None:
-            self._drop("ParquetSink requires a path, or a run_dir told by set_run_context().")
+            self._drop()
             return
         # Written before the record is added: one that is given again, as the disk was full, must not be there twice.
         if len(self._waiting) >= _PART or time.monotonic() - self._since >= _SECONDS:
             self.flush()
         if not self._waiting:
             self._since = time.monotonic()
-        self._waiting.add(record)
+        strategy = None if record.strategy is None else utf8_text(record.strategy)
+        same = (record.epoch, utf8_text(record.point), strategy, record.rank, float(record.time))
+        self._waiting += [(name, *_cells(value), step, *same) for name, value, step in values_in(record)]
 
     def flush(self) -> None:
         """Write the rows that wait; the last file is written again until it is full."""
@@ -75,52 +76,20 @@ class ParquetSink(FileSink):
         import pyarrow
         from pyarrow import parquet
 
-        tables = [*self._tables, _table(self._waiting.lists)]
+        tables = [*self._tables, _table(self._waiting)]
         whole = pyarrow.concat_tables(tables)
         part = self.path / f"part-{self._number:05d}.parquet"  # readers skip its draft, whose name begins with a dot
         replace_file(part, lambda draft: parquet.write_table(whole, draft, compression="zstd"))
-        self._waiting, self._tables = _Columns(), tables
+        self._waiting, self._tables = [], tables
         if sum(map(len, tables)) >= _PART:
             self._number, self._tables = self._number + 1, []
 
     def _forget(self) -> None:
         super()._forget()
-        self._waiting, self._tables, self._number = _Columns(), [], 0
+        self._waiting, self._tables, self._number = [], [], 0
 
 
-class _Columns:
-    """Rows that wait to be written, column by column."""
-
-    def __init__(self) -> None:
-        self.lists: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
-
-    def __len__(self) -> int:
-        return len(self.lists["name"])
-
-    def add(self, record: Record) -> None:
-        before = len(self)
-        rest = {}
-        for name, value in record.metrics.items():
-            # Floats over steps, which most values are, need no conversion one by one.
-            if type(value) is StepSeries and len(value) == len(value.steps) and set(map(type, value)) == {float}:
-                self._extend([utf8_text(str(name))] * len(value), value, [None] * len(value), value.steps)
-            else:
-                rest[name] = value
-        found = list(values_in(replace(record, metrics=rest)))
-        values = [_value(point.value) for point in found]
-        self._extend([p.name for p in found], [v[0] for v in values], [v[1] for v in values], [p.step for p in found])
-        strategy = None if record.strategy is None else utf8_text(str(record.strategy))
-        epoch = None if record.epoch is None else int(record.epoch)
-        same = (epoch, utf8_text(record.point), strategy, record.rank, float(record.time))
-        for column, value in zip(_COLUMNS[4:], same, strict=True):
-            self.lists[column] += [value] * (len(self) - before)
-
-    def _extend(self, *columns: Iterable[Any]) -> None:
-        for column, values in zip(_COLUMNS[:4], columns, strict=True):
-            self.lists[column] += values
-
-
-def _value(value: Any) -> tuple[float | None, str | None]:
+def _cells(value: Any) -> tuple[float | None, str | None]:
     """Return the number and the text of ``value``; both for an integer that is too large to be exact."""
     if type(value) is float:
         return value, None
@@ -133,10 +102,10 @@ def _value(value: Any) -> tuple[float | None, str | None]:
     return None, None if value is None else json_text(value)
 
 
-def _table(columns: Mapping[str, list[Any]]) -> Any:
+def _table(rows: Iterable[tuple[Any, ...]]) -> Any:
     import pyarrow as pa
 
     text, whole, real = pa.string(), pa.int64(), pa.float64()
     types = dict(zip(_COLUMNS, (text, real, text, whole, whole, text, text, pa.int32(), real), strict=True))
-    arrays = [pa.array(columns[name], kind) for name, kind in types.items()]
+    arrays = [pa.array(column, kind) for column, kind in zip(zip(*rows, strict=True), types.values(), strict=True)]
     return pa.Table.from_arrays(arrays, schema=pa.schema(list(types.items())))

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar, Final
 
 from hookline.errors import OptionError
 from hookline.records.log import utf8_text
 from hookline.records.sink import Record, RunSink, StepSeries
-from hookline.records.values import number, numbers, step_axis, summary, to_plain, values_in
+from hookline.records.values import as_numbers, step_axis, to_plain, values_in
 
 __all__ = ["PrometheusSink"]
 
@@ -49,7 +49,8 @@ class PrometheusSink(RunSink):
         super().__init__()
         self._wanted = port
         self._host = host
-        self._gauges = _NewestGauges()
+        self._newest: dict[tuple[str, str, str], dict[str, Any]] = {}  # by strategy, rank and point
+        self._lock = threading.Lock()  # between the run, which writes, and the thread that serves
         self._server: Any = None
         self._thread: threading.Thread | None = None
 
@@ -63,7 +64,7 @@ class PrometheusSink(RunSink):
         if self._server is None:
             client = self._import("prometheus_client")
             registry = client.CollectorRegistry(auto_describe=False)
-            registry.register(self._gauges)
+            registry.register(self)
             try:
                 self._server, self._thread = client.start_http_server(self._wanted, self._host, registry)
             except (OSError, OverflowError) as error:
@@ -75,9 +76,30 @@ class PrometheusSink(RunSink):
         return self.port
 
     def write(self, record: Record) -> None:
-        """Keep the newest values."""
+        """Keep the last value of every metric as it is; `collect` makes gauges of them."""
         self.start()
-        self._gauges.update(record)
+        strategy, rank = "" if record.strategy is None else utf8_text(record.strategy), str(record.rank)
+        found = {name: value if type(value) is float else _last(value) for name, value in record.metrics.items()}
+        progress = {"step": step_axis(record), "epoch": record.epoch}  # one gauge for all hook points; of None, none
+        with self._lock:
+            self._newest.setdefault((strategy, rank, utf8_text(record.point)), {}).update(found)
+            self._newest[strategy, rank, ""] = progress
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the gauges for ``prometheus_client``; metrics whose names become the same share one."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        with self._lock:
+            newest = {labels: dict(values) for labels, values in self._newest.items()}
+        families: dict[str, Any] = {}
+        for labels, values in newest.items():
+            for one in values_in(Record(values, 0, ""), reserved=_PROGRESS if labels[-1] else ()):
+                for metric, value in as_numbers(one.name, one.value).items():
+                    name = "hookline_" + _FORBIDDEN.sub("_", metric)
+                    if name not in families:
+                        families[name] = GaugeMetricFamily(name, f"The newest {metric}", labels=_LABELS)
+                    families[name].add_metric([metric, *labels], value)
+        yield from families.values()
 
     def set_run_context(self, **context: Any) -> None:
         """Remove the gauges of another run, and listen."""
@@ -85,7 +107,8 @@ class PrometheusSink(RunSink):
         self.start()
 
     def _end_run(self) -> None:
-        self._gauges.clear()
+        with self._lock:
+            self._newest.clear()
 
     def close(self) -> None:
         """Stop listening. May be called more than once."""
@@ -96,51 +119,5 @@ class PrometheusSink(RunSink):
         self._server = self._thread = None
 
 
-class _NewestGauges:
-    """The newest values, written by the run, collected by the thread of ``prometheus_client``."""
-
-    def __init__(self) -> None:
-        self._newest: dict[tuple[str, str, str], dict[str, Any]] = {}
-        self._lock = threading.Lock()
-
-    def update(self, record: Record) -> None:
-        """Keep the last value of every metric as it is; `collect` makes gauges of them."""
-        strategy, rank = "" if record.strategy is None else utf8_text(str(record.strategy)), str(record.rank)
-        found = {name: value if type(value) is float else _last(value) for name, value in record.metrics.items()}
-        progress = {"step": step_axis(record), "epoch": record.epoch}  # one gauge for all hook points; of None, none
-        with self._lock:
-            self._newest.setdefault((strategy, rank, utf8_text(record.point)), {}).update(found)
-            self._newest[strategy, rank, ""] = progress
-
-    def clear(self) -> None:
-        """Drop all values."""
-        with self._lock:
-            self._newest.clear()
-
-    def collect(self) -> Iterator[Any]:
-        """Yield the gauges; metrics whose names become the same share one."""
-        from prometheus_client.core import GaugeMetricFamily
-
-        with self._lock:
-            newest = {labels: dict(values) for labels, values in self._newest.items()}
-        families: dict[str, Any] = {}
-        for labels, values in newest.items():
-            for metric, value in _numbers(values, reserved=_PROGRESS if labels[-1] else ()):
-                name = "hookline_" + _FORBIDDEN.sub("_", metric)
-                if name not in families:
-                    families[name] = GaugeMetricFamily(name, f"The newest {metric}", labels=_LABELS)
-                families[name].add_metric([metric, *labels], value)
-        yield from families.values()
-
-
 def _last(value: Any) -> Any:
     return to_plain(value[-1] if isinstance(value, StepSeries) and value else value)
-
-
-def _numbers(values: Mapping[str, Any], reserved: Collection[str]) -> Iterator[tuple[str, float]]:
-    for name, value, _ in values_in(Record(values, 0, ""), reserved):
-        single = number(value)
-        if single is not None:
-            yield name, single
-        elif (several := numbers(value)) is not None:
-            yield from ((f"{name}_{part}", found) for part, found in summary(several).items())

@@ -7,17 +7,18 @@ TensorFlow are not needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeAlias
 
-from hookline.records.sink import Record, RunContext, RunSink, file_name, free_paths
+from hookline.records.sink import Record, RunContext, RunSink, file_name, free_path
 from hookline.records.values import MetricValue, json_text, mean, number, numbers, step_axis, values_in
 
 __all__ = ["TensorBoardSink"]
 
+_Value: TypeAlias = dict[str, Any]
+"""The fields of a ``Summary.Value``."""
 _BINS: Final = 30
 _LONGEST: Final = 10_000
 """Characters of a text; TensorBoard cannot scroll a page with more."""
@@ -65,41 +66,35 @@ class TensorBoardSink(RunSink):
         """Write the events of a record."""
         writer = self._writer or self._open()
         if writer is None:
-            self._drop("TensorBoardSink requires log_dir, or a run_dir told by set_run_context().")
+            self._drop()
             return
         found = sorted(values_in(record, reserved=("epoch",)), key=attrgetter("step"))
         for step, group in groupby(found, key=attrgetter("step")):
-            self._event(record, step, [value for one in group for value in _values(one)])
+            self._add_values(record, step, [value for one in group for value in _values(one)])
         if record.epoch is not None and (at := (step_axis(record), record.epoch)) != self._epoch:
             self._epoch = at
-            self._event(record, at[0], [_scalar("epoch", record.epoch)])
+            self._add_values(record, at[0], [_scalar("epoch", record.epoch)])
 
     def _open(self) -> Any:
         folder = self.folder
-        if folder is not None and self._is_replay:
-            folder = next(path for path in free_paths(folder) if not path.exists())
         if folder is not None:
             module = self._import("tensorboard.summary.writer.event_file_writer")
+            folder = free_path(folder) if self._is_replay else folder
             before = _files(folder)
             self._writer = module.EventFileWriter(str(folder))
             self.files += _files(folder) - before
             self.keep_files()
-            if self._is_anew:
-                self._add_purge()
+            if self._is_anew:  # a TensorBoard that is open forgets what it has read of the file before this one
+                self._add(step=0, session_log={"status": "START"})
         return self._writer
 
-    def _event(self, record: Record, step: int, values: Iterable[Any]) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
+    def _add_values(self, record: Record, step: int, values: list[_Value]) -> None:
+        self._add(wall_time=record.time, step=step, summary={"value": values})
 
-        summary = summary_pb2.Summary(value=values)
-        self._writer.add_event(event_pb2.Event(wall_time=record.time, step=step, summary=summary))
+    def _add(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
 
-    def _add_purge(self) -> None:
-        """Have a TensorBoard that is open forget what it has read of the file before this one."""
-        from tensorboard.compat.proto import event_pb2
-
-        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._writer.add_event(event_pb2.Event(step=0, session_log=start))
+        self._writer.add_event(Event(**fields))
 
     def flush(self) -> None:
         """Write everything to the file."""
@@ -124,7 +119,7 @@ def _files(folder: Path) -> set[Path]:
     return set(folder.iterdir()) if folder.is_dir() else set()
 
 
-def _values(one: MetricValue) -> list[Any]:
+def _values(one: MetricValue) -> list[_Value]:
     """Return ``one`` as TensorBoard shows it: a scalar, a histogram and its mean, a text, or nothing for None."""
     name, value, _ = one
     if value is None:
@@ -138,34 +133,28 @@ def _values(one: MetricValue) -> list[Any]:
     return [_text(name, value if isinstance(value, str) else json_text(value))]
 
 
-def _scalar(tag: str, value: float) -> Any:
-    from tensorboard.compat.proto import summary_pb2
-
+def _scalar(tag: str, value: float) -> _Value:
     # Single precision: protobuf refuses a larger number, which is infinite there.
     fits = abs(value) <= 3.4028234e38 or not math.isfinite(value)
-    return summary_pb2.Summary.Value(tag=tag, simple_value=value if fits else math.copysign(math.inf, value))
+    return {"tag": tag, "simple_value": value if fits else math.copysign(math.inf, value)}
 
 
-def _histogram(tag: str, values: list[float]) -> list[Any]:
+def _histogram(tag: str, values: list[float]) -> list[_Value]:
     import numpy
-    from tensorboard.compat.proto import summary_pb2
 
-    finite = numpy.array([value for value in values if math.isfinite(value)])
+    finite = numpy.array(list(filter(math.isfinite, values)))
     if not finite.size:
         return []
     counts, edges = numpy.histogram(finite, bins=_BINS)
-    histogram = summary_pb2.HistogramProto(
-        min=finite.min(), max=finite.max(), num=finite.size, sum=finite.sum(), sum_squares=(finite**2).sum(),
-        bucket_limit=edges[1:].tolist(), bucket=counts.tolist(),
-    )  # fmt: skip
-    return [summary_pb2.Summary.Value(tag=tag, histo=histogram)]
+    histogram = {
+        "min": finite.min(), "max": finite.max(), "num": finite.size, "sum": finite.sum(),
+        "sum_squares": (finite**2).sum(), "bucket_limit": edges[1:].tolist(), "bucket": counts.tolist(),
+    }  # fmt: skip
+    return [{"tag": tag, "histo": histogram}]
 
 
-def _text(tag: str, value: str) -> Any:
-    from tensorboard.compat.proto import summary_pb2, tensor_pb2, types_pb2
-
+def _text(tag: str, value: str) -> _Value:
     shown = value if len(value) <= _LONGEST else f"{value[:_LONGEST]} … ({len(value):,} characters)"
-    tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[shown.encode("utf-8", "backslashreplace")])
-    tensor.tensor_shape.dim.add(size=1)
-    plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
-    return summary_pb2.Summary.Value(tag=tag, tensor=tensor, metadata=summary_pb2.SummaryMetadata(plugin_data=plugin))
+    content = shown.encode("utf-8", "backslashreplace")
+    tensor = {"dtype": "DT_STRING", "string_val": [content], "tensor_shape": {"dim": [{"size": 1}]}}
+    return {"tag": tag, "tensor": tensor, "metadata": {"plugin_data": {"plugin_name": "text"}}}

@@ -5,8 +5,8 @@ The helper process hands records to `WandbSink`, which logs rows by the ``wandb`
 
 from __future__ import annotations
 
-import inspect
 import logging
+import math
 import os
 import time
 import warnings
@@ -106,16 +106,12 @@ class WandbSink(RunSink):
         several = numbers(value)
         if several is None:
             return {name: json_text(value)}
-        return {**self._histogram(name, several), f"{name}_mean": mean(several)}
-
-    def _histogram(self, name: str, values: list[float]) -> dict[str, Any]:
         import numpy
 
-        finite = numpy.array(values)
-        finite = finite[numpy.isfinite(finite)]
-        if not finite.size:
-            return {}
-        return {name: self._import("wandb").Histogram(np_histogram=numpy.histogram(finite, bins=_BINS))}
+        found: dict[str, Any] = {f"{name}_mean": mean(several)}
+        if finite := list(filter(math.isfinite, several)):
+            found[name] = self._import("wandb").Histogram(np_histogram=numpy.histogram(finite, bins=_BINS))
+        return found
 
     # -- runs -------------------------------------------------------------------------------------------------
 
@@ -124,12 +120,14 @@ class WandbSink(RunSink):
         place = self._dir or self._context.folder
         if place is not None:
             place.mkdir(parents=True, exist_ok=True)
-        known = self._known_id()
+        id_file = self._id_file()
+        group = f"{self._context.known.get('experiment_name') or self._project}_{self._started}"
+        known = id_file.read_text().strip() or None if id_file is not None and id_file.is_file() else None
         try:
             self._run = wandb.init(
                 project=self._project,
                 name=self._context.strategy,
-                group=self._group or self._context.known.get("run_group") or self._own_group(),
+                group=self._group or self._context.known.get("run_group") or group,
                 config={**self._config, **(self._context.known.get("config") or {})},
                 dir=None if place is None else str(place),
                 mode=self._mode or self._possible_mode(wandb),
@@ -142,18 +140,15 @@ class WandbSink(RunSink):
             raise ConnectionError(f"no W&B run could be begun ({error_text(error)})") from error
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self._keep_id(self._run.id)
+        if id_file is not None:
+            id_file.parent.mkdir(parents=True, exist_ok=True)
+            id_file.write_text(self._run.id)
         logger.info("W&B run %s: %s", self._run.id, self._run.dir if self._run.offline else self._run.url)
         return self._run
 
-    def _own_group(self) -> str:
-        return f"{self._context.known.get('experiment_name') or self._project}_{self._started}"
-
     def _possible_mode(self, wandb: Any) -> str | None:
         """Return "offline" where W&B would ask for a key; None leaves the choice to W&B."""
-        if os.environ.get("WANDB_MODE") or "prompt" not in inspect.signature(wandb.login).parameters:
-            return None
-        if wandb.login(prompt=False, verify=False):
+        if os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False):
             return None
         warnings.warn(
             "WandbSink found no key for W&B, so the run is written offline. Send it later with 'wandb sync', or run "
@@ -164,18 +159,9 @@ class WandbSink(RunSink):
         return "offline"
 
     def _id_file(self) -> Path | None:
+        """Return the file with the id of the W&B run; None for a run of which nothing is kept."""
         folder = None if self._is_replay else self._context.folder
         return None if folder is None else folder / "wandb" / f"run_id_{file_name(self._project)}.txt"
-
-    def _known_id(self) -> str | None:
-        file = self._id_file()
-        return file.read_text(encoding="utf-8").strip() or None if file is not None and file.is_file() else None
-
-    def _keep_id(self, identity: str) -> None:
-        file = self._id_file()
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(identity, encoding="utf-8")
 
     def _end_run(self) -> None:
         """Finish the run; W&B's own process sends what it holds before this returns."""
