@@ -50,6 +50,7 @@ class Saving(NotSaved):
         self._rank, self._count = run.ranks.rank, run.ranks.size
         self._experiment = run.experiment
         self._checkpoints = checkpoints
+        run.guarded.warn_of_large()
         self._core = CoreState(self._experiment)
         self._position = LoaderPosition(run.passes, self._core.own, replay=checkpoints.replay)
         config = self._experiment.config if checkpoints.config is None else checkpoints.config
