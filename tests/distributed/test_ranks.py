@@ -127,7 +127,7 @@ def test_a_hook_that_keeps_a_rank_is_named(at_odds):
     """
     first, second = (found[2] for found in at_odds)
     assert "Rank 1 did not come within 6 s: rank 0 was at 'metrics of steps'" in first
-    assert re.search(r"The hooks at steps: .*\bblocks\b", first)
+    assert re.search(r"hooks: .*\bblocks\b", first)
     assert "Timed out" in first.partition("gloo says:")[2]
     assert "metrics of steps" in second
 

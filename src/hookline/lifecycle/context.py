@@ -127,40 +127,14 @@ class RunDataContext:
         profiler: CheckpointProfiler | None = None,
         eval_metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        # A field that is None is that of the class: most firings of a loop give few. All of them: 2.5 µs; none: 0.7.
-        given = self.__dict__
-        given["hook_point"] = hook_point
-        given["epoch"] = epoch
-        if step is not None:
-            given["step"] = step
-        if model is not None:
-            given["model"] = model
-        if config is not None:
-            given["config"] = config
-        if loader is not None:
-            given["loader"] = loader
-        if batch_idx is not None:
-            given["batch_idx"] = batch_idx
-        if batch_data is not None:
-            given["batch_data"] = batch_data
-        if loss is not None:
-            given["loss"] = loss
-        if train_acc is not None:
-            given["train_acc"] = train_acc
-        if val_acc is not None:
-            given["val_acc"] = val_acc
-        if lr is not None:
-            given["lr"] = lr
-        if accumulated_grads is not None:
-            given["accumulated_grads"] = accumulated_grads
-        if prev_step_grads is not None:
-            given["prev_step_grads"] = prev_step_grads
-        if target_grad is not None:
-            given["target_grad"] = target_grad
+        self.__dict__.update(
+            hook_point=hook_point, epoch=epoch, step=step, model=model, config=config, loader=loader,
+            batch_idx=batch_idx, batch_data=batch_data, loss=loss, train_acc=train_acc, val_acc=val_acc, lr=lr,
+            accumulated_grads=accumulated_grads, prev_step_grads=prev_step_grads, target_grad=target_grad,
+            eval_metrics=eval_metrics,
+        )  # fmt: skip
         if profiler is not None:
-            given["profiler"] = profiler
-        if eval_metrics is not None:
-            given["eval_metrics"] = eval_metrics
+            self.__dict__["profiler"] = profiler
 
     def with_profiler(self, profiler: CheckpointProfiler) -> Self:
         """Return the same context with a profiler, if it has none; nothing is read from the device."""

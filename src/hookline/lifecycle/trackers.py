@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hookline.errors import HooklineWarning
+from hookline.error_policy import warn_user
 from hookline.lifecycle.hook import TrainingHook
-from hookline.messages import caller_stacklevel
 from hookline.observe.watch.watch import Watch
 from hookline.when import HookPoint
 
@@ -107,12 +105,9 @@ def _call(owner: Any, name: str, given: Any) -> None:
 def _warn_of_other_model(name: str, watched: nn.Module, model: nn.Module) -> None:
     """Warn if the ``watched`` model has no module of ``model``, which is trained."""
     if {id(module) for module in model.modules()}.isdisjoint(map(id, watched.modules())):
-        warnings.warn(
+        warn_user(
             f"The watch {name!r} is on a {type(watched).__name__} that has no module of the {type(model).__name__} "
-            "that is trained: its numbers say nothing of this run, and it may never fire. Next: hookline.watch(model) "
-            "with the model that is trained; a teacher or a copy may be meant.",
-            HooklineWarning,
-            stacklevel=caller_stacklevel(),
+            "that is trained: it may never fire. Next: hookline.watch(model) with the model that is trained."
         )
 
 

@@ -5,34 +5,30 @@ Users make a `Checkpoints` and give it to a loop; `Saving` has it write trees an
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import math
 import re
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.checkpoint_file import write
-from hookline.errors import CheckpointError, HooklineWarning, ResumeError
+from hookline.error_policy import warn_user
+from hookline.errors import CheckpointError, ResumeError
 from hookline.files import FileLock, lock_holder, take_lock
-from hookline.messages import caller_stacklevel
 from hookline.training.experiment import whole_number
 
 if TYPE_CHECKING:
     import os
 
-__all__ = ["Checkpoints", "differences", "lock_folder", "to_plain"]
+__all__ = ["Checkpoints", "differences", "lock_folder"]
 
 logger = logging.getLogger(__name__)
 
 _MAY_GROW: Final = ("epochs", "steps")
 """A run may be asked to go on for longer."""
-_DEEPEST: Final = 20
 _NOT_THERE: Final = "(not there)"
 _NAME: Final = re.compile(r"step_(\d+)\.(pt|ranks)")
 
@@ -130,9 +126,7 @@ class Checkpoints:
             for damaged, why in failed:
                 with suppress(OSError):  # or it would be the newest again
                     damaged.replace(damaged.with_name(f"{damaged.name}.damaged"))
-                warnings.warn(
-                    f"{why} The run goes on from {path.name} instead.", HooklineWarning, stacklevel=caller_stacklevel()
-                )
+                warn_user(f"{why} The run goes on from {path.name} instead.")
             return path, tree
         if failed:
             tried = "\n".join(f"  {why}" for _, why in failed)
@@ -183,32 +177,6 @@ def lock_folder(folder: Path) -> FileLock:
 # -- settings -----------------------------------------------------------------------------------------------------
 
 
-def to_plain(config: Any, depth: int = 0) -> Any:
-    """Return a configuration as dictionaries, lists, numbers and texts; of anything else, its type."""
-    if depth > _DEEPEST:  # it may contain itself
-        return "…"
-    if config is None or isinstance(config, (bool, int, float, str)):
-        return config
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        config = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(config)}
-    elif callable(getattr(config, "model_dump", None)):
-        config = config.model_dump()
-    if isinstance(config, Mapping):
-        return {str(key): to_plain(value, depth + 1) for key, value in config.items()}
-    if isinstance(config, (list, tuple)):
-        return [to_plain(value, depth + 1) for value in config]
-    if isinstance(config, (set, frozenset)):
-        return sorted((to_plain(value, depth + 1) for value in config), key=repr)
-    if isinstance(config, Path):
-        return str(config)
-    if type(config).__name__ in ("dtype", "device"):
-        return str(config)
-    inside = getattr(config, "__dict__", None)
-    if inside and not callable(config):
-        return {name: to_plain(value, depth + 1) for name, value in inside.items() if not name.startswith("_")}
-    return f"a {getattr(config, '__qualname__', None) or type(config).__qualname__}"
-
-
 def differences(saved: Any, now: Any, path: str = "") -> list[str]:
     """Return a line for each setting that differs: ``lr: 0.1 → 0.2``."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
@@ -220,9 +188,8 @@ def differences(saved: Any, now: Any, path: str = "") -> list[str]:
                 saved.get(name, _NOT_THERE), now.get(name, _NOT_THERE), f"{path}.{name}" if path else str(name)
             )
         ]
-    both_nan = isinstance(saved, float) and isinstance(now, float) and math.isnan(saved) and math.isnan(now)
     numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (saved, now))
-    if saved == now or both_nan or (path.rpartition(".")[2] in _MAY_GROW and numbers and now > saved):
+    if saved == now or (path.rpartition(".")[2] in _MAY_GROW and numbers and now > saved):
         return []
     was, found = (one if one is _NOT_THERE else repr(one) for one in (saved, now))
     return [f"{path or 'config'}: {was} → {found}"]

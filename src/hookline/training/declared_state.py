@@ -7,7 +7,6 @@ on, for `Saving`.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -19,11 +18,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 
-from hookline.errors import HooklineWarning, ResumeError
+from hookline.error_policy import warn_user
+from hookline.errors import ResumeError
 from hookline.guard.guard import rollback
 from hookline.guard.rng import GENERATOR_TYPES
 from hookline.lifecycle.states import copied
-from hookline.messages import caller_stacklevel, type_name
+from hookline.messages import type_name
 from hookline.training.experiment import Experiment, attributes_of, has_state, is_record
 from hookline.training.model_state import (
     ModelState,
@@ -102,12 +102,10 @@ class GuardedState:
         for name, value in {} if self._has_warned else self._experiment.state.items():
             for place, thing in _walk(value, name):
                 if isinstance(thing, Tensor) and thing.nbytes > LARGE:
-                    warnings.warn(
+                    warn_user(
                         f"experiment.{place} is a tensor of {thing.nbytes >> 20:,} MB, and so part of the experiment's "
                         "state: it is copied for each intervention and saved in each checkpoint. Next: if the run does "
-                        "not change it, override the property `state` and leave it out, or keep it in a Dataset.",
-                        HooklineWarning,
-                        stacklevel=caller_stacklevel(),
+                        "not change it, override the property `state` and leave it out, or keep it in a Dataset."
                     )
         self._has_warned = True
 

@@ -5,7 +5,6 @@ Users and the command line call `epoch_loop` or `step_loop`. Each moves a `Run` 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,9 +12,10 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from hookline.errors import HooklineWarning, OptionError
+from hookline.error_policy import warn_user
+from hookline.errors import OptionError
 from hookline.lifecycle.manager import HookManager
-from hookline.messages import caller_stacklevel, type_name
+from hookline.messages import type_name
 from hookline.screen import RunProgress
 from hookline.tables import Table, number_text
 from hookline.training.checkpoints import Checkpoints
@@ -293,14 +293,14 @@ def _start_run(
     if manager is None:
         manager = HookManager()
         manager.global_step = first - 1 if loop == "step" else -1
-    manager.set_loop_type(loop)
+    manager.loop_type = loop
     if first == 0:
         manager.reset_all()
     if run_context:
         manager.set_run_context(**run_context)
     for sentence in manager.plan().will_not_fire(_POINTS[loop] if every else _POINTS[loop] - {HookPoint.SNAPSHOT}):
-        warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
-    run = Run(experiment, loop, manager, manager.meet_ranks())
+        warn_user(sentence)
+    run = Run(experiment, loop, manager, manager.ranks)
     run.next_epoch = first
     if loop == "step" and run.step != first - 1:
         raise OptionError(

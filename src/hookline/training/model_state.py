@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hookline.errors import CheckpointError, HooklineWarning, ResumeError
+from hookline.error_policy import warn_user
+from hookline.errors import CheckpointError, ResumeError
 from hookline.guard import rng
 from hookline.guard.loaders import generators_on, num_shuffles, set_num_shuffles
-from hookline.messages import caller_stacklevel, type_name
+from hookline.messages import type_name
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.wrappers import inner_key
 from hookline.training.experiment import has_state
@@ -156,11 +156,7 @@ def set_streams(states: Mapping[str, Any], model: nn.Module) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         rng.set_cuda_states([state.cpu() for state in states["cuda"]])
     else:
-        warnings.warn(
-            "The run was on a GPU and goes on without one: what is drawn from now on is other than it would be.",
-            HooklineWarning,
-            stacklevel=caller_stacklevel(),
-        )
+        warn_user("The run was on a GPU and goes on without one: what is drawn from now on is other than it would be.")
 
 
 def generator_states(generators: Sequence[Any]) -> list[Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import random
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,10 +21,11 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from hookline.distributed._torch_distributed import is_joining
 from hookline.distributed.ranks import rank_names
-from hookline.errors import HooklineWarning, OptionError, RankError
+from hookline.error_policy import warn_user
+from hookline.errors import OptionError, RankError
 from hookline.guard.loaders import samplers_of
 from hookline.guard.rng import RandomStates
-from hookline.messages import caller_stacklevel, type_name
+from hookline.messages import type_name
 from hookline.sites.wrappers import inner_key, unwrap
 from hookline.training.experiment import Experiment
 
@@ -150,12 +150,9 @@ def averaging_model(model: nn.Module) -> nn.Module:
 def warn_of_join(model: nn.Module) -> None:
     """Warn if the model is in ``model.join()``: ranks may then make different numbers of steps, and hooks cannot."""
     if is_joining(model):
-        warnings.warn(
-            "The model is in model.join(), for ranks with different numbers of batches. Hooks exchange metrics at the "
-            "same steps on every rank: a rank that runs out of batches waits for the others until the time-out ends "
-            "the run. Next: give every rank as many batches: DistributedSampler(data, drop_last=True), or islice().",
-            HooklineWarning,
-            stacklevel=caller_stacklevel(),
+        warn_user(
+            "The model is in model.join(), and hooks exchange metrics at the same steps on every rank: one that runs "
+            "out makes the others wait. Next: give every rank as many batches: DistributedSampler(drop_last=True)."
         )
 
 

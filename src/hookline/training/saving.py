@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,11 +18,13 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
-from hookline.errors import CheckpointError, Hint, HooklineWarning, OptionError, RankError, ResumeError
-from hookline.messages import caller_stacklevel, type_name
+from hookline.error_policy import warn_user
+from hookline.errors import CheckpointError, Hint, OptionError, RankError, ResumeError
+from hookline.messages import type_name
+from hookline.plain import to_plain
 from hookline.records.readers import has_ranks
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
-from hookline.training.checkpoints import Checkpoints, differences, lock_folder, to_plain
+from hookline.training.checkpoints import Checkpoints, differences, lock_folder
 from hookline.training.declared_state import CoreState
 from hookline.training.loader import LoaderPosition
 from hookline.training.model_state import set_streams, streams, unwrapped
@@ -338,7 +339,7 @@ class Saving(NotSaved):
     def _warn(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
+            warn_user(text)
 
 
 def _unsaved_trackers(manager: HookManager, experiment: Any) -> list[str]:
