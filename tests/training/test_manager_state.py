@@ -167,7 +167,7 @@ def test_reference_weights_that_cannot_be_had_are_warned_of_once(tmp_path):
     hook = observer("a", returns={"x": 1}, needs_reference_weights=True)
     path = tmp_path / "none.pt"
     manager = HookManager(hooks=[hook], hook_config={"reference_weights": {"path": str(path)}})
-    with pytest.warns(HooklineWarning, match=r"reference weights .*none.pt.* cannot be read"):
+    with pytest.warns(HooklineWarning, match=r"reference weights.*none.pt"):
         assert fire(manager, POST_EPOCH) == {"a/x": 1}
     torch.save({"w": torch.ones(1)}, path)
     assert fire(manager, POST_EPOCH) == {"a/x": 1}

@@ -553,7 +553,7 @@ class HookManager(PlanQueries):
                 raise error
             if self._errors.on_error == "disable":
                 self._errors.disabled.add(hook)
-            elif failure.error is None:
+            elif self.ranks.rank not in failure.ranks:
                 self._errors.counts[hook] += 1
             self._errors.warn_later(f"{hook} on other ranks", failure.sentence(hook))
         if failed:
@@ -615,17 +615,14 @@ class HookManager(PlanQueries):
         ranks, errors = self.ranks, self._errors
         failed: dict[str, Exception] = {}
         ranks.together("starting the hooks", lambda: failed.update(self._managed.start(model, errors.can_continue)))
-        said: list[dict[str, str]] = []
+        for name, error in failed.items():
+            text = error_text(error).rstrip(".")
+            errors.handle(name, error, "in start(model)")
+            errors.warn_later(f"start of {name}", f"Hook {name!r} could not be started: {text}; the run goes on.")
+            ranks.hold(name, f"{text} in start(model)", None)
         if errors.on_error != "raise":
-            said = ranks.gather({name: error_text(error) for name, error in failed.items()}, "hooks that cannot start")
-        for rank, name, text in [(rank, name, text) for rank, own in enumerate(said) for name, text in own.items()]:
-            where = "" if ranks.is_single else f" on rank {rank}"
-            errors.count(name, failed.get(name) or RankError(text, ranks=(rank,)), f"in start(model){where}")
-            if errors.on_error == "disable":
-                errors.disabled.add(name)
-            becomes = _CONSEQUENCES[errors.on_error]
-            sentence = f"Hook {name!r} could not be started{where}: {text.rstrip('.')}; it {becomes}."
-            errors.warn_later(f"start of {name}", sentence)
+            ranks.reduce({}, "hooks that cannot start")
+        self._settle()
         errors.warn_pending()
         self._drop_disabled()
 

@@ -60,8 +60,6 @@ class HookRegistry:
     """Names that stand for several hooks, see ``add_group``."""
     _hooks: ClassVar[dict[str, type[TrainingHook] | str | EntryPoint | None]] = {}
     """By name: a class, or where it is to be imported from; None while that is done."""
-    _broken: ClassVar[dict[str, str]] = {}
-    """Those that could not be loaded, and why."""
     _has_entry_points: ClassVar[bool] = False
     _loading: ClassVar[threading.RLock] = threading.RLock()
     """One thread at a time; it may load one hook while it loads another."""
@@ -97,7 +95,6 @@ class HookRegistry:
         if there not in ("", _path(hook)):
             raise HookNameError(f'The name {name!r} is taken by {there}; say @HookRegistry.register("another_name").')
         cls._hooks[name] = hook
-        cls._broken.pop(name, None)
         return hook
 
     @classmethod
@@ -224,9 +221,7 @@ class HookRegistry:
                 try:
                     found[name] = cls._load(name)
                 except Exception as error:
-                    del cls._hooks[name]
-                    cls._broken[name] = error_text(error)
-                    warn_user(f"The hook {name!r} cannot be loaded ({cls._broken[name]}) and is passed over.")
+                    warn_user(f"The hook {name!r} cannot be loaded ({error_text(error)}) and is passed over.")
         return found
 
     @classmethod
@@ -236,8 +231,6 @@ class HookRegistry:
         if isinstance(where, type):
             return where
         if where is None:
-            if name in cls._broken:
-                raise HookNameError(f"The hook {name!r} cannot be loaded ({cls._broken[name]}).")
             raise HookNameError(f"Unknown hook: {name!r}.{unknown_name_text(name, known, 'Available')}")
         cls._hooks[name] = None  # its module may register it, from wherever it is defined
         try:

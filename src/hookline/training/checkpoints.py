@@ -138,10 +138,7 @@ class Checkpoints:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(
-                f"Checkpoints are to go to {self.folder}, and that folder cannot be made ({error}). Next: give one "
-                "that can be written to."
-            ) from error
+            raise CheckpointError(f"The folder {self.folder} of checkpoints cannot be made ({error}).") from error
         for draft in self.folder.glob(".step_*"):
             _remove(draft)
 
@@ -161,16 +158,11 @@ def lock_folder(folder: Path) -> FileLock:
     try:
         lock = take_lock(path)
     except OSError as error:
-        raise CheckpointError(
-            f"Checkpoints are to go to {folder}, and nothing can be written there ({error}). Next: give another folder."
-        ) from error
+        raise CheckpointError(f"No checkpoints can be written to {folder} ({error}): give another folder.") from error
     if lock is None:
         holder = lock_holder(path)
         who = "another process" if holder is None else f"process {holder}"
-        raise ResumeError(
-            f"{folder} is in use: {who} writes its checkpoints there. Next: wait for it, end it, or give another "
-            "folder."
-        )
+        raise ResumeError(f"{folder} is in use: {who} writes its checkpoints there. Wait, or give another folder.")
     return lock
 
 

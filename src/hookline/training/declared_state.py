@@ -204,8 +204,7 @@ def _check(live: Any, saved: Any, name: str, *, force: bool) -> None:
     is_attributes = isinstance(saved, dict) and _ATTRIBUTES in saved
     if (is_state and not has_state(live)) or (is_attributes and not is_record(live)):
         raise ResumeError(
-            f"The checkpoint has the state of {name}, and here it is {type_name(live)}. Nothing was loaded. Next: make "
-            "it before the run begins, as it was."
+            f"The state of {name} was saved, and here it is {type_name(live)}. Nothing was loaded. Make it as it was."
         )
     if is_state:
         state = saved[_STATE] or {}

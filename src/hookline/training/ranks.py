@@ -102,9 +102,8 @@ def _set(experiment: Any, name: str, value: Any) -> None:
         setattr(experiment, name, value)
     except AttributeError as error:
         raise OptionError(
-            f"Under torchrun the {name} of {type_name(experiment)} is replaced by one for this rank, and it cannot be "
-            f"set ({error}). Next: let it be an ordinary attribute, or wrap the model in DistributedDataParallel and "
-            "share out the data in the experiment itself (shares_data = True)."
+            f"Under torchrun the {name} of {type_name(experiment)} is replaced by one for this rank, and cannot be set "
+            f"({error}). Next: let it be an ordinary attribute."
         ) from None
 
 
@@ -260,9 +259,8 @@ def share_loader(loader: Any, *, rank: int, ranks: int, seed: int) -> Any:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         data = f"a DataLoader of {type_name(loader.dataset)}" if isinstance(loader, DataLoader) else type_name(loader)
         raise OptionError(
-            f"The training data are {data}, which can only be iterated, so hookline cannot give each rank its part. "
-            "Next: have it give out the part of torch.distributed.get_rank(), and say so in the experiment: "
-            "shares_data = True; or use a DataLoader over a dataset with a length, or a list of batches."
+            f"The training data are {data}, which can only be iterated. Next: have it give out the part of each rank, "
+            "and say so in the experiment: shares_data = True; or use a dataset with a length, or a list of batches."
         )
     where = {"rank": rank, "ranks": ranks, "seed": seed}
     options: dict[str, Any] = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from hookline.errors import LifecycleError
 from hookline.guard.guard import Guard, rollback
 from hookline.guard.loaders import copy_loader, private_generator
 from hookline.guard.model_context import ModelDataContext
-from hookline.guard.snapshot import PreEpochState
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.output import to_host
 from hookline.lifecycle.ranks import OneProcess
@@ -380,41 +378,6 @@ def step_through_hooks(run: Run, hooks: list[TrainingHook]) -> Callable[[Any], S
 # -- what hooks are shown, made when one is due -------------------------------------------------------------------
 
 
-class LoopContext(RunDataContext):
-    """The context that the loops make; some fields are found when they are read, and never if they are not."""
-
-    @property
-    def lr(self) -> Any:  # of capturable optimizers it is on the device
-        """The learning rate."""
-        return _found_when_read(self, "lr")
-
-    @property
-    def target_grad(self) -> Any:
-        """A gradient to compare with, if the experiment has one."""
-        return _found_when_read(self, "target_grad")
-
-
-def _found_when_read(context: LoopContext, field: str) -> Any:
-    value = vars(context).get(field)
-    if callable(value):
-        value = vars(context)[field] = value()
-    return value
-
-
-class _NoEpochs(PreEpochState):
-    """Explain that the step loop has no epoch to go back to."""
-
-    def __init__(self) -> None:
-        """Save nothing."""
-
-    def restore(self) -> None:
-        """Raise: there is no epoch."""
-        raise LifecycleError(
-            "restore_pre_epoch() goes back to before the epoch, and the step loop has none. Next: take epoch_loop(), "
-            "or go back to a checkpoint of your own, model_ctx.save_checkpoint()."
-        )
-
-
 class _LoopModelContext(ModelDataContext):
     """Train as the loop does: as many batches to a step."""
 
@@ -450,28 +413,16 @@ class Contexts:
             if put_back is not None:
                 put_back()
 
-    def _run_context(self, point: HookPoint) -> LoopContext:
-        run = self._run
+    def _run_context(self, point: HookPoint) -> RunDataContext:
+        run, experiment, kept = self._run, self._run.experiment, self._run.retention
         of_now, lr = run.evaluation if run.evaluated else {}, run.lr
-        return LoopContext(
-            hook_point=point,
-            epoch=run.epoch,
-            step=run.step if run.step >= 0 else None,
-            model=run.model,
-            config=run.experiment.config,
-            loader=run.passes.loader,
-            batch_idx=run.batch_idx,
-            batch_data=run.batch,
-            loss=run.loss,
-            train_acc=of_now.get("train_acc", run.accuracy),
-            val_acc=of_now.get("val_acc"),
-            lr=partial(float, lr.detach().clone()) if isinstance(lr, Tensor) else lr,  # type: ignore[arg-type]
-            accumulated_grads=run.retention.mean,
-            prev_step_grads=run.retention.previous,
-            target_grad=_target_finder(run),  # type: ignore[arg-type]
-            profiler=run.manager.profiler,
-            eval_metrics=of_now or None,
-        )
+        return RunDataContext(
+            point, run.epoch, run.step if run.step >= 0 else None, run.model, experiment.config, run.passes.loader,
+            run.batch_idx, run.batch, run.loss, of_now.get("train_acc", run.accuracy), of_now.get("val_acc"),
+            lr.detach().clone() if isinstance(lr, Tensor) else lr,  # a capturable optimizer has it on the device
+            accumulated_grads=kept.mean, prev_step_grads=kept.previous, target_grad=_target_finder(run),
+            profiler=run.manager.profiler, eval_metrics=of_now or None,
+        )  # fmt: skip
 
     def _model_context(self) -> ModelDataContext:
         run = self._run
@@ -485,7 +436,7 @@ class Contexts:
             batch=run.batch,
             train_step=run.train_and_schedule,
             shuffled_loader=run.experiment.shuffled_loader,
-            pre_epoch=run.retention.pre_epoch if run.loop == "epoch" else _NoEpochs(),
+            pre_epoch=run.retention.pre_epoch,
             guard=self._make_guard(),
         )
 

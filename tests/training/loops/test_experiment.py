@@ -540,7 +540,7 @@ def test_without_a_loss_the_usual_one_is_taken():
         (lambda x: x, (1,), "got tuple of 1"),
         (lambda x: {"y": x}, (torch.ones(3), torch.ones(3)), "has to give a tensor, got a dict"),
         (lambda x: x, (torch.ones(3, 1), torch.ones(3)), r"gives \(3, 1\), the target is \(3,\)"),
-        (lambda **batch: {}, {"x": torch.ones(3)}, "gave no loss with its a dict"),
+        (lambda **batch: {}, {"x": torch.ones(3)}, "no loss with a dict"),
     ],
 )
 def test_where_there_is_no_usual_loss_it_is_said(model, batch, text):
