@@ -278,7 +278,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 def read_points(folder: Path) -> list[tuple[Any, ...]]:
     """Every value of the log with its step, in order, however series were cut into records."""
     series: dict[tuple[Any, ...], list[Any]] = {}
-    for line in read_records(folder):
+    for line in read_records(folder)[1:]:  # the first says where the log is
         steps = line.get("steps", {})
         for name, value in line["metrics"].items():
             values = list(zip(steps[name], value, strict=True)) if name in steps else [value]

@@ -58,7 +58,8 @@ class _ReadAsFloat(_WhenRead):
     """
 
     def found(self, value: Any) -> Any:
-        return None if value is None else float(value)
+        # item(), since float() of a tensor that needs a gradient is warned of.
+        return None if value is None else float(value.item() if isinstance(value, Tensor) else value)
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)

@@ -545,15 +545,16 @@ class HookManager(PlanQueries):
 
     def _settle(self, raised: Exception | None = None) -> None:
         """Do on every rank what the error policy says about hooks that failed on any rank, once all know of it."""
-        failed = {} if self.ranks.is_single else self.ranks.take_failures()
+        ranks = self._output.ranks  # not `self.ranks`: to settle is no reason to meet
+        failed = ranks.take_failures()
         for hook, failure in failed.items():
             if failure.ends:
                 error = raised or failure.error or RankError(failure.sentence(hook), ranks=failure.ranks)
-                self.ranks.agree_on(error)
+                ranks.agree_on(error)
                 raise error
             if self._errors.on_error == "disable":
                 self._errors.disabled.add(hook)
-            elif self.ranks.rank not in failure.ranks:
+            elif ranks.rank not in failure.ranks:
                 self._errors.counts[hook] += 1
             self._errors.warn_later(f"{hook} on other ranks", failure.sentence(hook))
         if failed:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hookline.errors import HookNameError, HookOrderError, LifecycleError, OptionError
 from hookline.lifecycle.hook import InterventionHook
@@ -104,8 +104,7 @@ def _next_due(schedule: Any, step: int) -> int:
 # -- the plan ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRow:
+class PlanRow(NamedTuple):
     """One hook at one point, as text."""
 
     point: str
@@ -182,7 +181,7 @@ class Plan(ShownAsTable):
         )
 
     def _table(self) -> Table:
-        rows = [(r.point, str(r.order), r.hook, r.does, r.when, r.needs) for r in self.rows]
+        rows = [tuple(map(str, row)) for row in self.rows]
         if not (rows or self.left_out):
             return Table(title="no hooks")
         left_out = [f"left out: {name} ({why})" for name, why in self.left_out.items()]

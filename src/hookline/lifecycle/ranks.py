@@ -59,11 +59,6 @@ class RankFailure:
         """Return it in words."""
         return f"Hook {hook!r} raised {self.text.rstrip('.')} on {rank_names(self.ranks)}."
 
-    @property
-    def is_relayed(self) -> bool:
-        """Whether it only says that another rank has failed."""
-        return self.text.startswith(RankError.__name__)
-
 
 class OneProcess:
     """The ranks of a run that has one: nobody is waited for, and every answer is this process's own."""
@@ -248,7 +243,8 @@ class RankSync(OneProcess):
     def _learn_failures(self, said: Sequence[Mapping[str, RankFailure]]) -> None:
         for hook in dict.fromkeys(hook for failures in said for hook in failures):
             found = [failures[hook] for failures in said if hook in failures]
-            blamed = [one for one in found if not one.is_relayed] or found
+            # One that says RankError only tells of another rank.
+            blamed = [one for one in found if not one.text.startswith(RankError.__name__)] or found
             known = self._failed.get(hook) or RankFailure((), "", ends=False)
             self._failed[hook] = RankFailure(
                 (*known.ranks, *(rank for one in blamed for rank in one.ranks)),

@@ -80,26 +80,24 @@ class TrackerHook(TrainingHook):
 
 def tell_watches(hooks: Iterable[TrainingHook], optimizers: Sequence[Any]) -> None:
     """Let every watch among ``hooks`` count steps of the run's optimizers; leave those that were given their own."""
-    for hook in hooks if optimizers else ():
-        _call(hook.tracker if isinstance(hook, TrackerHook) else hook, "count_steps_of", optimizers)
+    if optimizers:
+        _call([hook.tracker if isinstance(hook, TrackerHook) else hook for hook in hooks], "count_steps_of", optimizers)
 
 
 def tell_scaler(hooks: Iterable[TrainingHook], scaler: Any) -> None:
     """Let hooks that read scaled gradients know by what; None for no scaler."""
-    for hook in hooks:
-        _call(hook, "take_scaler", scaler)
+    _call(hooks, "take_scaler", scaler)
 
 
 def tell_reports(hooks: Iterable[TrainingHook], reports: Any) -> None:
     """Let hooks that look at some steps know which are reported: those for which ``reports.is_due(step)``."""
-    for hook in hooks:
-        _call(hook, "look_at_reports", reports)
+    _call(hooks, "look_at_reports", reports)
 
 
-def _call(owner: Any, name: str, given: Any) -> None:
-    """Call a method, if ``owner`` has it."""
-    if hasattr(owner, name):
-        getattr(owner, name)(given)
+def _call(owners: Iterable[Any], name: str, given: Any) -> None:
+    for owner in owners:
+        if hasattr(owner, name):
+            getattr(owner, name)(given)
 
 
 def _warn_of_other_model(name: str, watched: nn.Module, model: nn.Module) -> None:

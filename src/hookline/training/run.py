@@ -72,7 +72,10 @@ class Run:
         self.saving = NotSaved(self)
         self.progress: Any = None
         """What shows how far it is; None if nothing does."""
-        self._contexts = Contexts(self)
+        self._guard: tuple[tuple[Any, ...], Guard] | None = None
+        """What is guarded, and its guard."""
+        self._put_back: Callable[[], None] | None = None
+        """Puts the experiment's attributes back, once an intervention could have changed them."""
         self._has_hooks = bool(manager.hooks)
         self._evaluates, self._may_stop = experiment.has_own("evaluate"), experiment.has_own("should_stop")
         self._make_step = step_through_hooks(self, [hook for hook in manager.hooks.values() if hook.wraps_steps])
@@ -260,8 +263,47 @@ class Run:
 
     def fire(self, point: HookPoint) -> None:
         """Fire the hooks that are due here."""
-        if self._has_hooks:
-            self._contexts.fire(point)
+        if not self._has_hooks:
+            return
+        try:
+            self.manager.fire(point, partial(self._run_context, point), self._model_context, epoch=self.epoch)
+        finally:
+            put_back, self._put_back = self._put_back, None
+            if put_back is not None:  # what an intervention has set on the experiment
+                put_back()
+
+    def _run_context(self, point: HookPoint) -> RunDataContext:
+        experiment, kept, lr = self.experiment, self.retention, self.lr
+        of_now = self.evaluation if self.evaluated else {}
+        return RunDataContext(
+            point, self.epoch, self.step if self.step >= 0 else None, self.model, experiment.config, self.passes.loader,
+            self.batch_idx, self.batch, self.loss, of_now.get("train_acc", self.accuracy), of_now.get("val_acc"),
+            lr.detach().clone() if isinstance(lr, Tensor) else lr,  # a capturable optimizer has it on the device
+            accumulated_grads=kept.mean, prev_step_grads=kept.previous, target_grad=_target_finder(self),
+            profiler=self.manager.profiler, eval_metrics=of_now or None,
+        )  # fmt: skip
+
+    def _model_context(self) -> ModelDataContext:
+        self._put_back = self.guarded.save_attributes()
+        return _LoopModelContext(
+            self,
+            scheduler=self.guarded.all_but_optimizer,
+            scaler=self.experiment.scaler,
+            loader=self.passes.loader,
+            loss_fn=partial(_mean_loss, self.experiment.loss_fn) if self.has_loss else None,
+            batch=self.batch,
+            train_step=self.train_and_schedule,
+            shuffled_loader=self.experiment.shuffled_loader,
+            pre_epoch=self.retention.pre_epoch,
+            guard=self._make_guard(),
+        )
+
+    def _make_guard(self) -> Guard:
+        """Return the guard of the last firing, since it keeps its buffers; a new one if what it guards has changed."""
+        guarded = self.guarded.parts(self.passes.loader)
+        if self._guard is None or any(a is not b for a, b in zip(guarded, self._guard[0], strict=True)):
+            self._guard = guarded, Guard(*guarded[:-1], loader=guarded[-1], strict=self.manager.strict)
+        return self._guard[1]
 
     def report_evaluation(self, point: HookPoint, group: str = "eval") -> None:
         """Hand the evaluation to the sinks, if it was made just now."""
@@ -300,7 +342,7 @@ class Run:
         self.batch = None
         self.manager.finish()
         self.retention.release()
-        self._contexts.release()
+        self._guard = None
 
     def _write(self) -> None:
         self.flush()
@@ -393,64 +435,6 @@ class _LoopModelContext(ModelDataContext):
                 loader = copy_loader(passes.loader, private_generator(passes.experiment.model), shuffle=False)
             loader = passes.grouped(loader)
         return super().run_training_epoch(loader, step)
-
-
-class Contexts:
-    """Make contexts of a run, one firing after the other."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._guard: tuple[tuple[Any, ...], Guard] | None = None
-        self._put_back: Callable[[], None] | None = None
-
-    def fire(self, point: HookPoint) -> None:
-        """Fire the hooks that are due there; restore the experiment's attributes afterwards."""
-        run = self._run
-        try:
-            run.manager.fire(point, partial(self._run_context, point), self._model_context, epoch=run.epoch)
-        finally:
-            put_back, self._put_back = self._put_back, None
-            if put_back is not None:
-                put_back()
-
-    def _run_context(self, point: HookPoint) -> RunDataContext:
-        run, experiment, kept = self._run, self._run.experiment, self._run.retention
-        of_now, lr = run.evaluation if run.evaluated else {}, run.lr
-        return RunDataContext(
-            point, run.epoch, run.step if run.step >= 0 else None, run.model, experiment.config, run.passes.loader,
-            run.batch_idx, run.batch, run.loss, of_now.get("train_acc", run.accuracy), of_now.get("val_acc"),
-            lr.detach().clone() if isinstance(lr, Tensor) else lr,  # a capturable optimizer has it on the device
-            accumulated_grads=kept.mean, prev_step_grads=kept.previous, target_grad=_target_finder(run),
-            profiler=run.manager.profiler, eval_metrics=of_now or None,
-        )  # fmt: skip
-
-    def _model_context(self) -> ModelDataContext:
-        run = self._run
-        self._put_back = run.guarded.save_attributes()
-        return _LoopModelContext(
-            run,
-            scheduler=run.guarded.all_but_optimizer,
-            scaler=run.experiment.scaler,
-            loader=run.passes.loader,
-            loss_fn=partial(_mean_loss, run.experiment.loss_fn) if run.has_loss else None,
-            batch=run.batch,
-            train_step=run.train_and_schedule,
-            shuffled_loader=run.experiment.shuffled_loader,
-            pre_epoch=run.retention.pre_epoch,
-            guard=self._make_guard(),
-        )
-
-    def _make_guard(self) -> Guard:
-        """Return the guard of the last firing, since it keeps its buffers; a new one if what it guards has changed."""
-        run = self._run
-        guarded = run.guarded.parts(run.passes.loader)
-        if self._guard is None or any(a is not b for a, b in zip(guarded, self._guard[0], strict=True)):
-            self._guard = guarded, Guard(*guarded[:-1], loader=guarded[-1], strict=run.manager.strict)
-        return self._guard[1]
-
-    def release(self) -> None:
-        """Drop the guard: the run is over."""
-        self._guard = None
 
 
 def _mean_loss(loss_fn: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:

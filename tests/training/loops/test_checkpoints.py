@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,15 +65,6 @@ def test_in_the_step_loop_every_counts_steps(tmp_path):
     """Also across passes over the data."""
     hl.step_loop(linear_experiment(), steps=11, checkpoints=Checkpoints(tmp_path, every=4, keep=9))
     assert names(tmp_path) == steps(0, 4, 8, 11)
-
-
-def test_to_ask_for_the_newest_makes_nothing(tmp_path):
-    """Neither a folder nor a lock."""
-    checkpoints = Checkpoints(tmp_path / "none")
-    assert checkpoints.newest() is None
-    assert not (tmp_path / "none").exists()
-    saved_run(tmp_path / "some")
-    assert Checkpoints(tmp_path / "some").newest().name == steps(9)[0]
 
 
 @pytest.mark.parametrize(
@@ -380,17 +370,3 @@ def test_the_lock_of_a_process_that_died_is_taken_over(tmp_path):
 
 
 # -- cost -----------------------------------------------------------------------------------------------------------
-
-
-def test_between_saves_a_step_costs_next_to_nothing(tmp_path):
-    """Under 20 µs a step, of which most is the clock's; a run without a manager."""
-
-    def seconds(**options):
-        experiment = hl.Experiment(nn.Linear(1, 1), None, [None] * 4000, train_step=lambda batch: None)
-        began = time.process_time()
-        hl.epoch_loop(experiment, epochs=1, **options)
-        return time.process_time() - began
-
-    saved = [seconds(checkpoints=Checkpoints(tmp_path / str(number))) for number in range(4)]
-    plain_runs = [seconds() for _ in range(4)]
-    assert (min(saved) - min(plain_runs)) / 4000 < 20e-6

@@ -494,23 +494,6 @@ def test_all_building_blocks_can_be_functions():
     assert isinstance(result.metrics["val_loss"], float)
 
 
-def test_a_sampler_inside_a_batch_sampler_is_told_the_epoch_too():
-    """Once, wherever it is."""
-    told = []
-
-    class Sampler(torch.utils.data.SequentialSampler):
-        def set_epoch(self, epoch):
-            told.append(epoch)
-
-    data = list(zip(torch.randn(4, 2), torch.randn(4, 1), strict=True))
-    batches = torch.utils.data.BatchSampler(Sampler(data), batch_size=2, drop_last=False)
-    for loader in (DataLoader(data, batch_sampler=batches), DataLoader(data, batch_size=2, sampler=Sampler(data))):
-        experiment = linear_experiment(1)
-        experiment.loader = loader
-        hl.epoch_loop(experiment, epochs=2)
-    assert told == [0, 1, 0, 1]
-
-
 # -- the usual loss --------------------------------------------------------------------------------------------
 
 
