@@ -138,6 +138,14 @@ def test_the_policy_holds_on_all_ranks(both, point, policy):
     assert all(any("on rank 1" in text for text in one["warned"]) for one in found)
 
 
+@pytest.mark.parametrize("point", ["POST_EPOCH", "start"])
+def test_an_error_counts_once_on_every_rank(both, point):
+    """Also on the rank where the hook raised, which learns of it again from the others."""
+    first, second = (found["raises_everywhere"][f"{point} warn"]["errors"] for found in both)
+    assert first
+    assert first == second
+
+
 def test_other_hooks_on_one_rank_are_an_error_on_every_rank(both):
     """At the start, with the difference."""
     assert both[0]["other_hooks"] == both[1]["other_hooks"]
