@@ -108,7 +108,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> type[HookRegistry]:
     """A registry with nothing in it, without the entry points of this machine; the real one is back afterwards."""
     from hookline.lifecycle.registry import HookRegistry  # before it is emptied: built-in hooks are registered once
 
-    for name in ("_hooks", "groups", "_broken"):
+    for name in ("_hooks", "groups"):
         monkeypatch.setattr(HookRegistry, name, {})
     monkeypatch.setattr(HookRegistry, "_has_entry_points", True)
     return HookRegistry

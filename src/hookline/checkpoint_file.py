@@ -161,8 +161,14 @@ class _Made:
         return self._call
 
 
-def to_savable(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Any:
-    """Return `value` as torch.save can write it and `read` can read it; raise `CheckpointError` with its place."""
+def to_savable(
+    value: Any, path: str = "", above: tuple[int, ...] = (), dtypes: dict[int, torch.dtype] | None = None
+) -> Any:
+    """Return `value` as torch.save can write it and `read` can read it; raise `CheckpointError` with its place.
+
+    ``dtypes`` are those of the tensors so far, by their memory.
+    """
+    known = {} if dtypes is None else dtypes
     if type(value) is int and value.bit_length() > _MOST_BITS:
         return _Made(int, hex(value), 16)
     if type(value) in _PLAIN:
@@ -170,7 +176,7 @@ def to_savable(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Any:
     if type(value) is torch.Size:
         return _Made(torch.Size, tuple(value))
     if isinstance(value, Tensor):
-        return _savable_tensor(value, path)
+        return _savable_tensor(value, path, known)
     if isinstance(value, (np.ndarray, np.generic)):
         return _savable_array(value, path)
     if isinstance(value, PurePath):
@@ -179,7 +185,7 @@ def to_savable(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Any:
         raise CheckpointError(f"A checkpoint cannot hold {path}: it contains itself.")
 
     def inside(key: Any, item: Any) -> Any:
-        return to_savable(item, f"{path}.{key}" if path else str(key), (*above, id(value)))
+        return to_savable(item, f"{path}.{key}" if path else str(key), (*above, id(value)), known)
 
     if isinstance(value, Mapping):
         items = {inside(f"key {key!r}", key): inside(key, item) for key, item in value.items()}
@@ -199,7 +205,7 @@ def to_savable(value: Any, path: str = "", above: tuple[int, ...] = ()) -> Any:
     return parts if isinstance(value, list) else type(value)(parts)
 
 
-def _savable_tensor(tensor: Tensor, path: str) -> Tensor:
+def _savable_tensor(tensor: Tensor, path: str, dtypes: dict[int, torch.dtype]) -> Tensor:
     if torch.nn.parameter.is_lazy(tensor):
         raise CheckpointError(f"A checkpoint cannot hold {path}: it has no numbers yet. Next: run the model once.")
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and not tensor.is_meta
@@ -209,9 +215,13 @@ def _savable_tensor(tensor: Tensor, path: str) -> Tensor:
             f"{tensor.layout} on {tensor.device}, and plain tensors with numbers can be saved."
         )
     plain = tensor.detach()
-    is_part = plain.layout is torch.strided and plain.untyped_storage().nbytes() != plain.nbytes
-    # Of a part, torch would write all the memory that it is a part of.
-    return plain.clone(memory_format=torch.contiguous_format) if is_part else plain
+    if plain.layout is not torch.strided:
+        return plain
+    memory = plain.untyped_storage()
+    # Of a part, torch would write all the memory that it is a part of; the same memory as two dtypes it refuses.
+    if memory.nbytes() != plain.nbytes or dtypes.setdefault(memory.data_ptr(), plain.dtype) != plain.dtype:
+        return plain.clone(memory_format=torch.contiguous_format)
+    return plain
 
 
 def _savable_array(value: Any, path: str) -> _Made:

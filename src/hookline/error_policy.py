@@ -15,7 +15,7 @@ from typing import Final
 from hookline.errors import Hint, HooklineWarning, OptionError
 from hookline.messages import caller_stacklevel
 
-__all__ = ["ON_ERROR", "ErrorPolicy", "error_text"]
+__all__ = ["ON_ERROR", "ErrorPolicy", "error_text", "warn_user"]
 
 ON_ERROR: Final = ("raise", "warn", "disable")
 """The values of ``on_error=``."""
@@ -109,6 +109,11 @@ class ErrorPolicy:
         """Warn of what `warn_later` kept; a warning may raise, so call it when nothing else is under way."""
         while self.pending:
             warnings.warn(self.pending.pop(0), stacklevel=caller_stacklevel())
+
+
+def warn_user(text: str) -> None:
+    """Issue a `HooklineWarning` that points at the first line outside hookline."""
+    warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
 
 
 def error_text(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
@@ -98,7 +98,7 @@ def swap_back(swapped: Iterable[Swapped]) -> None:
 
 def children(value: Any) -> list[tuple[Any, Any]] | None:
     """Return keys and values of a container; None for anything else."""
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list | deque):
         return list(enumerate(value))
     if isinstance(value, Mapping):
         return list(value.items())
@@ -139,6 +139,8 @@ def rebuilt(value: Any, items: dict[Any, Any]) -> Any:
             return rebuilt_tuple(value, list(items.values()))
         if isinstance(value, list):
             return list(items.values())
+        if isinstance(value, deque):
+            return deque(items.values(), value.maxlen)
         # A copy of a dict has items of its own. A copy of another mapping may share them with the model.
         if type(value) is dict or (isinstance(value, Mapping) and not isinstance(value, dict | UserDict)):
             return items

@@ -18,7 +18,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # no line about threads
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("_hooks", "groups", "_broken"):
+    for name in ("_hooks", "groups"):
         monkeypatch.setattr(HookRegistry, name, dict(getattr(HookRegistry, name)))
     before = set(sys.modules)
     yield tmp_path

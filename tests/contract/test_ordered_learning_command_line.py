@@ -27,7 +27,7 @@ def alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("_hooks", "groups", "_broken"):
+    for name in ("_hooks", "groups"):
         monkeypatch.setattr(HookRegistry, name, dict(getattr(HookRegistry, name)))
     yield
     sys.modules.pop("experiments", None)

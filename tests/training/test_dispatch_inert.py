@@ -140,30 +140,6 @@ def test_each_of_them_would_be_noticed(number):
     assert differences(plain_run(), run(observed(HookManager(hooks=[liar])))) != []
 
 
-def test_streams_are_not_touched_for_hooks_that_are_pure(monkeypatch):
-    """Nothing is saved that nothing can have moved; one that is not pure is enough."""
-    kept = []
-
-    class Noted:
-        def __init__(self, **options):
-            kept.append(options)
-
-        def __enter__(self):
-            pass
-
-        def __exit__(self, *exc_info):
-            pass
-
-    monkeypatch.setattr("hookline.lifecycle.manager.hook_rng", Noted)
-    ctx = RunDataContext(POST_STEP, 0)
-    pure, plain = observer("pure", POST_STEP, pure=True), observer("plain", POST_STEP)
-    HookManager(hooks=[pure]).fire(POST_STEP, ctx)
-    assert kept == []
-    pure.manager = None
-    HookManager(hooks=[pure, plain]).fire(POST_STEP, ctx)
-    assert len(kept) == 1
-
-
 class NoGuard:
     """Undoes nothing: what a manager would be without its guard."""
 

@@ -82,7 +82,7 @@ def test_a_hook_that_cannot_be_called_is_refused_when_the_manager_is_made():
 
 def test_configuration_that_has_no_effect_is_not_passed_over():
     """An unknown hook is an error, one that is not selected a warning, one that is an object an error."""
-    with pytest.raises(HookNameError, match=r"hook_config: Unknown hook: 'paht'. Available: a, path"):
+    with pytest.raises(HookNameError, match=r"Unknown hook: 'paht'.*'path'"):
         HookManager(hooks=[observer("a")], hook_config={"paht": {"scale": 1}})
     with pytest.warns(HooklineWarning, match="hook_config for 'path' has no effect: that hook is not selected"):
         HookManager(hooks=[observer("a")], hook_config={"path": {"scale": 1}})
@@ -109,17 +109,17 @@ class NoHook:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (type(observer("a")), r"got the class Observer: write hooks=\[Observer\(\)\]\."),
-        (NoHook, r"got the class NoHook: write hooks=\[NoHook\(\)\]"),
-        ([NoHook], r"got the class NoHook, which does not derive from TrainingHook: write class NoHook\(hookline.Tr"),
+        (type(observer("a")), "a list.* the class Observer"),
+        (NoHook, "a list.* the class NoHook"),
+        ([NoHook], "the class NoHook.* TrainingHook"),
         ([ReLUActivationState], r"got the class ReLUActivationState: call it, hooks=\[ReLUActivationState\(\)\]\."),
         ([NoHook()], "got a NoHook"),
         (observer("a"), "put an Observer into one"),
-        ([3], "hooks= takes TrainingHook objects or classes, trackers and watches; got an int"),
+        ([3], "got an int"),
         ([lambda ctx: {}], "got a function"),
         ([nn.Linear(1, 1)], "got a Linear"),
         ([None], "got a NoneType"),
-        (["norms"], r"got a str \('norms'\); hooks by name go into hook_names="),
+        (["norms"], "got a str.*hook_names="),
     ],
 )
 def test_what_is_no_list_of_hooks_is_named(given, message):

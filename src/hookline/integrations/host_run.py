@@ -147,7 +147,7 @@ class HostRun:
         if self.run is not None:
             self.end_run()  # a host that failed said nothing
         experiment, manager = HostExperiment(model, optimizer, **parts), self.manager
-        manager.set_loop_type(self._loop)
+        manager.loop_type = self._loop
         manager.set_capabilities(experiment.capabilities | self._capabilities)
         manager.reset_all()
         manager.global_step = step - 1
@@ -285,7 +285,7 @@ class HostRun:
         run.batch_idx = run.done * self._accumulate if batch_idx is None else batch_idx
         run.done += 1
         self._in_step = True
-        if self._loop == "epoch" and manager.may_fire(HookPoint.PRE_STEP):
+        if self._loop == "epoch" and self._may_fire(HookPoint.PRE_STEP):
             run.fire(HookPoint.PRE_STEP)
         if self.tells_phase:
             self._phase = _TRAINING
@@ -306,7 +306,7 @@ class HostRun:
         run = self.run
         if run is None or not self._in_step:
             return
-        if self._needs_previous or self._needs_mean or self.manager.may_fire(HookPoint.POST_STEP):
+        if self._needs_previous or self._needs_mean or self._may_fire(HookPoint.POST_STEP):
             self.held.take(run.experiment.model)
 
     def end_step(
@@ -328,7 +328,7 @@ class HostRun:
         run.loss = loss
         if self.has_later_hooks or metrics or self.held:
             self._take_result(run, StepResult(loss, trained, metrics or {}))
-        elif self.manager.may_fire(HookPoint.POST_STEP):
+        elif self._may_fire(HookPoint.POST_STEP):
             run.fire(HookPoint.POST_STEP)
         if self._loop == "step":
             self._reports.end_step(run)
@@ -340,6 +340,9 @@ class HostRun:
             run.fire(HookPoint.POST_STEP)
         if not self._needs_previous:
             self.held.release()
+
+    def _may_fire(self, point: HookPoint) -> bool:
+        return self.manager.plan().may_fire(self.manager.global_step, point)
 
     def _leave_step(self) -> None:
         self._in_step = False

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import CheckpointError
-from hookline.lifecycle.states import map_tensors
 from hookline.training.rank_checkpoint import local_parts, map_dicts, place_parts, rank_digest
+from hookline.tree import map_tensors
 
 if TYPE_CHECKING:
     from hookline.lifecycle.ranks import OneProcess
@@ -160,7 +160,7 @@ def _digest(piece: Any, rank: int) -> Any:
 
 def _portable(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state with tensors that any rank can read: parts of sharded ones, on the CPU."""
-    found: dict[str, Any] = map_tensors(local_parts(state), _to_cpu)
+    found: dict[str, Any] = map_tensors(local_parts(state), lambda _, tensor: _to_cpu(tensor))
     return found
 
 

@@ -26,12 +26,8 @@ Number = float | Tensor | Callable[[], Any] | None
 """How a figure may be given: as it is, still on the device, or as something that finds it out."""
 
 
-class _ReadAsFloat:
-    """Take a number, a tensor of one element or a function, and read as a float.
-
-    The device is waited for when the field is first read, and never if it is not: a loop may put the loss tensor of
-    every step in, without a step waiting for it.
-    """
+class _WhenRead:
+    """Take a value, or a function that finds it out, which is called when the field is first read."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -42,20 +38,28 @@ class _ReadAsFloat:
             return None  # which is how a dataclass asks for the default
         known = instance.__dict__
         if self.read not in known:
-            known[self.read] = _as_float(known.get(self.name))
+            value = known.get(self.name)
+            known[self.read] = self.found(value() if callable(value) and not isinstance(value, Tensor) else value)
         return known[self.read]
 
     def __set__(self, instance: Any, value: Any) -> None:
         # Only ever called by the __init__ of a dataclass that is derived: the class is frozen.
         instance.__dict__[self.name] = value
 
-
-def _as_float(value: Any) -> float | None:
-    if callable(value) and not isinstance(value, Tensor):
-        value = value()
-    if value is None or type(value) is float:
+    def found(self, value: Any) -> Any:
         return value
-    return float(value.item()) if isinstance(value, Tensor) else float(value)
+
+
+class _ReadAsFloat(_WhenRead):
+    """Take a number, a tensor of one element or a function as well, and read as a float.
+
+    The device is waited for when the field is first read, and never if it is not: a loop may put the loss tensor of
+    every step in, without a step waiting for it.
+    """
+
+    def found(self, value: Any) -> Any:
+        # item(), since float() of a tensor that needs a gradient is warned of.
+        return None if value is None else float(value.item() if isinstance(value, Tensor) else value)
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -67,7 +71,7 @@ class RunDataContext:
         ctx = hookline.RunDataContext(hookline.HookPoint.POST_EPOCH, epoch, model=model, loss=loss)
         manager.fire(hookline.HookPoint.POST_EPOCH, ctx)
 
-    Fields that do not apply are None. ``loss``, ``train_acc`` and ``val_acc`` may be given as tensors or functions;
+    Fields that do not apply are None. ``loss``, ``train_acc``, ``val_acc`` and ``lr`` may be tensors or functions;
     reading them gives a float, and that is when the device is waited for, once. ``raw("loss")`` is what was given.
     """
 
@@ -93,13 +97,13 @@ class RunDataContext:
     """Accuracy on the training data."""
     val_acc: float | None = _ReadAsFloat()  # type: ignore[assignment]
     """Accuracy on the validation data."""
-    lr: float | None = None
+    lr: float | None = _ReadAsFloat()  # type: ignore[assignment]
     """The learning rate."""
     accumulated_grads: Mapping[str, Tensor] | None = None
     """Mean gradients of the epoch, by parameter; if a hook that is due has ``needs_grads``."""
     prev_step_grads: Mapping[str, Tensor] | None = None
     """Gradients of the step before, by parameter; if a hook that is due has ``needs_prev_step_grads``."""
-    target_grad: Mapping[str, Tensor] | None = None
+    target_grad: Mapping[str, Tensor] | None = _WhenRead()  # type: ignore[assignment]
     """A gradient to compare with, if the experiment has one."""
     profiler: CheckpointProfiler = OFF
     """For timing parts of a hook: ``with ctx.profiler.section("svd"):``."""
@@ -120,47 +124,21 @@ class RunDataContext:
         loss: Number = None,
         train_acc: Number = None,
         val_acc: Number = None,
-        lr: float | None = None,
+        lr: Number = None,
         accumulated_grads: Mapping[str, Tensor] | None = None,
         prev_step_grads: Mapping[str, Tensor] | None = None,
-        target_grad: Mapping[str, Tensor] | None = None,
+        target_grad: Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor] | None] | None = None,
         profiler: CheckpointProfiler | None = None,
         eval_metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        # A field that is None is that of the class: most firings of a loop give few. All of them: 2.5 µs; none: 0.7.
-        given = self.__dict__
-        given["hook_point"] = hook_point
-        given["epoch"] = epoch
-        if step is not None:
-            given["step"] = step
-        if model is not None:
-            given["model"] = model
-        if config is not None:
-            given["config"] = config
-        if loader is not None:
-            given["loader"] = loader
-        if batch_idx is not None:
-            given["batch_idx"] = batch_idx
-        if batch_data is not None:
-            given["batch_data"] = batch_data
-        if loss is not None:
-            given["loss"] = loss
-        if train_acc is not None:
-            given["train_acc"] = train_acc
-        if val_acc is not None:
-            given["val_acc"] = val_acc
-        if lr is not None:
-            given["lr"] = lr
-        if accumulated_grads is not None:
-            given["accumulated_grads"] = accumulated_grads
-        if prev_step_grads is not None:
-            given["prev_step_grads"] = prev_step_grads
-        if target_grad is not None:
-            given["target_grad"] = target_grad
+        self.__dict__.update(
+            hook_point=hook_point, epoch=epoch, step=step, model=model, config=config, loader=loader,
+            batch_idx=batch_idx, batch_data=batch_data, loss=loss, train_acc=train_acc, val_acc=val_acc, lr=lr,
+            accumulated_grads=accumulated_grads, prev_step_grads=prev_step_grads, target_grad=target_grad,
+            eval_metrics=eval_metrics,
+        )  # fmt: skip
         if profiler is not None:
-            given["profiler"] = profiler
-        if eval_metrics is not None:
-            given["eval_metrics"] = eval_metrics
+            self.__dict__["profiler"] = profiler
 
     def with_profiler(self, profiler: CheckpointProfiler) -> Self:
         """Return the same context with a profiler, if it has none; nothing is read from the device."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import warnings
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
-from hookline.error_policy import ErrorPolicy, error_text
+from hookline.error_policy import ErrorPolicy, error_text, warn_user
 from hookline.errors import GuardError, Hint, HooklineWarning, HookNameError, LifecycleError, OptionError, RankError
 from hookline.guard.guard import Guard
 from hookline.guard.loaders import generators_of_loader
@@ -34,7 +33,7 @@ from hookline.lifecycle.ranks import OneProcess, join_ranks
 from hookline.lifecycle.reference import ReferenceWeights
 from hookline.lifecycle.registry import HookRegistry, choose_hooks
 from hookline.lifecycle.states import ManagedHooks
-from hookline.messages import caller_stacklevel, nearest_names, type_name
+from hookline.messages import did_you_mean, type_name
 from hookline.phases import in_phase
 from hookline.tables import ShownAsTable, Table
 from hookline.when import HookPoint
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from hookline.guard.guard import GuardReceipt
     from hookline.lifecycle.hook import TrainingHook
     from hookline.records.log import RecordLog
     from hookline.records.readers import FanOut
@@ -59,8 +59,7 @@ _FIELDS: Final = [field.name for field in dataclasses.fields(RunDataContext)][2:
 _CONSEQUENCES: Final = {"warn": "stays on and the run goes on", "disable": "is switched off and the run goes on"}
 
 
-@dataclass(frozen=True, slots=True)
-class FiringReceipt:
+class FiringReceipt(NamedTuple):
     """Say what one hook did in one firing.
 
     Recipe: ``manager.fire(point, ctx, model_ctx)``; then ``print(manager.receipts)``.
@@ -97,26 +96,6 @@ class FiringReceipts(ShownAsTable, tuple[FiringReceipt, ...]):
         return Table(("hook", "scope", "ms", "touched", "put back", "error"), rows, numbers=(2, 3, 4))
 
 
-class _Call(NamedTuple):
-    """A hook that was called."""
-
-    planned: PlannedHook
-    seconds: float
-    receipt: Any = None
-    """What the guard knows of it, if it intervened."""
-    error: str = ""
-    """What it raised, in words. Not the error: its traceback holds the context, and with it a batch."""
-
-    def told(self) -> FiringReceipt:
-        """Return it for the user."""
-        if self.receipt is None:
-            scope = str(getattr(self.planned.hook, "scope", "")) if self.planned.intervenes else "observes"
-            return FiringReceipt(self.planned.name, scope, self.seconds, error=self.error)
-        touched, restored = tuple(self.receipt.touched), tuple(self.receipt.restored)
-        name, scope, saved = self.planned.name, self.receipt.scope, self.receipt.saved_bytes
-        return FiringReceipt(name, scope, self.seconds, touched, restored, saved, self.error)
-
-
 @dataclass(slots=True, eq=False)
 class _Firing:
     """A point that is being fired."""
@@ -124,11 +103,12 @@ class _Firing:
     point: HookPoint
     ctx: RunDataContext
     step: int
+    ranks: OneProcess
     metrics: dict[str, Any] = field(default_factory=dict)
     """What the hooks so far have returned, by ``"hook/metric"``."""
     current: PlannedHook | None = None
     """The hook that runs now."""
-    calls: list[_Call] = field(default_factory=list)
+    calls: list[FiringReceipt] = field(default_factory=list)
     thread: int = field(default_factory=get_ident)
 
     @property
@@ -208,8 +188,6 @@ class HookManager(PlanQueries):
         self.profiler = CheckpointProfiler(profile_hooks)
         """Times each hook."""
         self.strict = strict
-        self.ranks = OneProcess()
-        """What keeps this rank together with the others, once the run has begun."""
         self.fired: Counter[str] = Counter()
         """The number of calls of each hook."""
         self._flush_every = _checked_interval(flush_every)
@@ -223,8 +201,8 @@ class HookManager(PlanQueries):
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._firing: _Firing | None = None
         """The firing under way."""
-        self._calls: Sequence[_Call] = ()
-        """The hooks that the last firing called."""
+        self._calls: Sequence[FiringReceipt] = ()
+        """What the hooks did that the last firing called."""
         self._checked: tuple[Any, Guard | None] = (None, None)
         """A model, and the guard by which strict mode checks that observers change nothing of it."""
         self._has_met = False
@@ -240,7 +218,7 @@ class HookManager(PlanQueries):
         missing = {} if there is None else {n: sorted(set(h.requires) - there) for n, h in self.hooks.items()}
         self._excluded = {n: f"requires {', '.join(what)}, which is not here" for n, what in missing.items() if what}
         for name, reason in self._excluded.items():
-            warnings.warn(f"Hook {name!r} excluded: {reason}", HooklineWarning, stacklevel=caller_stacklevel())
+            warn_user(f"Hook {name!r} excluded: {reason}")
         self._make_plan()
 
     def _make_plan(self) -> None:
@@ -256,16 +234,13 @@ class HookManager(PlanQueries):
 
     @property
     def loop_type(self) -> str | None:
-        """The loop whose ``loop_points`` hold: ``"epoch"``, ``"step"``, or None for ``hook_points``."""
+        """Which ``loop_points`` hold: ``"epoch"``, ``"step"``; None: ``hook_points`` do. The loops set it."""
         return self._loop_type
 
-    def set_loop_type(self, loop_type: str) -> None:
-        """Say which loop runs, unless the manager was made for one; the loops of hookline do."""
+    @loop_type.setter
+    def loop_type(self, loop_type: str) -> None:
         if self._made_for not in (None, loop_type):
-            raise OptionError(
-                f"This manager was made for the {self._made_for} loop (loop_type={self._made_for!r}), and the "
-                f"{loop_type} loop was to use it; leave loop_type= out, or make another manager."
-            )
+            raise OptionError(f"This manager has loop_type={self._made_for!r}, and the {loop_type} loop was to use it.")
         if loop_type != self._loop_type:
             self._loop_type = loop_type
             self._make_plan()
@@ -280,15 +255,15 @@ class HookManager(PlanQueries):
                 out, to the epoch of the last firing.
         """
         self._global_step += 1
-        self.meet_ranks()
+        ranks = self.ranks
         if self._flush_every is not None and self._global_step % self._flush_every == 0 and self._output.has_steps:
             before = self._global_step - 1
             if self._loop_type == "step":
                 epoch = before
             self._flush(self._output.position or 0 if epoch is None else epoch, before)
         RECORDER.manager = self._self
-        if not self.ranks.is_single:
-            self.ranks.check(self._global_step)
+        if not ranks.is_single:
+            ranks.check(self._global_step)
             self._settle()
         return self._global_step
 
@@ -326,7 +301,6 @@ class HookManager(PlanQueries):
         if hooks is None or self._global_step < hooks.next_due:
             return {}
 
-        self.meet_ranks()
         due = hooks.due(self._global_step) if hooks.is_scheduled else hooks.hooks
         if hooks.is_windowed and due:
             run_ctx, due = self._in_window(hooks.point, due, run_ctx, epoch)
@@ -334,7 +308,7 @@ class HookManager(PlanQueries):
             return {}
 
         ctx = self._make_context(hooks.point, run_ctx)
-        firing = _Firing(hooks.point, ctx, self._global_step if self._global_step >= 0 else (ctx.step or 0))
+        firing = _Firing(hooks.point, ctx, self._global_step if self._global_step >= 0 else (ctx.step or 0), self.ranks)
         outer = self._begin(firing, due)
         try:
             with self._managed.on_device(map(_HOOK_OF, due)):
@@ -358,10 +332,8 @@ class HookManager(PlanQueries):
 
     def _find_point(self, point: HookPoint) -> PointHooks | None:
         if self._plan.undecided:
-            raise LifecycleError(
-                f"Hook {self._plan.undecided[0]!r} has loop_points and no hook_points, so it has to be known which "
-                'loop runs; say HookManager(..., loop_type="epoch"), or "step", or give it hook_points.'
-            )
+            name = self._plan.undecided[0]
+            raise LifecycleError(f"Hook {name!r} has loop_points alone, so HookManager(loop_type=) has to be given.")
         return self._points[point]
 
     def _in_window(
@@ -384,10 +356,7 @@ class HookManager(PlanQueries):
         if not isinstance(ctx, RunDataContext):
             raise OptionError(f"fire() takes a RunDataContext, or a function that makes one; got {type_name(ctx)}.")
         if ctx.hook_point is not point and HookPoint.of(ctx.hook_point) is not point:
-            raise OptionError(
-                f"fire({point.name}, ...) was given a context of {HookPoint.of(ctx.hook_point).name}, so hooks would "
-                "be told two things; make the context for the point that is fired."
-            )
+            raise OptionError(f"fire({point.name}, ...) was given a context of {HookPoint.of(ctx.hook_point).name}.")
         return ctx.with_profiler(self.profiler) if self.profiler.enabled else ctx
 
     def _begin(self, firing: _Firing, due: Sequence[PlannedHook]) -> tuple[_Firing | None, Any]:
@@ -403,20 +372,22 @@ class HookManager(PlanQueries):
         self._firing, RECORDER.manager = outer
         self._calls = firing.calls
         for call in firing.calls:
-            self.fired[call.planned.name] += 1
-            self._seconds[call.planned.name] += call.seconds
+            self.fired[call.hook] += 1
+            self._seconds[call.hook] += call.seconds
         raised = error if isinstance(error, Exception) else None
         waits = False
         try:
-            if not self.ranks.is_single:
+            if not firing.ranks.is_single:
                 # At a step the other ranks are training: an error of a hook waits until the ranks meet.
                 waits = self._hold(firing, raised) and firing.point.is_step
-            self._hand_on(firing)
+            step = self._global_step if self._global_step >= 0 else firing.ctx.step
+            firing.metrics = self._output.take(firing.point, firing.metrics, self._position(firing.ctx), step)
             self._settle(raised)
         finally:
             self._drop_disabled()
         if error is None or (waits and raised is not None):
-            self._warn_pending()
+            self._errors.warn_pending()
+            self.fan_out.warn_pending()
             return True
         return False
 
@@ -425,22 +396,8 @@ class HookManager(PlanQueries):
         failed = [call for call in firing.calls if call.error]
         for call in failed:
             text = f"{call.error.rstrip('.')} at {firing.place}"
-            self.ranks.hold(call.planned.name, text, raised if call is failed[-1] else None)
+            firing.ranks.hold(call.hook, text, raised if call is failed[-1] else None)
         return bool(failed)
-
-    def _hand_on(self, firing: _Firing) -> None:
-        step = self._global_step if self._global_step >= 0 else firing.ctx.step
-        try:
-            firing.metrics = self._output.take(firing.point, firing.metrics, self._position(firing.ctx), step)
-        except RankError as error:  # one of the hooks may have kept a rank from coming
-            names = ", ".join(call.planned.name for call in firing.calls)
-            raise RankError(f"{error} The hooks at {firing.place}: {names}.", ranks=error.ranks) from error
-
-    def _warn_pending(self) -> None:
-        if self._errors.pending:
-            self._errors.warn_pending()
-        if self.fan_out.pending:
-            self.fan_out.warn_pending()
 
     # -- calling hooks -----------------------------------------------------------------------------------
 
@@ -461,15 +418,15 @@ class HookManager(PlanQueries):
                 if found is not None:
                     firing.take(planned, found)
             except BaseException as error:
-                if not self._goes_on_after(error, firing, _Call(planned, perf_counter() - start)):
-                    if self.ranks.is_single or not isinstance(error, Exception):
+                if not self._goes_on_after(error, firing, planned, _receipt(planned, perf_counter() - start)):
+                    if firing.ranks.is_single or not isinstance(error, Exception):
                         raise
                     kept = kept or error
             else:
-                firing.calls.append(_Call(planned, perf_counter() - start))
+                firing.calls.append(_receipt(planned, perf_counter() - start))
             firing.current = None
         if is_before:
-            kept = self.ranks.meet(kept, f"observers at {firing.place}")
+            kept = firing.ranks.meet(kept, f"observers at {firing.place}")
         if kept is not None:
             raise kept
 
@@ -528,7 +485,7 @@ class HookManager(PlanQueries):
             except GuardError as error:  # no hook has done anything yet, so the policy decides
                 refused = LifecycleError(f"Nothing could be put back after it: {error}")
                 for planned in hooks:
-                    if not self._goes_on_after(refused, firing, _Call(planned, 0.0)):
+                    if not self._goes_on_after(refused, firing, planned, _receipt(planned, 0.0)):
                         raise
                 return
             for planned in hooks:
@@ -551,23 +508,24 @@ class HookManager(PlanQueries):
                     seconds = perf_counter() - start
         except BaseException as raised:
             error = raised
-        error = self.ranks.meet(error, f"intervention {planned.name!r} at {firing.place}")
-        call = _Call(planned, seconds, receipt)
+        error = firing.ranks.meet(error, f"intervention {planned.name!r} at {firing.place}")
+        call = _receipt(planned, seconds, receipt)
         if error is None:
             firing.calls.append(call)
-        elif not self._goes_on_after(error, firing, call):
+        elif not self._goes_on_after(error, firing, planned, call):
             raise error
         firing.current = None
 
     # -- errors of hooks ---------------------------------------------------------------------------------
 
-    def _goes_on_after(self, error: BaseException, firing: _Firing, call: _Call) -> bool:
+    def _goes_on_after(self, error: BaseException, firing: _Firing, planned: PlannedHook, call: FiringReceipt) -> bool:
         """Note the error of a hook that was called; return whether the firing goes on."""
         firing.current = None
+        # In words: the traceback of the error holds the context, and with it a batch.
         firing.calls.append(call._replace(error=error_text(error)))
-        if self._handle(error, call.planned):
+        if self._handle(error, planned):
             return True
-        note = f"Raised by the hook {call.planned.name!r} at {firing.place}, epoch {firing.ctx.epoch}."
+        note = f"Raised by the hook {planned.name!r} at {firing.place}, epoch {firing.ctx.epoch}."
         if isinstance(error, Exception) and note not in getattr(error, "__notes__", ()):
             error.add_note(note)  # the traceback of a class of analyses names neither hook nor step
         return False
@@ -587,15 +545,16 @@ class HookManager(PlanQueries):
 
     def _settle(self, raised: Exception | None = None) -> None:
         """Do on every rank what the error policy says about hooks that failed on any rank, once all know of it."""
-        failed = {} if self.ranks.is_single else self.ranks.take_failures()
+        ranks = self._output.ranks  # not `self.ranks`: to settle is no reason to meet
+        failed = ranks.take_failures()
         for hook, failure in failed.items():
             if failure.ends:
                 error = raised or failure.error or RankError(failure.sentence(hook), ranks=failure.ranks)
-                self.ranks.agree_on(error)
+                ranks.agree_on(error)
                 raise error
             if self._errors.on_error == "disable":
                 self._errors.disabled.add(hook)
-            elif failure.error is None:
+            elif ranks.rank not in failure.ranks:
                 self._errors.counts[hook] += 1
             self._errors.warn_later(f"{hook} on other ranks", failure.sentence(hook))
         if failed:
@@ -628,12 +587,13 @@ class HookManager(PlanQueries):
             raise HookNameError(f"Unknown hook: {name!r}. Available: {', '.join(self.hooks) or 'none'}.")
         return self.hooks[name]
 
-    def meet_ranks(self) -> OneProcess:
-        """Find out, once, whether there are other ranks, and check that they have the same hooks; return them."""
+    @property
+    def ranks(self) -> OneProcess:
+        """What keeps this rank together with the others; to read it first is to meet them, and to compare the hooks."""
         if not self._has_met:
             self._has_met = True
-            self.ranks = self._output.ranks = join_ranks(self.hooks, self._flush_every)
-        return self.ranks
+            self._output.ranks = join_ranks(self.hooks, self._flush_every)
+        return self._output.ranks
 
     def leave_ranks(self, error: BaseException) -> Exception | None:
         """Exchange nothing more, since the run ends here by `error`; the loops of hookline call it.
@@ -641,9 +601,9 @@ class HookManager(PlanQueries):
         If all ranks end by it together, what they hold is still exchanged. The record log says what happened. Returns
         an error that names the rank that ended first, where this one only lost it.
         """
-        if self.ranks.is_single:
+        found = self._output.ranks.leave(error)
+        if self._output.ranks.is_single:
             return None
-        found = self.ranks.leave(error)
         self._output.note(error_text(found or error), self._global_step)
         return found
 
@@ -653,20 +613,19 @@ class HookManager(PlanQueries):
         What the error policy says of one that raises on any rank is done on all of them: one that cannot be started, as
         the model has no such module, is no reason to lose the others.
         """
-        ranks, errors = self.meet_ranks(), self._errors
+        ranks, errors = self.ranks, self._errors
         failed: dict[str, Exception] = {}
         ranks.together("starting the hooks", lambda: failed.update(self._managed.start(model, errors.can_continue)))
-        said: list[dict[str, str]] = []
-        if errors.on_error != "raise":
-            said = ranks.gather({name: error_text(error) for name, error in failed.items()}, "hooks that cannot start")
-        for rank, name, text in [(rank, name, text) for rank, own in enumerate(said) for name, text in own.items()]:
-            where = "" if ranks.is_single else f" on rank {rank}"
-            errors.count(name, failed.get(name) or RankError(text, ranks=(rank,)), f"in start(model){where}")
+        for name, error in failed.items():
+            text = error_text(error).rstrip(".")
+            errors.count(name, error, "in start(model)")  # no traceback: most often the model has no such module
             if errors.on_error == "disable":
                 errors.disabled.add(name)
-            becomes = _CONSEQUENCES[errors.on_error]
-            sentence = f"Hook {name!r} could not be started{where}: {text.rstrip('.')}; it {becomes}."
-            errors.warn_later(f"start of {name}", sentence)
+            errors.warn_later(f"start of {name}", f"Hook {name!r} could not be started: {text}; the run goes on.")
+            ranks.hold(name, f"{text} in start(model)", None)
+        if errors.on_error != "raise":
+            ranks.reduce({}, "hooks that cannot start")
+        self._settle()
         errors.warn_pending()
         self._drop_disabled()
 
@@ -703,13 +662,10 @@ class HookManager(PlanQueries):
         """Go on from what ``state_dict`` returned. Hooks that it does not have begin anew."""
         missing = [key for key in ("global_step", "hooks", "step_metrics") if key not in state]
         if missing:
-            raise OptionError(
-                f"load_state_dict() takes what state_dict() of a manager gave; this has no {', '.join(missing)}."
-            )
+            raise OptionError(f"This is no state_dict() of a manager: it has no {', '.join(missing)}.")
         unknown = [name for name in state["hooks"] if name not in self.hooks]
         if unknown:
-            text = f"The state of hooks that are not here is passed over: {', '.join(map(repr, unknown))}."
-            warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
+            warn_user(f"The state of hooks that are not here is passed over: {', '.join(map(repr, unknown))}.")
         self._managed.load_state_dict(state["hooks"])
         self._output.steps.load_state_dict(state["step_metrics"])
         self.fan_out.load_state_dict(state.get("sinks", {}))
@@ -759,7 +715,7 @@ class HookManager(PlanQueries):
     @property
     def receipts(self) -> FiringReceipts:
         """The receipts of the last firing: what each hook touched, what was put back, how long it took; as a table."""
-        return FiringReceipts(call.told() for call in self._calls)
+        return FiringReceipts(self._calls)
 
     @property
     def hook_errors(self) -> dict[str, int]:
@@ -778,11 +734,8 @@ class HookManager(PlanQueries):
 
     def costs(self) -> dict[str, dict[str, float]]:
         """Return ``count``, ``total_ms`` and ``mean_ms`` of each hook's calls, by the clock of the host."""
-        total = {name: self._seconds[name] * 1e3 for name in self.fired}
-        return {
-            name: {"count": count, "total_ms": total[name], "mean_ms": total[name] / count}
-            for name, count in self.fired.items()
-        }
+        spent = {name: (count, 1e3 * self._seconds[name]) for name, count in self.fired.items()}
+        return {name: {"count": n, "total_ms": ms, "mean_ms": ms / n} for name, (n, ms) in spent.items()}
 
     def flush_sinks(self) -> None:
         """Write what is buffered, and have every sink write what it holds back: the run is over."""
@@ -816,18 +769,24 @@ class HookManager(PlanQueries):
         return self._plan._table().with_foot(f"step {self._global_step}; fired: {fired}").html()
 
 
+def _receipt(planned: PlannedHook, seconds: float, known: GuardReceipt | None = None) -> FiringReceipt:
+    """Return the receipt of a hook that was called; ``known`` is what the guard knows of an intervention."""
+    if known is not None:
+        return FiringReceipt(planned.name, known.scope, seconds, known.touched, known.restored, known.saved_bytes)
+    return FiringReceipt(planned.name, planned.scope, seconds)
+
+
 def _check_nested(outer: _Firing, firing: _Firing, due: Sequence[PlannedHook]) -> None:
     """Refuse a firing from another thread, and an intervention inside another, which share one saved state."""
     if outer.thread != firing.thread:
         raise LifecycleError(
-            f"{firing.point.name} was fired while another thread is firing {outer.point.name}; a manager fires one "
-            "point at a time. Fire from one thread, or give each its own manager."
+            f"{firing.point.name} was fired while another thread fires {outer.point.name}: give each its own manager."
         )
     inner = next((planned.name for planned in due if planned.intervenes), None)
     if inner is not None and outer.current is not None and outer.current.intervenes:
         raise LifecycleError(
-            f"The intervention {outer.current.name!r} fires {firing.point.name}, at which {inner!r} intervenes; "
-            "interventions cannot run inside of one another. Train in it by model_ctx.run_training_epoch()."
+            f"The intervention {outer.current.name!r} fires {firing.point.name}, at which {inner!r} intervenes: that "
+            "cannot run inside of another. Train by model_ctx.run_training_epoch()."
         )
 
 
@@ -835,23 +794,15 @@ def _context_of_fields(
     point: HookPoint, run_ctx: Any, epoch: int | None, fields: Mapping[str, Any]
 ) -> Callable[[], RunDataContext]:
     """Return what makes the context of a ``fire()`` that was given fields in place of one."""
+    where = f"fire({point.name}, ...)"
     if run_ctx is not None:
-        raise OptionError(
-            f"fire({point.name}, ...) was given a context and fields of one beside it ({', '.join(fields)}); put them "
-            "into the context, or leave the context out."
-        )
+        raise OptionError(f"{where} was given a context, and beside it {', '.join(fields)}; put them into the context.")
     unknown = [name for name in fields if name not in _FIELDS]
     if unknown:
-        near = nearest_names(unknown[0], _FIELDS)
-        raise OptionError(
-            f"fire({point.name}, ...): a RunDataContext has no field {unknown[0]!r}"
-            f"{f'; nearest: {near[0]!r}' if near else ''}. It has {', '.join(_FIELDS)}."
-        )
+        meant = did_you_mean(unknown[0], _FIELDS)
+        raise OptionError(f"{where}: no field {unknown[0]!r}.{meant} A RunDataContext has {', '.join(_FIELDS)}.")
     if epoch is None:
-        raise OptionError(
-            f"fire({point.name}, ...) was given no context, so it has to be told what hooks are shown, the epoch at "
-            f"least: fire({point.name}, epoch=epoch, model=model)."
-        )
+        raise OptionError(f"{where} needs a context, or the epoch at least: fire(point, epoch=epoch, model=model).")
     return partial(RunDataContext, point, epoch, **fields)
 
 

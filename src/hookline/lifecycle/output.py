@@ -40,6 +40,7 @@ __all__ = [
 
 PLAIN: Final = frozenset({float, int, bool, str, type(None)})
 """Types that every sink can write as they are."""
+_NAMES: Final = frozenset({str})
 
 
 class _Recorder:
@@ -68,10 +69,7 @@ def record(name: str, value: Any) -> None:
     """
     manager = None if RECORDER.manager is None else RECORDER.manager()
     if manager is None:
-        raise LifecycleError(
-            f"record({name!r}, ...) has no record to join: no manager is in a step. Call manager.advance_step() at the "
-            "start of each step."
-        )
+        raise LifecycleError(f"record({name!r}, ...) has no record to join: call manager.advance_step() at each step.")
     if not isinstance(name, str):
         raise MetricError(f"record() was given the name {name!r}; names of metrics are strings.")
     manager.take_record(name, value)
@@ -242,18 +240,14 @@ def add_metrics(hook: str, found: Any, into: dict[str, Any]) -> None:
     if found is None:
         return
     if type(found) is not dict and not isinstance(found, Mapping):
-        raise MetricError(
-            f"Hook {hook!r} returned {type_name(found)}; metrics are a dictionary of numbers by name, or None."
-        )
+        raise MetricError(f"Hook {hook!r} returned {type_name(found)}; metrics are a dictionary by name, or None.")
+    if not _NAMES.issuperset(map(type, found)) and (wrong := [name for name in found if not isinstance(name, str)]):
+        raise MetricError(f"Hook {hook!r} returned a metric by the name {wrong[0]!r}; names of metrics are strings.")
     # All or nothing: a bad metric leaves none of its neighbours behind.
-    into.update(
-        {
-            f"{hook}/{name}" if type(name) is str else _key(hook, name): value
-            if type(value) in PLAIN
-            else copy_metric(value, hook, name)
-            for name, value in found.items()
-        }
-    )
+    into.update({
+        f"{hook}/{name}": value if type(value) in PLAIN else copy_metric(value, hook, name)
+        for name, value in found.items()
+    })  # fmt: skip
 
 
 def copy_metric(value: Any, hook: str, name: str) -> Any:
@@ -281,25 +275,15 @@ def copy_metric(value: Any, hook: str, name: str) -> Any:
 
 def _unwritable(hook: str, name: str, found: str) -> MetricError:
     who = f"{hook} was given" if hook.endswith("()") else f"Hook {hook!r} returned"
-    return MetricError(
-        f"{who} {found} as {name!r}, which no sink can write; return numbers, tensors, strings, lists or dictionaries "
-        "of these."
-    )
+    return MetricError(f"{who} {found} as {name!r}, which no sink can write: numbers, tensors, texts, lists, mappings.")
 
 
 def _checked_tensor(tensor: Tensor, hook: str, name: str) -> Tensor:
     if tensor.is_complex() or tensor.is_meta:
-        found = "a complex tensor" if tensor.is_complex() else "a tensor without values (device 'meta')"
-        raise _unwritable(hook, name, found)
+        raise _unwritable(hook, name, "a complex tensor" if tensor.is_complex() else "a tensor of device 'meta'")
     if tensor.is_quantized:
         return tensor.dequantize()
     return tensor.to_dense() if tensor.layout is not torch.strided else tensor
-
-
-def _key(hook: str, name: Any) -> str:
-    if not isinstance(name, str):
-        raise MetricError(f"Hook {hook!r} returned a metric by the name {name!r}; names of metrics are strings.")
-    return f"{hook}/{name}"
 
 
 def _sub_key(key: Any, hook: str, name: str) -> str | int | float | bool:
@@ -313,31 +297,18 @@ def to_host(metrics: Mapping[str, Any]) -> dict[str, Any]:
     if PLAIN.issuperset(map(type, metrics.values())):
         return dict(metrics)
     waiting: list[Tensor] = []
-    _visit(metrics.values(), waiting.append)
-    if not waiting:
-        return dict(metrics)
+    _without_tensors(dict(metrics), waiting.append)
     values = (tensor.tolist() for tensor in on_host(waiting))
-    return {name: value if type(value) in PLAIN else _filled(value, values) for name, value in metrics.items()}
+    found: dict[str, Any] = _without_tensors(dict(metrics), lambda tensor: next(values))
+    return found
 
 
-def _visit(values: Iterable[Any], take: Callable[[Tensor], None]) -> None:
-    for value in values:
-        if type(value) in PLAIN:
-            continue
-        if isinstance(value, Tensor):
-            take(value)
-        elif isinstance(value, dict):
-            _visit(value.values(), take)
-        elif isinstance(value, list):
-            _visit(value, take)
-
-
-def _filled(value: Any, values: Any) -> Any:
-    """Return `value` with the next of `values` in place of each tensor, in the order of ``_visit``."""
+def _without_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return ``value`` with what ``change`` returns in place of each tensor, in order."""
+    if type(value) in PLAIN:
+        return value
     if isinstance(value, Tensor):
-        return next(values)
+        return change(value)
     if isinstance(value, dict):
-        return {key: _filled(item, values) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_filled(item, values) for item in value]
-    return value
+        return {key: _without_tensors(item, change) for key, item in value.items()}
+    return [_without_tensors(item, change) for item in value] if isinstance(value, list) else value

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hookline.errors import HookNameError, HookOrderError, LifecycleError, OptionError
 from hookline.lifecycle.hook import InterventionHook
-from hookline.messages import did_you_mean
+from hookline.messages import unknown_name_text
 from hookline.tables import ShownAsTable, Table
 from hookline.when import HookPoint, StepSchedule, validate_points
 
@@ -46,6 +44,11 @@ class PlannedHook:
     schedule: Any
     """The steps at which it is due; None: all."""
 
+    @property
+    def scope(self) -> str:
+        """``"observes"``, or what the intervention declares that it may change."""
+        return str(getattr(self.hook, "scope", "")) if self.intervenes else "observes"
+
     def is_due_at(self, step: int) -> bool:
         """Return whether its schedule has that step."""
         return self.schedule is None or bool(self.schedule.is_active(step))
@@ -59,12 +62,11 @@ class PlannedHook:
 class PointHooks:
     """The hooks of one point, in the order they run: those that observe, then those that intervene."""
 
-    __slots__ = ("hooks", "is_scheduled", "is_step", "is_windowed", "needs_reference", "next_due", "parts", "point")
+    __slots__ = ("hooks", "is_scheduled", "is_windowed", "needs_reference", "next_due", "parts", "point")
 
     def __init__(self, hooks: Sequence[PlannedHook]) -> None:
         self.hooks = tuple(hooks)
         self.point = hooks[0].point
-        self.is_step = self.point.is_step
         self.parts = split_roles(self.hooks)
         """Those that observe, and those that intervene."""
         self.is_scheduled = any(planned.schedule is not None for planned in hooks)
@@ -77,10 +79,7 @@ class PointHooks:
         """Return the hooks whose schedule has `step`; without a schedule it is all `hooks`, and need not be asked."""
         if step < 0:
             name = next(planned.name for planned in self.hooks if planned.schedule is not None)
-            raise LifecycleError(
-                f"Hook {name!r} has a step_schedule, but no step has begun, so it cannot be told whether it is due. "
-                "Call manager.advance_step() at the start of each step."
-            )
+            raise LifecycleError(f"Hook {name!r} has a step_schedule: call manager.advance_step() when a step begins.")
         due = tuple([planned for planned in self.hooks if planned.is_due_at(step)])
         if not due:
             self.next_due = min(_next_due(planned.schedule, step) for planned in self.hooks)
@@ -105,8 +104,7 @@ def _next_due(schedule: Any, step: int) -> int:
 # -- the plan ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PlanRow:
+class PlanRow(NamedTuple):
     """One hook at one point, as text."""
 
     point: str
@@ -150,13 +148,24 @@ class Plan(ShownAsTable):
         """Hooks whose points depend on the loop, while it is not known which loop runs."""
         return tuple(name for name, why in self.left_out.items() if why is _NO_LOOP_TYPE)
 
-    def hooks_at(self, points: Iterable[HookPoint], number: int | None = None) -> Iterator[PlannedHook]:
-        """Yield the hooks at these points whose window has `number`, an epoch or step; None: every window."""
-        for point in points:
-            found = self.points.get(HookPoint.of(point))
-            for planned in found.hooks if found is not None else ():
-                if planned.is_open_at(number):
+    def hooks_at(
+        self, points: Iterable[HookPoint], number: int | None = None, step: int | None = None
+    ) -> Iterator[PlannedHook]:
+        """Yield the hooks at these points whose window has `number`, an epoch or step, and whose schedule has `step`;
+        None: every window, every schedule.
+        """
+        for found in [self.points[point] for point in map(HookPoint.of, points) if point in self.points]:
+            for planned in found.hooks:
+                if planned.is_open_at(number) and (step is None or planned.is_due_at(step)):
                     yield planned
+
+    def needs(self, what: str, *points: HookPoint, epoch: int | None = None, step: int | None = None) -> bool:
+        """Return whether a hook at one of these points, or at any, has the attribute ``what``, and ``step`` is due."""
+        return any(getattr(planned.hook, what) for planned in self.hooks_at(points or HookPoint, epoch, step))
+
+    def may_fire(self, step: int, *points: HookPoint) -> bool:
+        """Return whether a hook may be due at one of these points of ``step``; its window is not looked at."""
+        return any(point in self.points and step >= self.points[point].next_due for point in points)
 
     def will_not_fire(self, points: Iterable[HookPoint | str]) -> tuple[str, ...]:
         """Return a sentence for each hook that never fires if the run has only these points."""
@@ -172,7 +181,7 @@ class Plan(ShownAsTable):
         )
 
     def _table(self) -> Table:
-        rows = [(r.point, str(r.order), r.hook, r.does, r.when, r.needs) for r in self.rows]
+        rows = [tuple(map(str, row)) for row in self.rows]
         if not (rows or self.left_out):
             return Table(title="no hooks")
         left_out = [f"left out: {name} ({why})" for name, why in self.left_out.items()]
@@ -205,21 +214,6 @@ class PlanQueries:
         for hooks in self._plan.points.values():
             hooks.next_due = -2  # it was worked out from a later step
 
-    def needs(self, what: str, *points: HookPoint, epoch: int | None = None, step: int | None = None) -> bool:
-        """Return whether a hook at one of these points, or at any, has the attribute ``what``, and ``step`` is due."""
-        hooks = self._plan.hooks_at(points or HookPoint, epoch)
-        return any(getattr(planned.hook, what) and (step is None or planned.is_due_at(step)) for planned in hooks)
-
-    def may_fire(self, point: HookPoint, step: int | None = None) -> bool:
-        """Return whether a hook may be due at ``point``, now or at ``step``; its window is not looked at."""
-        hooks = self._plan.points.get(point)
-        return hooks is not None and (self._global_step if step is None else step) >= hooks.next_due
-
-    def is_next_step_quiet(self) -> bool:
-        """Return whether no hook is due at a point of the next step, as far as schedules tell."""
-        step = self._global_step + 1
-        return not (self.may_fire(HookPoint.PRE_STEP, step) or self.may_fire(HookPoint.POST_STEP, step))
-
     def has_hooks_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
         """Return whether any hook fires at one of these points."""
         return any(True for _ in self._plan.hooks_at(points, epoch))
@@ -234,40 +228,39 @@ class PlanQueries:
 
     def needs_grad_accumulation(self) -> bool:
         """Return whether any hook has ``needs_grads``."""
-        return self.needs("needs_grads")
+        return self._plan.needs("needs_grads")
 
     def needs_grad_accumulation_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
         """Return whether a hook at one of these points has ``needs_grads``."""
-        return self.needs("needs_grads", *points, epoch=epoch)
+        return self._plan.needs("needs_grads", *points, epoch=epoch)
 
     def needs_pre_epoch_state(self) -> bool:
         """Return whether any hook has ``needs_pre_epoch_state``."""
-        return self.needs("needs_pre_epoch_state")
+        return self._plan.needs("needs_pre_epoch_state")
 
     def needs_pre_epoch_state_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
         """Return whether a hook at one of these points has ``needs_pre_epoch_state``."""
-        return self.needs("needs_pre_epoch_state", *points, epoch=epoch)
+        return self._plan.needs("needs_pre_epoch_state", *points, epoch=epoch)
 
     def needs_prev_step_grads(self) -> bool:
         """Return whether any hook has ``needs_prev_step_grads``."""
-        return self.needs("needs_prev_step_grads")
+        return self._plan.needs("needs_prev_step_grads")
 
     def needs_prev_step_grads_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
         """Return whether a hook at one of these points has ``needs_prev_step_grads``."""
-        return self.needs("needs_prev_step_grads", *points, epoch=epoch)
+        return self._plan.needs("needs_prev_step_grads", *points, epoch=epoch)
 
     def needs_prev_step_grads_this_step(self, epoch: int | None = None) -> bool:
         """Return whether a hook that is due at this step has ``needs_prev_step_grads``."""
-        return self.needs("needs_prev_step_grads", *_STEP_POINTS, epoch=epoch, step=self._global_step)
+        return self._plan.needs("needs_prev_step_grads", *_STEP_POINTS, epoch=epoch, step=self._global_step)
 
     def has_active_step_hooks(self, epoch: int | None = None) -> bool:
         """Return whether a hook is due at this step."""
-        return any(hook.is_due_at(self._global_step) for hook in self._plan.hooks_at(_STEP_POINTS, epoch))
+        return any(True for _ in self._plan.hooks_at(_STEP_POINTS, epoch, self._global_step))
 
     def has_active_step_interventions(self, epoch: int | None = None) -> bool:
         """Return whether a hook that is due at this step intervenes."""
-        hooks = self._plan.hooks_at(_STEP_POINTS, epoch)
-        return any(hook.intervenes and hook.is_due_at(self._global_step) for hook in hooks)
+        return any(hook.intervenes for hook in self._plan.hooks_at(_STEP_POINTS, epoch, self._global_step))
 
 
 def make_plan(
@@ -299,10 +292,8 @@ def _windows(name: str, hook: TrainingHook, loop_type: str | None) -> dict[HookP
             raise OptionError(f"Hook {name!r} never fires: give it hook_points, such as {{HookPoint.POST_EPOCH}}.")
         return dict.fromkeys(points, _ALWAYS)
     if not isinstance(hook.loop_points, Mapping):
-        raise OptionError(
-            f"loop_points of hook {name!r} says for each loop which points it has, such as "
-            f'{{"epoch": {{HookPoint.POST_EPOCH}}}}; got {hook.loop_points!r}.'
-        )
+        form = '{"epoch": {HookPoint.POST_EPOCH}}'
+        raise OptionError(f"loop_points of hook {name!r} is such as {form}; got {hook.loop_points!r}.")
     declared = hook.loop_points.get(loop_type) or ()
     if not isinstance(declared, Mapping):
         return dict.fromkeys(validate_points(declared), _ALWAYS)
@@ -310,20 +301,12 @@ def _windows(name: str, hook: TrainingHook, loop_type: str | None) -> dict[HookP
 
 
 def _checked_window(name: str, point: Any, window: Any) -> Window:
-    if window is None:
-        return _ALWAYS
-    ends = tuple(window) if isinstance(window, Sequence) and not isinstance(window, str) else ()
-    if len(ends) != 2 or not all(end is None or isinstance(end, int) for end in ends):
-        raise OptionError(
-            f"loop_points of hook {name!r} at {HookPoint.of(point).name}: a window is (first, last), with None for an "
-            f"open end; got {window!r}."
-        )
-    first, last = ends
-    if first is not None and last is not None and first > last:
-        raise OptionError(
-            f"loop_points of hook {name!r} at {HookPoint.of(point).name}: the window {window!r} ends before it begins."
-        )
-    return first, last
+    ends = _ALWAYS if window is None else tuple(window) if isinstance(window, Sequence) else ()
+    is_window = len(ends) == 2 and all(end is None or isinstance(end, int) for end in ends)
+    if is_window and (None in ends or ends[0] <= ends[1]):
+        return ends[0], ends[1]
+    place = f"loop_points of hook {name!r} at {HookPoint.of(point).name}"
+    raise OptionError(f"{place}: a window is (first, last), with None for an open end; got {window!r}.")
 
 
 def _planned(name: str, hook: TrainingHook, point: HookPoint, window: Window) -> PlannedHook:
@@ -332,10 +315,7 @@ def _planned(name: str, hook: TrainingHook, point: HookPoint, window: Window) ->
     )
     schedule = hook.step_schedule
     if schedule is not None and not callable(getattr(schedule, "is_active", None)):
-        raise OptionError(
-            f'step_schedule of hook {name!r} is a StepSchedule, such as StepSchedule("stride", stride=50); got '
-            f"{schedule!r}."
-        )
+        raise OptionError(f"step_schedule of hook {name!r} is a StepSchedule; got {schedule!r}.")
     if not isinstance(hook.priority, int | float):
         raise OptionError(f"priority of hook {name!r} is a number; got {hook.priority!r}.")
     return PlannedHook(hook, name, point, intervenes, window, schedule if point.is_step else None)
@@ -349,54 +329,38 @@ def _check_names(hook: str, option: str, names: Iterable[str], known: Sequence[s
         if name == hook:
             raise HookOrderError(f"Hook {hook!r} asks to run {option} itself; take its name out of {option}=.")
         if name not in known:
-            raise HookNameError(
-                f"Hook {hook!r} asks to run {option} {name!r}, which is no hook.{did_you_mean(name, known)} "
-                f"Available: {', '.join(known) or 'none'}."
-            )
+            there = unknown_name_text(name, known, "Available")
+            raise HookNameError(f"Hook {hook!r} asks to run {option} {name!r}, which is no hook.{there}")
 
 
 def _ordered(hooks: Sequence[PlannedHook]) -> list[PlannedHook]:
     """Return observers, then interventions; among each by ``before`` and ``after``, then priority, then as given."""
-    sorter = TopologicalSorter(_predecessors(hooks))
-    try:
-        sorter.prepare()
-    except CycleError as error:
-        names = ", ".join(repr(hooks[number].name) for number in sorted(set(error.args[1])))
-        raise HookOrderError(
-            f"The hooks {names} at {hooks[0].point.name} cannot each run before the other; look at their "
-            "before= and after=."
-        ) from None
-    ready: list[tuple[bool, float, int]] = []
+    waiting = sorted(hooks, key=lambda planned: (planned.intervenes, -planned.hook.priority))
     found: list[PlannedHook] = []
-    while sorter.is_active():
-        for number in sorter.get_ready():
-            heapq.heappush(ready, (hooks[number].intervenes, -hooks[number].hook.priority, number))
-        number = heapq.heappop(ready)[2]
-        found.append(hooks[number])
-        sorter.done(number)
+    while waiting:
+        ready = next((planned for planned in waiting if not _waits_for(planned, waiting)), None)
+        if ready is None:
+            names = ", ".join(repr(planned.name) for planned in waiting)
+            raise HookOrderError(
+                f"The hooks {names} at {hooks[0].point.name} cannot each run before the other; look at their before= "
+                "and after=."
+            )
+        waiting.remove(ready)
+        found.append(ready)
     return found
 
 
-def _predecessors(hooks: Sequence[PlannedHook]) -> dict[int, set[int]]:
-    """Return for the number of each hook those that have to run before it."""
-    numbers = {planned.name: number for number, planned in enumerate(hooks)}
-    found: dict[int, set[int]] = {number: set() for number in numbers.values()}
-    for number, planned in enumerate(hooks):
-        later = [(number, numbers[name]) for name in _as_names(planned.hook.before) if name in numbers]
-        earlier = [(numbers[name], number) for name in _as_names(planned.hook.after) if name in numbers]
-        for first, second in later + earlier:
-            _check_roles(hooks[first], hooks[second])
-            found[second].add(first)
-    return found
-
-
-def _check_roles(first: PlannedHook, second: PlannedHook) -> None:
-    if first.intervenes and not second.intervenes:
-        raise HookOrderError(
-            f"Hook {first.name!r} intervenes at {first.point.name} and {second.name!r} observes there, so it cannot "
-            f"run before it: observers always run first. Take {first.name!r} and {second.name!r} out of each other's "
-            "before= and after=."
-        )
+def _waits_for(planned: PlannedHook, others: Iterable[PlannedHook]) -> bool:
+    """Return whether one of ``others`` has to run before it."""
+    for other in others:
+        if other.name in _as_names(planned.hook.after) or planned.name in _as_names(other.hook.before):
+            if other.intervenes and not planned.intervenes:
+                raise HookOrderError(
+                    f"Hook {other.name!r} intervenes at {other.point.name} and {planned.name!r} observes there, and "
+                    "observers always run first: take them out of each other's before= and after=."
+                )
+            return True
+    return False
 
 
 def _as_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -407,7 +371,7 @@ def _as_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 def _does(planned: PlannedHook) -> str:
-    return f"intervenes ({getattr(planned.hook, 'scope', '')})" if planned.intervenes else "observes"
+    return f"intervenes ({planned.scope})" if planned.intervenes else planned.scope
 
 
 def _when(planned: PlannedHook, unit: str) -> str:

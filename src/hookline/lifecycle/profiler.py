@@ -6,33 +6,18 @@ Hooks get it as ``ctx.profiler``, users read ``manager.profiler``; it costs noth
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from hookline.tables import ShownAsTable, Table
 
-__all__ = ["OFF", "CheckpointProfiler", "SectionTimes"]
+__all__ = ["OFF", "CheckpointProfiler"]
 
 _NOTHING: Final = nullcontext()
-
-
-@dataclass(slots=True)
-class SectionTimes:
-    """Count the runs of one section, and their time."""
-
-    count: int = 0
-    """How often it ran to its end."""
-    total_ms: float = 0.0
-    """Milliseconds, all together."""
-
-    @property
-    def mean_ms(self) -> float:
-        """Milliseconds, each time."""
-        return self.total_ms / self.count if self.count else 0.0
 
 
 class CheckpointProfiler(ShownAsTable):
@@ -51,7 +36,8 @@ class CheckpointProfiler(ShownAsTable):
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
         """Whether sections are timed."""
-        self._sections: dict[str, SectionTimes] = {}
+        self._counts: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def section(self, name: str) -> AbstractContextManager[None]:
         """Time a block."""
@@ -63,18 +49,19 @@ class CheckpointProfiler(ShownAsTable):
         start = time.perf_counter()
         yield
         _synchronize()
-        times = self._sections.setdefault(name, SectionTimes())
-        times.count += 1
-        times.total_ms += (time.perf_counter() - start) * 1e3
+        self._counts[name] += 1
+        self._seconds[name] += time.perf_counter() - start
 
     def report(self) -> dict[str, dict[str, float]]:
         """Return ``count``, ``total_ms`` and ``mean_ms`` of every section, the longest first."""
-        longest = sorted(self._sections.items(), key=lambda item: -item[1].total_ms)
-        return {name: {"count": t.count, "total_ms": t.total_ms, "mean_ms": t.mean_ms} for name, t in longest}
+        longest = sorted(((1e3 * seconds, name) for name, seconds in self._seconds.items()), reverse=True)
+        counts = self._counts
+        return {n: {"count": counts[n], "total_ms": total, "mean_ms": total / counts[n]} for total, n in longest}
 
     def reset(self) -> None:
         """Start anew."""
-        self._sections.clear()
+        self._counts.clear()
+        self._seconds.clear()
 
     def _table(self) -> Table:
         rows = [

@@ -10,21 +10,19 @@ from __future__ import annotations
 import itertools
 import re
 import time
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.distributed._torch_distributed import default_store
 from hookline.distributed.channels import connections, reaching, stop_reaching
 from hookline.distributed.metric_rules import check_rule, reduce_records, reduce_values
 from hookline.distributed.ranks import gather_objects, has_group, is_distributed, rank_count, rank_names, this_rank
-from hookline.error_policy import error_text
-from hookline.errors import HooklineWarning, OptionError, RankError
-from hookline.messages import caller_stacklevel, type_name
+from hookline.error_policy import error_text, warn_user
+from hookline.errors import OptionError, RankError
 from hookline.records.readers import has_ranks
 from hookline.records.sink import StepSeries
 from hookline.when import HookPoint
@@ -37,14 +35,10 @@ __all__ = ["OneProcess", "RankFailure", "RankSync", "checked_reduce", "join_rank
 _SECONDS_BETWEEN: Final = 2.0
 """About how long ranks train before they ask each other whether one of them has to stop; the answer takes 0.5 ms."""
 _numbers: Final = itertools.count(1)
-_STATE: Final = "state of the run"
-_OF_STEPS: Final = "metrics of steps"
 _LONGEST: Final = 160
 """How much of the text of another library is told."""
 _USUAL_RULE: Final = "mean"
 """The rule of a metric that no hook says anything about: the loss, an evaluation, `hookline.record`."""
-_WAIT_FOR_NOTES: Final = 3.0
-"""Seconds for which the notes of other ranks are waited for; ranks that lose one of them end within milliseconds."""
 _LOST: Final = re.compile(r"gloo|nccl|connection|process ?group|socket|peer|pipe|timed? ?out", re.IGNORECASE)
 Series = Mapping[HookPoint, Mapping[str, StepSeries]]
 """Metrics of single steps, by point and name."""
@@ -64,11 +58,6 @@ class RankFailure:
     def sentence(self, hook: str) -> str:
         """Return it in words."""
         return f"Hook {hook!r} raised {self.text.rstrip('.')} on {rank_names(self.ranks)}."
-
-    @property
-    def is_relayed(self) -> bool:
-        """Whether it only says that another rank has failed."""
-        return self.text.startswith(RankError.__name__)
 
 
 class OneProcess:
@@ -163,12 +152,7 @@ def join_ranks(hooks: Mapping[str, TrainingHook], flush_every: int | None = None
             "the manager with the same hooks, in the same order, on every rank.",
             ranks=tuple(rank for rank, one in enumerate(said) if one != said[0]),
         )
-    return RankSync(rule_finder(hooks), at_steps=[name for name, hook in hooks.items() if _is_at_steps(hook)])
-
-
-def _is_at_steps(hook: TrainingHook) -> bool:
-    points = [*hook.hook_points, *(point for of_loop in (hook.loop_points or {}).values() for point in of_loop)]
-    return any(HookPoint.of(point).is_step for point in points)
+    return RankSync(rule_finder(hooks), list(hooks))
 
 
 class RankSync(OneProcess):
@@ -176,8 +160,8 @@ class RankSync(OneProcess):
 
     is_single = False
 
-    def __init__(self, rule_of: Callable[[str], str], at_steps: Sequence[str] = ()) -> None:
-        self._rule_of, self._at_steps = rule_of, at_steps
+    def __init__(self, rule_of: Callable[[str], str], hooks: Sequence[str] = ()) -> None:
+        self._rule_of, self._hooks = rule_of, hooks
         self.rank, self.size = this_rank(), rank_count()
         self._connections = connections() if is_distributed() else None
         self._run = str(next(_numbers))
@@ -208,7 +192,7 @@ class RankSync(OneProcess):
         """Return the step metrics of all ranks, by one exchange."""
         own = {point.name: {n: (list(s), s.steps) for n, s in found.items()} for point, found in series.items()}
         steps = [step for found in series.values() for one in found.values() for step in one.steps]
-        said = self._exchange(own, _OF_STEPS, f" {min(steps)} to {max(steps)}" if steps else "")
+        said = self._exchange(own, "metrics of steps", f" {min(steps)} to {max(steps)}" if steps else "")
         reduced: dict[HookPoint, dict[str, StepSeries]] = {}
         for point in HookPoint:
             of_ranks = [one[point.name] for one in said if point.name in one]
@@ -226,19 +210,12 @@ class RankSync(OneProcess):
             said = self.gather((value, held, self.signal), what)
         except RankError as error:
             if has_group() and not self._is_exit:
-                raise self._with_hooks(error, what) from error
+                raise
             self._go_on_alone(f"beginning with {what}{steps}", _short(error))
             return [value]
         self._agreed_signal = self._agreed_signal or next((signal for *_, signal in said if signal), None)
         self._learn_failures([failures for _, failures, _ in said])
         return [each for each, *_ in said]
-
-    def _with_hooks(self, error: RankError, what: str) -> RankError:
-        """Return the error with the hooks at steps, where ranks meet between steps: one may keep a rank from coming."""
-        names = ", ".join(self._at_steps)
-        if not names or what not in (_STATE, _OF_STEPS):
-            return error
-        return RankError(f"{error} The hooks at steps: {names}.", ranks=error.ranks)
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Return the value of every rank."""
@@ -247,9 +224,9 @@ class RankSync(OneProcess):
         try:
             with self._reach():
                 return gather_objects(value, what=what)
-        except RankError:
+        except RankError as error:  # one of the hooks may have kept a rank from coming
             self.is_lost = True
-            raise
+            raise RankError(f"{error} The hooks: {', '.join(self._hooks) or 'none'}.", ranks=error.ranks) from error
 
     def _reach(self) -> Any:
         """Return a context in which the other ranks can be reached, also once the process group was destroyed."""
@@ -266,7 +243,8 @@ class RankSync(OneProcess):
     def _learn_failures(self, said: Sequence[Mapping[str, RankFailure]]) -> None:
         for hook in dict.fromkeys(hook for failures in said for hook in failures):
             found = [failures[hook] for failures in said if hook in failures]
-            blamed = [one for one in found if not one.is_relayed] or found
+            # One that says RankError only tells of another rank.
+            blamed = [one for one in found if not one.text.startswith(RankError.__name__)] or found
             known = self._failed.get(hook) or RankFailure((), "", ends=False)
             self._failed[hook] = RankFailure(
                 (*known.ranks, *(rank for one in blamed for rank in one.ranks)),
@@ -324,7 +302,7 @@ class RankSync(OneProcess):
         if step < self._next_check or self.is_lost or not has_group():
             return
         seconds = (time.perf_counter() - began) / max(1, step - before)
-        slowest = max(self._exchange(seconds, _STATE))
+        slowest = max(self._exchange(seconds, "state of the run"))
         # The slowest rank decides. The first steps are slow, so the distance grows by doubling at most.
         self._interval = max(1, min(int(_SECONDS_BETWEEN / max(slowest, 1e-6)), 2 * self._interval))
         self._next_check, self._checked_at = step + self._interval, (step, time.perf_counter())
@@ -334,17 +312,11 @@ class RankSync(OneProcess):
         if error is self._agreed_error:
             return None
         self.is_lost = True
-        _leave_note(f"rank {self.rank}: {error_text(error)}")
         if not (isinstance(error, RuntimeError | OSError) and _LOST.search(str(error))):
             return None
-        notes, silent = _read_notes()
-        told = [text for _, text in sorted(notes.items())]
-        if silent:
-            told.append(f"{rank_names(silent)} left no word: killed, or waiting for a collective")
         return RankError(
-            f"The ranks have lost each other; {'; '.join(told)}. Rank {self.rank} noticed it by {_short(error)}. Next: "
-            "look at the output of the rank that ended first; with checkpoints the run can be resumed.",
-            ranks=(*silent, *notes),
+            f"Rank {self.rank} has lost another rank: {_short(error)}. Next: look at the output of the rank that ended "
+            "first, which torchrun names; with checkpoints the run can be resumed."
         )
 
     @contextmanager
@@ -356,7 +328,6 @@ class RankSync(OneProcess):
                 self._connections.note_end(self._run)
                 missing = self._connections.wait_for_ends(self._run) if is_exit else []
                 if missing:
-                    _leave_note(f"rank {self.rank}: its process ended while others were training")
                     self._go_on_alone("which were not written yet", f"{rank_names(missing)} did not end")
             yield not self.is_lost
 
@@ -368,47 +339,12 @@ class RankSync(OneProcess):
             "every rank, before destroy_process_group()."
         )
         stop_reaching()  # what hooks exchange themselves is of this rank alone too
-        warnings.warn(self.alone, HooklineWarning, stacklevel=caller_stacklevel())
+        warn_user(self.alone)
 
 
 def _short(error: BaseException) -> str:
-    """Return the first line of an error; of a long one, the sentences that fit, or the words."""
-    text = error_text(error).partition("\n")[0]
-    if len(text) > _LONGEST:
-        sentences, dot, _ = text[:_LONGEST].rpartition(". ")
-        text = sentences if dot else text[:_LONGEST].rpartition(" ")[0] + " …"
-    return text.rstrip(". ")
-
-
-# -- why ranks ended: keys of the store that all ranks connect to ---------------------------------------------------
-
-
-def _leave_note(text: str) -> None:
-    """Tell the other ranks why this one ends; without a store, nobody is told."""
-    store: Any = default_store()
-    if store is not None:
-        try:
-            store.set(f"hookline/note/{this_rank()}", text[:1000])
-        except (RuntimeError, OSError):  # the process that holds the store is gone
-            return
-
-
-def _read_notes() -> tuple[dict[int, str], list[int]]:
-    """Return the notes of other ranks that ended, and the ranks that left none: killed, or still waiting."""
-    store: Any = default_store()
-    waiting = [rank for rank in range(rank_count()) if rank != this_rank()]
-    found: dict[int, str] = {}
-    deadline = time.monotonic() + _WAIT_FOR_NOTES
-    while store is not None and waiting and time.monotonic() < deadline:
-        try:
-            for rank in [one for one in waiting if store.check([f"hookline/note/{one}"])]:
-                found[rank] = store.get(f"hookline/note/{rank}").decode(errors="replace")
-                waiting.remove(rank)
-        except (RuntimeError, OSError):
-            break
-        if waiting:
-            time.sleep(0.05)
-    return found, waiting
+    """Return the beginning of what an error of another library says."""
+    return error_text(error).partition("\n")[0][:_LONGEST].rstrip(". ")
 
 
 # -- the rule of each metric ----------------------------------------------------------------------------------------
@@ -433,41 +369,31 @@ def rule_finder(hooks: Mapping[str, TrainingHook]) -> Callable[[str], str]:
     # The longest name first: a hook may be called "a" and another one "a/b".
     prefixed = [(f"{name}/", _patterns(hooks[name])) for name in sorted(hooks, key=len, reverse=True)]
     rooted = [(tuple(hook.roots), _patterns(hook)) for hook in hooks.values() if hook.roots]
-    known: dict[str, str] = {}
 
-    def find(name: str) -> str:
+    @cache
+    def rule_of(name: str) -> str:
         for prefix, patterns in prefixed:
             if name.startswith(prefix):
                 return _match(name[len(prefix) :], patterns)
         return next((_match(name, patterns) for roots, patterns in rooted if name.startswith(roots)), _USUAL_RULE)
 
-    def rule_of(name: str) -> str:
-        if name not in known:
-            known[name] = find(name)
-        return known[name]
-
     return rule_of
 
 
-def _patterns(hook: TrainingHook) -> list[tuple[str, str]]:
+def _patterns(hook: TrainingHook) -> Mapping[str, str]:
     declared = checked_reduce(hook.name, hook.reduce)
-    return [("*", declared)] if isinstance(declared, str) else list(declared.items())
+    return {"*": declared} if isinstance(declared, str) else declared
 
 
-def _match(name: str, patterns: Iterable[tuple[str, str]]) -> str:
-    return next((rule for pattern, rule in patterns if fnmatchcase(name, pattern)), _USUAL_RULE)
+def _match(name: str, patterns: Mapping[str, str]) -> str:
+    return next((rule for pattern, rule in patterns.items() if fnmatchcase(name, pattern)), _USUAL_RULE)
 
 
 def checked_reduce(hook: str, given: Any) -> str | dict[str, str]:
     """Return what a hook declares as ``reduce``; raise if it is neither a rule nor rules by pattern."""
     try:
-        if isinstance(given, str):
-            return check_rule(given)
         if isinstance(given, Mapping):
             return {str(pattern): check_rule(rule) for pattern, rule in given.items()}
+        return check_rule(given)
     except OptionError as error:
         raise OptionError(f"Hook {hook!r}, reduce: {error}") from None
-    raise OptionError(
-        f'Hook {hook!r} declares reduce = {type_name(given)}; it is a rule ("mean"), or rules by pattern of metrics '
-        '({"count": "sum", "*": "mean"}).'
-    )

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hookline import checkpoint_file
-from hookline.errors import CheckpointError, HooklineWarning
-from hookline.messages import caller_stacklevel
+from hookline.error_policy import error_text, warn_user
+from hookline.errors import CheckpointError
 
 if TYPE_CHECKING:
     from hookline.lifecycle.hook import TrainingHook
@@ -71,12 +70,7 @@ class ReferenceWeights:
     def _warn(self, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
-                f"The reference weights {self._source!r} could not be had ({type(error).__name__}: {error}); hooks "
-                "that need them go without.",
-                HooklineWarning,
-                stacklevel=caller_stacklevel(),
-            )
+            warn_user(f"Hooks go without reference weights: {self._source!r} cannot be read ({error_text(error)}).")
 
 
 def read_weights(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, ClassVar, Final, TypeVar, overload
 
-from hookline.errors import HooklineWarning, HookNameError, HookSignatureError, OptionError
+from hookline.error_policy import error_text, warn_user
+from hookline.errors import HookNameError, HookSignatureError, OptionError
 from hookline.lifecycle.hook import InterventionHook, MetricInfo, TrainingHook
 from hookline.lifecycle.trackers import TrackerHook, is_tracker
-from hookline.messages import caller_stacklevel, did_you_mean, type_name
+from hookline.messages import type_name, unknown_name_text
 from hookline.plain import own_copy
 from hookline.when import HookPoint, validate_points
 
@@ -32,6 +33,7 @@ _TOOLS: Final = {
 }
 """Hooks of ``hookline.debug``: selected by their own names alone, since they look for faults and measure nothing."""
 _SCOPES: Final = ("reads", "grads", "trains")
+_CALLS: Final = {"compute": "compute(self, ctx)", "intervene": "intervene(self, run_ctx, model_ctx)"}
 
 
 class HookRegistry:
@@ -58,8 +60,6 @@ class HookRegistry:
     """Names that stand for several hooks, see ``add_group``."""
     _hooks: ClassVar[dict[str, type[TrainingHook] | str | EntryPoint | None]] = {}
     """By name: a class, or where it is to be imported from; None while that is done."""
-    _broken: ClassVar[dict[str, str]] = {}
-    """Those that could not be loaded, and why."""
     _has_entry_points: ClassVar[bool] = False
     _loading: ClassVar[threading.RLock] = threading.RLock()
     """One thread at a time; it may load one hook while it loads another."""
@@ -93,12 +93,8 @@ class HookRegistry:
         if name in cls._tokens() or name in cls.groups:
             there = "a word that stands for several hooks"
         if there not in ("", _path(hook)):
-            raise HookNameError(
-                f"The name {name!r} is taken by {there}, so {_path(hook)} cannot be registered under it; give it "
-                'another: @HookRegistry.register("name").'
-            )
+            raise HookNameError(f'The name {name!r} is taken by {there}; say @HookRegistry.register("another_name").')
         cls._hooks[name] = hook
-        cls._broken.pop(name, None)
         return hook
 
     @classmethod
@@ -184,13 +180,9 @@ class HookRegistry:
 
         Each once, in the order it was first named.
         """
-        listed = cls._tokens()
-        found: list[str] = []
-        for token in [tokens] if isinstance(tokens, str) else tokens:
-            if token in cls.groups:
-                found += cls.groups[token]
-            else:
-                found += listed[token]() if token in listed else [token]
+        words = cls._tokens() | {name: lambda hooks=hooks: list(hooks) for name, hooks in cls.groups.items()}
+        given = [tokens] if isinstance(tokens, str) else tokens
+        found = [name for token in given for name in (words[token]() if token in words else [token])]
         for name in found:
             cls.get(name)
         return list(dict.fromkeys(found))
@@ -211,16 +203,11 @@ class HookRegistry:
         """Make the hooks of these names, each with its arguments from ``config``."""
         config = config or {}
         names = cls.resolve(names)
-        for name in config:
-            if name not in names:
-                raise HookNameError(
-                    f"config is for {name!r}, which is not among the hooks {', '.join(names) or '(none)'}."
-                )
-        made = []
-        for name in names:
-            hook = make_hook(cls.get(name), config.get(name, {}))
+        for name in config.keys() - set(names):
+            raise HookNameError(f"config is for {name!r}, which is no hook here.{unknown_name_text(name, names)}")
+        made = [make_hook(cls.get(name), config.get(name, {})) for name in names]
+        for name, hook in zip(names, made, strict=True):
             hook.name = name
-            made.append(hook)
         return made
 
     # -- finding -----------------------------------------------------------------------------------------
@@ -234,13 +221,7 @@ class HookRegistry:
                 try:
                     found[name] = cls._load(name)
                 except Exception as error:
-                    del cls._hooks[name]
-                    cls._broken[name] = f"{type(error).__name__}: {error}"
-                    warnings.warn(
-                        f"The hook {name!r} cannot be loaded ({cls._broken[name]}) and is passed over.",
-                        HooklineWarning,
-                        stacklevel=caller_stacklevel(),
-                    )
+                    warn_user(f"The hook {name!r} cannot be loaded ({error_text(error)}) and is passed over.")
         return found
 
     @classmethod
@@ -250,17 +231,10 @@ class HookRegistry:
         if isinstance(where, type):
             return where
         if where is None:
-            if name in cls._broken:
-                raise HookNameError(f"The hook {name!r} cannot be loaded ({cls._broken[name]}).")
-            meant = did_you_mean(name, known)
-            raise HookNameError(f"Unknown hook: {name!r}.{meant} Available: {', '.join(known) or 'none'}.")
+            raise HookNameError(f"Unknown hook: {name!r}.{unknown_name_text(name, known, 'Available')}")
         cls._hooks[name] = None  # its module may register it, from wherever it is defined
         try:
-            if isinstance(where, str):
-                module, _, attribute = where.partition(":")
-                hook = getattr(importlib.import_module(module), attribute)
-            else:
-                hook = where.load()
+            hook = pkgutil.resolve_name(where) if isinstance(where, str) else where.load()
             cls._hooks[name] = None
             added: type[TrainingHook] = cls._add(hook, name)
             return added
@@ -306,58 +280,43 @@ def check_hook(hook: TrainingHook | type[TrainingHook]) -> None:
     """Check that ``compute`` and ``intervene`` are there and take what they will be given."""
     cls = hook if isinstance(hook, type) else type(hook)
     is_intervention = issubclass(cls, InterventionHook)
-    if not is_intervention and cls.compute is TrainingHook.compute:
-        raise HookSignatureError(f"{cls.__name__} has to say what it observes: define compute(self, ctx).")
-    if is_intervention and cls.intervene is InterventionHook.intervene:  # type: ignore[attr-defined]
-        raise HookSignatureError(f"{cls.__name__} has to say what it does: define intervene(self, run_ctx, model_ctx).")
-    if cls.get_state_tensors is not TrainingHook.get_state_tensors and not _takes_state_back(cls):
+    method, base = ("intervene", InterventionHook) if is_intervention else ("compute", TrainingHook)
+    if getattr(cls, method) is getattr(base, method):
+        raise HookSignatureError(f"{cls.__name__} has to say what it does: define {_CALLS[method]}.")
+    gives = cls.get_state_tensors is not TrainingHook.get_state_tensors
+    if gives and all(getattr(cls, n) is getattr(TrainingHook, n) for n in ("set_state_tensors", "load_state_dict")):
         raise HookSignatureError(
             f"{cls.__name__} hands out get_state_tensors() and cannot take them back, so a resumed run would go on "
             "without: define set_state_tensors(self, tensors)."
         )
-    _check_call(cls, "compute", ("ctx",))
+    _check_call(cls, "compute", 1)
     if is_intervention:
-        _check_call(cls, "intervene", ("run_ctx", "model_ctx"))
-        if getattr(hook, "scope", None) not in _SCOPES:
-            raise OptionError(
-                f"scope of hook {hook.name!r} is one of {', '.join(map(repr, _SCOPES))}; got {hook.scope!r}."  # type: ignore[union-attr]
-            )
+        _check_call(cls, "intervene", 2)
+        if hook.scope not in _SCOPES:  # type: ignore[union-attr]
+            raise OptionError(f"scope of hook {hook.name!r} is one of {', '.join(_SCOPES)}; got {hook.scope!r}.")  # type: ignore[union-attr]
 
 
-def _takes_state_back(cls: type[TrainingHook]) -> bool:
-    return (
-        cls.set_state_tensors is not TrainingHook.set_state_tensors
-        or cls.load_state_dict is not TrainingHook.load_state_dict
-    )
-
-
-def _check_call(cls: type[TrainingHook], method: str, arguments: tuple[str, ...]) -> None:
+def _check_call(cls: type[TrainingHook], method: str, count: int) -> None:
     function = inspect.getattr_static(cls, method)
     if not inspect.isfunction(function):
         return  # a static or class method, a partial: whoever does that knows what it takes
-    signature = inspect.signature(function)
+    signature, wanted = inspect.signature(function), _CALLS[method]
     try:
-        signature.bind(None, *arguments)
+        signature.bind(*[None] * (count + 1))
     except TypeError as error:
-        wanted = f"{method}(self, {', '.join(arguments)})"
         raise HookSignatureError(f"{cls.__name__}.{method}{signature} cannot be called as {wanted}: {error}.") from None
 
 
 def make_hook(cls: type[TrainingHook], options: Mapping[str, Any]) -> TrainingHook:
     """Make a hook of class `cls` with a copy of `options`; an argument it does not take is an error that names it."""
     options = own_copy(dict(options))
-    try:
-        parameters = inspect.signature(cls).parameters.values()
-    except (TypeError, ValueError):  # pragma: no cover  (a class whose metaclass hides it)
-        return cls(**options)
+    parameters = inspect.signature(cls).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unknown = [name for name in options if name not in names]
     if unknown and not takes_any:
-        raise OptionError(
-            f"Hook {cls.name!r} takes no {', '.join(map(repr, unknown))}; it takes "
-            f"{', '.join(names) or 'no arguments'}."
-        )
+        known = ", ".join(names) or "no arguments"
+        raise OptionError(f"Hook {cls.name!r} takes no {', '.join(map(repr, unknown))}; it takes {known}.")
     return cls(**options)
 
 
@@ -374,29 +333,28 @@ def choose_hooks(
         given: Hooks as objects or classes, trackers and watches.
         config: Arguments of hooks, by name.
     """
-    if isinstance(given, type):
-        raise OptionError(f"hooks= takes a list of hooks; got {type_name(given)}: write hooks=[{given.__name__}()].")
-    if isinstance(given, TrainingHook) or is_tracker(given):
+    if isinstance(given, type | TrainingHook) or is_tracker(given):
         raise OptionError(f"hooks= takes a list of hooks; put {type_name(given)} into one.")
     names = HookRegistry.resolve(names or ())
-    found: dict[str, TrainingHook] = {}
     unused = {name: dict(options) for name, options in config.items()}
-    for hook in HookRegistry.create(names, {name: unused.pop(name) for name in names if name in unused}):
+    made = HookRegistry.create(names, {name: unused.pop(name) for name in names if name in unused})
+    found: dict[str, TrainingHook] = {hook.name: hook for hook in made}
+    for hook in [_as_hook(thing, unused) for thing in given or ()]:
+        check_hook(hook)
+        if hook.name in found:
+            raise HookNameError(
+                f"Two hooks are called {hook.name!r} ({type(found[hook.name]).__name__} and {type(hook).__name__}); "
+                "set .name of one of them."
+            )
         found[hook.name] = hook
-    for thing in given or ():
-        _add(found, _as_hook(thing, unused))
-    _check_config(unused, found)
+    for name in unused:
+        if name in found:
+            raise OptionError(f"hook_config for {name!r}: it was given as an object, which has its arguments already.")
+        if name not in HookRegistry.known():
+            there = unknown_name_text(name, [*found, *HookRegistry.known()], "Available")
+            raise HookNameError(f"hook_config: Unknown hook: {name!r}.{there}")
+        warn_user(f"hook_config for {name!r} has no effect: that hook is not selected.")
     return found
-
-
-def _add(found: dict[str, TrainingHook], hook: TrainingHook) -> None:
-    check_hook(hook)
-    if hook.name in found:
-        raise HookNameError(
-            f"Two hooks are called {hook.name!r} ({type(found[hook.name]).__name__} and {type(hook).__name__}), so "
-            "their metrics could not be told apart; set .name of one of them."
-        )
-    found[hook.name] = hook
 
 
 def _as_hook(thing: Any, unused: dict[str, dict[str, Any]]) -> TrainingHook:
@@ -406,36 +364,10 @@ def _as_hook(thing: Any, unused: dict[str, dict[str, Any]]) -> TrainingHook:
         return thing
     if is_tracker(thing) and not isinstance(thing, type):
         return TrackerHook(thing)
-    raise OptionError(
-        f"hooks= takes TrainingHook objects or classes, trackers and watches; got {type_name(thing)}{_remedy(thing)}."
-    )
-
-
-def _remedy(thing: Any) -> str:
-    """Return what to write instead of something that is no hook."""
-    if isinstance(thing, str):
-        return f" ({thing!r}); hooks by name go into hook_names="
-    if isinstance(thing, type) and is_tracker(thing):
-        return f": call it, hooks=[{thing.__name__}()]"
+    remedy = "; hooks by name go into hook_names=" if isinstance(thing, str) else ""
     if isinstance(thing, type):
-        return f", which does not derive from TrainingHook: write class {thing.__name__}(hookline.TrainingHook)"
-    return ""
-
-
-def _check_config(unused: Mapping[str, Any], hooks: Mapping[str, Any]) -> None:
-    for name in unused:
-        if name in hooks:
-            raise OptionError(
-                f"hook_config for {name!r}: it was given as an object; give its arguments when making it."
-            )
-        if name not in HookRegistry.known():
-            available = ", ".join([*hooks, *HookRegistry.list_all()])
-            raise HookNameError(f"hook_config: Unknown hook: {name!r}. Available: {available or 'none'}.")
-        warnings.warn(
-            f"hook_config for {name!r} has no effect: that hook is not selected.",
-            HooklineWarning,
-            stacklevel=caller_stacklevel(),
-        )
+        remedy = f": call it, hooks=[{thing.__name__}()]" if is_tracker(thing) else ": derive it from TrainingHook"
+    raise OptionError(f"hooks= takes TrainingHooks, trackers and watches; got {type_name(thing)}{remedy}.")
 
 
 register_built_ins()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -17,14 +16,14 @@ import torch
 from torch import Tensor
 
 from hookline.guard.rng import kept_rng
-from hookline.tree import rebuilt_tuple
+from hookline.tree import map_tensors
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hookline.lifecycle.hook import TrainingHook
 
-__all__ = ["ManagedHooks", "copied", "map_tensors"]
+__all__ = ["ManagedHooks", "copied"]
 
 _CPU: Final = torch.device("cpu")
 _NOTHING: Final[AbstractContextManager[None]] = nullcontext()
@@ -114,32 +113,15 @@ class ManagedHooks:
             hook.set_state_tensors(moved)
 
 
-def _away(homes: list[torch.device], tensor: Tensor) -> Tensor:
+def _away(homes: list[torch.device], _: str, tensor: Tensor) -> Tensor:
     homes.append(tensor.device)
     return tensor.to(_CPU)
 
 
-def _back(homes: Iterator[torch.device], tensor: Tensor) -> Tensor:
+def _back(homes: Iterator[torch.device], _: str, tensor: Tensor) -> Tensor:
     return tensor.to(next(homes, tensor.device))
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Any], other: Callable[[Any], Any] = lambda value: value) -> Any:
-    """Return the same structure with `change` applied to every tensor, and `other` to whatever is no container."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        same = copy.copy(value)  # a defaultdict stays one
-        same.update({key: map_tensors(item, change, other) for key, item in value.items()})
-        return same
-    if isinstance(value, deque):
-        return deque((map_tensors(item, change, other) for item in value), value.maxlen)
-    if type(value) is list:
-        return [map_tensors(item, change, other) for item in value]
-    if isinstance(value, tuple):
-        return rebuilt_tuple(value, [map_tensors(item, change, other) for item in value])
-    return other(value)
 
 
 def copied(value: Any) -> Any:
     """Return a copy that shares nothing with `value`; tensors stay on their device, without their graph."""
-    return map_tensors(value, lambda tensor: tensor.detach().clone(), copy.deepcopy)
+    return map_tensors(value, lambda _, tensor: tensor.detach().clone(), copy.deepcopy)

@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hookline.errors import HooklineWarning
+from hookline.error_policy import warn_user
 from hookline.lifecycle.hook import TrainingHook
-from hookline.messages import caller_stacklevel
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
@@ -83,37 +81,32 @@ class TrackerHook(TrainingHook):
 
 def tell_watches(hooks: Iterable[TrainingHook], optimizers: Sequence[Any]) -> None:
     """Let every watch among ``hooks`` count steps of the run's optimizers; leave those that were given their own."""
-    for hook in hooks if optimizers else ():
-        _call(hook.tracker if isinstance(hook, TrackerHook) else hook, "count_steps_of", optimizers)
+    if optimizers:
+        _call([hook.tracker if isinstance(hook, TrackerHook) else hook for hook in hooks], "count_steps_of", optimizers)
 
 
 def tell_scaler(hooks: Iterable[TrainingHook], scaler: Any) -> None:
     """Let hooks that read scaled gradients know by what; None for no scaler."""
-    for hook in hooks:
-        _call(hook, "take_scaler", scaler)
+    _call(hooks, "take_scaler", scaler)
 
 
 def tell_reports(hooks: Iterable[TrainingHook], reports: Any) -> None:
     """Let hooks that look at some steps know which are reported: those for which ``reports.is_due(step)``."""
-    for hook in hooks:
-        _call(hook, "look_at_reports", reports)
+    _call(hooks, "look_at_reports", reports)
 
 
-def _call(owner: Any, name: str, given: Any) -> None:
-    """Call a method, if ``owner`` has it."""
-    if hasattr(owner, name):
-        getattr(owner, name)(given)
+def _call(owners: Iterable[Any], name: str, given: Any) -> None:
+    for owner in owners:
+        if hasattr(owner, name):
+            getattr(owner, name)(given)
 
 
 def _warn_of_other_model(name: str, watched: nn.Module, model: nn.Module) -> None:
     """Warn if the ``watched`` model has no module of ``model``, which is trained."""
     if {id(module) for module in model.modules()}.isdisjoint(map(id, watched.modules())):
-        warnings.warn(
+        warn_user(
             f"The watch {name!r} is on a {type(watched).__name__} that has no module of the {type(model).__name__} "
-            "that is trained: its numbers say nothing of this run, and it may never fire. Next: hookline.watch(model) "
-            "with the model that is trained; a teacher or a copy may be meant.",
-            HooklineWarning,
-            stacklevel=caller_stacklevel(),
+            "that is trained: it may never fire. Next: hookline.watch(model) with the model that is trained."
         )
 
 

@@ -169,7 +169,11 @@ class MetricChoice:
         return [pattern for pattern in self._asked if not any(_matches(name, pattern) for name in names)]
 
     def _matching(self, metrics: Mapping[str, Any]) -> list[str]:
-        return list(dict.fromkeys(key for pattern in self._asked for key in metrics if _matches(key, pattern)))
+        found: dict[str, str] = {}
+        for key in (key for pattern in self._asked for key in metrics if _matches(key, pattern)):
+            metric = split_key(key)[1]
+            found.setdefault(metric if metric in _FIRST else key, key)
+        return list(found.values())
 
 
 def _matches(key: str, pattern: str) -> bool:

@@ -122,7 +122,7 @@ class _Checker:
     def check_in(self, loop: str) -> None:
         """Make all checks in one of the loops."""
         trial = self._trial()
-        trial.manager.set_loop_type(loop)
+        trial.manager.loop_type = loop
         if not trial.manager.plan().points or trial.manager.plan().will_not_fire(LOOPS[loop]):
             self.report.skipped[f"{loop} loop"] = "it takes no part there"
             return

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -19,10 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import InterventionHook, TrainingHook
-from hookline.lifecycle.states import map_tensors
 from hookline.testing.run_outcome import Outcome, Trial, collected_warnings, left_by
 from hookline.training.experiment import Experiment
 from hookline.training.loops import epoch_loop, step_loop
+from hookline.tree import map_tensors
 from hookline.when import HookPoint
 
 __all__ = ["DrawingHook", "ReplacingHook", "SmallModel", "SmallRun", "StirringHook", "small_experiment"]
@@ -173,7 +172,7 @@ class ReplacingHook(TrainingHook):
     def compute(self, ctx: RunDataContext) -> None:
         """Take the tensors, and give copies back."""
         there: list[torch.Tensor] = []
-        moved = map_tensors(self.target.get_state_tensors(), partial(_copied, there))
+        moved = map_tensors(self.target.get_state_tensors(), lambda _, tensor: _copied(there, tensor))
         if there:
             self.target.set_state_tensors(moved)
 

@@ -5,34 +5,30 @@ Users make a `Checkpoints` and give it to a loop; `Saving` has it write trees an
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import math
 import re
 import shutil
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.checkpoint_file import write
-from hookline.errors import CheckpointError, HooklineWarning, ResumeError
+from hookline.error_policy import warn_user
+from hookline.errors import CheckpointError, ResumeError
 from hookline.files import FileLock, lock_holder, take_lock
-from hookline.messages import caller_stacklevel
 from hookline.training.experiment import whole_number
 
 if TYPE_CHECKING:
     import os
 
-__all__ = ["Checkpoints", "differences", "lock_folder", "to_plain"]
+__all__ = ["Checkpoints", "differences", "lock_folder"]
 
 logger = logging.getLogger(__name__)
 
 _MAY_GROW: Final = ("epochs", "steps")
 """A run may be asked to go on for longer."""
-_DEEPEST: Final = 20
 _NOT_THERE: Final = "(not there)"
 _NAME: Final = re.compile(r"step_(\d+)\.(pt|ranks)")
 
@@ -130,9 +126,7 @@ class Checkpoints:
             for damaged, why in failed:
                 with suppress(OSError):  # or it would be the newest again
                     damaged.replace(damaged.with_name(f"{damaged.name}.damaged"))
-                warnings.warn(
-                    f"{why} The run goes on from {path.name} instead.", HooklineWarning, stacklevel=caller_stacklevel()
-                )
+                warn_user(f"{why} The run goes on from {path.name} instead.")
             return path, tree
         if failed:
             tried = "\n".join(f"  {why}" for _, why in failed)
@@ -144,10 +138,7 @@ class Checkpoints:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(
-                f"Checkpoints are to go to {self.folder}, and that folder cannot be made ({error}). Next: give one "
-                "that can be written to."
-            ) from error
+            raise CheckpointError(f"The folder {self.folder} of checkpoints cannot be made ({error}).") from error
         for draft in self.folder.glob(".step_*"):
             _remove(draft)
 
@@ -167,46 +158,15 @@ def lock_folder(folder: Path) -> FileLock:
     try:
         lock = take_lock(path)
     except OSError as error:
-        raise CheckpointError(
-            f"Checkpoints are to go to {folder}, and nothing can be written there ({error}). Next: give another folder."
-        ) from error
+        raise CheckpointError(f"No checkpoints can be written to {folder} ({error}): give another folder.") from error
     if lock is None:
         holder = lock_holder(path)
         who = "another process" if holder is None else f"process {holder}"
-        raise ResumeError(
-            f"{folder} is in use: {who} writes its checkpoints there. Next: wait for it, end it, or give another "
-            "folder."
-        )
+        raise ResumeError(f"{folder} is in use: {who} writes its checkpoints there. Wait, or give another folder.")
     return lock
 
 
 # -- settings -----------------------------------------------------------------------------------------------------
-
-
-def to_plain(config: Any, depth: int = 0) -> Any:
-    """Return a configuration as dictionaries, lists, numbers and texts; of anything else, its type."""
-    if depth > _DEEPEST:  # it may contain itself
-        return "…"
-    if config is None or isinstance(config, (bool, int, float, str)):
-        return config
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        config = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(config)}
-    elif callable(getattr(config, "model_dump", None)):
-        config = config.model_dump()
-    if isinstance(config, Mapping):
-        return {str(key): to_plain(value, depth + 1) for key, value in config.items()}
-    if isinstance(config, (list, tuple)):
-        return [to_plain(value, depth + 1) for value in config]
-    if isinstance(config, (set, frozenset)):
-        return sorted((to_plain(value, depth + 1) for value in config), key=repr)
-    if isinstance(config, Path):
-        return str(config)
-    if type(config).__name__ in ("dtype", "device"):
-        return str(config)
-    inside = getattr(config, "__dict__", None)
-    if inside and not callable(config):
-        return {name: to_plain(value, depth + 1) for name, value in inside.items() if not name.startswith("_")}
-    return f"a {getattr(config, '__qualname__', None) or type(config).__qualname__}"
 
 
 def differences(saved: Any, now: Any, path: str = "") -> list[str]:
@@ -220,9 +180,8 @@ def differences(saved: Any, now: Any, path: str = "") -> list[str]:
                 saved.get(name, _NOT_THERE), now.get(name, _NOT_THERE), f"{path}.{name}" if path else str(name)
             )
         ]
-    both_nan = isinstance(saved, float) and isinstance(now, float) and math.isnan(saved) and math.isnan(now)
     numbers = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in (saved, now))
-    if saved == now or both_nan or (path.rpartition(".")[2] in _MAY_GROW and numbers and now > saved):
+    if saved == now or (path.rpartition(".")[2] in _MAY_GROW and numbers and now > saved):
         return []
     was, found = (one if one is _NOT_THERE else repr(one) for one in (saved, now))
     return [f"{path or 'config'}: {was} → {found}"]

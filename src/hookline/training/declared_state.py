@@ -7,7 +7,6 @@ on, for `Saving`.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
@@ -21,11 +20,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 
 from hookline.checkpoint_file import digest
-from hookline.errors import CheckpointError, HooklineWarning, ResumeError
+from hookline.error_policy import warn_user
+from hookline.errors import CheckpointError, ResumeError
 from hookline.guard.guard import rollback
 from hookline.guard.rng import GENERATOR_TYPES
 from hookline.lifecycle.states import copied
-from hookline.messages import caller_stacklevel, type_name
+from hookline.messages import type_name
 from hookline.training.experiment import Experiment, attributes_of, has_state, is_record
 from hookline.training.model_state import (
     ModelState,
@@ -46,6 +46,8 @@ __all__ = ["CoreState", "GuardedState", "SavedState"]
 _WITH_GRADIENTS: Final = (nn.Module, nn.Parameter, Optimizer)
 _ENTERED: Final = (nn.Module, Optimizer, LRScheduler, Sampler, torch.amp.GradScaler, *GENERATOR_TYPES)
 """Objects with a state whose attributes the guard looks through."""
+LARGE: Final = 256 * 2**20
+"""Bytes of a declared tensor that is more likely data than state."""
 _PARTS: Final = ("optimizer", "scheduler", "scaler")
 _STATE: Final = "hookline.state"
 _ATTRIBUTES: Final = "hookline.attributes"
@@ -91,6 +93,7 @@ class GuardedState:
         self._experiment = experiment
         self._kept = {name: _Together() for name in _PARTS}
         """The same objects each time, since a guard keeps its memory by them."""
+        self._has_warned = False
 
     def parts(self, loader: Any) -> tuple[Any, Any, Any, Any, Any]:
         """Return what a guard has to save: model, optimizer, scheduler, scaler, loader, with all that is declared."""
@@ -103,6 +106,18 @@ class GuardedState:
     def all_but_optimizer(self) -> Any:
         """The scheduler and all that is declared, where optimizer and scaler have to be handed over as they are."""
         return self._joined("scheduler", self._found())
+
+    def warn_of_large(self) -> None:
+        """Warn once of each large tensor that is declared, since it will be copied or saved again and again."""
+        for name, value in {} if self._has_warned else self._experiment.state.items():
+            for place, thing in _walk(value, name):
+                if isinstance(thing, Tensor) and thing.nbytes > LARGE:
+                    warn_user(
+                        f"experiment.{place} is a tensor of {thing.nbytes >> 20:,} MB, and so part of the experiment's "
+                        "state: it is copied for each intervention and saved in each checkpoint. Next: if the run does "
+                        "not change it, override the property `state` and leave it out, or keep it in a Dataset."
+                    )
+        self._has_warned = True
 
     def _found(self) -> dict[str, Any]:
         """Return what is declared, and the attributes of objects that the guard does not enter by itself."""
@@ -184,11 +199,9 @@ class SavedState:
         is_as_made = isinstance(made, _Unsavable) and made.value is value
         if not is_as_made and name not in self._told:
             self._told.add(name)
-            warnings.warn(
+            warn_user(
                 f"experiment.{name} has changed and is not saved: {now.why} A resumed run begins with what the code "
-                "gives it.",
-                HooklineWarning,
-                stacklevel=caller_stacklevel(),
+                "gives it."
             )
 
     def check(self, saved: Mapping[str, Any], *, force: bool = False) -> None:
@@ -257,8 +270,7 @@ def _check(live: Any, saved: Any, name: str, *, force: bool) -> None:
         or (is_member and not (isinstance(live, Enum) and saved[_MEMBER] in type(live).__members__))
     ):
         raise ResumeError(
-            f"The checkpoint has the state of {name}, and here it is {type_name(live)}. Nothing was loaded. Next: make "
-            "it before the run begins, as it was."
+            f"The state of {name} was saved, and here it is {type_name(live)}. Nothing was loaded. Make it as it was."
         )
     if is_state:
         state = saved[_STATE] or {}

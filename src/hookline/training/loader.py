@@ -74,9 +74,7 @@ class LoaderPosition:
         """Return the position: ``within`` a pass, or between two; and whether any has ``begun``."""
         passes = self._passes
         fixed: Any = self._experiment.loader
-        saved: dict[str, Any] = {
-            "fixed": {**_parts(fixed), "warm": _is_warm(fixed)},
-        }
+        saved: dict[str, Any] = {"fixed": {**_parts(fixed), "warm": _is_warm(fixed)}}
         loader = passes.loader if within else fixed
         if begun and has_state(loader):
             saved["state"] = loader.state_dict()

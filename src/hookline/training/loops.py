@@ -5,7 +5,6 @@ Users and the command line call `epoch_loop` or `step_loop`. Each moves a `Run` 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,9 +12,10 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from hookline.errors import HooklineWarning, OptionError
+from hookline.error_policy import warn_user
+from hookline.errors import OptionError
 from hookline.lifecycle.manager import HookManager
-from hookline.messages import caller_stacklevel, type_name
+from hookline.messages import type_name
 from hookline.screen import RunProgress
 from hookline.tables import Table, number_text
 from hookline.training.checkpoints import Checkpoints
@@ -27,6 +27,7 @@ from hookline.when import HookPoint
 
 __all__ = ["LoopResult", "epoch_loop", "step_loop"]
 
+_NO_BATCH: Final = "The loader gave no batch in {} {}: is it empty, or can it be iterated only once?"
 _SNAPSHOT_EVERY: Final = {"epoch": 1, "step": 100}
 _POINTS: Final = {"epoch": frozenset(HookPoint), "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})}
 
@@ -139,7 +140,7 @@ def _train_epoch(run: Run, epoch: int, *, snapshot: bool) -> bool:
     if run.interrupted is not None:
         return False
     if run.done == 0:
-        raise OptionError(f"The loader gave no batch in epoch {epoch}: is it empty, or can it be iterated only once?")
+        raise OptionError(_NO_BATCH.format("epoch", epoch))
     run.end_epoch()
     return True
 
@@ -253,10 +254,7 @@ def _batches(run: Run) -> Iterator[Any]:
         if run.interrupted is not None:
             return
         if run.done == 0:
-            raise OptionError(
-                f"The loader gave no batch in pass {run.epoch} over the data (steps so far: {run.num_steps}): is it "
-                "empty, or can it be iterated only once?"
-            )
+            raise OptionError(_NO_BATCH.format("pass", run.epoch))
         run.end_pass()
 
 
@@ -285,28 +283,23 @@ def _start_run(
     if manager is not None and not isinstance(manager, HookManager):
         raise OptionError(f"manager= is a HookManager(hooks=[...], sinks=[...]), got {type_name(manager)}.")
     if resume and first:
-        raise OptionError(
-            f"resume=True goes on where the run was saved, and first_{loop}={first} elsewhere: give one of them."
-        )
+        raise OptionError(f"Give either resume=True or first_{loop}={first}: both say where to go on.")
     if not experiment.model.training:  # parts of a training model may be in evaluation mode on purpose
         experiment.model.train()
     if manager is None:
         manager = HookManager()
         manager.global_step = first - 1 if loop == "step" else -1
-    manager.set_loop_type(loop)
+    manager.loop_type = loop
     if first == 0:
         manager.reset_all()
     if run_context:
         manager.set_run_context(**run_context)
     for sentence in manager.plan().will_not_fire(_POINTS[loop] if every else _POINTS[loop] - {HookPoint.SNAPSHOT}):
-        warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
-    run = Run(experiment, loop, manager, manager.meet_ranks())
+        warn_user(sentence)
+    run = Run(experiment, loop, manager, manager.ranks)
     run.next_epoch = first
     if loop == "step" and run.step != first - 1:
-        raise OptionError(
-            f"first_step={first} goes on from step {first - 1}, and the manager is at step {run.step}: have it load "
-            "the state_dict() that it had then."
-        )
+        raise OptionError(f"first_step={first}, and the manager is at step {run.step}: load its state_dict() of then.")
     return run
 
 

@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hookline.errors import CheckpointError, HooklineWarning, ResumeError
+from hookline.error_policy import warn_user
+from hookline.errors import CheckpointError, ResumeError
 from hookline.guard import rng
 from hookline.guard.loaders import generators_on, num_shuffles, set_num_shuffles
-from hookline.messages import caller_stacklevel, type_name
+from hookline.messages import type_name
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.wrappers import inner_key
 from hookline.training.experiment import has_state
@@ -156,11 +156,7 @@ def set_streams(states: Mapping[str, Any], model: nn.Module) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         rng.set_cuda_states([state.cpu() for state in states["cuda"]])
     else:
-        warnings.warn(
-            "The run was on a GPU and goes on without one: what is drawn from now on is other than it would be.",
-            HooklineWarning,
-            stacklevel=caller_stacklevel(),
-        )
+        warn_user("The run was on a GPU and goes on without one: what is drawn from now on is other than it would be.")
 
 
 def generator_states(generators: Sequence[Any]) -> list[Any]:
@@ -171,17 +167,12 @@ def generator_states(generators: Sequence[Any]) -> list[Any]:
 def set_generators(generators: Sequence[Any], states: Sequence[Any], whose: str) -> None:
     """Set the states of these generators."""
     if len(generators) != len(states):
-        raise ResumeError(
-            f"The checkpoint has the states of {len(states)} generators of {whose}, and there are {len(generators)} "
-            "here. Make the run as it was made when it was saved."
-        )
+        raise ResumeError(f"There are {len(generators)} generators of {whose}, and {len(states)} were saved.")
     for generator, state in zip(generators, states, strict=True):
         try:
             rng.set_state(generator, state.cpu() if isinstance(state, torch.Tensor) else state)
         except (TypeError, ValueError, KeyError, RuntimeError) as error:
-            raise ResumeError(
-                f"A generator of {whose} is of another kind than when the run was saved ({error})."
-            ) from error
+            raise ResumeError(f"A generator of {whose} is of another kind than was saved ({error}).") from error
 
 
 # -- optimizers, schedulers, scalers -----------------------------------------------------------------------------
@@ -192,10 +183,7 @@ def state_of(thing: Any, name: str) -> Any:
     if thing is None:
         return None
     if not has_state(thing):
-        raise CheckpointError(
-            f"A checkpoint holds the state of {name}, and {type_name(thing)} has no state_dict() and load_state_dict()."
-            " Give it both, or leave checkpoints= out."
-        )
+        raise CheckpointError(f"The {name}, {type_name(thing)}, has no state_dict() and load_state_dict().")
     saved = {"kind": type(thing).__name__, "state": thing.state_dict()}
     optimizer = unwrap_optimizer(thing)
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -211,24 +199,18 @@ def check_state(thing: Any, saved: Any, name: str, *, force: bool = False) -> No
         raise ResumeError(f"The checkpoint {found} for {name}, and here it is {type_name(thing)}.")
     if thing is None:
         return
-    kind, was = type(thing).__name__, saved["kind"]
-    if kind != was and not force:
+    kinds = [saved["kind"], type(thing).__name__]
+    groups = [_group_sizes(saved["state"].get("param_groups", ())), _group_sizes(getattr(thing, "param_groups", ()))]
+    if (kinds[0] != kinds[1] and not force) or groups[0] != groups[1]:
+        was, here = (f"{kind} with groups of {sizes} parameters" for kind, sizes in zip(kinds, groups, strict=True))
         raise ResumeError(
-            f"The {name} is another one than was saved: it was {was} and is {kind}. Nothing was loaded. "
-            "Next: make it as it was, or begin a run in another folder."
+            f"The {name} is another one than was saved: it was {was} and is {here}. Nothing was loaded. Next: make it "
+            "as it was, with the groups that were added on the way, or begin a run in another folder."
         )
-    optimizer = unwrap_optimizer(thing)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        here, there = (
-            " and ".join(str(len(group["params"])) for group in groups) or "no"
-            for groups in (optimizer.param_groups, saved["state"].get("param_groups", ()))
-        )
-        if here != there:
-            raise ResumeError(
-                f"The {name} is another one than was saved: it has groups of {here} parameters, and had groups of "
-                f"{there}. Nothing was loaded. Next: make it as it was; groups that were added on the way have to be "
-                "there before the run goes on."
-            )
+
+
+def _group_sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
 
 
 def load_state(thing: Any, saved: Any) -> None:

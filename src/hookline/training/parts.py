@@ -65,7 +65,8 @@ class Schedule:
     def step(self, per: str, loss: Any) -> None:
         """Step the scheduler, if it counts `per`: "epoch" or "step"."""
         scheduler = self._experiment.scheduler
-        if scheduler is None or per != (self._experiment.scheduler_per or self._usual_per(scheduler)):
+        usual = "step" if isinstance(scheduler, OneCycleLR | CyclicLR) else self._loop
+        if scheduler is None or per != (self._experiment.scheduler_per or usual):
             return
         if not isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step()
@@ -73,9 +74,6 @@ class Schedule:
             raise OptionError("ReduceLROnPlateau goes by the training loss, and train_step() returned none.")
         else:
             scheduler.step(float(loss))
-
-    def _usual_per(self, scheduler: Any) -> str:
-        return "step" if isinstance(scheduler, OneCycleLR | CyclicLR) else self._loop
 
 
 def evaluate(experiment: Experiment) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hookline import checkpoint_file
 from hookline.errors import CheckpointError, ResumeError
-from hookline.lifecycle.states import map_tensors
+from hookline.tree import map_tensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,7 +54,7 @@ def _is_sharded(tensor: Any) -> bool:
 def local_parts(tree: Any) -> Any:
     """Return the same structure with this rank's part of each sharded tensor, and the shape of the whole."""
 
-    def part(tensor: Any) -> Any:
+    def part(_: str, tensor: Any) -> Any:
         if not _is_sharded(tensor):
             return tensor
         return {_LOCAL: tensor.to_local().detach(), "shape": list(tensor.shape)}
@@ -121,7 +121,7 @@ def map_dicts(value: Any, change: Callable[[dict[Any, Any]], Any]) -> Any:
 
 def rank_digest(tree: Any) -> int:
     """Return a number that is the same on two ranks only if they hold the same, each on a device of its own."""
-    return checkpoint_file.digest(map_tensors(local_parts(tree), Tensor.cpu))
+    return checkpoint_file.digest(map_tensors(local_parts(tree), lambda _, tensor: tensor.cpu()))
 
 
 # -- the part that ranks share ---------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def write_ranks(path: Path, tree: dict[str, Any], model: nn.Module, ranks: OnePr
     from torch.distributed.checkpoint.state_dict_saver import save
 
     draft = path.with_name(f".{path.name}")
-    own: dict[str, Any] = map_tensors(tree, lambda tensor: tensor)
+    own: dict[str, Any] = map_tensors(tree, lambda _, tensor: tensor)
     places = list(_shared_places(own["core"], _parameters(model, None)))
     shared = {name: held.pop(key).detach() for name, held, key in places}
     digests: dict[str, int] = {}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import random
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,10 +21,11 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from hookline.distributed._torch_distributed import is_joining
 from hookline.distributed.ranks import rank_names
-from hookline.errors import HooklineWarning, OptionError, RankError
+from hookline.error_policy import warn_user
+from hookline.errors import OptionError, RankError
 from hookline.guard.loaders import samplers_of
 from hookline.guard.rng import RandomStates
-from hookline.messages import caller_stacklevel, type_name
+from hookline.messages import type_name
 from hookline.sites.wrappers import inner_key, unwrap
 from hookline.training.experiment import Experiment
 
@@ -102,9 +102,8 @@ def _set(experiment: Any, name: str, value: Any) -> None:
         setattr(experiment, name, value)
     except AttributeError as error:
         raise OptionError(
-            f"Under torchrun the {name} of {type_name(experiment)} is replaced by one for this rank, and it cannot be "
-            f"set ({error}). Next: let it be an ordinary attribute, or wrap the model in DistributedDataParallel and "
-            "share out the data in the experiment itself (shares_data = True)."
+            f"Under torchrun the {name} of {type_name(experiment)} is replaced by one for this rank, and cannot be set "
+            f"({error}). Next: let it be an ordinary attribute."
         ) from None
 
 
@@ -150,12 +149,9 @@ def averaging_model(model: nn.Module) -> nn.Module:
 def warn_of_join(model: nn.Module) -> None:
     """Warn if the model is in ``model.join()``: ranks may then make different numbers of steps, and hooks cannot."""
     if is_joining(model):
-        warnings.warn(
-            "The model is in model.join(), for ranks with different numbers of batches. Hooks exchange metrics at the "
-            "same steps on every rank: a rank that runs out of batches waits for the others until the time-out ends "
-            "the run. Next: give every rank as many batches: DistributedSampler(data, drop_last=True), or islice().",
-            HooklineWarning,
-            stacklevel=caller_stacklevel(),
+        warn_user(
+            "The model is in model.join(), and hooks exchange metrics at the same steps on every rank: one that runs "
+            "out makes the others wait. Next: give every rank as many batches: DistributedSampler(drop_last=True)."
         )
 
 
@@ -263,9 +259,8 @@ def share_loader(loader: Any, *, rank: int, ranks: int, seed: int) -> Any:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         data = f"a DataLoader of {type_name(loader.dataset)}" if isinstance(loader, DataLoader) else type_name(loader)
         raise OptionError(
-            f"The training data are {data}, which can only be iterated, so hookline cannot give each rank its part. "
-            "Next: have it give out the part of torch.distributed.get_rank(), and say so in the experiment: "
-            "shares_data = True; or use a DataLoader over a dataset with a length, or a list of batches."
+            f"The training data are {data}, which can only be iterated. Next: have it give out the part of each rank, "
+            "and say so in the experiment: shares_data = True; or use a dataset with a length, or a list of batches."
         )
     where = {"rank": rank, "ranks": ranks, "seed": seed}
     options: dict[str, Any] = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}

@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from hookline.errors import HooklineWarning
+from hookline.error_policy import warn_user
 from hookline.guard.snapshot import PreEpochState
-from hookline.messages import caller_stacklevel
 from hookline.sites.wrappers import clean_modules
 from hookline.when import HookPoint
 
@@ -111,11 +109,9 @@ class GradientRetention:
         if self._warned:
             return
         self._warned = True
-        warnings.warn(
+        warn_user(
             f"Hooks need gradients ({which}), and after train_step() no parameter has any: zero them before the "
-            "backward, not after the step.",
-            HooklineWarning,
-            stacklevel=caller_stacklevel(),
+            "backward, not after the step."
         )
 
     def _of_parameters(self) -> Gradients:

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from hookline.errors import LifecycleError
 from hookline.guard.guard import Guard, rollback
 from hookline.guard.loaders import copy_loader, private_generator
 from hookline.guard.model_context import ModelDataContext
-from hookline.guard.snapshot import PreEpochState
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.output import to_host
 from hookline.lifecycle.ranks import OneProcess
@@ -66,13 +64,18 @@ class Run:
         self.passes = passes or Passes(experiment)
         self.schedule = schedule or Schedule(experiment, loop)
         self.guarded = GuardedState(experiment)
+        if manager.has_interventions():
+            self.guarded.warn_of_large()
         self.retention = GradientRetention(experiment, manager, self.guarded)
         self.has_loss = experiment.has_own("loss_fn") or not experiment.has_own("train_step")
         """Whether a loss can be had without a step."""
         self.saving = NotSaved(self)
         self.progress: Any = None
         """What shows how far it is; None if nothing does."""
-        self._contexts = Contexts(self)
+        self._guard: tuple[tuple[Any, ...], Guard] | None = None
+        """What is guarded, and its guard."""
+        self._put_back: Callable[[], None] | None = None
+        """Puts the experiment's attributes back, once an intervention could have changed them."""
         self._has_hooks = bool(manager.hooks)
         self._evaluates, self._may_stop = experiment.has_own("evaluate"), experiment.has_own("should_stop")
         self._make_step = step_through_hooks(self, [hook for hook in manager.hooks.values() if hook.wraps_steps])
@@ -260,8 +263,47 @@ class Run:
 
     def fire(self, point: HookPoint) -> None:
         """Fire the hooks that are due here."""
-        if self._has_hooks:
-            self._contexts.fire(point)
+        if not self._has_hooks:
+            return
+        try:
+            self.manager.fire(point, partial(self._run_context, point), self._model_context, epoch=self.epoch)
+        finally:
+            put_back, self._put_back = self._put_back, None
+            if put_back is not None:  # what an intervention has set on the experiment
+                put_back()
+
+    def _run_context(self, point: HookPoint) -> RunDataContext:
+        experiment, kept, lr = self.experiment, self.retention, self.lr
+        of_now = self.evaluation if self.evaluated else {}
+        return RunDataContext(
+            point, self.epoch, self.step if self.step >= 0 else None, self.model, experiment.config, self.passes.loader,
+            self.batch_idx, self.batch, self.loss, of_now.get("train_acc", self.accuracy), of_now.get("val_acc"),
+            lr.detach().clone() if isinstance(lr, Tensor) else lr,  # a capturable optimizer has it on the device
+            accumulated_grads=kept.mean, prev_step_grads=kept.previous, target_grad=_target_finder(self),
+            profiler=self.manager.profiler, eval_metrics=of_now or None,
+        )  # fmt: skip
+
+    def _model_context(self) -> ModelDataContext:
+        self._put_back = self.guarded.save_attributes()
+        return _LoopModelContext(
+            self,
+            scheduler=self.guarded.all_but_optimizer,
+            scaler=self.experiment.scaler,
+            loader=self.passes.loader,
+            loss_fn=partial(_mean_loss, self.experiment.loss_fn) if self.has_loss else None,
+            batch=self.batch,
+            train_step=self.train_and_schedule,
+            shuffled_loader=self.experiment.shuffled_loader,
+            pre_epoch=self.retention.pre_epoch,
+            guard=self._make_guard(),
+        )
+
+    def _make_guard(self) -> Guard:
+        """Return the guard of the last firing, since it keeps its buffers; a new one if what it guards has changed."""
+        guarded = self.guarded.parts(self.passes.loader)
+        if self._guard is None or any(a is not b for a, b in zip(guarded, self._guard[0], strict=True)):
+            self._guard = guarded, Guard(*guarded[:-1], loader=guarded[-1], strict=self.manager.strict)
+        return self._guard[1]
 
     def report_evaluation(self, point: HookPoint, group: str = "eval") -> None:
         """Hand the evaluation to the sinks, if it was made just now."""
@@ -300,7 +342,7 @@ class Run:
         self.batch = None
         self.manager.finish()
         self.retention.release()
-        self._contexts.release()
+        self._guard = None
 
     def _write(self) -> None:
         self.flush()
@@ -378,41 +420,6 @@ def step_through_hooks(run: Run, hooks: list[TrainingHook]) -> Callable[[Any], S
 # -- what hooks are shown, made when one is due -------------------------------------------------------------------
 
 
-class LoopContext(RunDataContext):
-    """The context that the loops make; some fields are found when they are read, and never if they are not."""
-
-    @property
-    def lr(self) -> Any:  # of capturable optimizers it is on the device
-        """The learning rate."""
-        return _found_when_read(self, "lr")
-
-    @property
-    def target_grad(self) -> Any:
-        """A gradient to compare with, if the experiment has one."""
-        return _found_when_read(self, "target_grad")
-
-
-def _found_when_read(context: LoopContext, field: str) -> Any:
-    value = vars(context).get(field)
-    if callable(value):
-        value = vars(context)[field] = value()
-    return value
-
-
-class _NoEpochs(PreEpochState):
-    """Explain that the step loop has no epoch to go back to."""
-
-    def __init__(self) -> None:
-        """Save nothing."""
-
-    def restore(self) -> None:
-        """Raise: there is no epoch."""
-        raise LifecycleError(
-            "restore_pre_epoch() goes back to before the epoch, and the step loop has none. Next: take epoch_loop(), "
-            "or go back to a checkpoint of your own, model_ctx.save_checkpoint()."
-        )
-
-
 class _LoopModelContext(ModelDataContext):
     """Train as the loop does: as many batches to a step."""
 
@@ -428,76 +435,6 @@ class _LoopModelContext(ModelDataContext):
                 loader = copy_loader(passes.loader, private_generator(passes.experiment.model), shuffle=False)
             loader = passes.grouped(loader)
         return super().run_training_epoch(loader, step)
-
-
-class Contexts:
-    """Make contexts of a run, one firing after the other."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._guard: tuple[tuple[Any, ...], Guard] | None = None
-        self._put_back: Callable[[], None] | None = None
-
-    def fire(self, point: HookPoint) -> None:
-        """Fire the hooks that are due there; restore the experiment's attributes afterwards."""
-        run = self._run
-        try:
-            run.manager.fire(point, partial(self._run_context, point), self._model_context, epoch=run.epoch)
-        finally:
-            put_back, self._put_back = self._put_back, None
-            if put_back is not None:
-                put_back()
-
-    def _run_context(self, point: HookPoint) -> LoopContext:
-        run = self._run
-        of_now, lr = run.evaluation if run.evaluated else {}, run.lr
-        return LoopContext(
-            hook_point=point,
-            epoch=run.epoch,
-            step=run.step if run.step >= 0 else None,
-            model=run.model,
-            config=run.experiment.config,
-            loader=run.passes.loader,
-            batch_idx=run.batch_idx,
-            batch_data=run.batch,
-            loss=run.loss,
-            train_acc=of_now.get("train_acc", run.accuracy),
-            val_acc=of_now.get("val_acc"),
-            lr=partial(float, lr.detach().clone()) if isinstance(lr, Tensor) else lr,  # type: ignore[arg-type]
-            accumulated_grads=run.retention.mean,
-            prev_step_grads=run.retention.previous,
-            target_grad=_target_finder(run),  # type: ignore[arg-type]
-            profiler=run.manager.profiler,
-            eval_metrics=of_now or None,
-        )
-
-    def _model_context(self) -> ModelDataContext:
-        run = self._run
-        self._put_back = run.guarded.save_attributes()
-        return _LoopModelContext(
-            run,
-            scheduler=run.guarded.all_but_optimizer,
-            scaler=run.experiment.scaler,
-            loader=run.passes.loader,
-            loss_fn=partial(_mean_loss, run.experiment.loss_fn) if run.has_loss else None,
-            batch=run.batch,
-            train_step=run.train_and_schedule,
-            shuffled_loader=run.experiment.shuffled_loader,
-            pre_epoch=run.retention.pre_epoch if run.loop == "epoch" else _NoEpochs(),
-            guard=self._make_guard(),
-        )
-
-    def _make_guard(self) -> Guard:
-        """Return the guard of the last firing, since it keeps its buffers; a new one if what it guards has changed."""
-        run = self._run
-        guarded = run.guarded.parts(run.passes.loader)
-        if self._guard is None or any(a is not b for a, b in zip(guarded, self._guard[0], strict=True)):
-            self._guard = guarded, Guard(*guarded[:-1], loader=guarded[-1], strict=run.manager.strict)
-        return self._guard[1]
-
-    def release(self) -> None:
-        """Drop the guard: the run is over."""
-        self._guard = None
 
 
 def _mean_loss(loss_fn: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:

@@ -10,28 +10,26 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import torch
 
-from hookline.errors import CheckpointError, Hint, HooklineWarning, OptionError, RankError, ResumeError
-from hookline.messages import caller_stacklevel, type_name
+from hookline.error_policy import error_text, warn_user
+from hookline.errors import CheckpointError, Hint, OptionError, RankError, ResumeError
+from hookline.messages import type_name
+from hookline.plain import to_plain
 from hookline.records.readers import has_ranks
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
-from hookline.training.checkpoints import Checkpoints, differences, lock_folder, to_plain
+from hookline.training.checkpoints import Checkpoints, differences, lock_folder
 from hookline.training.declared_state import CoreState
 from hookline.training.loader import LoaderPosition
 from hookline.training.model_state import set_streams, streams, unwrapped
 from hookline.training.rank_checkpoint import SUFFIX, adapt_to_ranks, local_parts, read_checkpoint, write_ranks
 from hookline.training.run import NotSaved, Run
-
-if TYPE_CHECKING:
-    from hookline.lifecycle.manager import HookManager
 
 __all__ = ["Saving", "StopSignals"]
 
@@ -50,6 +48,7 @@ class Saving(NotSaved):
         self._rank, self._count = run.ranks.rank, run.ranks.size
         self._experiment = run.experiment
         self._checkpoints = checkpoints
+        run.guarded.warn_of_large()
         self._core = CoreState(self._experiment)
         self._position = LoaderPosition(run.passes, self._core.own, replay=checkpoints.replay)
         config = self._experiment.config if checkpoints.config is None else checkpoints.config
@@ -63,8 +62,8 @@ class Saving(NotSaved):
         self._warned: set[str] = set()
         self._failures = 0
         """How often the run could not be saved."""
-        self._is_behind = False
-        """Whether that was so the last time."""
+        self._is_last = False
+        """Whether the run ends, so that it will not be saved again."""
         self._every_steps = checkpoints.every_steps or (None if run.loop == "epoch" else checkpoints.every)
 
     # -- the beginning -----------------------------------------------------------------------------------------
@@ -77,16 +76,12 @@ class Saving(NotSaved):
             stack.enter_context(self._signals)
             newest = self._checkpoints.newest()
             if newest is not None and not resume:
-                raise ResumeError(
-                    f"A run is to begin in {self._checkpoints.folder}, and a run was saved there ({newest.name}). "
-                    "Next: resume=True goes on with it; a new one takes another folder."
-                )
+                raise ResumeError(f"{newest} is of another run: resume=True goes on with it, or take another folder.")
             fan_out = self._run.manager.fan_out
             if not fan_out.is_empty:  # files of sinks can be made again from a log alone
                 fan_out.open_log(self._checkpoints.folder / "records.jsonl")
             if resume:
                 self._read()
-            stack.callback(self._tell_if_behind)
             yield
 
     def _lock(self, stack: ExitStack) -> None:
@@ -146,10 +141,8 @@ class Saving(NotSaved):
             )
         self._core.check(saved["core"], force=self._checkpoints.force)
         if saved["made"]["torch"] != str(torch.__version__):
-            self._warn(
-                f"The run was saved with torch {saved['made']['torch']} and goes on with {torch.__version__}: numbers "
-                "may differ in the last bits from here on."
-            )
+            versions = f"torch {saved['made']['torch']} and goes on with {torch.__version__}"
+            self._warn(f"The run was saved with {versions}: numbers may differ in the last bits from here on.")
 
     def begin(self) -> bool:
         """Load the state of hooks, or save the beginning; return whether the run goes on from a checkpoint."""
@@ -239,19 +232,17 @@ class Saving(NotSaved):
     def finish(self) -> None:
         """Save the complete run."""
         run = self._run
+        self._is_last = True
         if run.interrupted is None:
             if self._loaded is not None and self._loaded["run"]["num_steps"] == run.num_steps:
-                self._warn(
-                    f"The run in {self._checkpoints.folder} is complete: {run.num_steps} steps were made before, and "
-                    "none is left. Ask for more, or begin a run in another folder."
-                )
+                self._warn(f"The run in {self._checkpoints.folder} is complete: {run.num_steps} steps.")
             else:
                 self._flush()
                 self._save(within=run.loop == "step" and run.done > 0 and self._position.can_go_on)
             run.interrupted = self._signal()  # too late to stop anything, but it is not swallowed
 
     def _stop(self, save: Callable[[], None]) -> None:
-        self._run.interrupted = self._signal()
+        self._run.interrupted, self._is_last = self._signal(), True
         self._flush()
         save()
 
@@ -265,9 +256,9 @@ class Saving(NotSaved):
         within = not self._run.passes.has_no_data
         if within and not self._position.can_go_on:
             self._warn(
-                f"The loader, {type_name(self._run.passes.loader)}, cannot be brought back into the middle of a "
-                "pass over the data: there are checkpoints between passes only, and a resumed run begins the pass anew."
-                " Give it state_dict() and load_state_dict(), or see replay= of Checkpoints."
+                f"The loader, {type_name(self._run.passes.loader)}, cannot be brought back into the middle of a pass: "
+                "there are checkpoints between passes only. Give it state_dict() and load_state_dict(), or see replay= "
+                "of Checkpoints."
             )
             return
         self._save(within=within)
@@ -288,14 +279,15 @@ class Saving(NotSaved):
             if self._checkpoints.count == 0 and (not self._ranks.is_single or isinstance(error, CheckpointError)):
                 raise  # at the start, where it costs nothing to mend
             self._failures += 1
-            self._is_behind = True
-            if self._failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th: a week of failures is no single line
+            # The 1st, 2nd, 4th, 8th: a week of failures is no single line.
+            if self._is_last or self._failures.bit_count() == 1:
+                newest = self._checkpoints.newest()
                 self._warn(
-                    f"The run could not be saved after {run.num_steps} steps ({type(error).__name__}: {error}), which "
-                    f"makes {self._failures} times. It goes on; {self._newest_in_words()}."
+                    f"The run could not be saved after {run.num_steps} steps ({error_text(error)}; "
+                    f"{self._failures} times so far); the newest checkpoint is {newest.name if newest else 'none'}."
                 )
             return
-        self._saved_at, self._is_behind = (run.num_steps, within), False
+        self._saved_at = (run.num_steps, within)
 
     def _write(self, state: dict[str, Any], steps: int) -> None:
         ranks, model = self._ranks, unwrapped(self._experiment.model)
@@ -304,26 +296,13 @@ class Saving(NotSaved):
         else:
             self._checkpoints.add(steps, SUFFIX, lambda path: write_ranks(path, state, model, ranks), ranks.rank == 0)
 
-    def _newest_in_words(self) -> str:
-        newest = self._checkpoints.newest()
-        if newest is None:
-            return "there is no checkpoint"
-        return f"the newest checkpoint is of step {int(newest.stem.removeprefix('step_'))}"
-
-    def _tell_if_behind(self) -> None:
-        if self._is_behind:
-            self._warn(
-                f"The run ends after {self._run.num_steps} steps, and {self._newest_in_words()}: it could not be saved "
-                f"{self._failures} times. A resumed run repeats the steps since."
-            )
-
     def _state(self, *, within: bool) -> dict[str, Any]:
         run, manager = self._run, self._run.manager
-        if within and (silent := _unsaved_trackers(manager, self._experiment)):
-            self._warn(
-                f"What {', '.join(map(repr, silent))} counted since the last report is not saved: a tracker is saved "
-                "if it has state_dict() and load_state_dict(). Between epochs there is nothing to save."
-            )
+        trackers = {name: hook.tracker for name, hook in manager.hooks.items() if hasattr(hook, "tracker")}
+        trackers |= getattr(getattr(self._experiment, "context", None), "model_metrics", {})  # of Metta's trainer
+        silent = [repr(name) for name, tracker in trackers.items() if not hasattr(tracker, "state_dict")]
+        if within and silent:
+            self._warn(f"What {', '.join(silent)} counted since the last report is not saved: it has no state_dict().")
         # First: what the run had changed by then is saved with what is now, too.
         before = self._core.before_epoch(run.retention.pre_epoch, run.guarded) if within else None
         return {
@@ -342,17 +321,7 @@ class Saving(NotSaved):
     def _warn(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
-
-
-def _unsaved_trackers(manager: HookManager, experiment: Any) -> list[str]:
-    """Return the names of trackers that have no ``state_dict()``, so that what they have counted is lost."""
-    trackers = {name: getattr(hook, "tracker", None) for name, hook in manager.hooks.items()}
-    context = getattr(experiment, "context", None)
-    metrics = getattr(context, "model_metrics", None)  # of Metta's `ComponentContext`
-    if isinstance(metrics, Mapping):
-        trackers |= metrics
-    return [name for name, tracker in trackers.items() if tracker is not None and not hasattr(tracker, "state_dict")]
+            warn_user(text)
 
 
 # -- signals ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hookline.errors import OptionError
 from hookline.messages import type_name
+from hookline.tree import map_tensors
 
 __all__ = ["Grouped", "Mean", "MicroBatches", "StepResult", "as_result", "backward", "usual_loss"]
 
@@ -71,10 +72,7 @@ def as_result(given: Any) -> StepResult:
         return StepResult(_detached(given.get("loss")), metrics=others)
     if isinstance(given, (Tensor, int, float)):
         return StepResult(_detached(given))
-    raise OptionError(
-        "train_step() returns the loss, a dictionary with 'loss' in it, or False for no training; "
-        f"got {type_name(given)}."
-    )
+    raise OptionError(f"train_step() returns the loss, a dictionary with 'loss', or False; got {type_name(given)}.")
 
 
 def backward(model: nn.Module, batch: Any, loss_fn: Callable[..., Tensor], scale: Callable[..., Tensor]) -> Tensor:
@@ -143,13 +141,13 @@ def usual_loss(model: nn.Module, batch: Any) -> Tensor:
     batch go to the device of the model first.
     """
     first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-    batch = batch if first is None else _moved(batch, first.device)
+    if first is not None:  # loaders leave tensors on the CPU, often pinned
+        batch = map_tensors(batch, lambda _, tensor: tensor.to(first.device, non_blocking=True))
     if isinstance(batch, Mapping):
         return _own_loss(model(**batch))
     if not isinstance(batch, (tuple, list)) or len(batch) < 2 or not isinstance(batch[-1], Tensor):
-        raise OptionError(
-            f"Without a loss, a batch has to be (inputs, target) or a dictionary; got {_a(batch)}. {_NEXT}"
-        )
+        found = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type_name(batch)
+        raise OptionError(f"Without a loss, a batch has to be (inputs, target) or a dictionary; got {found}. {_NEXT}")
     *inputs, target = batch
     output = model(*inputs)
     if not isinstance(output, Tensor):
@@ -161,15 +159,6 @@ def usual_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(output, target)
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
-    """Return the batch with its tensors on a device; loaders leave them on the CPU, often pinned."""
-    if isinstance(batch, Mapping):
-        return {name: _moved(value, device) for name, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return tuple(_moved(value, device) for value in batch)
-    return batch.to(device, non_blocking=True) if isinstance(batch, Tensor) else batch
-
-
 def _of_classes(output: Tensor, target: Tensor) -> Tensor:
     if output.shape[:-1] == target.shape:  # (B, C) or (B, T, C): the classes are last
         return F.cross_entropy(output.flatten(0, -2), target.flatten())
@@ -179,9 +168,5 @@ def _of_classes(output: Tensor, target: Tensor) -> Tensor:
 def _own_loss(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
-        raise OptionError(f"The batch is a dictionary, and the model gave no loss with its {_a(output)}. {_NEXT}")
+        raise OptionError(f"The batch is a dictionary, and the model gave no loss with {type_name(output)}. {_NEXT}")
     return loss
-
-
-def _a(item: Any) -> str:
-    return f"{type(item).__name__} of {len(item)}" if isinstance(item, (tuple, list)) else type_name(item)

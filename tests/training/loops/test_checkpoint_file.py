@@ -136,6 +136,14 @@ def test_tied_tensors_are_written_once_and_views_by_themselves(tmp_path):
     assert torch.equal(read(path)["row"], weight[3])
 
 
+def test_one_memory_read_as_two_dtypes_is_copied(tmp_path):
+    """Torch refuses to write both; each comes back with its own numbers."""
+    weight = torch.randn(8)
+    back = through(tmp_path, [weight, weight.view(torch.int32), weight.view(torch.int32)])
+    assert torch.equal(back[0], weight)
+    assert all(torch.equal(bits, weight.view(torch.int32)) for bits in back[1:])
+
+
 @pytest.mark.parametrize(
     ("value", "what"),
     [

@@ -494,23 +494,6 @@ def test_all_building_blocks_can_be_functions():
     assert isinstance(result.metrics["val_loss"], float)
 
 
-def test_a_sampler_inside_a_batch_sampler_is_told_the_epoch_too():
-    """Once, wherever it is."""
-    told = []
-
-    class Sampler(torch.utils.data.SequentialSampler):
-        def set_epoch(self, epoch):
-            told.append(epoch)
-
-    data = list(zip(torch.randn(4, 2), torch.randn(4, 1), strict=True))
-    batches = torch.utils.data.BatchSampler(Sampler(data), batch_size=2, drop_last=False)
-    for loader in (DataLoader(data, batch_sampler=batches), DataLoader(data, batch_size=2, sampler=Sampler(data))):
-        experiment = linear_experiment(1)
-        experiment.loader = loader
-        hl.epoch_loop(experiment, epochs=2)
-    assert told == [0, 1, 0, 1]
-
-
 # -- the usual loss --------------------------------------------------------------------------------------------
 
 
@@ -540,7 +523,7 @@ def test_without_a_loss_the_usual_one_is_taken():
         (lambda x: x, (1,), "got tuple of 1"),
         (lambda x: {"y": x}, (torch.ones(3), torch.ones(3)), "has to give a tensor, got a dict"),
         (lambda x: x, (torch.ones(3, 1), torch.ones(3)), r"gives \(3, 1\), the target is \(3,\)"),
-        (lambda **batch: {}, {"x": torch.ones(3)}, "gave no loss with its a dict"),
+        (lambda **batch: {}, {"x": torch.ones(3)}, "no loss with a dict"),
     ],
 )
 def test_where_there_is_no_usual_loss_it_is_said(model, batch, text):

@@ -200,41 +200,6 @@ def test_a_resumed_run_has_no_step_before_its_first():
     assert [len(ctx.prev_step_grads) for ctx in manager.hooks["noting"].contexts] == [0, 2, 0, 2]
 
 
-def test_earlier_state_is_kept_in_the_same_memory_all_along(monkeypatch):
-    """Also from snapshot to snapshot, with epochs in between that need none; it goes back to the right epoch."""
-    reused: list[Any] = []
-    weights: list[list[Tensor]] = []
-    real_take = PreEpochState.take.__func__
-
-    def take(cls, *args, into=None, **kwargs):
-        reused.append(into)
-        taken.append(real_take(cls, *args, into=into, **kwargs))
-        return taken[-1]
-
-    taken: list[PreEpochState] = []
-    monkeypatch.setattr(PreEpochState, "take", classmethod(take))
-
-    class GoesBack(hl.InterventionHook):
-        hook_points = {hl.HookPoint.SNAPSHOT}
-        needs_pre_epoch_state = True
-
-        def intervene(self, run_ctx, model_ctx):
-            model_ctx.restore_pre_epoch()
-            weights[-1].append(model_ctx.model.weight.detach().clone())
-
-    class Begins(Noting):
-        name = "begins"
-        hook_points = {hl.HookPoint.PRE_EPOCH}
-
-        def compute(self, ctx):
-            weights.append([ctx.model.weight.detach().clone()])
-
-    run(GoesBack(), Begins(), epochs=7, snapshot_every=3)
-    assert [id(state) for state in reused] == [id(state) for state in (None, *taken[:2])]
-    assert [len(pair) for pair in weights] == [2, 1, 1, 2, 1, 1, 2]
-    assert all(torch.equal(*pair) for pair in weights if len(pair) == 2)
-
-
 def test_narrow_gradients_are_added_up_in_float32():
     """In bfloat16, 256 + 1 is 256."""
     model = nn.Linear(1, 1, bias=False).bfloat16()

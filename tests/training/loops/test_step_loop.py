@@ -161,7 +161,7 @@ def test_there_is_no_epoch_to_go_back_to():
         def intervene(self, run_ctx, model_ctx):
             model_ctx.restore_pre_epoch()
 
-    with pytest.raises(hl.errors.LifecycleError, match=r"the step loop has none\. Next: take epoch_loop"):
+    with pytest.raises(hl.errors.LifecycleError, match=r"epoch loop"):
         hl.step_loop(linear_experiment(2), steps=1, manager=hl.HookManager(hooks=[GoesBack()]))
 
 
@@ -187,7 +187,7 @@ def test_a_loader_that_gives_nothing_more_is_an_error():
     """An iterator can be gone through but once."""
     experiment = linear_experiment(2)
     experiment.loader = iter(experiment.loader)
-    with pytest.raises(hl.errors.OptionError, match=r"no batch in pass 1 over the data \(steps so far: 2\)"):
+    with pytest.raises(hl.errors.OptionError, match="no batch in pass 1"):
         hl.step_loop(experiment, steps=3)
 
 
@@ -204,7 +204,7 @@ def test_a_resumed_run_goes_on_counting():
     hl.step_loop(linear_experiment(2), steps=3, manager=manager)
     hl.step_loop(linear_experiment(2), steps=5, first_step=3, manager=manager)
     assert [ctx.step for ctx in hook.contexts] == [0, 1, 2, 3, 4]
-    with pytest.raises(hl.errors.OptionError, match="first_step=9 goes on from step 8, and the manager is at step 4"):
+    with pytest.raises(hl.errors.OptionError, match=r"first_step=9.* step 4"):
         hl.step_loop(linear_experiment(2), steps=10, first_step=9, manager=manager)
 
 
