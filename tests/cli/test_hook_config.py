@@ -10,7 +10,7 @@ from helpers_cli import EXPERIMENTS, TINY, run_here
 
 from hookline.errors import ConfigError
 from hookline.runs.build import build
-from hookline.runs.look_up import from_text
+from hookline.runs.flags import from_text
 from hookline.runs.run import Run
 
 

@@ -13,14 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import Positional
-
 from hookline.cli.main import DONE
 from hookline.cli.models import model_at
-from hookline.cli.parse import flag, parse
 from hookline.cli.screen import print_table, shell_text, tell, tell_json
 from hookline.errors import ConfigError, HooklineError, NoMatchError, OptionError
 from hookline.load import add_current_folder_to_path
+from hookline.runs.flags import Show, parse
 
 if TYPE_CHECKING:
     from hookline.runs.documents import Document, Fault, KeyPath
@@ -45,11 +43,11 @@ class CheckOptions:
     With --model, a pattern that matches nothing is an error, as it is for hookline serve.
     """
 
-    config: Annotated[Positional[str | None], flag("FILE")] = None
+    config: Annotated[str | None, Show("FILE", is_word=True)] = None
     """The file: .yaml, .toml, .json."""
-    model: Annotated[str | None, flag("FILE:MODEL")] = None
+    model: Annotated[str | None, Show("FILE:MODEL")] = None
     """Show what the patterns match in this model; one that matches nothing is an error."""
-    no_strict: Annotated[bool, flag()] = False
+    no_strict: bool = False
     """With --model, warn of a pattern that matches nothing, and go on."""
     json: bool = False
     """Print JSON; what is said otherwise goes to the standard error."""

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from tyro.conf import Positional
-
 from hookline.cli.main import DONE
-from hookline.cli.parse import flag, parse
 from hookline.cli.screen import tell
+from hookline.runs.flags import Show, parse
 
 __all__ = ["SchemaOptions", "schema"]
 
@@ -28,7 +26,7 @@ class SchemaOptions:
       hookline schema server > server.schema.json     # in server.json: "$schema": "server.schema.json"
     """
 
-    file: Annotated[Positional[Literal["run", "hooks", "server"]], flag("[run|hooks|server]")] = "run"
+    file: Annotated[Literal["run", "hooks", "server"], Show("[run|hooks|server]", is_word=True)] = "run"
     """A run file, a list of hooks on modules, or the settings of a server (enable_hooks, hooks, forward_hooks)."""
 
 

@@ -21,6 +21,7 @@ from hookline.errors import ConfigError, OptionError
 from hookline.load import load_object
 from hookline.messages import unknown_name_text
 from hookline.runs.embedded import EMBEDDED
+from hookline.runs.flags import declared
 
 __all__ = ["FoundExperiment", "find_experiment"]
 
@@ -75,8 +76,6 @@ class FoundExperiment:
 
     def option(self, name: str, value: Any) -> Any:
         """Return the value of an option as it is declared; raise if there is none of that name."""
-        from hookline.runs.look_up import declared
-
         if self.config_class is None:
             raise ConfigError(f"{self.name} takes no options of its own.")
         if name not in self.options:

@@ -11,8 +11,6 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
-
 from hookline.errors import ConfigError, HooklineError, HookNameError, OptionError
 from hookline.lifecycle.hook import TrainingHook
 from hookline.lifecycle.registry import HookRegistry, points_in_any_loop
@@ -20,16 +18,14 @@ from hookline.load import add_current_folder_to_path, load_object
 from hookline.messages import type_name, unknown_name_text
 from hookline.runs.documents import Fault, KeyPath, read_document
 from hookline.runs.embedded import ALWAYS
+from hookline.runs.flags import FlagText, declared, guessed
 from hookline.runs.spec_files import placed_specs, spec_faults
 from hookline.specs.hook_spec import HookSpec, resolve_callable
 
 __all__ = [
-    "FlagText",
     "check_factory",
     "check_is_on",
     "chosen_hooks",
-    "declared",
-    "from_text",
     "hook_argument",
     "hooks_of_group",
     "known_hook",
@@ -124,12 +120,6 @@ def why_no_schedule(hook: str) -> str:
 # -- arguments of hooks ----------------------------------------------------------------------------------------
 
 
-class FlagText(str):
-    """Mark the text of ``--hook-config hook.param=value``: it is yet to become what the hook declares."""
-
-    __slots__ = ()
-
-
 def hook_argument(hook: str, name: str, value: Any) -> Any:
     """Return `value` as the signature of the hook declares its argument `name`."""
     cls = HookRegistry.get(hook)
@@ -137,7 +127,7 @@ def hook_argument(hook: str, name: str, value: Any) -> Any:
     takes = [one.name for one in parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     if name not in takes:
         if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-            return _guessed(value) if isinstance(value, FlagText) else value
+            return guessed(value) if isinstance(value, FlagText) else value
         raise OptionError(f"Hook {hook!r} takes no {name!r}.{unknown_name_text(name, takes, 'It takes')}")
     parameter = parameters[name]
     hint = _hints(cls).get(name, parameter.annotation)
@@ -145,7 +135,7 @@ def hook_argument(hook: str, name: str, value: Any) -> Any:
         hint = Any if parameter.default in (None, parameter.empty) else type(parameter.default)
         if not isinstance(value, FlagText):
             return value
-    return from_text(str(value), hint) if isinstance(value, FlagText) else declared(value, hint)
+    return declared(value, hint)
 
 
 def _hints(cls: type) -> dict[str, Any]:
@@ -153,54 +143,6 @@ def _hints(cls: type) -> dict[str, Any]:
         return typing.get_type_hints(vars(cls).get("__init__") or inspect.getattr_static(cls, "__init__"))
     except (NameError, TypeError, AttributeError):  # a name that only a type checker sees
         return {}
-
-
-def declared(value: Any, hint: Any) -> Any:
-    """Return `value` as a type has it: 1 as a float, a list as a tuple."""
-    adapter = _adapter(hint)
-    if adapter is None:
-        return value
-    try:
-        return adapter.validate_python(value)
-    except ValidationError as error:
-        said = str(error.errors()[0]["msg"]).removeprefix("Input should be ")
-        raise ConfigError(f"expected {said}, got {value!r}.") from None
-
-
-def _adapter(hint: Any) -> TypeAdapter[Any] | None:
-    for config in (ConfigDict(arbitrary_types_allowed=True), None):  # a dataclass has settings of its own
-        try:
-            return TypeAdapter(hint, config=config)
-        except (PydanticUserError, PydanticSchemaGenerationError, NameError):
-            continue
-    return None
-
-
-def from_text(text: str, hint: Any) -> Any:
-    """Return the text of a flag as a type has it: ``2,5,10`` as a list of numbers, ``none`` as None, ``on`` as True."""
-    adapter, guess = _adapter(hint), _guessed(text)
-    if adapter is None or hint is Any:
-        return guess
-    parts = [part.strip() for part in text.strip("[]()").split(",") if part.strip()]
-    lists: list[tuple[Any, bool]] = [([_guessed(part) for part in parts], False), (parts, False)]
-    texts: list[tuple[Any, bool]] = [(text, False)]
-    # A text is one that is no number, no bool and no list, where all of them will do.
-    ordered = [*lists, *texts] if "," in text or not text else [*texts, *lists]
-    for value, strict in [(guess, True), *ordered] if not isinstance(guess, str) else ordered:
-        try:
-            return adapter.validate_python(value, strict=strict)
-        except ValidationError:
-            continue
-    return declared(text, hint)  # raises
-
-
-def _guessed(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False, "none": None, "null": None}.get(text.lower(), str(text))
 
 
 # -- factories of specs ----------------------------------------------------------------------------------------

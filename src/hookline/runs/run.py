@@ -163,7 +163,9 @@ Every = StrictBool | Annotated[int, Field(ge=1)]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), defer_build=True
+    )  # help needs no validator, which takes 0.1 s to make
 
     @model_validator(mode="before")
     @classmethod
@@ -440,7 +442,7 @@ class Run(_Part):
     """How exactly a GPU multiplies float32 matrices."""
     threads: Annotated[int | None, Field(ge=1), Flag("N", group=_TRAINING)] = None
     """Threads of torch on the CPU. If left out: OMP_NUM_THREADS, or one for a small model, or torch's own number."""
-    hooks: Hooks = Hooks()
+    hooks: Hooks = Field(default_factory=Hooks)
     """Lifecycle hooks, and how they are made; or a list of their names."""
     specs: Annotated[list[dict[str, Any]], BeforeValidator(_specs)] = []
     """Hooks on modules, see `HookSpec`."""
@@ -450,7 +452,7 @@ class Run(_Part):
     """Whether the hooks on modules are attached."""
     trackers: list[Tracker] = []
     """Trackers on modules."""
-    sinks: Sinks = Sinks()
+    sinks: Sinks = Field(default_factory=Sinks)
     """Where metrics go."""
     output_dir: Annotated[str, Flag("DIR", group=_OUTPUT)] = "runs"
     """Where the folders of runs are: DIR/EXPERIMENT/STRATEGY."""
