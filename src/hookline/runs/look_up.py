@@ -11,27 +11,24 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from hookline.errors import ConfigError, HooklineError, HookNameError, OptionError
+from hookline.errors import ConfigError, HookNameError, OptionError
 from hookline.lifecycle.hook import TrainingHook
 from hookline.lifecycle.registry import HookRegistry, points_in_any_loop
 from hookline.load import add_current_folder_to_path, load_object
 from hookline.messages import type_name, unknown_name_text
-from hookline.runs.documents import Fault, KeyPath, read_document
 from hookline.runs.embedded import ALWAYS
+from hookline.runs.faults import Faults
 from hookline.runs.flags import FlagText, declared, guessed
-from hookline.runs.spec_files import placed_specs, spec_faults
 from hookline.specs.hook_spec import HookSpec, resolve_callable
 
 __all__ = [
-    "check_factory",
     "check_is_on",
+    "check_spec",
     "chosen_hooks",
     "hook_argument",
     "hooks_of_group",
     "known_hook",
     "known_tracker",
-    "spec_faults_and_factories",
-    "specs_of_run_file",
     "why_no_schedule",
 ]
 
@@ -148,45 +145,30 @@ def _hints(cls: type) -> dict[str, Any]:
 # -- factories of specs ----------------------------------------------------------------------------------------
 
 
-def spec_faults_and_factories(values: Any, path: KeyPath) -> list[Fault]:
-    """Return what is wrong with a list of specs, which `path` leads to, and with the factories that they name."""
-    told = spec_faults(values, path)
-    wrong = {where[: len(path) + 1] for where, _ in told}
-    for number, entry in enumerate(values if isinstance(values, list) else ()):
-        here = (*path, number)
-        if here in wrong or entry.get("enabled") is False:
-            continue
-        who = f"Hook {number} ({entry.get('name') or 'without a name'})"
-        lacking = [key for key in ("target_modules", "hook_factory") if entry.get(key) in (None, [], ())]
-        if lacking:
-            told.append((here, f"{who} has no {' and no '.join(lacking)}."))
-            continue
-        try:
-            check_factory(HookSpec.from_dict(entry))
-        except ConfigError as error:
-            told.append(((*here, "hook_factory"), f"{who}: {error}"))
-        except HooklineError as error:
-            told.append(((*here, "config"), f"{who}: {error}"))
-    return told
-
-
-def check_factory(spec: HookSpec) -> None:
-    """Raise if nothing would come of a `HookSpec`: its factory cannot be imported, or refuses its config.
+def check_spec(spec: HookSpec) -> None:
+    """Raise if nothing would come of a spec: it lacks something, or its factory is not there or refuses its config.
 
     Only a factory that says how to try a config is asked (``check_config``): another one may do anything when called.
     """
     from hookline.factories.factory_hook import CHECK, FactoryHook
     from hookline.sites.signature import check_hook, check_observe
 
-    factory = _imported(str(spec.hook_factory))
-    check = getattr(factory, CHECK, None)
-    if not callable(check):
+    if not spec.enabled:
         return
-    made = check(spec.config)
-    kind, site_type = spec.kind_and_site_type
-    if isinstance(made, FactoryHook):
-        check_hook(made, kind, site_type=site_type)
-        check_observe(made, spec.observe)
+    faults = Faults()
+    lacking = [key for key in ("target_modules", "hook_factory") if getattr(spec, key) in (None, ())]
+    if lacking:
+        faults.add((), f"the hook {spec.name!r} has no {' and no '.join(lacking)}.")
+        faults.check()
+    check = None
+    with faults.at("hook_factory"):
+        check = getattr(_imported(str(spec.hook_factory)), CHECK, None)
+    with faults.at("config"):
+        if callable(check) and isinstance(made := check(spec.config), FactoryHook):
+            kind, site_type = spec.kind_and_site_type
+            check_hook(made, kind, site_type=site_type)
+            check_observe(made, spec.observe)
+    faults.check()
 
 
 def _imported(path: str) -> Any:
@@ -201,17 +183,3 @@ def _imported(path: str) -> Any:
     if not callable(factory):
         raise ConfigError(f"Hook factory '{path}' is called with a config, and is {type_name(factory)}.")
     return factory
-
-
-def specs_of_run_file(path: str) -> list[dict[str, Any]]:
-    """Return the hooks on modules of a file that is there for them; raise if a factory cannot be had."""
-    document = read_document(path)
-    found, faults = placed_specs(document), []
-    for place, spec in found:
-        if spec.get("enabled") is not False and spec.get("hook_factory") is not None:
-            try:
-                check_factory(HookSpec.from_dict(spec))
-            except HooklineError as error:
-                faults.append((place, str(error)))
-    document.refuse(faults)
-    return [dict(spec) for _, spec in found]

@@ -10,19 +10,17 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, get_args
-
-from pydantic import BaseModel, ValidationError
+from typing import Any, Final, NamedTuple
 
 from hookline.errors import ConfigError, HooklineError, OptionError
 from hookline.load import from_folder
 from hookline.runs.documents import ENDINGS, Document, Fault, KeyPath, read_document
 from hookline.runs.embedded import EMBEDDED
+from hookline.runs.faults import refuse, validated
 from hookline.runs.find import FoundExperiment, find_experiment
-from hookline.runs.flags import How, flag_of, misfit, refuse_words, run_flags, run_flags_by_name, run_options
+from hookline.runs.flags import How, flag_of, refuse_words, run_flags, run_flags_by_name, run_options
 from hookline.runs.folder import newest_run, read_run_json
-from hookline.runs.run import EscapedError, Run, object_of_hooks
-from hookline.runs.spec_files import unknown_key
+from hookline.runs.run import Run, both_lists, object_of_hooks
 
 __all__ = ["Asked", "placed_files", "read", "read_file", "split_command"]
 
@@ -73,14 +71,9 @@ class Sources(list[Source]):
         """Return the source that has the value at `path`, or most of the way to it; of two, the later."""
         return max(reversed(self), key=lambda source: _depth(source.values, path))
 
-    def refuse(self, faults: Sequence[Fault]) -> None:
-        """Raise one error with all of `faults`, by line; do nothing if there are none."""
-        if not faults:
-            return
-        ordered = sorted(faults, key=lambda fault: self._of(fault[0]).line(fault[0]) or 0)
-        lines = [f"{self.place(path)}: ".removeprefix(": ") + text for path, text in ordered]
-        is_of_flags = all(self._of(path).place is flag_of for path, _ in faults)
-        raise (OptionError if is_of_flags else ConfigError)("\n".join(dict.fromkeys(lines)))
+    def line_of(self, path: KeyPath) -> int | None:
+        """Return the line of the value at `path`."""
+        return self._of(path).line(path)
 
 
 def _depth(values: Any, path: KeyPath) -> int:
@@ -191,11 +184,9 @@ def _values(document: Document) -> Values:
         raise ConfigError(
             f"{document.path} holds {what}, and settings are keys with values (experiment, strategy, config, …)."
         )
-    try:
-        found: Values = object_of_hooks({key: value for key, value in values.items() if value is not None})
-    except ValidationError as error:
-        document.refuse(_faults_of(error, values))
-        raise
+    given = {key: value for key, value in values.items() if value is not None}
+    refuse(document, both_lists(given))
+    found: Values = object_of_hooks(given)
     return found
 
 
@@ -286,14 +277,8 @@ def _validated(
     for source in sources:
         faults = faults + _lift(source.values, shared)
         given = _merged(given, source.values)
-    try:
-        run = Run.model_validate(given, context={"found": found, "unknown": is_unknown})
-    except EscapedError as error:
-        raise error.__cause__ or error from None
-    except ValidationError as error:
-        faults = faults + _faults_of(error, given)
     places = Sources(sources)
-    places.refuse(faults)
+    run: Run = validated(Run, given, places, faults, found=found, unknown=is_unknown)
     run._sources = places
     return run
 
@@ -323,55 +308,3 @@ def _merged(given: Any, later: Any) -> Any:
     if not isinstance(given, Mapping) or not isinstance(later, Mapping):
         return later
     return {**given, **{key: _merged(given[key], value) if key in given else value for key, value in later.items()}}
-
-
-# -- the errors of pydantic, in words --------------------------------------------------------------------------
-
-
-def _faults_of(error: ValidationError, values: Any) -> list[Fault]:
-    """Return the path and a sentence for each fault; of several about one value (a union), the last."""
-    found = {}
-    for fault in error.errors():
-        path = _known_part(fault["loc"], values)
-        found[path if fault["type"] != "extra_forbidden" else (*path, None)] = (path, _sentence(fault, path))
-    return list(found.values())
-
-
-def _known_part(path: KeyPath, values: Any) -> KeyPath:
-    """Return the part of a path that is in the values, with one key more; pydantic adds names of branches of unions."""
-    for depth, key in enumerate(path):
-        if isinstance(values, Mapping):
-            values = values.get(key)
-        elif isinstance(values, list) and isinstance(key, int) and key < len(values):
-            values = values[key]
-        else:
-            return path[:depth]
-    return path
-
-
-def _sentence(fault: Any, path: KeyPath) -> str:
-    kind = fault["type"]
-    if kind == "extra_forbidden":
-        return unknown_key(path[-1], list(_fields_at(path[:-1])))
-    if kind == "invalid_key":
-        return f"keys are text, got {path[-1]!r}."
-    if kind == "missing":
-        return "this is missing."
-    if kind in ("value_error", "look_up"):
-        return str(fault["msg"]).removeprefix("Value error, ")
-    return misfit(fault)
-
-
-def _fields_at(path: KeyPath) -> Mapping[str, Any]:
-    """Return the keys that there are where an unknown one was found."""
-    here: Any = Run
-    for key in path:
-        if isinstance(key, str) and here is not None and key in here.model_fields:
-            here = _model_in(here.model_fields[key].annotation)
-    return {} if here is None else here.model_fields
-
-
-def _model_in(annotation: Any) -> Any:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)
