@@ -11,10 +11,10 @@ import hookline as hl
 from hookline.errors import ConfigError
 from hookline.runs.build import build
 from hookline.runs.documents import read_document
-from hookline.runs.flags import declared
 from hookline.runs.read import read, read_file
 from hookline.runs.run import Run
 from hookline.runs.spec_files import placed_specs
+from hookline.runs.values import declared
 from hookline.specs.hook_spec import HookSpec
 from hookline.when import StepSchedule
 

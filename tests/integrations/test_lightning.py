@@ -448,7 +448,7 @@ def test_the_entry_points_give_nothing_unless_a_run_file_asks(tmp_path: Path, mo
     )
     (tmp_path / "run.yaml").write_text(f"hooks: [norms]\noutput_dir: there\nsinks: {{csv: true}}\n{spec}\n")
     monkeypatch.setenv("HOOKLINE_RUN", str(tmp_path / "run.yaml"))
-    monkeypatch.setenv("HOOKLINE_RUN_NAME", "net")
+    monkeypatch.setattr("sys.argv", ["net.py"])
     plain, _ = fit(tmp_path, max_epochs=1, callbacks=[])
     from hookline.cli.script_session import ScriptSession
 

@@ -14,7 +14,7 @@ from hookline.errors import ConfigError, Hint, NoMatchError
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.manager import HookManager
 from hookline.lifecycle.registry import HookRegistry
-from hookline.runs.embedded import ALWAYS
+from hookline.runs.find import ALWAYS
 from hookline.runs.look_up import chosen_hooks
 from hookline.runs.named_sinks import make_sinks
 from hookline.runs.run import REFERENCE

@@ -15,7 +15,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from hookline.errors import ConfigError, HooklineError
 from hookline.messages import did_you_mean
-from hookline.runs.flags import misfit
+from hookline.runs.values import misfit
 
 if TYPE_CHECKING:
     from hookline.runs.documents import Fault, KeyPath

@@ -12,7 +12,6 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import re
 import textwrap
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,17 +21,15 @@ from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from hookline.errors import ConfigError, OptionError
-from hookline.messages import did_you_mean, short_repr
+from hookline.messages import did_you_mean
+from hookline.runs.values import FlagText, declared
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-
     from hookline.runs.documents import KeyPath
     from hookline.runs.find import FoundExperiment
 
 __all__ = [
-    "FlagText", "How", "Option", "Show", "declared", "flag_of", "from_text", "guessed", "misfit", "parse",
-    "refuse_words", "run_flags", "run_flags_by_name", "run_options",
+    "How", "Option", "Show", "flag_of", "parse", "refuse_words", "run_flags", "run_flags_by_name", "run_options",
 ]  # fmt: skip
 
 _HEADINGS: Final = {
@@ -331,78 +328,6 @@ def _told(one: Option) -> str:
         return "" if one.show.is_word else "(needed)"
     is_told = one.default is not None and not isinstance(one.default, bool) and one.default not in ([], {}, (), "")
     return f"(default: {one.default})" if is_told and not one.show.is_word else ""
-
-
-# -- texts become values ---------------------------------------------------------------------------------------
-
-
-class FlagText(str):
-    """Mark the text of a flag whose type only an experiment or a hook knows: it is yet to become what they declare."""
-
-    __slots__ = ()
-
-
-def declared(value: Any, hint: Any) -> Any:
-    """Return `value` as a type has it: 1 as a float, a list as a tuple; the text of a flag by `from_text`."""
-    from pydantic import ValidationError
-
-    adapter = _adapter(hint)
-    if adapter is None:
-        return value
-    if isinstance(value, FlagText):
-        return from_text(str(value), hint)
-    try:
-        return adapter.validate_python(value)
-    except ValidationError as error:
-        raise ConfigError(misfit(error.errors()[0])) from None
-
-
-def misfit(fault: Any) -> str:
-    """Return a sentence about a fault of pydantic: what was expected, and what is there."""
-    said = str(fault["msg"]).removeprefix("Input should be ").partition(", unable to parse")[0]
-    said = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", said)
-    return f"expected {said}, got {short_repr(fault['input'])}."
-
-
-def _adapter(hint: Any) -> TypeAdapter[Any] | None:
-    from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter
-
-    for config in (ConfigDict(arbitrary_types_allowed=True), None):  # a dataclass has settings of its own
-        try:
-            return TypeAdapter(hint, config=config)
-        except (PydanticUserError, PydanticSchemaGenerationError, NameError):
-            continue
-    return None
-
-
-def from_text(text: str, hint: Any) -> Any:
-    """Return the text of a flag as a type has it: ``2,5,10`` as a list of numbers, ``none`` as None, ``on`` as True."""
-    from pydantic import ValidationError
-
-    adapter, guess = _adapter(hint), guessed(text)
-    if adapter is None or hint is Any:
-        return guess
-    parts = [part.strip() for part in text.strip("[]()").split(",") if part.strip()]
-    lists: list[tuple[Any, bool]] = [([guessed(part) for part in parts], False), (parts, False)]
-    texts: list[tuple[Any, bool]] = [(text, False)]
-    # A text is one that is no number, no bool and no list, where all of them will do.
-    ordered = [*lists, *texts] if "," in text or not text else [*texts, *lists]
-    for value, strict in [(guess, True), *ordered] if not isinstance(guess, str) else ordered:
-        try:
-            return adapter.validate_python(value, strict=strict)
-        except ValidationError:
-            continue
-    return declared(text, hint)  # raises
-
-
-def guessed(text: str) -> Any:
-    """Return a text as a number, true, false or null, if it is written like one."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False, "none": None, "null": None}.get(text.lower(), str(text))
 
 
 # -- texts under fields ----------------------------------------------------------------------------------------

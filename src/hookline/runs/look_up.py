@@ -16,9 +16,9 @@ from hookline.lifecycle.hook import TrainingHook
 from hookline.lifecycle.registry import HookRegistry, points_in_any_loop
 from hookline.load import add_current_folder_to_path, load_object
 from hookline.messages import type_name, unknown_name_text
-from hookline.runs.embedded import ALWAYS
 from hookline.runs.faults import Faults
-from hookline.runs.flags import FlagText, declared, guessed
+from hookline.runs.find import ALWAYS
+from hookline.runs.values import FlagText, declared, guessed
 from hookline.specs.hook_spec import HookSpec, resolve_callable
 
 __all__ = [

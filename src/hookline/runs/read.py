@@ -15,9 +15,8 @@ from typing import Any, Final, NamedTuple
 from hookline.errors import ConfigError, HooklineError, OptionError
 from hookline.load import from_folder
 from hookline.runs.documents import ENDINGS, Document, Fault, KeyPath, read_document
-from hookline.runs.embedded import EMBEDDED
 from hookline.runs.faults import refuse, validated
-from hookline.runs.find import FoundExperiment, find_experiment
+from hookline.runs.find import EMBEDDED, FoundExperiment, find_experiment
 from hookline.runs.flags import How, flag_of, refuse_words, run_flags, run_flags_by_name, run_options
 from hookline.runs.folder import newest_run, read_run_json
 from hookline.runs.run import Run, both_lists, object_of_hooks
