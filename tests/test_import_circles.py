@@ -11,7 +11,6 @@ import hookline
 
 PACKAGE = Path(hookline.__file__).parent
 STILL_WITH_CIRCLES = (
-    "hookline.cli.",
     "hookline.factories.",
     "hookline.observe.watch.",
 )

@@ -120,7 +120,7 @@ def test_a_missing_package_is_its_install_line(capsys, monkeypatch):
 
 def test_ctrl_c_while_torch_is_imported_is_no_traceback(capsys, monkeypatch):
     """An error that follows it, of a module that is half imported, is not shown."""
-    from hookline.cli import run_command
+    from hookline.cli import run as command
 
     def interrupted(arguments):
         try:
@@ -128,6 +128,6 @@ def test_ctrl_c_while_torch_is_imported_is_no_traceback(capsys, monkeypatch):
         finally:
             raise AttributeError("partially initialized module")
 
-    monkeypatch.setattr(run_command, "run", interrupted)
+    monkeypatch.setattr(command, "run", interrupted)
     assert run_here("run", TINY) == 130
     assert capsys.readouterr().err == ""

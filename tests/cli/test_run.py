@@ -101,26 +101,25 @@ def test_the_help_of_an_experiment_shows_its_own_options(capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    "flags",
     [
-        (("--epochs", "many"), "--epochs: a whole number is wanted, such as 10; got 'many'"),
-        (("--lr", "fast"), "--lr: a number is wanted, such as 0.1 or 1e-3; got 'fast'"),
-        (("--seed", "1.5"), "--seed: a whole number is wanted, such as 10; got '1.5'"),
-        (("--eval-every", "x"), "--eval-every: a whole number is wanted, such as 10; got 'x'"),
-        (("--save-checkpoints", "x"), "--save-checkpoints: a whole number is wanted, such as 10, or none at all;"),
-        (("--matmul-precision", "low"), "'low' for argument '--matmul-precision'"),
-        (("--console", "loud"), "'loud' for argument '--console'"),
-        (("--kind", "narrow"), "--kind"),
-        (("--lr",), "--lr"),
+        ("--epochs", "many"),
+        ("--lr", "fast"),
+        ("--seed", "1.5"),
+        ("--eval-every", "x"),
+        ("--save-checkpoints", "x"),
+        ("--matmul-precision", "low"),
+        ("--console", "loud"),
+        ("--kind", "narrow"),
+        ("--lr",),
     ],
 )
-def test_a_value_of_another_type_is_refused(flags, said, capsys, tmp_path):
+def test_a_value_of_another_type_is_refused(flags, capsys, tmp_path):
     """By the flag's name, before anything is written."""
     assert run_here("run", TINY, *flags) == 2
     heard = capsys.readouterr().err
-    assert said in heard
-    assert "int()" not in heard
-    assert "NoneType" not in heard
+    assert all(word in heard for word in flags)
+    assert len(heard.splitlines()) == 1
     assert not any(tmp_path.iterdir())
 
 

@@ -438,10 +438,7 @@ WRONG = {
     "kind": (["--hooks", "stats", "--hook-config", "stats.on=foward", "--", "train.py"], "did you mean 'forward'?"),
     "statistic": (["--hooks", "stats", "--hook-config", "stats.stats=meen", "--", "train.py"], "did you mean 'mean'?"),
     "flag": (["--hooks", "norms", "--hook-cvs", "--", "train.py"], "no option --hook-cvs. Did you mean '--hook-csv'?"),
-    "number": (
-        ["--snapshot-every", "x", "--", "train.py"],
-        "--snapshot-every: a whole number is wanted,",
-    ),
+    "number": (["--snapshot-every", "x", "--", "train.py"], "--snapshot-every: expected a valid integer"),
     "word": (["mod_arithmetic", "more", "--hooks", "norms", "--", "train.py"], "'more' is one word too many"),
     "own": (["--hooks", "own_hook.py:Drawing", "--hook-config", "drawing.size=99", "--", "train.py"], "at most 9"),
 }

@@ -8,13 +8,14 @@ import sys
 import pytest
 
 import hookline as hl
-from hookline.errors import ConfigError, OptionError
+from hookline.errors import ConfigError
 from hookline.runs.build import build
 from hookline.runs.documents import read_document
-from hookline.runs.look_up import declared
 from hookline.runs.read import read, read_file
 from hookline.runs.run import Run
 from hookline.runs.spec_files import placed_specs
+from hookline.runs.values import declared
+from hookline.specs.hook_spec import HookSpec
 from hookline.when import StepSchedule
 
 SHAPES = {"name": "a", "target_modules": ["x"], "hook_factory": "hookline.factories:log_shapes"}
@@ -67,7 +68,7 @@ def test_a_whole_run_file_is_one_value(tmp_path):
         ("save_checkpoints: true\nvalidate_checkpoints: 3\n", r"at \$\.validate_checkpoints: .* do not go together"),
         ("sinks:\n  others:\n    - {snk: a}\n", r"line 3, at \$\.sinks\.others\[0\]"),
         ("specs:\n  - nme: x\n", r"line 2, at \$\.specs\[0\]\.nme: .* Did you mean 'name'\?"),
-        ("specs: {name: x}\n", r"line 1, at \$\.specs: expected a list of hook specs, got an object; write \[spec\]\."),
+        ("specs: {name: x}\n", r"line 1, at \$\.specs: expected a valid list"),
         ("specs:\n- x\n", r"line 2, at \$\.specs\[0\]: A hook spec is an object with target_modules and "),
         ("specs:\n- on: foward\n", r"line 2, at \$\.specs\[0\]\.on: No kind 'foward'\. Nearest: 'forward'"),
         ("hooks: [norms, {name: x}]\n", r"line 1, at \$\.hooks\[0\]: A hook spec is an object .*got 'norms'\."),
@@ -144,7 +145,7 @@ def test_hooks_may_be_a_list_of_names_or_what_a_server_takes():
     """The file of a server can be run as it is, with an experiment beside."""
     assert Run(hooks=["norms", "hessian"]).hooks.names == ["norms", "hessian"]
     run = Run(experiment="x", enable_hooks=True, hooks=[SHAPES])
-    assert (build(run).specs, run.hooks.names) == ([SHAPES], None)
+    assert (build(run).specs, run.hooks.names) == ([HookSpec(**SHAPES)], None)
     assert build(Run(enable_hooks=False, specs=[SHAPES])).specs == []
 
 
@@ -160,14 +161,14 @@ def test_hooks_on_modules_are_found_in_every_form(tmp_path, key):
     """A list, a server's settings, a run file."""
     spec = '[{"name": "a", "target_modules": ["x"], "hook_factory": "m:f"}]'
     file = write(tmp_path, f'{{"{key}": {spec}}}' if key else spec, "hooks.json")
-    found = placed_specs(read_document(file))
-    assert [spec for _, spec in found] == [{"name": "a", "target_modules": ["x"], "hook_factory": "m:f"}]
+    found = placed_specs(read_document(file), is_server=True)
+    assert [(spec.name, spec.hook_factory) for spec in found.values()] == [("a", "m:f")]
 
 
 def test_hooks_that_are_switched_off_are_none(tmp_path):
     """``enable_hooks: false`` wins over a list."""
     text = '{"enable_hooks": false, "hooks": [{"name": "a"}]}'
-    assert placed_specs(read_document(write(tmp_path, text, "hooks.json"))) == []
+    assert not placed_specs(read_document(write(tmp_path, text, "hooks.json")), is_server=True)
 
 
 def test_values_become_what_is_declared():
@@ -175,7 +176,7 @@ def test_values_become_what_is_declared():
     assert declared([1, 2], tuple[int, ...]) == (1, 2)
     assert type(declared(1, float)) is float
     assert declared(None, int | None) is None
-    with pytest.raises(ConfigError, match=r"^expected a valid integer, .*got 'x'\."):
+    with pytest.raises(ConfigError, match=r"^expected a valid integer, got 'x'\."):
         declared("x", int)
 
 
@@ -193,7 +194,7 @@ def test_a_flag_wins_key_by_key_and_what_is_not_given_is_absent(tmp_path):
 
 def test_a_mistake_in_a_flag_names_the_flag_and_not_the_file(tmp_path):
     """The file is told of where it is to blame."""
-    with pytest.raises(OptionError) as caught:
+    with pytest.raises(ConfigError) as caught:
         read([write(tmp_path, WHOLE), "--hooks", "nrms", "--device", "warp"])
     assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == ["--device", "--hooks"]
 

@@ -62,7 +62,7 @@ FLAGS = [
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_every_flag_of_the_source_is_there_by_its_name(name):
-    """Word for word; tyro writes the dashes."""
+    """Word for word, with dashes."""
     positive = name.removeprefix("no_")  # a switch has both
     assert positive in run_flags_by_name() or hasattr(How, name)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import hookline as hl
 from hookline.analyses import BUILT_IN
 from hookline.lifecycle.registry import register_built_ins
-from hookline.runs.embedded import EMBEDDED
+from hookline.runs.find import EMBEDDED
 from hookline.testing.run_outcome import differences, left_by
 from hookline.training import digits, mod_arithmetic
 from hookline.training.checkpoints import Checkpoints
@@ -60,7 +60,7 @@ def test_they_are_found_by_name():
         cls = getattr(importlib.import_module(module), attribute)
         assert issubclass(cls, hl.Experiment)
         assert cls.name == name
-    code = "import sys, hookline.runs.embedded; sys.exit('torch' in sys.modules)"
+    code = "import sys, hookline.runs.find; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -326,7 +326,7 @@ import sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"fastapi", "uvicorn", "transformers", "tyro", "orjson"}:
+        if name.partition(".")[0] in {"fastapi", "uvicorn", "transformers", "orjson"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())

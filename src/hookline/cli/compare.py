@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from tyro.conf import Positional
-
 from hookline.cli.main import DONE, FAILED
-from hookline.cli.parse import flag, parse
 from hookline.cli.screen import tell, tell_json
 from hookline.errors import HooklineError, OptionError
+from hookline.runs.flags import Show, parse
 from hookline.runs.folder import LOG
 
 __all__ = ["CompareOptions", "compare"]
@@ -35,27 +33,27 @@ class CompareOptions:
       hookline compare one_gpu two_gpus --dims '*.q_proj=b s h[tp]'
     """
 
-    a: Annotated[Positional[str], flag("A")]
+    a: Annotated[str, Show("A", is_word=True)]
     """The reference: the folder of a trace, a safetensors file, or a folder of .npy files."""
-    b: Annotated[Positional[str], flag("B")]
+    b: Annotated[str, Show("B", is_word=True)]
     """The run in question."""
-    atol: Annotated[float | None, flag("NUMBER")] = None
+    atol: Annotated[float | None, Show("NUMBER")] = None
     """Allow each number to differ by this much."""
-    rtol: Annotated[float | None, flag("NUMBER")] = None
+    rtol: Annotated[float | None, Show("NUMBER")] = None
     """Allow each number to differ by this part of it."""
-    threshold: Annotated[tuple[str, ...], flag("PATTERN=BOUND ...")] = ()
+    threshold: Annotated[tuple[str, ...], Show("PATTERN=BOUND ...")] = ()
     """Bounds for sites: a relative error, or MEASURE:NUMBER[,…] with rel, rel_diff, max_abs or mean_abs."""
-    noise: Annotated[tuple[str, ...], flag("PATH ...")] = ()
+    noise: Annotated[tuple[str, ...], Show("PATH ...")] = ()
     """Other traces of A that differ by rounding alone (float64, repeated, permuted): what is noise at each site."""
-    dims: Annotated[tuple[str, ...], flag("[PATTERN=]DIMS ...")] = ()
+    dims: Annotated[tuple[str, ...], Show("[PATTERN=]DIMS ...")] = ()
     """How tensors lie on ranks, such as 'b s h[tp] d', for all sites or for those that a pattern matches."""
-    mesh: Annotated[tuple[str, ...], flag("AXIS=RANKS ...")] = ()
+    mesh: Annotated[tuple[str, ...], Show("AXIS=RANKS ...")] = ()
     """How many ranks each axis of --dims has, the outermost first."""
-    tensors: Annotated[bool, flag()] = False
+    tensors: bool = False
     """Compare only what both traces have tensors of; no estimates from fingerprints."""
-    json: Annotated[bool, flag()] = False
+    json: bool = False
     """Print everything as JSON."""
-    html: Annotated[str | None, flag("FILE")] = None
+    html: Annotated[str | None, Show("FILE")] = None
     """Write a page with a heat map, which opens from disk."""
 
 

@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from tyro.conf import Positional
-
 from hookline.cli.main import DONE, FAILED
 from hookline.cli.models import model_at
-from hookline.cli.parse import flag, parse
 from hookline.cli.screen import tell, tell_json
 from hookline.load import load_object
+from hookline.runs.flags import Show, parse
 
 __all__ = ["DoctorOptions", "doctor"]
 
@@ -32,9 +30,9 @@ class DoctorOptions:
       hookline doctor mod_arithmetic --json
     """
 
-    model: Annotated[Positional[str], flag("FILE:MODEL")]
+    model: Annotated[str, Show("FILE:MODEL", is_word=True)]
     """A model, its class, or a function that makes one: file.py:NAME or package.module:NAME; also an experiment."""
-    inputs: Annotated[str | None, flag("FILE:NAME")] = None
+    inputs: Annotated[str | None, Show("FILE:NAME")] = None
     """Sample arguments, or a function that makes them: a tensor, a tuple, or a dict of keyword arguments."""
     json: bool = False
     """Print JSON."""

@@ -1,6 +1,6 @@
 """Print the plan of a run, without training or writing anything: ``--dry-run``.
 
-`run_command` calls `dry_run`. `_plan` collects which hook is due when, on which sites, at what cost in memory, and
+``hookline run`` calls `dry_run`. `_plan` collects which hook is due when, on which sites, at what cost in memory, and
 which files there would be; it is printed as tables or as JSON.
 """
 

@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import Positional
-
 from hookline.cli.main import DONE
 from hookline.cli.models import model_at
-from hookline.cli.parse import flag, parse
 from hookline.cli.screen import shell_text, tell, tell_json
 from hookline.errors import NoMatchError
+from hookline.runs.flags import Show, parse
 
 if TYPE_CHECKING:
     from hookline.sites.find import Sites
@@ -35,12 +33,12 @@ class FindOptions:
       hookline find models/llama 'role:attn'              # a folder of transformers: its config.json is enough
     """
 
-    model: Annotated[Positional[str], flag("FILE:MODEL")]
+    model: Annotated[str, Show("FILE:MODEL", is_word=True)]
     """A model, its class, or a function that makes one: file.py:NAME or package.module:NAME; also an experiment, or the
     folder of a saved model."""
-    pattern: Annotated[Positional[str], flag("[PATTERN]")] = "*"
+    pattern: Annotated[str, Show("[PATTERN]", is_word=True)] = "*"
     """Which modules; all if left out."""
-    exclude: Annotated[str | None, flag("PATTERN")] = None
+    exclude: Annotated[str | None, Show("PATTERN")] = None
     """Which of these not."""
     json: bool = False
     """Print JSON."""

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from tyro.conf import Positional
-
 from hookline.cli.main import DONE
-from hookline.cli.parse import flag, parse
 from hookline.cli.screen import messages, print_table, tell, tell_json
+from hookline.runs.flags import Show, parse
 
 __all__ = ["HooksOptions", "describe_hooks", "hooks", "list_hooks", "tell_hooks"]
 
@@ -29,7 +27,7 @@ class HooksOptions:
       hookline hooks --json
     """
 
-    names: Annotated[Positional[tuple[str, ...]], flag("[NAME ...]")] = ()
+    names: Annotated[tuple[str, ...], Show("[NAME ...]", is_word=True)] = ()
     """Hooks to describe, or all, observers, interventions, with_debug; also file.py:Class."""
     json: bool = False
     """Print options and metrics of these hooks, or of all, as JSON."""

@@ -22,21 +22,21 @@ WRONG_USE: Final = 2
 NOT_ATTACHED: Final = 3
 """A script has run to its end, and not all that was asked for could be attached to its model."""
 
-COMMANDS: Final[dict[str, tuple[str, str]]] = {
-    "run": ("hookline.cli.run_command", "train an experiment, or a script of your own, with hooks"),
-    "hooks": ("hookline.cli.hooks", "list the hooks there are, or describe some"),
-    "find": ("hookline.cli.find", "show the modules of a model that a pattern matches"),
-    "doctor": ("hookline.cli.doctor", "say who hooks what in a model, and where no hook would fire"),
-    "audit": ("hookline.cli.audit_command", "train with and without hooks, and say which hook changes the run"),
-    "check": ("hookline.cli.check_command", "check a run file, or a file of hooks"),
-    "schema": ("hookline.cli.schema_command", "print the JSON schema of such files, for editors"),
-    "serve": ("hookline.cli.serve", "serve a model over HTTP, with hooks"),
-    "report": ("hookline.cli.report", "make the HTML page of one or more runs"),
-    "compare": ("hookline.cli.compare", "find where two traced runs part, and whether that is rounding"),
-    "replay": ("hookline.cli.replay", "feed a run's records to another destination"),
-    "new": ("hookline.cli.new", "write a file to start from: experiment, hook or sink"),
+COMMANDS: Final = {
+    "run": "train an experiment, or a script of your own, with hooks",
+    "hooks": "list the hooks there are, or describe some",
+    "find": "show the modules of a model that a pattern matches",
+    "doctor": "say who hooks what in a model, and where no hook would fire",
+    "audit": "train with and without hooks, and say which hook changes the run",
+    "check": "check a run file, or a file of hooks",
+    "schema": "print the JSON schema of such files, for editors",
+    "serve": "serve a model over HTTP, with hooks",
+    "report": "make the HTML page of one or more runs",
+    "compare": "find where two traced runs part, and whether that is rounding",
+    "replay": "feed a run's records to another destination",
+    "new": "write a file to start from: experiment, hook or sink",
 }
-"""Each command: the module that has a function of its name, which takes the arguments; and what it does."""
+"""What each command does: the module of its name has a function of its name, which takes the arguments."""
 
 _HELP: Final = """\
 usage: hookline COMMAND ...
@@ -104,7 +104,7 @@ def _replace_unknown_letters() -> None:
 
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        lines = [f"  {name:<12}  {text}" for name, (_, text) in COMMANDS.items()]
+        lines = [f"  {name:<12}  {text}" for name, text in COMMANDS.items()]
         print(_HELP.format(commands="\n".join(lines)), end="")
         return DONE if arguments else WRONG_USE
     if arguments[0] in ("-V", "--version"):
@@ -119,7 +119,7 @@ def _dispatch(arguments: list[str]) -> int:
         meant = did_you_mean(name, COMMANDS)
         print(f"hookline: Unknown command {name!r}.{meant} Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
         return WRONG_USE
-    return int(getattr(importlib.import_module(COMMANDS[name][0]), name)(rest))
+    return int(getattr(importlib.import_module(f"hookline.cli.{name}"), name)(rest))
 
 
 # -- errors ----------------------------------------------------------------------------------------------------

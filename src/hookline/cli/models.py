@@ -22,7 +22,7 @@ def model_at(path: str) -> Any:
     """
     from torch import nn
 
-    from hookline.runs.embedded import EMBEDDED
+    from hookline.runs.find import EMBEDDED
 
     if path not in EMBEDDED and Path(path).expanduser().is_dir():
         from hookline.serve.load_model import make_empty

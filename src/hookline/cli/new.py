@@ -15,12 +15,10 @@ from pathlib import Path
 from string import Template
 from typing import Annotated, Final, Literal
 
-from tyro.conf import Positional
-
 from hookline.cli.main import DONE
-from hookline.cli.parse import flag, parse
 from hookline.cli.screen import tell
 from hookline.errors import OptionError
+from hookline.runs.flags import Show, parse
 
 __all__ = ["NewOptions", "new"]
 
@@ -40,11 +38,11 @@ class NewOptions:
       hookline new hook weight_norm.py
     """
 
-    kind: Annotated[Positional[Literal["experiment", "hook", "sink"]], flag()]
+    kind: Annotated[Literal["experiment", "hook", "sink"], Show(is_word=True)]
     """What it is."""
-    file: Annotated[Positional[str], flag("FILE")]
+    file: Annotated[str, Show("FILE", is_word=True)]
     """Where it goes; its name gives the class its name."""
-    force: Annotated[bool, flag()] = False
+    force: bool = False
     """Write over a file that is there."""
 
 

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from tyro.conf import Positional
-
 from hookline.cli.main import DONE
-from hookline.cli.parse import flag, parse
 from hookline.cli.screen import tell
 from hookline.errors import OptionError
+from hookline.runs.flags import Show, parse
 from hookline.runs.folder import LOG, read_run_json, run_folder
 from hookline.runs.named_sinks import FILES, check_package, sink_class, sink_names
 
@@ -36,13 +34,13 @@ class ReplayOptions:
       hookline replay runs/mod_arithmetic/random --to wandb --project grokking
     """
 
-    run: Annotated[Positional[str], flag("RUN")]
+    run: Annotated[str, Show("RUN", is_word=True)]
     """The folder of a run, or its records.jsonl."""
-    to: Annotated[str, flag("|".join([*sink_names(), "PKG.MOD:CLASS"]))]
+    to: Annotated[str, Show("|".join([*sink_names(), "PKG.MOD:CLASS"]))]
     """The sink that gets the records."""
-    into: Annotated[str | None, flag("PATH")] = None
+    into: Annotated[str | None, Show("PATH")] = None
     """The file or folder; in the run's folder if left out."""
-    project: Annotated[str | None, flag("PROJECT")] = None
+    project: Annotated[str | None, Show("PROJECT")] = None
     """The project, for wandb; the experiment's name if left out."""
 
 

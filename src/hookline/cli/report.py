@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
-from tyro.conf import Positional, arg
-
 from hookline.cli.main import DONE
-from hookline.cli.parse import flag, parse
 from hookline.cli.screen import tell
 from hookline.errors import OptionError
+from hookline.runs.flags import Show, parse
 from hookline.runs.folder import run_folder
 
 if TYPE_CHECKING:
@@ -43,13 +41,13 @@ class ReportOptions:
       hookline report --live runs/mod_arithmetic              # while they go on
     """
 
-    runs: Annotated[Positional[tuple[str, ...]], flag("RUN ...")]
+    runs: Annotated[tuple[str, ...], Show("RUN ...", is_word=True)]
     """Folders of runs, or folders that hold runs."""
-    output: Annotated[str | None, arg(metavar="FILE", aliases=("-o",), help_behavior_hint="")] = None
+    output: Annotated[str | None, Show("FILE", short="-o")] = None
     """Where the page goes; report.html in the first folder if left out."""
-    open: Annotated[bool, flag()] = False
+    open: bool = False
     """Show it in the browser."""
-    live: Annotated[bool, flag()] = False
+    live: bool = False
     """Write the page again every few seconds while the runs go on; it loads itself anew. Waits for a run to begin."""
 
 

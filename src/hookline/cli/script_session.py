@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from hookline.integrations.first_step import FirstStep
     from hookline.integrations.follow import Follow
     from hookline.lifecycle.hook import TrainingHook
+    from hookline.specs.hook_spec import HookSpec
 
 __all__ = ["ScriptSession", "begin_script", "note", "wait_for_script"]
 
@@ -223,14 +224,14 @@ class ScriptSession:
         for name, why in self.manager.plan().left_out.items():
             _tell_not_attached(f"the hook {name}: {why}", self._count_told())
 
-    def _attach_spec(self, run: Follow, model: Any, spec: dict[str, Any]) -> None:
+    def _attach_spec(self, run: Follow, model: Any, spec: HookSpec) -> None:
         """Attach the hooks of one spec; one whose factory raises is no reason to lose the others."""
         from hookline.specs.apply_specs import register_hooks
 
         try:
             run.when_closed(register_hooks(model, [spec]).remove)
         except Exception as error:
-            _tell_not_attached(f"the spec {spec.get('name')}: {error_text(error)}", self._count_told())
+            _tell_not_attached(f"the spec {spec.name}: {error_text(error)}", self._count_told())
 
     def _count_told(self) -> int:
         self._told += 1

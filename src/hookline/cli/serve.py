@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from hookline.cli.main import DONE, FAILED
-from hookline.cli.parse import flag, parse
 from hookline.cli.screen import messages
 from hookline.errors import OptionError
+from hookline.runs.flags import Show, parse
 from hookline.runs.spec_files import NO_HOOKS, specs_of_file
 
 if TYPE_CHECKING:
@@ -42,58 +42,58 @@ class ServeOptions:
       HOOKLINE_SERVE_TOKEN=secret hookline serve --model models/llama --export-dir exports   # hooks over HTTP
     """
 
-    model: Annotated[str | None, flag("PATH")] = None
+    model: Annotated[str | None, Show("PATH")] = None
     """The folder of the model, as transformers saves it; if left out, model_path of the server's settings."""
-    server_args: Annotated[str | None, flag("FILE")] = None
+    server_args: Annotated[str | None, Show("FILE")] = None
     """Settings of the server with enable_hooks and hooks, or forward_hooks: .json, .yaml, .toml."""
-    hooks: Annotated[str | None, flag("FILE")] = None
+    hooks: Annotated[str | None, Show("FILE")] = None
     """Hooks to start with, as data: a list of name, target_modules, hook_factory, config."""
-    no_strict: Annotated[bool, flag()] = False
+    no_strict: bool = False
     """Go on if a pattern in these files matches nothing: a warning names the nearest modules. If left out, that is an
     error, with exit code 2."""
-    host: Annotated[str, flag("ADDRESS", None)] = "127.0.0.1"
+    host: Annotated[str, Show("ADDRESS")] = "127.0.0.1"
     """Where to listen. An address that others reach needs a token, which then protects everything."""
-    port: Annotated[int, flag("PORT", None)] = 8000
+    port: Annotated[int, Show("PORT")] = 8000
     """0 takes one that is free, and prints it."""
-    device: Annotated[str | None, flag("DEVICE")] = None
+    device: Annotated[str | None, Show("DEVICE")] = None
     """cpu, cuda, cuda:1; if left out, the GPU if there is one."""
-    dtype: Annotated[str | None, flag("DTYPE")] = None
+    dtype: Annotated[str | None, Show("DTYPE")] = None
     """float32, bfloat16, float16; if left out, what the model was saved in."""
-    max_batch: Annotated[int, flag("N", None)] = 32
+    max_batch: Annotated[int, Show("N")] = 32
     """The most sequences in one forward."""
-    max_waiting: Annotated[int, flag("N", None)] = 256
+    max_waiting: Annotated[int, Show("N")] = 256
     """The most sequences that wait for their turn; more are told to come back (429)."""
-    max_sequence: Annotated[int | None, flag("N")] = None
+    max_sequence: Annotated[int | None, Show("N")] = None
     """The most tokens of prompt and answer; if left out, as many as the model was made for."""
-    captured_bytes: Annotated[int, flag("BYTES", None)] = 1 << 30
+    captured_bytes: Annotated[int, Show("BYTES")] = 1 << 30
     """The most memory for hidden states of all requests, until they are sent."""
-    served_model_name: Annotated[str | None, flag("NAME")] = None
+    served_model_name: Annotated[str | None, Show("NAME")] = None
     """What clients call the model; the folder's name if left out."""
-    no_tokenizer: Annotated[bool, flag()] = False
+    no_tokenizer: bool = False
     """Load no tokenizer: prompts are token ids, answers have no text, and ids with return_token_ids."""
-    chat_template: Annotated[str | None, flag("FILE")] = None
+    chat_template: Annotated[str | None, Show("FILE")] = None
     """A chat template in Jinja, for a model that has none or another; runs in a sandbox."""
-    allow: Annotated[tuple[str, ...], flag("PREFIX ...")] = ()
+    allow: Annotated[tuple[str, ...], Show("PREFIX ...")] = ()
     """What paths of factories may begin with, of those who have the token, and in files. If left out:
     hookline.factories over HTTP, anything in files."""
-    allow_requests: Annotated[tuple[str, ...], flag("PREFIX ...")] = ()
+    allow_requests: Annotated[tuple[str, ...], Show("PREFIX ...")] = ()
     """What paths of factories of hooks in the bodies of requests may begin with, beside hookline.factories: whoever
     may generate can call all that begins so."""
-    token: Annotated[str | None, flag("TOKEN")] = None
+    token: Annotated[str | None, Show("TOKEN")] = None
     """What changes of hooks over HTTP need. Others on this machine can read it here: better --token-file, or the
     environment variable HOOKLINE_SERVE_TOKEN."""
-    token_file: Annotated[str | None, flag("FILE")] = None
+    token_file: Annotated[str | None, Show("FILE")] = None
     """A file with the token."""
-    protect: Annotated[Literal["hooks", "everything"] | None, flag("hooks|everything")] = None
+    protect: Annotated[Literal["hooks", "everything"] | None, Show("hooks|everything")] = None
     """What needs the token: changing hooks, or everything but /health. If left out: hooks on this machine's own
     address, everything on others."""
-    without_token: Annotated[bool, flag()] = False
+    without_token: bool = False
     """Listen at an address that others reach although there is no token."""
-    export_dir: Annotated[str | None, flag("DIR")] = None
+    export_dir: Annotated[str | None, Show("DIR")] = None
     """Where files of hooks that come over HTTP have to lie; without it they get no files."""
-    max_body: Annotated[int, flag("BYTES", None)] = 4 << 20
+    max_body: Annotated[int, Show("BYTES")] = 4 << 20
     """The largest body of a request."""
-    drain: Annotated[float, flag("SECONDS", None)] = 30.0
+    drain: Annotated[float, Show("SECONDS")] = 30.0
     """How long running requests may take after SIGTERM or Ctrl-C. A second signal ends everything at once."""
 
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hookline.errors import OptionError
 from hookline.integrations.resources import ResourcesHook
 from hookline.lifecycle.manager import HookManager
 from hookline.messages import type_name, unknown_name_text
-from hookline.runs.embedded import ALWAYS
+from hookline.runs.find import ALWAYS
 from hookline.sinks.jsonl_sink import JSONLSink
+
+if TYPE_CHECKING:
+    from hookline.specs.hook_spec import HookSpec
 
 __all__ = [
     "ManagerAndSpecs",
@@ -39,7 +42,7 @@ class ManagerAndSpecs(NamedTuple):
     """What a host's run works with."""
 
     manager: HookManager
-    specs: list[dict[str, Any]]
+    specs: list[HookSpec]
     """Hooks on modules, to be attached when the model is known."""
 
 
@@ -63,7 +66,7 @@ def make_manager(
         _check_manager(manager, [name for name, value in {**given, **options}.items() if value is not None])
         return ManagerAndSpecs(manager, [])
     names, objects = _split(hooks)
-    specs: list[dict[str, Any]] = []
+    specs: list[HookSpec] = []
     if run_file is not None:
         from hookline.runs.build import build
         from hookline.runs.read import read_file

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,11 @@ from hookline.errors import ConfigError, Hint, NoMatchError
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.manager import HookManager
 from hookline.lifecycle.registry import HookRegistry
-from hookline.runs.embedded import ALWAYS
-from hookline.runs.look_up import chosen_hooks, specs_of_run_file
+from hookline.runs.find import ALWAYS
+from hookline.runs.look_up import chosen_hooks
 from hookline.runs.named_sinks import make_sinks
 from hookline.runs.run import REFERENCE
+from hookline.runs.spec_files import specs_for_run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from hookline.lifecycle.hook import TrainingHook
     from hookline.runs.find import FoundExperiment
     from hookline.runs.run import Run, Tracker
+    from hookline.specs.hook_spec import HookSpec
 
 __all__ = ["Built", "build", "hook_names", "spec_name", "tracked_modules", "tracker_name"]
 
@@ -36,7 +38,7 @@ class Built:
     run: Run
     hooks: list[TrainingHook]
     """Lifecycle hooks and trackers."""
-    specs: list[dict[str, Any]]
+    specs: list[HookSpec]
     """Hooks on modules, as data."""
     options: dict[str, Any]
     """What the run says to its `HookManager`."""
@@ -118,9 +120,9 @@ def hook_names(run: Run, found: FoundExperiment | None = None) -> list[str]:
     return names or ([ALWAYS] if run.trackers else [])
 
 
-def spec_name(spec: Mapping[str, Any], place: int) -> str:
+def spec_name(spec: HookSpec, place: int) -> str:
     """Return what a hook on modules is called."""
-    return str(spec.get("name") or f"specs[{place}]")
+    return spec.name or f"specs[{place}]"
 
 
 def tracker_name(tracker: Tracker) -> str:
@@ -156,6 +158,6 @@ def tracked_modules(run: Run, place: int, tracker: Tracker, model: nn.Module) ->
     return [name for name, *_ in chosen]
 
 
-def _specs(run: Run) -> list[dict[str, Any]]:
+def _specs(run: Run) -> list[HookSpec]:
     listed = list(run.specs) if run.enable_hooks else []
-    return listed if run.hook_specs is None else [*listed, *specs_of_run_file(run.hook_specs)]
+    return listed if run.hook_specs is None else [*listed, *specs_for_run(run.hook_specs)]

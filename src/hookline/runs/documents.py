@@ -6,6 +6,7 @@ wrong, the line of each from the marks of PyYAML; TOML has no lines.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import tomllib
@@ -63,11 +64,9 @@ class Document:
         keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
         return f"{self.path}{'' if line is None else f', line {line}'}, at ${keys}"
 
-    def refuse(self, faults: Sequence[Fault]) -> None:
-        """Raise one error with all of `faults`, by line; do nothing if there are none."""
-        if faults:
-            ordered = sorted(faults, key=lambda fault: self.line_of(fault[0]) or 0)
-            raise ConfigError("\n".join(f"{self.place(path)}: {text}" for path, text in ordered))
+    def at(self, path: KeyPath) -> Any:
+        """Return the value at `path`."""
+        return functools.reduce(lambda value, key: value[key], path, self.values)
 
 
 def read_document(path: str | Path) -> Document:

@@ -20,9 +20,17 @@ from typing import Any, Final
 from hookline.errors import ConfigError, OptionError
 from hookline.load import load_object
 from hookline.messages import unknown_name_text
-from hookline.runs.embedded import EMBEDDED
+from hookline.runs.values import declared
 
-__all__ = ["FoundExperiment", "find_experiment"]
+__all__ = ["ALWAYS", "EMBEDDED", "FoundExperiment", "find_experiment"]
+
+ALWAYS: Final = "training_metrics"
+"""The hook that every run has: loss, accuracy and learning rate."""
+EMBEDDED: Final = {
+    "mod_arithmetic": "hookline.training.mod_arithmetic:ModArithmetic",
+    "digits": "hookline.training.digits:Digits",
+}
+"""The experiments that come with hookline, each one short file to read and to begin from, by name."""
 
 _LAUNCHERS: Final = ("python", "torchrun", "accelerate", "deepspeed")
 """Programs that start scripts, also where they are not on the PATH."""
@@ -75,8 +83,6 @@ class FoundExperiment:
 
     def option(self, name: str, value: Any) -> Any:
         """Return the value of an option as it is declared; raise if there is none of that name."""
-        from hookline.runs.look_up import declared
-
         if self.config_class is None:
             raise ConfigError(f"{self.name} takes no options of its own.")
         if name not in self.options:

@@ -1,164 +1,201 @@
-"""Make the flags of ``hookline run`` from the fields of `Run` and of an experiment's configuration, and read them.
+"""Make flags of the fields of `Run`, of an experiment's configuration and of the options of a command, and read them.
 
-`read` calls `run_flags`; the other commands read their own dataclasses by `read_flags`. What is not given is not in the
-result: a flag has no default here. Imports pydantic only for `Run`, so that help of other commands comes at once.
+`read` calls `run_flags`; the other commands call `parse` with a dataclass whose docstring is the help. A flag has no
+default and no type here: what is not given is absent, and the text of a flag becomes what its field declares when the
+run is validated. Imports pydantic only for that, so that help of other commands comes at once.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import inspect
 import itertools
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypedDict, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
-import tyro
-from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
-
-from hookline.errors import OptionError
+from hookline.errors import ConfigError, OptionError
+from hookline.messages import did_you_mean
+from hookline.runs.values import FlagText, declared
 
 if TYPE_CHECKING:
     from hookline.runs.documents import KeyPath
     from hookline.runs.find import FoundExperiment
 
-__all__ = ["How", "RunFlag", "field_help", "flag", "flag_of", "read_flags", "run_flags", "run_flags_by_name"]
+__all__ = [
+    "How", "Option", "Show", "flag_of", "parse", "refuse_words", "run_flags", "run_flags_by_name", "run_options",
+]  # fmt: skip
 
-_SEVERAL: Final = ("--hooks", "--hook-config", "--hook-sink", "--hooks-describe", "--show")
-_GROUPS: Final = {
+_HEADINGS: Final = {
     "training": "How it is trained",
     "hooks": "Hooks",
     "sinks": "Where metrics go, beside the record log and the console",
     "output": "What it shows and leaves behind",
     "checkpoint": "Saving and going on",
 }
-"""The headings of help."""
+_COMMAND: Final = "This command"
 _NOT_IN_LOOP: Final = {"epoch": {"steps"}, "step": {"epochs", "eval_every"}}
+_EXPERIMENT: Final = (
+    "A name (mod_arithmetic, digits), path/file.py:Class, file.py:function, package.module:Class, or a run file "
+    "(.yaml, .toml, .json); or a script of your own behind --, such as -- python train.py."
+)
+_Options = TypeVar("_Options")
 
 
-def flag(metavar: str | None = None, hint: str | None = "") -> Any:
-    """Return how a flag is shown in help; ``hint`` None shows its default."""
-    return arg(metavar=metavar, help_behavior_hint=hint)
+class Show(NamedTuple):
+    """Say how a field of a command's options is written: ``Annotated[str, Show("FILE", is_word=True)]``."""
+
+    metavar: str | None = None
+    is_word: bool = False
+    """Whether it is given by its place, without a flag."""
+    short: str = ""
+    """A second name, such as ``-o``."""
 
 
-Switch = Annotated[bool, FlagCreatePairsOff, flag()]
+class Option(NamedTuple):
+    """A flag: what help says of it, and where its value goes."""
+
+    name: str
+    """``hook_csv`` is ``--hook-csv``."""
+    hint: Any
+    """The type of its field."""
+    help: str
+    default: Any
+    show: Show
+    heading: str
+    path: KeyPath
+    """Where the run has its value."""
+
+    @property
+    def flag(self) -> str:
+        """How it is written."""
+        return f"--{self.name.replace('_', '-')}"
 
 
 @dataclass
 class How:
-    """This command"""
+    """What ``hookline run`` does with a run."""
 
-    config: Annotated[str | None, flag("FILE")] = None
+    config: Annotated[str | None, Show("FILE")] = None
     """A run file whose settings hold where no flag is given; the same as giving it in place of EXPERIMENT."""
-    resume: Switch = False
+    resume: bool = False
     """Go on with the newest run of this experiment and strategy, with its options; flags given here win over them."""
-    force: Switch = False
+    force: bool = False
     """Resume although the configuration has changed."""
-    live: Switch = False
+    live: bool = False
     """The same as --console live."""
-    silent: Switch = False
+    silent: bool = False
     """The same as --console silent; goes before --live."""
-    no_console_output: Switch = False
+    no_console_output: bool = False
     """The same as --console none: print nothing but errors. Goes before --silent."""
-    dry_run: Switch = False
+    dry_run: bool = False
     """Print the plan (which hook when, on what, at what cost in memory, which files), and leave."""
-    json: Switch = False
+    json: bool = False
     """Print as JSON what is said at the end, what --profile-hooks measured among it, or the plan of --dry-run. Nothing
     else goes to the standard output."""
-    hooks_list: Switch = False
+    hooks_list: bool = False
     """List all hooks, and leave."""
-    hooks_describe: Annotated[tuple[str, ...] | None, flag("[HOOK ...]")] = None
+    hooks_describe: Annotated[tuple[str, ...] | None, Show("[HOOK ...]")] = None
     """Describe the metrics of hooks (all, if none is named), and leave."""
 
 
-class RunFlag(NamedTuple):
-    """A field of `Run` that is a flag."""
-
-    path: KeyPath
-    """Where the run has its value."""
-    type: Any
-    metavar: str | None
-    help: str
-    default: Any
-    group: str
+# -- the flags there are ---------------------------------------------------------------------------------------
 
 
 @cache
-def run_flags_by_name() -> dict[str, RunFlag]:
+def run_flags_by_name() -> dict[str, Option]:
     """Return the flags that every experiment has, by name: ``hook_csv`` is ``--hook-csv``."""
     from hookline.runs.run import Run
 
-    return dict(_flags_in(Run, ()))
+    return {one.name: one for one in _options_of_model(Run, ())}
 
 
-def _flags_in(model: Any, above: KeyPath) -> Iterator[tuple[str, RunFlag]]:
+def _options_of_model(model: Any, above: KeyPath) -> Iterator[Option]:
     from hookline.runs.run import Flag
 
     for key, field in model.model_fields.items():
         path = (*above, key)
         if hasattr(field.annotation, "model_fields"):
-            yield from _flags_in(field.annotation, path)
+            yield from _options_of_model(field.annotation, path)
         for found in field.metadata:
             if isinstance(found, Flag):
                 about = " ".join((field.description or "").split())
-                group = found.group or str(above[0])
-                kind = _type_of(field.annotation)
-                yield found.name or key, RunFlag(path, kind, found.metavar, about, field.default, group)
+                heading = _HEADINGS[found.group or str(above[0])]
+                show = Show(found.metavar)
+                yield Option(found.name or key, field.annotation, about, field.default, show, heading, path)
 
 
-def _type_of(annotation: Any) -> Any:
-    """Return what tyro reads for a field: no None, texts for lists, whole numbers or nothing for ``bool | int``."""
-    kinds = [kind for kind in get_args(annotation) if kind is not NoneType] if _is_union(annotation) else [annotation]
-    if len(kinds) > 1:
-        return Annotated[Any, _number_or_nothing()]
-    return list[str] if get_origin(kinds[0]) in (list, dict) else kinds[0]
+def _options_of_dataclass(cls: Any, heading: str, above: KeyPath = (), prefix: str = "") -> Iterator[Option]:
+    """Yield the flags of a dataclass; one in it has flags with a dot."""
+    hints, texts = typing.get_type_hints(cls, include_extras=True), _field_help(cls)
+    for one in dataclasses.fields(cls):
+        hint, path = hints[one.name], (*above, one.name)
+        if one.init and dataclasses.is_dataclass(hint):
+            yield from _options_of_dataclass(hint, heading, path, f"{prefix}{one.name}.")
+        elif one.init:
+            show = next((said for said in get_args(hint)[1:] if isinstance(said, Show)), Show())
+            default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+            plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+            yield Option(f"{prefix}{one.name}", plain, texts.get(one.name, ""), default, show, heading, path)
 
 
-def _is_union(annotation: Any) -> bool:
-    return get_origin(annotation) in (Union, UnionType)
+def run_options(found: FoundExperiment | None) -> dict[str, Option]:
+    """Return the flags of ``hookline run`` by name, with those of the experiment's own options."""
+    config_class = None if found is None else found.config_class
+    own: dict[str, Option] = {}
+    if found is not None and config_class is not None:
+        options = _options_of_dataclass(config_class, f"Options of {found.name}", ("config",))
+        own = {one.name: one for one in options}
+    left_out = set() if found is None else _NOT_IN_LOOP.get(found.loop or "", set()) - set(own)
+    if {"epochs", "steps"} & set(own):
+        left_out |= {"epochs", "steps"} - set(own)
+    made = {name: one for name, one in run_flags_by_name().items() if name not in left_out}
+    for name in [name for name in made if name in own and made[name].default is None]:  # its own text says more
+        made[name] = own[name]._replace(path=made[name].path, heading=made[name].heading)
+    command = {one.name: one for one in _options_of_dataclass(How, _COMMAND)}
+    return made | command | {name: one for name, one in own.items() if name not in {**made, **command}}
 
 
 def flag_of(path: KeyPath) -> str:
     """Return the flag of a value of a run: ``--hooks`` for ``("hooks", "names", 2)``, ``--lr`` for an option."""
     if path[:1] == ("config",) and len(path) > 1:
         return f"--{str(path[1]).replace('_', '-')}"
-    names = [name for name, one in run_flags_by_name().items() if path[: len(one.path)] == one.path]
-    return f"--{names[0].replace('_', '-')}" if names else ""
+    return next((one.flag for one in run_flags_by_name().values() if path[: len(one.path)] == one.path), "")
+
+
+# -- reading ---------------------------------------------------------------------------------------------------
 
 
 def run_flags(
-    arguments: Sequence[str], found: FoundExperiment | None = None, *, prog: str = "hookline run", about: str = "",
-    is_first_look: bool = False,
-) -> tuple[dict[str, Any], How, list[str]]:  # fmt: skip
-    """Return what flags say, as a run file would say it; how the command works; and the words that are no flags.
+    arguments: Sequence[str], found: FoundExperiment | None = None, *, about: str = "", is_first_look: bool = False
+) -> tuple[dict[str, Any], How, list[str]]:
+    """Return what flags say, as a run file would say it; how the command works; and the words that are left over.
 
     Args:
         arguments: The words of the command line.
         found: The experiment, whose options are flags too.
-        prog: What help calls the command.
         about: What help says above the flags.
-        is_first_look: Whether the experiment is not known yet: words that are no flags may be its options.
+        is_first_look: Whether the experiment is not known yet: help waits until it is.
     """
-    words = joined_flags(arguments)
-    if is_first_look:
-        words = [word for word in words if word not in ("-h", "--help")]
-    made = _flags_type(found)
-    options: dict[str, Any] = {"description": about} if about else {}
-    read = read_flags(made, words, prog, return_unknown_args=is_first_look, **options)
-    values, unknown = read if is_first_look else (read, [])
+    options = run_options(found)
+    word = Show("EXPERIMENT | -- COMMAND", is_word=True)
+    experiment = Option("experiment", str, _EXPERIMENT, None, word, "Arguments", ("experiment",))
+    prog = "hookline run" if found is None else f"hookline run {found.path}"
+    values, unknown = _read([experiment, *options.values()], arguments, prog, about, has_help=not is_first_look)
     given: dict[str, Any] = {}
-    for name, value in itertools.chain.from_iterable(values[group].items() for group in _GROUPS):
-        _put(given, run_flags_by_name()[name].path, value)
-    if own := _without_empty(values.get("config", {})):
-        given["config"] = own
-    if values.get("experiment", "[]") != "[]":  # tyro 1.0, for a positional that is not there beside unknown flags
-        given["experiment"] = values["experiment"]
-    how: How = values["command"]
+    how = How()
+    for name, value in values.items():
+        option = options.get(name, experiment)
+        if option.heading == _COMMAND:
+            setattr(how, name, value)
+        else:
+            _put(given, option.path, value)
     modes = {"none": how.no_console_output, "silent": how.silent, "live": how.live}
     if mode := next((mode for mode, is_on in modes.items() if is_on), None):
         given["console"] = mode
@@ -168,13 +205,13 @@ def run_flags(
 def _put(values: dict[str, Any], path: KeyPath, value: Any) -> None:
     for key in path[:-1]:
         values = values.setdefault(str(key), {})
-    values[str(path[-1])] = _hook_config(value) if path == ("hooks", "config") else value
+    if path == ("hooks", "config"):
+        value = _hook_config(value)
+    values[str(path[-1])] = FlagText(value) if isinstance(value, str) and path[0] == "config" else value
 
 
 def _hook_config(items: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return ``hook.param=value`` words as arguments by hook; the texts become what the hook declares later."""
-    from hookline.runs.look_up import FlagText
-
     found: dict[str, dict[str, Any]] = {}
     for item in items:
         path, equals, text = item.partition("=")
@@ -185,215 +222,126 @@ def _hook_config(items: Sequence[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _without_empty(values: Any) -> Any:
-    if not isinstance(values, dict):
-        return values
-    kept = {key: _without_empty(value) for key, value in values.items()}
-    return {key: value for key, value in kept.items() if value != {}}
+def parse(cls: type[_Options], arguments: Sequence[str], command: str) -> _Options:
+    """Return the options of a command; help, or a mistake, leaves it.
 
-
-def _flags_type(found: FoundExperiment | None) -> Any:
-    """Return the type that tyro reads: all flags in groups, and those of the experiment's own options."""
-    experiment: Any = Annotated[
-        Positional[str], arg(metavar="EXPERIMENT | -- COMMAND", help=_EXPERIMENT, help_behavior_hint="")
-    ]
-    made: dict[str, Any] = {"experiment": experiment}
-    own = {} if found is None else _own_flags(found)
-    left_out = set() if found is None else _NOT_IN_LOOP.get(found.loop or "", set()) - set(own)
-    if {"epochs", "steps"} & set(own):
-        left_out |= {"epochs", "steps"} - set(own)
-    for group, title in _GROUPS.items():
-        flags = {}
-        for name, one in run_flags_by_name().items():
-            if one.group == group and name not in left_out:
-                is_own = name in own and one.default is None  # the experiment says more of it
-                flags[name] = own[name] if is_own else _annotated(one.type, one.metavar, one.help, one.default)
-        made[group] = Annotated[_dict_type(title, flags), OmitArgPrefixes]
-    made["command"] = Annotated[How, OmitArgPrefixes]
-    others = {name: hint for name, hint in own.items() if name not in run_flags_by_name() and not hasattr(How, name)}
-    if found is not None and others:
-        made["config"] = Annotated[_dict_type(f"Options of {found.name}", others), arg(name="")]
-    return _dict_type("Flags", made)
-
-
-_EXPERIMENT: Final = (
-    "A name (mod_arithmetic, digits), path/file.py:Class, file.py:function, package.module:Class, or a run file "
-    "(.yaml, .toml, .json); or a script of your own behind --, such as -- python train.py."
-)
-
-
-def _dict_type(title: str, fields: Mapping[str, Any]) -> Any:
-    make: Any = TypedDict
-    made = make(title.replace(" ", ""), dict(fields), total=False)
-    made.__doc__ = title
-    return made
-
-
-def _own_flags(found: FoundExperiment) -> dict[str, Any]:
-    return {} if found.config_class is None else _flags_of_dataclass(found.config_class)
-
-
-def _flags_of_dataclass(cls: Any) -> dict[str, Any]:
-    """Return the flags of a configuration; a dataclass in it has flags with a dot."""
-    from typing import get_type_hints
-
-    hints, texts = get_type_hints(cls, include_extras=True), field_help(cls)
-    made = {}
-    for one in dataclasses.fields(cls):
-        if not one.init:
-            continue
-        hint = hints[one.name]
-        if dataclasses.is_dataclass(hint):
-            made[one.name] = _dict_type(one.name, _flags_of_dataclass(hint))
-        else:
-            made[one.name] = _annotated(hint, None, texts.get(one.name, ""), _default_of(one))
-    return made
-
-
-def _default_of(one: dataclasses.Field[Any]) -> Any:
-    return one.default_factory() if one.default_factory is not dataclasses.MISSING else one.default
-
-
-def _annotated(hint: Any, metavar: str | None, text: str, default: Any) -> Any:
-    is_told = default is not None and not isinstance(default, bool) and default not in ([], {}, ())
-    told = f"(default: {default})" if is_told else ""
-    if default is dataclasses.MISSING:
-        told = "(needed)"
-    return Annotated[hint, arg(metavar=metavar, help=text, help_behavior_hint=told)]
-
-
-def joined_flags(arguments: Sequence[str]) -> list[str]:
-    """Return the words; a flag of several values that is given twice has all of them at its first place."""
-    rest: list[str] = []
-    several: dict[str, list[str]] = {}
-    current: str | None = None
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        spelled = name.replace("_", "-")
-        if spelled in _SEVERAL:
-            current = spelled
-            if current not in several:
-                several[current] = []
-                rest.append(current)
-            several[current] += [value] if equals else []
-        elif argument.startswith("--") or current is None:
-            current = None
-            rest.append(argument)
-        else:
-            several[current].append(argument)
-    return [one for argument in rest for one in (argument, *several.get(argument, ()))]
-
-
-# -- tyro, with plain sentences about numbers ------------------------------------------------------------------
-
-
-def read_flags(cls: Any, arguments: Sequence[str], prog: str, **options: Any) -> Any:
-    """Return what tyro reads from ``arguments``.
-
-    What is no number is an `OptionError` of one sentence. Any other mistake leaves the process, as tyro has it.
-
-    Args:
-        cls: The class of the options.
-        arguments: The words of the command line.
-        prog: What the help calls the command.
-        **options: As of ``tyro.cli``.
+    Recipe: ``options = parse(FindOptions, arguments, "find")``.
     """
-    try:
-        return tyro.cli(cls, args=list(arguments), prog=prog, registry=_NUMBERS, **options)
-    except _NoNumber as error:
-        raise OptionError(f"{_flag_before(error.given, arguments)}{error}.") from None
-
-
-class _NoNumber(Exception):
-    """What was given is no number. No ValueError: tyro would draw a box around it, with the help of the flag."""
-
-    def __init__(self, wanted: str, given: str) -> None:
-        super().__init__(f"{wanted}; got {given!r}")
-        self.given = given
-
-
-def _flag_before(given: str, arguments: Sequence[str]) -> str:
-    before = ""
-    for word in arguments:
-        name, equals, value = word.partition("=")
-        if value == given and equals and name.startswith("--"):
-            return f"{name}: "
-        if word == given and before.startswith("--"):
-            return f"{before}: "
-        before = word
-    return ""
-
-
-_NUMBERS = ConstructorRegistry()
-"""Reads whole numbers and numbers, with a plain sentence for what is none."""
-
-
-@_NUMBERS.primitive_rule
-def _number(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    kinds = set(get_args(info.type)) if _is_union(info.type) else {info.type}
-    or_none = NoneType in kinds
-    kinds -= {NoneType}
-    if kinds == {int}:
-        return _spec(int, "a whole number is wanted, such as 10", or_none=or_none)
-    if kinds == {float}:
-        return _spec(float, "a number is wanted, such as 0.1 or 1e-3", or_none=or_none)
-    return None
-
-
-def _spec(kind: Callable[[str], Any], wanted: str, *, or_none: bool) -> PrimitiveConstructorSpec[Any]:
-    def read(given: list[str]) -> Any:
-        if or_none and given[0].lower() == "none":
-            return None
+    options = {one.name: one for one in _options_of_dataclass(cls, "Options")}
+    about = inspect.cleandoc(cls.__doc__ or "")
+    values, unknown = _read(options.values(), arguments, f"hookline {command}", about)
+    refuse_words(unknown, options, f"hookline {command}")
+    for name, value in values.items():
         try:
-            return kind(given[0])
-        except ValueError:
-            raise _NoNumber(wanted, given[0]) from None
-
-    def fits(value: Any) -> Any:
-        # As tyro has it: a whole number will do for a number.
-        is_same = type(value) is kind or (or_none and value is None)
-        return "~" if not is_same and kind is float and isinstance(value, int) else is_same
-
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=getattr(kind, "__name__", "").upper(),
-        instance_from_str=read,
-        is_instance=fits,
-        str_from_instance=lambda value: [str(value)],
-    )
+            values[name] = declared(value, options[name].hint)
+        except ConfigError as error:
+            raise OptionError(f"{options[name].flag}: {error}") from None
+    return cls(**values)
 
 
-def _number_or_nothing() -> Any:
-    """Return how a flag reads a whole number, or none, which is True."""
+def refuse_words(unknown: Sequence[str], options: Mapping[str, Option], command: str) -> None:
+    """Raise because of a word that means nothing here, with the nearest flag; do nothing if there is none."""
+    flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    if flags:
+        meant = did_you_mean(flags[0], [one.flag for one in options.values()])
+        raise OptionError(f"There is no option {flags[0]}.{meant} All of them: {command} --help")
+    if unknown:
+        raise OptionError(f"{unknown[0]!r} is one word too many. See {command} --help")
 
-    def read(given: list[str]) -> int | bool:
-        try:
-            return int(given[0]) if given else True
-        except ValueError:
-            raise _NoNumber("a whole number is wanted, such as 10, or none at all", " ".join(given)) from None
 
-    return PrimitiveConstructorSpec(
-        nargs="*",
-        metavar="[N]",
-        instance_from_str=read,
-        is_instance=lambda value: True,
-        str_from_instance=lambda value: [str(value)],
-    )
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise OptionError(f"{message.removeprefix('argument ')}. See {self.prog} --help")
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        return str(action.metavar or default_metavar)  # as it is: it says itself that there may be several
+
+
+def _read(
+    options: Iterable[Option], arguments: Sequence[str], prog: str, about: str, *, has_help: bool = True
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the texts that were given, by name, and the words that are left over."""
+    words = [one.show.metavar for one in options if one.show.is_word]
+    parser = _Parser(
+        prog=prog, usage=" ".join([prog, "[OPTIONS]", *map(str, words)]), description=about, formatter_class=_Help,
+        argument_default=argparse.SUPPRESS, allow_abbrev=False, add_help=has_help,
+    )  # fmt: skip
+    headings = {one.heading: parser.add_argument_group(one.heading) for one in options}
+    for one in options:
+        is_needed = one.default is dataclasses.MISSING
+        how: dict[str, Any] = {"help": f"{one.help} {_told(one)}".replace("%", "%%"), **_takes(one)}
+        if one.show.is_word:
+            several = ("*", "+") if "nargs" in how else ("?", None)
+            how = {"help": how["help"], "nargs": several[is_needed]}
+        else:
+            how |= {"dest": one.name, "required": is_needed and one.path[0] != "config"}
+        if "nargs" in how or "action" not in how:
+            how["metavar"] = one.show.metavar or _metavar(one)
+        names = [one.name] if one.show.is_word else [one.flag, *filter(None, [one.show.short])]
+        headings[one.heading].add_argument(*names, **how)
+    if has_help and not {"-h", "--help"}.isdisjoint(arguments):
+        arguments = ["--help"]
+    values, unknown = parser.parse_known_intermixed_args([_with_dashes(word) for word in arguments])
+    return vars(values), unknown
+
+
+def _with_dashes(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}" if word.startswith("--") else word
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """Return what a value may be, but for None."""
+    return [one for one in get_args(hint) if one is not NoneType] if _is_union(hint) else [hint]
+
+
+def _is_union(hint: Any) -> bool:
+    return get_origin(hint) in (Union, UnionType)
+
+
+def _takes(one: Option) -> dict[str, Any]:
+    """Return how many values a flag takes."""
+    kinds = _kinds(one.hint)
+    if kinds == [bool]:
+        has_off = one.heading not in (_COMMAND, "Options")
+        return {"action": argparse.BooleanOptionalAction if has_off else "store_true"}
+    if any((get_origin(kind) or kind) in (list, tuple, dict, set, frozenset) for kind in kinds):
+        return {"nargs": "*", "action": "extend"}
+    if len(kinds) > 1 and any(kind is bool or bool in get_args(kind) for kind in kinds):
+        return {"nargs": "?", "const": True}  # a number, or none at all
+    return {}
+
+
+def _metavar(one: Option) -> str:
+    (kind, *_) = _kinds(one.hint)
+    if get_origin(kind) is Literal:
+        return f"{{{','.join(map(str, get_args(kind)))}}}"
+    several = " ..." if "nargs" in _takes(one) else ""
+    inner = next((part for part in get_args(kind) if part is not Ellipsis), kind) if several else kind
+    return f"{getattr(inner, '__name__', str(inner)).upper()}{several}"
+
+
+def _told(one: Option) -> str:
+    if one.default is dataclasses.MISSING:
+        return "" if one.show.is_word else "(needed)"
+    is_told = one.default is not None and not isinstance(one.default, bool) and one.default not in ([], {}, (), "")
+    return f"(default: {one.default})" if is_told and not one.show.is_word else ""
 
 
 # -- texts under fields ----------------------------------------------------------------------------------------
 
 
-def field_help(cls: type) -> dict[str, str]:
+def _field_help(cls: type) -> dict[str, str]:
     """Return what is said of each field of a dataclass: ``metadata["help"]``, or the string under it."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
             found |= _strings_under_fields(base)
-    for one in dataclasses.fields(cls):
-        if isinstance(one.metadata.get("help"), str):
-            found[one.name] = one.metadata["help"]
-    return found
+    return found | {
+        one.name: one.metadata["help"] for one in dataclasses.fields(cls) if isinstance(one.metadata.get("help"), str)
+    }
 
 
 def _strings_under_fields(cls: type) -> dict[str, str]:
@@ -401,9 +349,8 @@ def _strings_under_fields(cls: type) -> dict[str, str]:
         body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):  # made at run time: there is no source
         return {}
-    lines = body.body if isinstance(body, ast.ClassDef) else []
     found = {}
-    for line, below in itertools.pairwise(lines):
+    for line, below in itertools.pairwise(body.body if isinstance(body, ast.ClassDef) else ()):
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(below, ast.Expr):
             text = getattr(below.value, "value", None)
             if isinstance(text, str):

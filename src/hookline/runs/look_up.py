@@ -11,31 +11,24 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
-
-from hookline.errors import ConfigError, HooklineError, HookNameError, OptionError
+from hookline.errors import ConfigError, HookNameError, OptionError
 from hookline.lifecycle.hook import TrainingHook
 from hookline.lifecycle.registry import HookRegistry, points_in_any_loop
 from hookline.load import add_current_folder_to_path, load_object
 from hookline.messages import type_name, unknown_name_text
-from hookline.runs.documents import Fault, KeyPath, read_document
-from hookline.runs.embedded import ALWAYS
-from hookline.runs.spec_files import placed_specs, spec_faults
+from hookline.runs.faults import Faults
+from hookline.runs.find import ALWAYS
+from hookline.runs.values import FlagText, declared, guessed
 from hookline.specs.hook_spec import HookSpec, resolve_callable
 
 __all__ = [
-    "FlagText",
-    "check_factory",
     "check_is_on",
+    "check_spec",
     "chosen_hooks",
-    "declared",
-    "from_text",
     "hook_argument",
     "hooks_of_group",
     "known_hook",
     "known_tracker",
-    "spec_faults_and_factories",
-    "specs_of_run_file",
     "why_no_schedule",
 ]
 
@@ -124,12 +117,6 @@ def why_no_schedule(hook: str) -> str:
 # -- arguments of hooks ----------------------------------------------------------------------------------------
 
 
-class FlagText(str):
-    """Mark the text of ``--hook-config hook.param=value``: it is yet to become what the hook declares."""
-
-    __slots__ = ()
-
-
 def hook_argument(hook: str, name: str, value: Any) -> Any:
     """Return `value` as the signature of the hook declares its argument `name`."""
     cls = HookRegistry.get(hook)
@@ -137,7 +124,7 @@ def hook_argument(hook: str, name: str, value: Any) -> Any:
     takes = [one.name for one in parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     if name not in takes:
         if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-            return _guessed(value) if isinstance(value, FlagText) else value
+            return guessed(value) if isinstance(value, FlagText) else value
         raise OptionError(f"Hook {hook!r} takes no {name!r}.{unknown_name_text(name, takes, 'It takes')}")
     parameter = parameters[name]
     hint = _hints(cls).get(name, parameter.annotation)
@@ -145,7 +132,7 @@ def hook_argument(hook: str, name: str, value: Any) -> Any:
         hint = Any if parameter.default in (None, parameter.empty) else type(parameter.default)
         if not isinstance(value, FlagText):
             return value
-    return from_text(str(value), hint) if isinstance(value, FlagText) else declared(value, hint)
+    return declared(value, hint)
 
 
 def _hints(cls: type) -> dict[str, Any]:
@@ -155,96 +142,33 @@ def _hints(cls: type) -> dict[str, Any]:
         return {}
 
 
-def declared(value: Any, hint: Any) -> Any:
-    """Return `value` as a type has it: 1 as a float, a list as a tuple."""
-    adapter = _adapter(hint)
-    if adapter is None:
-        return value
-    try:
-        return adapter.validate_python(value)
-    except ValidationError as error:
-        said = str(error.errors()[0]["msg"]).removeprefix("Input should be ")
-        raise ConfigError(f"expected {said}, got {value!r}.") from None
-
-
-def _adapter(hint: Any) -> TypeAdapter[Any] | None:
-    for config in (ConfigDict(arbitrary_types_allowed=True), None):  # a dataclass has settings of its own
-        try:
-            return TypeAdapter(hint, config=config)
-        except (PydanticUserError, PydanticSchemaGenerationError, NameError):
-            continue
-    return None
-
-
-def from_text(text: str, hint: Any) -> Any:
-    """Return the text of a flag as a type has it: ``2,5,10`` as a list of numbers, ``none`` as None, ``on`` as True."""
-    adapter, guess = _adapter(hint), _guessed(text)
-    if adapter is None or hint is Any:
-        return guess
-    parts = [part.strip() for part in text.strip("[]()").split(",") if part.strip()]
-    lists: list[tuple[Any, bool]] = [([_guessed(part) for part in parts], False), (parts, False)]
-    texts: list[tuple[Any, bool]] = [(text, False)]
-    # A text is one that is no number, no bool and no list, where all of them will do.
-    ordered = [*lists, *texts] if "," in text or not text else [*texts, *lists]
-    for value, strict in [(guess, True), *ordered] if not isinstance(guess, str) else ordered:
-        try:
-            return adapter.validate_python(value, strict=strict)
-        except ValidationError:
-            continue
-    return declared(text, hint)  # raises
-
-
-def _guessed(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False, "none": None, "null": None}.get(text.lower(), str(text))
-
-
 # -- factories of specs ----------------------------------------------------------------------------------------
 
 
-def spec_faults_and_factories(values: Any, path: KeyPath) -> list[Fault]:
-    """Return what is wrong with a list of specs, which `path` leads to, and with the factories that they name."""
-    told = spec_faults(values, path)
-    wrong = {where[: len(path) + 1] for where, _ in told}
-    for number, entry in enumerate(values if isinstance(values, list) else ()):
-        here = (*path, number)
-        if here in wrong or entry.get("enabled") is False:
-            continue
-        who = f"Hook {number} ({entry.get('name') or 'without a name'})"
-        lacking = [key for key in ("target_modules", "hook_factory") if entry.get(key) in (None, [], ())]
-        if lacking:
-            told.append((here, f"{who} has no {' and no '.join(lacking)}."))
-            continue
-        try:
-            check_factory(HookSpec.from_dict(entry))
-        except ConfigError as error:
-            told.append(((*here, "hook_factory"), f"{who}: {error}"))
-        except HooklineError as error:
-            told.append(((*here, "config"), f"{who}: {error}"))
-    return told
-
-
-def check_factory(spec: HookSpec) -> None:
-    """Raise if nothing would come of a `HookSpec`: its factory cannot be imported, or refuses its config.
+def check_spec(spec: HookSpec) -> None:
+    """Raise if nothing would come of a spec: it lacks something, or its factory is not there or refuses its config.
 
     Only a factory that says how to try a config is asked (``check_config``): another one may do anything when called.
     """
     from hookline.factories.factory_hook import CHECK, FactoryHook
     from hookline.sites.signature import check_hook, check_observe
 
-    factory = _imported(str(spec.hook_factory))
-    check = getattr(factory, CHECK, None)
-    if not callable(check):
+    if not spec.enabled:
         return
-    made = check(spec.config)
-    kind, site_type = spec.kind_and_site_type
-    if isinstance(made, FactoryHook):
-        check_hook(made, kind, site_type=site_type)
-        check_observe(made, spec.observe)
+    faults = Faults()
+    lacking = [key for key in ("target_modules", "hook_factory") if getattr(spec, key) in (None, ())]
+    if lacking:
+        faults.add((), f"the hook {spec.name!r} has no {' and no '.join(lacking)}.")
+        faults.check()
+    check = None
+    with faults.at("hook_factory"):
+        check = getattr(_imported(str(spec.hook_factory)), CHECK, None)
+    with faults.at("config"):
+        if callable(check) and isinstance(made := check(spec.config), FactoryHook):
+            kind, site_type = spec.kind_and_site_type
+            check_hook(made, kind, site_type=site_type)
+            check_observe(made, spec.observe)
+    faults.check()
 
 
 def _imported(path: str) -> Any:
@@ -259,17 +183,3 @@ def _imported(path: str) -> Any:
     if not callable(factory):
         raise ConfigError(f"Hook factory '{path}' is called with a config, and is {type_name(factory)}.")
     return factory
-
-
-def specs_of_run_file(path: str) -> list[dict[str, Any]]:
-    """Return the hooks on modules of a file that is there for them; raise if a factory cannot be had."""
-    document = read_document(path)
-    found, faults = placed_specs(document), []
-    for place, spec in found:
-        if spec.get("enabled") is not False and spec.get("hook_factory") is not None:
-            try:
-                check_factory(HookSpec.from_dict(spec))
-            except HooklineError as error:
-                faults.append((place, str(error)))
-    document.refuse(faults)
-    return [dict(spec) for _, spec in found]

@@ -7,27 +7,21 @@ nested dictionary of what was given; the later one wins. A mistake is told with 
 from __future__ import annotations
 
 import logging
-import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, get_args
-
-from pydantic import BaseModel, ValidationError
+from typing import Any, Final, NamedTuple
 
 from hookline.errors import ConfigError, HooklineError, OptionError
 from hookline.load import from_folder
-from hookline.messages import did_you_mean, short_repr
 from hookline.runs.documents import ENDINGS, Document, Fault, KeyPath, read_document
-from hookline.runs.embedded import EMBEDDED
-from hookline.runs.find import FoundExperiment, find_experiment
-from hookline.runs.flags import How, flag_of, run_flags, run_flags_by_name
+from hookline.runs.faults import refuse, validated
+from hookline.runs.find import EMBEDDED, FoundExperiment, find_experiment
+from hookline.runs.flags import How, flag_of, refuse_words, run_flags, run_flags_by_name, run_options
 from hookline.runs.folder import newest_run, read_run_json
-from hookline.runs.run import EscapedError, Run, object_of_hooks
-from hookline.runs.spec_files import unknown_key
+from hookline.runs.run import Run, both_lists, object_of_hooks
 
-__all__ = ["Asked", "placed_files", "read", "read_file"]
+__all__ = ["Asked", "placed_files", "read", "read_file", "split_command"]
 
 _ABOUT: Final = """Train an experiment, with hooks.
 
@@ -76,14 +70,9 @@ class Sources(list[Source]):
         """Return the source that has the value at `path`, or most of the way to it; of two, the later."""
         return max(reversed(self), key=lambda source: _depth(source.values, path))
 
-    def refuse(self, faults: Sequence[Fault]) -> None:
-        """Raise one error with all of `faults`, by line; do nothing if there are none."""
-        if not faults:
-            return
-        ordered = sorted(faults, key=lambda fault: self._of(fault[0]).line(fault[0]) or 0)
-        lines = [f"{self.place(path)}: ".removeprefix(": ") + text for path, text in ordered]
-        is_of_flags = all(self._of(path).place is flag_of for path, _ in faults)
-        raise (OptionError if is_of_flags else ConfigError)("\n".join(dict.fromkeys(lines)))
+    def line_of(self, path: KeyPath) -> int | None:
+        """Return the line of the value at `path`."""
+        return self._of(path).line(path)
 
 
 def _depth(values: Any, path: KeyPath) -> int:
@@ -95,30 +84,43 @@ def _depth(values: Any, path: KeyPath) -> int:
     return len(path)
 
 
-def read(arguments: Sequence[str], command: Sequence[str] = ()) -> Asked:
-    """Return the run that the words of a command line ask for; `command` is what stands behind a ``--``."""
-    if list(arguments) in (["-h"], ["--help"]):
-        run_flags(["--help"], about=_ABOUT)  # leaves
-    flags, how, unknown = run_flags(arguments, is_first_look=True)
+def read(arguments: Sequence[str]) -> Asked:
+    """Return the run that the words of a command line ask for; a script's command stands behind a ``--``."""
+    words, command = split_command(arguments)
+    flags, how, unknown = run_flags(words, is_first_look=True)
     if how.hooks_list or how.hooks_describe is not None:
         return Asked(Run.model_construct(**flags), None, how)
-    if command and unknown:
-        _refuse_word(unknown[0])
     document = _document(flags, how)
     file = {} if document is None else placed_files(_values(document), document.path.parent)
-    if command or file.get("command"):
-        return Asked(_script(arguments, command, flags, how, unknown, document, file), None, how)
-    sources = [] if document is None else [_source(document, file)]
     named = flags.get("experiment", file.get("experiment"))
-    found, faults = _find(named, document, arguments)
+    is_script = bool(command or file.get("command"))
+    if (is_script or named is None) and not {"-h", "--help"}.isdisjoint(words):
+        run_flags(["--help"], about=_ABOUT)  # leaves
+    if is_script:
+        refuse_words(unknown, run_options(None), "hookline run")
+        return Asked(_script(command, flags, how, document, file), None, how)
+    sources = [] if document is None else [_source(document, file)]
+    found, faults = _find(named, document)
     if found is not None:
         if how.resume and document is None:
             sources = _saved(found, flags)
-        flags = _own_flags(arguments, found)
+        flags, _, unknown = run_flags(words, found, about=f"Train {found.name}, with hooks.")
+        refuse_words(unknown, run_options(found), f"hookline run {found.path}")
     if document is not None and how.config is None:
         flags.pop("experiment", None)  # it named the file
     sources.append(Source(flags, flag_of))
     return Asked(_validated(sources, found, faults, is_unknown=found is None), found, how)
+
+
+def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments before the first ``--``, and the command behind it; nothing for what there is not."""
+    given = list(arguments)
+    if "--" not in given:
+        return given, []
+    place = given.index("--")
+    if place == len(given) - 1:
+        raise OptionError("There is no command behind the --. Next: write it as a shell has it: -- python train.py.")
+    return given[:place], given[place + 1 :]
 
 
 def read_file(path: str | Path, *, of_script: bool = False) -> Run:
@@ -141,15 +143,8 @@ def _only(values: Values, keys: Sequence[str]) -> Values:
     return {key: value for key, value in values.items() if key in keys or key not in Run.model_fields}
 
 
-def _script(
-    arguments: Sequence[str], command: Sequence[str], flags: Values, how: How, unknown: Sequence[str],
-    document: Document | None, file: Values,
-) -> Run:  # fmt: skip
+def _script(command: Sequence[str], flags: Values, how: How, document: Document | None, file: Values) -> Run:
     """Return the run of a script, which decides itself how it trains."""
-    if "-h" in arguments or "--help" in arguments:
-        run_flags(["--help"], about=_ABOUT)
-    if unknown:
-        _refuse_word(unknown[0])
     named = flags.get("experiment") or (file.get("experiment") if not command else None)
     if named or (command and file.get("command")):
         second = f"the experiment {named!r}" if named else "the command of the run file"
@@ -164,15 +159,6 @@ def _script(
         )
     sources = [] if document is None else [_source(document, _only(file, _OF_SCRIPTS))]
     return _validated([*sources, Source(flags | ({"command": list(command)} if command else {}), flag_of)], None, [])
-
-
-def _refuse_word(word: str) -> None:
-    """Raise because of a word before the ``--`` that means nothing here."""
-    if not word.startswith("-"):
-        raise OptionError(f"{word!r} is one word too many. Next: hookline run --hooks norms -- python train.py.")
-    name = word.partition("=")[0]
-    meant = did_you_mean(name, [f"--{each.replace('_', '-')}" for each in run_flags_by_name()])
-    raise OptionError(f"There is no option {name}.{meant} All of them: hookline run --help -- python.")
 
 
 # -- what was given --------------------------------------------------------------------------------------------
@@ -197,11 +183,9 @@ def _values(document: Document) -> Values:
         raise ConfigError(
             f"{document.path} holds {what}, and settings are keys with values (experiment, strategy, config, …)."
         )
-    try:
-        found: Values = object_of_hooks({key: value for key, value in values.items() if value is not None})
-    except ValidationError as error:
-        document.refuse(_faults_of(error, values))
-        raise
+    given = {key: value for key, value in values.items() if value is not None}
+    refuse(document, both_lists(given))
+    found: Values = object_of_hooks(given)
     return found
 
 
@@ -262,7 +246,7 @@ def _in_run(folder: Path, path: KeyPath) -> str:
     return f"{folder / 'run.json'}, {'.'.join(map(str, path))}"
 
 
-def _find(named: Any, file: Document | None, arguments: Sequence[str]) -> tuple[FoundExperiment | None, list[Fault]]:
+def _find(named: Any, file: Document | None) -> tuple[FoundExperiment | None, list[Fault]]:
     """Return the experiment, or what is wrong with its name."""
     if isinstance(named, str):
         try:
@@ -274,27 +258,10 @@ def _find(named: Any, file: Document | None, arguments: Sequence[str]) -> tuple[
     if file is not None:
         what = "experiment: NAME, or path/file.py:Class; or command: python train.py"
         return None, [((), f"{file.path} does not say what to run: {what}.")]
-    if "-h" in arguments or "--help" in arguments:
-        run_flags(["--help"], about=_ABOUT)
     raise OptionError(
         f"hookline run needs an experiment: one of {', '.join(EMBEDDED)}, path/file.py:Class, or a run file; or a "
         "script, behind --: hookline run --hooks norms -- python train.py."
     )
-
-
-def _own_flags(arguments: Sequence[str], found: FoundExperiment) -> Values:
-    """Return what flags say, with the experiment's own options among them."""
-    try:
-        flags, _, _ = run_flags(
-            arguments, found, prog=f"hookline run {found.path}", about=f"Train {found.name}, with hooks."
-        )
-    except SystemExit as left:
-        if left.code:  # tyro has said what is wrong
-            own = ", ".join(f"--{name.replace('_', '-')}" for name in found.options)
-            takes = f"{found.name} itself takes {own}. " if own else ""
-            print(f"{takes}All options of {found.name}: hookline run {found.path} --help", file=sys.stderr)
-        raise
-    return flags
 
 
 # -- one value, validated once ---------------------------------------------------------------------------------
@@ -309,14 +276,8 @@ def _validated(
     for source in sources:
         faults = faults + _lift(source.values, shared)
         given = _merged(given, source.values)
-    try:
-        run = Run.model_validate(given, context={"found": found, "unknown": is_unknown})
-    except EscapedError as error:
-        raise error.__cause__ or error from None
-    except ValidationError as error:
-        faults = faults + _faults_of(error, given)
     places = Sources(sources)
-    places.refuse(faults)
+    run: Run = validated(Run, given, places, faults, found=found, unknown=is_unknown)
     run._sources = places
     return run
 
@@ -346,56 +307,3 @@ def _merged(given: Any, later: Any) -> Any:
     if not isinstance(given, Mapping) or not isinstance(later, Mapping):
         return later
     return {**given, **{key: _merged(given[key], value) if key in given else value for key, value in later.items()}}
-
-
-# -- the errors of pydantic, in words --------------------------------------------------------------------------
-
-
-def _faults_of(error: ValidationError, values: Any) -> list[Fault]:
-    """Return the path and a sentence for each fault; of several about one value (a union), the last."""
-    found = {}
-    for fault in error.errors():
-        path = _known_part(fault["loc"], values)
-        found[path if fault["type"] != "extra_forbidden" else (*path, None)] = (path, _sentence(fault, path))
-    return list(found.values())
-
-
-def _known_part(path: KeyPath, values: Any) -> KeyPath:
-    """Return the part of a path that is in the values, with one key more; pydantic adds names of branches of unions."""
-    for depth, key in enumerate(path):
-        if isinstance(values, Mapping):
-            values = values.get(key)
-        elif isinstance(values, list) and isinstance(key, int) and key < len(values):
-            values = values[key]
-        else:
-            return path[:depth]
-    return path
-
-
-def _sentence(fault: Any, path: KeyPath) -> str:
-    kind, text = fault["type"], str(fault["msg"])
-    if kind == "extra_forbidden":
-        return unknown_key(path[-1], list(_fields_at(path[:-1])))
-    if kind == "invalid_key":
-        return f"keys are text, got {path[-1]!r}."
-    if kind == "missing":
-        return "this is missing."
-    if kind in ("value_error", "look_up"):
-        return text.removeprefix("Value error, ")
-    text = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", text.removeprefix("Input should be "))
-    return f"expected {text}, got {short_repr(fault['input'])}."
-
-
-def _fields_at(path: KeyPath) -> Mapping[str, Any]:
-    """Return the keys that there are where an unknown one was found."""
-    here: Any = Run
-    for key in path:
-        if isinstance(key, str) and here is not None and key in here.model_fields:
-            here = _model_in(here.model_fields[key].annotation)
-    return {} if here is None else here.model_fields
-
-
-def _model_in(annotation: Any) -> Any:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)

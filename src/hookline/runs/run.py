@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import pkgutil
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -21,23 +20,23 @@ from pydantic import (
     Field,
     PrivateAttr,
     StrictBool,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from hookline.errors import ConfigError, HooklineError
+from hookline.errors import ConfigError
+from hookline.runs.faults import Faults, Places
+from hookline.runs.spec_files import Spec
+from hookline.specs.hook_spec import HookSpec
 
 if TYPE_CHECKING:
-    from hookline.runs.documents import KeyPath
+    from hookline.runs.documents import Fault
     from hookline.runs.find import FoundExperiment
     from hookline.when import StepSchedule
 
 __all__ = [
     "REFERENCE",
-    "EscapedError",
     "Flag",
     "Hooks",
     "Run",
@@ -45,6 +44,7 @@ __all__ = [
     "Sink",
     "Sinks",
     "Tracker",
+    "both_lists",
     "object_of_hooks",
 ]
 
@@ -66,46 +66,7 @@ class Flag(NamedTuple):
     """The heading in help, if it is not the section of the run file."""
 
 
-class Places(Protocol):
-    """What a run was read from."""
-
-    def place(self, path: KeyPath) -> str:
-        """Return where a value stands, for a message."""
-
-
 # -- look-ups that are validators ------------------------------------------------------------------------------
-
-
-class EscapedError(Exception):
-    """Carry an error of the user's own code through pydantic, which would take a ValueError for a mistake."""
-
-
-class _Faults:
-    """Collect mistakes at paths below a value, and raise them together."""
-
-    def __init__(self) -> None:
-        self._found: list[InitErrorDetails] = []
-
-    def add(self, path: KeyPath, text: str, value: Any = None) -> None:
-        """Add one."""
-        self._found.append(
-            InitErrorDetails(type=PydanticCustomError("look_up", "{text}", {"text": text}), loc=path, input=value)
-        )
-
-    @contextmanager
-    def at(self, *path: str | int) -> Iterator[None]:
-        """Take an error of hookline's in the block for a mistake at `path`."""
-        try:
-            yield
-        except HooklineError as error:
-            self.add(path, str(error))
-        except (ValueError, AssertionError) as error:
-            raise EscapedError from error
-
-    def check(self) -> None:
-        """Raise if there are any."""
-        if self._found:
-            raise ValidationError.from_exception_data("Run", self._found)
 
 
 def _looked_up(path: str) -> AfterValidator:
@@ -115,7 +76,7 @@ def _looked_up(path: str) -> AfterValidator:
     """
 
     def check(value: Any) -> Any:
-        faults = _Faults()
+        faults = Faults()
         with faults.at():
             if value is not None:
                 pkgutil.resolve_name(path)(value)
@@ -127,20 +88,10 @@ def _looked_up(path: str) -> AfterValidator:
 
 _HOOK: Final = _looked_up("hookline.runs.look_up:known_hook")
 _TRACKER: Final = _looked_up("hookline.runs.look_up:known_tracker")
-_SPEC_FILE: Final = _looked_up("hookline.runs.look_up:specs_of_run_file")
+_SPEC_FILE: Final = _looked_up("hookline.runs.spec_files:specs_for_run")
 _SINK: Final = _looked_up("hookline.runs.named_sinks:known_sink")
 _DEVICE: Final = _looked_up("hookline.runs.process:device_of")
 _DTYPE: Final = _looked_up("hookline.runs.process:dtype_of")
-
-
-def _specs(values: Any) -> Any:
-    from hookline.runs.look_up import spec_faults_and_factories
-
-    faults = _Faults()
-    for path, text in spec_faults_and_factories(values, ()):
-        faults.add(path, text)
-    faults.check()
-    return values
 
 
 def _listed(value: Any) -> Any:
@@ -163,7 +114,9 @@ Every = StrictBool | Annotated[int, Field(ge=1)]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), defer_build=True
+    )  # help needs no validator, which takes 0.1 s to make
 
     @model_validator(mode="before")
     @classmethod
@@ -236,7 +189,7 @@ class Tracker(_Part):
 
         if "tracker" not in info.data:
             return options
-        faults, found = _Faults(), {}
+        faults, found = Faults(), {}
         for name, value in options.items():
             with faults.at(name):
                 if name in ("targets", "exclude"):
@@ -271,7 +224,7 @@ class Hooks(_Part):
         from hookline.runs.look_up import hooks_of_group
 
         if group is not None and not _is_unknown(info):
-            faults = _Faults()
+            faults = Faults()
             with faults.at():
                 hooks_of_group(group, _hook_sets(info))
             faults.check()
@@ -283,7 +236,7 @@ class Hooks(_Part):
         from hookline.runs.look_up import check_is_on, hook_argument
 
         hooks = cls._chosen(info)
-        faults = _Faults()
+        faults = Faults()
         found: dict[str, dict[str, Any]] = {}
         for hook, arguments in config.items():
             typed = found.setdefault(hook, {})
@@ -306,7 +259,7 @@ class Hooks(_Part):
         from hookline.runs.look_up import check_is_on, why_no_schedule
 
         hooks = cls._chosen(info)
-        faults = _Faults()
+        faults = Faults()
         for hook in schedules:
             with faults.at(hook):
                 check_is_on(hook, hooks)
@@ -396,6 +349,10 @@ class Sinks(_Part):
         return {name: value for name, value in values if value is not None and value is not False}
 
 
+def _as_given(value: Any) -> Any:
+    return value  # a list is an object by now, see `object_of_hooks`
+
+
 def _words(value: Any) -> Any:
     return shlex.split(value) if isinstance(value, str) else value
 
@@ -440,9 +397,11 @@ class Run(_Part):
     """How exactly a GPU multiplies float32 matrices."""
     threads: Annotated[int | None, Field(ge=1), Flag("N", group=_TRAINING)] = None
     """Threads of torch on the CPU. If left out: OMP_NUM_THREADS, or one for a small model, or torch's own number."""
-    hooks: Hooks = Hooks()
+    hooks: Annotated[Hooks, BeforeValidator(_as_given, json_schema_input_type=Hooks | list[str] | list[HookSpec])] = (
+        Field(default_factory=Hooks)
+    )
     """Lifecycle hooks, and how they are made; or a list of their names."""
-    specs: Annotated[list[dict[str, Any]], BeforeValidator(_specs)] = []
+    specs: list[Spec] = []
     """Hooks on modules, see `HookSpec`."""
     hook_specs: Annotated[str | None, _SPEC_FILE, Flag("FILE", group="hooks")] = None
     """More hooks on modules: a JSON, YAML or TOML list of name, target_modules, hook_factory, config."""
@@ -450,7 +409,7 @@ class Run(_Part):
     """Whether the hooks on modules are attached."""
     trackers: list[Tracker] = []
     """Trackers on modules."""
-    sinks: Sinks = Sinks()
+    sinks: Sinks = Field(default_factory=Sinks)
     """Where metrics go."""
     output_dir: Annotated[str, Flag("DIR", group=_OUTPUT)] = "runs"
     """Where the folders of runs are: DIR/EXPERIMENT/STRATEGY."""
@@ -492,7 +451,7 @@ class Run(_Part):
         found = _found(info)
         if found is None:
             return config
-        faults, typed = _Faults(), {}
+        faults, typed = Faults(), {}
         for name, value in config.items():
             with faults.at(name):
                 typed[name] = found.option(name, value)
@@ -507,7 +466,7 @@ class Run(_Part):
         hooks: Hooks | None = info.data.get("hooks")
         is_known = hooks is not None and not _is_unknown(info)
         taken = chosen_hooks(hooks.with_hooks, hooks.names, _hook_sets(info)) if hooks and is_known else []
-        faults = _Faults()
+        faults = Faults()
         for place, tracker in enumerate(trackers):
             name = tracker.name or tracker.kind
             if name in taken:
@@ -532,13 +491,17 @@ class Run(_Part):
 def object_of_hooks(values: Any) -> Any:
     """Return `values` with ``hooks`` as an object: it may be a list, of names or of the specs that a server takes."""
     listed = values.get("hooks") if isinstance(values, Mapping) else None
-    if not isinstance(listed, list):
+    if not isinstance(listed, list) or both_lists(values):
         return values
     others = {key: value for key, value in values.items() if key != "hooks"}
     if all(isinstance(entry, str) for entry in listed):
         return others | {"hooks": {"names": listed}}
-    if "specs" in others:
-        faults = _Faults()
-        faults.add(("hooks",), "hooks on modules are here and under specs; put them into one list.")
-        faults.check()
     return others | {"specs": listed}
+
+
+def both_lists(values: Mapping[str, Any]) -> list[Fault]:
+    """Return what is wrong if hooks on modules are in two lists."""
+    listed = values.get("hooks")
+    if "specs" not in values or not isinstance(listed, list) or all(isinstance(entry, str) for entry in listed):
+        return []
+    return [(("hooks",), "hooks on modules are here and under specs; put them into one list.")]

@@ -1,33 +1,28 @@
 """Read hooks on modules from files: a list of specs, the settings of a server, or a run file that has some.
 
-``hookline serve --hooks`` and the engines call `specs_of_file`, ``hookline check`` calls `spec_faults`, `ServerArgs`
-calls `server_settings`. Everything that is wrong is raised at once, each with its path and line. Nothing that a spec
-names is imported here: a server decides which code it lets in.
+``hookline serve --hooks`` and the engines call `specs_of_file`, ``hookline check`` and `Run` call `placed_specs`,
+`ServerArgs` calls `server_settings`. Everything that is wrong is raised at once, each with its path and line. What a
+spec names is imported only for a run: a server decides which code it lets in.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, StrictBool, ValidationInfo
 
 from hookline.errors import ConfigError
-from hookline.messages import did_you_mean, short_repr, type_name
-from hookline.runs.documents import Document, Fault, KeyPath, read_document
-from hookline.specs import hook_spec
+from hookline.runs.documents import Document, KeyPath, read_document
+from hookline.runs.faults import validated
+from hookline.specs.hook_spec import HookSpec
 
 __all__ = [
-    "NO_HOOKS",
-    "is_server_file",
-    "placed_specs",
-    "server_faults",
-    "server_settings",
-    "spec_faults",
+    "NO_HOOKS", "ServerFile", "Spec", "is_server_file", "placed_specs", "server_settings", "specs_for_run",
     "specs_of_file",
-    "switch_faults",
-    "unknown_key",
-]
+]  # fmt: skip
 
 logger = logging.getLogger("hookline.serve")
 
@@ -36,16 +31,46 @@ _RUN_KEYS: Final = frozenset(
     ("experiment", "strategy", "specs", "trackers", "sinks", "console", "output_dir", "save_checkpoints")
 )
 """Keys that a run file has, and no server."""
-_LISTS: Final = ("hooks", "forward_hooks")
+
+
+def _checked(spec: HookSpec, info: ValidationInfo) -> HookSpec:
+    if not (info.context or {}).get("is_server"):
+        from hookline.runs.look_up import check_spec
+
+        check_spec(spec)
+    return spec
+
+
+Spec = Annotated[HookSpec, AfterValidator(_checked)]
+"""A hook on modules whose factory can be imported, and takes its config."""
+
+
+class ServerFile(BaseModel):
+    """The settings of a server: hooks on modules, and other keys, which are the server's own."""
+
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+    enable_hooks: StrictBool | None = None
+    """Whether hooks are attached; default false."""
+    hooks: list[Spec] | None = None
+    """Hooks on modules, attached if enable_hooks is true."""
+    forward_hooks: list[Spec] | None = None
+    """The same, attached in any case."""
+
+
+class _RunFile(ServerFile):
+    """A run file, whose hooks are names."""
+
+    hooks: Any = None
+    specs: list[Spec] | None = None
 
 
 def specs_of_file(path: str | Path) -> list[dict[str, Any]]:
-    """Return the specs of a file of hooks; log if it has none."""
+    """Return the specs of a file of hooks, as it has them; log if there are none."""
     document = read_document(path)
     values = document.values
     if values is None:
         raise ConfigError(f"{path} is empty; a file of hooks is a list of specs.")
-    specs = [spec for _, spec in placed_specs(document)]
+    specs = [document.at(place) for place in placed_specs(document, is_server=True)]
     if isinstance(values, dict) and values.get("enable_hooks") and not values.get("hooks"):
         logger.warning(NO_HOOKS)
     elif not specs:
@@ -53,24 +78,29 @@ def specs_of_file(path: str | Path) -> list[dict[str, Any]]:
     return specs
 
 
-def placed_specs(document: Document) -> list[tuple[KeyPath, dict[str, Any]]]:
-    """Return the hooks on modules of a file that is there for them, each with the path to it.
+def placed_specs(document: Document, *, is_server: bool, even_off: bool = False) -> dict[KeyPath, HookSpec]:
+    """Return the hooks on modules of a file that is there for them, by the path to each.
 
     ``hooks`` and ``specs`` count unless ``enable_hooks`` is false: the file was asked for by name.
+
+    Args:
+        document: The file.
+        is_server: Whether nothing is imported yet.
+        even_off: Whether they count in any case.
     """
-    values = document.values
-    if isinstance(values, list):
-        document.refuse(spec_faults(values, ()))
-        return [((number,), spec) for number, spec in enumerate(values)]
-    keys = _LISTS
-    if isinstance(values, dict) and "specs" in values:
-        keys = (*_LISTS[1:], "specs")  # a run file, whose hooks are names
-        document.refuse(spec_faults(values["specs"], ("specs",)))
-    else:
-        server_settings(document)
-    is_off = values.get("enable_hooks") is False
-    listed = {key: values.get(key) or () for key in keys if not (is_off and key != "forward_hooks")}
-    return [((key, number), spec) for key, specs in listed.items() for number, spec in enumerate(specs)]
+    if isinstance(document.values, list):
+        listed = validated(list[Spec], document.values, document, is_server=is_server)
+        return {(number,): spec for number, spec in enumerate(listed)}
+    kind, key = (ServerFile, "hooks") if "specs" not in (document.values or ()) else (_RunFile, "specs")
+    settings = _validated_server(document, kind, is_server=is_server)
+    is_off = settings.enable_hooks is False and not even_off
+    lists = {key: () if is_off else getattr(settings, key), "forward_hooks": settings.forward_hooks}
+    return {(key, number): spec for key, specs in lists.items() for number, spec in enumerate(specs or ())}
+
+
+def specs_for_run(path: str | Path) -> list[HookSpec]:
+    """Return the hooks on modules of a file, for a run: their factories can be had."""
+    return list(placed_specs(read_document(path), is_server=False).values())
 
 
 def is_server_file(values: Any) -> bool:
@@ -84,46 +114,14 @@ def is_server_file(values: Any) -> bool:
 
 def server_settings(document: Document) -> dict[str, Any]:
     """Return the settings of a server, their hooks checked; other keys are as they are."""
-    document.refuse(server_faults(document))
+    _validated_server(document, ServerFile, is_server=True)
     return {key: value for key, value in document.values.items() if key != "$schema"}
 
 
-def server_faults(document: Document) -> list[Fault]:
-    """Return what is wrong with the hooks in the settings of a server."""
-    values = document.values
-    if values is None:
-        raise ConfigError(f"{document.path} is empty; settings of a server have enable_hooks and hooks, at least.")
-    if not isinstance(values, dict):
-        raise ConfigError(f"{document.path} holds {_kind(values)}; settings of a server are enable_hooks, hooks, ….")
-    return switch_faults(values) + [fault for key in _LISTS for fault in spec_faults(values.get(key), (key,))]
-
-
-def switch_faults(values: Mapping[str, Any]) -> list[Fault]:
-    """Return what is wrong with ``enable_hooks`` of a server."""
-    switch = values.get("enable_hooks")
-    if switch is None or isinstance(switch, bool):
-        return []
-    return [(("enable_hooks",), f"expected true or false, got {short_repr(switch)}.")]
-
-
-def spec_faults(values: Any, path: KeyPath) -> list[Fault]:
-    """Return what is wrong with a list of specs, which `path` leads to; None is no list, and nothing is wrong."""
-    if values is None:
-        return []
-    if not isinstance(values, list):
-        return [(path, f"expected a list of hook specs, got {_kind(values)}; write [spec].")]
-    return [
-        ((*path, number, *keys), text)
-        for number, entry in enumerate(values)
-        for keys, text in hook_spec.spec_faults(entry)
-    ]
-
-
-def unknown_key(key: Any, known: Sequence[str]) -> str:
-    """Return the sentence about an unknown key: which may have been meant, and which there are."""
-    return f"nothing is called {key!r} here.{did_you_mean(key, known)} There are: {', '.join(known)}."
-
-
-def _kind(value: Any) -> str:
-    names: dict[type, str] = {list: "a list", dict: "an object", str: "text"}
-    return names.get(type(value), type_name(value))
+def _validated_server(document: Document, kind: type[ServerFile], *, is_server: bool) -> Any:
+    if not isinstance(document.values, dict):
+        what = {type(None): "is empty", list: "holds a list", str: "holds text"}.get(
+            type(document.values), "is neither"
+        )
+        raise ConfigError(f"{document.path} {what}; settings of a server are enable_hooks, hooks, ….")
+    return validated(kind, document.values, document, is_server=is_server)

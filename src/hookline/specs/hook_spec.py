@@ -35,7 +35,7 @@ from hookline.messages import did_you_mean, short_repr
 from hookline.plain import own_copy
 from hookline.sites.kinds import FUNCTION, MODULE, Kind, SiteType
 
-__all__ = ["KINDS", "HookSpec", "resolve_callable", "spec_faults"]
+__all__ = ["KINDS", "HookSpec", "resolve_callable"]
 
 _ON_FUNCTION: Final = "function_"
 
@@ -167,15 +167,6 @@ class HookSpec:
         """Return the spec that a JSON object describes; an unknown key is an error, a key with null is left out."""
         with _raise_first():
             return TypeAdapter(cls).validate_python(data)
-
-
-def spec_faults(data: Any) -> list[tuple[tuple[str | int, ...], str]]:
-    """Return everything that is wrong with `data` as a spec: the keys that lead to it, and a sentence."""
-    try:
-        TypeAdapter(HookSpec).validate_python(data)
-    except ValidationError as error:
-        return [(fault["loc"], str(_error_of(fault))) for fault in error.errors()]
-    return []
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.cli.main import DONE
-from hookline.cli.parse import split_command
 from hookline.cli.screen import Screen, messages, tell_json
 from hookline.plain import to_plain
 from hookline.runs.folder import LOG
@@ -32,7 +31,7 @@ _STOPPED: Final = {"SIGINT": 130, "SIGTERM": 143}
 def run(arguments: Sequence[str]) -> int:
     """Train, and return the exit code; behind a ``--``, start a script in place of an experiment."""
     with messages(prefix=rank_prefix()):
-        asked = read(*split_command(arguments))
+        asked = read(arguments)
         if asked.how.hooks_list or asked.how.hooks_describe is not None:
             return _show_hooks(asked)
         if asked.run.command:

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
-from tyro.conf import Positional
-
 from hookline.cli.main import DONE, FAILED, NOT_ATTACHED, WRONG_USE
-from hookline.cli.parse import flag, parse, split_command
 from hookline.cli.screen import messages, tell, tell_json
 from hookline.errors import OptionError
 from hookline.load import load_object
+from hookline.runs.flags import Show, parse
+from hookline.runs.read import split_command
 
 if TYPE_CHECKING:
     from hookline.debug.audit.audit_result import Audit
@@ -41,14 +40,14 @@ class AuditOptions:
       hookline audit --train my_file.py:train --hooks wandb:watch --json
     """
 
-    run: Annotated[Positional[str | None], flag("RUNFILE | -- COMMAND")] = None
+    run: Annotated[str | None, Show("RUNFILE | -- COMMAND", is_word=True)] = None
     """A run file, or an experiment: its name, or path/file.py:Class."""
-    train: Annotated[str | None, flag("FILE:FUNCTION")] = None
+    train: Annotated[str | None, Show("FILE:FUNCTION")] = None
     """A function that trains, in place of a run file: without arguments, or with the list of hooks as the only one."""
-    hooks: Annotated[tuple[str, ...], flag("HOOK")] = ()
+    hooks: Annotated[tuple[str, ...], Show("HOOK")] = ()
     """Names of hooks or groups. For --train and scripts also files of specs, and FILE:NAME of a function of the model,
     a torch forward hook or a context manager."""
-    steps: Annotated[int, flag("N")] = 20
+    steps: Annotated[int, Show("N")] = 20
     """After how many steps a training is stopped."""
     json: bool = False
     """Print JSON."""

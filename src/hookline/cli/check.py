@@ -9,21 +9,19 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import Positional
-
 from hookline.cli.main import DONE
 from hookline.cli.models import model_at
-from hookline.cli.parse import flag, parse
 from hookline.cli.screen import print_table, shell_text, tell, tell_json
 from hookline.errors import ConfigError, HooklineError, NoMatchError, OptionError
 from hookline.load import add_current_folder_to_path
+from hookline.runs.flags import Show, parse
 
 if TYPE_CHECKING:
-    from hookline.runs.documents import Document, Fault, KeyPath
+    from hookline.runs.documents import Fault, KeyPath
     from hookline.runs.read import Asked
     from hookline.specs.hook_spec import HookSpec
 
@@ -45,11 +43,11 @@ class CheckOptions:
     With --model, a pattern that matches nothing is an error, as it is for hookline serve.
     """
 
-    config: Annotated[Positional[str | None], flag("FILE")] = None
+    config: Annotated[str | None, Show("FILE", is_word=True)] = None
     """The file: .yaml, .toml, .json."""
-    model: Annotated[str | None, flag("FILE:MODEL")] = None
+    model: Annotated[str | None, Show("FILE:MODEL")] = None
     """Show what the patterns match in this model; one that matches nothing is an error."""
-    no_strict: Annotated[bool, flag()] = False
+    no_strict: bool = False
     """With --model, warn of a pattern that matches nothing, and go on."""
     json: bool = False
     """Print JSON; what is said otherwise goes to the standard error."""
@@ -61,7 +59,8 @@ def check(arguments: Sequence[str]) -> int:
     if options.config is None:
         raise OptionError("hookline check needs a file: hookline check run.yaml.")
     from hookline.runs.documents import read_document
-    from hookline.runs.spec_files import is_server_file
+    from hookline.runs.faults import refuse
+    from hookline.runs.spec_files import is_server_file, placed_specs
 
     document = read_document(options.config)
     add_current_folder_to_path()
@@ -69,10 +68,12 @@ def check(arguments: Sequence[str]) -> int:
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
         model = None if options.model is None else model_at(options.model)
         matcher = _Matcher(model, options.model or "", is_strict=not options.no_strict)
-        if isinstance(document.values, list):
-            _check_lists(document, {(): document.values}, [], matcher, report)
-        elif is_server_file(document.values):
-            _check_server(document, matcher, report)
+        if isinstance(document.values, list) or is_server_file(document.values):
+            specs = placed_specs(document, is_server=False, even_off=True)
+            refuse(document, matcher.faults(specs))
+            _show_specs(specs.values(), matcher, report)
+            if isinstance(document.values, dict):
+                _check_switch(document.values, report)
         else:
             _check_run(options.config, matcher, report)
         tell(f"{options.config}: nothing is wrong with it{report.summary()}.")
@@ -113,7 +114,7 @@ def _check_run(path: str, matcher: _Matcher, report: _Report) -> None:
     with messages():
         asked = read([path])
     run, found = asked.run, asked.found
-    faults = matcher.faults(run.specs, ("specs",))
+    faults = matcher.faults({("specs", place): spec for place, spec in enumerate(run.specs)})
     if faults:
         raise ConfigError("\n".join(f"{run.place(*where)}: {text}" for where, text in faults))
     if found is None:
@@ -155,18 +156,12 @@ class _Matcher:
         self._path = path
         self._is_strict = is_strict
 
-    def faults(self, specs: Sequence[Any], path: KeyPath) -> list[Fault]:
+    def faults(self, specs: Mapping[KeyPath, HookSpec]) -> list[Fault]:
         """Return which of ``specs`` match nothing, with the nearest names, if that is an error."""
-        from hookline.specs.hook_spec import HookSpec
-
         if not self._is_strict or self.model is None:
             return []
-        found: list[Fault] = []
-        for number, entry in enumerate(specs):
-            spec = HookSpec.from_dict(entry)
-            if spec.enabled and (text := self.unmatched(spec)):
-                found.append(((*path, number, "target_modules"), f"Hook {number} ({spec.name}): {text}"))
-        return found
+        told = {place: self.unmatched(spec) for place, spec in specs.items() if spec.enabled}
+        return [((*place, "target_modules"), text) for place, text in told.items() if text]
 
     def unmatched(self, spec: HookSpec) -> str:
         """Return why a pattern of ``spec`` matches nothing; empty if each matches something."""
@@ -194,53 +189,26 @@ class _Matcher:
         return "nothing" if places is None else ", ".join(name or "(the model)" for name in places.names)
 
 
-def _check_lists(
-    document: Document, lists: Mapping[KeyPath, Any], faults: list[Fault], matcher: _Matcher, report: _Report
-) -> None:
-    """Print the specs of lists by their paths; raise one error with what is wrong, ``faults`` among it."""
-    from hookline.runs.look_up import spec_faults_and_factories
-
-    for path, specs in lists.items():
-        found = spec_faults_and_factories(specs, path)
-        faults = faults + (found or matcher.faults(specs or (), path))
-    document.refuse(faults)
-    _show_specs([spec for specs in lists.values() for spec in specs or ()], matcher, report)
-
-
-def _check_server(document: Document, matcher: _Matcher, report: _Report) -> None:
-    from hookline.runs.spec_files import switch_faults
-
-    lists: dict[KeyPath, Any] = {(key,): document.values.get(key) for key in ("hooks", "forward_hooks")}
-    _check_lists(document, lists, switch_faults(document.values), matcher, report)
-    settings = {key: value for key, value in document.values.items() if key != "$schema"}
-    others = [str(key) for key in settings if key not in ("enable_hooks", "hooks", "forward_hooks")]
-    _check_switch(settings, others, report)
+def _check_switch(settings: Mapping[str, Any], report: _Report) -> None:
+    """Say whether the hooks of a server's settings are switched on, and what is not looked at."""
+    others = [str(key) for key in settings if key not in ("$schema", "enable_hooks", "hooks", "forward_hooks")]
+    switch, hooks = settings.get("enable_hooks"), settings.get("hooks")
+    if switch and not hooks:
+        report.warn("enable_hooks=True but no 'hooks' specified in server_args.")
+    elif hooks and switch is False:
+        report.warn("enable_hooks is false: none of 'hooks' is attached.")
+    elif hooks and not switch and others:  # it has more than hooks, so that it is for --server-args
+        report.warn("a server attaches none of 'hooks' unless its settings say enable_hooks: true.")
+    elif hooks and not switch:
+        tell("'hooks' are attached by hookline serve --hooks; by --server-args only with enable_hooks: true.")
     if others:
         tell(f"kept for the server, unchecked: {', '.join(others)}")
 
 
-def _check_switch(settings: Mapping[str, Any], others: Sequence[str], report: _Report) -> None:
-    """Say whether the hooks of a server's settings are switched on."""
-    switch = settings.get("enable_hooks")
-    if switch and not settings.get("hooks"):
-        report.warn("enable_hooks=True but no 'hooks' specified in server_args.")
-    if switch or not settings.get("hooks"):
-        return
-    if switch is False:
-        report.warn("enable_hooks is false: none of 'hooks' is attached.")
-    elif others:  # it has more than hooks, so that it is for --server-args
-        report.warn("a server attaches none of 'hooks' unless its settings say enable_hooks: true.")
-    else:
-        tell("'hooks' are attached by hookline serve --hooks; by --server-args only with enable_hooks: true.")
-
-
-def _show_specs(specs: Sequence[Mapping[str, Any]], matcher: _Matcher, report: _Report) -> None:
-    """Print a table of ``specs``, which are checked already, with the modules of the model that each matches."""
-    from hookline.specs.hook_spec import HookSpec
-
+def _show_specs(specs: Iterable[HookSpec], matcher: _Matcher, report: _Report) -> None:
+    """Print a table of ``specs``, with the modules of the model that each matches."""
     rows = []
-    for entry in specs:
-        spec = HookSpec.from_dict(entry)
+    for spec in specs:
         matches = matcher.matches(spec, report)
         rows.append((spec.name, spec.on, ", ".join(spec.target_modules), matches))
         report.hooks.append(
