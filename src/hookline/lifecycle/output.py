@@ -275,7 +275,8 @@ def copy_metric(value: Any, hook: str, name: str) -> Any:
 
 def _unwritable(hook: str, name: str, found: str) -> MetricError:
     who = f"{hook} was given" if hook.endswith("()") else f"Hook {hook!r} returned"
-    return MetricError(f"{who} {found} as {name!r}, which no sink can write: numbers, tensors, texts, lists, mappings.")
+    wanted = "numbers, tensors, strings, and lists or dictionaries of these"
+    return MetricError(f"{who} {found} as {name!r}, which no sink can write. It takes {wanted}.")
 
 
 def _checked_tensor(tensor: Tensor, hook: str, name: str) -> Tensor:

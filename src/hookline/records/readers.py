@@ -337,6 +337,8 @@ class FanOut:
             if isinstance(self._log, RecordLog) and reader.restart(self._first, *self._log.find(self._first)):
                 reader.advance()
                 return
+            if isinstance(self._log, MemoryLog):
+                getattr(reader.sink, "truncate", id)(self._log.number)
         except Exception as error:
             self._note_failure(reader.name, "begin anew", error)
         reader.go_to_end(self._log)
