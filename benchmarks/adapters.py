@@ -97,7 +97,7 @@ class TrainerEvents:
     def __init__(self, *callbacks: Any) -> None:
         self.model = nn.Linear(2, 1)
         self.loss = torch.zeros(())
-        self.state = SimpleNamespace(global_step=0, epoch=0.0)
+        self.state = SimpleNamespace(global_step=0, epoch=0.0, max_steps=1 << 40)
         self.args = SimpleNamespace(output_dir="runs", gradient_accumulation_steps=1, max_grad_norm=1.0)
         self.callback_handler = SimpleNamespace(callbacks=list(callbacks))
         self.given = {"model": self.model, "optimizer": torch.optim.SGD(self.model.parameters(), lr=0.1)}

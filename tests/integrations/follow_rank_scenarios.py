@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
-from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -66,26 +64,6 @@ def _exit_in_the_middle(loop: _Loop) -> list[str]:
     return told
 
 
-def _exit_with_code_1(loop: _Loop) -> list[str]:
-    """Rank 1 calls ``sys.exit(1)`` in the middle of the run; what waits for the other ranks is not called."""
-    run, _ = loop.follow()
-    loop.train(1)
-    found: list[str] = []
-    with suppress(SystemExit):
-        sys.exit(2)
-    loop.train(1)
-    if dist.get_rank() == 1:
-        found.append(repr(run._exit.failure()))  # that exit was caught
-        with suppress(SystemExit):
-            sys.exit(1)
-        run.manager.ranks.ending = lambda *, is_exit=False: found.append(f"waits: {is_exit}") or nullcontext(False)
-        run._close_at_end()
-        found.append(repr(run._error))
-    dist.barrier()
-    run.__exit__(RuntimeError, RuntimeError("the other rank is gone"), None)
-    return found
-
-
 class _Positions(nn.Module):
     """Adds what is the same for every sample to what is not, as GPT-2 does."""
 
@@ -135,7 +113,7 @@ def follow_and_leave() -> dict[str, Any]:
             loop.train(1)
     joined = [str(one.message) for one in caught if "join()" in str(one.message)]
     counts = _positions()
-    exited, failed = _exit_in_the_middle(loop), _exit_with_code_1(loop)
+    exited = _exit_in_the_middle(loop)
     (first, sink), (second, lonely) = loop.follow(), loop.follow()
     loop.train(3)
     rank = dist.get_rank()
@@ -147,7 +125,6 @@ def follow_and_leave() -> dict[str, Any]:
         "joined": joined,
         "counts": counts,
         "exited": exited,
-        "failed": failed,
     }
     if rank == 0:
         with warnings.catch_warnings(record=True) as caught:

@@ -711,9 +711,8 @@ def test_an_intervention_trains_as_the_loop_does(accumulate: int, per: str) -> N
         return loss
 
     ends = []
-    with hl.follow(
-        model, optimizer, [_TrainsOneMore()], loader=rows, scheduler=scheduler, loss_fn=loss_fn, sinks=[sink]
-    ):
+    options = {"loader": rows, "scheduler": scheduler, "scheduler_per": per, "accumulate": accumulate}
+    with hl.follow(model, optimizer, [_TrainsOneMore()], loss_fn=loss_fn, sinks=[sink], **options):
         for _ in range(2):
             for number, batch in enumerate(rows, 1):
                 (loss_fn(model, batch) / accumulate).backward()

@@ -109,22 +109,6 @@ def test_losses_of_torch_autograd_backward_are_seen_and_parts_of_a_backward_are_
         losses.remove()
 
 
-def test_a_loss_that_no_hook_is_going_to_see_is_not_noted() -> None:
-    loop, seen = Loop(), Seen()
-    seen.hook_points = {POST_STEP}
-    seen.step_schedule = hl.StepSchedule("stride", stride=3)
-    noted: list[Any] = []
-    with loop.follow(None, manager=hl.HookManager(hooks=[seen]), loop="epoch") as run:
-        for batch in loop.loader:
-            loop.optimizer.zero_grad()
-            loop.loss_fn(loop.model, batch).backward()
-            noted.append(len(run._loop._losses._noted))
-            loop.optimizer.step()
-    assert noted[::3] == [1, 1, 1]
-    assert noted[2::3] == [0, 0]  # just after a step that was due, it is not known yet when the next is
-    assert all(ctx.loss is not None for ctx in seen.contexts)
-
-
 @pytest.mark.parametrize("parts", [(), ("loader",)], ids=["bare", "loader"])
 def test_steps_at_which_no_hook_is_due_are_counted_and_change_nothing_of_the_others(parts: Any) -> None:
     """Steps that are only counted: at the others, a hook sees what it sees in a run where a hook is due at each."""

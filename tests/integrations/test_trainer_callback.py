@@ -397,25 +397,3 @@ def test_an_intervention_leaves_the_sums_of_the_trainer_alone(tmp_path: Path) ->
         trainer.train()
         counted.append((trainer.tokens, trainer._metrics))
     assert counted[0] == counted[1]
-
-
-def test_another_model_in_the_middle_is_followed(tmp_path: Path) -> None:
-    """A host that replaces its model after some steps: hooks go on with the new one, and say so."""
-    seen: list[int] = []
-    other = tiny_gpt2()
-
-    class Replaces(transformers.TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 3:
-                trainer.callback_handler.model = other
-
-    class Looks(hl.TrainingHook):
-        hook_points = {POINTS.POST_STEP}
-
-        def compute(self, ctx: hl.RunDataContext) -> None:
-            seen.append(int(ctx.model is other))
-
-    trainer = make_trainer(tmp_path, HooklineCallback([Looks()], sinks=[]), Replaces(), num_train_epochs=1)
-    with pytest.warns(HooklineWarning, match="another model after 3 steps"):
-        trainer.train()
-    assert seen == [0] * 3 + [1] * 7

@@ -23,9 +23,8 @@ from hookline.integrations.follow import follow
 from hookline.integrations.host_facts import AutocastNoted, host_facts, script_name
 from hookline.integrations.host_manager import recorder_of
 from hookline.integrations.model_of_optimizer import FoundModel, find_model, find_scaler
-from hookline.integrations.process_end import at_process_end, error_of_process
+from hookline.integrations.process_end import at_process_end, at_sigterm, error_of_process
 from hookline.integrations.resources import ResourcesHook
-from hookline.integrations.sigterm import at_sigterm
 from hookline.integrations.snapshot_steps import OFTEN_AT_FIRST, SnapshotSteps, can_count_steps
 from hookline.lifecycle.manager import HookManager
 from hookline.plain import to_plain

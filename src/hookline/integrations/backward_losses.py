@@ -46,7 +46,6 @@ class BackwardLosses:
 
     Args:
         scale: Returns what the loop multiplies its losses by, for a `GradScaler`; None if there is none.
-        is_wanted: Returns whether a loss is noted at all; a detached tensor costs 10 µs where caches are cold.
         most: How many are kept at most; later ones are passed over.
         parameters: Those that are trained. When their gradients are cleared, what was noted until then is forgotten.
         on_forget: Called then.
@@ -56,14 +55,11 @@ class BackwardLosses:
         self,
         scale: Callable[[], Tensor | None] = lambda: None,
         *,
-        is_wanted: Callable[[], bool] = lambda: True,
         most: int | None = None,
         parameters: Iterable[Tensor] = (),
         on_forget: Callable[[], None] = lambda: None,
     ) -> None:
         self._scale = scale
-        self.is_wanted = is_wanted
-        """Whether a loss is noted at all."""
         self._most = most
         self._parameters = tuple(parameters)
         self._on_forget = on_forget
@@ -71,8 +67,6 @@ class BackwardLosses:
         self._noted: list[_Noted] = []
         self.probe: Tensor | None = None
         """A parameter that got a gradient by the last backward: it tells when gradients are cleared."""
-        self.is_off = False
-        """Whether nothing is noted for now, whatever `is_wanted` would say."""
         self.keeps_all = False
         """Whether nothing is forgotten until `take`: a closure clears gradients each time that it is called."""
         for each in _REPLACED:
@@ -109,6 +103,10 @@ class BackwardLosses:
         for each in _REPLACED:
             each.discard(self)
         self._noted, self.probe = [], None
+
+    def is_wanted(self) -> bool:
+        """Return True: each backward may be that of a step."""
+        return True
 
     def note(self, loss: Any) -> None:
         """Note one, if it is a loss of training: a single real number, outside of interventions and evaluations."""

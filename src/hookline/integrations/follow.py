@@ -16,8 +16,7 @@ from hookline.errors import LifecycleError, OptionError
 from hookline.integrations.followed_loop import FollowedLoop
 from hookline.integrations.host_manager import check_options
 from hookline.integrations.host_run import HostRun
-from hookline.integrations.loop_habits import LoopHabits
-from hookline.integrations.process_end import ExitNoted, at_process_end, error_of_process
+from hookline.integrations.process_end import at_process_end, error_of_process
 from hookline.lifecycle.trackers import tell_watches
 from hookline.messages import type_name
 from hookline.sites.optimizers.optimizer_wrappers import checked_optimizer, unwrap_optimizer
@@ -44,7 +43,7 @@ def follow(
     loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
     scheduler: Any = None,
     scheduler_per: str | None = None,
-    accumulate: int | None = None,
+    accumulate: int = 1,
     scaler: Any = None,
     manager: HookManager | None = None,
     run_file: str | Path | None = None,
@@ -86,10 +85,9 @@ def follow(
             that train or shuffle need it.
         loss_fn: ``loss_fn(model, batch)`` returns the loss. Hooks that compute gradients of their own need it.
         scheduler: Of the learning rate; interventions put it back, and step it as the loop does where they train.
-        scheduler_per: What the loop steps it for: ``"step"`` or ``"epoch"``. If left out, it is seen from the second
-            step on.
-        accumulate: How many batches make a step, for interventions that train; their loss is the mean of these. If left
-            out, the most that a step of the loop has had; that needs ``loader=``.
+        scheduler_per: What the loop steps it for, ``"step"`` or ``"epoch"``, for interventions that train. If left
+            out: ``loop``.
+        accumulate: How many batches make a step, for interventions that train; their loss is the mean of these.
         scaler: The ``GradScaler`` of the loop; losses are shown without its scale.
         manager: A `HookManager` that is there already, in place of hooks and sinks.
         run_file: A run file whose hooks, trackers and sinks are taken too.
@@ -122,8 +120,7 @@ def follow(
         **options,
     )
     parts = {"scheduler": scheduler, "scaler": scaler, "loader": loader, "loss_fn": loss_fn}
-    habits = {"scheduler_per": scheduler_per, "accumulate": accumulate}
-    parts |= {name: value for name, value in habits.items() if value is not None}
+    parts |= {"scheduler_per": scheduler_per, "accumulate": accumulate}
     return Follow(host, model, optimizer, parts, run_context, closes_sinks=manager is None)
 
 
@@ -156,14 +153,13 @@ class Follow:
         host.tells_phase = False
         host.begin_run(model, optimizers[0], run_context=run_context, **parts)
         tell_watches(host.manager.hooks.values(), optimizers)
-        self._loop = FollowedLoop(host, model, optimizers, parts.get("scaler"), LoopHabits(host, parts))
+        self._loop = FollowedLoop(host, model, optimizers, parts.get("scaler"))
         try:
             self._loop.attach(parts.get("loader"))
         except BaseException:
             self._take_off()
             host.end_run()
             raise
-        self._exit = ExitNoted(lambda: self.step)
         self._forget_end = at_process_end(self._close_at_end)
 
     # -- what the user reads and says --------------------------------------------------------------------------
@@ -231,7 +227,6 @@ class Follow:
             return
         self._is_open = False
         self._forget_end()
-        self._exit.remove()
         self._take_off()
         # Many loops destroy the process group before the process ends.
         with self.manager.ranks.ending(is_exit=self._is_exit and self._error is None) as together:
@@ -272,8 +267,7 @@ class Follow:
             act()
 
     def _close_at_end(self) -> None:
-        # After sys.exit(1) on one rank the others may train on: it leaves as after an error, and does not wait.
-        self._error = error_of_process() or self._exit.failure()
+        self._error = error_of_process()
         self._is_exit = True
         self.close()
 

@@ -17,13 +17,10 @@ from hookline.integrations.host_run import HostRun
 from hookline.integrations.loader_passes import LoaderPass, LoaderPasses
 from hookline.phases import ENTERED
 from hookline.sites import _torch
-from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
-
-    from hookline.integrations.loop_habits import LoopHabits
 
 __all__ = ["FollowedLoop"]
 
@@ -33,9 +30,8 @@ _NOTHING: Final = nullcontext()
 class FollowedLoop:
     """Turn what a loop does into the events of a `HostRun`, which has begun."""
 
-    def __init__(self, host: HostRun, model: nn.Module, optimizers: list[Any], scaler: Any, habits: LoopHabits) -> None:
+    def __init__(self, host: HostRun, model: nn.Module, optimizers: list[Any], scaler: Any) -> None:
         self._host = host
-        self._habits = habits
         self._model = model
         self._optimizers = optimizers
         self._scaler = scaler
@@ -52,11 +48,6 @@ class FollowedLoop:
         self._latest_pass: LoaderPass | None = None
         """The one that gave a batch last, perhaps in evaluation mode."""
         self._has_begun_step = self._ends_with_step = self._has_closure = False
-        self._manager = host.manager
-        self._may_pass = not host.has_later_hooks and host.manager.loop_type == "epoch"
-        """Whether a step at which no hook is due is only counted."""
-        self._is_passing = False
-        """Whether that is so of the step that is being made."""
         self._may_nest = any(map(_has_several_steps, optimizers))
         self._holds = host.manager.needs_prev_step_grads()
         self._count_at_backward = 0
@@ -69,7 +60,6 @@ class FollowedLoop:
             host.held.copy(model, none=True)  # there is no step before the first
         self._losses = BackwardLosses(
             self._note_backward,
-            is_wanted=self._wants_loss,
             parameters=[each for one in optimizers for group in one.param_groups for each in group["params"]],
             on_forget=self._forget_batches,
         )
@@ -96,7 +86,7 @@ class FollowedLoop:
     def go_on(self, epoch: int, steps_in_pass: int) -> None:
         """Go on in the middle of a run."""
         self.epoch, self.steps_in_pass = epoch, steps_in_pass
-        self.has_begun_epoch = self._has_begun_step = self._is_passing = self._losses.is_off = False
+        self.has_begun_epoch = self._has_begun_step = False
 
     def take_over(self, latest: LoaderPass | None, losses: BackwardLosses | None) -> None:
         """Take over what was noted before this was made: the pass under way over its loader, and the losses."""
@@ -119,7 +109,7 @@ class FollowedLoop:
 
     @_torch.untraced_in_place  # also where a loop compiles the step of its optimizer
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_passing or ENTERED.phase == "intervention" or (self._may_nest and _torch.is_inner_step(optimizer)):
+        if ENTERED.phase == "intervention" or (self._may_nest and _torch.is_inner_step(optimizer)):
             return
         # The optimizer itself is the first argument; the rest is asked only where there is one, which is rare.
         self._has_closure = self._losses.keeps_all = (len(args) > 1 or bool(kwargs)) and any(
@@ -136,35 +126,26 @@ class FollowedLoop:
             return
         if self._may_nest and _torch.is_inner_step(optimizer):
             return
-        is_passing = self._is_passing
-        loss = None if is_passing else self._losses.take(first=self._has_closure)  # closures may be called many times
+        loss = self._losses.take(first=self._has_closure)  # closures may be called many times
         found_inf = optimizer.__dict__.get("found_inf")  # a scaler lets fused optimizers decide by themselves
         if found_inf is not None and bool(found_inf):  # and this one has left the parameters alone
             return
         told, self.told_loss = self.told_loss, None
-        self._has_begun_step = self._is_passing = self._losses.is_off = False
+        self._has_begun_step = False
         self.steps_in_pass += 1
-        if not is_passing and self._process == os.getpid():
+        if self._process == os.getpid():
             self._end_step(loss if told is None else told)
         if self._ends_with_step:
             with self._between_steps():
                 self._end_epoch()
 
     def _end_step(self, loss: Any) -> None:
-        if self._holds and self._manager.plan().needs("needs_prev_step_grads", step=self._manager.global_step + 1):
+        if self._holds and self._host.manager.plan().needs(
+            "needs_prev_step_grads", step=self._host.manager.global_step + 1
+        ):
             self._host.held.copy(self._model)  # the loop may clear them in place, before the next step begins
-        self._habits.note_step(self.steps_in_pass)
         with self._between_steps():
             self._host.end_step(loss=loss)
-
-    def _may_fire_next(self) -> bool:
-        """Return whether a hook may be due in the next step."""
-        step = self._manager.global_step + 1
-        return self._manager.plan().may_fire(step, HookPoint.PRE_STEP, HookPoint.POST_STEP)
-
-    def _wants_loss(self) -> bool:
-        """Return whether a hook is going to see the loss of the step that is being made."""
-        return self._has_begun_step or not self._may_pass or self._may_fire_next()
 
     def _note_backward(self) -> Tensor | None:
         """Remember which batch a backward is of; return the scale of its loss."""
@@ -175,7 +156,7 @@ class FollowedLoop:
     def _forget_batches(self) -> None:
         """Leave out the batches whose gradients the loop has cleared without a step: they are no part of one."""
         latest = self._pass
-        if latest is None or not self._has_begun_step or self._is_passing:
+        if latest is None or not self._has_begun_step:
             return
         if latest.count > self._count_at_backward:
             self._host.replace_batch(latest.batch, latest.count - 1)
@@ -192,14 +173,12 @@ class FollowedLoop:
         self._latest_pass = each
         if self._model.training and torch.is_grad_enabled():
             if self._has_begun_step and each is self._pass:
-                if not self._is_passing:
-                    self._add_batch(each)
+                self._add_batch(each)
             elif not self._has_begun_step:
                 self._begin_step(each)
             else:  # the loop had looked at a batch, and begins its pass now
                 self._begin_pass(each)
-                if not self._is_passing:
-                    self._host.replace_batch(each.batch, each.count - 1)
+                self._host.replace_batch(each.batch, each.count - 1)
 
     def _add_batch(self, each: LoaderPass) -> None:
         if self._is_left:
@@ -217,13 +196,6 @@ class FollowedLoop:
             self._end_epoch()
 
     def _begin_step(self, each: LoaderPass | None) -> None:
-        is_same = self.has_begun_epoch and each is self._pass and self._may_pass
-        if is_same and not self._may_fire_next() and (run := self._host.run) is not None:
-            self._has_begun_step = self._is_passing = self._losses.is_off = True
-            run.num_steps += 1
-            run.done += 1
-            run.step = self._manager.advance_step(run.epoch)
-            return
         if self._process != os.getpid():
             return
         self._begin_pass(each)

@@ -61,11 +61,7 @@ class HostPasses(Passes):
 class HostSchedule(Schedule):
     """Step the scheduler for an intervention that trains; for the run itself the host does it."""
 
-    times = 1
-    """How often the host steps its scheduler for one step of the optimizer."""
-
     def step(self, per: str, loss: Any) -> None:
-        """Step the scheduler as often as the host does for a step; leave the ends of epochs to the host."""
+        """Step the scheduler for a step; leave the ends of epochs to the host."""
         if per == "step":
-            for _ in range(self.times):
-                super().step(per, loss)
+            super().step(per, loss)

@@ -1,28 +1,37 @@
 """Put the state of hooks, schedules, sinks and sums into a dictionary for a host's checkpoint, and load it again.
 
-`HostRun` calls it. Everything in the dictionary is plain or a tensor, so that any checkpoint can hold it.
+`HostRun` calls it. Everything in the dictionary is plain or a tensor, so that any checkpoint can hold it. Hosts write
+the dictionary of rank 0 alone, and every rank loads that: it may have the states of all. What is the same on all ranks
+is in it once, beside the rest of each rank.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.errors import HooklineWarning, LifecycleError
-from hookline.integrations.rank_states import choose_state, gather_states, mark_state
-from hookline.messages import caller_stacklevel
+import torch
+from torch import Tensor, nn
+
+from hookline.error_policy import warn_user
+from hookline.errors import CheckpointError, LifecycleError
+from hookline.training.rank_checkpoint import local_parts, map_dicts, place_parts, rank_digest
+from hookline.tree import map_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from hookline.lifecycle.ranks import OneProcess
     from hookline.training.run import Run
 
 __all__ = ["check_state", "load_state", "save_state"]
 
 _FORMAT: Final = 2
 """A later one that cannot be read by this code has a higher number. 1 did not tell of which rank it is."""
-_PARTS: Final = ("format", "loop", "run", "manager", "gradients", "held")
+_PARTS: Final = ("format", "loop", "run", "manager", "gradients", "held", "ranks")
+_Path = tuple[str, ...]
+_AWAY: Final = "\x1faway"
+"""The key of a tensor that was not on the CPU: each rank puts it on its own device."""
+_SINKS: Final = ("manager", "sinks")
+"""Of rank 0, which alone writes."""
 
 
 def save_state(run: Run, held: Callable[[], Any], *, within: bool, all_ranks: bool) -> dict[str, Any]:
@@ -46,7 +55,7 @@ def save_state(run: Run, held: Callable[[], Any], *, within: bool, all_ranks: bo
             "held": held(),
         }
 
-    return gather_states(make, ranks) if all_ranks and not ranks.is_single else mark_state(make(), ranks)
+    return _gather_states(make, ranks) if all_ranks and not ranks.is_single else _mark_state(make(), ranks)
 
 
 def check_state(state: Mapping[str, Any], loop: str) -> None:
@@ -67,18 +76,138 @@ def load_state(run: Run, state: Mapping[str, Any], step: int | None) -> Any:
     If the host says that it goes on after another ``step``, schedules follow the host.
     """
     manager = run.manager
-    state, sentence = choose_state(state, run.experiment.model, manager.ranks.rank, manager.ranks.size)
+    state, sentence = _choose_state(state, run.experiment.model, manager.ranks.rank, manager.ranks.size)
     if sentence:
-        warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
+        warn_user(sentence)
     manager.load_state_dict(state["manager"])
     run.retention.load_state_dict(state["gradients"])
     run.load_state_dict(state["run"])
     if step is not None and manager.global_step != step - 1:
-        warnings.warn(
+        warn_user(
             f"The state of the hooks is of {manager.global_step + 1} steps, and the run goes on after {step}; "
-            "schedules follow the run.",
-            HooklineWarning,
-            stacklevel=caller_stacklevel(),
+            "schedules follow the run."
         )
         manager.global_step = step - 1
     return state["held"]
+
+
+# -- of several ranks ------------------------------------------------------------------------------------------------
+
+
+def _mark_state(state: dict[str, Any], ranks: OneProcess) -> dict[str, Any]:
+    """Return the state of this rank alone, with its number in it."""
+    about = {"count": ranks.size, "rank": ranks.rank}
+    return {**(state if ranks.is_single else _portable(state)), "ranks": about}
+
+
+def _gather_states(make: Callable[[], dict[str, Any]], ranks: OneProcess) -> dict[str, Any]:
+    """Return the states of all ranks, the same on each; every rank has to call it. What fails on one, fails on all."""
+    made: dict[str, Any] = {}
+    ranks.together("saving the state of hooks", lambda: made.update(make()))
+    own = _pieces(_portable(made))
+    said = ranks.gather({path: _digest(piece, ranks.rank) for path, piece in own.items()}, "comparing states of hooks")
+    if ranks.is_lost:
+        return _mark_state(made, ranks)
+    differing = [path for path in own if path != _SINKS and len({one.get(path) for one in said}) > 1]
+    parts = ranks.gather([(path, own[path]) for path in differing], "states of hooks of each rank")
+    by_rank = [_joined(dict(one)) for one in parts]
+    return {**_merged(_joined(own), by_rank[0]), "ranks": {"count": ranks.size, "by_rank": by_rank}}
+
+
+def _choose_state(state: Mapping[str, Any], model: nn.Module, rank: int, count: int) -> tuple[dict[str, Any], str]:
+    """Return the state that is this rank's, and a sentence if that is not all that it had; nothing if it is.
+
+    Args:
+        state: What `save_state` returned, with any number of ranks.
+        model: Whose layout sharded tensors get, and whose device the others.
+        rank: This rank.
+        count: How many ranks go on.
+    """
+    about = state["ranks"]
+    chosen = {name: part for name, part in state.items() if name != "ranks"}
+    sentence = ""
+    if "by_rank" not in about:
+        sentence = _of_one_rank(about["rank"], about["count"], rank, count)
+    elif about["count"] == count:
+        chosen = _merged(chosen, about["by_rank"][rank])
+    elif rank == 0 and (differing := _pieces(about["by_rank"][0])):
+        sentence = (
+            f"The state of the hooks was saved by {about['count']} ranks, and the run goes on with {count}: all go on "
+            f"with the state of rank 0. Not the same on all ranks: {', '.join('/'.join(path) for path in differing)}."
+        )
+    return _at_home(chosen, model), sentence
+
+
+def _of_one_rank(saved: int, before: int, rank: int, now: int) -> str:
+    if before != now and rank == 0:
+        return (
+            f"The state of the hooks is of {'one process' if before == 1 else f'rank {saved} of {before}'}, and the "
+            f"run goes on with {now}: {'every rank begins' if now > 1 else 'it goes on'} with that state."
+        )
+    if before == now and saved != rank:
+        return (
+            f"The state of the hooks is of rank {saved} alone, and rank {rank} goes on with it. Next: save on every "
+            "rank, by state_dict(all_ranks=True)."
+        )
+    return ""
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def _pieces(state: Mapping[str, Any]) -> dict[_Path, Any]:
+    """Return the parts that are compared: each hook, the rest of the manager, everything else."""
+    found: dict[_Path, Any] = {}
+    for name, part in state.items():
+        for key, one in part.items() if name == "manager" else [(None, part)]:
+            if key == "hooks":
+                found |= {(name, key, hook): kept for hook, kept in one.items()}
+            else:
+                found[(name,) if key is None else (name, key)] = one
+    return found
+
+
+def _joined(pieces: Mapping[_Path, Any]) -> dict[str, Any]:
+    """Return the state of which these are the pieces."""
+    found: dict[str, Any] = {}
+    for path, piece in pieces.items():
+        inner = found
+        for name in path[:-1]:
+            inner = inner.setdefault(name, {})
+        inner[path[-1]] = piece
+    return found
+
+
+def _merged(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    found = _joined({**_pieces(state), **_pieces(own)})
+    found["manager"].setdefault("hooks", {})  # a run without hooks has no pieces there
+    return found
+
+
+def _digest(piece: Any, rank: int) -> Any:
+    try:
+        return rank_digest(piece)
+    except CheckpointError:  # something that only pickle can save: not compared, so each rank keeps its own
+        return f"rank {rank}"
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def _portable(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state with tensors that any rank can read: parts of sharded ones, on the CPU."""
+    found: dict[str, Any] = map_tensors(local_parts(state), lambda _, tensor: _to_cpu(tensor))
+    return found
+
+
+def _to_cpu(tensor: Tensor) -> Any:
+    return tensor.detach() if tensor.device.type == "cpu" else {_AWAY: tensor.detach().cpu()}
+
+
+def _at_home(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return the state with tensors where this rank needs them."""
+    parameters = list(model.parameters())
+    device = parameters[0].device if parameters else torch.device("cpu")
+    found = map_dicts(state, lambda one: one[_AWAY].to(device) if _AWAY in one else None)
+    placed: dict[str, Any] = place_parts(found, parameters)
+    return placed

@@ -1,4 +1,5 @@
-"""Call a function when this process ends, also where ``atexit`` is not called: in a child of ``multiprocessing``.
+"""Call a function when this process ends, also where ``atexit`` is not called: in a child of ``multiprocessing``, or
+when SIGTERM comes.
 
 `Follow` and the session of a followed script use it, to write what hooks have returned. A child that was forked later
 does not call it: the run is that of its parent.
@@ -8,18 +9,20 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, Final
 
-from hookline.sites.functions.replaced_function import ReplacedFunction
+__all__ = ["at_process_end", "at_sigterm", "error_of_process"]
 
-__all__ = ["ExitNoted", "at_process_end", "error_of_process"]
-
-_BEFORE_OTHERS = 1
+_BEFORE_OTHERS: Final = 1
 """Finalizers of a higher priority come first, and those without one may find queues closed."""
+_MOST_SECONDS: Final = 10.0
+"""To write everything after SIGTERM: torchrun waits for 30 s before it kills."""
 
 
 def at_process_end(act: Callable[[], None]) -> Callable[[], None]:
@@ -53,43 +56,32 @@ def error_of_process() -> BaseException | None:
     return None if isinstance(error, SystemExit) else error
 
 
-class ExitNoted:
-    """Note with which code ``sys.exit`` was called: at the end of a process nobody tells.
+def at_sigterm(act: Callable[[], None]) -> Callable[[], None]:
+    """Call ``act`` when SIGTERM comes, then let it end the process; return a function that takes that back.
 
-    Recipe: ``noted = ExitNoted(lambda: run.step)``; at the end of the process ``noted.failure()``, then
-    ``noted.remove()``.
+    Recipe: ``cancel = at_sigterm(run.close)``. torchrun ends all ranks so when one of them has died.
 
-    Args:
-        position: Returns how far the run is. If it has gone on since, the exit was caught, and does not count.
+    Where the script has a handler of its own already, or this is not the main thread, nothing is done: the handler
+    decides whether the process ends, and a process that ends as Python processes do is heard of in other ways.
     """
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return lambda: None
+    process = os.getpid()
 
-    def __init__(self, position: Callable[[], int]) -> None:
-        self._position = position
-        self._noted: tuple[Any, int] | None = None
-        _EXIT.add(self)
+    def handle(number: int, frame: Any) -> None:
+        if os.getpid() == process:  # a child that was forked later has this too
+            # The signal may have come within a flush, whose lock this thread holds: another one cannot block it.
+            worker = threading.Thread(target=act, name="hookline-sigterm", daemon=True)
+            worker.start()
+            worker.join(_MOST_SECONDS)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
-    def note(self, code: Any) -> None:
-        """Note a call."""
-        self._noted = code, self._position()
+    signal.signal(signal.SIGTERM, handle)
 
-    def failure(self) -> SystemExit | None:
-        """Return the exit that ends this process, if its code is not 0."""
-        if self._noted is None or self._noted[1] != self._position() or self._noted[0] in (None, 0):
-            return None
-        return SystemExit(self._noted[0])
+    def cancel() -> None:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def remove(self) -> None:
-        """Note nothing more, and give ``sys`` its own function back; may be called again."""
-        _EXIT.discard(self)
-
-
-def _make_exit(original: Any, replaced: ReplacedFunction[ExitNoted]) -> Any:
-    def exit(code: Any = None, /) -> Any:
-        for noted in replaced.listeners:
-            noted.note(code)
-        return original(code)
-
-    return exit
-
-
-_EXIT: ReplacedFunction[ExitNoted] = ReplacedFunction(sys, "exit", _make_exit)
+    return cancel

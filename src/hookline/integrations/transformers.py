@@ -10,8 +10,8 @@ import atexit
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -83,7 +83,6 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         self._reports = log is not None
         self._trainer: Any = None
         self._listening = ExitStack()
-        self._model: Any = None
         self._loss: Tensor | None = None
         self._epoch = 0
         self._awaited = 0
@@ -131,7 +130,6 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
             config=args,
             run_context=context if self._tells_context else None,
         )
-        self._model = given.get("model")
         self._listen()
         atexit.register(self._end)  # a Trainer that fails outside of a step tells nobody; metrics are written then
 
@@ -141,11 +139,11 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
             self._host.end_epoch()
         self._end()
 
-    def _end(self, error: BaseException | None = None, *, report: bool = True) -> None:
+    def _end(self, error: BaseException | None = None) -> None:
         atexit.unregister(self._end)
         self._listening.close()
-        self._host.end_run(error, report=report)
-        self._loss = self._model = None
+        self._host.end_run(error)
+        self._loss = None
 
     def _fail(self, error: BaseException) -> None:
         """End the run as the Trainer does: it tells callbacks nothing when it fails."""
@@ -156,15 +154,14 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Begin an epoch."""
-        with _Failing(self):
-            self._follow_model(args, state, given)
+        with self._ends_if_it_fails():
             self._awaited = 0
             self._host.begin_epoch(self._epoch)
             self._epoch += 1
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """End an epoch; if the Trainer is going to evaluate, after that."""
-        with _Failing(self):
+        with self._ends_if_it_fails():
             self._host.finish_steps()
             self._awaited = self._evaluations() if control.should_evaluate else 0
             if not self._awaited:
@@ -172,11 +169,9 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Begin a step; if its batch is going to be told, then."""
-        if given.get("model") is not self._model:
-            self._follow_model(args, state, given)
         self._loss, self._has_batch = None, False
         if self._trainer is None:
-            with _Failing(self):
+            with self._ends_if_it_fails():
                 self._host.begin_step(int(state.global_step))
 
     def _take_batch(self, model: Any, inputs: Any, *_: Any, **__: Any) -> None:
@@ -197,7 +192,7 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         """End a step."""
         skipped = getattr(given.get("optimizer"), "step_was_skipped", False)
         loss, self._loss = self._loss, None
-        with _Failing(self):
+        with self._ends_if_it_fails():
             self._host.end_step(loss=loss, trained=not skipped)
             if state.global_step >= state.max_steps:
                 self._host.report_rest()
@@ -206,7 +201,7 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         """Take the metrics of an evaluation: ``eval_loss`` is ``eval/loss`` here."""
         if not self._host.is_running:
             return  # an evaluation after or without training
-        with _Failing(self):
+        with self._ends_if_it_fails():
             found = {name.removeprefix("eval_"): value for name, value in (metrics or {}).items()}
             found.pop("epoch", None)  # the Trainer's position, among its metrics
             self._host.end_evaluation(found)
@@ -235,7 +230,7 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
         """Write the state of the hooks into the checkpoint that the Trainer has just written."""
         if not self._host.is_running:
             return
-        with _Failing(self):
+        with self._ends_if_it_fails():
             tree = self._host.state_dict(all_ranks=True)  # the Trainer saves on every rank
             folder = _output_folder(self._trainer, args) / f"checkpoint-{state.global_step}"
             if state.is_world_process_zero and folder.is_dir():
@@ -294,38 +289,14 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
             vars(trainer).update(sums)
         return loss.mean() if loss.ndim else loss
 
-    def _follow_model(self, args: Any, state: Any, given: Mapping[str, Any]) -> None:
-        """Go on with another model, if the Trainer does."""
-        if self._model is None or given.get("model") is self._model:
-            return
-        warnings.warn(
-            f"The Trainer goes on with another model after {state.global_step} steps, and hooks with it.",
-            HooklineWarning,
-            stacklevel=caller_stacklevel(),
-        )
-        kept = self._host.state_dict()
-        epoch = self._epoch - 1
-        self._end(report=False)  # the run goes on
-        self._host.load_state_dict(kept)
-        self._begin(args, int(state.global_step), given)
-        if kept["run"]["within"]:
-            self._host.begin_epoch(epoch)
-
-
-class _Failing:
-    """End the run when an event raises, and let the error through."""
-
-    __slots__ = ("_callback",)
-
-    def __init__(self, callback: HooklineCallback) -> None:
-        self._callback = callback
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            self._callback._fail(error)
+    @contextmanager
+    def _ends_if_it_fails(self) -> Iterator[None]:
+        """End the run as the Trainer does when an event raises: it tells callbacks nothing."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
 
 
 def _find_trainer(callback: HooklineCallback) -> tuple[Any, Path | None]:

@@ -96,8 +96,6 @@ def mark_of(parameter: Tensor) -> Mark:
 class BackwardListener(Protocol):
     """What is told of each outermost ``backward()`` of a loss."""
 
-    is_off: bool
-
     def is_wanted(self) -> bool:
         """Return whether it is told of the one that begins now."""
 
@@ -125,7 +123,7 @@ def _make_backward(original: Any, replaced: ReplacedFunction[BackwardListener]) 
 
     def backward(*args: Any, **kwargs: Any) -> Any:
         for one in replaced.listeners:  # a comprehension or a generator would be one call more
-            if not one.is_off and one.is_wanted():
+            if one.is_wanted():
                 break
         else:
             return original(*args, **kwargs)
@@ -133,7 +131,7 @@ def _make_backward(original: Any, replaced: ReplacedFunction[BackwardListener]) 
         gradients = args[1] if len(args) > 1 else kwargs.get("grad_tensors")
         if gradients is not None or _within.backward:
             return original(*args, **kwargs)
-        wanting = [one for one in replaced.listeners if not one.is_off and one.is_wanted()]
+        wanting = [one for one in replaced.listeners if one.is_wanted()]
         tensors = args[0] if args else kwargs.get("tensors")
         for listener in wanting:
             for loss in tensors if isinstance(tensors, list | tuple) else (tensors,):
