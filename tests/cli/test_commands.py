@@ -14,7 +14,7 @@ from helpers_waiting import PATIENCE, until
 import hookline as hl
 from hookline.analyses import BUILT_IN
 from hookline.cli import report
-from hookline.runs import named_sinks
+from hookline.runs import look_up
 
 QUIET = ("--silent", "--no-report")
 
@@ -184,9 +184,9 @@ def test_an_unknown_sink_is_answered_with_all_there_are(capsys, monkeypatch):
     assert run_here("replay", "--help") == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("console", "memory", "prometheus", "csv"))
-    monkeypatch.setattr(named_sinks, "entry_points", lambda group: [SimpleNamespace(name="postgres")])
+    monkeypatch.setattr(look_up, "entry_points", lambda group: [SimpleNamespace(name="postgres")])
     with pytest.raises(hl.errors.OptionError, match=r"Did you mean 'memory'\? There are: .*console.*memory.*postgres"):
-        named_sinks.sink_class("memry")
+        look_up.sink_class("memry")
 
 
 def test_a_run_without_records_cannot_be_replayed(capsys):

@@ -10,8 +10,8 @@ from helpers_cli import EXPERIMENTS, TINY, run_here
 
 from hookline.errors import ConfigError
 from hookline.runs.build import build
+from hookline.runs.flags import from_text
 from hookline.runs.run import Run
-from hookline.runs.values import from_text
 
 
 @pytest.mark.parametrize(

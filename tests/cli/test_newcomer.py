@@ -204,7 +204,7 @@ def test_a_page_that_is_interrupted_says_how_to_make_it_later(capsys, own, monke
 
 def test_a_second_ctrl_c_says_what_there_is_to_go_on_from(capsys, own, monkeypatch):
     """Nothing is saved then."""
-    from hookline.runs.experiment import RunExperiment
+    from hookline.runs.find import RunExperiment
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt

@@ -240,7 +240,7 @@ def test_a_sink_of_ones_own_by_file_and_with_options(tmp_path, capsys):
 
 def test_an_entry_point_names_a_sink(monkeypatch, tmp_path):
     """``[project.entry-points."hookline.sinks"]``."""
-    from hookline.runs import named_sinks
+    from hookline.runs import look_up
 
     class Point:
         name = "lines"
@@ -250,7 +250,7 @@ def test_an_entry_point_names_a_sink(monkeypatch, tmp_path):
 
             return load_object(f"{EXPERIMENTS}:LinesSink", wanted="a sink")
 
-    monkeypatch.setattr(named_sinks, "entry_points", lambda group: [Point()] if group == "hookline.sinks" else [])
+    monkeypatch.setattr(look_up, "entry_points", lambda group: [Point()] if group == "hookline.sinks" else [])
     assert run_here("run", TINY, "--epochs", "1", "--hooks", *QUIET, "--hook-sink", "lines") == 0
     assert (tmp_path / "runs/tiny/forward/lines.txt").exists()
 
@@ -504,6 +504,50 @@ def test_all_strategies_resume_those_that_were_begun_and_begin_the_others(tmp_pa
     assert names == ["backward", "forward"]
 
 
+def test_a_resumed_run_file_remembers_the_flags_it_was_begun_with(tmp_path):
+    """Also the second time; what the file says by now counts, and flags given now win."""
+    Path("run.yaml").write_text(f"experiment: {TINY}\nepochs: 1\nstrategy: backward\n")
+    flags = ("--lr", "0.03", "--hooks", "norms", "--hook-csv")
+    assert run_here("run", "run.yaml", *flags, *QUIET) == 0
+    folder = tmp_path / "runs" / "tiny" / "backward"
+    for epochs in (2, 3):
+        Path("run.yaml").write_text(f"experiment: {TINY}\nepochs: {epochs}\nstrategy: backward\n")
+        assert run_here("run", "run.yaml", "--resume") == 0
+        facts = facts_of(folder)
+        assert (facts["config"]["lr"], facts["config"]["epochs"], list(facts["hooks"])[-1]) == (0.03, epochs, "norms")
+        assert "CSVSink" in facts["sinks"]
+    assert run_here("run", "run.yaml", "--resume", "--epochs", "4", "--no-hook-csv") == 0
+    assert (facts_of(folder)["result"]["epochs"], facts_of(folder)["sinks"]) == (4, [])
+
+
+@pytest.mark.parametrize("text", ['{"run": {"conf', "[1]"])
+def test_a_damaged_run_json_is_not_passed_over_when_a_run_goes_on(tmp_path, text, capsys):
+    """It has the options of the run: without them another run would go on. Nothing is written."""
+    assert run_here("run", TINY, "--epochs", "1", "--lr", "0.03", *QUIET) == 0
+    facts = tmp_path / "runs/tiny/forward/run.json"
+    facts.write_text(text)
+    names = sorted(tmp_path.rglob("*"))
+    assert run_here("run", TINY, "--epochs", "2", "--resume", *QUIET) == 2
+    assert "run.json cannot be read" in capsys.readouterr().err
+    assert (facts.read_text(), sorted(tmp_path.rglob("*"))) == (text, names)
+    facts.unlink()  # as it says
+    assert run_here("run", TINY, "--epochs", "2", "--lr", "0.03", "--resume", *QUIET) == 0
+
+
+def test_a_run_goes_on_from_another_folder(tmp_path, monkeypatch):
+    """The files that it names are found again: run.json has whole paths."""
+    Path("k_hooks.py").write_text(
+        "import hookline as hl\n\n\nclass Own(hl.TrainingHook):\n    name = 'own'\n"
+        "    hook_points = frozenset({hl.HookPoint.SNAPSHOT})\n\n    def compute(self, ctx):\n        return {'x': 1.0}\n"
+    )
+    assert run_here("run", TINY, "--epochs", "1", "--hooks", "k_hooks.py:Own", *QUIET) == 0
+    assert facts_of(tmp_path / "runs/tiny/forward")["run"]["hooks"]["names"] == [f"{tmp_path / 'k_hooks.py'}:Own"]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert run_here("run", TINY, "--epochs", "2", "--resume", "--output-dir", tmp_path / "runs", *QUIET) == 0
+    assert "own" in facts_of(tmp_path / "runs/tiny/forward")["hooks"]
+
+
 def test_a_run_file_and_resume_by_config_do_not_go_together(capsys):
     """As in the source."""
     Path("run.yaml").write_text(f"experiment: {TINY}\n")
@@ -531,16 +575,16 @@ def test_validated_checkpoints_are_read_back_and_compared(capsys):
 
 def test_a_checkpoint_that_differs_is_a_mismatch():
     """The comparison can fail: in a bit of a tensor, a key, a length, a type; a NaN is the same as itself."""
-    from hookline.runs.run_observers import differing
+    from hookline.runs.session import differing
 
     def tree(**changes):
         return {"a": {"x": torch.tensor([1.0, float("nan")]), "y": [1, (2.0, None)], "z": float("nan")}, **changes}
 
-    assert list(differing(tree(), tree(), "$")) == []
+    assert differing(tree(), tree()) == []
     changed = tree()
     changed["a"]["x"][0] += 1e-7
-    assert list(differing(tree(), changed, "$")) == ["$.a.x"]
-    assert list(differing(tree(), tree(b=1), "$")) == ["$"]
-    assert list(differing({"x": torch.zeros(2)}, {"x": torch.zeros(2, dtype=torch.float64)}, "$")) == ["$.x"]
-    assert list(differing({"x": [1, 2]}, {"x": [1]}, "$")) == ["$.x"]
-    assert list(differing({"x": -0.0}, {"x": 1}, "$")) == ["$.x"]
+    assert differing(tree(), changed) == ["a.x"]
+    assert differing(tree(), tree(b=1)) == ["b"]
+    assert differing({"x": torch.zeros(2)}, {"x": torch.zeros(2, dtype=torch.float64)}) == ["x"]
+    assert differing({"x": [1, 2]}, {"x": [1]}) == ["x.1"]
+    assert differing({"x": -0.0}, {"x": 1}) == ["x"]

@@ -139,7 +139,7 @@ def test_what_is_written_in_three_languages_is_told_by_the_same_path(tmp_path):
         ("a.json", '{"a": 1,\n "b" 2}', r"a\.json, line 2: this is not JSON: Expecting ':' delimiter\."),
         ("a.json", '{"a": 1, "a": 2}', r"this is not JSON: the key 'a' is there twice\."),
         ("a.toml", "a = 1\nb 2\n", r"a\.toml, line 2: this is not TOML"),
-        ("a.yaml", "a: &a [*a]\n", r"line 1: this is not YAML: an alias stands inside of what it is an alias of\."),
+        ("a.yaml", "a: &a [*a]\n", r"a\.yaml: this is not YAML: .* nested too deeply"),
         ("a.yaml", "a: &a {b: 1}\nc:\n  <<: *a\n", r"a\.yaml, line 3: this is not YAML: YAML 1\.2 has no merge keys"),
         ("a.yaml", "a: 1\n\tb: 2\n", r"a\.yaml, line 2: this is not YAML: found character '\\t'"),
         ("a.yaml", "a: 1\n---\nb: 1\n", r"a\.yaml, line 2: this is not YAML"),
@@ -198,7 +198,7 @@ def test_a_value_so_deep_that_lines_cannot_be_found_is_still_told(tmp_path, monk
     "values",
     [
         {"a": [1, {"b": "\\" + chr(34) + "}", "c/*": "//"}], "": [], "long": {}},
-        [[], {}, "", None, True, -1.5e-7, {"\u00e9\U0001f600": "x"}],
+        [[], {}, "", None, True, -1.5e-7, {"\u00e9": "\U0001f600"}],
     ],
 )
 def test_every_value_of_a_json_file_has_a_line(tmp_path, values):

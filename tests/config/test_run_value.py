@@ -11,10 +11,10 @@ import hookline as hl
 from hookline.errors import ConfigError
 from hookline.runs.build import build
 from hookline.runs.documents import read_document
+from hookline.runs.flags import declared
 from hookline.runs.read import read, read_file
 from hookline.runs.run import Run
 from hookline.runs.spec_files import placed_specs
-from hookline.runs.values import declared
 from hookline.specs.hook_spec import HookSpec
 from hookline.when import StepSchedule
 
@@ -44,7 +44,7 @@ def write(tmp_path, text, name="run.yaml"):
 
 def test_a_whole_run_file_is_one_value(tmp_path):
     """Every part as it is declared; what was not given is absent; what is saved says the same again."""
-    run, found, _ = read([write(tmp_path, WHOLE)])
+    run, found = read([write(tmp_path, WHOLE)])[:2]
     assert (run.experiment, run.strategy, run.epochs, run.config) == ("mod_arithmetic", "all", 3, {"lr": 0.001})
     assert (run.hooks.with_hooks, run.hooks.names) == ("observers", ["hessian"])
     assert run.hooks.config == {"hessian": {"epsilon": 0.001}}
@@ -53,7 +53,8 @@ def test_a_whole_run_file_is_one_value(tmp_path):
     saved = run.model_dump(exclude_unset=True)
     assert "device" not in saved
     assert "config" in saved
-    assert Run.model_validate(saved, context={"found": found}).model_dump() == run.model_dump()
+    context = {"found": found, "groups": found.hook_sets}
+    assert Run.model_validate(saved, context=context).model_dump() == run.model_dump()
 
 
 @pytest.mark.parametrize(

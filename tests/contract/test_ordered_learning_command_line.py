@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
 from helpers_cli import TINY, facts_of, records_of, run_here
 
 from hookline.lifecycle.registry import HookRegistry
-from hookline.runs.flags import How, run_flags_by_name
 from hookline.runs.look_up import chosen_hooks
-from hookline.runs.run import Run
+from hookline.runs.read import How
+from hookline.runs.run import Run, run_flags_by_name
 
 QUIET = ("--silent", "--no-report", "--epochs", "1")
 FOLDER = Path("runs/tiny/forward")

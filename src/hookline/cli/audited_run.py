@@ -19,7 +19,7 @@ from hookline.errors import OptionError
 from hookline.lifecycle.reference import read_weights
 from hookline.messages import short_repr
 from hookline.runs.build import build, spec_name
-from hookline.runs.experiment import make_experiment
+from hookline.runs.find import make_experiment
 from hookline.runs.process import process_settings
 from hookline.runs.read import Asked, read
 
@@ -71,7 +71,7 @@ class RunTraining:
         """Train with the hooks of these names alone."""
         made = make_experiment(self._run, self._found, self._strategy)
         built = build(self._run, self._found, only=hooks)
-        with made.attached(built):
+        with built.attached(made):
             manager = built.make_manager(loop_type=made.loop, on_error="raise") if built.hooks else None
             try:
                 made.train(manager, {"strategy": self._strategy})

@@ -21,7 +21,8 @@ from hookline.load import add_current_folder_to_path
 from hookline.runs.flags import Show, parse
 
 if TYPE_CHECKING:
-    from hookline.runs.documents import Fault, KeyPath
+    from hookline.runs.documents import Fault
+    from hookline.runs.flags import KeyPath
     from hookline.runs.read import Asked
     from hookline.specs.hook_spec import HookSpec
 
@@ -58,8 +59,7 @@ def check(arguments: Sequence[str]) -> int:
     options = parse(CheckOptions, arguments, "check")
     if options.config is None:
         raise OptionError("hookline check needs a file: hookline check run.yaml.")
-    from hookline.runs.documents import read_document
-    from hookline.runs.faults import refuse
+    from hookline.runs.documents import read_document, refuse
     from hookline.runs.spec_files import is_server_file, placed_specs
 
     document = read_document(options.config)
@@ -108,7 +108,7 @@ def _check_run(path: str, matcher: _Matcher, report: _Report) -> None:
     """Check a run file as far as a run does before it trains; print what the file means."""
     from hookline.cli.screen import messages
     from hookline.runs.build import hook_names
-    from hookline.runs.experiment import make_config
+    from hookline.runs.find import make_config
     from hookline.runs.read import read
 
     with messages():

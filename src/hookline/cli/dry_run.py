@@ -13,9 +13,8 @@ from hookline.cli.main import DONE
 from hookline.cli.screen import print_table, size, tell, tell_json
 from hookline.plain import to_plain
 from hookline.runs.build import Built, build
-from hookline.runs.experiment import RunExperiment, make_experiment
+from hookline.runs.find import RunExperiment, make_experiment
 from hookline.runs.folder import LOG, newest_run, next_folder
-from hookline.runs.named_sinks import sink_files
 from hookline.runs.read import Asked
 
 __all__ = ["dry_run"]
@@ -108,7 +107,7 @@ def _sites(manager: Any, made: RunExperiment, built: Built) -> list[Row]:
         finally:
             hook.finish()
     if built.specs:
-        with made.attached(built):
+        with built.attached(made):
             rows += [_site(f"{handle.name} (spec)", handle) for handle in attached(model)]
     return rows
 
@@ -167,7 +166,7 @@ def _files(asked: Asked, strategy: str, *, has_hooks: bool) -> Row:
     run = asked.run
     names = ["run.json", "checkpoints/"]
     if has_hooks:
-        names += [LOG, *sink_files(run.sinks.chosen(), strategy).values()]
+        names += [LOG, *run.sinks.files(strategy).values()]
         names += ["report.html"] if run.report else []
     return {"strategy": strategy, "folder": str(_folder(asked, strategy)), "files": names}
 

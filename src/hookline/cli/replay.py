@@ -16,7 +16,7 @@ from hookline.cli.screen import tell
 from hookline.errors import OptionError
 from hookline.runs.flags import Show, parse
 from hookline.runs.folder import LOG, read_run_json, run_folder
-from hookline.runs.named_sinks import FILES, check_package, sink_class, sink_names
+from hookline.runs.run import Sinks
 
 __all__ = ["ReplayOptions", "replay"]
 
@@ -36,8 +36,9 @@ class ReplayOptions:
 
     run: Annotated[str, Show("RUN", is_word=True)]
     """The folder of a run, or its records.jsonl."""
-    to: Annotated[str, Show("|".join([*sink_names(), "PKG.MOD:CLASS"]))]
-    """The sink that gets the records."""
+    to: Annotated[str, Show("SINK|PKG.MOD:CLASS")]
+    """The sink that gets the records: csv, jsonl, parquet, tensorboard, mlflow, wandb, prometheus, console, memory,
+    or one of your own."""
     into: Annotated[str | None, Show("PATH")] = None
     """The file or folder; in the run's folder if left out."""
     project: Annotated[str | None, Show("PROJECT")] = None
@@ -50,9 +51,11 @@ def replay(arguments: Sequence[str]) -> int:
     folder = run_folder(options.run)
     if not (folder / LOG).exists():
         raise OptionError(f"{folder} has no {LOG}: a run without hooks has no records to replay.")
+    from hookline.records.readers import replay as replay_log
+    from hookline.runs.look_up import check_package, sink_class
+
     cls = check_package(sink_class(options.to))
     sink = cls(**_arguments(cls, options, folder))
-    from hookline.records.readers import replay as replay_log
 
     # The contexts of the log name the folder in which the run was made; it may have been moved or copied since.
     replay_log(folder / LOG, sink, context={"run_dir": str(folder)})
@@ -63,7 +66,7 @@ def replay(arguments: Sequence[str]) -> int:
 
 def _usual_place(to: str, folder: Path) -> Path | None:
     """Return the file of ``folder`` that the sink ``to`` has written without ``--into``; None if there is none."""
-    name = FILES.get(to, "").format(strategy=read_run_json(folder).get("strategy", folder.name))
+    name = Sinks.FILES.get(to, "").format(strategy=read_run_json(folder).get("strategy", folder.name))
     return folder / name if name and (folder / name).exists() else None
 
 

@@ -16,7 +16,6 @@ from hookline.cli.main import DONE
 from hookline.cli.screen import Screen, messages, tell_json
 from hookline.plain import to_plain
 from hookline.runs.folder import LOG
-from hookline.runs.named_sinks import sink_files
 from hookline.runs.process import device_of, is_first_rank, local_device, process_settings, rank_group, rank_prefix
 from hookline.runs.read import Asked, read
 
@@ -135,7 +134,7 @@ class _Command:
     def _files(self, strategy: str, folder: Path, *, has_page: bool) -> dict[str, str]:
         """Return the files of a run by what they are; a page that an earlier part of the run left is out of date."""
         names = {"report": "report.html"} if has_page else {}
-        names |= {"records": LOG, **sink_files(self._run.sinks.chosen(), strategy), "checkpoints": "checkpoints"}
+        names |= {"records": LOG, **self._run.sinks.files(strategy), "checkpoints": "checkpoints"}
         return {label: str(folder / name) for label, name in names.items() if (folder / name).exists()}
 
     def _say_where(self, strategy: str, ended: Ended, files: dict[str, str]) -> None:

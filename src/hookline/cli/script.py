@@ -26,7 +26,6 @@ from hookline.errors import HooklineError, OptionError
 from hookline.plain import to_plain
 from hookline.runs.build import build, hook_names, tracker_name
 from hookline.runs.folder import LOG, STRATEGY, read_run_json, write_run_json
-from hookline.runs.named_sinks import sink_files
 from hookline.runs.read import Asked, placed_files
 from hookline.runs.run import Run
 
@@ -235,7 +234,7 @@ class _Closing:
                 became = _AFTER_ERROR[self._run.hooks.on_error]
                 self._print(f"the hook {hook} raised {times} and {became}: its metrics are incomplete.", always=True)
         names = {"report": "report.html"} if found is not None else {}
-        for label, name in {**names, "records": LOG, **sink_files(self._run.sinks.chosen(), STRATEGY)}.items():
+        for label, name in {**names, "records": LOG, **self._run.sinks.files(STRATEGY)}.items():
             path = folder / name
             if path.exists():
                 shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

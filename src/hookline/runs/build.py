@@ -8,27 +8,26 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import ConfigError, Hint, NoMatchError
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.manager import HookManager
 from hookline.lifecycle.registry import HookRegistry
-from hookline.runs.find import ALWAYS
-from hookline.runs.look_up import chosen_hooks
-from hookline.runs.named_sinks import make_sinks
-from hookline.runs.run import REFERENCE
+from hookline.runs.look_up import ALWAYS, REFERENCE, chosen_hooks, make_sink
 from hookline.runs.spec_files import specs_for_run
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hookline.lifecycle.hook import TrainingHook
-    from hookline.runs.find import FoundExperiment
+    from hookline.runs.find import FoundExperiment, RunExperiment
     from hookline.runs.run import Run, Tracker
     from hookline.specs.hook_spec import HookSpec
 
-__all__ = ["Built", "build", "hook_names", "spec_name", "tracked_modules", "tracker_name"]
+
+_ARGUMENTS: Final = {"prometheus": "port", "wandb": "project"}
+"""The argument that a sink gets the value of its flag by."""
 
 
 @dataclass(frozen=True)
@@ -45,27 +44,29 @@ class Built:
 
     def make_sinks(self) -> list[Any]:
         """Make the sinks, new ones at each call: some begin a run somewhere when they are made."""
-        sinks = self.run.sinks
-        return make_sinks(sinks.chosen(), [(other.sink, other.options) for other in sinks.others])
+        chosen, others = self.run.sinks.chosen(), self.run.sinks.others
+        by_flag = {name: {_ARGUMENTS[name]: value} if name in _ARGUMENTS else {} for name, value in chosen.items()}
+        return [make_sink(*one) for one in [*by_flag.items(), *((other.sink, other.options) for other in others)]]
 
     def make_manager(self, hooks: Sequence[Any] | None = None, **others: Any) -> HookManager:
         """Return a manager of the hooks, or of `hooks`; `others` are options of it, and win."""
         return HookManager(hooks=self.hooks if hooks is None else hooks, **(self.options | others))
 
     @contextmanager
-    def attached(self, model: nn.Module) -> Iterator[None]:
-        """Attach the hooks on modules while the block lasts."""
-        if not self.specs:
-            yield
-            return
-        from hookline.specs.apply_specs import close_hooks, hooks_of, register_hooks
+    def attached(self, made: RunExperiment) -> Iterator[None]:
+        """Attach the hooks on modules to an experiment, and those that it brings, while the block lasts."""
+        with made.attach_own():
+            if not self.specs:
+                yield
+                return
+            from hookline.specs.apply_specs import close_hooks, hooks_of, register_hooks
 
-        handles = register_hooks(model, self.specs)
-        try:
-            yield
-        finally:
-            handles.remove()
-            close_hooks(hooks_of(handles))
+            handles = register_hooks(made.experiment.model, self.specs)
+            try:
+                yield
+            finally:
+                handles.remove()
+                close_hooks(hooks_of(handles))
 
 
 def build(

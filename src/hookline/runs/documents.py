@@ -1,7 +1,8 @@
-"""Read a file of settings by its ending: YAML, TOML, or JSON with comments.
+"""Read a file of settings by its ending: YAML, TOML, or JSON with comments; validate it; tell all mistakes at once.
 
-`read`, `spec_files` and `ServerArgs` call `read_document`. A `Document` has plain values and, once one of them is
-wrong, the line of each from the marks of PyYAML; TOML has no lines.
+`read`, `spec_files` and `ServerArgs` call `read_document` and `validated`. A `Document` has plain values and, once one
+of them is wrong, the line of each from the marks of PyYAML; TOML has no lines. `Faults` collects the mistakes of
+look-ups, which are validators of `Run`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,24 +11,24 @@ import functools
 import json
 import re
 import tomllib
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol, get_args
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from hookline.errors import ConfigError
+from hookline.errors import ConfigError, HooklineError
+from hookline.messages import did_you_mean
 from hookline.plain import own_copy
-
-__all__ = ["ENDINGS", "Document", "Fault", "KeyPath", "load_yaml", "read_document"]
+from hookline.runs.flags import KeyPath, misfit
 
 ENDINGS: Final = (".yaml", ".yml", ".toml", ".json", ".jsonc")
 """What the name of such a file ends in."""
-KeyPath = tuple[str | int, ...]
-"""The keys and places that lead to a value of a file."""
 Fault = tuple[KeyPath, str]
 """The path to a value that is wrong, and a sentence about it."""
 Lines = dict[KeyPath, int]
@@ -117,12 +118,6 @@ class CoreLoader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (a copy of the class's)
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        node: Any = super().compose_node(parent, index)
-        if node.end_mark is None:  # it is still being read
-            _refuse("an alias stands inside of what it is an alias of", node)
-        return node
-
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key, _ in node.value:
@@ -184,17 +179,10 @@ def _lines_below(root: Any) -> Lines:
         node, path, line = todo.pop()
         found[path] = line + 1
         if isinstance(node, yaml.MappingNode):
-            todo += [(value, (*path, _key_of(key)), key.start_mark.line) for key, value in node.value]
+            todo += [(value, (*path, str(key.value)), key.start_mark.line) for key, value in node.value]
         elif isinstance(node, yaml.SequenceNode):
             todo += [(item, (*path, place), item.start_mark.line) for place, item in enumerate(node.value)]
     return found
-
-
-def _key_of(node: Any) -> str:
-    """Return a key; PyYAML leaves the two halves of a character that JSON escapes as ``\\ud83d\\ude00``."""
-    if not isinstance(node, yaml.ScalarNode):
-        return "?"
-    return str(node.value).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 # -- JSON with comments ----------------------------------------------------------------------------------------
@@ -216,20 +204,19 @@ def _blank(match: re.Match[str]) -> str:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {name!r} is there twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name!r} is there twice")
+        found[name] = value
     return found
 
 
 def _json_lines(text: str) -> Lines:
     """Read JSON as YAML, for its marks; by libyaml, which is seven times as fast, where there is one."""
     text = re.sub("[\t\x85\u2028\u2029]", " ", text)  # no blank of YAML, or a line of its own there
-    try:
-        return _lines_below(yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-    except yaml.YAMLError:  # it knows no characters that are escaped as \\ud83d\\ude00
-        return _lines_below(yaml.compose(text, Loader=yaml.SafeLoader))
+    text = re.sub(r"\\u[dD][89a-fA-F]..", "?", text)  # half a character, which YAML does not know
+    return _lines_below(yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
 
 
 # -- TOML ------------------------------------------------------------------------------------------------------
@@ -247,3 +234,122 @@ _READERS: Final[dict[str, tuple[str, Callable[[str], tuple[Any, Callable[[], Lin
     ".jsonc": ("JSON", _read_json),
     ".toml": ("TOML", _read_toml),
 }
+
+
+# -- what is wrong, and where ----------------------------------------------------------------------------------
+
+
+class Places(Protocol):
+    """Where values were given: a `Document`, or several sources."""
+
+    def place(self, path: KeyPath) -> str:
+        """Return where a value stands, for a message."""
+
+    def line_of(self, path: KeyPath) -> int | None:
+        """Return its line."""
+
+
+class EscapedError(Exception):
+    """Carry an error of the user's own code through pydantic, which would take a ValueError for a mistake."""
+
+
+class Faults(list[Fault]):
+    """Hold mistakes at paths below a value, see `collected`."""
+
+    @contextmanager
+    def at(self, *path: str | int) -> Iterator[None]:
+        """Take an error of hookline's in the block for a mistake at `path`."""
+        try:
+            yield
+        except HooklineError as error:
+            self.append((path, str(error)))
+        except (ValueError, AssertionError) as error:
+            raise EscapedError from error
+
+    def each(self, values: Mapping[str, Any], look_up: Callable[[str, Any], Any], *above: str) -> dict[str, Any]:
+        """Return what `look_up` returns for each key and value; an error of it is a mistake there."""
+        found = {}
+        for key, value in values.items():
+            with self.at(*above, key):
+                found[key] = look_up(key, value)
+        return found
+
+
+@contextmanager
+def collected() -> Iterator[Faults]:
+    """Collect the mistakes that the block finds, and raise them together, from inside of a validator of pydantic."""
+    faults = Faults()
+    yield faults
+    if faults:
+        kinds = [(path, PydanticCustomError("look_up", "{text}", {"text": text})) for path, text in faults]
+        details = [InitErrorDetails(type=kind, loc=path, input=None) for path, kind in kinds]
+        raise ValidationError.from_exception_data("Run", details)
+
+
+def validated(kind: Any, values: Any, places: Places, faults: Sequence[Fault] = (), **context: Any) -> Any:
+    """Return `values` as `kind`, a type; raise one error with all that is wrong, `faults` among it.
+
+    Recipe: ``validated(list[HookSpec], document.values, document)``.
+    """
+    found = None
+    try:
+        found = TypeAdapter(kind).validate_python(values, context=context)
+    except EscapedError as error:
+        raise error.__cause__ or error from None
+    except ValidationError as error:
+        faults = [*faults, *_faults_of(error, values, kind)]
+    refuse(places, faults)
+    return found
+
+
+def refuse(places: Places, faults: Sequence[Fault]) -> None:
+    """Raise one error with all of `faults`, by line; do nothing if there are none."""
+    ordered = sorted(faults, key=lambda fault: places.line_of(fault[0]) or 0)
+    lines = [f"{places.place(path)}: ".removeprefix(": ") + text for path, text in ordered]
+    if lines:
+        raise ConfigError("\n".join(dict.fromkeys(lines)))
+
+
+def _faults_of(error: ValidationError, values: Any, kind: Any) -> list[Fault]:
+    """Return the path and a sentence for each fault; of several about one value (a union), the last."""
+    found = {}
+    for fault in error.errors():
+        path, type_ = _known_part(fault["loc"], values), fault["type"]
+        is_key = type_ in ("extra_forbidden", "unexpected_keyword_argument")
+        if is_key:
+            known = list(_fields_at(path[:-1], kind))
+            text = f"nothing is called {path[-1]!r} here.{did_you_mean(path[-1], known)} There are: {', '.join(known)}."
+        elif type_ in ("value_error", "look_up"):
+            text = fault["msg"].removeprefix("Value error, ")
+        else:
+            text = {"invalid_key": "keys are text.", "missing": "this is missing."}.get(type_) or misfit(fault)
+        found[path, is_key] = (path, text)
+    return list(found.values())
+
+
+def _known_part(path: KeyPath, values: Any) -> KeyPath:
+    """Return the part of a path that is in the values, with one key more; pydantic adds names of branches of unions."""
+    for depth, key in enumerate(path):
+        if isinstance(values, Mapping):
+            values = values.get(key)
+        elif isinstance(values, list) and isinstance(key, int) and key < len(values):
+            values = values[key]
+        else:
+            return path[:depth]
+    return path
+
+
+def _fields_at(path: KeyPath, kind: Any) -> Mapping[str, Any]:
+    """Return the keys that there are where an unknown one was found."""
+    here = _model_in(kind)
+    for key in path:
+        if here is not None and key in here.__pydantic_fields__:
+            here = _model_in(here.__pydantic_fields__[key].annotation)
+    return {} if here is None else here.__pydantic_fields__
+
+
+def _model_in(annotation: Any) -> Any:
+    """Return the model, or dataclass of pydantic, of an annotation such as a list of them."""
+    if hasattr(annotation, "__pydantic_fields__"):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)

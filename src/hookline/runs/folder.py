@@ -19,25 +19,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from hookline.error_policy import error_text
-from hookline.errors import OptionError
+from hookline.errors import ConfigError, OptionError
 from hookline.files import replace_file
 from hookline.messages import did_you_mean
 from hookline.plain import to_plain
-
-__all__ = [
-    "LOG",
-    "STRATEGY",
-    "RunFailed",
-    "RunNotes",
-    "checkpoints_in",
-    "model_facts",
-    "new_folder",
-    "newest_run",
-    "next_folder",
-    "read_run_json",
-    "run_folder",
-    "write_run_json",
-]
 
 LOG: Final = "records.jsonl"
 """The record log."""
@@ -188,7 +173,6 @@ class RunNotes:
             print(f"hookline: run.json could not be written: {trouble}.", file=sys.stderr)
 
     def _write(self, status: str, seconds: float | None, result: Any) -> None:
-        manager = self._manager
         if not self._is_written:
             return
         found = {
@@ -196,9 +180,9 @@ class RunNotes:
             "finished": None if seconds is None else _now(),
             "seconds": seconds,
             "status": status,
-            "hooks": {} if manager is None else _hook_facts(manager),
+            "hooks": _hook_facts(self._manager),
             "sinks": self._sinks,
-            "sink_errors": {} if manager is None else manager.sink_errors,
+            "sink_errors": self._manager.sink_errors,
             "result": None if result is None else _result(result),
         }
         write_run_json(self._folder, found)
@@ -226,21 +210,14 @@ def _versions() -> dict[str, str]:
 
 def _git_state(folder: Path) -> dict[str, Any] | None:
     """Return the commit of the code in a folder, and whether it was changed since; None where there is no git."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
-        return None
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": bool(changed)}
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=5, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    commit = re.search(r"^# branch.oid ([0-9a-f]+)$", done.stdout, re.MULTILINE)
+    changed = re.search(r"^[^#]", done.stdout, re.MULTILINE)
+    return None if commit is None else {"commit": commit[1], "dirty": changed is not None}
 
 
 def model_facts(model: Any) -> dict[str, Any]:
@@ -252,7 +229,7 @@ def _hook_facts(manager: Any) -> dict[str, Any]:
     """Return for each hook of a manager what it is, what its metrics mean, how often it fired and what that took."""
     from hookline.lifecycle.hook import InterventionHook
 
-    costs = manager.costs() if hasattr(manager, "costs") else {}
+    costs = manager.costs()
     found = {}
     for name, hook in manager.hooks.items():
         found[name] = {
@@ -267,13 +244,23 @@ def _hook_facts(manager: Any) -> dict[str, Any]:
     return found
 
 
-def read_run_json(folder: Path) -> dict[str, Any]:
-    """Return what ``run.json`` says; nothing if there is none, or it cannot be read."""
+def read_run_json(folder: Path, *, is_needed: bool = False) -> dict[str, Any]:
+    """Return what ``run.json`` says; nothing if there is none. A damaged one says nothing, or raises if `is_needed`."""
+    path = folder / _FACTS
     try:
-        facts = json.loads((folder / _FACTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(facts, dict):
+            raise ValueError("it holds no object")
+    except FileNotFoundError:
         return {}
-    return facts if isinstance(facts, dict) else {}
+    except (OSError, ValueError) as error:
+        if is_needed:
+            raise ConfigError(
+                f"{path} cannot be read: {error}. It says with which options the run began. Next: put a copy back; or "
+                f"delete it, and give these options again beside --resume."
+            ) from None
+        return {}
+    return facts
 
 
 def write_run_json(folder: Path, facts: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Look up what a run names: hooks, their arguments, their groups, trackers, factories of specs.
+"""Look up what a run names: hooks, their arguments, their groups, trackers, sinks, factories of specs.
 
-The validators of `Run` call it, so that a wrong name is an error before anything is trained, with its place in the run
-file; `build` calls it for the names it makes hooks of.
+The validators of `Run` call it, so that a wrong name, or a package that is missing, is an error before anything is
+trained, with its place in the run file; `build` calls it for what it makes, ``replay`` for sinks.
 """
 
 from __future__ import annotations
@@ -9,29 +9,25 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import Any, Final
 
+import hookline.sinks
 from hookline.errors import ConfigError, HookNameError, OptionError
 from hookline.lifecycle.hook import TrainingHook
 from hookline.lifecycle.registry import HookRegistry, points_in_any_loop
 from hookline.load import add_current_folder_to_path, load_object
 from hookline.messages import type_name, unknown_name_text
-from hookline.runs.faults import Faults
-from hookline.runs.find import ALWAYS
-from hookline.runs.values import FlagText, declared, guessed
+from hookline.plain import own_copy
+from hookline.runs.documents import collected
+from hookline.runs.flags import FlagText, declared, guessed
 from hookline.specs.hook_spec import HookSpec, resolve_callable
 
-__all__ = [
-    "check_is_on",
-    "check_spec",
-    "chosen_hooks",
-    "hook_argument",
-    "hooks_of_group",
-    "known_hook",
-    "known_tracker",
-    "why_no_schedule",
-]
-
+ALWAYS: Final = "training_metrics"
+"""The hook that every run has: loss, accuracy and learning rate."""
+REFERENCE: Final = "reference_weights"
+"""Not a hook, but the weights that hooks compare with: the manager gets its ``path``."""
+_ENTRY_POINTS: Final = "hookline.sinks"
 _NONE: Final = "none"
 """The group of no hooks: every experiment has it."""
 
@@ -95,6 +91,8 @@ def hooks_of_group(group: str, groups: Mapping[str, Sequence[str]]) -> list[str]
 
 def check_is_on(hook: str, hooks: Sequence[str] | None) -> None:
     """Raise unless the hook is known, and one of `hooks`, those of the run; None if these cannot be told."""
+    if hook == REFERENCE:
+        return
     known = HookRegistry.known()
     if hook not in known:
         raise HookNameError(f"Unknown hook: {hook!r}.{unknown_name_text(hook, known, 'Available')}")
@@ -105,13 +103,15 @@ def check_is_on(hook: str, hooks: Sequence[str] | None) -> None:
         )
 
 
-def why_no_schedule(hook: str) -> str:
-    """Return why a schedule of steps has no effect on a hook; empty if it has."""
+def check_schedule(hook: str, hooks: Sequence[str] | None) -> None:
+    """Raise if a schedule of steps has no effect on a hook."""
+    check_is_on(hook, hooks)
     points = points_in_any_loop(HookRegistry.get(hook))
-    if not points or any(point.is_step for point in points):
-        return ""
-    listed = ", ".join(sorted(point.name for point in points))
-    return f"this schedule would have no effect: {hook} fires at {listed}, and a schedule is about steps."
+    if points and not any(point.is_step for point in points):
+        listed = ", ".join(sorted(point.name for point in points))
+        raise ConfigError(
+            f"this schedule would have no effect: {hook} fires at {listed}, and a schedule is about steps."
+        )
 
 
 # -- arguments of hooks ----------------------------------------------------------------------------------------
@@ -119,6 +119,10 @@ def why_no_schedule(hook: str) -> str:
 
 def hook_argument(hook: str, name: str, value: Any) -> Any:
     """Return `value` as the signature of the hook declares its argument `name`."""
+    if hook == REFERENCE:
+        if name != "path":
+            raise ConfigError("reference weights have a path, and nothing else.")
+        return str(value)
     cls = HookRegistry.get(hook)
     parameters = inspect.signature(cls).parameters
     takes = [one.name for one in parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
@@ -155,20 +159,19 @@ def check_spec(spec: HookSpec) -> None:
 
     if not spec.enabled:
         return
-    faults = Faults()
-    lacking = [key for key in ("target_modules", "hook_factory") if getattr(spec, key) in (None, ())]
-    if lacking:
-        faults.add((), f"the hook {spec.name!r} has no {' and no '.join(lacking)}.")
-        faults.check()
-    check = None
-    with faults.at("hook_factory"):
-        check = getattr(_imported(str(spec.hook_factory)), CHECK, None)
-    with faults.at("config"):
-        if callable(check) and isinstance(made := check(spec.config), FactoryHook):
-            kind, site_type = spec.kind_and_site_type
-            check_hook(made, kind, site_type=site_type)
-            check_observe(made, spec.observe)
-    faults.check()
+    with collected() as faults:
+        lacking = [key for key in ("target_modules", "hook_factory") if getattr(spec, key) in (None, ())]
+        if lacking:
+            faults.append(((), f"the hook {spec.name!r} has no {' and no '.join(lacking)}."))
+            return
+        check = None
+        with faults.at("hook_factory"):
+            check = getattr(_imported(str(spec.hook_factory)), CHECK, None)
+        with faults.at("config"):
+            if callable(check) and isinstance(made := check(spec.config), FactoryHook):
+                kind, site_type = spec.kind_and_site_type
+                check_hook(made, kind, site_type=site_type)
+                check_observe(made, spec.observe)
 
 
 def _imported(path: str) -> Any:
@@ -183,3 +186,60 @@ def _imported(path: str) -> Any:
     if not callable(factory):
         raise ConfigError(f"Hook factory '{path}' is called with a config, and is {type_name(factory)}.")
     return factory
+
+
+# -- sinks -----------------------------------------------------------------------------------------------------
+
+
+def known_sink(name: str) -> None:
+    """Raise if there is no sink of that name or path, or if a package that it needs is missing."""
+    check_package(sink_class(name))
+
+
+def check_package(cls: Any) -> Any:
+    """Return the sink class ``cls``; raise if a package that it needs is missing."""
+    if hasattr(cls, "check"):
+        cls.check()
+    return cls
+
+
+def sink_names() -> list[str]:
+    """Return the names of all sinks: the classes of ``hookline.sinks`` (``CSVSink`` is "csv") and the entry points."""
+    return [*_own_sinks(), *(point.name for point in entry_points(group=_ENTRY_POINTS))]
+
+
+def _own_sinks() -> dict[str, str]:
+    """Return the names of the sink classes of ``hookline.sinks``, by their name on the command line."""
+    classes = (name for name in hookline.sinks.__all__ if name.endswith("Sink") and name != "MetricSink")
+    return {name.removesuffix("Sink").lower(): name for name in classes}
+
+
+def sink_class(name: str) -> Any:
+    """Return the class of a sink: one of ``hookline.sinks`` by its name, one by an entry point, or one by its path."""
+    if own := _own_sinks().get(name):
+        return getattr(hookline.sinks, own)
+    for point in entry_points(group=_ENTRY_POINTS):
+        if point.name == name:
+            return point.load()
+    if ":" not in name and "." not in name:
+        raise OptionError(
+            f"Unknown sink {name!r}.{unknown_name_text(name, sink_names())} One of your own: package.module:Class."
+        )
+    if ":" not in name and not name.endswith(".py"):
+        name = ":".join(name.rsplit(".", 1))
+    cls = load_object(name, wanted="a sink")
+    if not callable(cls) or not hasattr(cls, "emit"):
+        raise OptionError(f"{name} is {cls!r}, and a sink is a class with emit(metrics, epoch, hook_point).")
+    return cls
+
+
+def make_sink(name: str, arguments: Mapping[str, Any]) -> Any:
+    """Make a sink; each strategy has sinks of its own, with arguments of their own."""
+    cls = sink_class(name)
+    try:
+        return cls(**own_copy(dict(arguments)))
+    except TypeError as error:
+        raise OptionError(
+            f"The sink {cls.__name__} cannot be made of {arguments or 'no arguments'}: {error}. Arguments are given in "
+            "a run file: sinks: {others: [{sink: PATH, options: {...}}]}."
+        ) from error

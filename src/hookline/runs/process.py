@@ -14,11 +14,6 @@ from typing import Any, Final, TypeVar
 from hookline.errors import OptionError
 from hookline.messages import unknown_name_text
 
-__all__ = [
-    "choose_threads", "device_of", "dtype_of", "from_rank_zero", "is_first_rank", "launched_ranks", "local_device",
-    "process_settings", "rank_group", "rank_prefix", "seed_everything",
-]  # fmt: skip
-
 _VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _T = TypeVar("_T")
 _DTYPES: Final = ("float32", "float64", "bfloat16", "float16")
@@ -45,31 +40,21 @@ def process_settings(*, deterministic: bool, matmul_precision: str | None) -> It
     """
     import torch
 
-    memory: Any = torch.utils.deterministic
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.backends.cudnn.deterministic,
-        torch.backends.cudnn.benchmark,
-        memory.fill_uninitialized_memory,
-        torch.get_float32_matmul_precision(),
-        torch.get_num_threads(),
-    )
+    from hookline.guard.torch_switches import TorchSwitches
+
+    before = TorchSwitches()
     try:
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
             torch.use_deterministic_algorithms(True, warn_only=True)
             torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+            memory: Any = torch.utils.deterministic
             memory.fill_uninitialized_memory = False  # it would write every new tensor twice
         if matmul_precision is not None:
             torch.set_float32_matmul_precision(matmul_precision)
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before[2], before[3]
-        memory.fill_uninitialized_memory = before[4]
-        torch.set_float32_matmul_precision(before[5])
-        torch.set_num_threads(before[6])
+        before.restore()
 
 
 def choose_threads(asked: int | None, parameters: int, *, on_cpu: bool, recorded: int | None = None) -> tuple[int, str]:

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 from hookline.errors import ConfigError, HooklineError, OptionError
 from hookline.load import from_folder
-from hookline.runs.documents import ENDINGS, Document, Fault, KeyPath, read_document
-from hookline.runs.faults import refuse, validated
+from hookline.runs.documents import ENDINGS, Document, Fault, read_document, validated
 from hookline.runs.find import EMBEDDED, FoundExperiment, find_experiment
-from hookline.runs.flags import How, flag_of, refuse_words, run_flags, run_flags_by_name, run_options
+from hookline.runs.flags import (
+    COMMAND,
+    FlagText,
+    KeyPath,
+    Option,
+    Show,
+    options_of_dataclass,
+    read_flags,
+    refuse_words,
+)
 from hookline.runs.folder import newest_run, read_run_json
-from hookline.runs.run import Run, both_lists, object_of_hooks
-
-__all__ = ["Asked", "placed_files", "read", "read_file", "split_command"]
+from hookline.runs.run import Run, object_of_hooks, run_flags_by_name
 
 _ABOUT: Final = """Train an experiment, with hooks.
 
@@ -33,11 +39,51 @@ Examples:
   hookline run mod_arithmetic --strategy all --resume
   hookline run --hooks norms --hook-csv -- torchrun --nproc-per-node 2 train.py   # a script of your own
 """
+_EXPERIMENT: Final = Option(
+    "experiment",
+    str,
+    "A name (mod_arithmetic, digits), path/file.py:Class, file.py:function, package.module:Class, or a run file "
+    "(.yaml, .toml, .json); or a script of your own behind --, such as -- python train.py.",
+    None,
+    Show("EXPERIMENT | -- COMMAND", is_word=True, group="Arguments"),
+    ("experiment",),
+)
+_NOT_IN_LOOP: Final = {"epoch": {"steps"}, "step": {"epochs", "eval_every"}}
 _OF_HOOKS: Final = ("hooks", "specs", "hook_specs", "enable_hooks", "trackers", "sinks")
 _OF_SCRIPTS: Final = (*_OF_HOOKS, "command", "snapshot_every", "output_dir", "name", "console", "report", "run_group")
 """What a run file says to a trainer, or to a script: the rest is theirs to decide."""
+_MAY_BE_FILES: Final = ("experiment", "hooks", "names", "sinks", "others", "sink", "trackers", "tracker")
+"""The keys under which ``file.py:Name`` may stand."""
+_HELP: Final = {"-h", "--help"}
 Values = dict[str, Any]
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class How:
+    """What ``hookline run`` does with a run."""
+
+    config: Annotated[str | None, Show("FILE")] = None
+    """A run file whose settings hold where no flag is given; the same as giving it in place of EXPERIMENT."""
+    resume: bool = False
+    """Go on with the newest run of this experiment and strategy, with its options; flags given here win over them."""
+    force: bool = False
+    """Resume although the configuration has changed."""
+    live: bool = False
+    """The same as --console live."""
+    silent: bool = False
+    """The same as --console silent; goes before --live."""
+    no_console_output: bool = False
+    """The same as --console none: print nothing but errors. Goes before --silent."""
+    dry_run: bool = False
+    """Print the plan (which hook when, on what, at what cost in memory, which files), and leave."""
+    json: bool = False
+    """Print as JSON what is said at the end, what --profile-hooks measured among it, or the plan of --dry-run. Nothing
+    else goes to the standard output."""
+    hooks_list: bool = False
+    """List all hooks, and leave."""
+    hooks_describe: Annotated[tuple[str, ...] | None, Show("[HOOK ...]")] = None
+    """Describe the metrics of hooks (all, if none is named), and leave."""
 
 
 class Asked(NamedTuple):
@@ -48,6 +94,8 @@ class Asked(NamedTuple):
     """The experiment; None for a script."""
     how: How
     """What is done with it: trained, planned, resumed."""
+    flags: Values
+    """What flags say of the run, those of the run that is resumed among them."""
 
 
 class Source(NamedTuple):
@@ -56,7 +104,7 @@ class Source(NamedTuple):
     values: Values
     place: Callable[[KeyPath], str]
     """Returns where a value is, for messages."""
-    line: Callable[[KeyPath], int | None] = lambda path: None
+    line_of: Callable[[KeyPath], int | None] = lambda path: None
 
 
 class Sources(list[Source]):
@@ -66,13 +114,13 @@ class Sources(list[Source]):
         """Return where the value at `path` was given."""
         return self._of(path).place(path)
 
+    def line_of(self, path: KeyPath) -> int | None:
+        """Return the line of the value at `path`."""
+        return self._of(path).line_of(path)
+
     def _of(self, path: KeyPath) -> Source:
         """Return the source that has the value at `path`, or most of the way to it; of two, the later."""
         return max(reversed(self), key=lambda source: _depth(source.values, path))
-
-    def line_of(self, path: KeyPath) -> int | None:
-        """Return the line of the value at `path`."""
-        return self._of(path).line(path)
 
 
 def _depth(values: Any, path: KeyPath) -> int:
@@ -87,29 +135,34 @@ def _depth(values: Any, path: KeyPath) -> int:
 def read(arguments: Sequence[str]) -> Asked:
     """Return the run that the words of a command line ask for; a script's command stands behind a ``--``."""
     words, command = split_command(arguments)
-    flags, how, unknown = run_flags(words, is_first_look=True)
+    flags, how, unknown = _flags(words)
     if how.hooks_list or how.hooks_describe is not None:
-        return Asked(Run.model_construct(**flags), None, how)
+        return Asked(Run.model_construct(**flags), None, how, flags)
     document = _document(flags, how)
-    file = {} if document is None else placed_files(_values(document), document.path.parent)
+    sources = [] if document is None else [_source(document)]
+    file = sources[0].values if sources else {}
     named = flags.get("experiment", file.get("experiment"))
     is_script = bool(command or file.get("command"))
-    if (is_script or named is None) and not {"-h", "--help"}.isdisjoint(words):
-        run_flags(["--help"], about=_ABOUT)  # leaves
+    if (is_script or named is None) and not _HELP.isdisjoint(words):
+        read_flags([_EXPERIMENT, *_options(None).values()], ["--help"], "hookline run", _ABOUT)  # leaves
     if is_script:
-        refuse_words(unknown, run_options(None), "hookline run")
-        return Asked(_script(command, flags, how, document, file), None, how)
-    sources = [] if document is None else [_source(document, file)]
+        refuse_words(unknown, _options(None), "hookline run")
+        return Asked(_script(command, flags, how, sources), None, how, flags)
     found, faults = _find(named, document)
     if found is not None:
-        if how.resume and document is None:
-            sources = _saved(found, flags)
-        flags, _, unknown = run_flags(words, found, about=f"Train {found.name}, with hooks.")
-        refuse_words(unknown, run_options(found), f"hookline run {found.path}")
+        flags, _, unknown = _flags(words, found)
+        refuse_words(unknown, _options(found), f"hookline run {found.path}")
     if document is not None and how.config is None:
         flags.pop("experiment", None)  # it named the file
+    if found is not None and how.resume:
+        saved = _saved(found, _merged(file, flags), by_flags=document is not None)
+        if document is None:
+            sources.append(saved)
+        else:
+            flags = _merged(saved.values, flags)
     sources.append(Source(flags, flag_of))
-    return Asked(_validated(sources, found, faults, is_unknown=found is None), found, how)
+    run = _validated(sources, found, faults, is_unknown=found is None)
+    return Asked(run, found, how, _picked(run.model_dump(exclude_unset=True), flags))
 
 
 def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -130,12 +183,12 @@ def read_file(path: str | Path, *, of_script: bool = False) -> Run:
         path: The run file.
         of_script: Keep what it says of a script: its command, the folder and name of the run, how often it reports.
     """
-    document = read_document(path)
-    values = placed_files(_values(document), Path(path).parent)
-    kept = _only(values, _OF_SCRIPTS if of_script else _OF_HOOKS)
-    if len(kept) < len(values):
-        logger.info("%s: the trainer decides about %s", path, ", ".join(sorted(set(values) - set(kept))))
-    return _validated([_source(document, kept)], None, [])
+    source = _source(read_document(path))
+    kept = _only(source.values, _OF_SCRIPTS if of_script else _OF_HOOKS)
+    if len(kept) < len(source.values):
+        others = ", ".join(sorted(set(source.values) - set(kept)))
+        logger.info("%s: the trainer decides about %s", path, others)
+    return _validated([source._replace(values=kept)], None, [])
 
 
 def _only(values: Values, keys: Sequence[str]) -> Values:
@@ -143,8 +196,9 @@ def _only(values: Values, keys: Sequence[str]) -> Values:
     return {key: value for key, value in values.items() if key in keys or key not in Run.model_fields}
 
 
-def _script(command: Sequence[str], flags: Values, how: How, document: Document | None, file: Values) -> Run:
+def _script(command: Sequence[str], flags: Values, how: How, sources: Sequence[Source]) -> Run:
     """Return the run of a script, which decides itself how it trains."""
+    file = sources[0].values if sources else {}
     named = flags.get("experiment") or (file.get("experiment") if not command else None)
     if named or (command and file.get("command")):
         second = f"the experiment {named!r}" if named else "the command of the run file"
@@ -157,11 +211,75 @@ def _script(command: Sequence[str], flags: Values, how: How, document: Document 
             f"{', '.join(sorted(wrong))}: that is for experiments; here the script decides how it is trained and what "
             "it prints. Next: leave it out, or give it to the script, behind the --."
         )
-    sources = [] if document is None else [_source(document, _only(file, _OF_SCRIPTS))]
-    return _validated([*sources, Source(flags | ({"command": list(command)} if command else {}), flag_of)], None, [])
+    given = Source(flags | ({"command": list(command)} if command else {}), flag_of)
+    return _validated([*(one._replace(values=_only(one.values, _OF_SCRIPTS)) for one in sources), given], None, [])
 
 
-# -- what was given --------------------------------------------------------------------------------------------
+# -- flags -----------------------------------------------------------------------------------------------------
+
+
+def _options(found: FoundExperiment | None) -> dict[str, Option]:
+    """Return the flags of ``hookline run`` by name, with those of the experiment's own options."""
+    command = {one.name: one for one in options_of_dataclass(How)}
+    if found is None:
+        return run_flags_by_name() | command
+    own: dict[str, Option] = {}
+    if found.config_class is not None:
+        options = options_of_dataclass(found.config_class, f"Options of {found.name}", ("config",))
+        own = {one.name: one for one in options}
+    left_out = _NOT_IN_LOOP.get(found.loop or "", set())
+    if {"epochs", "steps"} & set(own):
+        left_out = left_out | {"epochs", "steps"}
+    made = {name: one for name, one in run_flags_by_name().items() if name not in left_out - set(own)}
+    for name in [name for name in made if name in own and made[name].default is None]:  # its own text says more
+        show = own[name].show._replace(group=made[name].show.group)
+        made[name] = own[name]._replace(path=made[name].path, show=show)
+    return own | made | command
+
+
+def _flags(words: Sequence[str], found: FoundExperiment | None = None) -> tuple[Values, How, list[str]]:
+    """Return what flags say, as a run file would say it; how the command works; and the words that are left over.
+
+    Without its experiment this is a first look: help waits until there is one, whose options are flags too.
+    """
+    options = {"experiment": _EXPERIMENT, **_options(found)}
+    name = "" if found is None else found.path
+    values, unknown = read_flags(
+        options.values(), words, f"hookline run {name}", f"Train {name}, with hooks.", has_help=found is not None
+    )
+    how = How(**{name: values.pop(name) for name in list(values) if options[name].show.group == COMMAND})
+    given: Values = {}
+    for name, value in values.items():
+        path = options[name].path
+        if path == ("hooks", "config"):
+            value = _hook_config(value)
+        _put(given, path, FlagText(value) if isinstance(value, str) and path[0] == "config" else value)
+    modes = {"none": how.no_console_output, "silent": how.silent, "live": how.live}
+    if mode := next((mode for mode, is_on in modes.items() if is_on), None):
+        given["console"] = mode
+    return given, how, unknown
+
+
+def _hook_config(items: Sequence[str]) -> dict[str, Values]:
+    """Return ``hook.param=value`` words as arguments by hook; the texts become what the hook declares later."""
+    found: dict[str, Values] = {}
+    for item in items:
+        path, equals, text = item.partition("=")
+        hook, dot, name = path.partition(".")
+        if not (equals and dot and hook and name):
+            raise OptionError(f"Invalid --hook-config format: '{item}' (expected hook_name.param=value)")
+        found.setdefault(hook, {})[name] = FlagText(text)
+    return found
+
+
+def flag_of(path: KeyPath) -> str:
+    """Return the flag of a value of a run: ``--hooks`` for ``("hooks", "names", 2)``, ``--lr`` for an option."""
+    if path[:1] == ("config",) and len(path) > 1:
+        return f"--{str(path[1]).replace('_', '-')}"
+    return next((one.flag for one in run_flags_by_name().values() if path[: len(one.path)] == one.path), "")
+
+
+# -- files, and the run that is resumed ------------------------------------------------------------------------
 
 
 def _document(flags: Values, how: How) -> Document | None:
@@ -174,7 +292,8 @@ def _document(flags: Values, how: How) -> Document | None:
     return None if path is None else read_document(path)
 
 
-def _values(document: Document) -> Values:
+def _source(document: Document) -> Source:
+    """Return what a run file says; its files are relative to its folder."""
     values = document.values
     if values is None:
         raise ConfigError(f"{document.path} is empty; it says at least which experiment to run: experiment: NAME.")
@@ -183,67 +302,49 @@ def _values(document: Document) -> Values:
         raise ConfigError(
             f"{document.path} holds {what}, and settings are keys with values (experiment, strategy, config, …)."
         )
-    given = {key: value for key, value in values.items() if value is not None}
-    refuse(document, both_lists(given))
-    found: Values = object_of_hooks(given)
-    return found
+
+    def in_file(path: KeyPath) -> KeyPath:
+        """Return the path by which the file has a value: there ``hooks`` may be a list, of names or of specs."""
+        listed = {("hooks", "names"): path[2:], ("specs",): path[1:]}
+        others = [("hooks", *rest) for start, rest in listed.items() if path[: len(start)] == start]
+        return max([path, *others, ("config", *path)], key=lambda one: _depth(values, one) - len(one) + len(path))
+
+    given = object_of_hooks({key: value for key, value in values.items() if value is not None})
+    return Source(
+        placed_files(given, document.path.parent),
+        lambda path: document.place(in_file(path)),
+        lambda path: document.line_of(in_file(path)),
+    )
 
 
 def placed_files(values: Values, folder: Path) -> Values:
-    """Return `values` with every ``file.py:Name`` relative to `folder`, that of the run file."""
+    """Return `values` with every ``file.py:Name``, and the file of specs, relative to `folder`."""
 
     def placed(value: Any) -> Any:
-        return from_folder(value, folder) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return from_folder(value, folder)
+        if isinstance(value, list):
+            return [placed(one) for one in value]
+        if isinstance(value, dict):
+            return {key: placed(one) if key in _MAY_BE_FILES else one for key, one in value.items()}
+        return value
 
-    def entries(listed: Any, key: str) -> Any:
-        if not isinstance(listed, list):
-            return listed
-        return [{**one, key: placed(one.get(key))} if isinstance(one, dict) else placed(one) for one in listed]
-
-    found = dict(values)
-    if "experiment" in found:
-        found["experiment"] = placed(found["experiment"])
+    found: Values = placed(values)
     if isinstance(found.get("hook_specs"), str):
         found["hook_specs"] = str(folder / found["hook_specs"])
-    if "trackers" in found:
-        found["trackers"] = entries(found["trackers"], "tracker")
-    for section, name, key in (("hooks", "names", ""), ("sinks", "others", "sink")):
-        if isinstance(found.get(section), dict) and name in found[section]:
-            found[section] = {**found[section], name: entries(found[section][name], key)}
     return found
 
 
-def _source(document: Document, values: Values) -> Source:
-    def in_file(path: KeyPath) -> KeyPath:
-        """Return the path by which the file has a value: there ``hooks`` may be a list, of names or of specs."""
-        listed = document.values.get("hooks")
-        if isinstance(listed, list) and path[:2] == ("hooks", "names"):
-            return ("hooks", *path[2:])
-        if isinstance(listed, list) and path[:1] == ("specs",) and "specs" not in document.values:
-            return ("hooks", *path[1:])
-        own = document.values.get("config")
-        if path and path[0] not in document.values and isinstance(own, dict) and path[0] in own:
-            return ("config", *path)
-        return path
-
-    return Source(values, lambda path: document.place(in_file(path)), lambda path: document.line_of(in_file(path)))
-
-
-def _saved(found: FoundExperiment, flags: Values) -> list[Source]:
-    """Return what the newest run of an experiment was asked for, from its run.json; nothing if there is none."""
-    output_dir = Path(flags.get("output_dir", Run.model_fields["output_dir"].default))
-    for strategy in found.chosen(flags.get("strategy")):
-        folder = newest_run(output_dir, found.name, strategy)
-        if folder is not None:
-            values = read_run_json(folder).get("run", {})
-            for key in ("experiment", "strategy", "output_dir"):
-                values.pop(key, None)
-            return [Source(values, partial(_in_run, folder))]
-    return []
-
-
-def _in_run(folder: Path, path: KeyPath) -> str:
-    return f"{folder / 'run.json'}, {'.'.join(map(str, path))}"
+def _saved(found: FoundExperiment, given: Values, *, by_flags: bool) -> Source:
+    """Return what the newest run of an experiment was asked for, or that by flags alone; nothing if there is none."""
+    output_dir = Path(given.get("output_dir", Run.model_fields["output_dir"].default))
+    newest = (newest_run(output_dir, found.name, strategy) for strategy in found.chosen(given.get("strategy")))
+    folder = next(filter(None, newest), None)
+    if folder is None:
+        return Source({}, flag_of)
+    saved = read_run_json(folder, is_needed=True).get("flags" if by_flags else "run", {})
+    values = {key: one for key, one in saved.items() if key not in ("experiment", "strategy", "output_dir")}
+    return Source(values, lambda path: f"{folder}/run.json, {'.'.join(map(str, path))}")
 
 
 def _find(named: Any, file: Document | None) -> tuple[FoundExperiment | None, list[Fault]]:
@@ -271,28 +372,30 @@ def _validated(
     sources: Sequence[Source], found: FoundExperiment | None, faults: list[Fault], *, is_unknown: bool = False
 ) -> Run:
     """Return the run of all sources, the later ones over the earlier; raise one error with all that is wrong."""
-    shared = set() if found is None else set(found.options) & set(run_flags_by_name())
     given: Values = {}
     for source in sources:
-        faults = faults + _lift(source.values, shared)
+        faults = faults + ([] if found is None else _lift(source.values, found))
         given = _merged(given, source.values)
+    groups = None if is_unknown else {} if found is None else found.hook_sets
     places = Sources(sources)
-    run: Run = validated(Run, given, places, faults, found=found, unknown=is_unknown)
+    run: Run = validated(Run, given, places, faults, found=found, groups=groups)
     run._sources = places
     return run
 
 
-def _lift(values: Values, shared: set[str]) -> list[Fault]:
+def _lift(values: Values, found: FoundExperiment) -> list[Fault]:
     """Move options of the experiment that are flags of hookline too (``seed``) to where a run has them."""
     own: Any = values.get("config")
+    if not isinstance(own, dict):
+        return []
     faults: list[Fault] = []
-    for name in [name for name in own if name in shared] if isinstance(own, dict) else ():
-        value = own[name]
-        path = run_flags_by_name()[name].path
-        if path[0] in values and values[path[0]] != value:
+    shared = found.shared
+    for name in [name for name in own if name in shared]:
+        path = shared[name]
+        if path[0] in values and values[path[0]] != own[name]:
             faults.append((("config", name), f"this is {flag_of(path)}, and {name} says another."))
-        values["config"] = {key: one for key, one in values["config"].items() if key != name}
-        _put(values, path, value)
+        _put(values, path, own[name])
+    values["config"] = {name: value for name, value in own.items() if name not in shared}
     return faults
 
 
@@ -300,6 +403,13 @@ def _put(values: Values, path: KeyPath, value: Any) -> None:
     for key in path[:-1]:
         values[str(key)] = values = dict(values.get(str(key), {}))
     values[str(path[-1])] = value
+
+
+def _picked(values: Any, keys: Any) -> Any:
+    """Return what a nested dictionary has at the keys of another one."""
+    if not isinstance(values, Mapping) or not isinstance(keys, Mapping):
+        return values
+    return {key: _picked(values[key], keys[key]) for key in keys if key in values}
 
 
 def _merged(given: Any, later: Any) -> Any:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import pkgutil
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
+from functools import cache, partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -26,44 +27,28 @@ from pydantic import (
 )
 
 from hookline.errors import ConfigError
-from hookline.runs.faults import Faults, Places
+from hookline.runs.documents import Places, collected
+from hookline.runs.flags import Option, Show, options_of_model
 from hookline.runs.spec_files import Spec
 from hookline.specs.hook_spec import HookSpec
 
 if TYPE_CHECKING:
-    from hookline.runs.documents import Fault
-    from hookline.runs.find import FoundExperiment
     from hookline.when import StepSchedule
 
-__all__ = [
-    "REFERENCE",
-    "Flag",
-    "Hooks",
-    "Run",
-    "Schedule",
-    "Sink",
-    "Sinks",
-    "Tracker",
-    "both_lists",
-    "object_of_hooks",
-]
-
-REFERENCE: Final = "reference_weights"
-"""Not a hook, but the weights that hooks compare with: the manager gets its ``path``."""
 _LAST_PORT: Final = 65535
-_TRAINING: Final = "training"
-_OUTPUT: Final = "output"
-_SAVING: Final = "checkpoint"
+_TRAINING: Final = "How it is trained"
+_HOOKS: Final = "Hooks"
+_SINKS: Final = "Where metrics go, beside the record log and the console"
+_OUTPUT: Final = "What it shows and leaves behind"
+_SAVING: Final = "Saving and going on"
 
 
-class Flag(NamedTuple):
-    """Give a field a flag of ``hookline run``; help is the docstring of the field."""
+def _hook_flag(name: str, metavar: str | None = None) -> Show:
+    return Show(metavar, name=name, group=_HOOKS)
 
-    metavar: str | None = None
-    name: str = ""
-    """Its name, if it is not that of the field."""
-    group: str = ""
-    """The heading in help, if it is not the section of the run file."""
+
+def _sink_flag(name: str, metavar: str | None = None) -> Show:
+    return Show(metavar, name=name, group=_SINKS)
 
 
 # -- look-ups that are validators ------------------------------------------------------------------------------
@@ -76,11 +61,9 @@ def _looked_up(path: str) -> AfterValidator:
     """
 
     def check(value: Any) -> Any:
-        faults = Faults()
-        with faults.at():
+        with collected() as faults, faults.at():
             if value is not None:
                 pkgutil.resolve_name(path)(value)
-        faults.check()
         return value
 
     return AfterValidator(check)
@@ -88,10 +71,16 @@ def _looked_up(path: str) -> AfterValidator:
 
 _HOOK: Final = _looked_up("hookline.runs.look_up:known_hook")
 _TRACKER: Final = _looked_up("hookline.runs.look_up:known_tracker")
+_SINK: Final = _looked_up("hookline.runs.look_up:known_sink")
 _SPEC_FILE: Final = _looked_up("hookline.runs.spec_files:specs_for_run")
-_SINK: Final = _looked_up("hookline.runs.named_sinks:known_sink")
 _DEVICE: Final = _looked_up("hookline.runs.process:device_of")
 _DTYPE: Final = _looked_up("hookline.runs.process:dtype_of")
+
+
+def _groups(info: ValidationInfo) -> Mapping[str, Sequence[str]] | None:
+    """Return the groups of hooks that the experiment has; None if it cannot be found, so that nothing is known."""
+    groups: Mapping[str, Sequence[str]] | None = (info.context or {}).get("groups", {})
+    return groups
 
 
 def _listed(value: Any) -> Any:
@@ -108,6 +97,7 @@ Patterns = Annotated[
     list[Annotated[str, AfterValidator(_pattern)]], BeforeValidator(_listed, json_schema_input_type=list[str] | str)
 ]
 Every = StrictBool | Annotated[int, Field(ge=1)]
+_Count = Annotated[int | None, Field(ge=0), Show("N", group=_TRAINING)]
 
 
 # -- the parts of a run ----------------------------------------------------------------------------------------
@@ -189,33 +179,36 @@ class Tracker(_Part):
 
         if "tracker" not in info.data:
             return options
-        faults, found = Faults(), {}
-        for name, value in options.items():
-            with faults.at(name):
-                if name in ("targets", "exclude"):
-                    raise ConfigError("modules are named by target_modules and exclude.")
-                found[name] = hook_argument(known_tracker(info.data["tracker"]), name, value)
-        faults.check()
+
+        def argument(name: str, value: Any) -> Any:
+            if name in ("targets", "exclude"):
+                raise ConfigError("modules are named by target_modules and exclude.")
+            return hook_argument(known_tracker(info.data["tracker"]), name, value)
+
+        with collected() as faults:
+            found = faults.each(options, argument)
         return found
 
 
 class Hooks(_Part):
     """Lifecycle hooks, and how they are made."""
 
-    with_hooks: Annotated[str | None, Flag("GROUP", "with_hooks")] = None
+    with_hooks: Annotated[str | None, _hook_flag("with_hooks", "GROUP")] = None
     """A group of hooks that the experiment names; hooks for debugging are left out of it. none: no hooks."""
-    names: Annotated[list[Annotated[str, _HOOK]] | None, Flag("[NAME ...|all|observers|with_debug]", "hooks")] = None
+    names: Annotated[list[Annotated[str, _HOOK]] | None, _hook_flag("hooks", "[NAME ...|all|observers|with_debug]")] = (
+        None
+    )
     """More hooks: by name, from a file (file.py:Class), or all of a kind. training_metrics is always among them."""
-    config: Annotated[dict[str, dict[str, Any]], Flag("HOOK.PARAM=VALUE ...", "hook_config")] = {}
+    config: Annotated[dict[str, dict[str, Any]], _hook_flag("hook_config", "HOOK.PARAM=VALUE ...")] = {}
     """Arguments of hooks, typed as the hook declares them: hessian.epsilon=1e-3 stats.targets=a,b x.flag=true."""
     schedules: dict[str, Schedule] = {}
     """At which steps hooks are due that fire at steps, by name."""
-    offload_state: Annotated[bool, Flag(None, "hook_offload_state")] = False
+    offload_state: Annotated[bool, _hook_flag("hook_offload_state")] = False
     """Keep the tensors of hooks on the CPU while they do not run."""
-    on_error: Annotated[Literal["raise", "warn", "disable"], Flag(None, "on_hook_error")] = "raise"
+    on_error: Annotated[Literal["raise", "warn", "disable"], _hook_flag("on_hook_error")] = "raise"
     """When a hook raises, and what it did is undone: the run fails; a warning, and the hook stays on; or the hook is
     switched off."""
-    profile: Annotated[bool, Flag(None, "profile_hooks")] = False
+    profile: Annotated[bool, _hook_flag("profile_hooks")] = False
     """Time every hook until the device has done its work, and print a table at the end."""
 
     @field_validator("with_hooks")
@@ -223,11 +216,10 @@ class Hooks(_Part):
     def _known_group(cls, group: str | None, info: ValidationInfo) -> str | None:
         from hookline.runs.look_up import hooks_of_group
 
-        if group is not None and not _is_unknown(info):
-            faults = Faults()
-            with faults.at():
-                hooks_of_group(group, _hook_sets(info))
-            faults.check()
+        groups = _groups(info)
+        if group is not None and groups is not None:
+            with collected() as faults, faults.at():
+                hooks_of_group(group, groups)
         return group
 
     @field_validator("config")
@@ -236,36 +228,23 @@ class Hooks(_Part):
         from hookline.runs.look_up import check_is_on, hook_argument
 
         hooks = cls._chosen(info)
-        faults = Faults()
-        found: dict[str, dict[str, Any]] = {}
-        for hook, arguments in config.items():
-            typed = found.setdefault(hook, {})
-            is_on = False
-            with faults.at(hook):
-                if hook != REFERENCE:
-                    check_is_on(hook, hooks)
-                is_on = True
-            for name, value in arguments.items() if is_on else ():
-                with faults.at(hook, name):
-                    if hook == REFERENCE and name != "path":
-                        raise ConfigError("reference weights have a path, and nothing else.")
-                    typed[name] = str(value) if hook == REFERENCE else hook_argument(hook, name, value)
-        faults.check()
+        with collected() as faults:
+
+            def typed(hook: str, arguments: dict[str, Any]) -> dict[str, Any]:
+                check_is_on(hook, hooks)
+                return faults.each(arguments, partial(hook_argument, hook), hook)
+
+            found = faults.each(config, typed)
         return found
 
     @field_validator("schedules")
     @classmethod
     def _has_effect(cls, schedules: dict[str, Schedule], info: ValidationInfo) -> dict[str, Schedule]:
-        from hookline.runs.look_up import check_is_on, why_no_schedule
+        from hookline.runs.look_up import check_schedule
 
         hooks = cls._chosen(info)
-        faults = Faults()
-        for hook in schedules:
-            with faults.at(hook):
-                check_is_on(hook, hooks)
-                if why := why_no_schedule(hook):
-                    raise ConfigError(why)
-        faults.check()
+        with collected() as faults:
+            faults.each(schedules, lambda hook, _: check_schedule(hook, hooks))
         return schedules
 
     @property
@@ -278,23 +257,10 @@ class Hooks(_Part):
         """Return the hooks of the run; None if they cannot be told, as something that says so is wrong."""
         from hookline.runs.look_up import chosen_hooks
 
-        if not {"with_hooks", "names"} <= set(info.data) or (info.data["with_hooks"] and _is_unknown(info)):
+        groups = _groups(info)
+        if not {"with_hooks", "names"} <= set(info.data) or (groups is None and info.data["with_hooks"]):
             return None
-        return chosen_hooks(info.data["with_hooks"], info.data["names"], _hook_sets(info))
-
-
-def _is_unknown(info: ValidationInfo) -> bool:
-    """Return whether the experiment cannot be found: then nothing can be said of what it alone knows."""
-    return bool((info.context or {}).get("unknown"))
-
-
-def _found(info: ValidationInfo) -> FoundExperiment | None:
-    return (info.context or {}).get("found")
-
-
-def _hook_sets(info: ValidationInfo) -> Mapping[str, Sequence[str]]:
-    found = _found(info)
-    return {} if found is None else found.hook_sets
+        return chosen_hooks(info.data["with_hooks"], info.data["names"], groups or {})
 
 
 class Sink(_Part):
@@ -313,23 +279,32 @@ def _as_sink(value: Any) -> Any:
 class Sinks(_Part):
     """Where metrics go, beside the record log and the console."""
 
-    csv: Annotated[bool, Flag(None, "hook_csv")] = False
+    FILES: ClassVar = {
+        "csv": "{strategy}.csv",
+        "jsonl": "{strategy}.jsonl",
+        "parquet": "{strategy}.parquet",
+        "tensorboard": "tensorboard",
+        "mlflow": "mlflow.db",
+        "wandb": "wandb",
+    }
+    """The file that each leaves in the folder of the run."""
+    csv: Annotated[bool, _sink_flag("hook_csv")] = False
     """A table: {strategy}.csv."""
-    jsonl: Annotated[bool, Flag(None, "hook_jsonl")] = False
+    jsonl: Annotated[bool, _sink_flag("hook_jsonl")] = False
     """A line of JSON per record: {strategy}.jsonl."""
-    parquet: Annotated[bool, Flag(None, "hook_parquet")] = False
+    parquet: Annotated[bool, _sink_flag("hook_parquet")] = False
     """A long table: {strategy}.parquet."""
-    tensorboard: Annotated[bool, Flag(None, "hook_tensorboard")] = False
+    tensorboard: Annotated[bool, _sink_flag("hook_tensorboard")] = False
     """Event files, in tensorboard/."""
-    mlflow: Annotated[bool, Flag(None, "hook_mlflow")] = False
+    mlflow: Annotated[bool, _sink_flag("hook_mlflow")] = False
     """A local MLflow store, in the run's folder."""
-    wandb: Annotated[str | None, Flag("PROJECT", "hook_wandb")] = None
+    wandb: Annotated[str | None, _sink_flag("hook_wandb", "PROJECT")] = None
     """Weights & Biases: a run per strategy, in one group."""
-    prometheus: Annotated[int | None, Field(ge=0, le=_LAST_PORT), Flag("PORT", "hook_prometheus")] = None
+    prometheus: Annotated[int | None, Field(ge=0, le=_LAST_PORT), _sink_flag("hook_prometheus", "PORT")] = None
     """A page of the newest values on a port of this machine; 0: one that is free."""
     others: Annotated[
         list[Annotated[Sink, BeforeValidator(_as_sink, json_schema_input_type=Sink | str)]],
-        Flag("NAME|PKG.MOD:CLASS ...", "hook_sink"),
+        _sink_flag("hook_sink", "NAME|PKG.MOD:CLASS ..."),
     ] = []
     """More sinks: package.module:Class, file.py:Class, the name of an entry point (hookline.sinks), or of a class of
     hookline.sinks (memory: MemorySink)."""
@@ -337,7 +312,7 @@ class Sinks(_Part):
     @field_validator("csv", "jsonl", "parquet", "tensorboard", "mlflow", "wandb", "prometheus")
     @classmethod
     def _is_installed(cls, value: Any, info: ValidationInfo) -> Any:
-        from hookline.runs.named_sinks import known_sink
+        from hookline.runs.look_up import known_sink
 
         if value is not None and value is not False:
             known_sink(str(info.field_name))
@@ -348,9 +323,15 @@ class Sinks(_Part):
         values = ((name, getattr(self, name)) for name in type(self).model_fields if name != "others")
         return {name: value for name, value in values if value is not None and value is not False}
 
+    def files(self, strategy: str) -> dict[str, str]:
+        """Return the files that these write into the folder of the run, by sink."""
+        return {name: file.format(strategy=strategy) for name, file in self.FILES.items() if name in self.chosen()}
 
-def _as_given(value: Any) -> Any:
-    return value  # a list is an object by now, see `object_of_hooks`
+
+def _one_list(value: Any) -> Any:
+    if isinstance(value, list):  # where there are no specs it is an object by now, see `object_of_hooks`
+        raise ValueError("hooks on modules are here and under specs; put them into one list.")
+    return value
 
 
 def _words(value: Any) -> Any:
@@ -370,40 +351,40 @@ class Run(_Part):
     """A name (mod_arithmetic, digits), path/file.py:Class, file.py:function, package.module:Class."""
     command: Annotated[list[str], BeforeValidator(_words, json_schema_input_type=list[str] | str)] = []
     """In place of an experiment, what starts a script: python train.py --lr 1e-3."""
-    strategy: Annotated[str | None, Flag("NAME|all", group=_TRAINING)] = None
+    strategy: Annotated[str | None, Show("NAME|all", group=_TRAINING)] = None
     """Which of the experiment's strategies; all: one after the other, each in a folder of its own. The first if left
     out."""
-    epochs: Annotated[int | None, Field(ge=0), Flag("N", group=_TRAINING)] = None
+    epochs: _Count = None
     """How many times to go through the data."""
-    steps: Annotated[int | None, Field(ge=0), Flag("N", group=_TRAINING)] = None
+    steps: _Count = None
     """How many steps to train, in the step loop."""
-    snapshot_every: Annotated[int | None, Field(ge=0), Flag("N", group=_TRAINING)] = None
+    snapshot_every: _Count = None
     """How many epochs (step loop: steps) from one snapshot to the next; 0 for none."""
-    eval_every: Annotated[int | None, Field(ge=0), Flag("N", group=_TRAINING)] = None
+    eval_every: _Count = None
     """How many epochs from one evaluation to the next."""
     config: dict[str, Any] = {}
     """The experiment's own options."""
-    seed: Annotated[int, Field(ge=0), Flag("N", group=_TRAINING)] = 199
+    seed: Annotated[int, Field(ge=0), Show("N", group=_TRAINING)] = 199
     """What all random streams start from."""
-    device: Annotated[str | None, _DEVICE, Flag("DEVICE", group=_TRAINING)] = None
+    device: Annotated[str | None, _DEVICE, Show("DEVICE", group=_TRAINING)] = None
     """cpu, cuda, cuda:1, mps; if left out, the GPU if there is one."""
-    dtype: Annotated[str | None, _DTYPE, Flag("DTYPE", group=_TRAINING)] = None
+    dtype: Annotated[str | None, _DTYPE, Show("DTYPE", group=_TRAINING)] = None
     """Turn the model's parameters into this: float32, float64, bfloat16, float16."""
-    with_compile: Annotated[bool, Flag(group=_TRAINING)] = False
+    with_compile: Annotated[bool, Show(group=_TRAINING)] = False
     """Compile the model (torch.compile); hooks fire all the same."""
-    determinism: Annotated[bool, Flag(group=_TRAINING)] = True
+    determinism: Annotated[bool, Show(group=_TRAINING)] = True
     """Have torch take deterministic kernels where it has any."""
-    matmul_precision: Annotated[Literal["highest", "high", "medium"] | None, Flag(group=_TRAINING)] = None
+    matmul_precision: Annotated[Literal["highest", "high", "medium"] | None, Show(group=_TRAINING)] = None
     """How exactly a GPU multiplies float32 matrices."""
-    threads: Annotated[int | None, Field(ge=1), Flag("N", group=_TRAINING)] = None
+    threads: Annotated[int | None, Field(ge=1), Show("N", group=_TRAINING)] = None
     """Threads of torch on the CPU. If left out: OMP_NUM_THREADS, or one for a small model, or torch's own number."""
-    hooks: Annotated[Hooks, BeforeValidator(_as_given, json_schema_input_type=Hooks | list[str] | list[HookSpec])] = (
+    hooks: Annotated[Hooks, BeforeValidator(_one_list, json_schema_input_type=Hooks | list[str] | list[HookSpec])] = (
         Field(default_factory=Hooks)
     )
     """Lifecycle hooks, and how they are made; or a list of their names."""
     specs: list[Spec] = []
     """Hooks on modules, see `HookSpec`."""
-    hook_specs: Annotated[str | None, _SPEC_FILE, Flag("FILE", group="hooks")] = None
+    hook_specs: Annotated[str | None, _SPEC_FILE, Show("FILE", group=_HOOKS)] = None
     """More hooks on modules: a JSON, YAML or TOML list of name, target_modules, hook_factory, config."""
     enable_hooks: bool = True
     """Whether the hooks on modules are attached."""
@@ -411,25 +392,25 @@ class Run(_Part):
     """Trackers on modules."""
     sinks: Sinks = Field(default_factory=Sinks)
     """Where metrics go."""
-    output_dir: Annotated[str, Flag("DIR", group=_OUTPUT)] = "runs"
+    output_dir: Annotated[str, Show("DIR", group=_OUTPUT)] = "runs"
     """Where the folders of runs are: DIR/EXPERIMENT/STRATEGY."""
-    name: Annotated[str | None, Flag("NAME", group=_OUTPUT)] = None
+    name: Annotated[str | None, Show("NAME", group=_OUTPUT)] = None
     """What pages call the run, in headings, legends and tables; EXPERIMENT / STRATEGY if left out."""
     run_group: str | None = None
     """What W&B calls the strategies of one run together; EXPERIMENT and the time if left out."""
-    console: Annotated[Literal["live", "lines", "tables", "silent", "none"] | None, Flag(group=_OUTPUT)] = None
+    console: Annotated[Literal["live", "lines", "tables", "silent", "none"] | None, Show(group=_OUTPUT)] = None
     """live: a column of chosen metrics with trends; lines: a line of numbers per snapshot; tables: all metrics at every
     snapshot; silent: progress and closing lines alone; none. If left out: live on a terminal, lines elsewhere."""
-    show: Annotated[list[str], Flag("METRIC ...", group=_OUTPUT)] = []
+    show: Annotated[list[str], Show("METRIC ...", group=_OUTPUT)] = []
     """Which metrics are in the lines and the live view: val_acc, norms/total_norm, 'hessian/*'."""
-    report: Annotated[bool, Flag(group=_OUTPUT)] = True
+    report: Annotated[bool, Show(group=_OUTPUT)] = True
     """Write report.html at the end."""
-    record_trajectory: Annotated[bool, Flag(group=_OUTPUT)] = False
+    record_trajectory: Annotated[bool, Show(group=_OUTPUT)] = False
     """Save the model's parameters at every snapshot, in trajectory/."""
-    save_checkpoints: Annotated[Every, Flag("[N]", group=_SAVING)] = False
+    save_checkpoints: Annotated[Every, Show("[N]", group=_SAVING)] = False
     """Save every N epochs (step loop: steps; 1 and 100 if N is left out). One is written at the end and on Ctrl-C in
     any case."""
-    validate_checkpoints: Annotated[Every, Flag("[N]", group=_SAVING)] = False
+    validate_checkpoints: Annotated[Every, Show("[N]", group=_SAVING)] = False
     """The same, and each is read back and compared with what was saved, bit for bit: OK or MISMATCH."""
     _sources: Places | None = PrivateAttr(default=None)
 
@@ -440,7 +421,7 @@ class Run(_Part):
     @field_validator("strategy")
     @classmethod
     def _known_strategy(cls, strategy: str | None, info: ValidationInfo) -> str | None:
-        found = _found(info)
+        found = (info.context or {}).get("found")
         if found is not None:
             found.chosen(strategy)
         return strategy
@@ -448,14 +429,11 @@ class Run(_Part):
     @field_validator("config")
     @classmethod
     def _options_of_experiment(cls, config: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        found = _found(info)
+        found = (info.context or {}).get("found")
         if found is None:
             return config
-        faults, typed = Faults(), {}
-        for name, value in config.items():
-            with faults.at(name):
-                typed[name] = found.option(name, value)
-        faults.check()
+        with collected() as faults:
+            typed = faults.each(config, found.option)
         return typed
 
     @field_validator("trackers")
@@ -463,16 +441,17 @@ class Run(_Part):
     def _own_names(cls, trackers: list[Tracker], info: ValidationInfo) -> list[Tracker]:
         from hookline.runs.look_up import chosen_hooks
 
-        hooks: Hooks | None = info.data.get("hooks")
-        is_known = hooks is not None and not _is_unknown(info)
-        taken = chosen_hooks(hooks.with_hooks, hooks.names, _hook_sets(info)) if hooks and is_known else []
-        faults = Faults()
-        for place, tracker in enumerate(trackers):
-            name = tracker.name or tracker.kind
-            if name in taken:
-                faults.add((place,), f"two hooks of this run are called {name!r}; give this one a name of its own.")
-            taken.append(name)
-        faults.check()
+        hooks, groups = info.data.get("hooks"), _groups(info)
+        taken: list[str] = []
+        if hooks is not None and groups is not None:
+            taken = chosen_hooks(hooks.with_hooks, hooks.names, groups)
+        with collected() as faults:
+            for place, tracker in enumerate(trackers):
+                name = tracker.name or tracker.kind
+                if name in taken:
+                    text = f"two hooks of this run are called {name!r}; give this one a name of its own."
+                    faults.append(((place,), text))
+                taken.append(name)
         return trackers
 
     @field_validator("validate_checkpoints")
@@ -491,17 +470,16 @@ class Run(_Part):
 def object_of_hooks(values: Any) -> Any:
     """Return `values` with ``hooks`` as an object: it may be a list, of names or of the specs that a server takes."""
     listed = values.get("hooks") if isinstance(values, Mapping) else None
-    if not isinstance(listed, list) or both_lists(values):
+    if not isinstance(listed, list):
         return values
-    others = {key: value for key, value in values.items() if key != "hooks"}
     if all(isinstance(entry, str) for entry in listed):
-        return others | {"hooks": {"names": listed}}
-    return others | {"specs": listed}
+        return {**values, "hooks": {"names": listed}}
+    if "specs" in values:  # told as a mistake
+        return values
+    return {**{key: value for key, value in values.items() if key != "hooks"}, "specs": listed}
 
 
-def both_lists(values: Mapping[str, Any]) -> list[Fault]:
-    """Return what is wrong if hooks on modules are in two lists."""
-    listed = values.get("hooks")
-    if "specs" not in values or not isinstance(listed, list) or all(isinstance(entry, str) for entry in listed):
-        return []
-    return [(("hooks",), "hooks on modules are here and under specs; put them into one list.")]
+@cache
+def run_flags_by_name() -> dict[str, Option]:
+    """Return the flags that every experiment has, by name: ``hook_csv`` is ``--hook-csv``."""
+    return {one.name: one for one in options_of_model(Run)}

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
+from hookline import checkpoint_file
 from hookline.errors import HooklineWarning, OptionError, ResumeError
+from hookline.lifecycle.hook import TrainingHook
 from hookline.plain import to_plain
 from hookline.records.readers import FanOut
 from hookline.runs.build import Built, build
-from hookline.runs.experiment import RunExperiment, make_experiment
+from hookline.runs.find import RunExperiment, make_experiment
 from hookline.runs.folder import (
     LOG,
     RunFailed,
@@ -30,15 +35,16 @@ from hookline.runs.folder import (
     read_run_json,
 )
 from hookline.runs.process import choose_threads, from_rank_zero, is_first_rank, launched_ranks
-from hookline.runs.run_observers import TrajectoryHook, ValidatedCheckpoints
+from hookline.runs.read import placed_files
 from hookline.training.checkpoints import Checkpoints, lock_folder
+from hookline.tree import leaves
+from hookline.when import HookPoint
 
 if TYPE_CHECKING:
+    from hookline.lifecycle.context import RunDataContext
     from hookline.lifecycle.manager import HookManager
     from hookline.lifecycle.profiler import CheckpointProfiler
     from hookline.runs.read import Asked
-
-__all__ = ["Ended", "Session"]
 
 
 @dataclass(frozen=True)
@@ -69,9 +75,9 @@ class Session:
 
     def __init__(self, asked: Asked, shown: Any, command: Sequence[str]) -> None:
         assert asked.found is not None
-        self.run_value, self.found, self.how = asked.run, asked.found, asked.how
+        self._asked, self._found, self._run = asked, asked.found, asked.run
         self._shown, self._command = shown, list(command)
-        self._group = asked.run.run_group or f"{self.found.name}_{time.strftime('%Y%m%d-%H%M%S')}"
+        self._group = asked.run.run_group or f"{asked.found.name}_{time.strftime('%Y%m%d-%H%M%S')}"
         self.hooks: list[Any] = []
         """The hooks, once the first strategy has made them."""
         self._built: Built | None = None
@@ -79,10 +85,10 @@ class Session:
 
     def run(self, strategy: str, *, may_be_new: bool) -> Ended:
         """Make the experiment, train it, and write ``run.json``."""
-        made = make_experiment(self.run_value, self.found, strategy)
-        built = self._built = self._built or build(self.run_value, self.found, model=made.experiment.model)
+        made = make_experiment(self._run, self._found, strategy)
+        built = self._built = self._built or build(self._run, self._found, model=made.experiment.model)
         with ExitStack() as stack:
-            stack.enter_context(made.attached(built))  # first: a factory may raise
+            stack.enter_context(built.attached(made))  # first: a factory may raise
             folder, resume = from_rank_zero(
                 lambda: self._folder(strategy, may_be_new=may_be_new), "choosing the folder of the run"
             )
@@ -90,8 +96,7 @@ class Session:
             if is_first_rank():
                 stack.enter_context(lock_folder(folder))  # before the log is opened: another process may be writing it
             manager = self._manager(made, built, folder)
-            if manager is not None:
-                stack.callback(manager.close)
+            stack.callback(manager.close)
             notes = RunNotes(folder, manager, self._sinks, is_written=is_first_rank())
             notes.begin(self._facts(made, strategy, threads))
             return self._train(made, strategy, folder, manager, notes, resume=resume)
@@ -100,8 +105,8 @@ class Session:
 
     def _folder(self, strategy: str, *, may_be_new: bool) -> tuple[Path, bool]:
         """Return the folder of the run, and whether there is a run in it to resume."""
-        output_dir, name = Path(self.run_value.output_dir), self.found.name
-        if self.how.resume:
+        output_dir, name = Path(self._run.output_dir), self._found.name
+        if self._asked.how.resume:
             folder = newest_run(output_dir, name, strategy)
             if folder is not None:
                 return folder, True
@@ -116,31 +121,28 @@ class Session:
         """Set the number of torch threads, and say what was chosen and why."""
         recorded = read_run_json(folder).get("threads")
         count = model_facts(made.bare_model)["parameters"]
-        threads, reason = choose_threads(
-            self.run_value.threads, count, on_cpu=str(made.device) == "cpu", recorded=recorded
-        )
+        threads, reason = choose_threads(self._run.threads, count, on_cpu=str(made.device) == "cpu", recorded=recorded)
         if reason:
             self._shown.say(reason)
         return threads
 
-    def _manager(self, made: RunExperiment, built: Built, folder: Path) -> HookManager | None:
-        """Return the manager of the hooks, with its sinks; None if there are no hooks."""
-        own = [*made.hooks, *([TrajectoryHook()] if self.run_value.record_trajectory else ())]
-        if not built.hooks and not own and not self.hooks:
+    def _manager(self, made: RunExperiment, built: Built, folder: Path) -> HookManager:
+        """Return the manager of the hooks, with its sinks and a log; without hooks it has neither."""
+        if not self.hooks:
+            self.hooks = [*built.hooks, *made.hooks, *([TrajectoryHook()] if self._run.record_trajectory else ())]
+        if not self.hooks:
             self._warn_of_unused()
             self._shown.say("No hooks: metrics are not recorded, and there is no page. --hooks records the loss.")
-            return None
-        if is_first_rank():  # some sinks begin a run somewhere when they are made
+        elif is_first_rank():  # some sinks begin a run somewhere when they are made
             self._sinks = [*self._shown.sinks(made.epochs_to_snapshot), *built.make_sinks()]
-        sinks = FanOut(self._sinks, log=folder / LOG)
-        manager = built.make_manager(self.hooks or [*built.hooks, *own], loop_type=made.loop, sinks=sinks)
-        self.hooks = list(manager.hooks.values())
+        sinks = FanOut(self._sinks, log=folder / LOG if self.hooks else None)
+        manager = built.make_manager(self.hooks, loop_type=made.loop, sinks=sinks)
         made.report_trackers_to(manager)
         return manager
 
     def _warn_of_unused(self) -> None:
         """Warn of sinks that were asked for, and get nothing."""
-        sinks = self.run_value.sinks
+        sinks = self._run.sinks
         flags = [f"--hook-{name}" for name in sinks.chosen()] + [other.sink for other in sinks.others]
         if flags:
             warnings.warn(
@@ -152,15 +154,16 @@ class Session:
 
     def _facts(self, made: RunExperiment, strategy: str, threads: int) -> dict[str, Any]:
         """Return what is known of the run before it begins."""
-        run = self.run_value
+        run = self._run
         return {
-            "experiment": self.found.name,
+            "experiment": self._found.name,
             "name": run.name,
-            "path": self.found.path,
+            "path": self._found.path,
             "strategy": strategy,
             "command": self._command,
             "config": _plain_config(made),
-            "run": run.model_dump(exclude_unset=True) | {"run_group": self._group},
+            "run": placed_files(run.model_dump(exclude_unset=True), Path.cwd()) | {"run_group": self._group},
+            "flags": placed_files(self._asked.flags, Path.cwd()),
             "seed": run.seed,
             "threads": threads,
             "ranks": launched_ranks()[1],
@@ -172,20 +175,21 @@ class Session:
     # -- training --------------------------------------------------------------------------------------------
 
     def _train(
-        self, made: RunExperiment, strategy: str, folder: Path, manager: Any, notes: RunNotes, *, resume: bool
+        self, made: RunExperiment, strategy: str, folder: Path, manager: HookManager, notes: RunNotes, *, resume: bool
     ) -> Ended:
         began = time.perf_counter()
         context = {
             "strategy": strategy,
-            "output_dir": self.run_value.output_dir,
-            "experiment_name": self.found.name,
+            "output_dir": self._run.output_dir,
+            "experiment_name": self._found.name,
             "run_dir": str(folder),
             "run_group": self._group,
             "config": _plain_config(made),
         }
         try:
             checkpoints = self._checkpoints(made, folder / "checkpoints")
-            result = made.train(manager, context, checkpoints, resume=resume, progress=self._shown.progress())
+            progress = self._shown.progress()
+            result = made.train(manager, context, checkpoints=checkpoints, resume=resume, progress=progress)
         except ResumeError:  # nothing was begun: what the folder says of the run stays
             notes.undo()
             raise
@@ -196,20 +200,18 @@ class Session:
             notes.end("stopped", time.perf_counter() - began, error=error)
             self._shown.say(_left_at_once(folder))
             raise
-        if manager is not None:
-            self._shown.say_what_is_missing()
-            self._say_what_failed(manager)
+        self._shown.say_what_is_missing()
+        self._say_what_failed(manager)
         status = "stopped" if getattr(result, "interrupted", None) else "finished"
         seconds = time.perf_counter() - began
         notes.end(status, seconds, result=result)
-        profiler = manager.profiler if manager is not None and manager.profiler.enabled else None
-        return Ended(folder, result, seconds, status, profiler)
+        return Ended(folder, result, seconds, status, manager.profiler if manager.profiler.enabled else None)
 
     def _checkpoints(self, made: RunExperiment, folder: Path) -> Checkpoints:
-        run = self.run_value
+        run = self._run
         options: dict[str, Any] = {
             "config": _plain_config(made) | {made.unit: made.length, "seed": run.seed},
-            "force": self.how.force,
+            "force": self._asked.how.force,
         }
         if run.validate_checkpoints is False:
             return Checkpoints(folder, every=_every(run.save_checkpoints, made.loop), **options)
@@ -218,7 +220,7 @@ class Session:
         every = _every(run.validate_checkpoints, made.loop)
         return ValidatedCheckpoints(folder, every=every, say=self._shown.say, **options)
 
-    def _say_what_failed(self, manager: Any) -> None:
+    def _say_what_failed(self, manager: HookManager) -> None:
         """Tell of hooks that raised while the run went on."""
         off = manager.plan().left_out
         for name, count in manager.hook_errors.items():
@@ -228,9 +230,7 @@ class Session:
 
 
 def _plain_config(made: RunExperiment) -> dict[str, Any]:
-    config = made.config
-    values = asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}
-    found: dict[str, Any] = to_plain(values)
+    found: dict[str, Any] = {} if made.config is None else to_plain(asdict(made.config))
     return found
 
 
@@ -241,14 +241,13 @@ def _every(asked: bool | int, loop: str) -> int | None:
     return (1 if loop == "epoch" else 100) if asked is True else asked
 
 
-def _after_failure(folder: Path, manager: Any) -> str:
+def _after_failure(folder: Path, manager: HookManager) -> str:
     """Return what a user can do next: where the run is, how to resume it, and without which hook."""
     lines = [f"The run failed; what it recorded until then is in {folder}."]
-    failed = [] if manager is None else list(manager.hook_errors)
-    if failed:
+    if failed := " or ".join(manager.hook_errors):
         lines.append(
-            f"Next: to train on when {' or '.join(failed)} raises: --on-hook-error disable (it is switched off) or "
-            "warn (it stays on)."
+            f"Next: to train on when {failed} raises: --on-hook-error disable (it is switched off) or warn (it stays "
+            "on)."
         )
     if checkpoints_in(folder):
         lines.append("To go on from its last checkpoint: --resume.")
@@ -259,3 +258,57 @@ def _left_at_once(folder: Path) -> str:
     newest = max(checkpoints_in(folder), default=None)
     there = "there is no checkpoint to go on from" if newest is None else f"--resume goes on from {newest}"
     return f"Stopped at once, without saving; {there}."
+
+
+# -- --record-trajectory and --validate-checkpoints ------------------------------------------------------------
+
+
+class TrajectoryHook(TrainingHook):
+    """Save the model's parameters at every snapshot: ``trajectory/step_00000120.safetensors``."""
+
+    name = "trajectory"
+    description = "saves the parameters at every snapshot"
+    hook_points = frozenset({HookPoint.SNAPSHOT})
+    pure = True
+
+    def set_run_context(self, **context: Any) -> None:
+        """Take the folder of the run, for the files."""
+        self._folder = Path(context["run_dir"]) / "trajectory"
+
+    def compute(self, ctx: RunDataContext) -> None:
+        """Write a file."""
+        from safetensors.torch import save_file
+
+        assert ctx.model is not None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        weights = {name: value.detach().cpu().contiguous().clone() for name, value in ctx.model.named_parameters()}
+        save_file(weights, self._folder / f"step_{ctx.step or 0:08d}.safetensors")
+
+
+class ValidatedCheckpoints(Checkpoints):
+    """Read each checkpoint back when it is written, and say OK or what differs, bit for bit."""
+
+    def __init__(self, folder: str | Path, *, say: Callable[[str], None], **options: Any) -> None:
+        super().__init__(folder, **options)
+        self._say = say
+
+    def write(self, tree: Mapping[str, Any], steps: int) -> Path:
+        """Write a checkpoint, read it, compare."""
+        path = super().write(tree, steps)
+        wrong = differing(tree, checkpoint_file.read(path))
+        self._say(f"{path.name}: {'OK' if not wrong else 'MISMATCH at ' + ', '.join(wrong[:5])}")
+        return path
+
+
+def differing(saved: Any, found: Any) -> list[str]:
+    """Return the places where two trees differ."""
+    one, other = ({path: _bits(leaf) for path, leaf in leaves(tree)} for tree in (saved, found))
+    return [path for path in one | other if path not in one or path not in other or one[path] != other[path]]
+
+
+def _bits(value: Any) -> Any:
+    """Return everything of a tensor or array: its type, its shape, its bytes; a number with all its digits."""
+    if not isinstance(value, torch.Tensor | np.ndarray):
+        return repr(value) if isinstance(value, float) else value  # NaN is the same as itself
+    flat = torch.as_tensor(value).detach().cpu().contiguous().reshape(-1)
+    return type(value).__module__, value.dtype, tuple(value.shape), bytes(flat.view(torch.uint8).numpy().data)

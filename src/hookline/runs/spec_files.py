@@ -15,14 +15,9 @@ from typing import Annotated, Any, Final
 from pydantic import AfterValidator, BaseModel, ConfigDict, StrictBool, ValidationInfo
 
 from hookline.errors import ConfigError
-from hookline.runs.documents import Document, KeyPath, read_document
-from hookline.runs.faults import validated
+from hookline.runs.documents import Document, read_document, validated
+from hookline.runs.flags import KeyPath
 from hookline.specs.hook_spec import HookSpec
-
-__all__ = [
-    "NO_HOOKS", "ServerFile", "Spec", "is_server_file", "placed_specs", "server_settings", "specs_for_run",
-    "specs_of_file",
-]  # fmt: skip
 
 logger = logging.getLogger("hookline.serve")
 
