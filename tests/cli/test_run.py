@@ -538,7 +538,8 @@ def test_a_run_goes_on_from_another_folder(tmp_path, monkeypatch):
     """The files that it names are found again: run.json has whole paths."""
     Path("k_hooks.py").write_text(
         "import hookline as hl\n\n\nclass Own(hl.TrainingHook):\n    name = 'own'\n"
-        "    hook_points = frozenset({hl.HookPoint.SNAPSHOT})\n\n    def compute(self, ctx):\n        return {'x': 1.0}\n"
+        "    hook_points = frozenset({hl.HookPoint.SNAPSHOT})\n\n"
+        "    def compute(self, ctx):\n        return {'x': 1.0}\n"
     )
     assert run_here("run", TINY, "--epochs", "1", "--hooks", "k_hooks.py:Own", *QUIET) == 0
     assert facts_of(tmp_path / "runs/tiny/forward")["run"]["hooks"]["names"] == [f"{tmp_path / 'k_hooks.py'}:Own"]

@@ -84,7 +84,7 @@ def test_a_whole_run_file_is_one_value(tmp_path):
         ("hooks: {schedules: {a: {mode: burst}}}\n", r"by burst says how many steps there are .*: stride: 50\."),
         ("hooks: {config: {int: {a: 3}}}\n", r"at \$\.hooks\.config\.int: Unknown hook: 'int'"),
         ("- a\n- b\n", r"run\.yaml holds a list, and settings are keys with values"),
-        ("", r"run\.yaml is empty; it says at least which experiment to run"),
+        ("", r"run\.yaml is empty, and settings are keys with values: experiment"),
     ],
 )
 def test_a_mistake_is_named_with_its_path_and_line(tmp_path, text, said):

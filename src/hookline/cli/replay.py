@@ -52,9 +52,9 @@ def replay(arguments: Sequence[str]) -> int:
     if not (folder / LOG).exists():
         raise OptionError(f"{folder} has no {LOG}: a run without hooks has no records to replay.")
     from hookline.records.readers import replay as replay_log
-    from hookline.runs.look_up import check_package, sink_class
+    from hookline.runs.look_up import known_sink
 
-    cls = check_package(sink_class(options.to))
+    cls = known_sink(options.to)
     sink = cls(**_arguments(cls, options, folder))
 
     # The contexts of the log name the folder in which the run was made; it may have been moved or copied since.

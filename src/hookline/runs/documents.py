@@ -65,6 +65,14 @@ class Document:
         keys = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
         return f"{self.path}{'' if line is None else f', line {line}'}, at ${keys}"
 
+    def settings(self, such_as: str) -> dict[str, Any]:
+        """Return the values of a file that has keys with values, `such_as` these; raise if it is another one."""
+        if isinstance(self.values, dict):
+            return self.values
+        kinds = {type(None): "is empty", list: "holds a list", str: "holds text"}
+        what = kinds.get(type(self.values), f"holds {self.values!r}")
+        raise ConfigError(f"{self.path} {what}, and settings are keys with values: {such_as}, ….")
+
     def at(self, path: KeyPath) -> Any:
         """Return the value at `path`."""
         return functools.reduce(lambda value, key: value[key], path, self.values)

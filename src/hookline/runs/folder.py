@@ -13,7 +13,8 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -63,14 +64,9 @@ def new_folder(output_dir: Path, experiment: str, strategy: str) -> Path:
 
 def newest_run(output_dir: Path, experiment: str, strategy: str) -> Path | None:
     """Return the newest folder of that experiment and strategy that has a checkpoint."""
-    return max(_runs(output_dir / experiment, strategy), key=_age, default=None)
-
-
-def _runs(parent: Path, strategy: str) -> Iterator[Path]:
     name = re.compile(rf"{re.escape(strategy)}(_\d+)?$")
-    for folder in sorted(parent.glob("*")) if parent.is_dir() else ():
-        if name.match(folder.name) and checkpoints_in(folder):
-            yield folder
+    runs = [one for one in (output_dir / experiment).glob("*") if name.match(one.name) and checkpoints_in(one)]
+    return max(runs, key=_age, default=None)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -201,10 +197,8 @@ def _versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide what a run computes."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in _PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -230,9 +224,8 @@ def _hook_facts(manager: Any) -> dict[str, Any]:
     from hookline.lifecycle.hook import InterventionHook
 
     costs = manager.costs()
-    found = {}
-    for name, hook in manager.hooks.items():
-        found[name] = {
+    return {
+        name: {
             "kind": "intervention" if isinstance(hook, InterventionHook) else "observer",
             "description": hook.description or (type(hook).__doc__ or "").strip().partition("\n")[0],
             "metrics": [asdict(metric) for metric in hook.describe_metrics()],
@@ -241,7 +234,8 @@ def _hook_facts(manager: Any) -> dict[str, Any]:
             "cost": costs.get(name, {"count": 0, "total_ms": 0.0, "mean_ms": 0.0}),
             "inside_steps": hook.may_work_inside_steps,
         }
-    return found
+        for name, hook in manager.hooks.items()
+    }
 
 
 def read_run_json(folder: Path, *, is_needed: bool = False) -> dict[str, Any]:

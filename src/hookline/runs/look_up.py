@@ -191,13 +191,9 @@ def _imported(path: str) -> Any:
 # -- sinks -----------------------------------------------------------------------------------------------------
 
 
-def known_sink(name: str) -> None:
-    """Raise if there is no sink of that name or path, or if a package that it needs is missing."""
-    check_package(sink_class(name))
-
-
-def check_package(cls: Any) -> Any:
-    """Return the sink class ``cls``; raise if a package that it needs is missing."""
+def known_sink(name: str) -> Any:
+    """Return the class of a sink by its name or path; raise if a package that it needs is missing."""
+    cls = sink_class(name)
     if hasattr(cls, "check"):
         cls.check()
     return cls

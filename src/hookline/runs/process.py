@@ -158,13 +158,10 @@ def rank_group(device: Any) -> Iterator[None]:
 
     One that is there already is used, and stays.
     """
-    if launched_ranks()[1] == 1:
-        yield
-        return
     import torch
     from torch import distributed
 
-    if distributed.is_initialized():
+    if launched_ranks()[1] == 1 or distributed.is_initialized():
         yield
         return
     on_gpu = device.type == "cuda"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
 
-from hookline.errors import ConfigError, HooklineError, OptionError
+from hookline.errors import HooklineError, OptionError
 from hookline.load import from_folder
 from hookline.runs.documents import ENDINGS, Document, Fault, read_document, validated
 from hookline.runs.find import EMBEDDED, FoundExperiment, find_experiment
@@ -294,14 +294,7 @@ def _document(flags: Values, how: How) -> Document | None:
 
 def _source(document: Document) -> Source:
     """Return what a run file says; its files are relative to its folder."""
-    values = document.values
-    if values is None:
-        raise ConfigError(f"{document.path} is empty; it says at least which experiment to run: experiment: NAME.")
-    if not isinstance(values, dict):
-        what = "a list" if isinstance(values, list) else "text" if isinstance(values, str) else repr(values)
-        raise ConfigError(
-            f"{document.path} holds {what}, and settings are keys with values (experiment, strategy, config, …)."
-        )
+    values = document.settings("experiment: NAME, strategy, config")
 
     def in_file(path: KeyPath) -> KeyPath:
         """Return the path by which the file has a value: there ``hooks`` may be a list, of names or of specs."""

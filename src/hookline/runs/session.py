@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,16 +210,14 @@ class Session:
 
     def _checkpoints(self, made: RunExperiment, folder: Path) -> Checkpoints:
         run = self._run
-        options: dict[str, Any] = {
-            "config": _plain_config(made) | {made.unit: made.length, "seed": run.seed},
-            "force": self._asked.how.force,
-        }
-        if run.validate_checkpoints is False:
-            return Checkpoints(folder, every=_every(run.save_checkpoints, made.loop), **options)
-        if launched_ranks()[1] > 1:
-            raise OptionError("--validate-checkpoints is for one process; with several, use --save-checkpoints.")
-        every = _every(run.validate_checkpoints, made.loop)
-        return ValidatedCheckpoints(folder, every=every, say=self._shown.say, **options)
+        kind: Callable[..., Checkpoints] = Checkpoints
+        if run.validate_checkpoints:
+            if launched_ranks()[1] > 1:
+                raise OptionError("--validate-checkpoints is for one process; with several, use --save-checkpoints.")
+            kind = partial(ValidatedCheckpoints, say=self._shown.say)
+        every = _every(run.validate_checkpoints or run.save_checkpoints, made.loop)
+        config = _plain_config(made) | {made.unit: made.length, "seed": run.seed}
+        return kind(folder, every=every, config=config, force=self._asked.how.force)
 
     def _say_what_failed(self, manager: HookManager) -> None:
         """Tell of hooks that raised while the run went on."""

@@ -114,9 +114,4 @@ def server_settings(document: Document) -> dict[str, Any]:
 
 
 def _validated_server(document: Document, kind: type[ServerFile], *, is_server: bool) -> Any:
-    if not isinstance(document.values, dict):
-        what = {type(None): "is empty", list: "holds a list", str: "holds text"}.get(
-            type(document.values), "is neither"
-        )
-        raise ConfigError(f"{document.path} {what}; settings of a server are enable_hooks, hooks, ….")
-    return validated(kind, document.values, document, is_server=is_server)
+    return validated(kind, document.settings("enable_hooks, hooks"), document, is_server=is_server)
