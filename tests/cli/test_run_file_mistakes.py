@@ -187,6 +187,13 @@ def test_without_an_experiment_the_rest_is_still_checked(experiment, words, comm
     assert len(said.strip().splitlines()) == 4
 
 
+def test_a_mistake_is_told_also_where_a_run_is_resumed(capsys):
+    """Where the run would be is looked up before the file is checked."""
+    Path("run.yaml").write_text(f"experiment: {TINY}\noutput_dir: 3\n")
+    assert run_here("run", "run.yaml", "--resume") == 2
+    assert [path for _, path, _ in told(capsys.readouterr().err, "run.yaml")] == ["$.output_dir"]
+
+
 def test_a_wrong_port_is_told_once(capsys):
     """At the sink that has it, and at no other."""
     Path("run.yaml").write_text(f"experiment: {TINY}\nsinks: {{csv: true, prometheus: 99999}}\n")

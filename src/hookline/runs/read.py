@@ -330,7 +330,7 @@ def placed_files(values: Values, folder: Path) -> Values:
 
 def _saved(found: FoundExperiment, given: Values, *, by_flags: bool) -> Source:
     """Return what the newest run of an experiment was asked for, or that by flags alone; nothing if there is none."""
-    output_dir = Path(given.get("output_dir", Run.model_fields["output_dir"].default))
+    output_dir = Path(str(given.get("output_dir", Run.model_fields["output_dir"].default)))  # not validated yet
     newest = (newest_run(output_dir, found.name, strategy) for strategy in found.chosen(given.get("strategy")))
     folder = next(filter(None, newest), None)
     if folder is None:
