@@ -198,7 +198,6 @@ class Session:
             raise
         if manager is not None:
             self._shown.say_what_is_missing()
-            self._say_what_failed(manager)
         status = "stopped" if getattr(result, "interrupted", None) else "finished"
         seconds = time.perf_counter() - began
         notes.end(status, seconds, result=result)
@@ -217,14 +216,6 @@ class Session:
             raise OptionError("--validate-checkpoints is for one process; with several, use --save-checkpoints.")
         every = _every(run.validate_checkpoints, made.loop)
         return ValidatedCheckpoints(folder, every=every, say=self._shown.say, **options)
-
-    def _say_what_failed(self, manager: Any) -> None:
-        """Tell of hooks that raised while the run went on."""
-        off = manager.plan().left_out
-        for name, count in manager.hook_errors.items():
-            became = "was switched off" if name in off else "stayed on"
-            times = "once" if count == 1 else f"{count} times"
-            self._shown.say(f"The hook {name} raised {times} and {became}: its metrics are incomplete.")
 
 
 def _plain_config(made: RunExperiment) -> dict[str, Any]:
