@@ -37,7 +37,9 @@ def test_a_schema_is_printed_by_itself(what, capsys):
 def test_an_unknown_file_is_wrong_use(capsys):
     """And says which there are."""
     assert run_here("schema", "sever") == 2
-    assert "server" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "server" in err
+    assert "--" not in err  # it is no flag
 
 
 # -- check -----------------------------------------------------------------------------------------------------
