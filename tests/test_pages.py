@@ -20,6 +20,12 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 _BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each page and example in an empty folder: some write into the current one."""
+    monkeypatch.chdir(tmp_path)
+
+
 def _blocks(page: Path) -> list[tuple[str, str]]:
     """Language and text of every code block, indentation taken off."""
     found = []
@@ -40,7 +46,7 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_they_show(page: Path) 
         if language == "python":
             buffer = io.StringIO()
             with contextlib.redirect_stdout(buffer):
-                exec(compile(text, str(page), "exec"), namespace)
+                exec(compile(text, str(page.relative_to(ROOT)), "exec"), namespace)
             printed = buffer.getvalue()
         elif language == "text" and printed is not None:
             assert printed == text

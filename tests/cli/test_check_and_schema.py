@@ -37,7 +37,9 @@ def test_a_schema_is_printed_by_itself(what, capsys):
 def test_an_unknown_file_is_wrong_use(capsys):
     """And says which there are."""
     assert run_here("schema", "sever") == 2
-    assert "server" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "server" in err
+    assert "--" not in err  # it is no flag
 
 
 # -- check -----------------------------------------------------------------------------------------------------
@@ -449,6 +451,15 @@ def test_a_dry_run_shows_schedules_and_where_trackers_sit(seen, capsys):
     assert rows["relu_activations"][-1] == "1"
     assert rows["first"][-1] == "0"
     assert rows["count"] == ["count", "(spec)", "forward", "1"]
+
+
+def test_a_dry_run_shows_hooks_on_modules_of_a_run_that_has_no_others(capsys):
+    """``--hooks none`` takes away the lifecycle hooks alone."""
+    spec = {"name": "s", "target_modules": ["*"], "hook_factory": "hookline.testing.model_hooks:dummy_hook_factory"}
+    assert run_here("run", TINY, "--hooks", "none", "--hook-specs", write([spec], "hooks.json"), "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert "s (spec)" in out.partition("On the model")[2]
+    assert "records.jsonl" not in out
 
 
 def test_a_resumed_run_has_its_trackers_and_schedules(seen, tmp_path):

@@ -53,6 +53,23 @@ def _plain() -> dict[str, Any]:
 FULL = ("loader", "loss_fn", "scheduler")
 
 
+def test_a_run_that_cannot_begin_closes_its_sinks() -> None:
+    class CannotStart(Seen):
+        def start(self, model: nn.Module) -> None:
+            raise ValueError("not on this model")
+
+    class Closing(hl.sinks.MemorySink):
+        is_closed = False
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    loop, sink = Loop(), Closing()
+    with pytest.raises(ValueError, match="not on this model"):
+        hl.follow(loop.model, loop.optimizer, [CannotStart()], sinks=[sink])
+    assert sink.is_closed
+
+
 @pytest.mark.parametrize("parts", [(), ("loader",), FULL], ids=["bare", "loader", "full"])
 def test_the_loop_is_the_same_to_the_last_bit(parts: Iterable[str], tmp_path: Path) -> None:
     """Also with a log, and so with a flight recorder."""

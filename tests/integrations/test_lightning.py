@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import tomllib
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
+from hookline.cli.main import main
 from hookline.errors import LifecycleError, OptionError
 from hookline.testing.model_hooks import HOOK_CALLS
 
 L = pytest.importorskip("lightning")
 
-from lightning.fabric.utilities import registry  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # noqa: E402
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
@@ -36,7 +37,6 @@ from hookline.integrations.fabric import FabricCallback  # noqa: E402
 from hookline.integrations.lightning import HooklineCallback  # noqa: E402
 
 POINTS = hl.HookPoint
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -428,39 +428,19 @@ def test_hooks_go_on_from_a_checkpoint_of_fabric(tmp_path: Path) -> None:
     assert (second.run.epoch, second.run.step) == (3, 20)
 
 
-# -- entry points ------------------------------------------------------------------------------------------------
+# -- run files and scripts ---------------------------------------------------------------------------------------
 
 
-def _declared(group: str) -> list[EntryPoint]:
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"].get(group, {})
-    return [EntryPoint(name, value, group) for name, value in declared.items()]
-
-
-def test_the_entry_points_give_nothing_unless_a_run_file_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "entry_points", lambda group: _declared(group))
-    monkeypatch.delenv("HOOKLINE_RUN", raising=False)
-    for group in ("lightning.pytorch.callbacks_factory", "lightning.fabric.callbacks_factory"):
-        assert len(_declared(group)) == 1
-        assert registry._load_external_callbacks(group) == []
-    monkeypatch.chdir(tmp_path)
-    spec = (
-        "specs: [{name: s, target_modules: [net.0], hook_factory: 'hookline.testing.model_hooks:dummy_hook_factory'}]"
-    )
-    (tmp_path / "run.yaml").write_text(
-        f"hooks: [norms]\ncommand: [python, net.py]\noutput_dir: there\nsinks: {{csv: true}}\n{spec}\n"
-    )
-    monkeypatch.setenv("HOOKLINE_RUN", str(tmp_path / "run.yaml"))
-    plain, _ = fit(tmp_path, max_epochs=1, callbacks=[])
-    from hookline.cli.script_session import ScriptSession
-
-    session = ScriptSession.of_lightning
-    assert session is not None
+def test_a_second_fit_with_a_run_file_attaches_hooks_on_modules_once(tmp_path: Path) -> None:
+    spec = "{name: s, target_modules: [net.0], hook_factory: 'hookline.testing.model_hooks:dummy_hook_factory'}"
+    (tmp_path / "run.yaml").write_text(f"hooks: [norms]\nspecs: [{spec}]\n")
     net, calls = Net(), []
     trainer = L.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0,
+        enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=tmp_path,
+        callbacks=[HooklineCallback(run_file=tmp_path / "run.yaml")],
     )  # fmt: skip
-    for _ in range(2):  # a second fit attaches hooks on modules once, too
+    for _ in range(2):
         HOOK_CALLS.clear()
         trainer.fit(net, _data()[0])
         trainer.fit_loop.epoch_progress.reset()
@@ -468,14 +448,47 @@ def test_the_entry_points_give_nothing_unless_a_run_file_asks(tmp_path: Path, mo
         assert not net.net[0]._forward_hooks
     assert calls == [7, 7]
     HOOK_CALLS.clear()
-    ScriptSession.of_lightning.end()
-    session.end()
-    ScriptSession.of_lightning = None
-    names = {path.name for path in (tmp_path / "there" / "net" / "script").iterdir()}
-    assert {"records.jsonl", "run.json", "script.csv"} <= names
-    monkeypatch.delenv("HOOKLINE_RUN")
-    again, _ = fit(tmp_path, max_epochs=1)
-    assert nested_differences(plain, again) == []
+
+
+SCRIPT = """
+import logging, sys, warnings
+warnings.simplefilter("ignore")
+import lightning, torch
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+    def training_step(self, batch, index):
+        return self.net(batch).square().mean()
+    validation_step = training_step
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 0.1)
+
+torch.manual_seed(0)
+net, loader = Net(), torch.utils.data.DataLoader(torch.randn(28, 4), 4, shuffle=True)
+off = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+lightning.Trainer(max_epochs=2, accelerator="cpu", **off).fit(net, loader, loader)
+torch.save(net.state_dict(), sys.argv[1])
+"""
+
+
+def test_a_script_with_a_trainer_is_followed_by_its_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "net.py").write_text(SCRIPT)
+    command = [sys.executable, "net.py"]
+    assert main(["run", "--hooks", "norms", "--no-report", "--", *command, "hooked.pt"]) == 0
+    assert subprocess.run([*command, "plain.pt"], check=False).returncode == 0
+    assert "net/script finished: 14 steps" in capfd.readouterr().err
+    hooked, plain = (torch.load(name, weights_only=True) for name in ("hooked.pt", "plain.pt"))
+    assert nested_differences(hooked, plain) == []
+    lines = [json.loads(line) for line in Path("runs/net/script/records.jsonl").read_text().splitlines()]
+    metrics = [line.get("metrics", {}) for line in lines]
+    assert sum(len(one.get("training_metrics/loss", [])) for one in metrics) == 14
+    assert sum("norms/total_norm" in one for one in metrics) == 3
 
 
 # -- two processes -------------------------------------------------------------------------------------------------

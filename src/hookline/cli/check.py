@@ -11,22 +11,25 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
+from hookline.cli.find import model_at
 from hookline.cli.main import DONE
-from hookline.cli.models import model_at
-from hookline.cli.screen import print_table, shell_text, tell, tell_json
+from hookline.cli.screen import messages, print_table, shell_text, tell, tell_json
 from hookline.errors import ConfigError, HooklineError, NoMatchError, OptionError
 from hookline.load import add_current_folder_to_path
+from hookline.messages import counted
 from hookline.runs.flags import Show, parse
 
 if TYPE_CHECKING:
     from hookline.runs.documents import Fault
     from hookline.runs.flags import KeyPath
-    from hookline.runs.read import Asked
+    from hookline.runs.run import Run
     from hookline.specs.hook_spec import HookSpec
 
 __all__ = ["CheckOptions", "check"]
+
+_NO_MODEL: Final = "(no --model given)"
 
 
 @dataclass
@@ -64,57 +67,110 @@ def check(arguments: Sequence[str]) -> int:
 
     document = read_document(options.config)
     add_current_folder_to_path()
-    report = _Report()
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
-        model = None if options.model is None else model_at(options.model)
-        matcher = _Matcher(model, options.model or "", is_strict=not options.no_strict)
+        found = _Found(options)
         if isinstance(document.values, list) or is_server_file(document.values):
             specs = placed_specs(document, is_server=False, even_off=True)
-            refuse(document, matcher.faults(specs))
-            _show_specs(specs.values(), matcher, report)
+            refuse(document, found.unmatched(specs))
+            found.show_specs(specs.values())
             if isinstance(document.values, dict):
-                _check_switch(document.values, report)
+                _check_switch(document.values, found)
         else:
-            _check_run(options.config, matcher, report)
-        tell(f"{options.config}: nothing is wrong with it{report.summary()}.")
+            _check_run(options.config, found)
+        warned = len(found.warnings)
+        summary = f", but see the {counted(warned, 'warning')} above" if warned else ""
+        tell(f"{options.config}: nothing is wrong with it{summary}.")
     if options.json:
-        tell_json("check", {"file": options.config, **vars(report)})
+        told = {"hooks": found.hooks, "trackers": found.trackers, "warnings": found.warnings}
+        tell_json("check", {"file": options.config, **told})
     return DONE
 
 
-class _Report:
-    """Keep what was found; print warnings: about what is allowed, but probably a mistake."""
+class _Found:
+    """Print and keep what a file means, and what its patterns match in the model of ``--model``, if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: CheckOptions) -> None:
+        self._options = options
+        self._model = None if options.model is None else model_at(options.model)
         self.hooks: list[dict[str, Any]] = []
         self.trackers: list[dict[str, Any]] = []
         self.warnings: list[str] = []
 
     def warn(self, text: str) -> None:
-        """Print the warning ``text``, and keep it."""
+        """Print a warning: about what is allowed, but probably a mistake."""
         tell(f"warning: {text}")
         self.warnings.append(text)
 
-    def summary(self) -> str:
-        """Return how many warnings there were, for the last line."""
-        count = len(self.warnings)
-        return f", but see the {count} warning{'s' * (count > 1)} above" if count else ""
+    def unmatched(self, specs: Mapping[KeyPath, HookSpec]) -> list[Fault]:
+        """Return which of ``specs`` match nothing, with the nearest names; with ``--no-strict`` warn of them."""
+        told = {place: self._why_unmatched(spec) for place, spec in specs.items() if spec.enabled}
+        if not self._options.no_strict:
+            return [((*place, "target_modules"), text) for place, text in told.items() if text]
+        for place, text in told.items():
+            if text:
+                self.warn(f"hook {specs[place].name!r}: {text}")
+        return []
+
+    def _why_unmatched(self, spec: HookSpec) -> str:
+        """Return why a pattern of ``spec`` matches nothing; empty if each matches something."""
+        from hookline.specs.apply_specs import find_sites
+
+        if self._model is None:
+            return ""
+        try:
+            find_sites(self._model, spec, strict=True)
+        except NoMatchError as error:
+            return shell_text(error, self._options.model or "")
+        except HooklineError as error:  # what cannot be hooked there, whatever its name
+            return str(error)
+        return ""
+
+    def show_specs(self, specs: Iterable[HookSpec]) -> None:
+        """Print a table of ``specs``, with the modules of the model that each matches."""
+        for spec in specs:
+            patterns = list(spec.target_modules)
+            one = {"name": spec.name, "on": str(spec.on), "target_modules": patterns, "matches": self._matches(spec)}
+            self.hooks.append(one)
+        _print_rows(("hook", "on", "target modules", "matches"), self.hooks)
+
+    def _matches(self, spec: HookSpec) -> str:
+        from hookline.specs.apply_specs import find_sites
+
+        if not spec.enabled:
+            return "(not enabled)"
+        if self._model is None:
+            return _NO_MODEL
+        sites = find_sites(self._model, spec)
+        return "nothing" if sites is None else ", ".join(name or "(the model)" for name in sites.names)
+
+    def show_trackers(self, run: Run) -> None:
+        """Print a table of the trackers; raise if one finds nothing to count in the model."""
+        from hookline.runs.build import tracked_modules, tracker_name
+
+        for place, one in enumerate(run.trackers):
+            matches = _NO_MODEL
+            if self._model is not None:
+                matches = ", ".join(tracked_modules(run, place, one, self._model)) or "the layers of its kind"
+            told = {"name": tracker_name(one), "counts": one.kind}
+            self.trackers.append(told | {"target_modules": list(one.target_modules), "matches": matches})
+        _print_rows(("tracker", "counts", "target modules", "matches"), self.trackers)
 
 
-# -- a run file ------------------------------------------------------------------------------------------------
+def _print_rows(columns: Sequence[str], found: Sequence[Mapping[str, Any]]) -> None:
+    rows = [[", ".join(one) or "–" if isinstance(one, list) else one for one in row.values()] for row in found]
+    if rows:
+        print_table("", columns, rows)
 
 
-def _check_run(path: str, matcher: _Matcher, report: _Report) -> None:
+def _check_run(path: str, report: _Found) -> None:
     """Check a run file as far as a run does before it trains; print what the file means."""
-    from hookline.cli.screen import messages
     from hookline.runs.build import hook_names
     from hookline.runs.find import make_config
     from hookline.runs.read import read
 
     with messages():
-        asked = read([path])
-    run, found = asked.run, asked.found
-    faults = matcher.faults({("specs", place): spec for place, spec in enumerate(run.specs)})
+        run, found, *_ = read([path])
+    faults = report.unmatched({("specs", place): spec for place, spec in enumerate(run.specs)})
     if faults:
         raise ConfigError("\n".join(f"{run.place(*where)}: {text}" for where, text in faults))
     if found is None:
@@ -125,71 +181,11 @@ def _check_run(path: str, matcher: _Matcher, report: _Report) -> None:
         if config is not None:
             tell(f"config      {', '.join(f'{name}={value!r}' for name, value in vars(config).items())}")
     tell(f"hooks       {', '.join(hook_names(run, found)) or 'none'}")
-    _show_specs(run.specs, matcher, report)
-    _check_trackers(asked, matcher.model, report)
+    report.show_specs(run.specs)
+    report.show_trackers(run)
 
 
-def _check_trackers(asked: Asked, model: Any, report: _Report) -> None:
-    """Print a table of the trackers; raise if one finds nothing to count in ``model``."""
-    from hookline.runs.build import tracked_modules, tracker_name
-
-    rows = []
-    for place, one in enumerate(asked.run.trackers):
-        matches = "(no --model given)"
-        if model is not None:
-            matches = ", ".join(tracked_modules(asked.run, place, one, model)) or "the layers of its kind"
-        name, patterns = tracker_name(one), list(one.target_modules)
-        rows.append((name, one.kind, ", ".join(patterns) or "–", matches))
-        report.trackers.append({"name": name, "counts": one.kind, "target_modules": patterns, "matches": matches})
-    if rows:
-        print_table("", ("tracker", "counts", "target modules", "matches"), rows)
-
-
-# -- hooks on modules ------------------------------------------------------------------------------------------
-
-
-class _Matcher:
-    """Find what the patterns of a spec match in the model of ``--model``, if there is one."""
-
-    def __init__(self, model: Any, path: str, *, is_strict: bool) -> None:
-        self.model = model
-        self._path = path
-        self._is_strict = is_strict
-
-    def faults(self, specs: Mapping[KeyPath, HookSpec]) -> list[Fault]:
-        """Return which of ``specs`` match nothing, with the nearest names, if that is an error."""
-        if not self._is_strict or self.model is None:
-            return []
-        told = {place: self.unmatched(spec) for place, spec in specs.items() if spec.enabled}
-        return [((*place, "target_modules"), text) for place, text in told.items() if text]
-
-    def unmatched(self, spec: HookSpec) -> str:
-        """Return why a pattern of ``spec`` matches nothing; empty if each matches something."""
-        from hookline.specs.apply_specs import find_sites
-
-        try:
-            find_sites(self.model, spec, strict=True)
-        except NoMatchError as error:
-            return shell_text(error, self._path)
-        except HooklineError as error:  # what cannot be hooked there, whatever its name
-            return str(error)
-        return ""
-
-    def matches(self, spec: HookSpec, report: _Report) -> str:
-        """Return the names of what ``spec`` matches; warn of a pattern without a match."""
-        from hookline.specs.apply_specs import find_sites
-
-        if not spec.enabled:
-            return "(not enabled)"
-        if self.model is None:
-            return "(no --model given)"
-        if text := self.unmatched(spec):
-            report.warn(f"hook {spec.name!r}: {text}")
-        places = find_sites(self.model, spec)
-        return "nothing" if places is None else ", ".join(name or "(the model)" for name in places.names)
-
-
-def _check_switch(settings: Mapping[str, Any], report: _Report) -> None:
+def _check_switch(settings: Mapping[str, Any], report: _Found) -> None:
     """Say whether the hooks of a server's settings are switched on, and what is not looked at."""
     others = [str(key) for key in settings if key not in ("$schema", "enable_hooks", "hooks", "forward_hooks")]
     switch, hooks = settings.get("enable_hooks"), settings.get("hooks")
@@ -203,16 +199,3 @@ def _check_switch(settings: Mapping[str, Any], report: _Report) -> None:
         tell("'hooks' are attached by hookline serve --hooks; by --server-args only with enable_hooks: true.")
     if others:
         tell(f"kept for the server, unchecked: {', '.join(others)}")
-
-
-def _show_specs(specs: Iterable[HookSpec], matcher: _Matcher, report: _Report) -> None:
-    """Print a table of ``specs``, with the modules of the model that each matches."""
-    rows = []
-    for spec in specs:
-        matches = matcher.matches(spec, report)
-        rows.append((spec.name, spec.on, ", ".join(spec.target_modules), matches))
-        report.hooks.append(
-            {"name": spec.name, "on": str(spec.on), "target_modules": list(spec.target_modules), "matches": matches}
-        )
-    if rows:
-        print_table("", ("hook", "on", "target modules", "matches"), rows)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from hookline.cli.main import DONE, FAILED
-from hookline.cli.screen import tell, tell_json
+from hookline.cli.screen import tell, tell_found
 from hookline.errors import HooklineError, OptionError
 from hookline.runs.flags import Show, parse
 from hookline.runs.folder import LOG
@@ -80,10 +80,7 @@ def compare(arguments: Sequence[str]) -> int:
             runs = shlex.join([options.a, options.b])
             raise OptionError(f"These are runs, not traces. Side by side: hookline report {runs}.") from error
         raise
-    if options.json:
-        tell_json("compare", found.to_json())
-    else:
-        tell(str(found))
+    tell_found("compare", found.to_json(), found, as_json=options.json)
     if options.html is not None:
         try:
             page = found.write_html(options.html)

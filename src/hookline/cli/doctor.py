@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
+from hookline.cli.find import model_at
 from hookline.cli.main import DONE, FAILED
-from hookline.cli.models import model_at
-from hookline.cli.screen import tell, tell_json
+from hookline.cli.screen import tell_found
 from hookline.load import load_object
 from hookline.runs.flags import Show, parse
 
@@ -46,8 +46,5 @@ def doctor(arguments: Sequence[str]) -> int:
     model = model_at(options.model)
     sample = None if options.inputs is None else load_object(options.inputs, wanted="sample inputs")
     found = examine(model, sample() if callable(sample) else sample)
-    if options.json:
-        tell_json("doctor", found.to_dict())
-    else:
-        tell(f"{found}\n\n{found.cost_text()}")
+    tell_found("doctor", found.to_dict(), f"{found}\n\n{found.cost_text()}", as_json=options.json)
     return FAILED if found.problems else DONE

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hookline.cli.main import DONE
-from hookline.cli.screen import print_table, size, tell, tell_json
+from hookline.cli.screen import print_table, tell, tell_json
+from hookline.observe.capture.stored_value import size_text
 from hookline.plain import to_plain
 from hookline.runs.build import Built, build
 from hookline.runs.find import RunExperiment, make_experiment
@@ -39,9 +40,8 @@ def _plan(asked: Asked) -> Row:
     made = make_experiment(run, found, strategies[0])
     model = made.experiment.model
     built = build(run, found, model=model)
-    hooks = [*built.hooks, *made.hooks]
-    manager = built.make_manager(hooks, loop_type=made.loop) if hooks else None
-    planned = None if manager is None else manager.plan()
+    manager = built.make_manager([*built.hooks, *made.hooks], loop_type=made.loop)
+    planned = manager.plan()
     return {
         "experiment": found.name,
         "length": made.length,
@@ -54,11 +54,11 @@ def _plan(asked: Asked) -> Row:
             "device": str(made.device),
         },
         "config": {} if made.config is None else to_plain(vars(made.config)),
-        "hooks": [] if planned is None else [row._asdict() for row in planned.rows],
-        "left_out": [] if planned is None else [{"hook": name, "why": why} for name, why in planned.left_out.items()],
-        "sites": [] if manager is None else _sites(manager, made, built),
-        "memory": [] if manager is None else _memory(manager, made.experiment),
-        "files": [_files(asked, strategy, has_hooks=manager is not None) for strategy in strategies],
+        "hooks": [row._asdict() for row in planned.rows],
+        "left_out": [{"hook": name, "why": why} for name, why in planned.left_out.items()],
+        "sites": _sites(manager, made, built),
+        "memory": _memory(manager, made.experiment),
+        "files": [_files(asked, found.name, strategy, has_hooks=bool(manager.hooks)) for strategy in strategies],
     }
 
 
@@ -68,25 +68,22 @@ def _print(plan: Row) -> None:
     tell(f"{model['type']}, {model['parameters']:,} parameters, {model['dtype']} on {model['device']}")
     if plan["config"]:
         tell(", ".join(f"{name}={value!r}" for name, value in plan["config"].items()))
-    if plan["hooks"] or plan["left_out"] or plan["sites"]:
-        _print_hooks(plan)
-    else:
-        tell("No hooks.")
-    rows = [(row["strategy"], row["folder"], ", ".join(row["files"])) for row in plan["files"]]
-    print_table("Files", ("strategy", "folder", "files"), rows)
-
-
-def _print_hooks(plan: Row) -> None:
-    columns = ("point", "order", "hook", "does", "when", "needs")
-    rows = [tuple(str(row[column]) for column in columns) for row in plan["hooks"]]
-    print_table("Hooks", ("point", "", *columns[2:]), rows)
+    if plan["hooks"]:
+        columns = ("point", "order", "hook", "does", "when", "needs")
+        rows = [[str(row[column]) for column in columns] for row in plan["hooks"]]
+        print_table("Hooks", ("point", "", *columns[2:]), rows)
     for row in plan["left_out"]:
         tell(f"left out: {row['hook']} ({row['why']})")
     if plan["sites"]:
-        rows = [(row["hook"], row["kind"], _few(row["sites"])) for row in plan["sites"]]
+        rows = [[row["hook"], row["kind"], _few(row["sites"])] for row in plan["sites"]]
         print_table("On the model", ("hook", "kind", "sites"), rows)
-    rows = [(row["what"], ", ".join(row["hooks"]), size(row["bytes"])) for row in plan["memory"]]
-    print_table("Memory", ("what", "for", "bytes"), rows or [("nothing", "", size(0))])
+    if plan["hooks"] or plan["left_out"] or plan["sites"]:
+        rows = [[row["what"], ", ".join(row["hooks"]), size_text(row["bytes"])] for row in plan["memory"]]
+        print_table("Memory", ("what", "for", "bytes"), rows or [["nothing", "", size_text(0)]])
+    else:
+        tell("No hooks.")
+    rows = [[row["strategy"], row["folder"], ", ".join(row["files"])] for row in plan["files"]]
+    print_table("Files", ("strategy", "folder", "files"), rows)
 
 
 def _few(names: list[str]) -> str:
@@ -119,29 +116,25 @@ def _site(hook: str, handle: Any) -> Row:
 
 def _memory(manager: Any, experiment: Any) -> list[Row]:
     """Return the memory that hooks need beside the run's own tensors, at most."""
-    weights = _bytes(experiment.model.parameters())
-    trained = _bytes(one for one in experiment.model.parameters() if one.requires_grad)
-    buffers = _bytes(experiment.model.buffers())
+    model = experiment.model
+    buffers, trained = _bytes(model.buffers()), _bytes(one for one in model.parameters() if one.requires_grad)
     optimizer = _optimizer_bytes(getattr(experiment, "optimizer", None), trained)
-    rows: list[Row] = []
-    for need, what, nbytes in (
-        ("needs_grads", "mean gradients of the epoch", trained),
-        ("needs_prev_step_grads", "gradients of the step before", trained),
-        ("needs_pre_epoch_state", "state before the epoch, on the CPU", weights + buffers + optimizer),
-    ):
-        users = [name for name, hook in manager.hooks.items() if getattr(hook, need)]
-        if users:
-            rows.append({"what": what, "hooks": users, "bytes": nbytes})
-    scopes = {getattr(entry.hook, "scope", "trains") for entry in _planned(manager) if entry.intervenes}
-    users = sorted({entry.name for entry in _planned(manager) if entry.intervenes})
-    if scopes:
-        guard = weights + buffers + optimizer + trained if "trains" in scopes else buffers
-        rows.append({"what": f"copies of the guard ({', '.join(sorted(scopes))})", "hooks": users, "bytes": guard})
-    return rows
+    state = _bytes(model.parameters()) + buffers + optimizer
+    planned = [hook for point in manager.plan().points.values() for hook in point.hooks]
+    guarded = {one.name: getattr(one.hook, "scope", "trains") for one in planned if one.intervenes}
+    scopes = sorted(set(guarded.values()))
+    copied = state + trained if "trains" in scopes else buffers
 
+    def users(need: str) -> list[str]:
+        return [name for name, hook in manager.hooks.items() if getattr(hook, need)]
 
-def _planned(manager: Any) -> list[Any]:
-    return [hook for point in manager.plan().points.values() for hook in point.hooks]
+    rows = [
+        ("mean gradients of the epoch", users("needs_grads"), trained),
+        ("gradients of the step before", users("needs_prev_step_grads"), trained),
+        ("state before the epoch, on the CPU", users("needs_pre_epoch_state"), state),
+        (f"copies of the guard ({', '.join(scopes)})", sorted(guarded), copied),
+    ]
+    return [{"what": what, "hooks": hooks, "bytes": nbytes} for what, hooks, nbytes in rows if hooks]
 
 
 def _bytes(tensors: Any) -> int:
@@ -162,16 +155,11 @@ def _optimizer_bytes(optimizer: Any, trained: int) -> int:
     return 0 if optimizer is None else trained
 
 
-def _files(asked: Asked, strategy: str, *, has_hooks: bool) -> Row:
-    run = asked.run
-    names = ["run.json", "checkpoints/"]
-    if has_hooks:
-        names += [LOG, *run.sinks.files(strategy).values()]
-        names += ["report.html"] if run.report else []
-    return {"strategy": strategy, "folder": str(_folder(asked, strategy)), "files": names}
-
-
-def _folder(asked: Asked, strategy: str) -> Path:
-    output_dir, name = Path(asked.run.output_dir), asked.found.name if asked.found is not None else ""
+def _files(asked: Asked, name: str, strategy: str, *, has_hooks: bool) -> Row:
+    run, output_dir = asked.run, Path(asked.run.output_dir)
     resumed = newest_run(output_dir, name, strategy) if asked.how.resume else None
-    return resumed or next_folder(output_dir, name, strategy)
+    files = ["run.json", "checkpoints/"]
+    if has_hooks:
+        files += [LOG, *run.sinks.files(strategy).values()]
+        files += ["report.html"] if run.report else []
+    return {"strategy": strategy, "folder": str(resumed or next_folder(output_dir, name, strategy)), "files": files}

@@ -1,25 +1,23 @@
 """Show the modules of a model that a pattern matches: ``hookline find MODEL [PATTERN]``.
 
-`main` calls `find`, which makes the model and prints the table of `hookline.find`.
+`main` calls `find`, which makes the model and prints the table of `hookline.find`; `check` and `doctor` find their
+model by `model_at` too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any
 
 from hookline.cli.main import DONE
-from hookline.cli.models import model_at
-from hookline.cli.screen import shell_text, tell, tell_json
-from hookline.errors import NoMatchError
+from hookline.cli.screen import shell_text, tell_found
+from hookline.errors import NoMatchError, OptionError
+from hookline.load import load_object, without_arguments
 from hookline.runs.flags import Show, parse
 
-if TYPE_CHECKING:
-    from hookline.sites.find import Sites
-    from hookline.sites.site_info import Site
-
-__all__ = ["FindOptions", "find"]
+__all__ = ["FindOptions", "find", "model_at"]
 
 
 @dataclass
@@ -54,12 +52,50 @@ def find(arguments: Sequence[str]) -> int:
         found = sites.find(model, options.pattern, exclude=options.exclude)
     except NoMatchError as error:
         raise NoMatchError(shell_text(error, options.model)) from None
-    if options.json:
-        tell_json("find", {"modules": [_plain(found, site) for site in found]})
-    else:
-        tell(repr(found))
+    modules = [
+        {"name": site.name, "type": site.type, "parameters": site.num_parameters, "hooks": found.hooks(site)}
+        for site in found
+    ]
+    tell_found("find", {"modules": modules}, found, as_json=options.json)
     return DONE
 
 
-def _plain(found: Sites, site: Site) -> dict[str, Any]:
-    return {"name": site.name, "type": site.type, "parameters": site.num_parameters, "hooks": found.hooks(site)}
+# -- the model -------------------------------------------------------------------------------------------------
+
+
+def model_at(path: str) -> Any:
+    """Return the model that a path names: itself, made by its class or a function, or that of an experiment.
+
+    Of the folder of a model that transformers has saved, return the model without its weights.
+    """
+    from torch import nn
+
+    from hookline.runs.find import EMBEDDED
+
+    if path not in EMBEDDED and Path(path).expanduser().is_dir():
+        from hookline.serve.load_model import make_empty
+
+        return make_empty(Path(path).expanduser())
+    thing = load_object(EMBEDDED.get(path, path), wanted="a model")
+    if not isinstance(thing, nn.Module) and callable(thing):
+        with without_arguments(path):
+            thing = _made_model(thing, path)
+    model = thing if isinstance(thing, nn.Module) else getattr(thing, "model", None)
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"{path} gives {thing!r}, and a model is an nn.Module.")
+    return model
+
+
+def _made_model(thing: Any, path: str) -> Any:
+    from hookline.training.experiment import Experiment
+
+    if isinstance(thing, type) and issubclass(thing, Experiment) and thing is not Experiment:
+        config = None if thing.config_class is None else thing.config_class()
+        strategies = thing.strategies or ("default",)
+        return thing(config, strategies[0])  # type: ignore[arg-type]
+    try:
+        return thing()
+    except TypeError as error:
+        if "argument" not in str(error) or error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise
+        raise OptionError(f"{path} cannot be called without arguments ({error}); name a function that can.") from None

@@ -1,6 +1,6 @@
 """List the hooks there are, or describe some: ``hookline hooks [NAME ...]``.
 
-`main` calls `hooks`, and ``hookline run --hooks-list`` the functions behind it; they print what `HookRegistry` knows.
+`main` calls `hooks`, and ``hookline run --hooks-list`` calls `show_hooks`; they print what `HookRegistry` knows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hookline.cli.main import DONE
 from hookline.cli.screen import messages, print_table, tell, tell_json
 from hookline.runs.flags import Show, parse
 
-__all__ = ["HooksOptions", "describe_hooks", "hooks", "list_hooks", "tell_hooks"]
+__all__ = ["HooksOptions", "hooks", "show_hooks"]
 
 
 @dataclass
@@ -36,23 +36,24 @@ class HooksOptions:
 def hooks(arguments: Sequence[str]) -> int:
     """List all hooks, or describe those that are named."""
     options = parse(HooksOptions, arguments, "hooks")
-    if options.json:
-        return tell_hooks(options.names)
-    return describe_hooks(options.names) if options.names else list_hooks()
+    return show_hooks(options.names or None, as_json=options.json)
 
 
-def tell_hooks(names: Sequence[str]) -> int:
-    """Print everything that is known of the hooks ``names``, or of all, as JSON."""
+def show_hooks(names: Sequence[str] | None, *, as_json: bool) -> int:
+    """Describe the hooks ``names``, or all but those for debugging if it is empty; list all hooks if it is None."""
     with messages():
-        found = _resolved(names) if names else list(_all_hooks())
-        tell_json("hooks", {"hooks": [_facts(name) for name in found]})
+        if as_json:
+            found = _resolved(names) if names else list(_all_hooks())
+            tell_json("hooks", {"hooks": [_facts(name) for name in found]})
+        elif names is None:
+            _list(_all_hooks())
+        else:
+            for name in _resolved(names):
+                _describe(_facts(name))
     return DONE
 
 
-def list_hooks() -> int:
-    """Print all hooks, those for debugging too; a warning names those that cannot be loaded."""
-    with messages():
-        known = _all_hooks()
+def _list(known: dict[str, Any]) -> None:
     for kind in ("observer", "intervention"):
         rows = [
             (name, f"{info['description']}{' (for debugging)' * info['debug']}")
@@ -63,18 +64,10 @@ def list_hooks() -> int:
             print_table("", (kind, "what it does"), rows)
             tell()
     tell(f"{len(known)} hooks. Points, needs, options and metrics of one: hookline hooks NAME")
-    return DONE
-
-
-def describe_hooks(names: Sequence[str]) -> int:
-    """Print the options and metrics of each hook; of all but those for debugging if none is named."""
-    with messages():
-        for name in _resolved(names):
-            _describe(_facts(name))
-    return DONE
 
 
 def _all_hooks() -> dict[str, Any]:
+    """Return what is known of all hooks, those for debugging too; a warning names those that cannot be loaded."""
     from hookline.lifecycle.registry import HookRegistry
 
     return HookRegistry.get_all_info()

@@ -132,8 +132,7 @@ def _explain(error: BaseException, *, debug: bool) -> int:
 
     if isinstance(error, RunFailed) and error.__cause__ is not None:
         _print_error(error.__cause__, debug=debug)
-        if str(error):
-            print(f"hookline: {error}", file=sys.stderr)
+        print(f"hookline: {error}", file=sys.stderr)
         return FAILED
     _print_error(error, debug=debug)
     return WRONG_USE if isinstance(error, HooklineError) else FAILED

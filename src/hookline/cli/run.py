@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from hookline.cli.closing import failed_hooks, files_of, write_page
 from hookline.cli.main import DONE
 from hookline.cli.screen import Screen, messages, tell_json
 from hookline.plain import to_plain
-from hookline.runs.folder import LOG
 from hookline.runs.process import device_of, is_first_rank, local_device, process_settings, rank_group, rank_prefix
 from hookline.runs.read import Asked, read
 
@@ -54,15 +54,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _show_hooks(asked: Asked) -> int:
-    from hookline.cli import hooks
+    from hookline.cli.hooks import show_hooks
     from hookline.runs.find import find_experiment
 
     if asked.run.experiment is not None:
         find_experiment(asked.run.experiment)  # a file may register hooks of its own
-    names = None if asked.how.hooks_list else asked.how.hooks_describe
-    if asked.how.json:
-        return hooks.tell_hooks(names or ())
-    return hooks.list_hooks() if names is None else hooks.describe_hooks(names)
+    return show_hooks(None if asked.how.hooks_list else asked.how.hooks_describe, as_json=asked.how.json)
 
 
 class _Command:
@@ -79,21 +76,20 @@ class _Command:
     def run_all(self) -> tuple[int, dict[str, Any]]:
         """Return the exit code, and what is said at the end, for ``--json``."""
         name, strategies = self._found.name, self._found.chosen(self._run.strategy)
-        ended: list[Ended] = []
+        folders: list[Path] = []
         told: dict[str, Any] = {"experiment": name, "runs": [], "comparison": None}
         for strategy in strategies:
             if len(strategies) > 1:
                 self._screen.say(f"{name}: {strategy}")
-            ended.append(self._session.run(strategy, may_be_new=len(strategies) > 1))
-            found = self._report([ended[-1]])
-            files = self._files(strategy, ended[-1].folder, has_page=found is not None)
-            self._say_where(strategy, ended[-1], files)
-            for line in found or ():
-                self._screen.say(f"  {line}")
-            told["runs"].append(_plain(strategy, ended[-1], files))
-            if ended[-1].interrupted is not None:
-                return self._stopped(ended[-1]), told
-        told["comparison"] = self._compare(ended)
+            ended = self._session.run(strategy, may_be_new=len(strategies) > 1)
+            folders.append(ended.folder)
+            told["runs"].append(self._close(strategy, ended))
+            if ended.interrupted is not None:
+                return self._stopped(ended), told
+        page = folders[0].parent / "comparison.html"
+        if len(folders) > 1 and self._has_page and write_page(folders, page) is not None:
+            self._screen.say(f"  {'comparison':<13}{page}")
+            told["comparison"] = str(page)
         return DONE, told
 
     def _stopped(self, ended: Ended) -> int:
@@ -104,54 +100,30 @@ class _Command:
         self._screen.say(f"Stopped by {ended.interrupted}, and saved. To go on: {again}")
         return _STOPPED.get(ended.interrupted or "", 1)
 
-    # -- closing lines ---------------------------------------------------------------------------------------
+    @property
+    def _has_page(self) -> bool:
+        return bool(self._run.report and self._session.hooks and is_first_rank())
 
-    def _compare(self, ended: Sequence[Ended]) -> str | None:
-        """Write one page of all strategies beside their folders, if there were several; return where it is."""
-        page = ended[0].folder.parent / "comparison.html"
-        if len(ended) == 1 or self._report(ended, page) is None:
-            return None
-        self._screen.say(f"  {'comparison':<13}{page}")
-        return str(page)
-
-    def _report(self, ended: Sequence[Ended], page: Path | None = None) -> list[str] | None:
-        """Write the page; return what was found, None without a page. The run does not fail if it cannot be made."""
-        if not self._run.report or not self._session.hooks or not is_first_rank():
-            return None
-        try:
-            from hookline.report.report_page import write_page
-
-            return write_page([one.folder for one in ended], page).found
-        except KeyboardInterrupt:
-            print(f"hookline: no report.html: stopped. Later: hookline report {ended[0].folder}", file=sys.stderr)
-            raise
-        except ImportError as error:  # says what to install
-            print(f"hookline: no report.html: {error}", file=sys.stderr)
-        except Exception as error:
-            print(f"hookline: report.html could not be made: {type(error).__name__}: {error}", file=sys.stderr)
-        return None
-
-    def _files(self, strategy: str, folder: Path, *, has_page: bool) -> dict[str, str]:
-        """Return the files of a run by what they are; a page that an earlier part of the run left is out of date."""
-        names = {"report": "report.html"} if has_page else {}
-        names |= {"records": LOG, **self._run.sinks.files(strategy), "checkpoints": "checkpoints"}
-        return {label: str(folder / name) for label, name in names.items() if (folder / name).exists()}
-
-    def _say_where(self, strategy: str, ended: Ended, files: dict[str, str]) -> None:
-        if ended.profiler is not None:
-            self._screen.say(str(ended.profiler))
-        self._screen.say(f"{self._found.name}/{strategy} {ended.status}: {_figures(ended)}")
-        for label, path in files.items():
-            self._screen.say(f"  {label:<13}{path}")
+    def _close(self, strategy: str, ended: Ended) -> dict[str, Any]:
+        """Write the page of a strategy, and say where everything is; return it for ``--json``."""
+        found = write_page([ended.folder]) if self._has_page else None
+        files = files_of(self._run, ended.folder, strategy, has_page=found is not None)
+        lines = failed_hooks(self._run, ended.folder)
+        lines += [] if ended.profiler is None else [str(ended.profiler)]
+        lines.append(f"{self._found.name}/{strategy} {ended.status}: {_figures(ended)}")
+        lines += [f"  {label:<13}{path}" for label, path in files.items()]
+        for line in [*lines, *(f"  {line}" for line in found or ())]:
+            self._screen.say(line)
+        return _plain(strategy, ended, files)
 
 
-def _plain(strategy: str, ended: Ended, files: dict[str, str]) -> dict[str, Any]:
+def _plain(strategy: str, ended: Ended, files: dict[str, Path]) -> dict[str, Any]:
     profiled = {} if ended.profiler is None else ended.profiler.report()
     return {
         "strategy": strategy,
         "status": ended.status,
         "folder": str(ended.folder),
-        "files": files,
+        "files": to_plain(files),
         "steps": ended.result.steps,
         "seconds": ended.seconds,
         "loss": to_plain(ended.result.loss),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hookline.runs.run import Run
 
 __all__ = [
-    "Screen", "has_own_frames", "messages", "mode_of", "own_text", "print_table", "shell_text", "size", "tell",
+    "Screen", "has_own_frames", "messages", "mode_of", "own_text", "print_table", "shell_text", "tell", "tell_found",
     "tell_json",
 ]  # fmt: skip
 
@@ -75,20 +75,18 @@ def tell(text: str = "") -> None:
     print(text, flush=True)
 
 
+def tell_found(command: str, values: dict[str, Any], text: object, *, as_json: bool) -> None:
+    """Print what ``command`` has found: ``values`` as JSON, or ``text``."""
+    if as_json:
+        tell_json(command, values)
+    else:
+        tell(str(text))
+
+
 def tell_json(command: str, values: dict[str, Any]) -> None:
     """Print ``values`` as the JSON of ``command``, with format and version before them."""
     found = {"format": f"hookline.{command}", "version": _JSON_VERSION, **values}
     tell(json.dumps(found, indent=1, allow_nan=False, ensure_ascii=False))
-
-
-def size(nbytes: int) -> str:
-    """Return a number of bytes with its unit."""
-    value = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
 class Screen:
@@ -99,10 +97,11 @@ class Screen:
         can_redraw = self._console.is_terminal and not self._console.is_dumb_terminal
         self.mode = "none" if quiet else mode_of(run.console, can_redraw=can_redraw)
         """``"live"``, ``"lines"``, ``"tables"``, ``"silent"`` or ``"none"``."""
-        self._asked_live = run.console == "live"
         self._live_metrics = live_metrics
         self._show = tuple(run.show)
         self._sink: Any = None
+        if self.mode == "lines" and run.console == "live":
+            self.say("The live view needs a terminal; metrics are printed as lines.")
 
     def sinks(self, snapshot_every: int | None = None) -> list[Any]:
         """Return the console sink for the next strategy; none if it is to be quiet.
@@ -112,19 +111,11 @@ class Screen:
         """
         if self.mode in ("none", "silent"):
             return []
-        if self.mode == "lines" and self._asked_live:
-            self.say("The live view needs a terminal; metrics are printed as lines.")
-            self._asked_live = False
         from hookline.sinks.console_sink import ConsoleSink
 
         mode: Any = "normal" if self.mode == "tables" else self.mode
-        self._sink = ConsoleSink(
-            mode,
-            self._live_metrics or None,
-            show=self._show,
-            snapshot_every=snapshot_every,
-            console=self._console,
-        )
+        how: dict[str, Any] = {"show": self._show, "snapshot_every": snapshot_every, "console": self._console}
+        self._sink = ConsoleSink(mode, self._live_metrics or None, **how)
         return [self._sink]
 
     def progress(self) -> Any:

@@ -2,7 +2,7 @@
 
 ``hookline run`` calls `run_script`. The command runs in a process of its own, as it would without hookline: its
 standard output, its signals and its exit code are its own. The run is handed to its processes as a file, which
-`script_session` reads there; what they note comes back in a folder, and is told on the standard error at the end.
+`hookline.integrations.script_run` reads there; what they note comes back in a folder, and is told at the end.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from hookline.cli.closing import failed_hooks, files_of, write_page
 from hookline.cli.main import DONE, NOT_ATTACHED
 from hookline.error_policy import error_text
 from hookline.errors import HooklineError, OptionError
+from hookline.integrations.host_facts import command_name
+from hookline.messages import counted
 from hookline.plain import to_plain
 from hookline.runs.build import build, hook_names, tracker_name
 from hookline.runs.folder import LOG, STRATEGY, read_run_json, write_run_json
 from hookline.runs.read import Asked, placed_files
 from hookline.runs.run import Run
 
-__all__ = ["command_name", "run_script"]
+__all__ = ["run_script"]
 
 _START: Final = Path(__file__).resolve().parent.parent / "integrations" / "script_start"
 """The folder of the ``sitecustomize`` that every Python of the command reads."""
 _BY_SIGNAL: Final = 128
 """Exit codes above it are those of signals."""
-_AFTER_ERROR: Final = {"disable": "was switched off", "warn": "stayed on", "raise": "ended the script"}
 _ENOUGH: Final = 9
 """Reports from which on the page looks for anomalies in a curve."""
 _STOPS: Final = (signal.SIGINT, signal.SIGTERM)
@@ -66,7 +68,7 @@ def run_script(asked: Asked) -> int:
         code, by_signal = _wait_for(command, {**os.environ, **own})
         closing = _Closing(run, Path(folder), code, by_signal)
         closing.say()
-        return code or (NOT_ATTACHED if closing.has_failed_hooks else DONE)
+        return code or (NOT_ATTACHED if closing.failed else DONE)
 
 
 # -- the command -----------------------------------------------------------------------------------------------
@@ -81,16 +83,6 @@ def _started(command: list[str]) -> list[str]:
         what = "There is no file" if first.endswith(".py") else "There is no program"
         raise OptionError(f"{what} {first!r}. Next: write the command as a shell has it: -- python train.py.")
     return command
-
-
-def command_name(command: Sequence[str]) -> str:
-    """Return the name of the script in a command: of the first Python file, of the module, or of the program."""
-    for place, word in enumerate(command):
-        if word.endswith(".py"):
-            return Path(word).stem
-        if word == "-m" and place + 1 < len(command) and not command[place + 1].startswith("torch."):
-            return command[place + 1].rpartition(".")[2]
-    return Path(command[0]).name
 
 
 def _check_arguments(run: Run) -> None:
@@ -170,27 +162,19 @@ class _Closing:
     def __init__(self, run: Run, notes: Path, code: int, by_signal: signal.Signals | None) -> None:
         self._run, self._notes = run, notes
         self._code, self._signal = code, by_signal
+        self._by = "" if by_signal is None else f"signal {by_signal.value} ({by_signal.name})"
+        self.failed = self._read("failed")
+        """What was asked for, and could not be attached to the model."""
 
     def say(self) -> None:
         """Finish ``run.json``, make the pages, and print a few lines."""
-        followed = [json.loads(text) for text in self._read("followed")]
-        for each in followed:
-            if each["folder"]:
-                self._finish(Path(each["folder"]))
-        for text in self._read("reports") if not self._code else ():  # one that was broken off may still become long
-            self._advise(**json.loads(text))
-        for text in self._read("silent"):
-            for name, why in json.loads(text).items():
-                self._print(f"the hook {name} has not fired: {why}.", always=True)
-        for text in self._read("failed"):
+        followed = self._read("followed")
+        for folder in filter(None, followed):  # ranks over 0 have none
+            self._finish(Path(folder))
+        for text in self.failed:
             self._print(f"not attached: {text}", always=True)
-        if not followed and not self.has_failed_hooks:
+        if not followed and not self.failed:
             self._print(f"nothing was seen: {self._why_nothing()}", always=True)
-
-    @property
-    def has_failed_hooks(self) -> bool:
-        """Whether something that was asked for could not be attached to the model."""
-        return bool(self._read("failed"))
 
     def _read(self, what: str) -> list[str]:
         """Return the notes of all processes of the script about `what`."""
@@ -212,50 +196,43 @@ class _Closing:
             "hookline.HookManager in the script."
         )
 
-    @property
-    def _by(self) -> str:
-        return "" if self._signal is None else f"signal {self._signal.value} ({self._signal.name})"
-
     def _finish(self, folder: Path) -> None:
         """Complete ``run.json`` where the script's process could not, write the page, and say where everything is."""
         facts = read_run_json(folder)
         words = facts.get("status", "ended")
         if self._code or words == "running":  # the script left without a word, or failed afterwards
-            words = self._how_it_ended(words)
+            words = self._how_it_ended()
             facts["status"] = words.partition(" ")[0].rstrip(",")
             if self._code:
                 facts.setdefault("error", words if self._signal is not None else f"exit code {self._code}")
             write_run_json(folder, facts)
-        found = _write_page(folder) if self._run.report else None
+        found = write_page([folder]) if self._run.report else None
         self._print(f"{command_name(self._run.command)}/{folder.name} {words}{_figures(folder, facts)}")
-        for hook, told in (facts.get("hooks") or {}).items():
-            if told.get("failed") and told.get("fired"):  # one that never fired was not attached
-                times = "once" if told["failed"] == 1 else f"{told['failed']} times"
-                became = _AFTER_ERROR[self._run.hooks.on_error]
-                self._print(f"the hook {hook} raised {times} and {became}: its metrics are incomplete.", always=True)
-        names = {"report": "report.html"} if found is not None else {}
-        for label, name in {**names, "records": LOG, **self._run.sinks.files(STRATEGY)}.items():
-            path = folder / name
-            if path.exists():
-                shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-                self._print(f"{label:<13}{shown}", prefix="  ")
+        for line in failed_hooks(self._run, folder):
+            self._print(line, always=True)
+        for label, path in files_of(self._run, folder, STRATEGY, has_page=found is not None).items():
+            shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+            self._print(f"{label:<13}{shown}", prefix="  ")
         for line in found or ():
             self._print(line)
+        for name, why in (facts.get("silent") or {}).items():
+            self._print(f"the hook {name} has not fired: {why}.", always=True)
+        if not self._code:  # one that was broken off may still become long
+            self._advise(facts.get("reports") or 0, (facts.get("result") or {}).get("steps") or 0)
 
-    def _how_it_ended(self, told: str) -> str:
-        """Return the status in words, the status first; ``told`` is what the script's process has written of it."""
+    def _how_it_ended(self) -> str:
+        """Return the status in words, the status first."""
         if self._code == 0:
             return "finished"
-        if self._signal is None or told == "failed":
+        if self._signal is None:
             return "failed"
         return f"stopped by {self._signal.name}" if self._signal in _STOPS else f"failed, by {self._by}"
 
-    def _advise(self, reports: int, steps: int, loop: str) -> None:
+    def _advise(self, reports: int, steps: int) -> None:
         """Tell how to get more reports, if there were too few to judge a curve by."""
-        if 0 < reports < _ENOUGH and steps >= _ENOUGH:
-            why = ", at the ends of epochs" if loop == "epoch" else ""
-            made = f"{reports} report{'s' * (reports != 1)} in {steps} steps{why}"
+        if 0 < reports < _ENOUGH <= steps:
             every = max(steps // (2 * _ENOUGH), 1)
+            made = f"{counted(reports, 'report')} in {steps} steps"
             self._print(f"{made}; for curves that can be judged: --snapshot-every {every}.")
 
     def _print(self, text: str, *, prefix: str = "hookline: ", always: bool = False) -> None:
@@ -275,14 +252,3 @@ def _figures(folder: Path, facts: dict[str, Any]) -> str:
     entries = read_log(folder) if (folder / LOG).exists() else ()
     logged = [entry.step for entry in entries if isinstance(entry, Record) and entry.step is not None]
     return f": {max(logged) + 1} steps in the log" if logged else ""
-
-
-def _write_page(folder: Path) -> list[str] | None:
-    """Write the page of a run; return what was found, None without a page. The script has ended well or not anyway."""
-    try:
-        from hookline.report.report_page import write_page
-
-        return write_page([folder]).found
-    except Exception as error:
-        print(f"hookline: no report.html: {type(error).__name__}: {error}", file=sys.stderr)
-    return None

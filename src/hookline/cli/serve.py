@@ -18,7 +18,6 @@ from hookline.cli.main import DONE, FAILED
 from hookline.cli.screen import messages
 from hookline.errors import OptionError
 from hookline.runs.flags import Show, parse
-from hookline.runs.spec_files import NO_HOOKS, specs_of_file
 
 if TYPE_CHECKING:
     from hookline.serve.http.http_settings import Settings
@@ -104,8 +103,7 @@ def serve(arguments: Sequence[str]) -> int:
 
     need_packages()
     with messages():
-        settings_file, specs = _files(options)
-        model = _model_path(options, settings_file)
+        model, specs = _model_and_specs(options)
         settings = _settings(options, model)
         maker = _maker(options, model, specs)
         ended_well = Server(maker, settings, host=options.host, port=options.port).serve()
@@ -115,27 +113,22 @@ def serve(arguments: Sequence[str]) -> int:
 # -- flags -----------------------------------------------------------------------------------------------------
 
 
-def _files(options: ServeOptions) -> tuple[dict[str, Any], list[Any]]:
-    """Return the other settings of the server's file, and the specs of both files."""
+def _model_and_specs(options: ServeOptions) -> tuple[Path, list[Any]]:
+    """Return where the model is, and the hooks of both files."""
+    from hookline.runs.spec_files import NO_HOOKS, specs_of_file
     from hookline.sglang.server_args import ServerArgs
 
-    specs: list[Any] = []
-    others: dict[str, Any] = {}
+    model, specs = options.model, []
     if options.server_args is not None:
         args = ServerArgs.from_file(options.server_args)
-        specs, others = args.hook_specs(), args.others
+        model, specs = model or args.others.get("model_path"), args.hook_specs()
         if args.enable_hooks and not args.hooks:
             logger.warning(NO_HOOKS)
+    if not model:
+        raise OptionError("hookline serve needs a model: hookline serve --model PATH.")
     if options.hooks is not None:
         specs = [*specs, *specs_of_file(options.hooks)]
-    return others, specs
-
-
-def _model_path(options: ServeOptions, others: dict[str, Any]) -> Path:
-    given = options.model or others.get("model_path")
-    if not given:
-        raise OptionError("hookline serve needs a model: hookline serve --model PATH.")
-    return Path(str(given)).expanduser()
+    return Path(str(model)).expanduser(), specs
 
 
 def _settings(options: ServeOptions, model: Path) -> Settings:

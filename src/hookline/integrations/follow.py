@@ -121,7 +121,12 @@ def follow(
     )
     parts = {"scheduler": scheduler, "scaler": scaler, "loader": loader, "loss_fn": loss_fn}
     parts |= {"scheduler_per": scheduler_per, "accumulate": accumulate}
-    return Follow(host, model, optimizer, parts, run_context, closes_sinks=manager is None)
+    try:
+        return Follow(host, model, optimizer, parts, run_context, closes_sinks=manager is None)
+    except BaseException:
+        if manager is None:
+            host.manager.close()  # nobody else can
+        raise
 
 
 class Follow:
@@ -197,6 +202,10 @@ class Follow:
     def when_closed(self, act: Callable[[], None]) -> None:
         """Call ``act`` when this is closed: what was attached elsewhere for its sake comes off with it."""
         self._at_close.append(act)
+
+    def note(self, **facts: Any) -> None:
+        """Write more about the run into ``run.json``, if it has one."""
+        self._host.note(**facts)
 
     def take_over(self, latest: LoaderPass | None, losses: BackwardLosses | None) -> None:
         """Take over what was noted before this was made: the pass under way over its loader, and the losses."""

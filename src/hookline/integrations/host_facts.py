@@ -1,6 +1,6 @@
 """Tell what a run is made with that hookline does not own: the script and its arguments, model, optimizer, autocast.
 
-`HostRun` and `script_session` write it into ``run.json``. It imports nothing that reads flags, which would take 0.4 s
+`HostRun` writes it into ``run.json``. It imports nothing that reads flags, which would take 0.4 s
 of 0.84 s at the first step of a script.
 """
 
@@ -28,12 +28,22 @@ if TYPE_CHECKING:
     from hookline.lifecycle.manager import HookManager
     from hookline.training.run import Run
 
-__all__ = ["AutocastNoted", "HostNotes", "arguments_by_name", "host_facts", "script_name"]
+__all__ = ["AutocastNoted", "HostNotes", "arguments_by_name", "command_name", "host_facts", "script_name"]
 
 
 def script_name() -> str:
     """Return what the script of this process is called."""
     return Path(sys.argv[0]).stem or "run"
+
+
+def command_name(command: Sequence[str]) -> str:
+    """Return the name of the script in a command: of the first Python file, of the module, or of the program."""
+    for place, word in enumerate(command):
+        if word.endswith(".py"):
+            return Path(word).stem
+        if word == "-m" and place + 1 < len(command) and not command[place + 1].startswith("torch."):
+            return command[place + 1].rpartition(".")[2]
+    return Path(command[0]).name
 
 
 def host_facts(model: nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -92,16 +102,33 @@ class HostNotes:
             self._notes.begin({**host_facts(model, optimizer), **name})
             self._autocast = AutocastNoted(self._notes.add)
 
+    def add(self, **facts: Any) -> None:
+        """Write more about the run."""
+        if self._notes is not None:
+            self._notes.add(**facts)
+
     def end(self, run: Run, error: BaseException | None) -> None:
         """Write how it ended."""
         notes, self._notes = self._notes, None
         if notes is None or self._autocast is None:
             return
         self._autocast.remove()
+        notes.add(silent=_why_silent(self._manager))
         status = "finished" if error is None else "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         loss = None if run.loss is None else float(run.loss)
-        result = LoopResult(run.num_epochs, run.num_steps, stopped_early=False, loss=loss)
+        result = LoopResult(run.num_epochs, run.step + 1, stopped_early=False, loss=loss)
         notes.end(status, time.perf_counter() - self._began, result=result, error=error)
+
+
+def _why_silent(manager: HookManager) -> dict[str, str]:
+    """Return the hooks that have not fired, and when they are due; not those that raised or were left out."""
+    plan = manager.plan()
+    told = {*manager.hook_errors, *plan.left_out}
+    found = {}
+    for name in (name for name in manager.hooks if not manager.fired[name] and name not in told):
+        due = [f"{row.point}, {row.when}" if row.when else row.point for row in plan.rows if row.hook == name]
+        found[name] = f"it is due at {' and '.join(due)}"
+    return found
 
 
 class AutocastNoted:

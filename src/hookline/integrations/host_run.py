@@ -189,7 +189,7 @@ class HostRun:
         is_in_step, self._in_epoch, self._in_step = self._in_step, False, False
         self._leave_phase()
         opened.callback(self.held.release)
-        opened.callback(self._notes.end, run, error)
+        opened.callback(self._end_notes, run, error)
         if error is not None:
             self._reports.end_failed_run(run, error, is_in_step=is_in_step)
             opened.__exit__(type(error), error, error.__traceback__)
@@ -197,6 +197,14 @@ class HostRun:
         with opened:
             if report:
                 self._reports.end_run(run, is_in_step=is_in_step)
+
+    def _end_notes(self, run: Run, error: BaseException | None) -> None:
+        self.note(reports=self._snapshots.count(run.step + 1 if self._loop == "step" else run.num_epochs))
+        self._notes.end(run, error)
+
+    def note(self, **facts: Any) -> None:
+        """Write more about the run into ``run.json``, if it has one."""
+        self._notes.add(**facts)
 
     def close(self) -> None:
         """End the run, if one is under way, and close the sinks. May be called again."""

@@ -61,8 +61,8 @@ class Option(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """How it is written."""
-        return f"--{self.name.replace('_', '-')}"
+        """How it is written; a word that is given by its place has no dashes."""
+        return self.name if self.show.is_word else f"--{self.name.replace('_', '-')}"
 
 
 # -- the flags there are ---------------------------------------------------------------------------------------

@@ -202,7 +202,6 @@ class Session:
             self._shown.say(_left_at_once(folder))
             raise
         self._shown.say_what_is_missing()
-        self._say_what_failed(manager)
         status = "stopped" if getattr(result, "interrupted", None) else "finished"
         seconds = time.perf_counter() - began
         notes.end(status, seconds, result=result)
@@ -218,14 +217,6 @@ class Session:
         every = _every(run.validate_checkpoints or run.save_checkpoints, made.loop)
         config = _plain_config(made) | {made.unit: made.length, "seed": run.seed}
         return kind(folder, every=every, config=config, force=self._asked.how.force)
-
-    def _say_what_failed(self, manager: HookManager) -> None:
-        """Tell of hooks that raised while the run went on."""
-        off = manager.plan().left_out
-        for name, count in manager.hook_errors.items():
-            became = "was switched off" if name in off else "stayed on"
-            times = "once" if count == 1 else f"{count} times"
-            self._shown.say(f"The hook {name} raised {times} and {became}: its metrics are incomplete.")
 
 
 def _plain_config(made: RunExperiment) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 ``hookline run -- COMMAND`` puts its folder first on PYTHONPATH, so every Python that the command starts reads it, the
 workers of torchrun too. It imports nothing of its own accord: when the script has imported torch, `FirstStep` waits for
-a step of an optimizer, and hands over to ``hookline.cli.script_session`` there.
+a step of an optimizer, and hands over to ``hookline.integrations.script_run`` there.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _begin(optimizer: Any, first: Any) -> bool:
     from time import perf_counter
 
     began = perf_counter()
-    from hookline.cli.script_session import begin_script
+    from hookline.integrations.script_run import begin_script
 
     return begin_script(optimizer, first, began)
 

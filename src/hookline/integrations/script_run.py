@@ -1,0 +1,151 @@
+"""Follow a script from inside: make the hooks of its run file, its folder and its log, at the first step.
+
+``sitecustomize`` of ``script_start`` calls `begin_script` in the script's process, which calls `follow`. Whatever goes
+wrong before hooks are attached is written down for ``hookline run``, and the script runs on as if nothing were there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hookline.distributed.ranks import this_rank
+from hookline.error_policy import error_text
+from hookline.errors import HooklineError, HooklineWarning, NoMatchError
+from hookline.integrations.follow import Follow, follow
+from hookline.integrations.host_facts import command_name
+from hookline.integrations.host_manager import recorder_of
+from hookline.integrations.model_of_optimizer import find_model, find_scaler
+from hookline.integrations.process_end import at_sigterm, error_of_process
+from hookline.plain import to_plain
+from hookline.runs.build import build
+from hookline.runs.folder import LOG, STRATEGY, new_folder, read_run_json, write_run_json
+from hookline.runs.read import read_file
+from hookline.specs.apply_specs import register_hooks
+from hookline.when import HookPoint
+
+if TYPE_CHECKING:
+    from hookline.integrations.first_step import FirstStep
+
+__all__ = ["begin_script"]
+
+_FLUSH_EVERY: Final = 50
+"""Steps: what a script loses at most when it is killed."""
+_NUMBERS: Final = itertools.count()
+
+
+def begin_script(optimizer: Any, first: FirstStep, began: float) -> bool:
+    """Follow the script of this process from the step that ``optimizer`` makes now.
+
+    Args:
+        optimizer: One that makes a step.
+        first: Knows what came before it.
+        began: When this was asked for, by ``time.perf_counter``: modules had to be imported since.
+
+    Returns:
+        Whether the wait is over. An optimizer whose parameters no module has, a temperature that is tuned say, is not
+        what the script trains: the next one that makes a step is asked.
+    """
+    try:
+        model = find_model(optimizer).model
+    except NoMatchError as error:
+        _note("failed", str(error))
+        return False
+    for path in _notes(f"{os.getpid()}.*failed"):  # of an optimizer before this one
+        path.unlink()
+    script = None
+    try:
+        script = _ScriptRun()
+        script.follow(model, optimizer, first, began)
+    except Exception as error:
+        _tell_not_attached(str(error) if isinstance(error, HooklineError) else error_text(error))
+        if script is not None:
+            script.give_up(error)
+    return True
+
+
+class _ScriptRun:
+    """The run of a script, in one of its processes, as the run file asks for it."""
+
+    def __init__(self) -> None:
+        self._asked = read_file(os.environ["HOOKLINE_RUN"], of_script=True)
+        self._name = command_name(self._asked.command)
+        self._built = build(self._asked)
+        self._folder: Path | None = None
+        """Where records go; None on ranks over 0, which write nothing."""
+        if this_rank() == 0:
+            self._folder = new_folder(Path(self._asked.output_dir), self._name, STRATEGY)
+
+    def follow(self, model: Any, optimizer: Any, first: FirstStep, began: float) -> None:
+        """Follow the loop, in the middle of its first step."""
+        asked, built, folder, every = self._asked, self._built, self._folder, self._asked.snapshot_every
+        _note("followed", str(folder or ""))
+        context = {"strategy": STRATEGY, "experiment_name": self._name, "output_dir": asked.output_dir}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Hook .* (could not be started|excluded)", HooklineWarning)  # told below
+            run = follow(
+                model,
+                optimizer,
+                [*built.hooks, *recorder_of(built.hooks)],  # on all ranks, which have the same hooks
+                sinks=[] if folder is None else built.make_sinks(),
+                log=None if folder is None else folder / LOG,
+                loader=first.loader,
+                scaler=find_scaler(),
+                loop=None if every is None else "step" if every else "epoch",
+                snapshot_every=every or None,
+                flush_every=_FLUSH_EVERY,
+                run_context=context if folder is None else context | {"run_dir": str(folder)},
+                **built.options,
+            )
+        first.hand_over(run)
+        for name, why in run.manager.plan().left_out.items():
+            _tell_not_attached(f"the hook {name}: {why}")
+        for spec in built.specs:  # one by one: if a factory raises, the others are on
+            try:
+                run.when_closed(register_hooks(model, [spec]).remove)
+            except Exception as error:
+                _tell_not_attached(f"the spec {spec.name}: {error_text(error)}")
+        at_sigterm(lambda: _end_by_signal(run))
+        options = to_plain(asked.model_dump(exclude_unset=True))
+        told = {"name": asked.name, "options": options, "command": asked.command}
+        run.note(**told, set_up_seconds=time.perf_counter() - began)
+
+    def give_up(self, error: Exception) -> None:
+        """Write that the run was not followed: the script goes on without hooks."""
+        if self._folder is not None:
+            told = {"experiment": self._name, "status": "failed", "error": error_text(error)}
+            write_run_json(self._folder, read_run_json(self._folder) | told)
+
+
+def _end_by_signal(run: Follow) -> None:
+    """Write everything: no other rank is waited for, since torchrun sends the signal when one has died."""
+    error = KeyboardInterrupt("The process was ended by SIGTERM, as torchrun does when another rank has ended.")
+    if run.manager.ranks.is_lost:  # it is ending by an error already, and waits for a word of the others
+        told = {"run/error": error_text(error_of_process() or error)}
+        run.manager.emit_metrics(told, run.epoch_of_step, HookPoint.POST_STEP)
+    run.__exit__(KeyboardInterrupt, error, None)
+
+
+# -- what the process that started the script is told ------------------------------------------------------------
+
+
+def _tell_not_attached(text: str) -> None:
+    """Say at once what is not measured: the script may run for a night. It is said again at its end."""
+    print(f"hookline: not attached: {text}", file=sys.stderr, flush=True)
+    _note("failed", text)
+
+
+def _note(what: str, text: str) -> None:
+    """Write down how far this process came, for the one that started the script."""
+    folder = Path(os.environ["HOOKLINE_RUN_NOTES"])
+    if folder.is_dir():
+        (folder / f"{os.getpid()}.{next(_NUMBERS)}.{what}").write_text(text, encoding="utf-8")
+
+
+def _notes(pattern: str) -> list[Path]:
+    return list(Path(os.environ["HOOKLINE_RUN_NOTES"]).glob(pattern))
