@@ -18,7 +18,7 @@ from hookline.when import HookPoint, StepSchedule, validate_points
 if TYPE_CHECKING:
     from hookline.lifecycle.hook import TrainingHook, Window
 
-__all__ = ["Plan", "PlanQueries", "PlanRow", "PlannedHook", "PointHooks", "make_plan", "split_roles"]
+__all__ = ["Plan", "PlanQueries", "PlanRow", "PlannedHook", "PointHooks", "is_pure", "make_plan", "split_roles"]
 
 _ALWAYS: Final = (None, None)
 """The window that is open at both ends."""
@@ -43,11 +43,8 @@ class PlannedHook:
     """The first and last epoch, or step."""
     schedule: Any
     """The steps at which it is due; None: all."""
-
-    @property
-    def scope(self) -> str:
-        """``"observes"``, or what the intervention declares that it may change."""
-        return str(getattr(self.hook, "scope", "")) if self.intervenes else "observes"
+    scope: str
+    """``"observes"``, or what the intervention declares that it may change."""
 
     def is_due_at(self, step: int) -> bool:
         """Return whether its schedule has that step."""
@@ -62,7 +59,7 @@ class PlannedHook:
 class PointHooks:
     """The hooks of one point, in the order they run: those that observe, then those that intervene."""
 
-    __slots__ = ("hooks", "is_scheduled", "is_windowed", "needs_reference", "next_due", "parts", "point")
+    __slots__ = ("hooks", "is_pure", "is_scheduled", "is_windowed", "next_due", "parts", "point")
 
     def __init__(self, hooks: Sequence[PlannedHook]) -> None:
         self.hooks = tuple(hooks)
@@ -71,7 +68,7 @@ class PointHooks:
         """Those that observe, and those that intervene."""
         self.is_scheduled = any(planned.schedule is not None for planned in hooks)
         self.is_windowed = any(planned.window != _ALWAYS for planned in hooks)
-        self.needs_reference = any(planned.hook.needs_reference_weights for planned in hooks)
+        self.is_pure = is_pure(hooks)
         self.next_due = -2
         """No step before this one is due, so that most firings cost one comparison; -2 is before the first."""
 
@@ -89,6 +86,11 @@ class PointHooks:
 def split_roles(hooks: tuple[PlannedHook, ...]) -> tuple[tuple[PlannedHook, ...], tuple[PlannedHook, ...]]:
     """Return those of ``hooks`` that observe, and those that intervene."""
     return tuple(h for h in hooks if not h.intervenes), tuple(h for h in hooks if h.intervenes)
+
+
+def is_pure(hooks: Iterable[PlannedHook]) -> bool:
+    """Return whether all `hooks` observe, and promise to draw no random number."""
+    return all(planned.hook.pure and not planned.intervenes for planned in hooks)
 
 
 def _next_due(schedule: Any, step: int) -> int:
@@ -310,15 +312,16 @@ def _checked_window(name: str, point: Any, window: Any) -> Window:
 
 
 def _planned(name: str, hook: TrainingHook, point: HookPoint, window: Window) -> PlannedHook:
-    intervenes = isinstance(hook, InterventionHook) and (
-        hook.intervention_points is None or point in validate_points(hook.intervention_points)
-    )
+    scope = "observes"
+    if isinstance(hook, InterventionHook):
+        is_here = hook.intervention_points is None or point in validate_points(hook.intervention_points)
+        scope = hook.scope if is_here else scope
     schedule = hook.step_schedule
     if schedule is not None and not callable(getattr(schedule, "is_active", None)):
         raise OptionError(f"step_schedule of hook {name!r} is a StepSchedule; got {schedule!r}.")
     if not isinstance(hook.priority, int | float):
         raise OptionError(f"priority of hook {name!r} is a number; got {hook.priority!r}.")
-    return PlannedHook(hook, name, point, intervenes, window, schedule if point.is_step else None)
+    return PlannedHook(hook, name, point, scope != "observes", window, schedule if point.is_step else None, scope)
 
 
 # -- order ------------------------------------------------------------------------------------------------------
