@@ -26,10 +26,9 @@ from hookline.errors import GuardError, Hint, HooklineWarning, HookNameError, Li
 from hookline.guard.guard import Guard, GuardReceipt
 from hookline.guard.loaders import generators_of_loader
 from hookline.guard.rng import hook_rng, kept_rng, restart_hook_stream
-from hookline.lifecycle.context import RunDataContext
+from hookline.lifecycle.context import CheckpointProfiler, RunDataContext
 from hookline.lifecycle.output import RECORDER, MetricOutput, add_metrics, copy_metric, make_fan_out
 from hookline.lifecycle.plan import PlannedHook, PlanQueries, PointHooks, is_pure, make_plan, split_roles
-from hookline.lifecycle.profiler import CheckpointProfiler
 from hookline.lifecycle.ranks import OneProcess, join_ranks
 from hookline.lifecycle.reference import ReferenceWeights
 from hookline.lifecycle.registry import HookRegistry, choose_hooks

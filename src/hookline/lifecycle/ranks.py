@@ -222,7 +222,6 @@ class RankSync(OneProcess):
             raised = error
         agreed = self.meet(raised, what)
         if agreed is not None:
-            self.agreed_error = agreed
             raise agreed
 
     def meet(self, error: BaseException | None, what: str) -> BaseException | None:
@@ -236,10 +235,11 @@ class RankSync(OneProcess):
                 raise
             return error  # others wait somewhere else, and learn of it when this rank ends
         failed = {rank: text for rank, text in enumerate(said) if text is not None}
-        if not failed or error is not None:
-            return error
-        told = "; ".join(f"rank {rank} failed with {text}" for rank, text in failed.items())
-        return RankError(f"{what}: {told}", ranks=tuple(failed))
+        if failed and error is None:
+            told = "; ".join(f"rank {rank} failed with {text}" for rank, text in failed.items())
+            error = RankError(f"{what}: {told}", ranks=tuple(failed))
+        self.agreed_error = error
+        return error
 
     # -- from step to step, and the end ----------------------------------------------------------------------------
 

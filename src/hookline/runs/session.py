@@ -34,8 +34,8 @@ from hookline.runs.run_observers import TrajectoryHook, ValidatedCheckpoints
 from hookline.training.checkpoints import Checkpoints, lock_folder
 
 if TYPE_CHECKING:
+    from hookline.lifecycle.context import CheckpointProfiler
     from hookline.lifecycle.manager import HookManager
-    from hookline.lifecycle.profiler import CheckpointProfiler
     from hookline.runs.read import Asked
 
 __all__ = ["Ended", "Session"]
