@@ -228,29 +228,23 @@ class PlanQueries:
         """Return whether any hook intervenes at one of these points; if not, no ``model_ctx`` is needed there."""
         return any(planned.intervenes for planned in self._plan.hooks_at(points, epoch))
 
-    def needs_grad_accumulation(self) -> bool:
-        """Return whether any hook has ``needs_grads``."""
-        return self._plan.needs("needs_grads")
-
-    def needs_grad_accumulation_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
-        """Return whether a hook at one of these points has ``needs_grads``."""
+    def needs_grad_accumulation(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether a hook at one of these points, or at any if none is given, has ``needs_grads``."""
         return self._plan.needs("needs_grads", *points, epoch=epoch)
 
-    def needs_pre_epoch_state(self) -> bool:
-        """Return whether any hook has ``needs_pre_epoch_state``."""
-        return self._plan.needs("needs_pre_epoch_state")
+    needs_grad_accumulation_at = needs_grad_accumulation
 
-    def needs_pre_epoch_state_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
-        """Return whether a hook at one of these points has ``needs_pre_epoch_state``."""
+    def needs_pre_epoch_state(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether a hook at one of these points, or at any if none is given, has ``needs_pre_epoch_state``."""
         return self._plan.needs("needs_pre_epoch_state", *points, epoch=epoch)
 
-    def needs_prev_step_grads(self) -> bool:
-        """Return whether any hook has ``needs_prev_step_grads``."""
-        return self._plan.needs("needs_prev_step_grads")
+    needs_pre_epoch_state_at = needs_pre_epoch_state
 
-    def needs_prev_step_grads_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
-        """Return whether a hook at one of these points has ``needs_prev_step_grads``."""
+    def needs_prev_step_grads(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether a hook at one of these points, or at any if none is given, has ``needs_prev_step_grads``."""
         return self._plan.needs("needs_prev_step_grads", *points, epoch=epoch)
+
+    needs_prev_step_grads_at = needs_prev_step_grads
 
     def needs_prev_step_grads_this_step(self, epoch: int | None = None) -> bool:
         """Return whether a hook that is due at this step has ``needs_prev_step_grads``."""

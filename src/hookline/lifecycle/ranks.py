@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.distributed.channels import connections, reaching, stop_reaching
@@ -58,8 +57,10 @@ class OneProcess:
     """Why metrics are of this rank alone from here on."""
     agreed_error: BaseException | None = None
     """The error by which all ranks end at the same place, if there is one: they can still reach each other."""
-    failures: Mapping[str, Mapping[int, str]] = MappingProxyType({})
-    """What hooks raised, in words, by hook and rank, once all ranks know of it; whoever reads it empties it."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, dict[int, str]] = {}
+        """What hooks raised, in words, by hook and rank, once all ranks know of it; whoever reads it empties it."""
 
     @property
     def agreed_signal(self) -> str | None:
@@ -80,7 +81,14 @@ class OneProcess:
 
     def together(self, what: str, act: Callable[[], None]) -> None:
         """Do something that may fail on one rank alone, and raise on all if it does."""
-        act()
+        error: BaseException | None = None
+        try:
+            act()
+        except Exception as raised:
+            error = raised
+        error = self.meet(error, what)
+        if error is not None:
+            raise error
 
     def meet(self, error: BaseException | None, what: str) -> BaseException | None:
         """Wait for all ranks after something that each did; return this rank's error, or one that names who failed."""
@@ -136,6 +144,7 @@ class RankSync(OneProcess):
     is_single = False
 
     def __init__(self, rule_of: Callable[[str], str], hooks: Sequence[str] = ()) -> None:
+        super().__init__()
         self._rule_of, self._hooks = rule_of, hooks
         self.rank, self.size = this_rank(), rank_count()
         self._connections = connections() if is_distributed() else None
@@ -185,11 +194,9 @@ class RankSync(OneProcess):
             return [value]
         self._agreed_signal = self._agreed_signal or next((signal for *_, signal in said if signal), None)
         self._held = {}
-        known = {hook: dict(texts) for hook, texts in self.failures.items()}
         for rank, (_, held, _) in enumerate(said):
             for hook, text in held.items():
-                known.setdefault(hook, {})[rank] = text
-        self.failures = known
+                self.failures.setdefault(hook, {})[rank] = text
         return [each for each, *_ in said]
 
     def gather(self, value: Any, what: str) -> list[Any]:
@@ -212,17 +219,6 @@ class RankSync(OneProcess):
     def hold(self, hook: str, text: str) -> None:
         """Tell the other ranks, when they exchange something next, what a hook raised; the first counts."""
         self._held.setdefault(hook, text)
-
-    def together(self, what: str, act: Callable[[], None]) -> None:
-        """Do something that may fail on one rank alone, and raise on all if it does."""
-        raised: BaseException | None = None
-        try:
-            act()
-        except Exception as error:
-            raised = error
-        agreed = self.meet(raised, what)
-        if agreed is not None:
-            raise agreed
 
     def meet(self, error: BaseException | None, what: str) -> BaseException | None:
         """Wait for all ranks after something that each did; return this rank's error, or one that names who failed."""
