@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -98,8 +97,8 @@ def fails_on_one_rank() -> dict[str, Any]:
                 warnings.simplefilter("always")
                 weights, manager, _, ended = trained(kind, [Ahead(fails_on=1)], on_error=policy)
             off = "ahead" in manager.plan().left_out
-            told = {who for one in caught for who in re.findall(r" on (ranks? [\d, ]+)\.$", str(one.message))}
-            found[f"{kind} {policy}"] = {"same": weights == without, "ended": ended, "off": off, "told": sorted(told)}
+            told = any("rank 1 failed with ValueError" in str(one.message) for one in caught)
+            found[f"{kind} {policy}"] = {"same": weights == without, "ended": ended, "off": off, "told": told}
         _, manager, _, ended = trained(kind, [Ahead(fails_on=1)])
         found[f"{kind} raise"] = {"ended": ended, "step": manager.global_step}
     return found

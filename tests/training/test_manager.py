@@ -17,10 +17,9 @@ from hookline.errors import (
     MetricError,
     OptionError,
 )
-from hookline.lifecycle.hook import TrainingHook
+from hookline.lifecycle.hook import TrackerHook, TrainingHook
 from hookline.lifecycle.manager import HookManager
 from hookline.lifecycle.output import record
-from hookline.lifecycle.trackers import TrackerHook
 from hookline.metta.trackers import ReLUActivationState
 from hookline.observe.watch.watch import watch
 from hookline.sinks.memory_sink import MemorySink

@@ -22,6 +22,8 @@ from hookline.records.readers import FanOut
 from hookline.records.sink import MetricSink, Record
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.sinks.memory_sink import MemorySink
+from hookline.testing import small_experiment
+from hookline.training import Checkpoints, epoch_loop
 from hookline.when import HookPoint
 
 PRE_STEP, POST_STEP, POST_EPOCH, SNAPSHOT = (
@@ -269,3 +271,19 @@ def test_the_comparison_of_runs_sees_what_a_sink_could_do(tmp_path):
     with HookManager(hooks=watching(), log=tmp_path / "records.jsonl") as manager:
         spoiled = train(observed(manager, spoil=lambda: torch.rand(1)), steps=24)
     assert "weight 0.weight" in differences(train(plain_step, steps=24), spoiled)
+
+
+def test_each_of_two_loops_has_its_log_beside_its_checkpoints(tmp_path):
+    """Also where one manager serves both; a log that the manager was given takes both."""
+    own, given = HookManager(hooks=hooks(), sinks=[Keeps()]), HookManager(hooks=hooks(), log=tmp_path / "all.jsonl")
+    for name, manager in {"own": own, "given": given}.items():
+        for number, epochs in enumerate((1, 2)):
+            folder = tmp_path / f"{name} {number}"
+            epoch_loop(small_experiment(), epochs=epochs, manager=manager, checkpoints=Checkpoints(folder))
+        manager.close()
+    epochs = [
+        [entry.epoch for entry in read_log(tmp_path / f"own {number}" / "records.jsonl") if isinstance(entry, Record)]
+        for number in range(2)
+    ]
+    assert [sorted(set(found)) for found in epochs] == [[0], [0, 1]]
+    assert not list(tmp_path.glob("given */records.jsonl"))

@@ -17,7 +17,6 @@ from hookline.integrations.followed_loop import FollowedLoop
 from hookline.integrations.host_manager import check_options
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.process_end import at_process_end, error_of_process
-from hookline.lifecycle.trackers import tell_watches
 from hookline.messages import type_name
 from hookline.sites.optimizers.optimizer_wrappers import checked_optimizer, unwrap_optimizer
 from hookline.when import HookPoint
@@ -157,7 +156,8 @@ class Follow:
         optimizers = _unwrapped(optimizer)
         host.tells_phase = False
         host.begin_run(model, optimizers[0], run_context=run_context, **parts)
-        tell_watches(host.manager.hooks.values(), optimizers)
+        for hook in host.manager.hooks.values():
+            hook.count_steps_of(optimizers)
         self._loop = FollowedLoop(host, model, optimizers, parts.get("scaler"))
         try:
             self._loop.attach(parts.get("loader"))

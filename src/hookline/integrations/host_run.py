@@ -22,7 +22,6 @@ from hookline.integrations.host_facts import HostNotes
 from hookline.integrations.host_manager import check_options, make_manager
 from hookline.integrations.host_state import check_state, load_state, save_state
 from hookline.integrations.snapshot_steps import OFTEN_AT_FIRST, SnapshotSteps, StepReports, can_count_steps
-from hookline.lifecycle.trackers import tell_reports
 from hookline.messages import caller_stacklevel
 from hookline.phases import in_phase
 from hookline.training.experiment import whole_number
@@ -108,7 +107,8 @@ class HostRun:
             every = SnapshotSteps(whole_number("snapshot_every", every, 0))
         self._snapshots = every
         if loop == "step" and every.every:
-            tell_reports(self.manager.hooks.values(), every)
+            for hook in self.manager.hooks.values():
+                hook.look_at_reports(every)
         self._notes = HostNotes(self.manager, is_own=manager is None)
         self._reports = StepReports(every if loop == "step" else SnapshotSteps(0))
         self._capabilities = {capabilities} if isinstance(capabilities, str) else set(capabilities)

@@ -21,7 +21,6 @@ from hookline.integrations.host_manager import check_callback, check_once, hook_
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.method_listeners import Listener, listen
 from hookline.lifecycle.states import copied
-from hookline.lifecycle.trackers import tell_watches
 from hookline.messages import caller_stacklevel
 from hookline.phases import phase
 
@@ -169,7 +168,8 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
             run_context=self._run_context(trainer),
         )
         # All of them: with manual optimization there may be several.
-        tell_watches(self.manager.hooks.values(), trainer.optimizers)
+        for hook in self.manager.hooks.values() if trainer.optimizers else ():
+            hook.count_steps_of(trainer.optimizers)
         self._handles = [optimizer.register_step_post_hook(self._note_step) for optimizer in trainer.optimizers]
         if not is_automatic:
             listener = Listener(self._note_backward, _do_nothing, _do_nothing)

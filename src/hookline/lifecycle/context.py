@@ -1,4 +1,4 @@
-"""Show a hook the state of the run: one frozen object per firing.
+"""Show a hook the state of the run: one frozen object per firing, with a profiler for timing its parts.
 
 The loops (or users) make a `RunDataContext` when a hook is due; ``compute`` and ``intervene`` read it.
 """
@@ -7,23 +7,94 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
+import torch
 from torch import Tensor
 
-from hookline.lifecycle.profiler import OFF, CheckpointProfiler
+from hookline.tables import ShownAsTable, Table
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hookline.when import HookPoint
 
-__all__ = ["Number", "RunDataContext"]
+__all__ = ["OFF", "CheckpointProfiler", "Number", "RunDataContext"]
+
+_NOTHING: Final = nullcontext()
 
 Number = float | Tensor | Callable[[], Any] | None
 """How a figure may be given: as it is, still on the device, or as something that finds it out."""
+
+
+# -- the profiler ----------------------------------------------------------------------------------------------
+
+
+class CheckpointProfiler(ShownAsTable):
+    """Time sections of code by name; print as a table, the longest first.
+
+    Recipe::
+
+        with profiler.section("svd"):
+            ...
+        print(profiler)  # or profiler.report()["svd"]["mean_ms"]
+
+    A section is timed until the device has done its work. One that raises is not counted. Sections may lie inside
+    one another; each is charged with all that happens inside it.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        """Whether sections are timed."""
+        self._counts: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def section(self, name: str) -> AbstractContextManager[None]:
+        """Time a block."""
+        return self._timed(name) if self.enabled else _NOTHING
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        _synchronize()
+        start = time.perf_counter()
+        yield
+        _synchronize()
+        self._counts[name] += 1
+        self._seconds[name] += time.perf_counter() - start
+
+    def report(self) -> dict[str, dict[str, float]]:
+        """Return ``count``, ``total_ms`` and ``mean_ms`` of every section, the longest first."""
+        longest = sorted(((1e3 * seconds, name) for name, seconds in self._seconds.items()), reverse=True)
+        counts = self._counts
+        return {n: {"count": counts[n], "total_ms": total, "mean_ms": total / counts[n]} for total, n in longest}
+
+    def reset(self) -> None:
+        """Start anew."""
+        self._counts.clear()
+        self._seconds.clear()
+
+    def _table(self) -> Table:
+        rows = [
+            (name, f"{t['count']}", f"{t['total_ms']:.2f}", f"{t['mean_ms']:.3f}") for name, t in self.report().items()
+        ]
+        return Table(("section", "count", "total ms", "mean ms"), rows, numbers=(1, 2, 3), rule=False)
+
+
+OFF: Final = CheckpointProfiler(enabled=False)
+"""Times nothing."""
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
+# -- the context -----------------------------------------------------------------------------------------------
 
 
 class _WhenRead:

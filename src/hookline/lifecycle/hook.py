@@ -2,25 +2,32 @@
 
 Users and ``analyses`` derive from these classes, `HookManager` calls them. An observer has ``compute(ctx)``; an
 intervention has ``intervene(run_ctx, model_ctx)`` as well, and may change model and optimizer: everything is put back.
+A `TrackerHook` makes a hook of a tracker or watch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+from hookline.error_policy import warn_user
+from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hookline.lifecycle.context import RunDataContext
-    from hookline.when import HookPoint, StepSchedule
+    from hookline.when import StepSchedule
 
-__all__ = ["DebugInterventionHook", "InterventionHook", "LoopPoints", "MetricInfo", "Scope", "TrainingHook", "Window"]
+__all__ = [
+    "DebugInterventionHook", "InterventionHook", "LoopPoints", "MetricInfo", "Scope", "TrackerHook", "TrainingHook",
+    "Window", "is_tracker",
+]  # fmt: skip
 
 Window = tuple[int | None, int | None]
 """First and last epoch (in the step loop: step) at which a hook fires, both included; None is open."""
-LoopPoints = Mapping[str, Iterable["HookPoint"] | Mapping["HookPoint", Window]]
+LoopPoints = Mapping[str, Iterable[HookPoint] | Mapping[HookPoint, Window]]
 """For each type of loop (``"epoch"``, ``"step"``) the points of a hook, with windows if it is a mapping."""
 Scope = Literal["reads", "grads", "trains"]
 """What an intervention may change, see `hookline.guard`."""
@@ -137,6 +144,15 @@ class TrainingHook:
     def set_run_context(self, **context: Any) -> None:
         """Learn which run follows (``strategy=``, ``output_dir=``, …)."""
 
+    def count_steps_of(self, optimizers: Sequence[Any]) -> None:
+        """Learn which optimizers make the steps of the run."""
+
+    def take_scaler(self, scaler: Any) -> None:
+        """Learn what scales the losses of the run, and so its gradients; None if nothing does."""
+
+    def look_at_reports(self, reports: Any) -> None:
+        """Learn which steps are reported: those for which ``reports.is_due(step)``."""
+
     def set_reference_weights(self, reference: Mapping[str, Tensor]) -> None:
         """Take weights to compare with, by parameter; kept as ``self.reference_weights`` unless defined otherwise."""
         self.reference_weights = reference
@@ -211,3 +227,80 @@ class DebugInterventionHook(InterventionHook):
     """
 
     debug = True
+
+
+class TrackerHook(TrainingHook):
+    """Report what a tracker has counted, and reset it.
+
+    Recipe: ``HookManager(hooks=[watch])``, or ``TrackerHook(watch, name="encoder")`` if there are several.
+
+    It reports at the end of an epoch; in the step loop, at snapshots.
+    """
+
+    description = "reports a tracker or watch, then resets it"
+    hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
+    loop_points = {"epoch": {HookPoint.POST_EPOCH}, "step": {HookPoint.SNAPSHOT}}  # noqa: RUF012
+    pure = True
+
+    def __init__(self, tracker: Any, *, name: str = "") -> None:
+        self.tracker = tracker
+        self.name = name or getattr(tracker, "name", "") or type(tracker).__name__
+        self._reported: tuple[Any, int, int] | None = None
+        self._knows_model = False
+        if getattr(tracker, "budget", None) is not None:  # every decision becomes a record of the run
+            tracker.budget.tell = self._record_decision
+
+    def start(self, model: nn.Module) -> None:
+        """Warn of a watch that is on another model than the one that is trained."""
+        self._knows_model = True
+        from hookline.observe.watch.watch import Watch  # here: names of hooks are listed without importing torch
+
+        watched = self.tracker.model if isinstance(self.tracker, Watch) else model
+        if {id(module) for module in model.modules()}.isdisjoint(map(id, watched.modules())):
+            warn_user(
+                f"The watch {self.name!r} is on a {type(watched).__name__} that has no module of the "
+                f"{type(model).__name__} that is trained: it may never fire. Next: hookline.watch(model) with that one."
+            )
+
+    def count_steps_of(self, optimizers: Sequence[Any]) -> None:
+        """Let a watch count the steps of the run's optimizers, unless it was given its own."""
+        if hasattr(self.tracker, "count_steps_of"):
+            self.tracker.count_steps_of(optimizers)
+
+    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
+        """Return what was counted since the last time."""
+        if not self._knows_model and ctx.model is not None:  # a loop that does not call start()
+            self.start(ctx.model)
+        step = -1 if self.manager is None else self.manager.global_step
+        now = (ctx.hook_point, ctx.epoch, step)
+        if self._reported is not None and self._reported[0] is not now[0] and self._reported[1:] == now[1:]:
+            return None  # reported a moment ago, at the end of the same epoch: nothing has been counted since
+        metrics: Mapping[str, Any] = self.tracker.to_metrics()
+        self.tracker.reset()
+        self._reported = now
+        return metrics
+
+    def reset(self) -> None:
+        """Forget the last run."""
+        self._reported = None
+        self._knows_model = False
+        self.tracker.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the tracker, if it has one."""
+        return dict(self.tracker.state_dict()) if hasattr(self.tracker, "state_dict") else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state of the tracker, if it can."""
+        if state and hasattr(self.tracker, "load_state_dict"):
+            self.tracker.load_state_dict(state)
+
+    def _record_decision(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            if self.manager is not None:
+                self.manager.take_record(f"budget/{self.name}/{name}", value)
+
+
+def is_tracker(thing: Any) -> bool:
+    """Return whether it has ``to_metrics`` and ``reset``."""
+    return all(callable(getattr(thing, method, None)) for method in ("to_metrics", "reset"))

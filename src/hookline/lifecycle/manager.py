@@ -20,15 +20,15 @@ from threading import get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
+from hookline.distributed.ranks import rank_names
 from hookline.error_policy import ErrorPolicy, error_text, warn_user
 from hookline.errors import GuardError, Hint, HooklineWarning, HookNameError, LifecycleError, OptionError, RankError
-from hookline.guard.guard import Guard
+from hookline.guard.guard import Guard, GuardReceipt
 from hookline.guard.loaders import generators_of_loader
 from hookline.guard.rng import hook_rng, kept_rng, restart_hook_stream
-from hookline.lifecycle.context import RunDataContext
+from hookline.lifecycle.context import CheckpointProfiler, RunDataContext
 from hookline.lifecycle.output import RECORDER, MetricOutput, add_metrics, copy_metric, make_fan_out
-from hookline.lifecycle.plan import PlannedHook, PlanQueries, PointHooks, make_plan, split_roles
-from hookline.lifecycle.profiler import CheckpointProfiler
+from hookline.lifecycle.plan import PlannedHook, PlanQueries, PointHooks, is_pure, make_plan, split_roles
 from hookline.lifecycle.ranks import OneProcess, join_ranks
 from hookline.lifecycle.reference import ReferenceWeights
 from hookline.lifecycle.registry import HookRegistry, choose_hooks
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from hookline.guard.guard import GuardReceipt
     from hookline.lifecycle.hook import TrainingHook
     from hookline.records.log import RecordLog
     from hookline.records.readers import FanOut
@@ -102,7 +101,8 @@ class _Firing:
 
     point: HookPoint
     ctx: RunDataContext
-    step: int
+    step: int | None
+    """The step of the run; None before the first."""
     ranks: OneProcess
     metrics: dict[str, Any] = field(default_factory=dict)
     """What the hooks so far have returned, by ``"hook/metric"``."""
@@ -114,18 +114,7 @@ class _Firing:
     @property
     def place(self) -> str:
         """The point and the step, in words."""
-        return f"{self.point.name}, step {self.step}"
-
-    def take(self, planned: PlannedHook, found: Any) -> None:
-        """Add what a hook returned, with its name in front, unless a metric begins with one of the hook's roots."""
-        roots = planned.hook.roots
-        if found is None or not roots:
-            add_metrics(planned.name, found, self.metrics)
-            return
-        own: dict[str, Any] = {}
-        add_metrics(planned.name, found, own)
-        start = len(planned.name) + 1
-        self.metrics |= {key[start:] if key.startswith(roots, start) else key: value for key, value in own.items()}
+        return f"{self.point.name}, step {self.step or 0}"
 
 
 class HookManager(PlanQueries):
@@ -308,26 +297,29 @@ class HookManager(PlanQueries):
             return {}
 
         ctx = self._make_context(hooks.point, run_ctx)
-        firing = _Firing(hooks.point, ctx, self._global_step if self._global_step >= 0 else (ctx.step or 0), self.ranks)
-        outer = self._begin(firing, due)
+        step = self._global_step if self._global_step >= 0 else ctx.step
+        firing = _Firing(hooks.point, ctx, step, self.ranks)
+        observers, interventions = hooks.parts if due is hooks.hooks else split_roles(due)
+        if interventions or self.strict:
+            model_ctx = model_ctx() if callable(model_ctx) else model_ctx
+            interventions = self._possible(interventions, model_ctx)
+        outer = self._firing, RECORDER.manager
+        if outer[0] is not None:
+            _check_nested(outer[0], firing, due)
+        self._firing, RECORDER.manager = firing, self._self
         try:
-            with self._managed.on_device(map(_HOOK_OF, due)):
-                if hooks.needs_reference:
-                    due = tuple(planned for planned in due if self._give_reference(planned))
-                observers, interventions = hooks.parts if due is hooks.hooks else split_roles(due)
-                if interventions or self.strict:
-                    model_ctx = model_ctx() if callable(model_ctx) else model_ctx
-                    interventions = self._possible(interventions, model_ctx)
-                # A forward that a hook makes is not training, so trackers do not count it.
-                with _NOT_TRAINING, self._streams(observers, interventions, ctx):
-                    self._observe(firing, observers, model_ctx, is_before=bool(interventions))
-                    if interventions:
+            with _NOT_TRAINING:  # a forward that a hook makes is not training, so trackers do not count it
+                if self._managed.offloads or not (hooks.is_pure if due is hooks.hooks else is_pure(due)):
+                    streams = hook_rng(undone=bool(interventions), generators=generators_of_loader(ctx.loader))
+                    with self._managed.on_device(map(_HOOK_OF, due)), streams:
+                        self._observe(firing, observers, model_ctx, is_before=bool(interventions))
                         self._intervene(firing, interventions, model_ctx)
+                else:
+                    self._observe(firing, observers, model_ctx)
         except BaseException as error:
-            if not self._end(firing, outer, error):
-                raise
-        else:
-            self._end(firing, outer)
+            self._end(firing, outer, error)
+            raise
+        self._end(firing, outer)
         return dict(firing.metrics)
 
     def _find_point(self, point: HookPoint) -> PointHooks | None:
@@ -359,103 +351,77 @@ class HookManager(PlanQueries):
             raise OptionError(f"fire({point.name}, ...) was given a context of {HookPoint.of(ctx.hook_point).name}.")
         return ctx.with_profiler(self.profiler) if self.profiler.enabled else ctx
 
-    def _begin(self, firing: _Firing, due: Sequence[PlannedHook]) -> tuple[_Firing | None, Any]:
-        """Let `record` find the firing; return the one around it, and whose records were taken before."""
-        outer = self._firing, RECORDER.manager
-        if outer[0] is not None:
-            _check_nested(outer[0], firing, due)
-        self._firing, RECORDER.manager = firing, self._self
-        return outer
-
-    def _end(self, firing: _Firing, outer: tuple[_Firing | None, Any], error: BaseException | None = None) -> bool:
-        """Hand the metrics of a firing on, however it ended; return whether the run goes on after its error."""
+    def _end(self, firing: _Firing, outer: tuple[_Firing | None, Any], error: BaseException | None = None) -> None:
+        """Hand the metrics of a firing on, however it ended, and warn of what went wrong."""
         self._firing, RECORDER.manager = outer
         self._calls = firing.calls
         for call in firing.calls:
             self.fired[call.hook] += 1
             self._seconds[call.hook] += call.seconds
-        raised = error if isinstance(error, Exception) else None
-        waits = False
-        try:
-            if not firing.ranks.is_single:
-                # At a step the other ranks are training: an error of a hook waits until the ranks meet.
-                waits = self._hold(firing, raised) and firing.point.is_step
-            step = self._global_step if self._global_step >= 0 else firing.ctx.step
-            firing.metrics = self._output.take(firing.point, firing.metrics, self._position(firing.ctx), step)
-            self._settle(raised)
-        finally:
-            self._drop_disabled()
-        if error is None or (waits and raised is not None):
-            self._errors.warn_pending()
-            self.fan_out.warn_pending()
-            return True
-        return False
+        output, position = self._output, self._position(firing.ctx)
+        firing.metrics = output.take(firing.point, firing.metrics, position, firing.step)
+        if not firing.ranks.is_single:
+            self._settle(error)
+        if error is None and (self._errors.pending or output.fan_out.pending):
+            self._warn()
 
-    def _hold(self, firing: _Firing, raised: Exception | None) -> bool:
-        """Keep what hooks raised until the other ranks learn of it; return whether one did."""
-        failed = [call for call in firing.calls if call.error]
-        for call in failed:
-            text = f"{call.error.rstrip('.')} at {firing.place}"
-            firing.ranks.hold(call.hook, text, raised if call is failed[-1] else None)
-        return bool(failed)
+    def _warn(self) -> None:
+        """Warn of what went wrong in hooks and sinks; last, as a warning may raise."""
+        self._errors.warn_pending()
+        self._output.fan_out.warn_pending()
 
     # -- calling hooks -----------------------------------------------------------------------------------
 
-    def _observe(self, firing: _Firing, hooks: Sequence[PlannedHook], model_ctx: Any, *, is_before: bool) -> None:
+    def _observe(
+        self, firing: _Firing, hooks: Sequence[PlannedHook], model_ctx: Any, *, is_before: bool = False
+    ) -> None:
         """Call the observers; if it ``is_before`` interventions, wait until no rank's has raised.
 
         Interventions wait for each other, in collectives. With several ranks the others run before an error is raised:
         one of them may wait for the same hook of other ranks.
         """
         kept: BaseException | None = None
+        ctx = firing.ctx
         is_plain = not (self.strict or self.profiler.enabled)
         for planned in hooks:
             firing.current = planned
             start = perf_counter()
             try:
-                ctx = firing.ctx
+                if planned.hook.needs_reference_weights:
+                    self._reference.give(planned.hook)
                 found = planned.hook.compute(ctx) if is_plain else self._compute_checked(planned, ctx, model_ctx)
                 if found is not None:
-                    firing.take(planned, found)
+                    add_metrics(planned.name, found, firing.metrics, planned.hook.roots)
             except BaseException as error:
-                if not self._goes_on_after(error, firing, planned, _receipt(planned, perf_counter() - start)):
+                if not self._goes_on_after(error, firing, planned, perf_counter() - start):
                     if firing.ranks.is_single or not isinstance(error, Exception):
                         raise
                     kept = kept or error
+                firing.ranks.hold(planned.name, f"{error_text(error).rstrip('.')} at {firing.place}")
             else:
-                firing.calls.append(_receipt(planned, perf_counter() - start))
+                firing.calls.append(FiringReceipt(planned.name, planned.scope, perf_counter() - start))
             firing.current = None
         if is_before:
             kept = firing.ranks.meet(kept, f"observers at {firing.place}")
         if kept is not None:
             raise kept
 
-    @staticmethod
-    def _streams(
-        observers: Sequence[PlannedHook], interventions: Sequence[PlannedHook], ctx: RunDataContext
-    ) -> AbstractContextManager[None]:
-        """Return what puts random streams back; nothing if all hooks promise to draw none."""
-        if not interventions and all(planned.hook.pure for planned in observers):
-            return _NOTHING
-        return hook_rng(undone=bool(interventions), generators=generators_of_loader(ctx.loader))
-
     def _compute_checked(self, planned: PlannedHook, ctx: RunDataContext, model_ctx: Any) -> Any:
-        check = self._check(planned, ctx, model_ctx) if self.strict else _NOTHING
-        with check, self.profiler.section(planned.name):
+        with self._check(planned, ctx, model_ctx), self.profiler.section(planned.name):
             return planned.hook.compute(ctx)
 
     def _check(self, planned: PlannedHook, ctx: RunDataContext, model_ctx: Any) -> AbstractContextManager[Any]:
-        """Return what raises if an observer changes model, gradients, modes, switches or the batch.
+        """Return what raises, in strict mode, if an observer changes model, gradients, modes, switches or the batch.
 
         Random streams count for a hook that is `pure`; for others they are put back anyway.
         """
-        guard = getattr(model_ctx, "guard", None)
-        if guard is None and ctx.model is not None:
+        guard: Any = getattr(model_ctx, "guard", None)
+        if not self.strict or (guard is None and ctx.model is None):
+            return _NOTHING
+        if guard is None:
             if self._checked[0] is not ctx.model:
                 self._checked = ctx.model, Guard(ctx.model)
             guard = self._checked[1]
-        if guard is None:
-            return _NOTHING
         found: AbstractContextManager[Any] = guard.check_observers(
             planned.name, random=bool(planned.hook.pure), batch=ctx.batch_data
         )
@@ -477,16 +443,17 @@ class HookManager(PlanQueries):
 
     def _intervene(self, firing: _Firing, hooks: Sequence[PlannedHook], model_ctx: Any) -> None:
         """Save the run once, and call each intervention in it; what one did is put back before the next."""
+        if not hooks:
+            return
         guard = model_ctx.guard
         try:
-            scopes = [planned.hook.scope for planned in hooks]  # type: ignore[attr-defined]
             try:
-                guard.save(scopes, batch=(firing.ctx.batch_data, getattr(model_ctx, "batch", None)))
+                batches = firing.ctx.batch_data, getattr(model_ctx, "batch", None)
+                guard.save([planned.scope for planned in hooks], batch=batches)
             except GuardError as error:  # no hook has done anything yet, so the policy decides
                 refused = LifecycleError(f"Nothing could be put back after it: {error}")
-                for planned in hooks:
-                    if not self._goes_on_after(refused, firing, planned, _receipt(planned, 0.0)):
-                        raise
+                if not all(self._goes_on_after(refused, firing, planned) for planned in hooks):
+                    raise
                 return
             for planned in hooks:
                 self._intervene_once(firing, planned, model_ctx)
@@ -496,88 +463,67 @@ class HookManager(PlanQueries):
     def _intervene_once(self, firing: _Firing, planned: PlannedHook, model_ctx: Any) -> None:
         hook: Any = planned.hook
         firing.current = planned
-        receipt, seconds, error = None, 0.0, None
+        known, error = GuardReceipt(planned.name, planned.scope), None
         try:
-            with model_ctx.guard.protecting(planned.name, hook.scope) as receipt:
-                start = perf_counter()
-                try:
-                    with self.profiler.section(planned.name):
-                        # Before the state is put back: a metric may be a view of a weight.
-                        firing.take(planned, hook.intervene(firing.ctx, model_ctx))
-                finally:
-                    seconds = perf_counter() - start
+            if hook.needs_reference_weights:
+                self._reference.give(hook)
+            with model_ctx.guard.protecting(planned.name, planned.scope) as known, self.profiler.section(planned.name):
+                # Before the state is put back: a metric may be a view of a weight.
+                add_metrics(planned.name, hook.intervene(firing.ctx, model_ctx), firing.metrics, hook.roots)
         except BaseException as raised:
             error = raised
         error = firing.ranks.meet(error, f"intervention {planned.name!r} at {firing.place}")
-        call = _receipt(planned, seconds, receipt)
-        if error is None:
-            firing.calls.append(call)
-        elif not self._goes_on_after(error, firing, planned, call):
-            raise error
         firing.current = None
+        changes = known.touched, known.restored, known.saved_bytes
+        if error is None:
+            firing.calls.append(FiringReceipt(planned.name, planned.scope, known.seconds, *changes))
+        elif not self._goes_on_after(error, firing, planned, known.seconds, *changes):
+            raise error
 
     # -- errors of hooks ---------------------------------------------------------------------------------
 
-    def _goes_on_after(self, error: BaseException, firing: _Firing, planned: PlannedHook, call: FiringReceipt) -> bool:
-        """Note the error of a hook that was called; return whether the firing goes on."""
+    def _goes_on_after(
+        self, error: BaseException, firing: _Firing, planned: PlannedHook, seconds: float = 0.0, *changes: Any
+    ) -> bool:
+        """Count the error of a hook, and keep a warning for the end of the firing; return whether the firing goes on.
+
+        ``seconds`` and ``changes`` are those of its receipt.
+        """
+        name, text, errors = planned.name, error_text(error), self._errors
         firing.current = None
         # In words: the traceback of the error holds the context, and with it a batch.
-        firing.calls.append(call._replace(error=error_text(error)))
-        if self._handle(error, planned):
-            return True
-        note = f"Raised by the hook {planned.name!r} at {firing.place}, epoch {firing.ctx.epoch}."
-        if isinstance(error, Exception) and note not in getattr(error, "__notes__", ()):
-            error.add_note(note)  # the traceback of a class of analyses names neither hook nor step
-        return False
-
-    def _handle(self, error: BaseException, planned: PlannedHook) -> bool:
-        """Count the error of a hook, and keep a warning for the end of the firing; return whether the run goes on."""
-        goes_on = self._errors.handle(planned.name, error)
-        if goes_on and self._errors.on_error == "warn":
-            undone = "what it did is undone, " if planned.intervenes else ""
-            text = error_text(error).rstrip(".")
-            self._errors.warn_later(
-                planned.name,
-                f"Hook {planned.name!r} raised {text}; {undone}it stays on, and the run goes on.",
-                hint=Hint.LATER_FAILURES,
-            )
-        return goes_on
-
-    def _settle(self, raised: Exception | None = None) -> None:
-        """Do on every rank what the error policy says about hooks that failed on any rank, once all know of it."""
-        ranks = self._output.ranks  # not `self.ranks`: to settle is no reason to meet
-        failed = ranks.take_failures()
-        for hook, failure in failed.items():
-            if failure.ends:
-                error = raised or failure.error or RankError(failure.sentence(hook), ranks=failure.ranks)
-                ranks.agree_on(error)
-                raise error
-            if self._errors.on_error == "disable":
-                self._errors.disabled.add(hook)
-            elif ranks.rank not in failure.ranks:
-                self._errors.counts[hook] += 1
-            self._errors.warn_later(f"{hook} on other ranks", failure.sentence(hook))
-        if failed:
-            self._errors.warn_pending()
-            self._drop_disabled()
-
-    def _drop_disabled(self) -> None:
-        """Plan anew without hooks that were switched off since."""
-        if self._errors.disabled and not self._errors.disabled <= self._plan.left_out.keys():
-            self._make_plan()
-
-    def _give_reference(self, planned: PlannedHook) -> bool:
-        """Give a hook the reference weights it needs; return whether it may run."""
-        if not planned.hook.needs_reference_weights:
-            return True
-        try:
-            with kept_rng():
-                self._reference.give(planned.hook)
-        except BaseException as error:
-            if not self._handle(error, planned):
-                raise
+        call = FiringReceipt(name, planned.scope, seconds, *changes)
+        firing.calls.append(call._replace(error=text))
+        if not errors.handle(name, error):
+            note = f"Raised by the hook {name!r} at {firing.place}, epoch {firing.ctx.epoch}."
+            if isinstance(error, Exception) and note not in getattr(error, "__notes__", ()):
+                error.add_note(note)  # the traceback of a class of analyses names neither hook nor step
             return False
+        if name in errors.disabled:
+            self._make_plan()
+        else:
+            undone = "what it did is undone, " if planned.intervenes else ""
+            sentence = f"Hook {name!r} raised {text.rstrip('.')}; {undone}it stays on, and the run goes on."
+            errors.warn_later(name, sentence, hint=Hint.LATER_FAILURES)
         return True
+
+    def _settle(self, raised: BaseException | None = None) -> None:
+        """Do on every rank what the error policy says about hooks that failed on any rank, once all know of it."""
+        ranks, errors = self._output.ranks, self._errors  # not `self.ranks`: to settle is no reason to meet
+        failures, ranks.failures = ranks.failures, {}
+        for hook, texts in failures.items():
+            error = RankError(f"Hook {hook!r} raised {texts[min(texts)]} on {rank_names([*texts])}.", ranks=(*texts,))
+            if errors.on_error == "raise":
+                ranks.agreed_error = raised or error
+                raise ranks.agreed_error
+            if errors.on_error == "disable":
+                errors.disabled.add(hook)
+            elif ranks.rank not in texts:
+                errors.counts[hook] += 1
+            errors.warn_later(f"{hook} on other ranks", str(error))
+        if failures:
+            self._make_plan()
+            errors.warn_pending()
 
     # -- runs --------------------------------------------------------------------------------------------
 
@@ -602,9 +548,8 @@ class HookManager(PlanQueries):
         an error that names the rank that ended first, where this one only lost it.
         """
         found = self._output.ranks.leave(error)
-        if self._output.ranks.is_single:
-            return None
-        self._output.note(error_text(found or error), self._global_step)
+        if not self._output.ranks.is_single:
+            self._output.note(error_text(found or error), self._global_step)
         return found
 
     def start(self, model: nn.Module) -> None:
@@ -622,12 +567,13 @@ class HookManager(PlanQueries):
             if errors.on_error == "disable":
                 errors.disabled.add(name)
             errors.warn_later(f"start of {name}", f"Hook {name!r} could not be started: {text}; the run goes on.")
-            ranks.hold(name, f"{text} in start(model)", None)
-        if errors.on_error != "raise":
+            ranks.hold(name, f"{text} in start(model)")
+        if errors.on_error != "raise" and not ranks.is_single:
             ranks.reduce({}, "hooks that cannot start")
-        self._settle()
-        errors.warn_pending()
-        self._drop_disabled()
+            self._settle()
+        if failed:
+            self._make_plan()
+            errors.warn_pending()
 
     def finish(self) -> None:
         """Tell every hook that training is over; the loops of hookline do, however it ended."""
@@ -694,7 +640,8 @@ class HookManager(PlanQueries):
     def _flush(self, position: int, step: int) -> dict[str, Any]:
         flushed = self._output.flush_steps(position, step)
         self.fan_out.warn_pending()
-        self._settle()
+        if not self._output.ranks.is_single:
+            self._settle()
         return flushed
 
     def emit_metrics(self, metrics: Mapping[str, Any], step: int, point: HookPoint, *, reduced: bool = False) -> None:
@@ -767,13 +714,6 @@ class HookManager(PlanQueries):
     def _repr_html_(self) -> str:
         fired = ", ".join(f"{name} {count}" for name, count in self.fired.items()) or "none yet"
         return self._plan._table().with_foot(f"step {self._global_step}; fired: {fired}").html()
-
-
-def _receipt(planned: PlannedHook, seconds: float, known: GuardReceipt | None = None) -> FiringReceipt:
-    """Return the receipt of a hook that was called; ``known`` is what the guard knows of an intervention."""
-    if known is not None:
-        return FiringReceipt(planned.name, known.scope, seconds, known.touched, known.restored, known.saved_bytes)
-    return FiringReceipt(planned.name, planned.scope, seconds)
 
 
 def _check_nested(outer: _Firing, firing: _Firing, due: Sequence[PlannedHook]) -> None:

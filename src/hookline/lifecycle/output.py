@@ -98,7 +98,9 @@ class MetricOutput:
             if metrics:
                 self.steps.add(point, max(step or 0, 0), metrics)  # ranks exchange them when they are flushed
         elif metrics or not self.ranks.is_single:
-            metrics = self.ranks.reduce(to_host(metrics), f"metrics at {point.name}")
+            metrics = to_host(metrics)
+            if not self.ranks.is_single:
+                metrics = self.ranks.reduce(metrics, f"metrics at {point.name}")
             self._write(metrics, position, point, step)
         self.last[point] = self.last[None] = metrics
         self.position = position
@@ -235,8 +237,11 @@ def make_fan_out(sinks: Iterable[Any] | FanOut | None, log: Any, step_log: str |
 # -- values -----------------------------------------------------------------------------------------------------
 
 
-def add_metrics(hook: str, found: Any, into: dict[str, Any]) -> None:
-    """Add what `hook` returned to `into` as ``"hook/metric"``; raise for a value that no sink can write."""
+def add_metrics(hook: str, found: Any, into: dict[str, Any], roots: tuple[str, ...] = ()) -> None:
+    """Add what `hook` returned to `into`, as ``"hook/metric"`` or, if a name begins with one of `roots`, as it is.
+
+    Raise for a value that no sink can write.
+    """
     if found is None:
         return
     if type(found) is not dict and not isinstance(found, Mapping):
@@ -245,7 +250,8 @@ def add_metrics(hook: str, found: Any, into: dict[str, Any]) -> None:
         raise MetricError(f"Hook {hook!r} returned a metric by the name {wrong[0]!r}; names of metrics are strings.")
     # All or nothing: a bad metric leaves none of its neighbours behind.
     into.update({
-        f"{hook}/{name}": value if type(value) in PLAIN else copy_metric(value, hook, name)
+        name if roots and name.startswith(roots) else f"{hook}/{name}":
+            value if type(value) in PLAIN else copy_metric(value, hook, name)
         for name, value in found.items()
     })  # fmt: skip
 

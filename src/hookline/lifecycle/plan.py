@@ -18,7 +18,7 @@ from hookline.when import HookPoint, StepSchedule, validate_points
 if TYPE_CHECKING:
     from hookline.lifecycle.hook import TrainingHook, Window
 
-__all__ = ["Plan", "PlanQueries", "PlanRow", "PlannedHook", "PointHooks", "make_plan", "split_roles"]
+__all__ = ["Plan", "PlanQueries", "PlanRow", "PlannedHook", "PointHooks", "is_pure", "make_plan", "split_roles"]
 
 _ALWAYS: Final = (None, None)
 """The window that is open at both ends."""
@@ -43,11 +43,8 @@ class PlannedHook:
     """The first and last epoch, or step."""
     schedule: Any
     """The steps at which it is due; None: all."""
-
-    @property
-    def scope(self) -> str:
-        """``"observes"``, or what the intervention declares that it may change."""
-        return str(getattr(self.hook, "scope", "")) if self.intervenes else "observes"
+    scope: str
+    """``"observes"``, or what the intervention declares that it may change."""
 
     def is_due_at(self, step: int) -> bool:
         """Return whether its schedule has that step."""
@@ -62,7 +59,7 @@ class PlannedHook:
 class PointHooks:
     """The hooks of one point, in the order they run: those that observe, then those that intervene."""
 
-    __slots__ = ("hooks", "is_scheduled", "is_windowed", "needs_reference", "next_due", "parts", "point")
+    __slots__ = ("hooks", "is_pure", "is_scheduled", "is_windowed", "next_due", "parts", "point")
 
     def __init__(self, hooks: Sequence[PlannedHook]) -> None:
         self.hooks = tuple(hooks)
@@ -71,7 +68,7 @@ class PointHooks:
         """Those that observe, and those that intervene."""
         self.is_scheduled = any(planned.schedule is not None for planned in hooks)
         self.is_windowed = any(planned.window != _ALWAYS for planned in hooks)
-        self.needs_reference = any(planned.hook.needs_reference_weights for planned in hooks)
+        self.is_pure = is_pure(hooks)
         self.next_due = -2
         """No step before this one is due, so that most firings cost one comparison; -2 is before the first."""
 
@@ -89,6 +86,11 @@ class PointHooks:
 def split_roles(hooks: tuple[PlannedHook, ...]) -> tuple[tuple[PlannedHook, ...], tuple[PlannedHook, ...]]:
     """Return those of ``hooks`` that observe, and those that intervene."""
     return tuple(h for h in hooks if not h.intervenes), tuple(h for h in hooks if h.intervenes)
+
+
+def is_pure(hooks: Iterable[PlannedHook]) -> bool:
+    """Return whether all `hooks` observe, and promise to draw no random number."""
+    return all(planned.hook.pure and not planned.intervenes for planned in hooks)
 
 
 def _next_due(schedule: Any, step: int) -> int:
@@ -226,29 +228,23 @@ class PlanQueries:
         """Return whether any hook intervenes at one of these points; if not, no ``model_ctx`` is needed there."""
         return any(planned.intervenes for planned in self._plan.hooks_at(points, epoch))
 
-    def needs_grad_accumulation(self) -> bool:
-        """Return whether any hook has ``needs_grads``."""
-        return self._plan.needs("needs_grads")
-
-    def needs_grad_accumulation_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
-        """Return whether a hook at one of these points has ``needs_grads``."""
+    def needs_grad_accumulation(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether a hook at one of these points, or at any if none is given, has ``needs_grads``."""
         return self._plan.needs("needs_grads", *points, epoch=epoch)
 
-    def needs_pre_epoch_state(self) -> bool:
-        """Return whether any hook has ``needs_pre_epoch_state``."""
-        return self._plan.needs("needs_pre_epoch_state")
+    needs_grad_accumulation_at = needs_grad_accumulation
 
-    def needs_pre_epoch_state_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
-        """Return whether a hook at one of these points has ``needs_pre_epoch_state``."""
+    def needs_pre_epoch_state(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether a hook at one of these points, or at any if none is given, has ``needs_pre_epoch_state``."""
         return self._plan.needs("needs_pre_epoch_state", *points, epoch=epoch)
 
-    def needs_prev_step_grads(self) -> bool:
-        """Return whether any hook has ``needs_prev_step_grads``."""
-        return self._plan.needs("needs_prev_step_grads")
+    needs_pre_epoch_state_at = needs_pre_epoch_state
 
-    def needs_prev_step_grads_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
-        """Return whether a hook at one of these points has ``needs_prev_step_grads``."""
+    def needs_prev_step_grads(self, *points: HookPoint, epoch: int | None = None) -> bool:
+        """Return whether a hook at one of these points, or at any if none is given, has ``needs_prev_step_grads``."""
         return self._plan.needs("needs_prev_step_grads", *points, epoch=epoch)
+
+    needs_prev_step_grads_at = needs_prev_step_grads
 
     def needs_prev_step_grads_this_step(self, epoch: int | None = None) -> bool:
         """Return whether a hook that is due at this step has ``needs_prev_step_grads``."""
@@ -310,15 +306,16 @@ def _checked_window(name: str, point: Any, window: Any) -> Window:
 
 
 def _planned(name: str, hook: TrainingHook, point: HookPoint, window: Window) -> PlannedHook:
-    intervenes = isinstance(hook, InterventionHook) and (
-        hook.intervention_points is None or point in validate_points(hook.intervention_points)
-    )
+    scope = "observes"
+    if isinstance(hook, InterventionHook):
+        is_here = hook.intervention_points is None or point in validate_points(hook.intervention_points)
+        scope = hook.scope if is_here else scope
     schedule = hook.step_schedule
     if schedule is not None and not callable(getattr(schedule, "is_active", None)):
         raise OptionError(f"step_schedule of hook {name!r} is a StepSchedule; got {schedule!r}.")
     if not isinstance(hook.priority, int | float):
         raise OptionError(f"priority of hook {name!r} is a number; got {hook.priority!r}.")
-    return PlannedHook(hook, name, point, intervenes, window, schedule if point.is_step else None)
+    return PlannedHook(hook, name, point, scope != "observes", window, schedule if point.is_step else None, scope)
 
 
 # -- order ------------------------------------------------------------------------------------------------------

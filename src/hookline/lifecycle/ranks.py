@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
@@ -30,7 +29,7 @@ from hookline.when import HookPoint
 if TYPE_CHECKING:
     from hookline.lifecycle.hook import TrainingHook
 
-__all__ = ["OneProcess", "RankFailure", "RankSync", "checked_reduce", "join_ranks", "reduce_series", "rule_finder"]
+__all__ = ["OneProcess", "RankSync", "checked_reduce", "join_ranks", "reduce_series", "rule_finder"]
 
 _SECONDS_BETWEEN: Final = 2.0
 """About how long ranks train before they ask each other whether one of them has to stop; the answer takes 0.5 ms."""
@@ -42,22 +41,6 @@ _USUAL_RULE: Final = "mean"
 _LOST: Final = re.compile(r"gloo|nccl|connection|process ?group|socket|peer|pipe|timed? ?out", re.IGNORECASE)
 Series = Mapping[HookPoint, Mapping[str, StepSeries]]
 """Metrics of single steps, by point and name."""
-
-
-@dataclass(frozen=True)
-class RankFailure:
-    """What a hook raised, on which ranks."""
-
-    ranks: tuple[int, ...]
-    text: str
-    ends: bool
-    """Whether it ends the run."""
-    error: Exception | None = field(default=None, compare=False)
-    """The error itself, on the rank where it was raised."""
-
-    def sentence(self, hook: str) -> str:
-        """Return it in words."""
-        return f"Hook {hook!r} raised {self.text.rstrip('.')} on {rank_names(self.ranks)}."
 
 
 class OneProcess:
@@ -72,6 +55,12 @@ class OneProcess:
     """The signal that came to this rank."""
     alone = ""
     """Why metrics are of this rank alone from here on."""
+    agreed_error: BaseException | None = None
+    """The error by which all ranks end at the same place, if there is one: they can still reach each other."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, dict[int, str]] = {}
+        """What hooks raised, in words, by hook and rank, once all ranks know of it; whoever reads it empties it."""
 
     @property
     def agreed_signal(self) -> str | None:
@@ -92,27 +81,21 @@ class OneProcess:
 
     def together(self, what: str, act: Callable[[], None]) -> None:
         """Do something that may fail on one rank alone, and raise on all if it does."""
-        act()
+        error: BaseException | None = None
+        try:
+            act()
+        except Exception as raised:
+            error = raised
+        error = self.meet(error, what)
+        if error is not None:
+            raise error
 
     def meet(self, error: BaseException | None, what: str) -> BaseException | None:
         """Wait for all ranks after something that each did; return this rank's error, or one that names who failed."""
         return error
 
-    def hold(self, hook: str, text: str, error: Exception | None) -> None:
-        """Keep what a hook raised until the ranks meet next: a rank that left alone would leave the others waiting.
-
-        Args:
-            hook: Its name.
-            text: The error in words.
-            error: The error, if it is to end the run.
-        """
-
-    def take_failures(self) -> dict[str, RankFailure]:
-        """Return what hooks raised on any rank since the last time, once all ranks know of it."""
-        return {}
-
-    def agree_on(self, error: BaseException) -> None:
-        """Note that all ranks end by this error at the same place, and can still reach each other."""
+    def hold(self, hook: str, text: str) -> None:
+        """Tell the other ranks, when they exchange something next, what a hook raised."""
 
     def check(self, step: int) -> None:
         """Ask the other ranks every few seconds whether a hook failed or a signal came; call at each step."""
@@ -161,19 +144,16 @@ class RankSync(OneProcess):
     is_single = False
 
     def __init__(self, rule_of: Callable[[str], str], hooks: Sequence[str] = ()) -> None:
+        super().__init__()
         self._rule_of, self._hooks = rule_of, hooks
         self.rank, self.size = this_rank(), rank_count()
         self._connections = connections() if is_distributed() else None
         self._run = str(next(_numbers))
         """The number of the run, the same on every rank."""
         self._is_exit = False
-        self._held: dict[str, RankFailure] = {}
+        self._held: dict[str, str] = {}
         """What hooks raised here, and the other ranks do not know of yet."""
-        self._failed: dict[str, RankFailure] = {}
-        """What hooks raised on any rank, once all know of it."""
         self._agreed_signal: str | None = None
-        self._agreed_error: BaseException | None = None
-        """The error that ends the run on all ranks at the same place, if one does."""
         self._next_check, self._interval = 1, 1
         self._checked_at = (0, time.perf_counter())
 
@@ -205,16 +185,18 @@ class RankSync(OneProcess):
         """Return the value of every rank, and learn what failed on any of them; of this one alone if they are lost."""
         if self.is_lost:
             return [value]
-        held = {hook: replace(one, error=None) for hook, one in self._held.items()}
         try:
-            said = self.gather((value, held, self.signal), what)
+            said = self.gather((value, self._held, self.signal), what)
         except RankError as error:
             if has_group() and not self._is_exit:
                 raise
             self._go_on_alone(f"beginning with {what}{steps}", _short(error))
             return [value]
         self._agreed_signal = self._agreed_signal or next((signal for *_, signal in said if signal), None)
-        self._learn_failures([failures for _, failures, _ in said])
+        self._held = {}
+        for rank, (_, held, _) in enumerate(said):
+            for hook, text in held.items():
+                self.failures.setdefault(hook, {})[rank] = text
         return [each for each, *_ in said]
 
     def gather(self, value: Any, what: str) -> list[Any]:
@@ -234,47 +216,9 @@ class RankSync(OneProcess):
 
     # -- failures --------------------------------------------------------------------------------------------------
 
-    def hold(self, hook: str, text: str, error: Exception | None) -> None:
-        """Keep what a hook raised until the ranks meet next; the first, but one that ends the run counts more."""
-        before = self._held.get(hook)
-        if before is None or (error is not None and not before.ends):
-            self._held[hook] = RankFailure((self.rank,), text, error is not None, error)
-
-    def _learn_failures(self, said: Sequence[Mapping[str, RankFailure]]) -> None:
-        for hook in dict.fromkeys(hook for failures in said for hook in failures):
-            found = [failures[hook] for failures in said if hook in failures]
-            # One that says RankError only tells of another rank.
-            blamed = [one for one in found if not one.text.startswith(RankError.__name__)] or found
-            known = self._failed.get(hook) or RankFailure((), "", ends=False)
-            self._failed[hook] = RankFailure(
-                (*known.ranks, *(rank for one in blamed for rank in one.ranks)),
-                blamed[-1].text,
-                known.ends or any(one.ends for one in found),
-                self._held[hook].error if hook in self._held else known.error,
-            )
-        self._held = {}
-
-    def take_failures(self) -> dict[str, RankFailure]:
-        """Return what hooks raised on any rank since the last time."""
-        failed, self._failed = self._failed, {}
-        return failed
-
-    def agree_on(self, error: BaseException) -> None:
-        """Note that all ranks end by this error at the same place."""
-        if not self.is_lost:
-            self._agreed_error = error
-
-    def together(self, what: str, act: Callable[[], None]) -> None:
-        """Do something that may fail on one rank alone, and raise on all if it does."""
-        raised: BaseException | None = None
-        try:
-            act()
-        except Exception as error:
-            raised = error
-        agreed = self.meet(raised, what)
-        if agreed is not None:
-            self.agree_on(agreed)
-            raise agreed
+    def hold(self, hook: str, text: str) -> None:
+        """Tell the other ranks, when they exchange something next, what a hook raised; the first counts."""
+        self._held.setdefault(hook, text)
 
     def meet(self, error: BaseException | None, what: str) -> BaseException | None:
         """Wait for all ranks after something that each did; return this rank's error, or one that names who failed."""
@@ -287,10 +231,11 @@ class RankSync(OneProcess):
                 raise
             return error  # others wait somewhere else, and learn of it when this rank ends
         failed = {rank: text for rank, text in enumerate(said) if text is not None}
-        if not failed or error is not None:
-            return error
-        told = "; ".join(f"rank {rank} failed with {text}" for rank, text in failed.items())
-        return RankError(f"{what}: {told}", ranks=tuple(failed))
+        if failed and error is None:
+            told = "; ".join(f"rank {rank} failed with {text}" for rank, text in failed.items())
+            error = RankError(f"{what}: {told}", ranks=tuple(failed))
+        self.agreed_error = error
+        return error
 
     # -- from step to step, and the end ----------------------------------------------------------------------------
 
@@ -309,7 +254,7 @@ class RankSync(OneProcess):
 
     def leave(self, error: BaseException) -> RankError | None:
         """Exchange nothing more, unless all ranks end by `error`; return one that says more, if others ended first."""
-        if error is self._agreed_error:
+        if error is self.agreed_error and not self.is_lost:
             return None
         self.is_lost = True
         if not (isinstance(error, RuntimeError | OSError) and _LOST.search(str(error))):

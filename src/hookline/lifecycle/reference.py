@@ -17,6 +17,7 @@ from torch import Tensor
 from hookline import checkpoint_file
 from hookline.error_policy import error_text, warn_user
 from hookline.errors import CheckpointError
+from hookline.guard.rng import kept_rng
 
 if TYPE_CHECKING:
     from hookline.lifecycle.hook import TrainingHook
@@ -50,7 +51,8 @@ class ReferenceWeights:
         if not self._has_looked:
             self._has_looked = True
             try:
-                self._found = self._look(self.context)
+                with kept_rng():
+                    self._found = self._look(self.context)
             except Exception as error:
                 self._warn(error)
         if hook not in self._given:

@@ -16,8 +16,7 @@ from typing import Any, ClassVar, Final, TypeVar, overload
 
 from hookline.error_policy import error_text, warn_user
 from hookline.errors import HookNameError, HookSignatureError, OptionError
-from hookline.lifecycle.hook import InterventionHook, MetricInfo, TrainingHook
-from hookline.lifecycle.trackers import TrackerHook, is_tracker
+from hookline.lifecycle.hook import InterventionHook, MetricInfo, TrackerHook, TrainingHook, is_tracker
 from hookline.messages import type_name, unknown_name_text
 from hookline.plain import own_copy
 from hookline.when import HookPoint, validate_points

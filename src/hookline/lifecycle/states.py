@@ -34,7 +34,8 @@ class ManagedHooks:
 
     def __init__(self, hooks: Mapping[str, TrainingHook], *, offload: bool) -> None:
         self._hooks = hooks
-        self._offload = offload
+        self.offloads = offload
+        """Whether tensors of hooks wait on the CPU between firings."""
         # The devices are remembered here, not taken from the model: some points are fired without one.
         self._homes: WeakKeyDictionary[TrainingHook, list[torch.device]] = WeakKeyDictionary()
         self._brought: list[TrainingHook] = []
@@ -88,7 +89,7 @@ class ManagedHooks:
 
     def on_device(self, hooks: Iterable[TrainingHook]) -> AbstractContextManager[None]:
         """Return a context in which the tensors of `hooks` are where they were; after the outermost, on the CPU."""
-        return self._moved(hooks) if self._offload else _NOTHING
+        return self._moved(hooks) if self.offloads else _NOTHING
 
     @contextmanager
     def _moved(self, hooks: Iterable[TrainingHook]) -> Iterator[None]:

@@ -188,6 +188,8 @@ class FanOut:
         self._is_temporary = self._is_log_closed = False
         self._helper: HelperProcess | None = None
         self._context: dict[str, Any] = {}
+        self._is_log_of_run = False
+        """Whether the log is one that `open_log` opened."""
         self._first = self._log.number
         """The number of the first record of the run: a log may hold older runs."""
         self._is_resumed = False
@@ -214,8 +216,14 @@ class FanOut:
         return self._log.path
 
     def open_log(self, path: Path) -> None:
-        """Write every record from now on to a log at ``path``, if there is none yet."""
-        if self.log is None and not self.is_silent:
+        """Write every record from now on to a log at ``path``, unless one was asked for when this was made.
+
+        A log that was opened so for another run is closed.
+        """
+        may_open = self.log is None or (self._is_log_of_run and self.log != path and self._helper is None)
+        if may_open and not self.is_silent:
+            self._log.close()
+            self._is_log_of_run = True
             self._use(_log_of_rank(path))
             self._first = self._log.number
             self.is_empty = False

@@ -42,9 +42,8 @@ from hookline.tree import leaves
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
-    from hookline.lifecycle.context import RunDataContext
+    from hookline.lifecycle.context import CheckpointProfiler, RunDataContext
     from hookline.lifecycle.manager import HookManager
-    from hookline.lifecycle.profiler import CheckpointProfiler
     from hookline.runs.read import Asked
 
 

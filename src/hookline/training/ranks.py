@@ -174,7 +174,7 @@ def check_alike(model: nn.Module, ranks: OneProcess) -> None:
             "made; or wrap that in DistributedDataParallel itself.",
             ranks=tuple(different),
         )
-        ranks.agree_on(error)
+        ranks.agreed_error = error
         raise error
 
 

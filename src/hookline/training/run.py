@@ -21,7 +21,6 @@ from hookline.guard.model_context import ModelDataContext
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.output import to_host
 from hookline.lifecycle.ranks import OneProcess
-from hookline.lifecycle.trackers import tell_scaler, tell_watches
 from hookline.phases import in_phase
 from hookline.training.declared_state import GuardedState
 from hookline.training.parts import Passes, Schedule, evaluate
@@ -320,8 +319,10 @@ class Run:
         """Start hooks, and at the end finish them and write everything that they returned, however the block ends."""
         hooks, optimizer = self.manager.hooks.values(), self.experiment.optimizer
         try:
-            tell_watches(hooks, [] if optimizer is None else [optimizer])
-            tell_scaler(hooks, self.experiment.scaler)
+            for hook in hooks:
+                hook.take_scaler(self.experiment.scaler)
+                if optimizer is not None:
+                    hook.count_steps_of([optimizer])
             self.manager.start(self.model)
             yield
         except BaseException as error:

@@ -116,10 +116,9 @@ def test_an_experiment_that_trains_past_the_wrapper_is_refused_after_one_step(bo
         assert found["trains_another_name"].startswith("RankError: After the first step rank 1 had other weights")
 
 
-@pytest.mark.parametrize("point", ["POST_STEP", "POST_EPOCH"])
-def test_a_hook_that_raises_on_one_rank_ends_the_run_on_all(both, point):
+def test_a_hook_that_raises_on_one_rank_ends_the_run_on_all(both):
     """At the same step, with the rank named, the other hooks' records written, and a word in the log."""
-    first, second = (found["raises_everywhere"][f"{point} raise"] for found in both)
+    first, second = (found["raises_everywhere"]["POST_EPOCH raise"] for found in both)
     assert first["ended"].startswith("RankError: Hook 'broken' raised ValueError: the second rank has a bad day at")
     assert first["ended"].endswith("on rank 1.")
     assert second["ended"] == "ValueError: the second rank has a bad day"
@@ -160,11 +159,12 @@ def test_a_rank_that_comes_too_late_is_named_with_the_hooks():
     assert "slow" in first
 
 
-def test_an_error_outside_of_hooks_is_told_to_the_other_rank():
-    """A loader raises on rank 1: rank 0 says that it has lost it."""
-    first, second = run_ranks(f"{SCENARIOS}:raises_in_the_data", may_fail=[1])
+@pytest.mark.parametrize(("scenario", "error"), [("raises_in_the_data", "OSError"), ("raises_at_a_step", "ValueError")])
+def test_an_error_while_ranks_train_ends_its_rank_and_the_other_loses_it(scenario, error):
+    """A loader, or a hook at a step, raises on rank 1: rank 0 says that it has lost it."""
+    first, second = run_ranks(f"{SCENARIOS}:{scenario}", may_fail=[1])
     assert "lost another rank" in first
-    assert second is None or second.startswith("OSError")
+    assert second is None or second.startswith(error)
 
 
 # -- rules, without processes --------------------------------------------------------------------------------
