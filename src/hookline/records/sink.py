@@ -11,13 +11,13 @@ import importlib
 import importlib.util
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from hookline.errors import HooklineWarning, HookSignatureError, MissingPackageError, OptionError
+from hookline.error_policy import warn_user
+from hookline.errors import HookSignatureError, MissingPackageError, OptionError
 from hookline.files import AppendFile
 from hookline.messages import type_name
 
@@ -281,11 +281,9 @@ class RunSink(MetricSink):
         """Warn, once, that records are dropped as no place to write is known."""
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn_user(
                 f"{type(self).__name__} does not know where to write, and drops metrics until it does. Name a place "
-                "when you make it, or call set_run_context(run_dir=..., strategy=...).",
-                HooklineWarning,
-                stacklevel=4,
+                "when you make it, or call set_run_context(run_dir=..., strategy=...)."
             )
 
 
