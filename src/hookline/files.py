@@ -57,44 +57,45 @@ class AppendFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._file = -1
+        self.descriptor = -1
+        """For a caller in a hurry: ``os.write``, then `write_rest` if that was not all."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        self._file = os.open(self.path, flags, 0o666)
+        self.descriptor = os.open(self.path, flags, 0o666)
 
     @property
     def size(self) -> int:
         """Bytes so far; asked of the system, as Ctrl-C may come between writing and any counting."""
-        return os.fstat(self._file).st_size
+        return os.fstat(self.descriptor).st_size
 
     def write(self, content: bytes | bytearray) -> None:
         """Append all of ``content``, or nothing of it and raise `OSError`."""
-        done = os.write(self._file, content)
+        done = os.write(self.descriptor, content)
         if done != len(content):
-            self._write_rest(content, done)
+            self.write_rest(content, done)
 
-    def _write_rest(self, content: bytes | bytearray, done: int) -> None:
-        """Write what is left after a full disk or a signal; take back what is written if that fails."""
+    def write_rest(self, content: bytes | bytearray, done: int) -> None:
+        """Write what a full disk or a signal has left of ``content``; take back what is written if that fails."""
         before = self.size - done
         try:
             while done < len(content):
-                done += os.write(self._file, content[done:])
+                done += os.write(self.descriptor, content[done:])
         except BaseException:
-            os.ftruncate(self._file, before)
+            os.ftruncate(self.descriptor, before)
             raise
 
     def truncate(self, size: int) -> None:
         """Drop what was written after ``size`` bytes."""
-        os.ftruncate(self._file, size)
+        os.ftruncate(self.descriptor, size)
 
     def sync(self) -> None:
         """Write what the system holds to the disk."""
-        os.fsync(self._file)
+        os.fsync(self.descriptor)
 
     def close(self) -> None:
         """Close the file. May be called more than once."""
-        file, self._file = self._file, -1
+        file, self.descriptor = self.descriptor, -1
         if file >= 0:
             os.close(file)
 

@@ -161,6 +161,11 @@ def test_a_replayed_run_is_what_the_sink_would_have_written(tmp_path, to, name, 
     (folder / name).unlink()
     assert run_here("replay", folder, "--to", to) == 0  # into the run's folder, by the name it would have had
     assert (folder / name).read_text() == there
+    capsys.readouterr()
+    assert run_here("replay", folder, "--to", to) == 0
+    another = folder / f"forward_1.{to}"  # the file that is there is left alone
+    assert another.read_text() == there
+    assert f"into {another}." in capsys.readouterr().out
 
 
 def test_two_runs_are_no_traces_to_compare(capsys):

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from hookline.errors import OptionError
 from hookline.records.readers import FanOut
 from hookline.records.sink import Record, StepSeries
-from hookline.sinks import csv_sink as table_module
 from hookline.sinks.csv_sink import CSVSink
 from hookline.when import HookPoint
 
@@ -121,25 +120,6 @@ def test_half_a_place_is_refused_with_the_words_of_ordered_learning(half):
 
 
 # -- large files ----------------------------------------------------------------------------------------------
-
-
-def test_a_large_file_is_not_written_again_for_each_of_many_columns(tmp_path, monkeypatch):
-    """Rows with new columns wait while that would take too much of the time; flush writes them, in order."""
-    monkeypatch.setattr(table_module, "_SMALL", 0)
-    monkeypatch.setattr(table_module, "_SHARE", 1e6)
-    sink = CSVSink(tmp_path / "a.csv")
-    sink.emit({"first": 0}, 0, "SNAPSHOT")
-    for number in range(1, 60):
-        sink.emit({"first": number, f"metric,{number // 2}": number, "text": "x\ny"}, number, "SNAPSHOT")
-    assert len(read(sink.path)) < 60
-    sink.flush()
-    rows = read(sink.path)
-    assert [row["first"] for row in rows] == [str(number) for number in range(60)]
-    assert [row["metric,3"] for row in rows if row["metric,3"]] == ["6", "7"]
-    sink.emit({"first": 60}, 60, "SNAPSHOT")  # no new column: at once
-    assert read(sink.path)[-1]["first"] == "60"
-    with (tmp_path / "a.csv").open(newline="") as file:
-        assert {len(row) for row in csv.reader(file)} == {4 + 30}
 
 
 def test_a_full_disk_while_the_header_is_widened_leaves_the_file_and_loses_no_row(tmp_path, monkeypatch):

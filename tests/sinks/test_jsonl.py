@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hookline.errors import OptionError
+from hookline.records.readers import FanOut
 from hookline.records.sink import Record, StepSeries
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.when import HookPoint
@@ -78,7 +79,25 @@ def test_a_file_that_was_given_is_that_of_all_strategies(tmp_path):
     for strategy in ("a", "b"):
         sink.set_run_context(strategy=strategy, run_dir=tmp_path / strategy)
         sink.emit({"x": 1}, 0, "POST_EPOCH")
-    assert [line["strategy"] for line in lines(tmp_path / "all.jsonl")] == ["a", "b"]
+    sink = JSONLSink(tmp_path / "all.jsonl")  # as `hookline run` has one for each strategy
+    sink.write(Record({"x": 1}, 0, "POST_EPOCH", strategy="c"))
+    assert [line["strategy"] for line in lines(tmp_path / "all.jsonl")] == ["a", "b", "c"]
+    assert [path.name for path in tmp_path.iterdir()] == ["all.jsonl"]
+
+
+def test_lines_that_were_there_stay_when_a_run_is_killed_and_resumed(tmp_path):
+    """The log makes those of the run again, once."""
+    path, log = tmp_path / "all.jsonl", tmp_path / "records.jsonl"
+    path.write_text('{"x":"older"}\n')
+    FanOut([JSONLSink(path)], log=tmp_path / "other.jsonl").close()
+    killed = FanOut([JSONLSink(path)], log=log)
+    for number in range(3):
+        killed.write(Record({"x": number}, number, "POST_EPOCH"))
+    killed.release_log()
+    with FanOut([JSONLSink(path)], log=log) as resumed:
+        resumed.load_state_dict({"first": 0, "records": 2})
+        resumed.write(Record({"x": "new"}, 2, "POST_EPOCH"))
+    assert [line["x"] for line in lines(path)] == ["older", 0, 1, "new"]
 
 
 def test_the_metrics_of_steps_alone_if_asked_for(tmp_path):

@@ -195,23 +195,6 @@ def test_contexts_stand_where_they_were_said_and_hold_what_json_can(tmp_path):
     assert last.number == 1
 
 
-def test_reading_from_a_number_on_begins_with_the_context_that_holds_there(tmp_path):
-    """As one, if several were said."""
-    log = RecordLog(tmp_path / "records.jsonl")
-    log.append(Context({"strategy": "a", "seed": 1}))
-    log.append(record(0))
-    log.append(Context({"strategy": "b"}))
-    for number in (1, 2):
-        log.append(record(number))
-    log.append(Context({"strategy": "c"}))
-    log.append(record(3))
-    found = list(read_log(tmp_path, start=2))  # the folder will do
-    assert isinstance(found[0], Context)
-    assert found[0].context == {"strategy": "b", "seed": 1}
-    assert [one.number for one in found if isinstance(one, Record)] == [2, 3]
-    assert list(read_log(log.path, start=9)) == []
-
-
 @pytest.mark.parametrize(
     "rest", [b'{"n":3,"time":1', b'{"n":3}\x00\x00\n', b"\x00" * 100, b'{"n":3,"metrics":[1\n', b"\n"]
 )

@@ -35,18 +35,18 @@ def test_a_sink_gets_what_it_would_have_had_in_the_run(run):
         def close(self):
             self.closed += 1
 
-    sink, seen = Closing(), []
-    assert replay(run, sink, progress=seen.append) == 3
+    sink = Closing()
+    assert replay(run, sink) == 3
     assert [one.metrics for one in sink.records] == [{"x": 0}, {"s": [1.0, 2.0]}, {"x": 2}]
     assert sink.records[1].metrics["s"].steps == [0, 1]
     assert sink.records[1].hook_point is hl.HookPoint.POST_STEP
     assert [one.context["strategy"] for one in sink.records] == ["a", "a", "b"]
     assert all(one.context["replay"] is True for one in sink.records)
-    assert (sink.closed, seen) == (1, [1, 2, 3])
+    assert sink.closed == 1
 
 
-def test_a_sink_with_emit_alone_and_a_part_of_the_log_will_do(run):
-    """From a number on."""
+def test_a_sink_with_emit_alone_will_do(run):
+    """It is given copies, without contexts."""
 
     class Bare:
         def __init__(self):
@@ -56,8 +56,8 @@ def test_a_sink_with_emit_alone_and_a_part_of_the_log_will_do(run):
             self.seen.append((metrics, epoch, hook_point))
 
     sink = Bare()
-    assert replay(run / "records.jsonl", sink, start=2) == 1
-    assert sink.seen == [({"x": 2}, 2, hl.HookPoint.POST_EPOCH)]
+    assert replay(run / "records.jsonl", sink) == 3
+    assert sink.seen[-1] == ({"x": 2}, 2, hl.HookPoint.POST_EPOCH)
 
 
 def test_what_the_run_was_told_can_be_told_otherwise(run, tmp_path):

@@ -151,7 +151,7 @@ def test_the_files_of_a_resumed_run_are_those_of_one_that_never_stopped(tmp_path
 
 
 def test_files_that_are_not_of_this_run_stay_and_its_own_are_found_again(tmp_path):
-    """The names with _1: before the first record of the checkpoint, and after the run was resumed."""
+    """Of CSV the name with _1; to JSONL lines are added, before and after the run was resumed."""
     for name in ("m.csv", "m.jsonl"):
         (tmp_path / name).write_text("of somebody else\n")
 
@@ -166,10 +166,11 @@ def test_files_that_are_not_of_this_run_stay_and_its_own_are_found_again(tmp_pat
         fan_out.load_state_dict(state)
         for number in range(4):
             fan_out.write(record(number))
-    for name in ("m.csv", "m.jsonl"):
-        assert (tmp_path / name).read_text() == "of somebody else\n"
-        assert not (tmp_path / name.replace("m", "m_2", 1)).exists()
-    assert rows(tmp_path / "m_1.csv") == rows(tmp_path / "m_1.jsonl") == [0, 1, 2, 3]
+    assert (tmp_path / "m.csv").read_text() == "of somebody else\n"
+    assert not (tmp_path / "m_2.csv").exists()
+    assert rows(tmp_path / "m_1.csv") == [0, 1, 2, 3]
+    other, *mine = (tmp_path / "m.jsonl").read_text().splitlines()
+    assert (other, [json.loads(line)["x"] for line in mine]) == ("of somebody else", [0, 1, 2, 3])
 
 
 def test_a_run_that_was_copied_goes_on_in_the_copy(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +55,7 @@ def test_every_kind_of_value_has_its_form(tmp_path):
     }  # fmt: skip
     sink.emit(metrics, 3, "SNAPSHOT")
     sink.flush()
-    found = load(tmp_path)
+    found = load(tmp_path / "run")
     values = {tag: found.Scalars(tag)[0].value for tag in found.Tags()["scalars"]}
     assert math.isnan(values.pop("nan"))
     assert math.isnan(values.pop("nothing_mean"))
@@ -130,21 +129,17 @@ def test_a_killed_and_resumed_run_repeats_no_step_through_the_helper_process(tmp
     assert [(e.step, e.value) for e in found.Scalars("a")] == [(step, step * 0.5) for step in range(12)]
 
 
-def test_a_tensorboard_that_is_open_forgets_what_it_has_read(tmp_path):
-    """The steps come again in another file; and what others have in the folder stays there."""
-    sink = TensorBoardSink(tmp_path)
-    sink.write(Record({"a": 1.0}, 0, HookPoint.POST_STEP, 0))
-    sink.flush()
+def test_its_folder_is_known_before_it_is_made(tmp_path):
+    """A run that is killed in between removes it when it is resumed."""
     (tmp_path / "of others").touch()
-    (mine,) = sink.files
-    board = EventAccumulator(str(tmp_path))
-    board.Reload()
-    assert sink.restart()
-    assert sink.files == []
-    time.sleep(1.1)  # TensorBoard reads files in the order of their names, which begin with the second
-    for step in range(2):
-        sink.write(Record({"a": 2.0}, 0, HookPoint.POST_STEP, step))
+    sink = TensorBoardSink(tmp_path)
+    seen = []
+    sink.keep_files = lambda: seen.append([(path, path.exists()) for path in sink.files])
+    sink.emit({"a": 1}, 0, "SNAPSHOT")
     sink.close()
-    assert mine not in sink.files
-    board.Reload()
-    assert [(event.step, event.value) for event in board.Scalars("a")] == [(0, 2.0), (1, 2.0)]
+    assert seen == [[(tmp_path / "run", False)]]
+    again = TensorBoardSink(tmp_path)
+    again.emit({"a": 2}, 0, "SNAPSHOT")
+    again.close()
+    assert [scalars(tmp_path / name)["a"] for name in ("run", "run_1")] == [[(0, 1.0)], [(0, 2.0)]]
+    assert (tmp_path / "of others").exists()

@@ -14,7 +14,7 @@ from helpers_hooks import fire, observer
 from helpers_sinks import Slow
 from helpers_training import differences, plain_step, train
 
-from hookline.errors import HooklineWarning, OptionError
+from hookline.errors import OptionError
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.manager import HookManager
 from hookline.records.log import Context, read_log
@@ -149,6 +149,10 @@ def test_a_fan_out_may_be_given_instead_of_sinks_but_not_beside_a_log(tmp_path):
     assert len(sink.records) == len(list(read_log(tmp_path))) == 2
     line = json.loads((tmp_path / "steps.jsonl").read_text())
     assert (line["hook_point"], line["steps"], line["step/x"]) == ("POST_STEP", {"step/x": [0, 1, 2]}, [0.0, 1.0, 2.0])
+    with HookManager(hooks=hooks(), step_metrics_log=tmp_path / "steps.jsonl") as manager:
+        run(manager, steps=3)
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 2  # one file, as in OrderedLearning
+    assert not (tmp_path / "steps_1.jsonl").exists()
     with pytest.raises(OptionError, match=r"log= was given beside a FanOut.*FanOut\(sinks, log=\.\.\.\)"):
         HookManager(sinks=fan_out, log="elsewhere.jsonl")
 
@@ -216,17 +220,6 @@ def test_a_resumed_manager_leaves_the_files_of_one_that_never_stopped(tmp_path, 
             fire(resumed, POST_EPOCH, stop // 3)
         run(resumed, first=stop + 1, steps=12)
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
-
-
-def test_a_slow_sink_that_cannot_be_made_elsewhere_is_told_when_the_run_begins(tmp_path):
-    """By the manager, as every trouble of sinks."""
-
-    class Local(MemorySink):
-        slow = True
-
-    manager = HookManager(hooks=hooks(), sinks=[Local()])
-    with pytest.warns(HooklineWarning, match="Local is slow"):
-        manager.set_run_context(strategy="a")
 
 
 # -- the run is the same -------------------------------------------------------------------------------------------

@@ -59,9 +59,14 @@ def replay(arguments: Sequence[str]) -> int:
 
     # The contexts of the log name the folder in which the run was made; it may have been moved or copied since.
     replay_log(folder / LOG, sink, context={"run_dir": str(folder)})
-    into = options.into or _usual_place(options.to, folder)
+    into = _written(sink) or options.into or _usual_place(options.to, folder)
     tell(f"{folder / LOG} is replayed to {options.to}{f', into {into}' if into else ''}.")
     return DONE
+
+
+def _written(sink: Any) -> str:
+    """Return the files of a sink that tells them: one that was there already is not written over."""
+    return ", ".join(map(str, getattr(sink, "files", ())))
 
 
 def _usual_place(to: str, folder: Path) -> Path | None:

@@ -1,30 +1,46 @@
-"""Control the process of slow sinks from the run: start it, restart it if it dies, end it.
+"""Run slow sinks in a process of their own, which hands them the log while the run goes on.
 
-The fan-out adds slow sinks as recipes (class and options); ``python -m hookline.records.worker`` makes and feeds them
-from the log. Both talk by lines of JSON over pipes. The run waits for the process in ``close`` alone.
+The fan-out of the run has a `HelperProcess`: it starts the process, starts it again if it dies, and waits for it in
+``close`` alone. ``python -m hookline.records.helper`` is the process: it makes the sinks from recipes (class and
+options), each with a `Reader`. Both talk by lines of JSON over pipes. When the input ends, as the run is over or was
+killed, what is left is delivered, and the process ends. It does not import torch, and Ctrl-C does not reach it.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
-import shutil
+import select
+import signal
 import subprocess
 import sys
 import time
+import traceback
 import weakref
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, Final
 
-from hookline.error_policy import ErrorPolicy
+from hookline.error_policy import ErrorPolicy, error_text
 from hookline.errors import OptionError
 from hookline.files import FileLock, take_lock
-from hookline.records.log import BackOff, Log, dumps, loads
+from hookline.load import load_object
+from hookline.records.log import BackOff, Failed, Log, Reader, dumps, loads
 
-__all__ = ["HelperProcess", "failure_text", "sink_recipe", "wait_for_lock"]
+__all__ = ["BATCH", "HelperProcess", "SlowReader", "failure_text", "sink_recipe"]
 
 _LOOK_EVERY: Final = 0.25
 """Seconds between two reads of the process's messages: a read costs two system calls."""
+_IDLE: Final = 0.2
+"""Seconds between two reads of a log that does not grow."""
+BATCH: Final = 256
+"""Records that are delivered before the position is written: as many may come twice after a kill."""
+_LONGEST: Final = 1.0
+"""Seconds after which the other sinks continue."""
+
+
+# -- in the run ---------------------------------------------------------------------------------------------------
 
 
 def sink_recipe(sink: Any, name: str) -> dict[str, Any]:
@@ -63,11 +79,10 @@ class HelperProcess:
         log: The log that it reads.
         errors: Collects what went wrong.
         patience: Seconds to wait for the sinks.
-        remove: Whether the folder of the log is removed in the end.
     """
 
-    def __init__(self, log: Log, errors: ErrorPolicy, patience: float, *, remove: bool) -> None:
-        self._log, self._errors, self._patience, self._removes_log = log, errors, patience, remove
+    def __init__(self, log: Log, errors: ErrorPolicy, patience: float) -> None:
+        self._log, self._errors, self._patience = log, errors, patience
         self._recipes: list[dict[str, Any]] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: Any = None
@@ -102,27 +117,27 @@ class HelperProcess:
             self._errors.counts[name] += 1
             self._errors.warn_later(name, failure_text(name, what, why))
 
-    def close(self, number: int) -> None:
-        """Wait until all sinks have the records below ``number``, and end the process; warn if they have not."""
+    def close(self, number: int) -> bool:
+        """Wait until all sinks have the records below ``number``, and end the process; return whether they have."""
         for _ in range(2):  # the second time if it has died a moment ago
             if self._process is None and self._behind(number):
-                self._back_off.hurry()
+                self._back_off.reset()
                 self._start()
             if self._end():
                 break
-        if self._log.path.exists() and (behind := self._behind(number)):  # a temporary one is gone
+        behind = self._behind(number)
+        if behind:
             self._errors.warn_later(
                 "behind",
                 f"Slow sinks are behind: {behind} records. All are in {self._log.path}: feed the sinks later by "
                 f"hookline replay {self._log.path} --to ….",
             )
-        if self._removes_log and self._finalizer is None:  # it never ran
-            shutil.rmtree(self._log.path.parent, ignore_errors=True)
+        return not behind
 
     def end_all(self) -> None:
         """End the process, and wait for that of a killed run, as the log is cut back."""
         self._end()
-        if lock := wait_for_lock(self._log, self._patience):
+        if lock := _wait_for_lock(self._log, self._patience):
             lock.release()
 
     # -- the process ---------------------------------------------------------------------------------------------
@@ -146,7 +161,6 @@ class HelperProcess:
             "log": str(self._log.path.absolute()),
             "path": sys.path,
             "patience": self._patience,
-            "remove": self._removes_log,
             "parent": os.getpid(),
         }
         assert self._process.stdin is not None
@@ -162,7 +176,7 @@ class HelperProcess:
             process = subprocess.Popen(
                 # -P: a csv.py in the current folder must not shadow Python's own. -B: on a full disk Python 3.11 leaves
                 # half a .pyc, and no later process could begin.
-                [sys.executable, "-P", "-B", "-m", "hookline.records.worker"],
+                [sys.executable, "-P", "-B", "-m", "hookline.records.helper"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=output,
@@ -206,14 +220,6 @@ class HelperProcess:
         return ", ".join(f"{name} by {count:,}" for name, count in missing.items() if count > 0)
 
 
-def wait_for_lock(log: Log, patience: float) -> FileLock | None:
-    """Return the lock of the process of slow sinks, once that of a killed run has delivered the rest."""
-    deadline = time.monotonic() + patience
-    while (lock := take_lock(log.path.with_name(".helper.lock"))) is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return lock
-
-
 def _output_beside(log: Path) -> IO[bytes]:
     """Return the file for what sinks print."""
     try:
@@ -230,3 +236,126 @@ def _abandon(process: subprocess.Popen[bytes]) -> None:
                 pipe.close()
     if process.poll() is None:
         process.returncode = 0  # it is meant to go on: Python need not warn of it
+
+
+# -- the process itself --------------------------------------------------------------------------------------------
+
+
+class SlowReader(Reader):
+    """A slow sink and how far it is, which stands in a file beside the log: nothing is delivered twice."""
+
+    log: Log
+
+    def __init__(self, recipe: dict[str, Any], log: Log, failed: Failed) -> None:
+        super().__init__(recipe["name"], None, log, failed)
+        self._recipe = recipe
+        self._is_made = False
+
+    def advance_batch(self) -> bool:
+        """Deliver a batch, if there is one and the back-off is over; return whether the sink is farther than before."""
+        if not self.back_off.is_due or self.is_done or not (self._is_made or self._make()):
+            return False
+        self.advance(most=BATCH, seconds=_LONGEST)
+        if self.number == self.kept or not self.call("flush"):
+            return False
+        try:
+            self.kept = self.number
+            self.keep()
+        except OSError as error:
+            self.fail("keep its position", error)
+        return True
+
+    def _make(self) -> bool:
+        """Make the sink, and go to the beginning of the log, or to where the sink has been; return if it worked."""
+        try:
+            self.sink = self.sink or _make_sink(self._recipe)
+            if not self.restart():
+                self.kept = self.log.kept(self.name).get("number", 0)
+                self.go_to(self.kept)
+        except Exception as error:
+            self.fail("begin", error)
+            return False
+        self._is_made = True
+        return True
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything in the log has arrived."""
+        return self.kept == self.number and next(self.log.entries(self.offset), None) is None
+
+
+def serve(task: dict[str, Any], in_pipe: int, out_pipe: int) -> None:
+    """Deliver until the run is over and everything has arrived, or nothing has for ``patience`` seconds."""
+
+    def tell(name: str, what: str, error: Exception) -> None:
+        traceback.print_exception(error)  # to the file of this process's standard error
+        with suppress(OSError):  # the run is gone, or does not read
+            os.write(out_pipe, dumps([name, what, error_text(error)]) + b"\n")
+
+    log, patience = Log(task["log"]), float(task["patience"])
+    lock = _wait_for_lock(log, 2 * patience)
+    readers = [SlowReader(recipe, log, tell) for recipe in task["sinks"]]
+    is_ending, last_progress = False, time.monotonic()
+    while True:
+        moved = [reader.advance_batch() for reader in readers]
+        has_moved = any(moved)
+        if has_moved or not is_ending:
+            last_progress = time.monotonic()
+        if not is_ending:
+            # The end of the pipe, or, as a forked worker of the run may hold that open, of the process.
+            ready, _, _ = select.select([in_pipe], [], [], 0.0 if has_moved else _IDLE)
+            is_ending = bool(ready) or os.getppid() != task["parent"]
+            for reader in readers if is_ending else ():
+                reader.back_off.reset()
+        elif all(reader.is_done for reader in readers) or time.monotonic() - last_progress > patience:
+            break
+        elif not has_moved:
+            time.sleep(0.02)
+    for reader in readers:
+        reader.call("close")
+    if lock is not None:
+        lock.release()
+
+
+def _wait_for_lock(log: Log, patience: float) -> FileLock | None:
+    """Return the lock of the process of slow sinks, once that of a killed run has delivered the rest."""
+    deadline = time.monotonic() + patience
+    while (lock := take_lock(log.path.with_name(".helper.lock"))) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return lock
+
+
+def _make_sink(recipe: dict[str, Any]) -> Any:
+    """Return the sink that ``recipe`` describes."""
+    try:
+        made = attrgetter(recipe["class"])(importlib.import_module(recipe["module"]))
+    except ModuleNotFoundError:
+        if recipe["file"] is None:
+            raise
+        made = load_object(f"{recipe['file']}:{recipe['class']}", wanted="a sink")  # as experiments are loaded
+    return made(**recipe["options"])
+
+
+def main() -> None:
+    """Serve the run at the other end of the pipes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    in_pipe, out_pipe = os.dup(0), os.dup(1)
+    # What sinks print goes where errors go, not into our pipe; and no sink may read our input.
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.set_inheritable(in_pipe, False)
+    os.set_inheritable(out_pipe, False)
+    os.set_blocking(out_pipe, False)
+    if hasattr(os, "nice"):
+        os.nice(5)  # the run comes first
+    with open(in_pipe, "rb", buffering=0, closefd=False) as pipe:
+        first = pipe.readline()
+    if not first:
+        return
+    task = loads(first)
+    sys.path[:] = task["path"]
+    serve(task, in_pipe, out_pipe)
+
+
+if __name__ == "__main__":
+    main()

@@ -12,10 +12,12 @@ import gc
 import math
 import os
 import re
+import shutil
+import sys
 import time
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -26,12 +28,12 @@ import orjson
 
 from hookline.errors import OptionError
 from hookline.files import AppendFile, FileLock, replace_file, take_lock
-from hookline.records.sink import Record, StepSeries
+from hookline.records.sink import MetricSink, Record, RunSink, StepSeries
 from hookline.when import HookPoint
 
 __all__ = [
-    "BackOff", "Context", "Entry", "LineFile", "Log", "MemoryLog", "RecordLog", "all_finite", "cleaned",
-    "dumps", "json_line", "loads", "read_log", "utf8_text",
+    "BackOff", "Context", "Entry", "Failed", "LineFile", "Log", "MemoryLog", "Reader", "RecordLog", "cleaned",
+    "dumps", "hand", "is_json", "json_line", "loads", "read_log", "utf8_text",
 ]  # fmt: skip
 
 # -- strict JSON --------------------------------------------------------------------------------------------------
@@ -42,6 +44,7 @@ _LONGEST: Final = 1000
 """Characters of a text that replaces another value."""
 _LARGEST: Final = 2**64
 _NUMBERS: Final = frozenset({float, int, bool})
+_SIMPLE: Final = _NUMBERS | {str, type(None)}
 _NONFINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _NONFINITE_WORDS: Final = {repr(value): word for word, value in _NONFINITE.items()}
 _OPTIONS: Final = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
@@ -52,19 +55,26 @@ loads = orjson.loads
 
 
 def dumps(value: Any) -> bytes:
-    """Return strict JSON; raise for what is none. orjson writes null for NaN: ask `all_finite`, or use `cleaned`."""
+    """Return strict JSON; raise for what is none. orjson writes null for NaN: ask `is_json`, or use `cleaned`."""
     return orjson.dumps(value, option=_OPTIONS)
 
 
-def all_finite(values: Collection[Any]) -> bool:
-    """Return whether all values are Python numbers without NaN and infinity; False as well for any other type."""
+def is_json(values: Collection[Any]) -> bool:
+    """Return whether strict JSON holds each of ``values`` as it is; False as well for all containers and odd texts."""
     # Only Python's own types are added up: tensors and arrays would run kernels, and code of their own.
-    if not _NUMBERS.issuperset(map(type, values)):
+    kinds = set(map(type, values))
+    if not kinds <= _SIMPLE:
         return False
+    if not kinds <= _NUMBERS:
+        if not "".join(value for value in values if type(value) is str).isascii():
+            return False
+        values = [value for value in values if type(value) in _NUMBERS]
     try:
-        return math.isfinite(sum(values))  # finite only if all are; ten times as fast as asking each
+        if not math.isfinite(sum(values)):  # finite only if all are; ten times as fast as asking each
+            return False
     except OverflowError:
         return False
+    return int not in kinds or (min(values) >= -_LARGEST // 2 and max(values) < _LARGEST)
 
 
 def json_line(value: Mapping[str, Any]) -> bytes:
@@ -95,7 +105,7 @@ def cleaned(value: Any, depth: int = 0) -> Any:
 
 
 def _container(value: Any, depth: int) -> Any:
-    if type(value) in (list, StepSeries) and _is_plain_list(value):
+    if type(value) in (list, StepSeries) and is_json(value):
         return value
     if depth >= _DEEPEST:
         return "(nested too deeply)"
@@ -106,11 +116,6 @@ def _container(value: Any, depth: int) -> Any:
     if isinstance(value, Iterable) and not isinstance(value, bytes | bytearray):
         return [cleaned(item, depth + 1) for item in value]
     return cleaned(float(value), depth) if isinstance(value, Real) else utf8_text(value)[:_LONGEST]
-
-
-def _is_plain_list(values: list[Any]) -> bool:
-    """Return whether all items are numbers that JSON can hold."""
-    return all_finite(values) and (not values or (min(values) >= -_LARGEST // 2 and max(values) < _LARGEST))
 
 
 def _restored(value: Any) -> Any:
@@ -162,14 +167,15 @@ def _encode(record: Record, number: int) -> bytes:
         "time": record.time,
         "epoch": record.epoch,
         "step": record.step,
-        "point": record.point,
+        "point": record.hook_point,
         "strategy": record.strategy,
         "rank": record.rank,
         "metrics": metrics,
     }
-    if all_finite(metrics.values()):
-        with suppress(TypeError, ValueError):  # an odd name, or more than 64 bits
+    if is_json(metrics.values()):
+        with suppress(TypeError, ValueError):  # an odd name of a metric, or of the point
             return dumps(head) + b"\n"
+    head["point"] = record.point
     steps = {name: value.steps for name, value in metrics.items() if type(value) is StepSeries}
     return json_line({**head, "steps": steps} if steps else head)
 
@@ -208,21 +214,13 @@ class Log:
     Recipe: ``for entry, end in Log(path).entries(): ...``; ``entries(end)`` goes on there.
     """
 
-    newest = -1
-    """Where the entry begins that was written last; -1 where somebody else writes."""
+    newest = size = -1
+    """Where the entry begins and ends that was written last; -1 where somebody else writes."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         """Where it is."""
         self._home: str | None = None
-
-    @property
-    def size(self) -> int:
-        """Bytes so far; 0 if there is no file."""
-        try:
-            return self.path.stat().st_size
-        except OSError:
-            return 0
 
     def entries(self, offset: int = 0) -> Iterator[tuple[Entry, int]]:
         """Yield everything from ``offset`` on, in order, each with the offset after it."""
@@ -265,10 +263,11 @@ class Log:
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 
-    def keep(self, sink: str, number: int, files: Iterable[Path]) -> None:
-        """Write beside the log how many records ``sink`` has for good, and which files it makes."""
+    def keep(self, sink: str, number: int, files: Mapping[Path, int]) -> None:
+        """Write beside the log how many records ``sink`` has for good, and its files with what was in them before."""
         home = self.path.parent.absolute()
-        names = [str(file.relative_to(home) if file.is_relative_to(home) else file) for file in files]
+        sizes = {file.absolute(): size for file, size in files.items()}
+        names = {str(file.relative_to(home) if file.is_relative_to(home) else file): sizes[file] for file in sizes}
         kept = {"number": number, "log": self.identity(), "files": names}
         replace_file(self._position_file(sink), dumps(kept))
 
@@ -277,7 +276,7 @@ class Log:
 
     def _lines(self, offset: int) -> Iterator[bytes]:
         """Yield the whole lines from ``offset`` on; one without a newline is being written, or never will be."""
-        with self.path.open("rb") as file:
+        with suppress(FileNotFoundError), self.path.open("rb") as file:
             file.seek(offset)
             yield from (line for line in file if line.endswith(b"\n"))
 
@@ -295,27 +294,17 @@ class Log:
         return {**context, **moved}
 
 
-def read_log(path: str | Path, start: int = 0) -> Iterator[Entry]:
-    """Yield everything in a log, in order; of a run that goes on, everything so far.
+def read_log(path: str | Path) -> Iterator[Entry]:
+    """Yield everything in a log, or in that of a run's folder, in order; of a run that goes on, everything so far.
 
     Recipe: ``for found in read_log(path): print(found)``.
-
-    Args:
-        path: The log, or the folder of a run.
-        start: The number of the first record wanted. The context that it belongs to comes first.
     """
     path = Path(path)
     found = path / "records.jsonl" if path.is_dir() else path
     if not found.is_file():
         why = "the folder has no records.jsonl" if path.is_dir() else "there is no such file"
         raise OptionError(f"No record log at {path}: {why}. Give the folder of a run, or its log.")
-    log = Log(found)
-    offset, context = log.find(start) if start else (0, {})
-    for entry, _ in log.entries(offset):
-        if context:
-            yield Context(context)
-            context = {}
-        yield entry
+    yield from (entry for entry, _ in Log(found).entries())
 
 
 # -- writing ------------------------------------------------------------------------------------------------------
@@ -340,12 +329,8 @@ class BackOff:
         self._next = time.monotonic() + wait
 
     def reset(self) -> None:
-        """Note a success."""
+        """Note a success, or make the next attempt due at once."""
         self.attempts, self._next = 0, 0.0
-
-    def hurry(self) -> None:
-        """Make the next attempt due at once."""
-        self._next = 0.0
 
     @property
     def is_due(self) -> bool:
@@ -391,7 +376,7 @@ class RecordLog(Log):
         """How many records there are: the number of the next one."""
         self.error: Exception | None = None
         """Why lines wait in memory; None if none do."""
-        self._size = self.newest = 0
+        self.size = self.newest = 0
         self._file: LineFile | None = None
         self._lock: FileLock | None = None
         self._waiting = bytearray()  # the end of the log, which is not in the file yet
@@ -404,13 +389,10 @@ class RecordLog(Log):
             self._fail(error)
             self._add(self._first_line())
 
-    @property
-    def size(self) -> int:
-        """Bytes of all lines, with those that wait; ``newest`` is where the last one begins."""
-        return self._size
-
     def append(self, entry: Entry) -> Entry:
         """Write ``entry``, now or when there is room again; return a record with its number."""
+        if self._file is None and not self._waiting:
+            self.retry()  # it was closed, and others may have written it meanwhile
         if isinstance(entry, Context):
             self._add(json_line({"context": entry.context, "time": entry.time or time.time()}))
             return entry
@@ -430,29 +412,29 @@ class RecordLog(Log):
                 "run, or was shortened. The records from now on are added to it."
             )
         end, context = self.find(number)
-        in_file = self._size - len(self._waiting)
+        in_file = self.size - len(self._waiting)
         if self._file is not None and end < in_file:
             self._file.truncate(end)
         del self._waiting[max(end - in_file, 0) :]
-        self._size, self.number = end, number
+        self.size, self.number = end, number
         return context
 
     def retry(self) -> None:
         """Try at once to write what waits; open the file if it was closed."""
-        self._back_off.hurry()
+        self._back_off.reset()
         self._write_waiting()
 
     def sync(self) -> None:
         """Write everything to the disk."""
-        self.retry()
+        if self._waiting:
+            self.retry()
         if self._file is not None:
             with suppress(OSError):  # a file system that cannot sync
                 self._file.sync()
 
     def close(self) -> None:
         """Write what waits, and close the file; a later record opens it again. May be called more than once."""
-        if self._file is not None or self._waiting:
-            self.sync()
+        self.sync()
         if self._file is not None:
             self._file.close()
         if self._lock is not None:
@@ -463,9 +445,6 @@ class RecordLog(Log):
         if self._lock is not None:  # of a manager that was not closed
             self._lock.release()
 
-    def __repr__(self) -> str:
-        return f"<RecordLog {self.path}, {self.number} records>"
-
     # -- the file, and what waits for it -------------------------------------------------------------------------
 
     def _open(self) -> None:
@@ -473,7 +452,7 @@ class RecordLog(Log):
         lock = _lock_for(self.path)
         try:
             file = LineFile(self.path)
-            if self._waiting and file.size != self._size - len(self._waiting):
+            if self._waiting and file.size != self.size - len(self._waiting):
                 raise FileExistsError(f"{self.path} was written by another process meanwhile")
             if not file.size and not self._waiting:
                 file.write(self._first_line())
@@ -482,7 +461,7 @@ class RecordLog(Log):
             raise
         self._file, self._lock = file, lock
         if not self._waiting:
-            self._size = self.newest = file.size
+            self.size = self.newest = file.size
             numbers = (_record_number(line) for line in super()._lines(0))
             self.number = max(self.number, 1 + max((n for n in numbers if n is not None), default=-1))
 
@@ -491,14 +470,14 @@ class RecordLog(Log):
         return json_line({"context": {}, "time": time.time(), "home": str(self.path.parent)})
 
     def _lines(self, offset: int) -> Iterator[bytes]:
-        in_file = self._size - len(self._waiting)
+        in_file = self.size - len(self._waiting)
         if offset < in_file:
             yield from super()._lines(offset)
         yield from bytes(self._waiting[max(offset - in_file, 0) :]).splitlines(keepends=True)
 
     def _add(self, line: bytes) -> None:
         self._waiting += line
-        self.newest, self._size = self._size, self._size + len(line)
+        self.newest, self.size = self.size, self.size + len(line)
         self._write_waiting()
 
     def _write_waiting(self) -> None:
@@ -510,16 +489,19 @@ class RecordLog(Log):
                 self._open()
             assert self._file is not None
             self._waiting = bytearray()  # first: Ctrl-C may come when they are written, and none is to be there twice
-            self._file.write(lines)
+            done = os.write(self._file.descriptor, lines)
+            if done < len(lines):
+                self._file.write_rest(lines, done)
         except (OSError, OptionError) as error:  # an OptionError if another process writes a log there by now
             self._waiting = lines
             self._fail(error)
         except BaseException:
-            self._size = self.newest = self._size if self._file is None else self._file.size
+            self.size = self.newest = self.size if self._file is None else self._file.size
             raise
         else:
-            self.error = None
-            self._back_off.reset()
+            if self.error is not None:
+                self.error = None
+                self._back_off.reset()
 
     def _fail(self, error: Exception) -> None:
         self._back_off.fail()
@@ -587,3 +569,123 @@ def _lock_for(path: Path) -> FileLock:
             "the manager that writes it, or give this run a folder of its own."
         )
     return lock
+
+
+# -- handing over -------------------------------------------------------------------------------------------------
+
+Failed: TypeAlias = Callable[[str, str, Exception], None]
+"""Is told which sink could not do what."""
+
+
+class Reader:
+    """One sink, and how far it is in the log.
+
+    An `OSError` (a full disk, a host that is gone) passes: the sink is behind, and tried again, ever later, from the
+    log. Any other error would be raised again, so that record is skipped.
+    """
+
+    def __init__(self, name: str, sink: Any, log: Log | MemoryLog, failed: Failed) -> None:
+        self.name, self.sink, self.log, self._failed = name, sink, log, failed
+        self.offset = 0
+        """Where in the log it is."""
+        self.number = 0
+        """The number of the first record that it has not taken."""
+        self.kept = 0
+        """The number of the first record that has not arrived for good, if that is known."""
+        self.back_off = BackOff()
+
+    def advance(self, newest: Entry | None = None, most: int = sys.maxsize, seconds: float = math.inf) -> None:
+        """Hand over what follows in the log, ``most`` entries at the most; ``newest`` need not be read from it."""
+        log = self.log
+        if newest is not None and self.offset == log.newest:
+            self.take(newest, log.size)
+        elif self.back_off.is_due:
+            end = time.monotonic() + seconds
+            try:
+                for entry, offset in log.entries(self.offset):
+                    most -= 1
+                    if not self.take(entry, offset) or not most or time.monotonic() > end:
+                        return
+            except OSError as error:
+                self.fail("read the log", error)
+
+    def take(self, entry: Entry, end: int) -> bool:
+        """Give ``entry`` to the sink; return False if it has to come again."""
+        # Counted first: Ctrl-C may come when the sink has it already, and nothing is to be there twice.
+        before, self.offset = self.offset, end
+        try:
+            hand(self.sink, entry)
+        except OSError as error:
+            self.offset = before
+            self.fail("take metrics", error)
+            return False
+        except Exception as error:
+            self._failed(self.name, "take metrics of a record, which is skipped", error)
+        if isinstance(entry, Record):
+            self.number = entry.number + 1
+        if self.back_off.attempts:
+            self.back_off.reset()
+        return True
+
+    def call(self, method: str) -> bool:
+        """Call ``flush`` or ``close`` of the sink, if it has it; return whether that has not failed."""
+        try:
+            getattr(self.sink, method, bool)()
+        except Exception as error:
+            self.fail(method, error)
+            return False
+        return True
+
+    def go_to_end(self, log: RecordLog | MemoryLog) -> None:
+        """Continue with what is added to ``log`` from now on."""
+        self.log, self.offset, self.number = log, log.size, log.number
+        self._begin()
+
+    def go_to(self, number: int) -> None:
+        """Continue with the record of that number, and tell the sink which run it is of."""
+        assert isinstance(self.log, Log)
+        self._begin()
+        self.number = number
+        self.offset, context = self.log.find(number)
+        if context:
+            hand(self.sink, Context(context))
+
+    def restart(self, first: int = 0) -> bool:
+        """Begin the sink anew, if it can be, with record ``first`` of the log; return whether it is so."""
+        if isinstance(self.log, MemoryLog) or not getattr(self.sink, "restart", bool)():
+            return False
+        for file, size in self.log.kept(self.name).get("files", {}).items():
+            path = self.log.path.parent / file
+            with suppress(FileNotFoundError):
+                if size:
+                    os.truncate(path, size)
+                else:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.kept = 0
+        self.go_to(first)
+        return True
+
+    def _begin(self) -> None:
+        self.back_off.reset()
+        if isinstance(self.sink, RunSink):
+            self.sink.keep_files = self.keep
+
+    def keep(self) -> None:
+        """Write beside the log how far the sink is, and which files it has made or is about to make."""
+        if isinstance(self.log, Log) and self.log.path.exists():
+            self.log.keep(self.name, self.kept, getattr(self.sink, "files", {}))
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Report that the sink could not do ``what``, and wait before the next try."""
+        self.back_off.fail()
+        self._failed(self.name, what, error)
+
+
+def hand(sink: Any, entry: Entry) -> None:
+    """Give ``entry`` to ``sink``, which may be an object with ``emit`` alone."""
+    if isinstance(entry, Context):
+        getattr(sink, "set_run_context", dict)(**entry.context)
+    elif isinstance(sink, MetricSink):
+        sink.write(entry)
+    else:
+        sink.emit(dict(entry.metrics), entry.position, entry.hook_point)

@@ -1,7 +1,7 @@
 """Hand every record to the log first, then to each sink: a sink is a reader of the log.
 
-The manager calls `FanOut.write`. Each sink has a `Reader`, which knows how far it is; one that fails is behind, and
-goes on from the log later. Slow sinks have theirs in a process of their own. `replay` is a reader of another log.
+The manager calls `FanOut.write`. Each sink has a `Reader`; slow ones have theirs in a process of their own. `replay`
+reads the log of another run.
 """
 
 from __future__ import annotations
@@ -11,143 +11,22 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from hookline.error_policy import ErrorPolicy, error_text
 from hookline.errors import HooklineWarning, MissingPackageError, OptionError
 from hookline.messages import type_name
 from hookline.records.helper import HelperProcess, failure_text, sink_recipe
-from hookline.records.log import BackOff, Context, Entry, Log, MemoryLog, RecordLog, cleaned, read_log
-from hookline.records.sink import MetricSink, Record, RunSink, check_sink
+from hookline.records.log import Context, Entry, Log, MemoryLog, Reader, RecordLog, cleaned, hand, read_log
+from hookline.records.sink import Record, check_sink
 
-__all__ = ["FanOut", "Reader", "hand", "has_ranks", "own_rank", "replay"]
+__all__ = ["FanOut", "has_ranks", "own_rank", "replay"]
 
 logger = logging.getLogger(__name__)
-
-Around: TypeAlias = Callable[[], AbstractContextManager[Any]]
-Failed: TypeAlias = Callable[[str, str, Exception], None]
-"""Is told which sink could not do what."""
-
-
-# -- one sink -----------------------------------------------------------------------------------------------------
-
-
-class Reader:
-    """One sink, and how far it is in the log.
-
-    An `OSError` (a full disk, a host that is gone) passes: the sink is behind, and tried again, ever later, from the
-    log. Any other error would be raised again, so that record is skipped.
-    """
-
-    def __init__(
-        self, name: str, sink: Any, log: Log | MemoryLog, failed: Failed, around: Around = nullcontext
-    ) -> None:
-        self.name, self.sink, self.log, self._failed, self._around = name, sink, log, failed, around
-        self.offset = 0
-        """Where in the log it is."""
-        self.number = 0
-        """The number of the first record that it has not taken."""
-        self.kept = 0
-        """The number of the first record that has not arrived for good, if that is known."""
-        self.back_off = BackOff()
-        if isinstance(sink, RunSink):
-            sink.keep_files = self.keep
-
-    def advance(self, newest: Entry | None = None, most: int = sys.maxsize, seconds: float = float("inf")) -> None:
-        """Hand over what follows in the log, ``most`` entries at the most; ``newest`` need not be read from it."""
-        log = self.log
-        if newest is not None and self.offset == log.newest:
-            self.take(newest, log.size)
-        elif self.back_off.is_due:
-            end = time.monotonic() + seconds
-            try:
-                for entry, offset in log.entries(self.offset):
-                    most -= 1
-                    if not self.take(entry, offset) or not most or time.monotonic() > end:
-                        return
-            except OSError as error:
-                self.fail("read the log", error)
-
-    def take(self, entry: Entry, end: int) -> bool:
-        """Give ``entry`` to the sink; return False if it has to come again."""
-        # Counted first: Ctrl-C may come when the sink has it already, and nothing is to be there twice.
-        before, self.offset = self.offset, end
-        try:
-            with self._around():
-                hand(self.sink, entry)
-        except OSError as error:
-            self.offset = before
-            self.fail("take metrics", error)
-            return False
-        except Exception as error:
-            self._failed(self.name, "take metrics of a record, which is skipped", error)
-        if isinstance(entry, Record):
-            self.number = entry.number + 1
-        self.back_off.reset()
-        return True
-
-    def call(self, method: str) -> bool:
-        """Call ``flush`` or ``close`` of the sink, if it has it; return whether that has not failed."""
-        try:
-            with self._around():
-                getattr(self.sink, method, bool)()
-        except Exception as error:
-            self.fail(method, error)
-            return False
-        return True
-
-    def restart(self, number: int = 0, offset: int = 0, context: Mapping[str, Any] | None = None) -> bool:
-        """Begin the sink anew, if it can be, with the first record of the run; return whether it is so.
-
-        Args:
-            number: Of that record; the log may hold older runs.
-            offset: Where it is in the log.
-            context: What is known there of the run.
-        """
-        if isinstance(self.log, MemoryLog) or not getattr(self.sink, "restart", bool)():
-            return False
-        for file in self.log.kept(self.name).get("files", ()):
-            path = self.log.path.parent / file
-            with suppress(FileNotFoundError):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        self.offset, self.number, self.kept = offset, number, 0
-        self.back_off.reset()
-        if context:
-            self.take(Context(context), offset)
-        return True
-
-    def keep(self) -> None:
-        """Write beside the log how far the sink is, and which files it has made or is about to make."""
-        if isinstance(self.log, Log) and self.log.path.exists():
-            self.log.keep(self.name, self.kept, [file.absolute() for file in getattr(self.sink, "files", ())])
-
-    def go_to_end(self, log: RecordLog | MemoryLog) -> None:
-        """Continue with what is added to ``log`` from now on."""
-        self.log, self.offset, self.number = log, log.size, log.number
-        self.back_off.reset()
-
-    def fail(self, what: str, error: Exception) -> None:
-        """Report that the sink could not do ``what``, and wait before the next try."""
-        self.back_off.fail()
-        self._failed(self.name, what, error)
-
-
-def hand(sink: Any, entry: Entry) -> None:
-    """Give ``entry`` to ``sink``, which may be an object with ``emit`` alone."""
-    if isinstance(entry, Context):
-        getattr(sink, "set_run_context", dict)(**entry.context)
-    elif isinstance(sink, MetricSink):
-        sink.write(entry)
-    else:
-        sink.emit(dict(entry.metrics), entry.position, entry.hook_point)
-
-
-# -- all sinks ----------------------------------------------------------------------------------------------------
 
 
 class FanOut:
@@ -168,9 +47,9 @@ class FanOut:
 
     is_silent = False
     """Whether it writes nothing: this is a process of a distributed run, and not the first."""
-    keep_streams: Around = nullcontext
-    """Around each call of a sink that is not one of ours, which may draw random numbers: a manager sets it to what
-    gives the run its streams back. It is not imported here, as the helper process has no torch."""
+    keep_streams: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Around the calls of sinks if one is not of ours, and may draw random numbers: a manager sets it to what gives the
+    run its streams back. It is not imported here, as the helper process has no torch."""
 
     def __init__(
         self, sinks: Iterable[Any] = (), log: str | Path | RecordLog | None = None, *, patience: float = 30.0
@@ -185,7 +64,8 @@ class FanOut:
         if has_ranks() and own_rank() > 0:  # rank 0 writes what all ranks have to say
             self.is_silent, log = True, None
         self._log: RecordLog | MemoryLog = MemoryLog() if log is None else _log_of_rank(log)
-        self._is_temporary = self._is_log_closed = False
+        self._temporary: Path | None = None  # the folder of a log for slow sinks alone
+        self._streams: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._helper: HelperProcess | None = None
         self._context: dict[str, Any] = {}
         self._is_log_of_run = False
@@ -229,9 +109,8 @@ class FanOut:
             self.is_empty = False
 
     def release_log(self) -> None:
-        """Let others write the file of the log; the next record opens it again."""
+        """Let others write the file of the log; the next record opens it again, and sinks get what they have added."""
         self._log.close()
-        self._is_log_closed = True
 
     def add(self, sink: Any) -> None:
         """Add a sink; it receives the records from now on."""
@@ -244,18 +123,12 @@ class FanOut:
             return
         self.is_empty = False
         if getattr(sink, "slow", False):
-            try:
-                recipe = sink_recipe(sink, name)
-                self._start_helper().add(recipe)
-                return
-            except OptionError as error:
-                self._errors.warn_later(
-                    f"here {name}", f"{name} is slow, and runs in this process, where it delays the training: {error}"
-                )
-        # Ours draw no random numbers, which a test of each holds.
-        is_foreign = not type(sink).__module__.startswith("hookline.")
-        around = (lambda: self.keep_streams()) if is_foreign else nullcontext
-        reader = Reader(name, sink, self._log, self._note_failure, around)
+            recipe = sink_recipe(sink, name)
+            self._start_helper().add(recipe)
+            return
+        if not type(sink).__module__.startswith("hookline."):  # ours draw no random numbers, which a test of each holds
+            self._streams = lambda: self.keep_streams()
+        reader = Reader(name, sink, self._log, self._note_failure)
         reader.go_to_end(self._log)
         self._readers.append(reader)
 
@@ -275,14 +148,14 @@ class FanOut:
         self._put(Context({**(context or {}), **more}))
 
     def _put(self, entry: Entry) -> None:
-        self._reopen()
         self._is_resumed = False
         log = self._log
         entry = log.append(entry)
         if log.error is not None:
             self._note_log()
-        for reader in self._readers:
-            reader.advance(entry)
+        with self._streams():
+            for reader in self._readers:
+                reader.advance(entry)
         if isinstance(log, MemoryLog):
             log.drop(min((reader.offset for reader in self._readers), default=log.size))
 
@@ -290,26 +163,28 @@ class FanOut:
         """Write everything: the log to the disk, and what sinks hold back. Slow sinks follow by themselves."""
         self._log.sync()
         self._note_log()
-        for reader in self._readers:
-            if reader.offset != self._log.size:
-                reader.back_off.hurry()
-                reader.advance()
-            reader.call("flush")
+        with self._streams():
+            for reader in self._readers:
+                if reader.offset != self._log.size:
+                    reader.back_off.reset()
+                    reader.advance()
+                reader.call("flush")
 
     def close(self) -> None:
         """Flush, wait for slow sinks, and close files and processes. May be called more than once."""
-        if not self._is_log_closed:
-            self.flush()
-        for reader in self._readers:
-            if reader.offset != self._log.size and reader.number < self._log.number and not self._is_log_closed:
-                self._note_behind(reader)
-            reader.call("close")
+        self.flush()
+        with self._streams():
+            for reader in self._readers:
+                if reader.offset != self._log.size and reader.number < self._log.number:
+                    self._note_behind(reader)
+                reader.call("close")
         self.release_log()
         if self._log.error is not None:
             self._errors.warn_later("lost", f"The last records could not be written to {self.log}, and are lost.")
         # Slow sinks come last: a user who interrupts the wait for them has everything else closed.
-        if self._helper is not None:
-            self._helper.close(self._log.number)
+        if self._helper is not None and self._helper.close(self._log.number) and self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._helper = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return which records of the log are of the run so far, for a run that is resumed from now."""
@@ -322,7 +197,6 @@ class FanOut:
         """
         if self.is_silent or "records" not in state:
             return
-        self._reopen()
         if self._helper is not None:
             self._helper.end_all()
         told = self._context
@@ -334,24 +208,25 @@ class FanOut:
             self._use(self._log)
             return
         self._is_resumed, self._context = True, told if known is None else known
-        for reader in self._readers:
-            self._restart(reader, is_told=bool(told))
+        with self._streams():
+            for reader in self._readers:
+                self._restart(reader, is_told=bool(told))
         if told:
             self.set_run_context(told)
 
     def _restart(self, reader: Reader, *, is_told: bool) -> None:
         """Have a sink read the run again; or, if it cannot, go on, knowing which run it is."""
+        reader.go_to_end(self._log)
         try:
-            if isinstance(self._log, RecordLog) and reader.restart(self._first, *self._log.find(self._first)):
+            if reader.restart(self._first):
                 reader.advance()
                 return
             if isinstance(self._log, MemoryLog):
                 getattr(reader.sink, "truncate", id)(self._log.number)
+            if self._context and not is_told:
+                reader.take(Context(self._context), self._log.size)
         except Exception as error:
             self._note_failure(reader.name, "begin anew", error)
-        reader.go_to_end(self._log)
-        if self._context and not is_told:
-            reader.take(Context(self._context), self._log.size)
 
     def warn_pending(self) -> None:
         """Issue the warnings that were collected; a warning may raise, so the manager calls this last."""
@@ -375,21 +250,14 @@ class FanOut:
         for reader in self._readers:
             reader.go_to_end(log)
 
-    def _reopen(self) -> None:
-        """Open the log again if it was closed; others may have written it meanwhile."""
-        if self._is_log_closed:
-            self._is_log_closed = False
-            self._log.retry()
-            self._use(self._log)
-
     def _start_helper(self) -> HelperProcess:
         """Return the process of slow sinks; it reads a log in a temporary folder, if there is no other."""
         if isinstance(self._log, MemoryLog):
-            self._use(RecordLog(Path(tempfile.mkdtemp(prefix="hookline-")) / "records.jsonl"))
-            self._is_temporary = True
+            self._temporary = Path(tempfile.mkdtemp(prefix="hookline-"))
+            self._use(RecordLog(self._temporary / "records.jsonl"))
         if self._helper is None:
             assert isinstance(self._log, RecordLog)
-            self._helper = HelperProcess(Log(self._log.path), self._errors, self._patience, remove=self._is_temporary)
+            self._helper = HelperProcess(Log(self._log.path), self._errors, self._patience)
         return self._helper
 
     # -- failures ------------------------------------------------------------------------------------------------
@@ -406,7 +274,7 @@ class FanOut:
         self._log_error = error
 
     def _note_behind(self, reader: Reader) -> None:
-        has_log = isinstance(self._log, RecordLog) and not self._is_temporary
+        has_log = isinstance(self._log, RecordLog) and self._temporary is None
         where = "the log has them: hookline replay" if has_log else "there is no log"
         lost = self._log.number - reader.number
         self._errors.warn_later(f"lost {reader.name}", f"{reader.name} could not take {lost:,} records; {where}.")
@@ -421,14 +289,7 @@ class FanOut:
             logger.log(level, "%s could not %s; the run goes on", name, what, exc_info=error)
 
 
-def replay(
-    run: str | Path,
-    sink: Any,
-    *,
-    start: int = 0,
-    context: Mapping[str, Any] | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> int:
+def replay(run: str | Path, sink: Any, *, context: Mapping[str, Any] | None = None) -> int:
     """Give ``sink`` everything that is in a log, in order, then close it; return how many records there were.
 
     Recipe: ``hookline.records.replay("runs/digits/default", hookline.sinks.TensorBoardSink("events"))``.
@@ -438,20 +299,15 @@ def replay(
     Args:
         run: The folder of a run, or its log.
         sink: Anything with ``emit(metrics, epoch, hook_point)``.
-        start: The number of the first record wanted.
         context: Replaces parts of the run's context: ``{"run_dir": elsewhere}``.
-        progress: Called after each record with how many there have been.
     """
     check_sink(sink, "replay() takes a sink, an object")
     own_context = {"replay": True, **(context or {})}  # some sinks would continue the run itself otherwise
     hand(sink, Context(own_context))
     count = 0
-    for entry in read_log(run, start):
+    for entry in read_log(run):
         hand(sink, entry if isinstance(entry, Record) else Context({**entry.context, **own_context}))
-        if isinstance(entry, Record):
-            count += 1
-            if progress is not None:
-                progress(count)
+        count += isinstance(entry, Record)
     for method in ("flush", "close"):
         getattr(sink, method, bool)()
     return count

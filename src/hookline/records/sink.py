@@ -11,16 +11,15 @@ import importlib
 import importlib.util
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from hookline.errors import HooklineWarning, HookSignatureError, MissingPackageError, OptionError
+from hookline.error_policy import warn_user
+from hookline.errors import HookSignatureError, MissingPackageError, OptionError
 from hookline.files import AppendFile
 from hookline.messages import type_name
-from hookline.tables import Table, number_text
 
 __all__ = [
     "FileSink", "MetricSink", "Record", "RunContext", "RunSink", "StepSeries", "check_sink", "file_name",
@@ -38,9 +37,6 @@ class StepSeries(list[Any]):
         super().__init__(values)
         self.steps: list[int] = list(steps)
         """The step of each value, counted from 0."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StepSeries, (list(self), self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +78,6 @@ class Record:
         """Return ``"epoch 3, step 119"``; in a run that counts steps ``"step 119"``."""
         known = [f"{name} {value}" for name, value in (("epoch", self.epoch), ("step", self.step)) if value is not None]
         return separator.join(known) or "before the first step"
-
-    def title(self) -> str:
-        """Return where in the run it is: ``"epoch 3, step 119, POST_EPOCH"``."""
-        return f"{self.place_text()}, {self.point}" + ("" if self.strategy is None else f", {self.strategy}")
-
-    def _repr_html_(self) -> str:
-        rows = [(name, number_text(value)) for name, value in self.metrics.items()]
-        return Table(("metric", "value"), rows, numbers=(1,), title=self.title()).html()
 
 
 class MetricSink:
@@ -245,8 +233,9 @@ class RunSink(MetricSink):
         self._known = known
         self._context = RunContext(**known)
         self._has_warned = False
-        self.files: list[Path] = []
-        """The files and folders that it has made: removed when the log is read again from its first record."""
+        self.files: dict[Path, int] = {}
+        """The files and folders that it writes, with the bytes that were there before: only these are left when the log
+        is read again from its first record."""
         self.keep_files: Callable[[], None] = lambda: None
         """Called when ``files`` has grown: a reader of the log notes them, for a run that is killed and resumed."""
 
@@ -292,11 +281,9 @@ class RunSink(MetricSink):
         """Warn, once, that records are dropped as no place to write is known."""
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn_user(
                 f"{type(self).__name__} does not know where to write, and drops metrics until it does. Name a place "
-                "when you make it, or call set_run_context(run_dir=..., strategy=...).",
-                HooklineWarning,
-                stacklevel=4,
+                "when you make it, or call set_run_context(run_dir=..., strategy=...)."
             )
 
 
@@ -314,22 +301,27 @@ class FileSink(RunSink):
     is_folder: ClassVar[bool] = False
     """Whether the file is a folder of files."""
 
-    def __init__(self, path: str | Path | None, **known: Any) -> None:
+    def __init__(self, path: str | Path | None, *, appends: bool = False, **known: Any) -> None:
         super().__init__(**known)
         self._given_path = None if path is None else Path(path)
+        self._appends = appends
         self.path: Path | None = None
         """The file or folder of this run; None before its first record."""
         self._file: AppendFile | None = None
 
+    def _wanted_path(self) -> Path | None:
+        """Return the file of this run, if its name is free; None if its place is not known yet."""
+        return self._given_path or self._context.file(self.ending)
+
     def _open_path(self) -> Path | None:
         """Return the file of this run, made under a name that is free; None if its place is not known yet."""
-        wanted = self._given_path or self._context.file(self.ending)
+        wanted = self._wanted_path()
         if self.path is None and wanted is not None:
             wanted.parent.mkdir(parents=True, exist_ok=True)
-            path = free_path(wanted)
-            self.files.append(path)
+            path = wanted if self._appends else free_path(wanted)
+            self.files.setdefault(path, path.stat().st_size if path.exists() else 0)
             self.keep_files()  # before it is made: whenever the run is killed, its files are known
-            path.mkdir() if self.is_folder else path.touch(exist_ok=False)
+            path.mkdir() if self.is_folder else path.touch(exist_ok=self._appends)
             self.path = path
         return self.path
 

@@ -6,7 +6,7 @@ A `Reader` hands records to `CSVSink`. A new column has the file written again w
 from __future__ import annotations
 
 import csv
-import time
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from io import StringIO
 from pathlib import Path
@@ -22,10 +22,6 @@ __all__ = ["CSVSink"]
 
 _PLACES: Final = ("step", "epoch", "hook_point")
 """Columns of every row that has them; no metric's."""
-_SMALL: Final = 1 << 20
-"""Bytes up to which a file is written again at once for each new column: some milliseconds."""
-_SHARE: Final = 20
-"""A larger file takes at most one part in so many of the time: rows with new columns wait for it meanwhile."""
 _QUOTED: Final = frozenset(',"\r\n')
 
 
@@ -41,10 +37,9 @@ class CSVSink(FileSink):
         print(sink.path.read_text())  # two lines: epoch,hook_point,norms/total and 0,POST_EPOCH,1.5
 
     Each row is written, by one system call, before ``emit`` returns. A metric that is new has the file written again
-    with the wider header, and empty cells in the rows before; in a file of more than 1 MB such rows may wait for
-    others, until ``flush`` at the latest. A dictionary is ``k:v;k:v``, a list ``a;b``, None an empty cell, NaN ``nan``;
-    a metric called ``epoch`` or ``step`` has the column ``metric/epoch``, ``metric/step``. The file is never
-    overwritten: if there is one, this one gets ``_1``, ``_2``, …
+    with the wider header, and empty cells in the rows before. A dictionary is ``k:v;k:v``, a list ``a;b``, None an
+    empty cell, NaN ``nan``; a metric called ``epoch`` or ``step`` has the column ``metric/epoch``, ``metric/step``. The
+    file is never overwritten: if there is one, this one gets ``_1``, ``_2``, …
 
     Args:
         filepath: The file; if left out, one in ``output_dir``, or in the folder of the run.
@@ -73,8 +68,6 @@ class CSVSink(FileSink):
         self._names: dict[str, str] = {}  # the column of each metric
         self._place: dict[str, int] = {}  # of each column in a row
         self._width = 0  # columns in the header of the file
-        self._waiting: list[dict[str, Any]] = []  # rows for a wider header
-        self._due = 0.0
 
     def write(self, record: Record) -> None:
         """Write a row, or one for each step."""
@@ -83,12 +76,13 @@ class CSVSink(FileSink):
             self._drop()
             return
         rows = [self._row(place, record.point, metrics) for place, metrics in self._rows(record)]
-        if len(self._place) == self._width:
-            file.write(b"".join(map(self._line, rows)))
-        elif file.size <= _SMALL or time.monotonic() >= self._due:
+        if len(self._place) > self._width:
             self._write_wider(rows)
-        else:
-            self._waiting += rows
+            return
+        lines = b"".join(map(self._line, rows))
+        done = os.write(file.descriptor, lines)
+        if done < len(lines):
+            file.write_rest(lines, done)
 
     def _rows(self, record: Record) -> Iterable[tuple[dict[str, int], Mapping[str, Any]]]:
         """Return the places and metrics of each row."""
@@ -123,9 +117,9 @@ class CSVSink(FileSink):
         return _joined(cells)
 
     def _write_wider(self, new: list[dict[str, Any]]) -> None:
-        """Write the file again with all columns, and the rows that wait; a reader sees the old one or the new one."""
+        """Write the file again with all columns, and new rows; a reader sees the old one or the new one."""
         assert self.path is not None
-        path, started = self.path, time.monotonic()
+        path = self.path
 
         def write(draft: Path) -> None:
             with draft.open("wb", buffering=1 << 18) as file, path.open("rb", buffering=1 << 18) as old:
@@ -134,21 +128,16 @@ class CSVSink(FileSink):
                 more = b"," * (len(self._place) - len(header)) + b"\n"
                 file.write(_joined(map(_quoted, self._place)))
                 file.writelines(row[:-1] + more for row in rows)
-                file.writelines(map(self._line, self._waiting + new))
+                file.writelines(map(self._line, new))
             self._release()  # what is written from now on goes to the new file
 
         replace_file(path, write)
-        self._waiting, self._width = [], len(self._place)
-        self._due = time.monotonic() + _SHARE * (time.monotonic() - started)
-
-    def flush(self) -> None:
-        """Write the rows that wait for a wider header."""
-        if self._waiting:
-            self._write_wider([])
+        self._width = len(self._place)
+        self._open_file()
 
     def _forget(self) -> None:
         super()._forget()
-        self._place, self._waiting, self._width = {}, [], 0
+        self._place, self._width = {}, 0
 
 
 def _cell(value: Any) -> str:

@@ -6,12 +6,13 @@ form, one key per metric.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 from hookline.errors import OptionError
-from hookline.records.log import all_finite, dumps, json_line, utf8_text
+from hookline.records.log import dumps, is_json, json_line, utf8_text
 from hookline.records.sink import FileSink, Record, StepSeries
 from hookline.when import HookPoint
 
@@ -30,11 +31,11 @@ class JSONLSink(FileSink):
 
     Strict JSON: NaN and infinity are the strings "NaN", "Infinity" and "-Infinity". The step numbers of step series are
     in ``"steps"``. A metric with the name of another key is written as ``metric/epoch``. Tensors and arrays become
-    numbers and lists. Each line is handed to the system at once. The file is never overwritten: if there is one, this
-    one gets ``_1``, ``_2``, …
+    numbers and lists. Each line is handed to the system at once.
 
     Args:
-        path: The file, for all strategies; None for ``{strategy}.jsonl`` in the folder of the run, once that is known.
+        path: The file, for all strategies: if there is one already, lines are added to it. None for
+            ``{strategy}.jsonl`` in the folder of the run, once that is known, or ``{strategy}_1.jsonl``.
         points: ``"all"``, or ``"step"``: the metrics of single steps alone.
     """
 
@@ -43,7 +44,7 @@ class JSONLSink(FileSink):
     def __init__(self, path: str | Path | None = None, *, points: str = "all") -> None:
         if points not in ("all", "step"):
             raise OptionError(f"points= of a JSONLSink is 'all' or 'step'; got {points!r}.")
-        super().__init__(path)
+        super().__init__(path, appends=path is not None)
         self._is_of_steps = points == "step"
 
     def write(self, record: Record) -> None:
@@ -57,18 +58,11 @@ class JSONLSink(FileSink):
         else:
             file.write(_line(record))
 
-    def set_run_context(self, **context: Any) -> None:
-        """Take in which run follows; a file that was given is that of all runs."""
-        if self._given_path is None:
-            super().set_run_context(**context)
-        else:
-            self._context.update(context)
-
 
 def _line(record: Record) -> bytes:
     metrics = record.metrics
     head = {"epoch": record.epoch, "hook_point": record.point, "step": record.step, "strategy": record.strategy}
-    if all_finite(metrics.values()) and _RESERVED.isdisjoint(metrics):
+    if is_json(metrics.values()) and _RESERVED.isdisjoint(metrics):
         with suppress(TypeError, ValueError):
             return dumps({**head, **metrics}) + b"\n"
     names = {name: utf8_text(name) for name in metrics}
@@ -78,7 +72,7 @@ def _line(record: Record) -> bytes:
     return json_line({**line, "steps": steps} if steps else line)
 
 
-def _key(name: str, taken: Any) -> str:
+def _key(name: str, taken: Collection[str]) -> str:
     """Return the key of a metric: with ``metric/`` before it as often as needed to be the only one."""
     if name in _RESERVED:
         name = f"metric/{name}"

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hookline.records.sink import MetricSink, Record
-from hookline.tables import Table, number_text
 
 __all__ = ["MemoryRecord", "MemorySink"]
 
@@ -58,16 +57,6 @@ class MemorySink(MetricSink):
     def set_run_context(self, **context: Any) -> None:
         """Keep ``context`` with the records from now on."""
         self._context |= context
-
-    def __repr__(self) -> str:
-        if not self.records:
-            return "<MemorySink without records>"
-        newest = self.records[-1].title()
-        return f"<MemorySink of {len(self.records)} records, {len(self.latest)} metrics, newest at {newest}>"
-
-    def _repr_html_(self) -> str:
-        rows = [(name, number_text(value)) for name, value in self.latest.items()]
-        return Table(("metric", "newest value"), rows, numbers=(1,), title=repr(self)[1:-1]).html()
 
     def series(self, name: str) -> list[tuple[int, Any]]:
         """Return one metric over time: pairs of the epoch (in a run that counts steps, the step) and the value."""

@@ -10,10 +10,10 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from hookline.files import replace_file
 from hookline.records.sink import Record, RunSink
 from hookline.records.values import as_numbers, json_text, step_axis, values_in
 
@@ -57,16 +57,12 @@ class MLflowSink(RunSink):
         self._tracking_uri = None if tracking_uri is None else _as_uri(str(tracking_uri))
         self._experiment = experiment
         self._client: Any = None
-        self._run_id: str | None = None
+        self.run_id: str | None = None
+        """The MLflow run that is being written."""
 
     def options(self) -> dict[str, Any]:
         """Return the store and the experiment."""
         return {"tracking_uri": self._tracking_uri, "experiment": self._experiment}
-
-    @property
-    def run_id(self) -> str | None:
-        """The MLflow run that is being written."""
-        return self._run_id
 
     def write(self, record: Record) -> None:
         """Log the metrics and texts of a record."""
@@ -76,7 +72,7 @@ class MLflowSink(RunSink):
             return
         exceptions = self._import("mlflow.exceptions")
         try:
-            if self._run_id is None:
+            if self.run_id is None:
                 self._open(uri)
             self._log(record)
         except exceptions.MlflowException as error:
@@ -97,10 +93,12 @@ class MLflowSink(RunSink):
                 tags[name] = RunTag(_key(name), _text(value))  # of several steps the last
         if record.epoch is not None:
             metrics.append(Metric("epoch", float(record.epoch), stamp, step_axis(record)))
-        for batch in _batches(metrics, _METRICS):
-            self._client.log_batch(self._run_id, metrics=batch)
-        for batch in _batches(list(tags.values()), _PARAMS):
-            self._client.log_batch(self._run_id, tags=batch)
+        self._send("metrics", metrics, _METRICS)
+        self._send("tags", list(tags.values()), _PARAMS)
+
+    def _send(self, what: str, items: list[Any], most: int) -> None:
+        for start in range(0, len(items), most):
+            self._client.log_batch(self.run_id, **{what: items[start : start + most]})
 
     # -- runs -------------------------------------------------------------------------------------------------
 
@@ -108,7 +106,9 @@ class MLflowSink(RunSink):
         # It would print a line for each table of a new store.
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         self._client = self._import("mlflow.tracking").MlflowClient(tracking_uri=uri)
-        self._run_id = self._known_run(uri) or self._new_run(uri)
+        self.run_id = self._known_run(uri)
+        if self.run_id is None:
+            self._begin(uri)
 
     def _uri(self) -> str | None:
         """Return the store; None if it is not known yet."""
@@ -118,25 +118,18 @@ class MLflowSink(RunSink):
         folder.mkdir(parents=True, exist_ok=True)
         return _as_uri(str(folder / "mlflow.db"))
 
-    def _new_run(self, uri: str) -> str:
+    def _begin(self, uri: str) -> None:
         from mlflow.entities import Param
 
-        known = self._context.known
-        run = self._client.create_run(
-            self._experiment_id(uri),
-            run_name=self._context.strategy or "run",
-            tags={"strategy": str(self._context.strategy), "group": str(known.get("run_group", ""))},
-        )
-        run_id = str(run.info.run_id)
-        params = [
-            Param(_key(name), _text(value)) for name, value, _ in values_in(Record(known.get("config") or {}, 0, ""))
-        ]
-        for batch in _batches(params, _PARAMS):
-            self._client.log_batch(run_id, params=batch)
+        known, strategy = self._context.known, self._context.strategy
+        tags = {"strategy": str(strategy), "group": str(known.get("run_group", ""))}
+        run = self._client.create_run(self._experiment_id(uri), run_name=strategy or "run", tags=tags)
+        self.run_id = str(run.info.run_id)
+        config = values_in(Record(known.get("config") or {}, 0, ""))
+        self._send("params", [Param(_key(name), _text(value)) for name, value, _ in config], _PARAMS)
         if (file := self._run_file()) is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"tracking_uri": uri, "run_id": run_id}), encoding="utf-8")
-        return run_id
+            replace_file(file, json.dumps({"tracking_uri": uri, "run_id": self.run_id}))
 
     def _experiment_id(self, uri: str) -> str:
         name = self._experiment or str(self._context.known.get("experiment_name") or "hookline")
@@ -158,10 +151,7 @@ class MLflowSink(RunSink):
         from mlflow.exceptions import MlflowException
 
         file = self._run_file()
-        try:
-            kept = {} if file is None else json.loads(file.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            return None
+        kept = json.loads(file.read_bytes()) if file is not None and file.is_file() else {}
         if kept.get("tracking_uri") != uri:
             return None
         try:
@@ -173,7 +163,7 @@ class MLflowSink(RunSink):
         return str(kept["run_id"])
 
     def _end_run(self) -> None:
-        run_id, self._run_id = self._run_id, None
+        run_id, self.run_id = self.run_id, None
         if run_id is not None:
             self._client.set_terminated(run_id)
 
@@ -183,10 +173,6 @@ def _as_uri(place: str) -> str:
     if "://" in place or not place.endswith(".db"):
         return place
     return f"sqlite:///{Path(place).absolute().as_posix()}"
-
-
-def _batches(items: list[Any], most: int) -> Iterator[list[Any]]:
-    return (items[start : start + most] for start in range(0, len(items), most))
 
 
 def _text(value: Any) -> str:

@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeAlias
 
-from hookline.records.sink import Record, RunContext, RunSink, file_name, free_path
+from hookline.records.sink import FileSink, Record, file_name
 from hookline.records.values import MetricValue, json_text, mean, number, numbers, step_axis, values_in
 
 __all__ = ["TensorBoardSink"]
@@ -24,7 +24,7 @@ _LONGEST: Final = 10_000
 """Characters of a text; TensorBoard cannot scroll a page with more."""
 
 
-class TensorBoardSink(RunSink):
+class TensorBoardSink(FileSink):
     """Writes scalars, histograms and texts for TensorBoard, at the global step, with ``epoch`` beside.
 
     Recipe::
@@ -35,31 +35,30 @@ class TensorBoardSink(RunSink):
 
     Step metrics are a scalar per step; any other list of numbers is a histogram of its finite values, and a scalar
     ``{name}_mean``. Strings are texts, dictionaries ``name/key``; None is left out. TensorBoard keeps scalars in single
-    precision. Without ``log_dir`` the files are in ``{run_dir}/tensorboard``; with one, each strategy has a folder in
-    it. A resumed run writes its file again from the log.
+    precision. A resumed run writes its folder again from the log.
+
+    Args:
+        log_dir: Holds a folder for each run, ``{strategy}`` or ``run``; None for ``{run_dir}/tensorboard``. A folder
+            that there is already is left alone: this one gets ``_1``, ``_2``, …
     """
 
     slow: ClassVar[bool] = True
     package: ClassVar[str | None] = "tensorboard"
     extra: ClassVar[str | None] = "tensorboard"
+    is_folder: ClassVar[bool] = True
 
     def __init__(self, log_dir: str | Path | None = None) -> None:
-        super().__init__()
-        self._log_dir = None if log_dir is None else Path(log_dir)
+        super().__init__(log_dir)
         self._writer: Any = None
         self._epoch: tuple[int, int] | None = None
-        self._is_anew = False
 
     def options(self) -> dict[str, Any]:
         """Return the folder."""
-        return {"log_dir": None if self._log_dir is None else str(self._log_dir.absolute())}
+        return {"log_dir": None if self._given_path is None else str(self._given_path.absolute())}
 
-    @property
-    def folder(self) -> Path | None:
-        """The folder of this run's files; None if it is not known yet."""
-        if self._log_dir is not None:
-            strategy = self._context.strategy
-            return self._log_dir if strategy is None else self._log_dir / file_name(strategy)
+    def _wanted_path(self) -> Path | None:
+        if self._given_path is not None:
+            return self._given_path / file_name(self._context.strategy or "run")
         return None if self._context.folder is None else self._context.folder / "tensorboard"
 
     def write(self, record: Record) -> None:
@@ -70,53 +69,31 @@ class TensorBoardSink(RunSink):
             return
         found = sorted(values_in(record, reserved=("epoch",)), key=attrgetter("step"))
         for step, group in groupby(found, key=attrgetter("step")):
-            self._add_values(record, step, [value for one in group for value in _values(one)])
+            self._add(record, step, [value for one in group for value in _values(one)])
         if record.epoch is not None and (at := (step_axis(record), record.epoch)) != self._epoch:
             self._epoch = at
-            self._add_values(record, at[0], [_scalar("epoch", record.epoch)])
+            self._add(record, at[0], [_scalar("epoch", record.epoch)])
 
     def _open(self) -> Any:
-        folder = self.folder
-        if folder is not None:
-            module = self._import("tensorboard.summary.writer.event_file_writer")
-            folder = free_path(folder) if self._is_replay else folder
-            before = _files(folder)
+        module = self._import("tensorboard.summary.writer.event_file_writer")
+        if (folder := self._open_path()) is not None:
             self._writer = module.EventFileWriter(str(folder))
-            self.files += _files(folder) - before
-            self.keep_files()
-            if self._is_anew:  # a TensorBoard that is open forgets what it has read of the file before this one
-                self._add(step=0, session_log={"status": "START"})
         return self._writer
 
-    def _add_values(self, record: Record, step: int, values: list[_Value]) -> None:
-        self._add(wall_time=record.time, step=step, summary={"value": values})
-
-    def _add(self, **fields: Any) -> None:
+    def _add(self, record: Record, step: int, values: list[_Value]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
-        self._writer.add_event(Event(**fields))
+        self._writer.add_event(Event(wall_time=record.time, step=step, summary={"value": values}))
 
     def flush(self) -> None:
         """Write everything to the file."""
         if self._writer is not None:
             self._writer.flush()
 
-    def _end_run(self) -> None:
+    def _release(self) -> None:
         if self._writer is not None:
             self._writer.close()
         self._writer = self._epoch = None
-
-    def restart(self) -> bool:
-        """Forget the files: they are written again."""
-        self._end_run()
-        self.files.clear()
-        self._context = RunContext()
-        self._is_anew = True
-        return True
-
-
-def _files(folder: Path) -> set[Path]:
-    return set(folder.iterdir()) if folder.is_dir() else set()
 
 
 def _values(one: MetricValue) -> list[_Value]:

@@ -5,23 +5,19 @@ The helper process hands records to `WandbSink`, which logs rows by the ``wandb`
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from hookline.error_policy import error_text
-from hookline.errors import HooklineWarning, OptionError
+from hookline.error_policy import error_text, warn_user
+from hookline.errors import OptionError
 from hookline.records.sink import Record, RunSink, file_name
 from hookline.records.values import MetricValue, json_text, mean, number, numbers, values_in
 
 __all__ = ["WandbSink"]
-
-logger = logging.getLogger(__name__)
 
 _RESERVED: Final = frozenset({"step", "epoch", "_step", "_runtime", "_timestamp", "_wandb"})
 _FORBIDDEN: Final = frozenset("/\\#?%:")
@@ -67,24 +63,18 @@ class WandbSink(RunSink):
     ) -> None:
         super().__init__()
         if not project or len(project) > 128 or _FORBIDDEN & set(project):
-            raise OptionError(
-                f"W&B takes project names of 1 to 128 signs without any of {' '.join(sorted(_FORBIDDEN))}; got "
-                f"{project!r}."
-            )
-        self._project = project
-        self._group = group
-        self._mode = mode
-        self._config = dict(config or {})
-        self._dir = None if dir is None else Path(dir)
+            signs = " ".join(sorted(_FORBIDDEN))
+            raise OptionError(f"W&B takes project names of 1 to 128 signs without any of {signs}; got {project!r}.")
+        place = None if dir is None else str(Path(dir).absolute())
+        self._options: dict[str, Any] = {
+            "project": project, "group": group, "mode": mode, "config": dict(config or {}), "dir": place,
+        }  # fmt: skip
         self._started = time.strftime("%Y%m%d_%H%M%S")
         self._run: Any = None
 
     def options(self) -> dict[str, Any]:
         """Return the arguments."""
-        place = None if self._dir is None else str(self._dir.absolute())
-        return {
-            "project": self._project, "group": self._group, "mode": self._mode, "config": self._config, "dir": place,
-        }  # fmt: skip
+        return self._options
 
     def write(self, record: Record) -> None:
         """Log a row for each step of a record."""
@@ -117,22 +107,23 @@ class WandbSink(RunSink):
 
     def _open(self) -> Any:
         wandb = self._import("wandb")
-        place = self._dir or self._context.folder
+        given, known, folder = self._options, self._context.known, self._context.folder
+        place = given["dir"] or (None if folder is None else str(folder))
         if place is not None:
-            place.mkdir(parents=True, exist_ok=True)
+            Path(place).mkdir(parents=True, exist_ok=True)
         id_file = self._id_file()
-        group = f"{self._context.known.get('experiment_name') or self._project}_{self._started}"
-        known = id_file.read_text().strip() or None if id_file is not None and id_file.is_file() else None
+        run_id = id_file.read_text().strip() or None if id_file is not None and id_file.is_file() else None
+        group = f"{known.get('experiment_name') or given['project']}_{self._started}"
         try:
             self._run = wandb.init(
-                project=self._project,
+                project=given["project"],
                 name=self._context.strategy,
-                group=self._group or self._context.known.get("run_group") or group,
-                config={**self._config, **(self._context.known.get("config") or {})},
-                dir=None if place is None else str(place),
-                mode=self._mode or self._possible_mode(wandb),
-                id=known,
-                resume=None if known is None else "allow",
+                group=given["group"] or known.get("run_group") or group,
+                config={**given["config"], **(known.get("config") or {})},
+                dir=place,
+                mode=given["mode"] or self._possible_mode(wandb),
+                id=run_id,
+                resume=None if run_id is None else "allow",
                 reinit="create_new",  # leaves a run of the user's own in this process alone
                 settings=wandb.Settings(console="off", silent=True),
             )
@@ -143,25 +134,22 @@ class WandbSink(RunSink):
         if id_file is not None:
             id_file.parent.mkdir(parents=True, exist_ok=True)
             id_file.write_text(self._run.id)
-        logger.info("W&B run %s: %s", self._run.id, self._run.dir if self._run.offline else self._run.url)
         return self._run
 
     def _possible_mode(self, wandb: Any) -> str | None:
         """Return "offline" where W&B would ask for a key; None leaves the choice to W&B."""
         if os.environ.get("WANDB_MODE") or wandb.login(prompt=False, verify=False):
             return None
-        warnings.warn(
+        warn_user(
             "WandbSink found no key for W&B, so the run is written offline. Send it later with 'wandb sync', or run "
-            "'wandb login' first.",
-            HooklineWarning,
-            stacklevel=2,
+            "'wandb login' first."
         )
         return "offline"
 
     def _id_file(self) -> Path | None:
         """Return the file with the id of the W&B run; None for a run of which nothing is kept."""
         folder = None if self._is_replay else self._context.folder
-        return None if folder is None else folder / "wandb" / f"run_id_{file_name(self._project)}.txt"
+        return None if folder is None else folder / "wandb" / f"run_id_{file_name(self._options['project'])}.txt"
 
     def _end_run(self) -> None:
         """Finish the run; W&B's own process sends what it holds before this returns."""

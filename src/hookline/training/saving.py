@@ -282,9 +282,10 @@ class Saving(NotSaved):
             # The 1st, 2nd, 4th, 8th: a week of failures is no single line.
             if self._is_last or self._failures.bit_count() == 1:
                 newest = self._checkpoints.newest()
+                times = "for the first time" if self._failures == 1 else f"{self._failures} times so far"
                 self._warn(
                     f"The run could not be saved after {run.num_steps} steps ({error_text(error)}; "
-                    f"{self._failures} times so far); the newest checkpoint is {newest.name if newest else 'none'}."
+                    f"{times}); the newest checkpoint is {newest.name if newest else 'none'}."
                 )
             return
         self._saved_at = (run.num_steps, within)
