@@ -32,7 +32,7 @@ from hookline.training.step import StepResult, backward, usual_loss
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["Experiment", "attributes_of", "has_state", "is_record", "whole_number"]
+__all__ = ["Experiment", "attributes_of", "has_state", "is_record", "object_of", "whole_number"]
 
 Per = Literal["epoch", "step"]
 
@@ -314,10 +314,14 @@ def whole_number(name: str, value: Any, least: int) -> int:
 # -- what belongs to the run ---------------------------------------------------------------------------------------
 
 
+def object_of(experiment: Experiment) -> Any:
+    """Return the object that is taken for an experiment; an experiment is that itself."""
+    return experiment.thing if isinstance(experiment, _ObjectAsExperiment) else experiment
+
+
 def attributes_of(experiment: Experiment) -> dict[str, Any]:
     """Return the attributes of an experiment, or of the object that is taken for one; the dictionary itself."""
-    thing = experiment.thing if isinstance(experiment, _ObjectAsExperiment) else experiment
-    return getattr(thing, "__dict__", {})
+    return getattr(object_of(experiment), "__dict__", {})
 
 
 def _declared(experiment: Experiment) -> dict[str, Any]:

@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from hookline.errors import ResumeError
 from hookline.guard.loaders import datasets_of, generators_of_loader, samplers_of
 from hookline.guard.rng import RandomStates
-from hookline.training.declared_state import SavedState
 from hookline.training.experiment import has_state
-from hookline.training.model_state import generator_states, set_generators, set_streams, streams
 from hookline.training.parts import Passes
+from hookline.training.state import RunState, generator_states, set_generators, set_streams, streams
 
 __all__ = ["LoaderPosition"]
 
@@ -27,10 +26,10 @@ _SCALARS: Final = (bool, int, float, str, type(None))
 class LoaderPosition:
     """Save and restore the position of the loader of a run."""
 
-    def __init__(self, passes: Passes, own: SavedState, *, replay: bool) -> None:
+    def __init__(self, passes: Passes, state: RunState, *, replay: bool) -> None:
         self._passes = passes
         self._experiment = passes.experiment
-        self._own = own
+        self._state = state
         self._replay = replay
         self._before: dict[str, Any] = {}
         self._start: dict[str, Any] = {}
@@ -51,7 +50,7 @@ class LoaderPosition:
         """Save the streams before the experiment makes its loader, for which it may draw."""
         self._before = {
             "streams": streams(self._experiment.model),
-            "own": generator_states(self._own.generators()),
+            "own": generator_states(self._state.generators()),
             "fixed": generator_states(generators_of_loader(self._experiment.loader)),
         }
 
@@ -98,7 +97,7 @@ class LoaderPosition:
         """Return the rest of a pass of which `done` steps were made; the streams are then anywhere."""
         passes = self._passes
         self._before, self._start = dict(saved["before"]), dict(saved["start"])
-        set_generators(self._own.generators(), self._before["own"], "the experiment")
+        set_generators(self._state.generators(), self._before["own"], "the experiment")
         set_generators(generators_of_loader(self._experiment.loader), self._before["fixed"], "the loader")
         set_streams(self._before["streams"], self._experiment.model)
         passes.take_loader(epoch)

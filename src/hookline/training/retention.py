@@ -18,8 +18,8 @@ from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from hookline.lifecycle.manager import HookManager
-    from hookline.training.declared_state import GuardedState
     from hookline.training.experiment import Experiment
+    from hookline.training.state import GuardedState
 
 __all__ = ["GradientRetention", "Gradients"]
 

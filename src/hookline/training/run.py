@@ -23,10 +23,10 @@ from hookline.lifecycle.output import to_host
 from hookline.lifecycle.ranks import OneProcess
 from hookline.lifecycle.trackers import tell_scaler, tell_watches
 from hookline.phases import in_phase
-from hookline.training.declared_state import GuardedState
 from hookline.training.parts import Passes, Schedule, evaluate
 from hookline.training.ranks import bare_model, check_alike, warn_of_join
 from hookline.training.retention import GradientRetention
+from hookline.training.state import GuardedState
 from hookline.training.step import Mean, MicroBatches, StepResult, as_result
 from hookline.when import HookPoint
 

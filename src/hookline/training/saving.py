@@ -25,11 +25,10 @@ from hookline.plain import to_plain
 from hookline.records.readers import has_ranks
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.training.checkpoints import Checkpoints, differences, lock_folder
-from hookline.training.declared_state import CoreState
 from hookline.training.loader import LoaderPosition
-from hookline.training.model_state import set_streams, streams, unwrapped
 from hookline.training.rank_checkpoint import SUFFIX, adapt_to_ranks, local_parts, read_checkpoint, write_ranks
 from hookline.training.run import NotSaved, Run
+from hookline.training.state import RunState, set_streams, streams, unwrapped
 
 __all__ = ["Saving", "StopSignals"]
 
@@ -49,8 +48,8 @@ class Saving(NotSaved):
         self._experiment = run.experiment
         self._checkpoints = checkpoints
         run.guarded.warn_of_large()
-        self._core = CoreState(self._experiment)
-        self._position = LoaderPosition(run.passes, self._core.own, replay=checkpoints.replay)
+        self._core = RunState(self._experiment)
+        self._position = LoaderPosition(run.passes, self._core, replay=checkpoints.replay)
         config = self._experiment.config if checkpoints.config is None else checkpoints.config
         self._settings = {
             "config": to_plain(config),
@@ -177,7 +176,7 @@ class Saving(NotSaved):
             assert self._loaded is not None
             loader, core = self._loaded["loader"], self._loaded["core"]
             batches = self._position.go_on(loader, self._run.epoch, self._run.done)
-            self._core.own.load(core["own"])  # to make the loader again may have changed what the experiment counts
+            self._core.load_own(core["own"])  # to make the loader again may have changed what the experiment counts
             self._position.set_now(loader)
             set_streams(core["streams"], self._experiment.model)
             self._loaded = None
@@ -304,7 +303,7 @@ class Saving(NotSaved):
         if within and silent:
             self._warn(f"What {', '.join(silent)} counted since the last report is not saved: it has no state_dict().")
         # First: what the run had changed by then is saved with what is now, too.
-        before = self._core.before_epoch(run.retention.pre_epoch, run.guarded) if within else None
+        before = self._core.save_before_epoch(run.retention.pre_epoch, run.guarded) if within else None
         return {
             "made": {"torch": str(torch.__version__), "time": time.time()},
             "ranks": {"count": 1, "differing": []},
