@@ -15,7 +15,8 @@ from hookline.errors import OptionError
 from hookline.messages import type_name
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.training.experiment import Experiment, whole_number
-from hookline.training.parts import Passes, Schedule
+from hookline.training.loader import Passes
+from hookline.training.run import Schedule
 
 __all__ = ["HostExperiment", "HostPasses", "HostSchedule"]
 

@@ -228,13 +228,13 @@ class HostRun:
         resumed, run.is_within = run.is_within, False
         self._in_epoch, self._has_ended_steps = True, False
         if resumed:
-            run.take_loader()
+            run.passes.take_loader(run.epoch)
             return
         run.num_epochs += 1
         run.done = 0
         if self._loop == "step":
             run.epoch = epoch
-            run.take_loader()
+            run.passes.take_loader(run.epoch)
             return
         snapshot = (HookPoint.SNAPSHOT,) if self._snapshots.is_due(epoch) else ()
         run.begin_epoch(epoch, (HookPoint.POST_EPOCH, *snapshot))

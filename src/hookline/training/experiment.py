@@ -28,11 +28,14 @@ from hookline.messages import type_name
 from hookline.records.readers import FanOut
 from hookline.records.sink import MetricSink
 from hookline.training.step import StepResult, backward, usual_loss
+from hookline.tree import children
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["Experiment", "attributes_of", "has_state", "is_record", "whole_number"]
+__all__ = [
+    "Experiment", "attributes_of", "has_state", "is_named_tuple", "is_record", "items_of", "object_of", "whole_number",
+]  # fmt: skip
 
 Per = Literal["epoch", "step"]
 
@@ -45,7 +48,7 @@ _METHODS: Final = (
 )  # fmt: skip
 _PLAIN: Final = (
     bool, int, float, complex, str, bytes, bytearray, range, Path, type(None), torch.dtype, torch.device,
-    Tensor, np.ndarray, np.generic, Enum,
+    torch.Size, Tensor, np.ndarray, np.generic, Enum,
 )  # fmt: skip
 _OF_MANAGERS: Final = (HookManager, TrainingHook, MetricSink, FanOut)
 """What a manager saves and puts back."""
@@ -314,10 +317,14 @@ def whole_number(name: str, value: Any, least: int) -> int:
 # -- what belongs to the run ---------------------------------------------------------------------------------------
 
 
+def object_of(experiment: Experiment) -> Any:
+    """Return the object that is taken for an experiment; an experiment is that itself."""
+    return experiment.thing if isinstance(experiment, _ObjectAsExperiment) else experiment
+
+
 def attributes_of(experiment: Experiment) -> dict[str, Any]:
     """Return the attributes of an experiment, or of the object that is taken for one; the dictionary itself."""
-    thing = experiment.thing if isinstance(experiment, _ObjectAsExperiment) else experiment
-    return getattr(thing, "__dict__", {})
+    return getattr(object_of(experiment), "__dict__", {})
 
 
 def _declared(experiment: Experiment) -> dict[str, Any]:
@@ -332,15 +339,23 @@ def _declared(experiment: Experiment) -> dict[str, Any]:
 def _is_state(value: Any, depth: int = 0) -> bool:
     if isinstance(value, _PLAIN) or has_state(value):
         return not isinstance(value, _OF_MANAGERS)
-    if depth > _DEEPEST:
-        return False
+    items = list(enumerate(value)) if isinstance(value, set | frozenset) else items_of(value)
+    return items is not None and depth <= _DEEPEST and all(_is_state(item, depth + 1) for _, item in items)
+
+
+def items_of(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return the items of a container, or of an object that is its attributes, by key or number; None of others."""
     if is_record(value):
-        value = vars(value)
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple | set | frozenset | deque):
-        return False
-    return all(_is_state(item, depth + 1) for item in value)
+        return list(vars(value).items())
+    if is_named_tuple(value):
+        return list(value._asdict().items())
+    is_plain = isinstance(value, dict | list | tuple | deque) and not isinstance(value, torch.Size)
+    return children(value) if is_plain else None
+
+
+def is_named_tuple(value: Any) -> bool:
+    """Return whether that is a tuple whose items have names."""
+    return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
 def has_state(value: Any) -> bool:

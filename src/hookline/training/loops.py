@@ -5,8 +5,9 @@ Users and the command line call `epoch_loop` or `step_loop`. Each moves a `Run` 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,8 +21,7 @@ from hookline.screen import RunProgress
 from hookline.tables import Table, number_text
 from hookline.training.checkpoints import Checkpoints
 from hookline.training.experiment import Experiment, whole_number
-from hookline.training.progress import shown_progress
-from hookline.training.run import Run
+from hookline.training.run import NotShown, Run
 from hookline.training.saving import Saving
 from hookline.when import HookPoint
 
@@ -29,6 +29,8 @@ __all__ = ["LoopResult", "epoch_loop", "step_loop"]
 
 _NO_BATCH: Final = "The loader gave no batch in {} {}: is it empty, or can it be iterated only once?"
 _SNAPSHOT_EVERY: Final = {"epoch": 1, "step": 100}
+_MOST_METRICS: Final = 5
+"""Beside a bar."""
 _POINTS: Final = {"epoch": frozenset(HookPoint), "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})}
 
 
@@ -103,14 +105,10 @@ def epoch_loop(
     every = _snapshot_every(experiment, snapshot_every, "epoch")
     run = _start_run(experiment, "epoch", manager, every=every, first=first, resume=resume, run_context=run_context)
     settings = {"epochs": epochs, "snapshot_every": every, "eval_every": eval_every}
-    with (
-        _saved(run, checkpoints, resume=resume, settings=settings),
-        shown_progress(progress, run, epochs=epochs),
-        run.written_at_the_end(),
-    ):
+    with _saved(run, checkpoints, resume, settings), _shown(run, progress, epochs), run.written_at_the_end():
         if run.saving.begin():
             first = epochs if run.stopped_early else run.next_epoch
-        _show_progress(run, first)
+        run.progress.begin(first)
         for epoch in range(first, epochs):
             snapshot = every > 0 and epoch % every == 0
             if not _train_epoch(run, epoch, snapshot=snapshot):
@@ -196,11 +194,8 @@ def step_loop(
         raise OptionError("step_loop() has no epochs to count: let scheduler_per= be 'step', or take epoch_loop().")
     every = _snapshot_every(experiment, snapshot_every, "step")
     run = _start_run(experiment, "step", manager, every=every, first=first, resume=resume, run_context=run_context)
-    with (
-        _saved(run, checkpoints, resume=resume, settings={"steps": steps, "snapshot_every": every}),
-        shown_progress(progress, run, steps=steps),
-        run.written_at_the_end(),
-    ):
+    settings = {"steps": steps, "snapshot_every": every}
+    with _saved(run, checkpoints, resume, settings), _shown(run, progress, steps), run.written_at_the_end():
         goes_on = run.saving.begin()
         if goes_on:
             first = steps if run.stopped_early else run.step + 1
@@ -208,7 +203,7 @@ def step_loop(
             run.evaluate()
             run.report_evaluation(HookPoint.SNAPSHOT, "initial")
         batches = _batches(run)
-        _show_progress(run, first)
+        run.progress.begin(first)
         for step in range(first, steps):
             if every and (step == 0 or (step - 1) % every == 0 or (step == first and not goes_on)):
                 next_snapshot = -(-step // every) * every
@@ -249,7 +244,7 @@ def _batches(run: Run) -> Iterator[Any]:
             yield None
     while True:
         if not run.is_within:  # in the middle of a pass, the loader is brought there
-            run.take_loader()
+            run.passes.take_loader(run.epoch)
         yield from run.batches()
         if run.interrupted is not None:
             return
@@ -303,30 +298,87 @@ def _start_run(
     return run
 
 
-@contextmanager
-def _saved(run: Run, checkpoints: Checkpoints | None, *, resume: bool, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Save the run there for as long as the block lasts; load it first, if asked to."""
-    if checkpoints is None:
-        if resume:
-            raise OptionError("resume=True goes on from a checkpoint: say where they are, checkpoints=.")
-        yield
-        return
-    run.saving = saving = Saving(run, checkpoints, settings)
-    with saving.active(resume=resume):
-        yield
-
-
-def _show_progress(run: Run, first: int) -> None:
-    """Begin to show how far the run is, if that was asked for; ``first`` is its first epoch, or step."""
-    if run.progress is not None:
-        run.progress.begin(first)
+def _saved(
+    run: Run, checkpoints: Checkpoints | None, resume: bool, settings: Mapping[str, Any]
+) -> AbstractContextManager[None]:
+    """Return a context in which the run is saved there; it is loaded first, if asked to."""
+    if checkpoints is not None:
+        run.saving = saving = Saving(run, checkpoints, settings)
+        return saving.active(resume=resume)
+    if resume:
+        raise OptionError("resume=True goes on from a checkpoint: say where they are, checkpoints=.")
+    return nullcontext()
 
 
 def _result(run: Run) -> LoopResult:
     loss = None if run.loss is None else float(run.loss)
     loss = run.ranks.reduce({"loss": loss}, "loss of the run")["loss"]
-    metrics = {
-        name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        for name, value in run.evaluation.items()
-    }
+    metrics = {name: value.item() if _is_scalar(value) else value for name, value in run.evaluation.items()}
     return LoopResult(run.num_epochs, run.num_steps, run.stopped_early, loss, metrics, interrupted=run.interrupted)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+# -- progress --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _shown(run: Run, asked: bool | RunProgress, total: int) -> Iterator[None]:
+    """Show how far ``run`` is while the block lasts, if that is ``asked`` for; it has so many epochs, or steps."""
+    if not isinstance(asked, bool | RunProgress):
+        raise OptionError(f"progress= is True, False or a ConsoleSink; got {type_name(asked)}.")
+    if asked is False:
+        yield
+        return
+    bar = RunProgress() if asked is True else asked
+    run.progress = progress = LoopProgress(run, bar, total)
+    try:
+        yield
+        bar.stop(progress.metrics())
+    finally:
+        bar.stop()  # after an error of the device, reading the loss would raise another
+
+
+class LoopProgress(NotShown):
+    """Move a bar on as a run goes on: by steps, or by epochs where the loader does not say how many steps one has."""
+
+    def __init__(self, run: Run, bar: RunProgress, total: int) -> None:
+        self._run, self._bar, self._total = run, bar, total
+        self._by_epoch = False
+
+    def begin(self, first: int) -> None:
+        """Show the bar."""
+        run = self._run
+        per_epoch = 1 if run.loop == "step" else _steps_per_epoch(run.experiment)
+        self._by_epoch = per_epoch is None
+        if per_epoch is None:
+            self._bar.start(self._total, "epochs", done=first)
+        else:
+            within = run.done if run.is_within and run.loop == "epoch" else 0
+            self._bar.start(self._total * per_epoch, "steps", done=first * per_epoch + within)
+
+    def end_step(self) -> None:
+        """Move on by a step, if steps are counted."""
+        if not self._by_epoch:
+            self._bar.advance(1, self.metrics)
+
+    def end_epoch(self) -> None:
+        """Move on by an epoch, if epochs are counted."""
+        self._bar.advance(int(self._by_epoch), self.metrics)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the loss and the newest evaluation; waits for the device."""
+        values = self._run.newest_metrics.items()
+        numbers = [name for name, value in values if isinstance(value, int | float) or _is_scalar(value)]
+        return {name: float(self._run.newest_metrics[name]) for name in numbers[:_MOST_METRICS]}
+
+
+def _steps_per_epoch(experiment: Experiment) -> int | None:
+    """Return how many steps an epoch has; None if only its end will tell."""
+    loader: Any = experiment.loader
+    try:
+        return math.ceil(len(loader) / experiment.accumulate) or None
+    except Exception:  # no loader, one without a length, or one whose length cannot be told
+        return None

@@ -1,14 +1,14 @@
 """Save a run of several ranks in one folder, and read it with as many ranks, or with another number.
 
-`Saving` calls it; adapters of other trainers take sharded tensors apart by it. Parameters and the optimizer's tensors,
-which ranks hold in parts or alike, go through torch.distributed.checkpoint; everything else (random streams, the place
-in the data, the state of hooks) is in one file for each rank. The folder gets its name when all ranks have written.
+`Saving` calls it; adapters of other trainers take sharded tensors apart by it. Each rank writes a file of its own, with
+its part of each sharded tensor; the parameters and moments that all ranks hold alike are in that of rank 0 alone. The
+folder gets its name when all ranks have written.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hookline import checkpoint_file
+from hookline.distributed._torch_distributed import start_of_part
 from hookline.errors import CheckpointError, ResumeError
 from hookline.tree import map_tensors
 
@@ -25,98 +26,90 @@ if TYPE_CHECKING:
     from hookline.lifecycle.ranks import OneProcess
 
 __all__ = [
-    "SUFFIX",
-    "adapt_to_ranks",
-    "local_parts",
-    "map_dicts",
-    "place_parts",
-    "rank_digest",
-    "read_checkpoint",
-    "write_ranks",
-]
+    "SUFFIX", "adapt_to_ranks", "is_sharded", "local_parts", "map_dicts", "place_parts", "rank_digest",
+    "read_checkpoint", "write_ranks",
+]  # fmt: skip
 
 SUFFIX: Final = ".ranks"
 """How the folder of a checkpoint of several ranks ends."""
-_SHARED: Final = "shared"
 _LOCAL: Final = "\x1flocal"
 """The key of a part of a sharded tensor in the state of its rank."""
-_Missing: Final = object()
-"""Stands for a part that cannot be placed."""
 
 
 # -- sharded tensors -------------------------------------------------------------------------------------------------
 
 
-def _is_sharded(tensor: Any) -> bool:
+def is_sharded(tensor: Any) -> bool:
+    """Return whether ranks hold a tensor in parts."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
 def local_parts(tree: Any) -> Any:
-    """Return the same structure with this rank's part of each sharded tensor, and the shape of the whole."""
+    """Return the same structure with this rank's part of each sharded tensor, where it begins, and the whole shape."""
 
     def part(_: str, tensor: Any) -> Any:
-        if not _is_sharded(tensor):
+        if not is_sharded(tensor):
             return tensor
-        return {_LOCAL: tensor.to_local().detach(), "shape": list(tensor.shape)}
+        return {_LOCAL: tensor.to_local().detach(), "shape": list(tensor.shape), "start": start_of_part(tensor)}
 
     return map_tensors(tree, part)
 
 
-def place_parts(tree: Any, like: Iterable[Tensor], *, same_ranks: bool = True) -> Any:
+def place_parts(tree: Any, like: Iterable[Tensor]) -> Any:
     """Return what ``local_parts`` was given, with sharded tensors laid out as those of ``like``.
 
-    Parts of another number of ranks make no tensor, and None is in their place; the one part of a single process is
-    the whole, of which every rank takes its part.
+    Of a part that is the whole, as one process has it, every rank takes its own.
     """
-    sharded = [tensor for tensor in like if _is_sharded(tensor)]
+    sharded: list[Any] = [tensor for tensor in like if is_sharded(tensor)]
 
     def place(one: dict[Any, Any]) -> Any:
         if _LOCAL not in one:
             return None
-        part, shape = one[_LOCAL], tuple(one["shape"])
-        alike = [tensor for tensor in sharded if tuple(tensor.shape) == shape]
-        if tuple(part.shape) == shape:
-            return _spread(part, alike[0]) if alike else part
-        return _place_again(part, shape, alike) if same_ranks else _Missing
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        part, shape = one[_LOCAL], torch.Size(one["shape"])
+        for each in [tensor for tensor in sharded if tensor.shape == shape]:
+            layout = each.device_mesh, each.placements
+            if part.shape == shape:  # every rank has the whole, so nothing is sent
+                return distribute_tensor(part, *layout, src_data_rank=None)
+            if part.shape == each.to_local().shape:
+                return DTensor.from_local(part, *layout, run_check=False, shape=shape, stride=each.stride())
+        if part.shape == shape:
+            return part
+        raise ResumeError(
+            f"A sharded tensor of shape {tuple(shape)} was saved, and the model has none of that shape and layout. "
+            "Next: shard the model as it was, or begin a run in another folder."
+        )
 
     return map_dicts(tree, place)
-
-
-def _place_again(part: Tensor, shape: tuple[int, ...], alike: Iterable[Any]) -> Tensor:
-    """Return the sharded tensor of which `part` is this rank's."""
-    from torch.distributed.tensor import DTensor
-
-    for like in alike:
-        if like.to_local().shape == part.shape:
-            return DTensor.from_local(
-                part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-            )
-    raise ResumeError(
-        f"A sharded tensor of shape {shape} was saved, and the model has none of that shape and layout here. Next: "
-        "shard the model as it was, or begin a run in another folder."
-    )
-
-
-def _spread(whole: Tensor, like: Any) -> Tensor:
-    """Return a whole tensor laid out like another one of its shape; itself if that is not sharded, or this is."""
-    if not _is_sharded(like) or _is_sharded(whole) or whole.shape != like.shape:
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    # Every rank has the whole, so nothing is sent.
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def map_dicts(value: Any, change: Callable[[dict[Any, Any]], Any]) -> Any:
     """Return the same structure with what `change` makes of a dictionary in its place; None leaves it as it is."""
     if type(value) is dict:
         changed = change(value)
-        if changed is _Missing:
-            return None
         return {key: map_dicts(item, change) for key, item in value.items()} if changed is None else changed
     if type(value) in (list, tuple):
         return type(value)(map_dicts(item, change) for item in value)
     return value
+
+
+def _joined(trees: Sequence[Any]) -> Any:
+    """Return the first of the trees of all ranks, with the whole of each sharded tensor in place of its part."""
+    first = trees[0]
+    if type(first) is dict and _LOCAL in first:
+        whole = first[_LOCAL].new_empty(first["shape"])
+        for one in trees:
+            sizes = zip(one["start"], one[_LOCAL].shape, strict=True)
+            whole[tuple(slice(start, start + size) for start, size in sizes)] = one[_LOCAL]
+        return {**first, _LOCAL: whole}
+    if type(first) is dict:
+        others = [tree for tree in trees if type(tree) is dict]
+        return {key: _joined([tree[key] for tree in others if key in tree]) for key in first}
+    if type(first) in (list, tuple):
+        others = [tree for tree in trees if type(tree) is type(first) and len(tree) == len(first)]
+        return type(first)(map(_joined, zip(*others, strict=True)))
+    return first
 
 
 def rank_digest(tree: Any) -> int:
@@ -124,83 +117,34 @@ def rank_digest(tree: Any) -> int:
     return checkpoint_file.digest(map_tensors(local_parts(tree), lambda _, tensor: tensor.cpu()))
 
 
-# -- the part that ranks share ---------------------------------------------------------------------------------------
-
-
-def _shared_places(core: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name, the dictionary and the key of each tensor that ranks hold in parts or alike."""
-    tensors = core["model"]["tensors"]
-    yield from [(f"model/{name}", tensors, name) for name in tensors if f"model/{name}" in parameters]
-    states = (core["optimizer"] or {"state": {}})["state"].get("state", {})
-    for index, state in states.items():
-        yield from [(f"optimizer/{index}/{key}", state, key) for key in state if isinstance(state[key], Tensor)]
-
-
-def _parameters(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """Return the parameters by the names that they, or their states in the optimizer, have among the shared tensors."""
-    found: dict[str, Tensor] = {f"model/{name}": each for name, each in model.named_parameters(remove_duplicate=False)}
-    groups = getattr(optimizer, "param_groups", ())
-    numbered = enumerate(parameter for group in groups for parameter in group["params"])
-    return found | {f"optimizer/{index}": parameter for index, parameter in numbered}
-
-
-def _parameter_of(name: str, parameters: Mapping[str, Tensor]) -> Tensor | None:
-    return parameters.get(name if name.startswith("model/") else name.rpartition("/")[0])
-
-
-def _empty_like(name: str, about: Any, parameter: Tensor | None) -> Tensor:
-    """Return an empty tensor to read into, laid out over the ranks like the parameter that it belongs to."""
-    dtype = about.properties.dtype
-    if parameter is not None and tuple(parameter.shape) == tuple(about.size):
-        return torch.empty_like(parameter.detach(), dtype=dtype)
-    if parameter is not None and (name.startswith("model/") or (_is_sharded(parameter) and len(about.size))):
-        raise CheckpointError(f"{name} was saved as {tuple(about.size)}, and is {tuple(parameter.shape)} here.")
-    return torch.empty(about.size, dtype=dtype)
-
-
-def _read_shared(folder: Path, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    try:
-        saved = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-        found = {name: _empty_like(name, about, _parameter_of(name, parameters)) for name, about in saved.items()}
-        load(found, checkpoint_id=str(folder))
-    except CheckpointError:
-        raise
-    except Exception as error:  # torch's own errors have no common class
-        raise CheckpointError(f"{folder.parent} cannot be read ({type(error).__name__}: {error}).") from error
-    return found
-
-
 # -- the checkpoint --------------------------------------------------------------------------------------------------
 
 
+def _holders(core: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the dictionaries of the tensors of the model, and of the optimizer's for each parameter."""
+    optimizer = core["optimizer"] or {"state": {}}
+    return [core["model"]["tensors"], *optimizer["state"].get("state", {}).values()]
+
+
 def write_ranks(path: Path, tree: dict[str, Any], model: nn.Module, ranks: OneProcess) -> int:
-    """Write the state of this rank, and the shared part with the others; return the bytes of all. All ranks call it.
+    """Write the state of this rank; return the bytes of all. All ranks call it.
 
     Whatever fails on one rank is raised on all. Until all have written, the folder has another name.
     """
-    from torch.distributed.checkpoint.state_dict_saver import save
-
     draft = path.with_name(f".{path.name}")
-    own: dict[str, Any] = map_tensors(tree, lambda _, tensor: tensor)
-    places = list(_shared_places(own["core"], _parameters(model, None)))
-    shared = {name: held.pop(key).detach() for name, held, key in places}
+    own: dict[str, Any] = local_parts(tree)
     digests: dict[str, int] = {}
 
     def begin() -> None:
         if ranks.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-        hooks = (tree["manager"] or {"hooks": {}})["hooks"]
-        digests.update({name: rank_digest(state) for name, state in hooks.items()})
+        digests.update({name: rank_digest(state) for name, state in tree["manager"]["hooks"].items()})
 
-    def write_own() -> None:
-        checkpoint_file.write(draft / f"rank{ranks.rank}.pt", local_parts(own))
-
-    def write_shared() -> None:
-        save(shared, checkpoint_id=str(draft / _SHARED))
+    def write() -> None:
+        if ranks.rank != 0:
+            _drop_shared(own["core"], model)
+        checkpoint_file.write(draft / f"rank{ranks.rank}.pt", own)
 
     def commit() -> None:
         if ranks.rank == 0:
@@ -212,49 +156,46 @@ def write_ranks(path: Path, tree: dict[str, Any], model: nn.Module, ranks: OnePr
     said = ranks.gather(digests, "comparing the hooks in a checkpoint")
     differing = sorted(name for name in said[0] if any(one.get(name) != said[0][name] for one in said))
     own["ranks"] = {"count": ranks.size, "differing": differing}
-    # One after the other: a rank that cannot write its own part must not leave the others waiting for the shared one.
-    ranks.together("writing a checkpoint", write_own)
-    ranks.together("writing the shared part of one", write_shared)
+    ranks.together("writing a checkpoint", write)
     ranks.together("naming a checkpoint", commit)
-    return sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
+def _drop_shared(core: Mapping[str, Any], model: nn.Module) -> None:
+    """Drop the parameters, and the optimizer's tensors, that all ranks hold alike: those of rank 0 are saved."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for number, held in enumerate(_holders(core)):
+        for key in [key for key in held if number or key in parameters]:
+            if isinstance(held[key], Tensor):
+                del held[key]
 
 
 def read_checkpoint(
-    path: Path,
-    model: nn.Module,
-    optimizer: Any,
-    home: Callable[[torch.device], torch.device],
-    rank: int = 0,
-    count: int = 1,
+    path: Path, model: nn.Module, home: Callable[[torch.device], torch.device], rank: int = 0, count: int = 1
 ) -> dict[str, Any]:
-    """Return the tree of a checkpoint for a rank, with tensors laid out like those of model and optimizer.
+    """Return the tree of a checkpoint for a rank, with sharded tensors laid out like those of the model.
 
-    Of one that another number of ranks has saved, it is the tree of rank 0.
+    Of one that another number of ranks has saved, it is the tree of rank 0, with whole tensors laid out anew.
     """
-    is_of_ranks = path.suffix == SUFFIX
-    before = len(list(path.glob("rank*.pt"))) if is_of_ranks else 1
-    same = before == count
-    parameters = _parameters(model, optimizer)
-    file = path / f"rank{rank if same else 0}.pt" if is_of_ranks else path
-    tree: dict[str, Any] = checkpoint_file.read(file, home)
-    if tree.get("ranks", {}).get("count", before) != before:
-        raise CheckpointError(f"{path} is not whole: it has files of {before} ranks.")
-    tree = place_parts(tree, parameters.values(), same_ranks=same)
-    if not is_of_ranks:
-        if any(map(_is_sharded, parameters.values())):
-            for name, held, key in _shared_places(tree["core"], parameters):
-                held[key] = _spread(held[key], _parameter_of(name, parameters))
-        return tree
-    core = tree["core"]
-    for name, value in _read_shared(path / _SHARED, parameters).items():
-        kind, _, rest = name.partition("/")
-        if kind == "model":
-            core["model"]["tensors"][rest] = value
-        elif core["optimizer"] is not None:
-            index, _, key = rest.partition("/")
-            states = core["optimizer"]["state"].setdefault("state", {})
-            states.setdefault(int(index) if index.isdecimal() else index, {})[key] = value
-    return tree
+    is_folder = path.suffix == SUFFIX
+
+    def read(number: int) -> dict[str, Any]:
+        return checkpoint_file.read(path / f"rank{number}.pt" if is_folder else path, home)
+
+    first = read(0)
+    before = first.get("ranks", {}).get("count", 1)
+    if is_folder and len(list(path.glob("rank*.pt"))) != before:
+        raise CheckpointError(f"{path} is not whole: it has not the files of {before} ranks.")
+    if before != count:
+        tree = _joined([first, *map(read, range(1, before))])
+    elif rank == 0:
+        tree = first
+    else:
+        tree = read(rank)
+        for held, shared in zip(_holders(tree["core"]), _holders(first["core"]), strict=True):
+            held |= {key: value for key, value in shared.items() if key not in held}
+    placed: dict[str, Any] = place_parts(tree, model.parameters())
+    return placed
 
 
 def adapt_to_ranks(saved: dict[str, Any], now: int, streams: Mapping[str, Any]) -> str:
@@ -277,7 +218,7 @@ def adapt_to_ranks(saved: dict[str, Any], now: int, streams: Mapping[str, Any]) 
         run |= {"within": False, "done": 0, "losses": (None, 0), "accuracies": (None, 0)}
     saved["loader"] = {"fixed": saved["loader"]["fixed"]}
     saved["before_epoch"] = saved["demand"] = None
-    if saved["manager"] is not None and differing:
+    if differing:
         hooks = saved["manager"]["hooks"]
         saved["manager"]["hooks"] = {name: state for name, state in hooks.items() if name not in differing}
         lost.append(f"the state of {', '.join(differing)}, which was not the same on all ranks")

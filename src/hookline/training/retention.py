@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,8 @@ from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from hookline.lifecycle.manager import HookManager
-    from hookline.training.declared_state import GuardedState
     from hookline.training.experiment import Experiment
+    from hookline.training.state import GuardedState
 
 __all__ = ["GradientRetention", "Gradients"]
 
@@ -31,7 +32,7 @@ class GradientRetention:
         self._experiment = experiment
         self._manager = manager
         self._guarded = guarded
-        self._gradients: Gradients | None = None
+        self._gradients = Gradients(experiment.model)
         self._averages = False
         self._may_need_previous = manager.needs_prev_step_grads()  # asked once, as asking takes 3 µs a step
         self._has_trained = self._warned = False
@@ -47,7 +48,7 @@ class GradientRetention:
     def begin(self, points: tuple[HookPoint, ...], position: int) -> None:
         """Begin steps after which those points come, in that epoch (in the step loop: at that step)."""
         self.mean = None
-        self._gradients = None  # parameters may have been replaced since
+        self._gradients = Gradients(self._experiment.model)  # parameters may have been replaced since
         self._averages = bool(points) and self._manager.needs_grad_accumulation_at(*points, epoch=position)
 
     def begin_epoch(self, points: tuple[HookPoint, ...], epoch: int) -> None:
@@ -69,7 +70,7 @@ class GradientRetention:
         """Keep the gradients of the step before, which are still in ``.grad``, if a hook needs them."""
         self.previous = None
         if self._may_need_previous and self._manager.needs_prev_step_grads_this_step(position):
-            self.previous = self._of_parameters().copy()
+            self.previous = self._gradients.copy()
             if not self.previous and self._has_trained:
                 self._warn_of_none("those of the step before")
 
@@ -78,32 +79,28 @@ class GradientRetention:
         if not trained:
             return
         self._has_trained = True
-        if self._averages and not self._of_parameters().add():
+        if self._averages and not self._gradients.add():
             self._warn_of_none("their mean")
 
     def end(self) -> None:
         """Finish the mean of the steps since `begin`."""
         self.previous = None
         if self._averages:  # of no step that trained, none at all; but not None, as a hook has asked for them
-            self.mean = {} if self._gradients is None else self._gradients.take_mean()
+            self.mean = self._gradients.take_mean()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run has to know, between two steps, without copying."""
-        sums, steps = (None, 0) if self._gradients is None else (dict(self._gradients.sums), self._gradients.num_steps)
-        kept = {"averages": self._averages, "has_trained": self._has_trained, "told": self._warned}
-        return {**kept, "sums": sums, "steps": steps}
+        return {"averages": self._averages, "sums": dict(self._gradients.sums), "steps": self._gradients.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned."""
         self._averages = state["averages"]
-        self._has_trained, self._warned = state["has_trained"], state["told"]
-        self._gradients = None
-        if state["sums"] is not None:
-            self._of_parameters().go_on(state["sums"], state["steps"])
+        self._gradients = Gradients(self._experiment.model, state["sums"], state["steps"])
 
     def release(self) -> None:
         """Drop everything: the run is over."""
-        self.mean = self.previous = self.pre_epoch = self._memory = self._gradients = None
+        self.mean = self.previous = self.pre_epoch = self._memory = None
+        self._gradients = Gradients(self._experiment.model)
 
     def _warn_of_none(self, which: str) -> None:
         if self._warned:
@@ -114,57 +111,48 @@ class GradientRetention:
             "backward, not after the step."
         )
 
-    def _of_parameters(self) -> Gradients:
-        if self._gradients is None:
-            self._gradients = Gradients(self._experiment.model)
-        return self._gradients
-
 
 class Gradients:
     """Copy and add up the gradients of a model's parameters, by names without wrappers; of tied ones once.
 
-    One for each epoch: parameters are looked up when it is made, and not at every step.
+    One for each epoch: parameters are looked up once. It may go on from ``sums`` of so many steps.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = _named_parameters(model)
-        self.sums: dict[str, Tensor] = {}
-        self.num_steps = 0
+    def __init__(self, model: nn.Module, sums: Mapping[str, Tensor] | None = None, num_steps: int = 0) -> None:
+        self._model = model
+        known = self._parameters if sums else {}
+        self.sums = {name: total.to(known[name].device) for name, total in (sums or {}).items() if name in known}
+        self.num_steps = num_steps
         """How many steps were added."""
+
+    @cached_property
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        named, seen = {}, set()
+        for prefix, module in clean_modules(self._model):
+            for key, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    named[f"{prefix}.{key}" if prefix else key] = parameter
+        return named
 
     def copy(self) -> dict[str, Tensor]:
         """Return copies of the gradients that there are now."""
-        return {
-            name: parameter.grad.detach().clone()
-            for name, parameter in self._parameters.items()
-            if parameter.grad is not None
-        }
+        return {name: p.grad.detach().clone() for name, p in self._parameters.items() if p.grad is not None}
 
     def add(self) -> bool:
-        """Add the gradients of the last step to a sum; one that is missing counts as zero. Return whether any was
-        there.
+        """Add the gradients of the last step to a sum; one that is missing counts as zero. Return whether any is there.
 
         In float32 where they are narrower: 512 bfloat16 gradients of 1 would add up to 256.
         """
         self.num_steps += 1
-        found = False
+        found = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                if parameter.grad is None:
-                    continue
-                found = True
-                total = self.sums.get(name)
-                if total is None:
-                    self.sums[name] = _copy_to_add_to(parameter.grad)
+            for name, gradient in found.items():
+                if name in self.sums:
+                    self.sums[name].add_(gradient)
                 else:
-                    total.add_(parameter.grad)
-        return found
-
-    def go_on(self, sums: Mapping[str, Tensor], num_steps: int) -> None:
-        """Go on adding to sums of so many steps."""
-        known = self._parameters
-        self.sums = {name: total.to(known[name].device) for name, total in sums.items() if name in known}
-        self.num_steps = num_steps
+                    self.sums[name] = _copy_to_add_to(gradient)
+        return bool(found)
 
     def take_mean(self) -> dict[str, Tensor]:
         """Return the mean of what was added since the last time."""
@@ -173,16 +161,6 @@ class Gradients:
         for total in sums.values():
             total.div_(num_steps)
         return sums
-
-
-def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    named, seen = {}, set()
-    for prefix, module in clean_modules(model):
-        for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                named[f"{prefix}.{key}" if prefix else key] = parameter
-    return named
 
 
 def _copy_to_add_to(grad: Tensor) -> Tensor:

@@ -14,18 +14,22 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
+from hookline.errors import OptionError
 from hookline.guard.guard import Guard, rollback
 from hookline.guard.loaders import copy_loader, private_generator
 from hookline.guard.model_context import ModelDataContext
+from hookline.guard.rng import RandomStates
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.output import to_host
 from hookline.lifecycle.ranks import OneProcess
+from hookline.messages import type_name
 from hookline.phases import in_phase
-from hookline.training.declared_state import GuardedState
-from hookline.training.parts import Passes, Schedule, evaluate
-from hookline.training.ranks import bare_model, check_alike, warn_of_join
+from hookline.training.loader import Passes
+from hookline.training.ranks import RankModel, bare_model, check_alike, warn_of_join
 from hookline.training.retention import GradientRetention
+from hookline.training.state import GuardedState
 from hookline.training.step import Mean, MicroBatches, StepResult, as_result
 from hookline.when import HookPoint
 
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
     from hookline.lifecycle.manager import HookManager
     from hookline.training.experiment import Experiment
 
-__all__ = ["NotSaved", "Run", "RunStep"]
+__all__ = ["NotSaved", "NotShown", "Run", "RunStep", "Schedule"]
 
 _TRAINING: Final = in_phase("train")
 
@@ -69,14 +73,13 @@ class Run:
         self.has_loss = experiment.has_own("loss_fn") or not experiment.has_own("train_step")
         """Whether a loss can be had without a step."""
         self.saving = NotSaved(self)
-        self.progress: Any = None
-        """What shows how far it is; None if nothing does."""
+        self.progress = NotShown()
         self._guard: tuple[tuple[Any, ...], Guard] | None = None
         """What is guarded, and its guard."""
         self._put_back: Callable[[], None] | None = None
         """Puts the experiment's attributes back, once an intervention could have changed them."""
         self._has_hooks = bool(manager.hooks)
-        self._evaluates, self._may_stop = experiment.has_own("evaluate"), experiment.has_own("should_stop")
+        self._may_stop, self._has_target = experiment.has_own("should_stop"), experiment.has_own("target_gradient")
         self._make_step = step_through_hooks(self, [hook for hook in manager.hooks.values() if hook.wraps_steps])
         self.epoch = 0
         self.step = manager.global_step
@@ -125,15 +128,10 @@ class Run:
         self.epoch = epoch
         self.loss = self.accuracy = None
         self.evaluated = False
-        self.take_loader()
+        self.passes.take_loader(epoch)
         if self.num_epochs < 2 and not self.ranks.is_single:
             warn_of_join(self.experiment.model)
         self.retention.begin_epoch(points, epoch)
-
-    def take_loader(self) -> None:
-        """Ask for the batches of this epoch, or pass over the data."""
-        self.saving.before_loader()
-        self.passes.take_loader(self.epoch)
 
     def batches(self) -> Iterator[Any]:
         """Yield the batches of this epoch, or pass over the data; of one that was resumed, the rest."""
@@ -158,7 +156,7 @@ class Run:
         """Train on the batch."""
         with _TRAINING:
             result = self._make_step(self.batch)
-        if self.num_steps == 1 and not self.ranks.is_single:
+        if self.num_steps == 1:
             check_alike(self.experiment.model, self.ranks)
         self.take_result(result)
 
@@ -182,10 +180,9 @@ class Run:
         """End the steps of an epoch: write step metrics, average the loss and accuracy, step the scheduler."""
         self.flush()
         self.batch = self.batch_idx = None
-        self.loss, self.accuracy = self._losses.take(), self._accuracies.take()
-        if not self.ranks.is_single:
-            found = self.ranks.reduce(to_host({"loss": self.loss, "accuracy": self.accuracy}), "loss of the epoch")
-            self.loss, self.accuracy = found["loss"], found["accuracy"]
+        own = {"loss": self._losses.take(), "accuracy": self._accuracies.take()}
+        means = self._of_all_ranks(own, "loss of the epoch")
+        self.loss, self.accuracy = means["loss"], means["accuracy"]
         self.retention.end()
         self.schedule.step("epoch", self.loss)
 
@@ -200,10 +197,32 @@ class Run:
 
     def evaluate(self) -> None:
         """Evaluate the model, if the experiment can."""
-        if self._evaluates:
-            self.evaluation, self.evaluated = evaluate(self.experiment), True
-            if not self.ranks.is_single:
-                self.evaluation = self.ranks.reduce(to_host(self.evaluation), "evaluation")
+        if self.experiment.has_own("evaluate"):
+            self.evaluation, self.evaluated = self._of_all_ranks(self._evaluation(), "evaluation"), True
+
+    def _evaluation(self) -> dict[str, Any]:
+        """Return the experiment's metrics; modes, random streams and trackers are as before afterwards."""
+        model = self.experiment.model
+        modes = [(module, module.training) for module in model.modules()]
+        # Not `kept_rng`: there NumPy draws from a stream that hooks draw from as well, and what an evaluation finds
+        # would depend on the hooks of the run.
+        random = RandomStates()
+        try:
+            with in_phase("eval"), torch.no_grad():
+                model.eval()
+                # What we have wrapped, the experiment does not know as wrapped; and an evaluation needs no collectives.
+                found = self.experiment.evaluate(self.model if isinstance(model, RankModel) else model)
+        finally:
+            random.restore()
+            for module, mode in modes:
+                module.training = mode
+        if found is not None and not isinstance(found, Mapping):
+            raise OptionError(f"evaluate() returns a dictionary of metrics, or None; got {type_name(found)}.")
+        return dict(found or {})
+
+    def _of_all_ranks(self, numbers: dict[str, Any], what: str) -> dict[str, Any]:
+        """Return the numbers of all ranks; of one process alone, its own, which stay on their device."""
+        return numbers if self.ranks.is_single else self.ranks.reduce(to_host(numbers), what)
 
     @property
     def newest_metrics(self) -> dict[str, Any]:
@@ -213,23 +232,20 @@ class Run:
     def ask_to_stop(self) -> bool:
         """Ask the experiment whether that was the last epoch, or step, and remember the answer."""
         if self._may_stop:
-            self.stopped_early = bool(self.experiment.should_stop(self.position, self.newest_metrics))
-            if not self.ranks.is_single:
-                self.stopped_early = any(self.ranks.gather(self.stopped_early, "asking whether to stop"))
+            enough = bool(self.experiment.should_stop(self.position, self.newest_metrics))
+            self.stopped_early = any(self.ranks.gather(enough, "asking whether to stop"))
         return self.stopped_early
 
     # -- its place, to save it ---------------------------------------------------------------------------------
 
     def end_step(self) -> bool:
         """End a step with its hooks and snapshot; save if it is time to. Return whether the run stops here."""
-        if self.progress is not None:
-            self.progress.end_step()
+        self.progress.end_step()
         return self.saving.save_after_step()
 
     def finish_epoch(self) -> bool:
         """End an epoch with its hooks; save if it is time to. Return whether the run stops here."""
-        if self.progress is not None:
-            self.progress.end_epoch()
+        self.progress.end_epoch()
         self.next_epoch = self.epoch + 1
         return self.saving.save_after_epoch()
 
@@ -278,9 +294,20 @@ class Run:
             point, self.epoch, self.step if self.step >= 0 else None, self.model, experiment.config, self.passes.loader,
             self.batch_idx, self.batch, self.loss, of_now.get("train_acc", self.accuracy), of_now.get("val_acc"),
             lr.detach().clone() if isinstance(lr, Tensor) else lr,  # a capturable optimizer has it on the device
-            accumulated_grads=kept.mean, prev_step_grads=kept.previous, target_grad=_target_finder(self),
+            accumulated_grads=kept.mean, prev_step_grads=kept.previous,
+            target_grad=partial(self._target_gradient, max(self.step, 0)) if self._has_target else None,
             profiler=self.manager.profiler, eval_metrics=of_now or None,
         )  # fmt: skip
+
+    def _target_gradient(self, step: int) -> Mapping[str, Tensor] | None:
+        """Return the target gradient at a step; leave everything else as it was."""
+        put_back = self.guarded.save_attributes()
+        *saved, loader = self.guarded.parts(self.passes.loader)
+        try:
+            with in_phase("intervention"), rollback(*saved, loader=loader, scope="grads"):
+                return self.experiment.target_gradient(self.model, step)
+        finally:
+            put_back()
 
     def _model_context(self) -> ModelDataContext:
         self._put_back = self.guarded.save_attributes()
@@ -353,6 +380,27 @@ class Run:
 _SAVED: Final = ("step", "num_epochs", "num_steps", "stopped_early", "loss", "accuracy", "evaluation")
 
 
+class Schedule:
+    """Step the scheduler of an experiment."""
+
+    def __init__(self, experiment: Experiment, loop: str) -> None:
+        self._experiment = experiment
+        self._loop = loop
+
+    def step(self, per: str, loss: Any) -> None:
+        """Step the scheduler, if it counts `per`: "epoch" or "step"."""
+        scheduler = self._experiment.scheduler
+        usual = "step" if isinstance(scheduler, OneCycleLR | CyclicLR) else self._loop
+        if scheduler is None or per != (self._experiment.scheduler_per or usual):
+            return
+        if not isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step()
+        elif loss is None:
+            raise OptionError("ReduceLROnPlateau goes by the training loss, and train_step() returned none.")
+        else:
+            scheduler.step(float(loss))
+
+
 class NotSaved:
     """Answer a run that is not saved; `Saving` derives from it."""
 
@@ -362,9 +410,6 @@ class NotSaved:
     def begin(self) -> bool:
         """Begin training; return whether it goes on from a checkpoint."""
         return False
-
-    def before_loader(self) -> None:
-        """Note that a pass over the data begins."""
 
     def batches(self, *, resumed: bool) -> Iterator[Any]:
         """Return the batches of the pass, or those that are left of it."""
@@ -383,6 +428,19 @@ class NotSaved:
 
     def finish(self) -> None:
         """Save the run at its end."""
+
+
+class NotShown:
+    """Show no progress of a run; `LoopProgress` derives from it."""
+
+    def begin(self, first: int) -> None:
+        """Begin with that epoch, or step: those before it are over."""
+
+    def end_step(self) -> None:
+        """Note that a step is over."""
+
+    def end_epoch(self) -> None:
+        """Note that an epoch is over."""
 
 
 # -- hooks around a step -----------------------------------------------------------------------------------------
@@ -443,21 +501,3 @@ def _mean_loss(loss_fn: Callable[..., Tensor], model: nn.Module, batch: Any) -> 
     if not isinstance(batch, MicroBatches):
         return loss_fn(model, batch)
     return torch.stack([loss_fn(model, part) for part in batch]).mean()
-
-
-def _target_finder(run: Run) -> Callable[[], Mapping[str, Tensor] | None] | None:
-    """Return a function that finds the target gradient at a step, and leaves everything else as it was."""
-    experiment, step = run.experiment, max(run.step, 0)
-    if not experiment.has_own("target_gradient"):
-        return None
-
-    def found() -> Mapping[str, Tensor] | None:
-        put_back = run.guarded.save_attributes()
-        *saved, loader = run.guarded.parts(run.passes.loader)
-        try:
-            with in_phase("intervention"), rollback(*saved, loader=loader, scope="grads"):
-                return experiment.target_gradient(run.model, step)
-        finally:
-            put_back()
-
-    return found

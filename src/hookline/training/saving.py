@@ -23,13 +23,11 @@ from hookline.errors import CheckpointError, Hint, OptionError, RankError, Resum
 from hookline.messages import type_name
 from hookline.plain import to_plain
 from hookline.records.readers import has_ranks
-from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.training.checkpoints import Checkpoints, differences, lock_folder
-from hookline.training.declared_state import CoreState
-from hookline.training.loader import LoaderPosition
-from hookline.training.model_state import set_streams, streams, unwrapped
+from hookline.training.loader import SavedPasses
 from hookline.training.rank_checkpoint import SUFFIX, adapt_to_ranks, local_parts, read_checkpoint, write_ranks
 from hookline.training.run import NotSaved, Run
+from hookline.training.state import RunState, set_streams, streams, unwrapped
 
 __all__ = ["Saving", "StopSignals"]
 
@@ -49,8 +47,8 @@ class Saving(NotSaved):
         self._experiment = run.experiment
         self._checkpoints = checkpoints
         run.guarded.warn_of_large()
-        self._core = CoreState(self._experiment)
-        self._position = LoaderPosition(run.passes, self._core.own, replay=checkpoints.replay)
+        self._core = RunState(self._experiment)
+        run.passes = self._passes = SavedPasses(self._experiment, self._core, replay=checkpoints.replay)
         config = self._experiment.config if checkpoints.config is None else checkpoints.config
         self._settings = {
             "config": to_plain(config),
@@ -106,11 +104,10 @@ class Saving(NotSaved):
 
     def _load(self, path: Path) -> dict[str, Any]:
         """Return the tree of a checkpoint for this rank."""
-        model, optimizer = unwrapped(self._experiment.model), unwrap_optimizer(self._experiment.optimizer)
-        tree: dict[str, Any] = {}
+        model, tree = unwrapped(self._experiment.model), {}
 
         def load() -> None:
-            tree.update(read_checkpoint(path, model, optimizer, self._home, self._rank, self._count))
+            tree.update(read_checkpoint(path, model, self._home, self._rank, self._count))
 
         try:
             self._ranks.together(f"reading {path.name}", load)
@@ -158,32 +155,27 @@ class Saving(NotSaved):
         if saved["demand"] is not None:  # of another number of ranks
             run.retention.load_state_dict(saved["demand"])
         run.load_state_dict(saved["run"])
-        self._position.load(saved["loader"], within=run.is_within)
+        self._passes.load(saved["loader"], within=run.is_within)
         set_streams(saved["core"]["streams"], self._experiment.model)
         self._saved_at = (run.num_steps, run.is_within)
-        if run.passes.has_no_data:
+        if self._passes.has_no_data:
             self._loaded = {"run": saved["run"]}
         return True
 
     # -- on its way --------------------------------------------------------------------------------------------
-
-    def before_loader(self) -> None:
-        """Save the streams before a pass over the data begins."""
-        self._position.before_loader()
 
     def batches(self, *, resumed: bool) -> Iterator[Any]:
         """Return the batches of the pass, or those that are left of it."""
         if resumed:
             assert self._loaded is not None
             loader, core = self._loaded["loader"], self._loaded["core"]
-            batches = self._position.go_on(loader, self._run.epoch, self._run.done)
-            self._core.own.load(core["own"])  # to make the loader again may have changed what the experiment counts
-            self._position.set_now(loader)
+            batches = self._passes.go_on(loader, self._run.epoch, self._run.done)
+            self._core.load_own(core["own"])  # to make the loader again may have changed what the experiment counts
+            self._passes.set_now(loader)
             set_streams(core["streams"], self._experiment.model)
             self._loaded = None
             return self._until_stopped(batches)
         self._loaded = None
-        self._position.begin()
         return self._until_stopped(super().batches(resumed=False))
 
     def _until_stopped(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -216,7 +208,7 @@ class Saving(NotSaved):
 
     def save_after_pass(self) -> None:
         """Save between two passes over data that cannot be entered in the middle; the step loop calls this."""
-        if not self._position.can_go_on:
+        if not self._passes.can_go_on:
             self._save()
 
     def save_after_epoch(self) -> bool:
@@ -225,7 +217,7 @@ class Saving(NotSaved):
             self._stop(self._save)
             return True
         every = self._checkpoints.every
-        if (every is not None and (self._run.epoch + 1) % every == 0) or not self._position.can_go_on:
+        if (every is not None and (self._run.epoch + 1) % every == 0) or not self._passes.can_go_on:
             self._save()
         return False
 
@@ -238,7 +230,7 @@ class Saving(NotSaved):
                 self._warn(f"The run in {self._checkpoints.folder} is complete: {run.num_steps} steps.")
             else:
                 self._flush()
-                self._save(within=run.loop == "step" and run.done > 0 and self._position.can_go_on)
+                self._save(within=run.loop == "step" and run.done > 0 and self._passes.can_go_on)
             run.interrupted = self._signal()  # too late to stop anything, but it is not swallowed
 
     def _stop(self, save: Callable[[], None]) -> None:
@@ -253,10 +245,10 @@ class Saving(NotSaved):
 
     def _save_within(self) -> None:
         """Save in the middle of a pass, if the loader can get there again."""
-        within = not self._run.passes.has_no_data
-        if within and not self._position.can_go_on:
+        within = not self._passes.has_no_data
+        if within and not self._passes.can_go_on:
             self._warn(
-                f"The loader, {type_name(self._run.passes.loader)}, cannot be brought back into the middle of a pass: "
+                f"The loader, {type_name(self._passes.loader)}, cannot be brought back into the middle of a pass: "
                 "there are checkpoints between passes only. Give it state_dict() and load_state_dict(), or see replay= "
                 "of Checkpoints."
             )
@@ -305,7 +297,7 @@ class Saving(NotSaved):
         if within and silent:
             self._warn(f"What {', '.join(silent)} counted since the last report is not saved: it has no state_dict().")
         # First: what the run had changed by then is saved with what is now, too.
-        before = self._core.before_epoch(run.retention.pre_epoch, run.guarded) if within else None
+        before = self._core.save_before_epoch(run.retention.pre_epoch, run.guarded) if within else None
         return {
             "made": {"torch": str(torch.__version__), "time": time.time()},
             "ranks": {"count": 1, "differing": []},
@@ -314,7 +306,7 @@ class Saving(NotSaved):
             "run": run.state_dict(within=within),
             "core": self._core.save(gradients=bool(manager.hooks)),
             "before_epoch": before,
-            "loader": self._position.save(within=within, begun=run.num_epochs > 0),
+            "loader": self._passes.save(within=within, begun=run.num_epochs > 0),
             "manager": manager.state_dict(),
             "demand": run.retention.state_dict(),
         }

@@ -17,7 +17,7 @@ from hookline.errors import OptionError
 from hookline.messages import type_name
 from hookline.tree import map_tensors
 
-__all__ = ["Grouped", "Mean", "MicroBatches", "StepResult", "as_result", "backward", "usual_loss"]
+__all__ = ["Mean", "MicroBatches", "StepResult", "as_result", "backward", "grouped", "usual_loss"]
 
 
 class MicroBatches(tuple[Any, ...]):
@@ -26,25 +26,19 @@ class MicroBatches(tuple[Any, ...]):
     __slots__ = ()
 
 
-class Grouped:
-    """Iterate a loader by as many batches as make a step; the last may be fewer."""
-
-    def __init__(self, loader: Iterable[Any], size: int) -> None:
-        self._loader = loader
-        self._size = size
-
-    def __iter__(self) -> Iterator[MicroBatches]:
-        group: list[Any] = []
-        for batch in self._loader:
-            if isinstance(batch, MicroBatches):  # of a loader that was grouped already
-                yield batch
-                continue
-            group.append(batch)
-            if len(group) == self._size:
-                yield MicroBatches(group)
-                group = []
-        if group:
+def grouped(loader: Iterable[Any], size: int) -> Iterator[MicroBatches]:
+    """Yield as many batches of a loader at a time as make a step; the last may be fewer."""
+    group: list[Any] = []
+    for batch in loader:
+        if isinstance(batch, MicroBatches):  # of a loader that was grouped already
+            yield batch
+            continue
+        group.append(batch)
+        if len(group) == size:
             yield MicroBatches(group)
+            group = []
+    if group:
+        yield MicroBatches(group)
 
 
 class StepResult(NamedTuple):

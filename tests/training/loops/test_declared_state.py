@@ -230,7 +230,7 @@ def _small_with(tensor: Tensor) -> hl.Experiment:
 
 def test_a_large_tensor_among_the_attributes_is_told_once(tmp_path, monkeypatch):
     """It is copied for each intervention, and saved each time; a run without either does not mind."""
-    monkeypatch.setattr("hookline.training.declared_state.LARGE", 1000)
+    monkeypatch.setattr("hookline.training.state.LARGE", 1000)
     large = _small_with(torch.zeros(300))
     checkpoints = hl.Checkpoints(tmp_path, every=1)
     with pytest.warns(hl.HooklineWarning, match=r"experiment\.table.*`state`") as told:

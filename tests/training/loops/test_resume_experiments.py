@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import warnings
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -131,6 +132,70 @@ def test_a_state_that_cannot_be_saved_or_loaded_is_named(tmp_path):
     with pytest.raises(hl.errors.ResumeError, match=r"experiment\.average.*None"):
         hl.epoch_loop(second, epochs=2, checkpoints=Checkpoints(tmp_path / "average"), resume=True)
     assert torch.equal(second.model.weight, before)
+
+
+def test_a_declared_number_that_nobody_could_set_is_refused_at_the_start(tmp_path):
+    """Of an object that is no attribute: a resumed run would set something else. What can be set, or filled, is."""
+
+    class Counts(hl.Experiment):
+        declares = "queue"
+
+        def __init__(self):
+            like = linear_experiment(batches=PASS)
+            super().__init__(like.model, like.optimizer, like.loader)
+            self.hidden = type("Queue", (), {"count": 0, "sums": torch.zeros(1)})()
+
+        @property
+        def state(self):
+            ways = {"queue": self.hidden.count, "count": self.count, "pair": (self.hidden.sums, [self.model])}
+            return {self.declares: ways[self.declares]}
+
+        @property
+        def count(self):
+            return self.hidden.count
+
+        @count.setter
+        def count(self, number):
+            self.hidden.count = number
+
+        def train_step(self, batch):
+            self.hidden.count += 1
+            self.hidden.sums = self.hidden.sums + 1
+            return super().train_step(batch)
+
+    with pytest.raises(hl.errors.CheckpointError, match=r"state\['queue'\] is.*int.*vars\(self\.queue\)"):
+        hl.epoch_loop(Counts(), epochs=1, checkpoints=Checkpoints(tmp_path / "queue"))
+    assert list((tmp_path / "queue").glob("*.pt")) == []
+    for declares, found in (("count", 15), ("pair", 8)):
+        Counts.declares = declares
+        experiment, _ = stop_and_go(Counts, tmp_path / declares, (6,))
+        assert experiment.hidden.count == found
+        assert int(experiment.hidden.sums) == (8 if declares == "count" else 15)
+        assert vars(experiment).keys() == vars(Counts()).keys()
+
+
+@pytest.mark.parametrize(
+    "late", [lambda model: torch.optim.SGD(model.parameters(), lr=0.1), lambda model: {"a": Mode.WARM}]
+)
+def test_an_object_that_is_made_on_the_way_is_told_when_it_is_saved(tmp_path, late):
+    """Once, with what to do; a resumed run has nothing to load it into. One that is made before is not mentioned."""
+
+    def experiment_with(made: Any) -> hl.Experiment:
+        def on_epoch_end(epoch, metrics):
+            experiment.critic = late(experiment.model) if experiment.critic is None else experiment.critic
+
+        experiment = linear_experiment(batches=PASS, on_epoch_end=on_epoch_end)
+        experiment.critic = made and late(experiment.model)
+        return experiment
+
+    with pytest.warns(hl.HooklineWarning, match=r"experiment\.critic.* begun.*Next: make it before") as told:
+        hl.epoch_loop(experiment_with(None), epochs=3, checkpoints=Checkpoints(tmp_path, every=1))
+    assert len(told) == 1
+    with pytest.raises(hl.errors.ResumeError, match=r"experiment\.critic.*None"):
+        hl.epoch_loop(experiment_with(None), epochs=4, checkpoints=Checkpoints(tmp_path), resume=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hl.epoch_loop(experiment_with(True), epochs=4, checkpoints=Checkpoints(tmp_path), resume=True)
 
 
 class Mode(enum.Enum):

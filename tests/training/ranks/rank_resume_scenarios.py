@@ -125,9 +125,23 @@ def goes_on(folder: str) -> dict[str, Any]:
         resumed = train(make(), f"{folder}/{name}/ended", resume=True)
         found[name] = _compared(whole, resumed) | {"ended": ended}
         found[f"{name} files"] = sorted(path.name for path in Path(folder, name, "whole").glob("step_*"))
+        found[f"{name} damaged"] = _go_on_damaged(make(), Path(folder, name, "whole")) == whole["weights"]
         if name == "fsdp":
             found["other"] = train(sharded(seed=4), f"{folder}/{name}/other")["weights"] == whole["weights"]
     return found
+
+
+def _go_on_damaged(made: hl.Experiment, folder: Path) -> Any:
+    """Change a bit of each file of the newest checkpoint, and resume: return the weights at the end."""
+    if dist.get_rank() == 0:
+        for file in (folder / "step_00000036.ranks").rglob("*[0-9]*.*"):  # each that holds tensors
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+    dist.barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return train(made, str(folder), resume=True)["weights"]
 
 
 def signalled(folder: str) -> dict[str, Any]:

@@ -29,12 +29,13 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_resumed_run_ends_with_the_same_bits(both, kind):
-    """Weights, buffers, optimizer, hooks and records, from the middle of an epoch; another seed is told apart."""
+    """From the middle of an epoch, and from the checkpoint before a damaged one; another seed is told apart."""
     for found in both:
         case = found["run_goes_on"]
         assert case[kind].pop("ended") == "RuntimeError: stopped here"
         assert case[kind] == {"weights": True, "steps": (STEPS, STEPS), "hooks": True, "records": True}
         assert case[f"{kind} files"] == ["step_00000032.ranks", "step_00000036.ranks"]
+        assert case[f"{kind} damaged"] is True
         assert case["other"] is False
 
 
