@@ -249,13 +249,15 @@ def test_a_spectrum_that_would_not_fit_is_not_begun():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_lengths_of_a_step_are_of_all_parameters_and_gradients(frozen):
+@pytest.mark.parametrize("small", [False, True])
+def test_lengths_of_a_step_are_of_all_parameters_and_gradients(monkeypatch, frozen, small):
     """Zeros stand for what has no gradient; biases count in the length."""
     model = TokenModel()
     for number, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, 0.1 * (number + 1)) if number else None
     if frozen:
         next(iter(model.parameters())).requires_grad_(False)
+    monkeypatch.setattr(_values, "_SMALL", 1 << 20 if small else 0)
     work = _values.values_of(context(model, POST_STEP))
     found = [float(work.step_gradient_length), float(work.parameters_length)]
     grads = [p.grad.double() for p in model.parameters() if p.grad is not None]
@@ -297,11 +299,11 @@ def test_windows_keep_their_products_right(monkeypatch, batch, resumes):
     """Past the end of the ring, one vector or several at a time, in a few chunks, and over a checkpoint."""
     monkeypatch.setattr(_history, "_IN_CACHE", 64)
     vectors = torch.randn(23, 300, generator=torch.Generator().manual_seed(0))
-    window = _history.GradientWindow(5, batch)
+    window = _history.GradientWindow(5, batch, exact=True)
     for number, vector in enumerate(vectors):
         window.add(vector)
         if resumes:
-            state, window = window.state(), _history.GradientWindow(5, batch)
+            state, window = window.state(), _history.GradientWindow(5, batch, exact=True)
             window.load(state)
         if number % (batch + 1) == 0:
             newest = vectors[max(number - 4, 0) : number + 1].double().flip(0)

@@ -59,6 +59,10 @@ class BuiltInHook(TrainingHook):
             MetricInfo(f"{info.name}/{{param}}", f"{info.description}, of one parameter") for info in single
         ]
 
+    def step_of(self, ctx: RunDataContext) -> int:
+        """Return the step; by the manager's count in a loop that does not give it in the context."""
+        return ctx.step if ctx.step is not None else max(int(getattr(self.manager, "global_step", 0)), 0)
+
     def turn_off(self, why: str, *, hint: Hint | None = None) -> None:
         """Return no metrics in this run from now on, and warn once."""
         self.off = why
@@ -71,10 +75,14 @@ class BuiltInHook(TrainingHook):
         """Begin another run, in which there may be something to measure."""
         self.off = ""
 
-    def number(self, option: str, value: Any, says: str, *, least: float = 0.0, over: bool = True) -> float:
-        """Return ``value``; raise unless it is a number over ``least``, or with ``over=False`` at least that."""
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not (value > least if over else value >= least):
+    def number(self, option: str, value: Any, *, allow_zero: bool = False) -> float:
+        """Return ``value``; raise unless it is a number over 0, or with ``allow_zero`` 0 itself."""
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not (value > 0 or (allow_zero and value == 0))
+        ):
+            says = "0 or more" if allow_zero else "a number over 0"
             raise OptionError(f"{option}= of hook {self.name!r} is {says}, got {value!r}.")
         return float(value)
 
@@ -268,10 +276,6 @@ class Intervention(BuiltInHook, InterventionHook):
         every = self.whole_number("every_n_steps", every_n_steps, 1)
         length = self.whole_number("burst_length", burst_length, 1)
         self.step_schedule = StepSchedule("burst", stride=every, burst_length=length, warmup=every)
-
-    def step_of(self, ctx: RunDataContext) -> int:
-        """Return the step; by the manager's count in a loop that does not give it in the context."""
-        return ctx.step if ctx.step is not None else int(getattr(self.manager, "global_step", 0))
 
 
 class ReferenceIntervention(ReferenceHook, Intervention):

@@ -19,24 +19,25 @@ from hookline.observe.host_values import fetch
 
 __all__ = ["GIB", "GradientWindow", "StepNumbers"]
 
-_IN_CACHE, _AT_ONCE = 100_000, 1 << 24
-"""Numbers that are made float64 at a time on a CPU, 800 KiB of them, which stay in the cache; and on other devices."""
+_IN_CACHE, _AT_ONCE = 1 << 17, 1 << 24
+"""Numbers that are multiplied at a time on a CPU, 1 MiB of float64, which stay in the cache; and on other devices."""
+_KEPT_WIDE: Final = 1 << 26
+"""Bytes up to which an exact window keeps float64."""
 GIB: Final = 1 << 30
 
 
 class GradientWindow:
     """Keep the last vectors in a ring, on their device, and all products between them.
 
-    Products are taken in float64: centred sums are differences of them, and of gradients that differ by a thousandth
-    they are a millionth, in which float32 has an error of a tenth.
-
     Args:
         capacity: How many of the newest vectors are read.
         batch: How many new vectors wait until their products are taken, as one product of matrices.
+        exact: Multiply in float64. Centred sums are differences of products: of gradients that differ by a thousandth,
+            they are a millionth of them, which float32 has an error of a tenth in.
     """
 
-    def __init__(self, capacity: int, batch: int = 1) -> None:
-        self.capacity, self.batch = capacity, batch
+    def __init__(self, capacity: int, batch: int = 1, *, exact: bool = False) -> None:
+        self.capacity, self.batch, self.exact = capacity, batch, exact
         self.size = capacity + (batch if batch > 1 else 0)
         """How many are kept: one that waits is compared with as many before it as any other."""
         self.clear()
@@ -65,7 +66,12 @@ class GradientWindow:
 
     def gib(self, vector: Tensor) -> float:
         """Return how much memory it takes for vectors like this one."""
-        return self.size * vector.numel() * vector.element_size() / GIB
+        return self.size * vector.numel() * self._kept_type(vector).itemsize / GIB
+
+    def _kept_type(self, vector: Tensor) -> torch.dtype:
+        """Return the type of the rows: a small exact window keeps float64, which spares widening all for a new one."""
+        wider = widest_float(vector.device)
+        return wider if self.exact and self.size * vector.numel() * wider.itemsize <= _KEPT_WIDE else vector.dtype
 
     def add(self, vector: Tensor) -> None:
         """Add ``vector``, and drop the oldest if it is full; drop all if their size is another."""
@@ -73,7 +79,7 @@ class GradientWindow:
             self.products()
         if self._rows is None or self._rows.shape[1] != vector.numel():
             self.clear()
-            self._rows = vector.new_empty(self.size, vector.numel())
+            self._rows = vector.new_empty(self.size, vector.numel(), dtype=self._kept_type(vector))
             self._gram = vector.new_zeros(self.size, self.size, dtype=widest_float(vector.device))
         self._rows[self._next].copy_(vector)
         self._filled = max(self._filled, self._next + 1)
@@ -87,7 +93,7 @@ class GradientWindow:
     def products(self) -> Tensor:
         """Return all products of two vectors by row, (size, size), 0 where there is none; wait for nothing."""
         if self._fresh and self._rows is not None:
-            found = _products(self._rows[: self._filled], self._rows[self.fresh])  # (all, fresh)
+            found = _products(self._rows[: self._filled], self._rows[self.fresh], self.exact)  # (all, fresh)
             self._gram[: self._filled, self.fresh] = found
             self._gram[self.fresh, : self._filled] = found.T
             self._fresh = 0
@@ -102,8 +108,9 @@ class GradientWindow:
     def times(self, vector: Tensor) -> NDArray[Any]:
         """Return the product of each of the newest with ``vector``, (n,) in float64 on the host, the newest first."""
         assert self._rows is not None
-        found: NDArray[Any] = _products(self._rows[: self._filled], vector.unsqueeze(0))[:, 0].double().cpu().numpy()
-        return found[self.places(self.count)]
+        products = _products(self._rows[: self._filled], vector.unsqueeze(0), self.exact)[:, 0]
+        found: NDArray[Any] = products.double().cpu().numpy()[self.places(self.count)]
+        return found
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint; the products too, as summing them in another order rounds differently."""
@@ -122,13 +129,14 @@ class GradientWindow:
         self._filled, self._next, self._fresh = len(rows), state["next"], state["fresh"]
 
 
-def _products(rows: Tensor, others: Tensor) -> Tensor:
-    """Return the product of each row with each of the others, (rows, others), taken in float64."""
+def _products(rows: Tensor, others: Tensor, exact: bool) -> Tensor:
+    """Return the product of each row with each of the others, (rows, others), added up in float64."""
     wider = widest_float(rows.device)
+    dtype = wider if exact else rows.dtype
     total = rows.new_zeros(len(rows), len(others), dtype=wider)
     size = max(1, (_IN_CACHE if rows.device.type == "cpu" else _AT_ONCE) // len(rows))
     for start in range(0, rows.shape[1], size):
-        total += rows[:, start : start + size].to(wider) @ others[:, start : start + size].to(wider).T
+        total += rows[:, start : start + size].to(dtype) @ others[:, start : start + size].to(dtype).T
     return total
 
 

@@ -69,7 +69,7 @@ class VarianceHook(Analysis):
     )  # fmt: skip
 
     def __init__(self, window_size: int = 10, max_gib: float = 8.0) -> None:
-        self.window = GradientWindow(self.whole_number("window_size", window_size, 2))
+        self.window = GradientWindow(self.whole_number("window_size", window_size, 2), exact=True)
         self.max_gib = max_gib
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:

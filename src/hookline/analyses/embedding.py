@@ -122,7 +122,7 @@ class FourierHook(Analysis):
     def __init__(
         self, significance_multiplier: float = 10.0, embedding: str | None = None, num_tokens: int | None = None
     ) -> None:
-        self.significance_multiplier = self.number("significance_multiplier", significance_multiplier, "over 0")
+        self.significance_multiplier = self.number("significance_multiplier", significance_multiplier)
         self.embedding = embedding
         self.num_tokens = num_tokens
 

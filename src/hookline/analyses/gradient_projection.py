@@ -143,7 +143,7 @@ class SubspaceGradientInfoHook(ReferenceHook, Analysis):
     )  # fmt: skip
 
     def __init__(self, window_size: int = 50, n_components: int = 20, max_gib: float = 8.0) -> None:
-        self.window = GradientWindow(self.whole_number("window_size", window_size, 2))
+        self.window = GradientWindow(self.whole_number("window_size", window_size, 2), exact=True)
         self.n_components = self.whole_number("n_components", n_components, 1)
         self.max_gib = max_gib
 
@@ -157,12 +157,11 @@ class SubspaceGradientInfoHook(ReferenceHook, Analysis):
         if not np.isfinite(gram).all():
             return dict.fromkeys((name for name, *_ in self.metrics[:7]), float("nan"))
         centred = gram - gram.mean(axis=0) - gram.mean(axis=1, keepdims=True) + gram.mean()
-        found, vectors = (part.numpy() for part in torch.linalg.eigh(torch.from_numpy(centred)))
-        squares = found[::-1].clip(min=0)
         way = self._way(values)
-        if way is None or not (length := float(norm(way))) > 1e-12:
-            return _spectrum_metrics(squares)
-        along = self.window.times(way) / length
+        if way is None or not (length := float(norm(way))) > 1e-12:  # directions take thrice as long as their sizes
+            return _spectrum_metrics(torch.linalg.eigvalsh(torch.from_numpy(centred)).numpy()[::-1].clip(min=0))
+        found, vectors = (part.numpy() for part in torch.linalg.eigh(torch.from_numpy(centred)))
+        squares, along = found[::-1].clip(min=0), self.window.times(way) / length
         return _spectrum_metrics(squares) | self._toward_solution(squares, vectors[:, ::-1].T @ (along - along.mean()))
 
     def _toward_solution(self, squares: NDArray[Any], along: NDArray[Any]) -> dict[str, float]:

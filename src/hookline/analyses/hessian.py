@@ -110,7 +110,7 @@ class HessianHook(ReferenceIntervention):
         method: str = "exact",
         per_parameter: bool = True,
     ) -> None:
-        self.epsilon = self.number("epsilon", epsilon, "a number over 0")
+        self.epsilon = self.number("epsilon", epsilon)
         self.method = self.one_of("method", method, ("exact", "difference"))
         self.per_parameter = per_parameter
         self.set_schedule(every_n_steps, burst_length)

@@ -92,7 +92,7 @@ class NormsHook(Analysis):
         found = {name: length for name, length in lengths.items() if length is not None}
         for name, before in (self.largest or {}).items():
             found[name] = torch.maximum(found.get(name, before), before)  # NaN if one is
-        step = ctx.step if ctx.step is not None else 0
+        step = self.step_of(ctx)
         is_point = step % growing_interval(step, every=1, first=_DENSE_STEPS) == 0
         self.largest = None if is_point else found
         return found if is_point else None

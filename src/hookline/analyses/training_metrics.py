@@ -64,7 +64,8 @@ class TrainingMetricsHook(Analysis):
         """Return what there is; tensors stay on their device."""
         found = {name: raw_number(ctx, name) for name in ("loss", "train_acc")}
         if ctx.hook_point is HookPoint.POST_STEP:
-            interval = self._interval(step := self._step(ctx))
+            step = self.step_of(ctx)
+            interval = growing_interval(step, every=1, first=self.dense_steps)
             if interval > 1 or self._sums:
                 self._add(found)
                 if step % interval:
@@ -78,14 +79,6 @@ class TrainingMetricsHook(Analysis):
         if self._sums and self.manager is not None:
             for name, value in _present(self._take_means()).items():
                 self.manager.take_record(f"{self.name}/{name}", value)
-
-    def _step(self, ctx: RunDataContext) -> int:
-        if ctx.step is not None:
-            return ctx.step
-        return 0 if self.manager is None else max(self.manager.global_step, 0)
-
-    def _interval(self, step: int) -> int:
-        return growing_interval(step, every=1, first=self.dense_steps)
 
     def _add(self, found: Mapping[str, Any]) -> None:
         sums = {} if self._sums is None else self._sums

@@ -55,7 +55,7 @@ class LossLandscapeHook(Intervention):
         self.points = self.whole_number("points", points, 3)
         if points % 2 == 0:
             raise OptionError(f"points= of hook 'loss_landscape' is an odd number, got {points}; take {points + 1}.")
-        self.radius = self.number("radius", radius, "over 0")
+        self.radius = self.number("radius", radius)
         self.direction = self.one_of("direction", direction, ("gradient", "random"))
 
     def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
@@ -137,7 +137,7 @@ class PairedStepHook(Intervention):
 
     def __init__(self, every_n_steps: int = 500, lr_factor: float = 2.0) -> None:
         self.set_schedule(every_n_steps)
-        self.lr_factor = self.number("lr_factor", lr_factor, "0 or more", over=False)
+        self.lr_factor = self.number("lr_factor", lr_factor, allow_zero=True)
 
     def change(self, model_ctx: ModelDataContext) -> None:
         """Change the second step: scale the learning rates, unless defined otherwise. It is undone."""
