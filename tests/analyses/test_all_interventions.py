@@ -105,7 +105,7 @@ def test_a_perturbation_without_a_guard_would_show() -> None:
     [
         ("hessian", {"epsilon": 0}, "epsilon="),
         ("hessian", {"epsilon": "small"}, "epsilon="),
-        ("hessian", {"method": "forward"}, "'exact' or 'difference'"),
+        ("hessian", {"method": "forward"}, "one of exact, difference"),
         ("hessian", {"burst_length": 0}, "burst_length="),
         ("hessian", {"every_n_steps": 2.5}, "every_n_steps="),
         ("adam_dynamics", {"burst_length": 0}, "burst_length="),

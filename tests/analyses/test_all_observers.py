@@ -29,7 +29,7 @@ from torch import nn
 
 import hookline as hl
 from hookline import analyses
-from hookline.analyses._analysis import Analysis
+from hookline.analyses._base import Analysis
 from hookline.errors import HooklineWarning
 from hookline.lifecycle.registry import register_built_ins
 from hookline.lifecycle.states import copied
@@ -359,20 +359,20 @@ def test_neither_the_order_of_hooks_nor_offloading_their_state_changes_a_metric(
 
 def test_the_gradient_is_made_flat_once_per_firing(monkeypatch):
     """However many hooks want it; and what was shared is gone with the context."""
-    from hookline.analyses import _firing_values
+    from hookline.analyses import _values
 
     made_flat = []
-    real = _firing_values.flat_vector_or_none
-    monkeypatch.setattr(_firing_values, "flat_vector_or_none", lambda tensors: made_flat.append(1) or real(tensors))
+    real = _values.flat_vector_or_none
+    monkeypatch.setattr(_values, "flat_vector_or_none", lambda tensors: made_flat.append(1) or real(tensors))
     model = token_experiment().model
     ctx = context(model, accumulated_grads=random_grads(model, 1))
     for name in ("norms", "consecutive", "variance", "subspace_gradient_info"):
         made(name).compute(ctx)
     assert len(made_flat) == 1
-    assert len(_firing_values._VALUES) >= 1
-    before = len(_firing_values._VALUES)
+    assert len(_values._VALUES) >= 1
+    before = len(_values._VALUES)
     del ctx
-    assert len(_firing_values._VALUES) == before - 1
+    assert len(_values._VALUES) == before - 1
 
 
 # -- by name -------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -110,7 +109,7 @@ def test_batch_dynamics_of_gradients_that_agree_cancel_or_vanish(model):
 def test_batch_dynamics_of_a_large_model_says_what_it_would_take():
     """50 gradients of a billion weights, and 16 to spare, are 246 GiB; nothing is allocated."""
     hook = made("batch_dynamics")
-    vector = SimpleNamespace(numel=lambda: 10**9, element_size=lambda: 4)
+    vector = torch.empty(10**9, device="meta")
     with pytest.warns(HooklineWarning, match=r"would keep 66 gradients in 245\.9 GiB"):
         assert not hook.add_to_window(hook.window, vector, "max_lag", hook.max_gib)
     assert hook.compute(context(nn.Linear(1, 1), POST_STEP)) is None

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hookline as hl
-from hookline.analyses import _firing_values, _history, _vectors
+from hookline.analyses import _history, _values, _vectors
 from hookline.analyses._history import StepNumbers
 
 POST_STEP, POST_EPOCH = hl.HookPoint.POST_STEP, hl.HookPoint.POST_EPOCH
@@ -56,7 +56,7 @@ class Transfers(TorchDispatchMode):
 @pytest.fixture
 def on_meta(monkeypatch) -> nn.Module:
     """A model on a device that no number can be read from, with gradients there."""
-    monkeypatch.setattr(_firing_values, "_is_unknown", lambda parameter: False)  # else they are left out
+    monkeypatch.setattr(_values, "_is_unknown", lambda parameter: False)  # else they are left out
     model = TokenModel().to("meta")
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter)
@@ -114,21 +114,21 @@ def test_series_keep_every_kind_of_number_in_order_and_where_it_is():
     assert (series.has_any, series.take().size, series.state()) == (False, 0, {})
 
 
-# -- parameters are looked up once per epoch -----------------------------------------------------------------
+# -- parameters are looked up at each firing -----------------------------------------------------------------
 
 
 def named_at_step(model: nn.Module, epoch: int = 0) -> dict[str, nn.Parameter]:
-    return _firing_values.values_of(hl.RunDataContext(POST_STEP, epoch, model=model)).parameters
+    return _values.values_of(hl.RunDataContext(POST_STEP, epoch, model=model)).parameters
 
 
-def test_a_parameter_that_is_replaced_between_two_steps_is_noticed():
-    """At once; one that is new, in the next epoch."""
+def test_a_parameter_that_is_replaced_or_added_between_two_steps_is_noticed():
+    """At once."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert named_at_step(model)["0.weight"] is model[0].weight
     kept, model[0].weight = model[0].weight, nn.Parameter(torch.zeros(2, 2))
     assert named_at_step(model)["0.weight"] is model[0].weight is not kept
     model.append(nn.Linear(2, 1))
-    assert "2.weight" in named_at_step(model, epoch=1)
+    assert "2.weight" in named_at_step(model)
 
 
 def test_looking_parameters_up_keeps_no_model_alive():
@@ -249,23 +249,21 @@ def test_a_spectrum_that_would_not_fit_is_not_begun():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_lengths_of_a_step_are_the_same_for_small_and_large_models(monkeypatch, frozen):
-    """A small model's come from one flat copy. Zeros stand for what has no gradient; biases count in the length."""
+@pytest.mark.parametrize("small", [False, True])
+def test_lengths_of_a_step_are_of_all_parameters_and_gradients(monkeypatch, frozen, small):
+    """Zeros stand for what has no gradient; biases count in the length."""
     model = TokenModel()
     for number, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, 0.1 * (number + 1)) if number else None
     if frozen:
         next(iter(model.parameters())).requires_grad_(False)
-    found = []
-    for limit in (1 << 20, 0):
-        monkeypatch.setattr(_firing_values, "_SMALL", limit)
-        work = _firing_values.values_of(context(model, POST_STEP))
-        found.append([float(work.step_gradient_length), float(work.parameters_length)])
+    monkeypatch.setattr(_values, "_SMALL", 1 << 20 if small else 0)
+    work = _values.values_of(context(model, POST_STEP))
+    found = [float(work.step_gradient_length), float(work.parameters_length)]
     grads = [p.grad.double() for p in model.parameters() if p.grad is not None]
     weights = [p.detach().double() for p in model.parameters()]
     wanted = [float(sum(tensor.square().sum() for tensor in tensors)) ** 0.5 for tensors in (grads, weights)]
-    assert found[0] == pytest.approx(wanted, rel=1e-5)
-    assert found[1] == pytest.approx(wanted, rel=1e-5)
+    assert found == pytest.approx(wanted, rel=1e-5)
     there = {n: p for n, p in sorted(model.named_parameters()) if "bias" not in n and p.requires_grad}
     flat_gradient = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in there.values()])
     assert torch.equal(work.flat_step_gradient, flat_gradient)
@@ -274,11 +272,11 @@ def test_lengths_of_a_step_are_the_same_for_small_and_large_models(monkeypatch, 
 def test_a_step_without_gradients_has_no_length():
     """And if biases alone have one, there is a length and no flat gradient."""
     model = TokenModel()
-    work = _firing_values.values_of(context(model, POST_STEP))
+    work = _values.values_of(context(model, POST_STEP))
     assert (work.step_gradient_length, work.flat_step_gradient) == (None, None)
     name, bias = next((name, p) for name, p in model.named_parameters() if "bias" in name)
     bias.grad = torch.ones_like(bias)
-    work = _firing_values.values_of(context(model, POST_STEP))
+    work = _values.values_of(context(model, POST_STEP))
     assert float(work.step_gradient_length) == pytest.approx(bias.numel() ** 0.5), name
     assert work.flat_step_gradient is None
 
@@ -295,23 +293,21 @@ def test_a_flat_vector_has_memory_of_its_own(given):
     assert _vectors.flat_vector_or_none([]) is None
 
 
-@pytest.mark.parametrize("spare", [0, 4])
-@pytest.mark.parametrize("exact", [True, False])
-def test_windows_keep_their_products_right_however_wide_their_rows_are(monkeypatch, exact, spare):
-    """Past the end of the ring, one vector or several at a time; float64 rows as well as those widened each time."""
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("resumes", [False, True])
+def test_windows_keep_their_products_right(monkeypatch, batch, resumes):
+    """Past the end of the ring, one vector or several at a time, in a few chunks, and over a checkpoint."""
+    monkeypatch.setattr(_history, "_IN_CACHE", 64)
     vectors = torch.randn(23, 300, generator=torch.Generator().manual_seed(0))
-    for limit in (1 << 26, 0):
-        monkeypatch.setattr(_history, "_KEPT_WIDE", limit)
-        monkeypatch.setattr(_history, "_IN_CACHE", 64)
-        window = _history.GradientWindow(5, spare, exact=exact)
-        for number, vector in enumerate(vectors):
-            window.add(vector)
-            if number % (spare + 1) == 0:
-                newest = vectors[max(number - 4, 0) : number + 1].double().flip(0)
-                assert window.gram() == pytest.approx((newest @ newest.T).numpy(), rel=1e-5, abs=1e-4)
-        kept = window.state()["rows"]
-        assert kept.dtype == (torch.float64 if exact and limit else torch.float32)
-        assert window.gib(vectors[0]) == kept.shape[0] * 300 * kept.element_size() / 2**30
+    window = _history.GradientWindow(5, batch, exact=True)
+    for number, vector in enumerate(vectors):
+        window.add(vector)
+        if resumes:
+            state, window = window.state(), _history.GradientWindow(5, batch, exact=True)
+            window.load(state)
+        if number % (batch + 1) == 0:
+            newest = vectors[max(number - 4, 0) : number + 1].double().flip(0)
+            assert window.gram() == pytest.approx((newest @ newest.T).numpy(), rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize(

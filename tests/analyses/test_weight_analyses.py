@@ -77,7 +77,7 @@ def test_one_decomposition_serves_all_that_need_it(monkeypatch):
 
     asked = []
     real = singular_values_of
-    path = "hookline.analyses._firing_values.singular_values_of"
+    path = "hookline.analyses._values.singular_values_of"
     monkeypatch.setattr(path, lambda some: asked.extend(some) or real(some))
     projected = Projected()
     ctx = context(projected, accumulated_grads=random_grads(projected, 1))
@@ -86,8 +86,8 @@ def test_one_decomposition_serves_all_that_need_it(monkeypatch):
     assert sorted(asked) == ["k_proj.weight", "q_proj.weight", "v_proj.weight"]
 
 
-def test_matrices_taken_apart_together_are_as_if_each_were_alone():
-    """More than one call takes, of two sizes, complex ones among them; one that is not finite spoils no other."""
+def test_singular_values_are_those_of_numpy():
+    """Of two sizes, complex ones among them; one that is not finite spoils no other."""
     draw = torch.Generator().manual_seed(0)
     matrices = {f"m{number}": torch.randn(5, 3 + number % 2, generator=draw) for number in range(40)}
     matrices["m7"][0, 0] = torch.inf

@@ -141,11 +141,9 @@ def test_names_of_a_wrapped_model_are_those_without_the_wrapper():
     "replace",
     [
         lambda policy, new: setattr(policy, "actor_mlp", new),
-        lambda policy, new: policy.components.update(actor_mlp=new),
         lambda policy, new: (delattr(policy, "actor_mlp"), setattr(policy, "actor_mlp", new)),
-        lambda policy, new: setattr(policy, "components", OrderedDict(actor_mlp=new, head=policy.head)),
     ],
-    ids=["attribute", "components", "deleted", "all"],
+    ids=["attribute", "deleted"],
 )
 @pytest.mark.parametrize("told", [False, True], ids=["in order", "told"])
 def test_a_component_that_is_replaced_is_the_one_that_runs(replace, told):
@@ -189,15 +187,11 @@ def test_a_compiled_policy_runs_what_replaced_a_component(forward):
     assert torch.equal(model(x), policy.head(policy.actor_mlp(x)))
 
 
-@pytest.mark.parametrize("how", ["attribute", "components"])
-def test_a_module_of_a_model_that_is_replaced_takes_the_hooks(how):
+def test_a_module_of_a_model_that_is_replaced_takes_the_hooks():
     """of(model), then another module in its place: hooks that are registered from then on fire there."""
     model, new, seen = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2))), nn.Linear(4, 5), []
     policy = hl.metta.PolicyAutoBuilder.of(model)
-    if how == "attribute":
-        model[1][0] = new
-    else:
-        policy.components["1.0"] = new
+    model[1][0] = new
     assert policy.components["1.0"] is model[1][0] is new
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -207,16 +201,14 @@ def test_a_module_of_a_model_that_is_replaced_takes_the_hooks(how):
     assert seen == [new]
 
 
-def test_a_component_that_is_taken_away_is_gone():
-    """From components, from the policy, and from what runs; one of a model is taken out of the model."""
+def test_components_are_changed_where_they_live_and_not_by_their_names():
+    """Deleted from the policy, one is gone from what runs; the mapping itself takes nothing."""
     policy, x = two(), torch.ones(1, 3)
-    del policy.components["head"]
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        policy.components["head"] = nn.Linear(4, 2)
+    del policy.head
     assert dict(policy.components) == {"actor_mlp": policy.actor_mlp}
-    assert not hasattr(policy, "head")
     assert torch.equal(policy(x), policy.actor_mlp(x))
-    policy = hl.metta.PolicyAutoBuilder.of(nn.Sequential(nn.Linear(1, 1)))
-    with pytest.raises(hl.errors.OptionError, match="'0' is a module of the model"):
-        del policy.components["0"]
 
 
 def test_children_that_are_no_components_do_not_run():
@@ -225,38 +217,6 @@ def test_children_that_are_no_components_do_not_run():
     policy.loss = nn.Linear(9, 9)
     assert "loss" not in policy.components
     assert torch.equal(policy(x), policy.head(policy.actor_mlp(x)))
-
-
-def test_a_component_that_was_added_by_hand_is_part_of_the_policy():
-    """It is a child, runs last, and takes hooks."""
-    policy, seen, last, x = two(), [], nn.Linear(2, 2), torch.ones(1, 3)
-    policy.components["last"] = last
-    policy.register_component_hook_rule(component_name="last", hook=lambda *_: seen.append("fired"))
-    assert torch.equal(policy(x), last(policy.head(policy.actor_mlp(x))))
-    assert policy.last is last
-    assert seen == ["fired", "fired"]
-    with pytest.raises(hl.errors.OptionError, match=r"'last' has to be an nn\.Module, got a function"):
-        policy.components["last"] = lambda x: x
-
-
-@pytest.mark.parametrize("make", [two, lambda: hl.metta.PolicyAutoBuilder.of(nn.Sequential(nn.Linear(3, 2)))])
-def test_a_name_that_no_module_of_the_policy_can_have_is_for_hooks_alone(make):
-    """The module is no part of the policy and does not run with it; hooks can be put on it, and it taken away."""
-    policy, seen, stranger, x = make(), [], nn.Linear(2, 2), torch.ones(1, 3)
-    before = policy(x)
-    policy.components["some.stranger"] = stranger
-    assert list(policy.components)[-1] == "some.stranger"
-    policy.register_component_hook_rule(component_name="some.stranger", hook=lambda *_: seen.append("fired"))
-    handle = policy.register_component_backward_hook_rule(
-        component_name="some.stranger",
-        hook=hl.metta.attach_fisher_information_hooks()("stranger", hl.metta.ComponentContext()),
-    )
-    assert torch.equal(policy(x), before)
-    stranger(torch.ones(1, 2))
-    assert seen == ["fired"]
-    handle.remove()
-    del policy.components["some.stranger"]
-    assert "some.stranger" not in policy.components
 
 
 def test_a_policy_without_components_says_so_when_it_is_called():

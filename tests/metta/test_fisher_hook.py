@@ -138,17 +138,6 @@ def test_a_parameter_that_takes_the_place_of_another_is_followed(how):
     assert not policy.c.weight._backward_hooks
 
 
-def test_a_parameter_at_the_address_of_a_dead_one_is_followed():
-    """An id alone would take it for the one that has the hook."""
-    policy, state, handle = tracked(nn.Linear(3, 2))
-    del policy.c.weight
-    policy.c.weight = nn.Parameter(torch.ones(2, 3))
-    [leaf] = [leaf for leaf in handle._leaves if leaf.key == "weight"]
-    leaf.seen = id(policy.c.weight)  # as it may well be
-    policy(torch.ones(1, 3)).sum().backward()
-    assert trace(state) == blended(policy.c.weight.grad)
-
-
 def test_a_lazy_layer_is_tracked_once_it_has_a_shape():
     """From its first step on."""
     policy, state, _ = tracked(nn.LazyLinear(2))

@@ -153,8 +153,6 @@ _EXACT_UP_TO: Final = 512
 """Up to this length of its shorter side, all singular values of a matrix are computed, as roots of the eigenvalues of
 the Gram matrix. In float64 that is exact to 1e-8 of the largest, and for 256 × 64 takes 0.19 ms where a decomposition
 of the matrix takes 0.33."""
-_GRAMS_PER_CALL: Final = 16
-"""Gram matrices that are decomposed in one call, 32 MiB of the largest; more at a time saves nothing."""
 _LARGEST: Final = 20
 """How many are computed of a larger matrix; sums over them are a lower bound."""
 _BLOCK: Final = 32
@@ -167,56 +165,24 @@ def singular_values_of(matrices: Mapping[str, Tensor]) -> dict[str, NDArray[Any]
     """Return the singular values of each matrix in float64, largest first; NaN if not all of it is finite.
 
     All of them, or the 20 largest of a matrix over 512 × 512. All dimensions but the first count as one: a convolution
-    is a matrix of outputs by inputs and positions. Gram matrices of one size are decomposed in one call.
+    is a matrix of outputs by inputs and positions.
     """
-    found: dict[str, NDArray[Any]] = {}
-    grams: dict[tuple[int, torch.device, torch.dtype], dict[str, Tensor]] = {}
-    for name, tensor in matrices.items():
-        matrix = whole_tensor(tensor).detach().flatten(1)
-        smaller = min(matrix.shape)
-        if smaller == 0:
-            found[name] = np.zeros(0)
-        elif smaller > _EXACT_UP_TO:
-            found[name] = _largest(matrix)
-        else:
-            gram = _gram(matrix)
-            group = grams.setdefault((smaller, gram.device, gram.dtype), {})
-            group[name] = gram
-            if len(group) == _GRAMS_PER_CALL:
-                found |= _roots_of(group)
-                group.clear()
-    for group in grams.values():
-        found |= _roots_of(group)
-    return {name: found[name] for name in matrices}
+    return {name: _singular_values(whole_tensor(tensor).detach().flatten(1)) for name, tensor in matrices.items()}
 
 
-def _roots_of(grams: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
-    return dict(zip(grams, _roots(torch.stack([*grams.values()])), strict=True)) if grams else {}
-
-
-def _gram(matrix: Tensor) -> Tensor:
+def _singular_values(matrix: Tensor) -> NDArray[Any]:
+    count, is_small = min(matrix.shape), min(matrix.shape) <= _EXACT_UP_TO
+    if not bool(torch.isfinite(matrix).all()):  # LAPACK raises
+        return np.full(count if is_small else _LARGEST, np.nan)
+    if not is_small:
+        matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+        largest: NDArray[Any] = torch.linalg.svdvals(_compressed(matrix))[:_LARGEST].double().cpu().numpy()
+        return largest
     double = matrix.cpu() if matrix.device.type == "mps" else matrix
     double = double.to(torch.complex128 if matrix.is_complex() else torch.float64)
-    return double @ double.mH if matrix.shape[0] <= matrix.shape[1] else double.mH @ double
-
-
-def _roots(grams: Tensor) -> NDArray[Any]:
-    """Return the roots of the eigenvalues, descending, (matrices, values); NaN where a matrix was not all finite."""
-    # LAPACK raises then, without saying which it was. A diagonal has the square of every entry of a row in it.
-    is_finite = torch.isfinite(grams.diagonal(dim1=-2, dim2=-1).real.sum(-1)).cpu().numpy()
-    if not is_finite.all():
-        grams = torch.where(torch.from_numpy(is_finite).to(grams.device)[:, None, None], grams, 0.0)
-    squares: NDArray[Any] = torch.linalg.eigvalsh(grams).cpu().numpy()
-    found: NDArray[Any] = np.sqrt(squares[:, ::-1].clip(min=0))
-    found[~is_finite] = np.nan
-    return found
-
-
-def _largest(matrix: Tensor) -> NDArray[Any]:
-    matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
-    if not bool(torch.isfinite(matrix).all()):
-        return np.full(_LARGEST, np.nan)
-    found: NDArray[Any] = torch.linalg.svdvals(_compressed(matrix))[:_LARGEST].double().cpu().numpy()
+    gram = double @ double.mH if matrix.shape[0] <= matrix.shape[1] else double.mH @ double
+    squares: NDArray[Any] = torch.linalg.eigvalsh(gram).cpu().numpy()
+    found: NDArray[Any] = np.sqrt(squares[::-1].clip(min=0))
     return found
 
 

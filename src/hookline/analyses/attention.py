@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hookline.analyses._analysis import Analysis
-from hookline.analyses._firing_values import FiringValues, values_of
-from hookline.analyses._model_parts import Modules, matrix_of
+from hookline.analyses._base import Analysis
+from hookline.analyses._values import FiringValues, values_of
 from hookline.analyses._vectors import effective_rank
+from hookline.analyses.embedding import Modules, matrix_of
 from hookline.lifecycle.context import RunDataContext
 from hookline.phases import During
 from hookline.sites.attach import attach
@@ -150,36 +149,25 @@ _Projection: TypeAlias = tuple[str, Tensor]
 """The name of a query, key or value matrix, with the third that it is if it is one; and the matrix, (out, in)."""
 
 
-def _projections(modules: Modules) -> list[_Projection]:
-    """Return every query, key and value matrix of a model, by the name of its parameter."""
-    found: list[_Projection] = []
+def _projections(modules: Modules) -> Iterator[_Projection]:
+    """Yield every query, key and value matrix of a model, by the name of its parameter."""
     for path, module in modules:
         prefix = f"{path}." if path else ""
         if isinstance(module, nn.MultiheadAttention):
-            found += _of_multihead(prefix, module)
+            names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+            if module.in_proj_weight is not None:
+                yield from _thirds(f"{prefix}in_proj_weight", module.in_proj_weight)
+            else:
+                yield from ((f"{prefix}{name}", getattr(module, name)) for name in names)
         else:
-            found += _of_children(prefix, module)
-    return found
+            yield from _of_children(prefix, module._modules)
 
 
-def _of_multihead(prefix: str, module: nn.MultiheadAttention) -> Iterator[_Projection]:
-    if module.in_proj_weight is not None:
-        yield from _thirds(f"{prefix}in_proj_weight", module.in_proj_weight)
-        return
-    for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
-        weight = getattr(module, name)
-        if weight is not None:
-            yield (f"{prefix}{name}", weight)
-
-
-def _of_children(prefix: str, module: nn.Module) -> Iterator[_Projection]:
-    children = module._modules
-    if not children:
-        return
+def _of_children(prefix: str, children: Mapping[str, nn.Module | None]) -> Iterator[_Projection]:
     for names in _SEPARATE:
-        weights = {name: matrix_of(children.get(name)) for name in names}
-        if all(weight is not None for weight in weights.values()):
-            yield from ((f"{prefix}{name}.weight", w) for name, w in weights.items() if w is not None)
+        weights = [(f"{prefix}{name}.weight", w) for name in names if (w := matrix_of(children.get(name))) is not None]
+        if len(weights) == len(names):
+            yield from weights
             return
     for name in _TOGETHER:
         weight = matrix_of(children.get(name))
@@ -195,13 +183,13 @@ def _thirds(name: str, weight: Tensor) -> Iterator[_Projection]:
 # -- patterns --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """Hold the inputs of one attention, without their graph."""
 
     module: Any
     query: Tensor
     key: Tensor
+    value: Tensor
     mask: Tensor | None
     """Where positions may not attend: true there, or added to the scores."""
     padding: Tensor | None
@@ -212,54 +200,29 @@ class _Call:
         """Return the inputs from the arguments of a forward."""
         names = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        mask, padding = given.get("attn_mask"), given.get("key_padding_mask")
-        return cls(module, given["query"].detach(), given["key"].detach(), mask, padding)
+        query, key, value = (given[name].detach() for name in names[:3])
+        return cls(module, query, key, value, given.get("attn_mask"), given.get("key_padding_mask"))
 
 
 def _pattern(call: _Call) -> Tensor | None:
     """Return the probabilities (batch, heads, queries, keys); None with added keys, or for nested tensors."""
-    module, query, key = call.module, call.query, call.key
+    module, query = call.module, call.query
     if module.bias_k is not None or module.add_zero_attn or query.is_nested or query.numel() == 0:
         return None
-    if query.dim() == 2:
-        query, key = query.unsqueeze(0), key.unsqueeze(0)
-    elif not module.batch_first:
-        query, key = query.transpose(0, 1), key.transpose(0, 1)
-    samples = max(2, _MOST // (module.num_heads * query.shape[1] * key.shape[1]))
-    query, key = query[:samples], key[:samples]
-    (wq, bq), (wk, bk) = _weights_and_biases(module)
-    q, k = (_heads(F.linear(x.to(w.dtype), w, b), module.num_heads) for x, w, b in ((query, wq, bq), (key, wk, bk)))
-    scores = (q @ k.transpose(-2, -1)).float() * q.shape[-1] ** -0.5
-    # A position that may attend to nothing has no pattern: torch gives NaN, here it is 0.
-    return torch.softmax(_masked(scores, call, module.num_heads), dim=-1).nan_to_num(0.0)
-
-
-def _weights_and_biases(module: Any) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
-    if module.in_proj_weight is not None:
-        wq, wk, _ = module.in_proj_weight.detach().chunk(3)
-    else:
-        wq, wk = module.q_proj_weight.detach(), module.k_proj_weight.detach()
-    if module.in_proj_bias is None:
-        return (wq, None), (wk, None)
-    bq, bk, _ = module.in_proj_bias.detach().chunk(3)
-    return (wq, bq), (wk, bk)
-
-
-def _heads(x: Tensor, heads: int) -> Tensor:  # (B, T, D) to (B, H, T, D/H)
-    return x.reshape(*x.shape[:-1], heads, -1).transpose(1, 2)
-
-
-def _masked(scores: Tensor, call: _Call, heads: int) -> Tensor:
+    inputs = (call.query, call.key, call.value)
+    rows = [x.unsqueeze(1) if x.dim() == 2 else x.transpose(0, 1) if module.batch_first else x for x in inputs]
+    samples = max(2, _MOST // (module.num_heads * len(rows[0]) * len(rows[1])))
+    q, k, v = (x[:, :samples].to(module.out_proj.weight.dtype) for x in rows)  # (T, B, D)
     mask, padding = call.mask, call.padding
-    if mask is not None:
-        if mask.dim() == 3:  # one for each sample and head
-            mask = mask.reshape(-1, heads, *mask.shape[1:])[: scores.shape[0]]
-        scores = _added(scores, mask)
+    if mask is not None and mask.dim() == 3:  # one for each sample and head
+        mask = mask[: samples * module.num_heads]
     if padding is not None:
-        padding = padding.unsqueeze(0) if padding.dim() == 1 else padding[: scores.shape[0]]
-        scores = _added(scores, padding[:, None, None, :])
-    return scores
-
-
-def _added(scores: Tensor, mask: Tensor) -> Tensor:
-    return scores.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        padding = padding.reshape(-1, padding.shape[-1])[:samples]
+    _, pattern = F.multi_head_attention_forward(
+        q, k, v, module.embed_dim, module.num_heads, module.in_proj_weight, module.in_proj_bias, None, None, False,
+        0.0, module.out_proj.weight, module.out_proj.bias, training=False, attn_mask=mask, key_padding_mask=padding,
+        use_separate_proj_weight=module.in_proj_weight is None, q_proj_weight=module.q_proj_weight,
+        k_proj_weight=module.k_proj_weight, v_proj_weight=module.v_proj_weight, average_attn_weights=False,
+    )  # fmt: skip
+    # A position that may attend to nothing has no pattern: torch gives NaN, here it is 0.
+    return None if pattern is None else pattern.float().nan_to_num(0.0)

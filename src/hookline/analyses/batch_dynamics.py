@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.analyses._analysis import StepAnalysis
-from hookline.analyses._firing_values import values_of
+from hookline.analyses._base import StepAnalysis, mean_of
 from hookline.analyses._history import GradientWindow
+from hookline.analyses._values import values_of
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import MetricInfo
 
@@ -42,9 +42,9 @@ class BatchDynamicsHook(StepAnalysis):
 
     name = "batch_dynamics"
     description = "coherence of the gradients of single steps, and how many directions they use"
-    kept = ("window", "sums", "counts")
+    kept = ("window", "sums")
     sums: Tensor | None = None
-    counts: Tensor | None = None
+    """By lag: the sum of the cosines since the last report, and how many they are."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class BatchDynamicsHook(StepAnalysis):
         sizes = [self.whole_number("windows", size, 2) for size in (_WINDOWS if windows is None else windows)]
         self.lags = sorted({lag for lag in chosen if lag <= most})
         self.windows = sorted({size for size in sizes if size <= most})
-        self.window = GradientWindow(most, spare=_AT_ONCE)
+        self.window = GradientWindow(most, batch=_AT_ONCE)
         self.max_gib = max_gib
 
     def describe_metrics(self) -> list[MetricInfo]:
@@ -80,57 +80,36 @@ class BatchDynamicsHook(StepAnalysis):
     def take_step(self, ctx: RunDataContext) -> None:
         """Add the gradient of a step to the window."""
         flat = values_of(ctx).flat_step_gradient
-        if self.add_to_window(self.window, flat, "max_lag", self.max_gib) and self.window.fresh == _AT_ONCE:
+        if self.add_to_window(self.window, flat, "max_lag", self.max_gib) and self.window.is_due:
             self._compare()
 
     def _compare(self) -> None:
-        """Add up the cosines of the steps since the last time, on the device."""
-        if not self.lags:
+        """Add up the cosines of the fresh steps with those before them, on the device."""
+        fresh, products = self.window.fresh, self.window.products()
+        if not self.lags or fresh.start == fresh.stop:
             return
-        newest = self.window.slices(self.window.fresh)
-        products = self.window.products()
         squares = products.diagonal()
         # Of each step and the one a lag before; a row that was never written has length 0, and does not count.
         pairs = torch.stack([products.roll(lag, 1).diagonal() for lag in self.lags])
         before = torch.stack([squares.roll(lag) for lag in self.lags])
         is_one = ~((squares < _NONE**2) | (before < _NONE**2))  # NaN is one
         cosines = torch.where(is_one, pairs / (squares * before).sqrt(), 0.0)
-        for rows in newest:
-            sums, counts = cosines[:, rows].sum(dim=1), is_one[:, rows].sum(dim=1)
-            self.sums = sums if self.sums is None else self.sums.to(sums.device) + sums
-            self.counts = counts if self.counts is None else self.counts.to(counts.device) + counts
+        found = torch.stack((cosines[:, fresh].sum(dim=1), is_one[:, fresh].sum(dim=1)))
+        self.sums = found if self.sums is None else self.sums.to(found.device) + found
 
     def report(self) -> dict[str, Any] | None:
         """Return the mean cosines, and the metrics of the newest steps."""
         if self.window.count == 0:
             return None
-        fresh = self.window.places(self.window.fresh)
-        products = self.window.products().double().cpu().numpy()
-        found = zip(self.lags, *self._means_over(products, np.array(fresh, dtype=np.int64)), strict=True)
-        metrics = {f"lag_{lag}": float(total / count) for lag, total, count in found if count}
+        self._compare()
+        sums, counts = ([], []) if self.sums is None else self.sums.tolist()
+        self.sums = None
+        found = zip(self.lags, sums, counts, strict=False)
+        metrics = {f"lag_{lag}": total / count for lag, total, count in found if count}
         if metrics:
-            metrics["autocorrelation_mean"] = sum(metrics.values()) / len(metrics)
-        self.sums = self.counts = None
-        newest = self.window.places(self.window.count)
-        gram = products[np.ix_(newest, newest)]
+            metrics["autocorrelation_mean"] = mean_of(list(metrics.values()))
+        gram = self.window.gram()
         return {**metrics, **self._efficiencies(gram), **_directions(gram)}
-
-    def _means_over(self, products: NDArray[Any], rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return sums and counts of the cosines since the last report: of the newest steps, and what `_compare` added.
-
-        As there, but on the host, where the products are read anyway.
-        """
-        squares = np.diagonal(products)
-        others = rows - np.array(self.lags, dtype=np.int64)[:, None]  # below 0 is counted from the end, as in a ring
-        is_one = ~((squares[rows] < _NONE**2) | (squares[others] < _NONE**2))  # NaN is one
-        with np.errstate(all="ignore"):  # NaN where the product overflows
-            cosines = products[rows, others] / np.sqrt(squares[rows] * squares[others])
-        sums = np.where(is_one, cosines, 0.0).sum(axis=1)
-        counts = is_one.sum(axis=1)
-        if self.sums is not None and self.counts is not None:
-            before = torch.stack((self.sums, self.counts)).double().cpu().numpy()
-            return sums + before[0], counts + before[1]
-        return sums, counts
 
     def _efficiencies(self, gram: NDArray[Any]) -> dict[str, float]:
         lengths = np.sqrt(np.diag(gram))

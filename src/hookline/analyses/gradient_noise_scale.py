@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookline.analyses._analysis import StepAnalysis
-from hookline.analyses._firing_values import values_of
+from hookline.analyses._base import StepAnalysis
+from hookline.analyses._values import values_of
 from hookline.analyses._vectors import norm, widest_float
 from hookline.lifecycle.context import RunDataContext
 from hookline.tree import tensors_of
@@ -44,16 +44,12 @@ class GradientNoiseScaleHook(StepAnalysis):
     size = 1
     # With b samples in a batch, and ḡ the mean over n steps.
     metrics = (
-        (
-            "noise_scale",
-            "batch size at which noise and signal are equal, in samples; absent while there is no signal",
-            "tr Σ / ‖G‖²",
-            "far over the batch size: larger batches pay; far below it: smaller ones would do",
-        ),
+        ("noise_scale", "batch size at which noise and signal are equal, in samples; absent while there is no signal",
+         "tr Σ / ‖G‖²", "far over the batch size: larger batches pay; far below it: smaller ones would do"),
         ("signal", "squared length of the true gradient", "(n·‖ḡ‖² − mean ‖g‖²)/(n − 1)", "below 0: lost"),
         ("noise", "variance of a single sample's gradient", "b·n/(n − 1)·(mean ‖g‖² − ‖ḡ‖²)"),
         ("batch_fraction", "batch size over the noise scale", "b / noise_scale", "1: well chosen"),
-    )
+    )  # fmt: skip
 
     def __init__(self, steps: int = 8, batch_size: int | None = None) -> None:
         self.steps = self.whole_number("steps", steps, 2)

@@ -1,6 +1,7 @@
-"""``gradient_projection``: measure whether gradients, and the moves they lead to, point at a known solution.
+"""``gradient_projection`` and ``subspace_gradient_info``: measure where gradients and moves lead, by known weights.
 
-The manager gives it reference weights (``HookManager(reference_weights=...)``).
+The manager gives both reference weights (``HookManager(reference_weights=...)``). The Gram matrix of a window of mean
+gradients has all singular values of the centred gradients in it, and costs one pass over them a report.
 """
 
 from __future__ import annotations
@@ -8,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.analyses._analysis import Analysis, ReferenceHook
-from hookline.analyses._firing_values import values_of
-from hookline.analyses._vectors import dense_float, is_bias, norm_of_all
+from hookline.analyses._base import Analysis, ReferenceHook, mean_of
+from hookline.analyses._history import GradientWindow
+from hookline.analyses._values import FiringValues, values_of
+from hookline.analyses._vectors import dense_float, flat_vector_or_none, is_bias, norm, norm_of_all
 from hookline.errors import Hint
 from hookline.lifecycle.context import RunDataContext
+from hookline.observe.host_values import fetch
 
 _NONE: Final = 1e-12
 """A vector shorter than this has no direction."""
@@ -57,69 +62,137 @@ class GradientProjectionHook(ReferenceHook, Analysis):
         if self.off:
             return None
         parameters = values_of(ctx).parameters
-        goal = self.goals(parameters)
-        if not goal:
+        ways = self.way_to_reference(parameters)
+        if not ways:
             self.turn_off(
                 "looked for reference weights with the names and shapes of the model's and found "
                 f"{len(self.reference_weights) or 'none'}",
                 hint=Hint.REFERENCE_WEIGHTS,
             )
             return None
-        now = {name: dense_float(parameters[name]) for name in goal}
-        metrics: dict[str, Any] = {"distance_to_reference": norm_of_all(goal[name] - now[name] for name in goal)}
-        previous, self.previous = self.previous, {name: value.clone() for name, value in now.items()}
-        if previous is not None:
-            metrics |= _projections({name: goal[name] for name in goal if name in previous}, previous, now, ctx)
-        return metrics
+        now = {name: dense_float(parameters[name]).clone() for name in ways}
+        previous, self.previous = self.previous or {}, now
+        metrics: dict[str, Any] = {"distance_to_reference": norm_of_all(ways.values())}
+        moves = {name: now[name] - previous[name].to(ways[name].device) for name in ways if name in previous}
+        if not moves:
+            return metrics
+        ways = {name: ways[name] + move for name, move in moves.items()}  # from where the last report was
+        gradients = {name: dense_float(grad) for name, grad in (ctx.accumulated_grads or {}).items() if name in ways}
+        descents = {name: -grad for name, grad in gradients.items() if grad.shape == ways[name].shape}
+        metrics |= {**_cosines("grad", descents, ways), **_cosines("disp", moves, ways)}
+        return {**metrics, "displacement_norm": norm_of_all(moves.values())}
 
 
-def _projections(
-    goal: Mapping[str, Tensor], previous: Mapping[str, Tensor], now: Mapping[str, Tensor], ctx: RunDataContext
-) -> dict[str, float]:
-    grads = ctx.accumulated_grads or {}
-    descents: dict[str, list[float]] = {}
-    moves: dict[str, list[float]] = {}
-    for name, target in goal.items():
-        before = previous[name].to(target.device)
-        way = target - before
-        move = now[name] - before
-        vectors = [move]
-        if name in grads and (gradient := dense_float(grads[name])).shape == way.shape:
-            vectors.append(-gradient)
-        # way·v and v·v of each, in one transfer per parameter
-        dots = torch.stack([way.flatten() @ way.flatten(), *(x for v in vectors for x in _two(way, v))]).tolist()
-        moves[name] = [dots[0], *dots[1:3]]
-        if len(dots) > 3:
-            descents[name] = [dots[0], *dots[3:5]]
-    return {
-        **_cosines("grad", descents, goal),
-        **_cosines("disp", moves, goal),
-        "displacement_norm": sum(squared for _, _, squared in moves.values()) ** 0.5,
-    }
-
-
-def _two(way: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
-    flat = vector.flatten()
-    return way.flatten() @ flat, flat @ flat
-
-
-def _cosines(kind: str, dots: Mapping[str, list[float]], goal: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return cosines from ``dots``: by parameter the squared way, its product with the vector, the squared vector."""
-    if not dots:
+def _cosines(kind: str, vectors: Mapping[str, Tensor], ways: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the cosines of ``vectors`` with the way of their parameter, and those over all parameters."""
+    if not vectors:
         return {}
-    cosines = {
-        name: product / (way * vector) ** 0.5
-        for name, (way, product, vector) in dots.items()
-        if not (way <= _NONE**2 or vector <= _NONE**2)
-    }
-    way, product, vector = (sum(column) for column in zip(*dots.values(), strict=True))
-    found = {
-        f"{kind}_cossim_to_solution/{name}": value
-        for name, value in cosines.items()
-        if goal[name].dim() >= 2 and not is_bias(name)
-    }
+    found, cosines = {}, []
+    dots = fetch(_dots(ways[name].flatten(), vector.flatten()) for name, vector in vectors.items())
+    for name, (way, product, vector) in zip(vectors, dots, strict=True):
+        if not (way <= _NONE**2 or vector <= _NONE**2):
+            cosines.append(product / (way * vector) ** 0.5)
+            if ways[name].dim() >= 2 and not is_bias(name):
+                found[f"{kind}_cossim_to_solution/{name}"] = cosines[-1]
+    way, product, vector = (sum(column) for column in zip(*dots, strict=True))
     lengths = (way * vector) ** 0.5
     found[f"overall_{kind}_cossim_to_solution"] = 0.0 if lengths == 0 else product / lengths
     if cosines:  # none of them has a direction if all gradients, or all moves, are zero
-        found[f"mean_layer_{kind}_cossim_to_solution"] = sum(cosines.values()) / len(cosines)
+        found[f"mean_layer_{kind}_cossim_to_solution"] = mean_of(cosines)
     return found
+
+
+def _dots(way: Tensor, vector: Tensor) -> Tensor:
+    return torch.stack((way @ way, way @ vector, vector @ vector))
+
+
+_TOP: Final = (1, 5, 10)
+_FEW: Final = "low: the gradient varies in a few directions"
+
+
+class SubspaceGradientInfoHook(ReferenceHook, Analysis):
+    """Measure the singular values of the centred window of mean gradients; from the second gradient on.
+
+    Recipe: ``hookline.HookManager(["subspace_gradient_info"], reference_weights="final.pt", sinks=[...])``.
+
+    Args:
+        window_size: How many gradients are looked at together; as many copies are kept.
+        n_components: How many of the strongest directions are compared with the way to the reference weights.
+        max_gib: The most memory that the gradients may take; over it, the hook says so and stays silent.
+    """
+
+    name = "subspace_gradient_info"
+    description = "how many directions the mean gradients of the last epochs vary in"
+    needs_grads = True
+    kept = ("window",)
+
+    # With σ the singular values of the centred gradients, v their directions, d the unit vector to the reference.
+    metrics = (
+        ("dims_for_90pct", "directions that hold 90 % of the variance", "min k: Σ₁ᵏσ² ≥ 0.9 Σσ²", _FEW),
+        ("participation_ratio", "directions used about equally", "(Σσ²)² / Σσ⁴", _FEW),
+        ("top_sv_ratio", "weight of the strongest direction", "σ₁ / Σσ", "1: a single direction"),
+        ("svd_total_variance", "variance over the window", "Σσ²"),
+        ("top1_explained", "share of the strongest 1", "Σ₁..1 σ² / Σσ²"),
+        ("top5_explained", "share of the strongest 5", "Σ₁..5 σ² / Σσ²"),
+        ("top10_explained", "share of the strongest 10", "Σ₁..10 σ² / Σσ²"),
+        ("grad_energy_fraction_toward_solution", "share of the variation that points at the reference",
+         "Σ σ²(v·d)² / Σσ², d of the unit vector to the reference", "1: all of it; 0: none"),
+        ("top1_energy_fraction_toward_solution", "the same of the strongest 1 alone", "Σ₁..1 σ²(v·d)² / Σσ²"),
+        ("top5_energy_fraction_toward_solution", "the same of the strongest 5 alone", "Σ₁..5 σ²(v·d)² / Σσ²"),
+        ("top10_energy_fraction_toward_solution", "the same of the strongest 10 alone", "Σ₁..10 σ²(v·d)² / Σσ²"),
+    )  # fmt: skip
+
+    def __init__(self, window_size: int = 50, n_components: int = 20, max_gib: float = 8.0) -> None:
+        self.window = GradientWindow(self.whole_number("window_size", window_size, 2), exact=True)
+        self.n_components = self.whole_number("n_components", n_components, 1)
+        self.max_gib = max_gib
+
+    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
+        """Decompose the window, of which this gradient is the newest."""
+        values = values_of(ctx)
+        flat = values.flat_mean_gradient
+        if not self.add_to_window(self.window, flat, "window_size", self.max_gib) or self.window.count < 2:
+            return None
+        gram = self.window.gram()
+        if not np.isfinite(gram).all():
+            return dict.fromkeys((name for name, *_ in self.metrics[:7]), float("nan"))
+        centred = gram - gram.mean(axis=0) - gram.mean(axis=1, keepdims=True) + gram.mean()
+        way = self._way(values)
+        if way is None or not (length := float(norm(way))) > 1e-12:  # directions take thrice as long as their sizes
+            return _spectrum_metrics(torch.linalg.eigvalsh(torch.from_numpy(centred)).numpy()[::-1].clip(min=0))
+        found, vectors = (part.numpy() for part in torch.linalg.eigh(torch.from_numpy(centred)))
+        squares, along = found[::-1].clip(min=0), self.window.times(way) / length
+        return _spectrum_metrics(squares) | self._toward_solution(squares, vectors[:, ::-1].T @ (along - along.mean()))
+
+    def _toward_solution(self, squares: NDArray[Any], along: NDArray[Any]) -> dict[str, float]:
+        """Return the shares of energy; ``along`` is how far each direction, scaled by its strength, goes that way."""
+        total = float(squares.sum())
+        if total == 0:
+            return {}
+        energies = np.square(along)[: self.n_components]
+        found = {"grad_energy_fraction_toward_solution": float(energies.sum()) / total}
+        for k in _TOP:
+            if k <= energies.size:
+                found[f"top{k}_energy_fraction_toward_solution"] = float(energies[:k].sum()) / total
+        return found
+
+    def _way(self, values: FiringValues) -> Tensor | None:
+        """Return the way to the reference, in the order of the flat gradient; None if a parameter is missing."""
+        names = values.mean_gradients
+        ways = self.way_to_reference({name: values.parameters[name] for name in names if name in values.parameters})
+        return flat_vector_or_none(ways[name] for name in names) if len(ways) == len(names) else None
+
+
+def _spectrum_metrics(squares: NDArray[Any]) -> dict[str, Any]:
+    total = float(squares.sum())
+    if total == 0:  # the gradient did not change at all
+        return {"svd_total_variance": 0.0}
+    shares = np.cumsum(squares) / total
+    values = np.sqrt(squares)
+    return {
+        "dims_for_90pct": min(int((shares < 0.9).sum()) + 1, squares.size),
+        "participation_ratio": total**2 / float(np.square(squares).sum()),
+        "top_sv_ratio": float(values[0] / values.sum()),
+        "svd_total_variance": total,
+        **{f"top{k}_explained": float(shares[min(k, shares.size) - 1]) for k in _TOP},
+    }

@@ -1,31 +1,35 @@
-"""``hessian``: measure how the step before bends the gradient of this one, by the curvature along its gradient.
+"""``hessian`` and ``hessian_spectrum``: measure the curvature of the loss, along a step and at its extremes.
 
 With A the batch before and B the present one, the gradient that training saw at B's step is about the one that B would
 have had before A's step, less η·H_B·g_A: that product is how A acts on B, and depends on their order. Adding it to the
-gradient that was seen gives the other one back.
+gradient that was seen gives the other one back. For the spectrum, eigenvalues come by Lanczos and the trace by
+Hutchinson's random signs, both from products of the Hessian with vectors alone.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hookline.analyses._analysis import ReferenceIntervention, by_parameter, same_random_numbers
+from hookline.analyses._base import Intervention, ReferenceIntervention, by_parameter, same_random_numbers
+from hookline.analyses._history import GIB
+from hookline.analyses._values import parameters_of
 from hookline.analyses._vectors import cosine, flat_vector, norm, ratio, weight_names
-from hookline.errors import HooklineWarning, OptionError
+from hookline.errors import HooklineWarning
 from hookline.guard.model_context import ModelDataContext
 from hookline.lifecycle.context import RunDataContext
-from hookline.lifecycle.hook import LoopPoints, MetricInfo
+from hookline.lifecycle.hook import LoopPoints
 from hookline.messages import caller_stacklevel
 from hookline.when import HookPoint
 
-_METHODS: Final = ("exact", "difference")
 _HALF: Final = (torch.float16, torch.bfloat16)
 _NO_SECOND: Final = ("not implemented", "double backward", "differentiate twice", "not differentiable")
 """What torch says, in one way or another, of an operation that has no second derivative."""
@@ -76,6 +80,27 @@ class HessianHook(ReferenceIntervention):
     )
     intervention_points = frozenset({HookPoint.POST_STEP})
     needs_prev_step_grads = True
+    # With g_B the gradient of the step, e = η·H_B·g_A, c = g_B + e.
+    metrics = (
+        ("entanglement_norm", "what the step before took off this gradient", "‖e‖, e = η·H_B·g_A", "0: no effect"),
+        ("content_norm", "this batch's gradient had there been no step before, to first order", "‖c‖, c = g_B + e"),
+        ("entanglement_energy_ratio", "what was taken off over what is left", "‖e‖²/‖g_B‖²", ">1: longer than g_B"),
+        ("observed_grad_norm", "gradient of this step, as training saw it", "‖g_B‖"),
+        ("entanglement_content_cossim", "entanglement and content", "cos(e, c)",
+         "above 0: the step before did some of this one's work; below 0: it made more"),
+        ("rayleigh_quotient", "curvature along g_A", "g_A·H_B·g_A/‖g_A‖²", "below 0: a saddle"),
+        ("amplification_ratio", "how far H_B stretches g_A", "‖H_B·g_A‖/‖g_A‖"),
+        ("edge_of_stability", "is the rate too large for it", "2·η·‖H_B·g_A‖/‖g_A‖", "above 4: it is"),
+        ("entanglement_coherence", "this and the last one in the burst", "cos(e, e_before)", "1: steady"),
+        ("entanglement_cossim_to_solution", "entanglement and the way to the reference", "cos(−e, θ_ref − θ)",
+         "below 0: what it did to the step, +e, leads there"),
+        ("content_cossim_to_solution", "content and the way to the reference", "cos(−c, θ_ref − θ)",
+         "above 0: leads there"),
+    )  # fmt: skip
+    single = (
+        "entanglement_norm", "content_norm", "entanglement_energy_ratio",
+        "entanglement_cossim_to_solution", "content_cossim_to_solution",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -85,47 +110,13 @@ class HessianHook(ReferenceIntervention):
         method: str = "exact",
         per_parameter: bool = True,
     ) -> None:
-        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not epsilon > 0:
-            raise OptionError(f"epsilon= of hook 'hessian' must be a number over 0, got {epsilon!r}.")
-        if method not in _METHODS:
-            raise OptionError(f"method= of hook 'hessian' is 'exact' or 'difference', got {method!r}.")
-        self.epsilon = float(epsilon)
-        self.method = method
+        self.epsilon = self.number("epsilon", epsilon)
+        self.method = self.one_of("method", method, ("exact", "difference"))
         self.per_parameter = per_parameter
         self.set_schedule(every_n_steps, burst_length)
         self._before: dict[int, _Before] = {}
         self._last: Tensor | None = None
         self._last_step = -1
-
-    def describe_metrics(self) -> list[MetricInfo]:
-        """Return the meaning of each metric; g_B is the gradient of the step, e = η·H_B·g_A, c = g_B + e."""
-        own = [
-            MetricInfo("entanglement_norm", "what the step before took off this gradient", "‖e‖, e = η·H_B·g_A",
-                       "0: no effect"),
-            MetricInfo("content_norm", "this batch's gradient had there been no step before, to first order",
-                       "‖c‖, c = g_B + e"),
-            MetricInfo("entanglement_energy_ratio", "what was taken off over what is left", "‖e‖²/‖g_B‖²",
-                       ">1: longer than g_B"),
-        ]  # fmt: skip
-        aims = [
-            MetricInfo(f"{part}_cossim_to_solution", f"{part} and the way to the reference",
-                       f"cos(−{symbol}, θ_ref − θ)", sign)
-            for part, symbol, sign in (
-                ("entanglement", "e", "below 0: what it did to the step, +e, leads there"),
-                ("content", "c", "above 0: leads there"),
-            )
-        ]  # fmt: skip
-        whole = [
-            MetricInfo("observed_grad_norm", "gradient of this step, as training saw it", "‖g_B‖"),
-            MetricInfo("entanglement_content_cossim", "entanglement and content", "cos(e, c)",
-                       "above 0: the step before did some of this one's work; below 0: it made more"),
-            MetricInfo("rayleigh_quotient", "curvature along g_A", "g_A·H_B·g_A/‖g_A‖²", "below 0: a saddle"),
-            MetricInfo("amplification_ratio", "how far H_B stretches g_A", "‖H_B·g_A‖/‖g_A‖"),
-            MetricInfo("edge_of_stability", "is the rate too large for it", "2·η·‖H_B·g_A‖/‖g_A‖", "above 4: it is"),
-            MetricInfo("entanglement_coherence", "this and the last one in the burst", "cos(e, e_before)", "1: steady"),
-        ]  # fmt: skip
-        single = [MetricInfo(f"{info.name}/{{param}}", f"{info.description}, of one parameter") for info in own + aims]
-        return own + whole + aims + (single if self.per_parameter else [])
 
     # -- at each step --------------------------------------------------------------------------------------------
 
@@ -315,3 +306,120 @@ def _put_back(model: nn.Module, before: _Before) -> bool:
         for tensor, copy in zip(now, before.tensors, strict=True):
             tensor.copy_(copy)
     return True
+
+
+_Product = Callable[[Tensor], Tensor]
+
+
+class HessianSpectrumHook(Intervention):
+    """Measure extreme eigenvalues and trace of the loss's Hessian on the batch of the step, at the weights after it.
+
+    Recipe: ``hookline.HookManager(["hessian_spectrum"], sinks=[...])``.
+
+    Over all parameters that are trained, biases too. Each firing takes ``iterations + probes`` products of Hessian and
+    vector, each about two backward passes, and holds ``iterations`` + 1 copies of the parameters. Dropout is the same
+    in all of them, so that there is one Hessian; random vectors are its own.
+
+    Args:
+        every_n_steps: How many steps from one look to the next; the first is at that step.
+        iterations: Steps of Lanczos. More make ``top_eigenvalue`` right where eigenvalues lie close together;
+            ``top_eigenvalue_error`` tells how far it may be off.
+        top: How many of the largest eigenvalues to tell.
+        probes: Random vectors for the trace; 0 leaves it out.
+        max_gib: The most memory that the copies may take; over it, the hook says so and stays silent.
+    """
+
+    name = "hessian_spectrum"
+    description = "largest and smallest curvatures of the loss, and their sum"
+    requires = frozenset({"loss_fn"})
+    # With λ the eigenvalues of the Hessian H, descending.
+    metrics = (
+        ("top_eigenvalue", "sharpness: the largest curvature", "λ₁", "high: a sharp valley"),
+        ("top_eigenvalue_error", "how far it may be off", "‖H·v − λ₁·v‖", "small against λ₁: right"),
+        ("eigenvalue_{number}", "the largest ones in turn", "λ₁, λ₂, …"),
+        ("smallest_eigenvalue", "the most negative curvature", "λ_min", "below 0: a saddle"),
+        ("lr_times_sharpness", "whether plain gradient descent is stable", "η·λ₁", "over 2: it is not"),
+        ("trace", "sum of all curvatures", "mean of z·H·z, z of random signs"),
+        ("trace_error", "standard error of that", "std/√probes", "small against the trace: right"),
+    )
+
+    def __init__(
+        self, every_n_steps: int = 500, iterations: int = 20, top: int = 3, probes: int = 4, max_gib: float = 8.0
+    ) -> None:
+        self.set_schedule(every_n_steps)
+        self.iterations = self.whole_number("iterations", iterations, 2)
+        self.top = self.whole_number("top", top, 1)
+        self.probes = self.whole_number("probes", probes, 0)
+        self.max_gib = max_gib
+
+    def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> Mapping[str, Any] | None:
+        """Multiply the Hessian with vectors, and return its eigenvalues and trace."""
+        trained = {name: p for name, p in parameters_of(model_ctx.model).items() if p.requires_grad}
+        if self.off or not trained or not self._check_memory(sum(p.numel() for p in trained.values())):
+            return None
+        like = flat_vector(trained.values())
+        step = self.step_of(run_ctx)
+
+        def product(vector: Tensor) -> Tensor:
+            parts = torch.split(vector, [p.numel() for p in trained.values()])
+            named = {name: part.view_as(p) for part, (name, p) in zip(parts, trained.items(), strict=True)}
+            with same_random_numbers(step):
+                found = model_ctx.hvp(named)
+            return flat_vector(found[name] for name in trained)
+
+        draw = torch.Generator().manual_seed(step)
+        values, error = _lanczos(product, _normal(like, draw), min(self.iterations, like.numel()))
+        metrics = self._spectrum_metrics(values, error, run_ctx.lr)
+        return metrics | (_trace(product, like, draw, self.probes) if self.probes else {})
+
+    def _check_memory(self, count: int) -> bool:
+        """Return True if the vectors of Lanczos, of ``count`` numbers each, are within the limit; else turn off."""
+        gib = min(self.iterations + 1, count) * count * torch.float32.itemsize / GIB
+        if gib > self.max_gib:
+            self.turn_off(
+                f"would keep {self.iterations + 1} copies of the parameters in {gib:.1f} GiB, and max_gib="
+                f"{self.max_gib:g} (give it fewer iterations=, or a larger max_gib=)"
+            )
+        return not self.off
+
+    def _spectrum_metrics(self, values: NDArray[Any], error: float, rate: float | None) -> dict[str, float]:
+        found = {f"eigenvalue_{number}": float(value) for number, value in enumerate(values[: self.top], start=1)}
+        found |= {"top_eigenvalue": float(values[0]), "top_eigenvalue_error": error}
+        found["smallest_eigenvalue"] = float(values[-1])
+        return found if rate is None else {**found, "lr_times_sharpness": rate * float(values[0])}
+
+
+def _normal(like: Tensor, draw: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=draw, dtype=like.dtype).to(like.device)
+
+
+def _lanczos(product: _Product, start: Tensor, count: int) -> tuple[NDArray[Any], float]:
+    """Return eigenvalues of the Hessian in the space of the first products, descending; and the largest's error."""
+    basis = [start / norm(start)]
+    diagonal: list[float] = []
+    beside: list[float] = []
+    for _ in range(count):
+        vector = product(basis[-1])
+        diagonal.append(float(torch.dot(vector, basis[-1])))
+        for _twice in range(2):  # against all before: rounding would bring back eigenvalues that were found
+            for before in basis:
+                vector = vector - torch.dot(vector, before) * before
+        beside.append(float(norm(vector)))
+        if not beside[-1] > 1e-6 * max(map(abs, diagonal)):
+            break  # the space is closed (or not a number): there is nothing more to find
+        basis.append(vector / norm(vector))
+    if not np.isfinite([*diagonal, *beside]).all():
+        return np.full(len(diagonal), np.nan), float("nan")
+    size = len(diagonal)
+    matrix = np.diag(diagonal) + np.diag(beside[: size - 1], 1) + np.diag(beside[: size - 1], -1)
+    values, vectors = np.linalg.eigh(matrix)
+    return values[::-1], abs(beside[-1] * float(vectors[-1, -1]))
+
+
+def _trace(product: _Product, like: Tensor, draw: torch.Generator, probes: int) -> dict[str, float]:
+    found = []
+    for _ in range(probes):
+        signs = torch.randint(2, like.shape, generator=draw).to(like.device, like.dtype) * 2 - 1
+        found.append(float(torch.dot(signs, product(signs))))
+    error = {"trace_error": float(np.std(found, ddof=1)) / probes**0.5} if probes > 1 else {}
+    return {"trace": float(np.mean(found)), **error}

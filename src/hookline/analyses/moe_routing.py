@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from hookline.analyses._analysis import CountingAnalysis
-from hookline.analyses._tracked import TRAINING, mean_of
+from hookline.analyses._base import CountingAnalysis, mean_of
 from hookline.factories.routing_counts import RoutingCounts, routing_metrics
 from hookline.observe.host_values import on_host
 from hookline.phases import During
@@ -78,7 +77,7 @@ class MoeRoutingHook(CountingAnalysis):
             self.turn_off("looked for routers of experts (name others by targets='layers.*.gate') and found none")
             return
         routers = [module for _, module in select(model, names, exclude=self.exclude)]
-        during = During(TRAINING, self._count_from_zero)
+        during = During(frozenset({"train"}), self._count_from_zero)
 
         def count(module: nn.Module, args: Any, output: Any, *, site: Site) -> None:
             if not site.recompute and during.count_forward(site.training, site.gradients, site.step):

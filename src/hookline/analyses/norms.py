@@ -9,8 +9,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from hookline.analyses._analysis import Analysis
-from hookline.analyses._firing_values import values_of
+from hookline.analyses._base import Analysis
+from hookline.analyses._values import values_of
 from hookline.analyses._vectors import norm, norm_of_all
 from hookline.lifecycle.context import RunDataContext
 from hookline.phases import phase
@@ -40,19 +40,15 @@ class NormsHook(Analysis):
     reduce = MappingProxyType({"max_component": "max", "grad_norm*": "max"})
     needs_grads = True
     metrics = (
-        (
-            "grad_norm",
-            "length of the whole gradient of a step before clipping, with biases; the largest since the last point",
-            "‖g‖",
-            "a jump: a bad batch, or an instability",
-            "‖g‖",
-        ),
+        ("grad_norm",
+         "length of the whole gradient of a step before clipping, with biases; the largest since the last point", "‖g‖",
+         "a jump: a bad batch, or an instability", "‖g‖"),
         ("grad_norm_clipped", "the same after clipping, as the optimizer was given it", "‖g‖", "", "clipped"),
         ("total_norm", "norm of the mean gradient since the last report, after clipping, without biases", "‖ḡ‖"),
         ("max_component", "largest entry of it", "max |ḡᵢ|", "far above the mean: few weights learn", "max"),
         ("mean_component", "mean size of an entry of it", "mean |ḡᵢ|", "", "mean |g|"),
         ("norm_{param}", "norm of one parameter's part of it", "‖ḡ_w‖", "0: that part does not learn"),
-    )
+    )  # fmt: skip
     kept = ("largest",)
     largest: Mapping[str, Tensor] | None = None
     """Of the steps since the last point."""
@@ -96,7 +92,7 @@ class NormsHook(Analysis):
         found = {name: length for name, length in lengths.items() if length is not None}
         for name, before in (self.largest or {}).items():
             found[name] = torch.maximum(found.get(name, before), before)  # NaN if one is
-        step = ctx.step if ctx.step is not None else 0
+        step = self.step_of(ctx)
         is_point = step % growing_interval(step, every=1, first=_DENSE_STEPS) == 0
         self.largest = None if is_point else found
         return found if is_point else None

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from hookline.analyses._analysis import Analysis
+from hookline.analyses._base import Analysis
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import MetricInfo
 from hookline.observe.watch.stat_columns import Layout

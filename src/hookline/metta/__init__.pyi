@@ -10,18 +10,18 @@ from hookline.metta.builders import attach_relu_activation_hooks as attach_relu_
 from hookline.metta.builders import attach_relu_gradient_flow_hooks as attach_relu_gradient_flow_hooks
 from hookline.metta.builders import attach_saturated_activation_hooks as attach_saturated_activation_hooks
 from hookline.metta.builders import build_extractor as build_extractor
-from hookline.metta.component_tracker import Tracker as Tracker
 from hookline.metta.components import ComponentContext as ComponentContext
 from hookline.metta.components import PolicyAutoBuilder as PolicyAutoBuilder
-from hookline.metta.stats_reporter import StatsReporter as StatsReporter
 from hookline.metta.trackers import FisherInformationState as FisherInformationState
 from hookline.metta.trackers import GradientFlowState as GradientFlowState
 from hookline.metta.trackers import ReLUActivationState as ReLUActivationState
 from hookline.metta.trackers import ReLUGradientFlowState as ReLUGradientFlowState
 from hookline.metta.trackers import SaturatedActivationState as SaturatedActivationState
+from hookline.metta.trackers import Tracker as Tracker
 from hookline.metta.train_tool import TrainTool as TrainTool
+from hookline.metta.trainer import StatsReporter as StatsReporter
 from hookline.metta.trainer import Trainer as Trainer
-from hookline.metta.weight_stats import compute_dead_neuron_stats as compute_dead_neuron_stats
-from hookline.metta.weight_stats import compute_saturated_activation_stats as compute_saturated_activation_stats
+from hookline.metta.weights import compute_dead_neuron_stats as compute_dead_neuron_stats
+from hookline.metta.weights import compute_saturated_activation_stats as compute_saturated_activation_stats
 
 __all__: list[str]

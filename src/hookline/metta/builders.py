@@ -9,38 +9,28 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 from torch import Tensor
 
 from hookline.errors import HooklineWarning
-from hookline.metta.component_tracker import MeanOptions, UnitOptions
 from hookline.metta.components import ComponentContext
-from hookline.metta.feeders import ActivationFeeder, GradientFeeder, TrackerFeeder
-from hookline.metta.parameter_feeder import ParameterFeeder
+from hookline.metta.feeders import ActivationFeeder, GradientFeeder, ParameterFeeder
 from hookline.metta.trackers import (
     FisherInformationState,
     GradientFlowState,
     ReLUActivationState,
     ReLUGradientFlowState,
     SaturatedActivationState,
+    check_activation,
 )
-from hookline.phases import validate_phases
+from hookline.phases import Phases, validate_phases
 
 __all__ = [
-    "TRACKERS",
-    "BackwardHookBuilder",
-    "ComponentBackwardHookSpec",
-    "ComponentHookSpec",
-    "Extractor",
-    "HookBuilder",
-    "attach_fisher_information_hooks",
-    "attach_gradient_flow_hooks",
-    "attach_relu_activation_hooks",
-    "attach_relu_gradient_flow_hooks",
-    "attach_saturated_activation_hooks",
-    "build_extractor",
-]
+    "TRACKERS", "BackwardHookBuilder", "ComponentBackwardHookSpec", "ComponentHookSpec", "HookBuilder",
+    "attach_fisher_information_hooks", "attach_gradient_flow_hooks", "attach_relu_activation_hooks",
+    "attach_relu_gradient_flow_hooks", "attach_saturated_activation_hooks", "build_extractor",
+]  # fmt: skip
 
 HookBuilder: TypeAlias = Callable[[str, ComponentContext], Callable[[Any, tuple[Any, ...], Any], None] | None]
 """Makes the forward hook ``(module, args, output)`` of a component; None attaches nothing."""
@@ -85,8 +75,7 @@ def attach_relu_activation_hooks(
         unit_dim: The dimension of the units, if not the usual one (see `ReLUActivationState`).
         during: In which phases of a run to count: ``"train"``, ``"eval"``, ``"intervention"``, or several of them.
     """
-    UnitOptions(unit_dim)  # checks it
-    return _forward_builder("relu_activation_state", ReLUActivationState, extractor, during, unit_dim=unit_dim)
+    return _builder("relu_activation_state", _activation_feeder(extractor), during, unit_dim=unit_dim)
 
 
 def attach_saturated_activation_hooks(
@@ -112,12 +101,12 @@ def attach_saturated_activation_hooks(
         unit_dim: The dimension of the units, if not the usual one (see `ReLUActivationState`).
         during: In which phases of a run to count: ``"train"``, ``"eval"``, ``"intervention"``, or several of them.
     """
-    SaturatedActivationState(activation, saturation_threshold, unit_dim=unit_dim)  # checks them
-    return _forward_builder(
+    check_activation(activation)
+    return _builder(
         f"saturated_activation_state_{activation}",
-        lambda: SaturatedActivationState(activation, saturation_threshold),
-        extractor,
+        _activation_feeder(extractor),
         during,
+        activation=activation,
         saturation_threshold=saturation_threshold,
         unit_dim=unit_dim,
     )
@@ -142,10 +131,7 @@ def attach_fisher_information_hooks(*, beta: float = 0.95, during: PhaseNames = 
         beta: The share of the old mean that stays at each update; at least 0, less than 1; by component.
         during: In which phases of a run to count: ``"train"``, ``"eval"``, ``"intervention"``, or several of them.
     """
-    MeanOptions(beta=beta)  # checks it
-    return _backward_builder(
-        "fisher_information_state", lambda: FisherInformationState(beta=beta), ParameterFeeder, during, beta=beta
-    )
+    return _builder("fisher_information_state", ParameterFeeder, during, beta=beta)
 
 
 def attach_gradient_flow_hooks(
@@ -166,15 +152,7 @@ def attach_gradient_flow_hooks(
         unit_dim: The dimension of the units, if not the usual one (see `ReLUActivationState`).
         during: In which phases of a run to count: ``"train"``, ``"eval"``, ``"intervention"``, or several of them.
     """
-    MeanOptions(unit_dim=unit_dim, beta=beta)  # checks them
-    return _backward_builder(
-        "gradient_flow_state",
-        lambda: GradientFlowState(beta=beta),
-        GradientFeeder,
-        during,
-        beta=beta,
-        unit_dim=unit_dim,
-    )
+    return _builder("gradient_flow_state", GradientFeeder, during, beta=beta, unit_dim=unit_dim)
 
 
 def attach_relu_gradient_flow_hooks(
@@ -195,62 +173,45 @@ def attach_relu_gradient_flow_hooks(
         unit_dim: The dimension of the units, if not the usual one (see `ReLUActivationState`).
         during: In which phases of a run to count: ``"train"``, ``"eval"``, ``"intervention"``, or several of them.
     """
-    UnitOptions(unit_dim)  # checks it
-    feeder = partial(GradientFeeder, of_input=True)
-    return _backward_builder("relu_gradient_flow_state", ReLUGradientFlowState, feeder, during, unit_dim=unit_dim)
+    return _builder("relu_gradient_flow_state", partial(GradientFeeder, of_input=True), during, unit_dim=unit_dim)
 
 
-def _forward_builder(key: str, make: Callable[[], Any], spec: Any, during: PhaseNames, **options: Any) -> HookBuilder:
-    phases = validate_phases(during)
-
-    def builder(component: str, context: ComponentContext) -> ActivationFeeder | None:
-        tracker = _tracker(context, key, make)
-        extract = build_extractor(spec)
-        if extract is None:
-            warnings.warn(
-                f"Component {component!r} is not tracked: extractor= is a function or the key of a tensor in its "
-                f"output, got {spec!r}.",
-                HooklineWarning,
-                stacklevel=2,
-            )
-            return None
-        tracker.register_component(component, **options)
-        tracker.replace_feeders(component)
-        return ActivationFeeder(tracker, component, phases, extract)
-
-    return builder
-
-
-def _backward_builder(
-    key: str, make: Callable[[], Any], feeder: Callable[..., TrackerFeeder], during: PhaseNames, **options: Any
-) -> BackwardHookBuilder:
-    phases = validate_phases(during)
+def _builder(
+    key: str, feeder: Callable[..., Any], during: PhaseNames, **options: Any
+) -> Callable[[str, ComponentContext], Any]:
+    """Return a builder of hooks that feed the tracker under ``key``; for a component that has one it returns None."""
+    phases, kind = validate_phases(during), TRACKERS[key]
+    kind(**options)  # checks them
 
     def builder(component: str, context: ComponentContext) -> Any:
-        tracker = _tracker(context, key, make)
+        tracker: Any = context.model_metrics.get(key)
+        if not isinstance(tracker, kind):
+            tracker = context.model_metrics[key] = kind(**options)
+        hook = feeder(tracker, component, phases)
+        if hook is None or not tracker.begin_feeding(component):
+            return None
         tracker.register_component(component, **options)
-        tracker.replace_feeders(component)
-        return feeder(tracker, component, phases)
+        return hook
 
     return builder
 
 
-def _tracker(context: ComponentContext, key: str, make: Callable[[], Any]) -> Any:
-    """Return the tracker under ``key``; put a new one there if there is none, or something else."""
-    found, new = context.model_metrics.get(key), make()
-    if isinstance(found, type(new)) and getattr(found, "activation", "") == getattr(new, "activation", ""):
-        return found
-    context.model_metrics[key] = new
-    return new
+def _activation_feeder(spec: Any) -> Callable[..., ActivationFeeder | None]:
+    def feeder(tracker: Any, component: str, phases: Phases) -> ActivationFeeder | None:
+        extract = build_extractor(spec)
+        if extract is not None:
+            return ActivationFeeder(tracker, component, phases, extract)
+        text = f"Component {component!r} is not tracked: extractor= is a function or the key of a tensor in its output"
+        warnings.warn(f"{text}, got {spec!r}.", HooklineWarning, stacklevel=3)
+        return None
+
+    return feeder
 
 
 # -- which tensor of an output -----------------------------------------------------------------------------------
 
-Extractor: TypeAlias = Callable[[Any], Any]
-"""From an output to the tensor to count; anything else that it returns is not counted."""
 
-
-def build_extractor(spec: Any) -> Extractor | None:
+def build_extractor(spec: Any) -> Callable[[Any], Any] | None:
     """Return the function that ``extractor=spec`` stands for, or None if it stands for none.
 
     Recipe::
@@ -265,8 +226,7 @@ def build_extractor(spec: Any) -> Extractor | None:
             finds nothing (None) if the key is missing, or in other outputs. Keys of nested TensorDicts are tuples.
     """
     if callable(spec):
-        extract: Extractor = spec
-        return extract
+        return cast("Callable[[Any], Any]", spec)
     if isinstance(spec, str) or (isinstance(spec, tuple) and spec and all(isinstance(part, str) for part in spec)):
         return _KeyExtractor(spec)
     return None

@@ -6,17 +6,18 @@ trackers for builders and `StatsReporter`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hookline.errors import NoMatchError, OptionError, TargetError
+from hookline.errors import NoMatchError, OptionError
 from hookline.messages import nearest_names, type_name
 from hookline.sites.attach import attach
 from hookline.sites.signature import hook_name
-from hookline.sites.wrappers import clean_modules, submodule, unwrap
+from hookline.sites.wrappers import clean_modules, unwrap
 
 __all__ = ["AttachesItself", "ComponentContext", "PolicyAutoBuilder"]
 
@@ -67,15 +68,20 @@ class PolicyAutoBuilder(nn.Module):
     model: nn.Module
     """Of a policy that was made by ``of``: the model."""
     _is_whole = False
-    _run: Callable[..., Any] | None = None
 
     def __init__(self, components: Mapping[str, nn.Module], *, forward: Callable[..., Any] | None = None) -> None:
         super().__init__()
         self._run = forward
         self._names: list[str] = []
-        self._added: dict[str, nn.Module] = {}
         for name, module in _checked(components).items():
-            self._adopt(name, module)
+            try:
+                self.add_module(name, module)
+            except (KeyError, TypeError) as error:
+                raise OptionError(
+                    f"A component cannot be called {name!r}: {error.args[0]}. For modules by their dotted names write "
+                    "PolicyAutoBuilder.of(model)."
+                ) from None
+        self._names += self._modules
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
@@ -91,23 +97,14 @@ class PolicyAutoBuilder(nn.Module):
         return policy
 
     @property
-    def components(self) -> MutableMapping[str, nn.Module]:
-        """Return the components by name, looked up at each use: a module replaced in the policy is replaced here too.
+    def components(self) -> Mapping[str, nn.Module]:
+        """Return the components by name as they are by now: a module replaced in the policy is replaced here too.
 
-        ``policy.components["head"] = module`` replaces or adds a child; of a policy that was made by ``of``, a module
-        of the model. A name that no module of the policy can have is kept for hooks alone.
+        To replace one, set it where it lives: ``policy.head = module``, or in the model.
         """
         if self._is_whole:
-            return ModelComponents(self.model, self._added)
-        return ChildComponents(self)
-
-    @components.setter
-    def components(self, components: Mapping[str, nn.Module]) -> None:
-        wanted = _checked(components)
-        for name in self._children():
-            del self.components[name]
-        self._added.clear()
-        self.components.update(wanted)
+            return MappingProxyType({name: module for name, module in clean_modules(self.model) if name})
+        return MappingProxyType(self._children())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the components in order, each on the output of the one before; or call ``forward=``."""
@@ -115,7 +112,7 @@ class PolicyAutoBuilder(nn.Module):
             return self.model(*args, **kwargs)
         modules = self._children()
         if self._run is not None:
-            return self._run(modules | self._added, *args, **kwargs)
+            return self._run(modules, *args, **kwargs)
         if not modules:
             raise OptionError("This policy has no components to run: give it some, or a forward=.")
         value: Any = None
@@ -145,39 +142,20 @@ class PolicyAutoBuilder(nn.Module):
         return self._attach(component_name, hook, "backward")
 
     def _attach(self, name: str, hook: Callable[..., Any], kind: str) -> RemovableHandle:
-        components = dict(self.components)
-        module = components.get(name)
+        module = self.components.get(name)
         if module is None:
-            near = nearest_names(str(name), components, n=3)
+            near = nearest_names(str(name), self.components, n=3)
             hint = f" Nearest: {', '.join(map(repr, near))}." if near else ""
             raise NoMatchError(f"Component '{name}' not found in policy.{hint}")
+        around = unwrap(self.model) if self._is_whole else self  # whose forwards count: it may be called by itself
         if kind == "backward" and isinstance(hook, AttachesItself):
-            return hook.attach_to(self._around(), module)
-        label = f"{hook_name(hook)} of {name!r}"
-        try:
-            return attach(self._around(), module, hook, on=kind, observe=True, name=label)
-        except TargetError:  # put into `components` by hand, and no part of the policy
-            return attach(module, hook, on=kind, observe=True, name=label)
-
-    def _around(self) -> nn.Module:
-        """Return the model whose forwards count: with ``of(model)`` that model, which may be called by itself."""
-        return unwrap(self.model) if self._is_whole else self
+            return hook.attach_to(around, module)
+        return attach(around, module, hook, on=kind, observe=True, name=f"{hook_name(hook)} of {name!r}")
 
     def _children(self) -> dict[str, nn.Module]:
         """Return the components that are children, as they are by now; plain, since compiled code runs this."""
         found = [(name, self._modules.get(name)) for name in self._names]  # one that was deleted may come back
         return {name: module for name, module in found if module is not None}
-
-    def _adopt(self, name: str, module: nn.Module) -> None:
-        try:
-            self.add_module(name, module)
-        except (KeyError, TypeError) as error:
-            raise OptionError(
-                f"A component cannot be called {name!r}: {error.args[0]}. For modules by their dotted names write "
-                "PolicyAutoBuilder.of(model)."
-            ) from None
-        if name not in self._names:
-            self._names.append(name)
 
 
 def _checked(components: Any) -> Mapping[str, nn.Module]:
@@ -191,104 +169,3 @@ def _checked(components: Any) -> Mapping[str, nn.Module]:
         if not isinstance(module, nn.Module):
             raise OptionError(f"Component {name!r} has to be an nn.Module, got {type_name(module)}.")
     return found
-
-
-# -- the components of a policy, looked up at each use -----------------------------------------------------------
-#
-# A module of a policy may be replaced at any time: by ``torch.compile``, LoRA, quantisation, or an assignment. A
-# dictionary made once would go on naming the old one.
-
-
-class Components(MutableMapping[str, nn.Module]):
-    """Map names to modules of a policy, and to those added by hand, whose name no module of the policy can have."""
-
-    __slots__ = ("_added",)
-
-    def __init__(self, added: dict[str, nn.Module]) -> None:
-        self._added = added
-
-    def _find(self) -> dict[str, nn.Module]:
-        """Return the modules that are part of the policy, in order."""
-        raise NotImplementedError
-
-    def _put(self, name: str, module: nn.Module) -> bool:
-        """Make ``module`` a part of the policy as ``name``; return False if that cannot be."""
-        raise NotImplementedError
-
-    def _take_out(self, name: str) -> None:
-        raise NotImplementedError
-
-    def __getitem__(self, name: str) -> nn.Module:
-        return (self._added | self._find())[name]
-
-    def __setitem__(self, name: str, module: nn.Module) -> None:
-        if not isinstance(module, nn.Module):
-            raise OptionError(f"Component {name!r} has to be an nn.Module, got {type_name(module)}.")
-        if self._put(name, module):
-            self._added.pop(name, None)
-        else:
-            self._added[name] = module
-
-    def __delitem__(self, name: str) -> None:
-        if name in self._find():
-            self._take_out(name)
-        else:
-            del self._added[name]
-
-    def __iter__(self) -> Iterator[str]:
-        found = self._find()
-        yield from found
-        yield from (name for name in self._added if name not in found)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({dict(self)})"
-
-
-class ChildComponents(Components):
-    """Map names to children of the policy; children that are no components are left out."""
-
-    __slots__ = ("_policy",)
-
-    def __init__(self, policy: PolicyAutoBuilder) -> None:
-        super().__init__(policy._added)
-        self._policy = policy
-
-    def _find(self) -> dict[str, nn.Module]:
-        return self._policy._children()
-
-    def _put(self, name: str, module: nn.Module) -> bool:
-        try:
-            self._policy._adopt(name, module)
-        except OptionError:  # a dotted name, say: hooks can be put on it, but it is no child
-            return False
-        return True
-
-    def _take_out(self, name: str) -> None:
-        delattr(self._policy, name)
-        self._policy._names.remove(name)
-
-
-class ModelComponents(Components):
-    """Map the dotted names of all modules of a model, without wrappers, to the modules."""
-
-    __slots__ = ("_model",)
-
-    def __init__(self, model: nn.Module, added: dict[str, nn.Module]) -> None:
-        super().__init__(added)
-        self._model = model
-
-    def _find(self) -> dict[str, nn.Module]:
-        return {name: module for name, module in clean_modules(self._model) if name}
-
-    def _put(self, name: str, module: nn.Module) -> bool:
-        if name not in self._find():
-            return False
-        path, _, child = name.rpartition(".")
-        setattr(submodule(self._model, path), child, module)
-        return True
-
-    def _take_out(self, name: str) -> None:
-        raise OptionError(f"{name!r} is a module of the model; take it out of the model itself.")

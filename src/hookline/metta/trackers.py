@@ -1,45 +1,303 @@
-"""Track activations and gradients of components: the five trackers of Metta.
+"""Track activations and gradients of components: the protocol `Tracker`, and Metta's five trackers.
 
-The hooks of ``feeders`` and ``parameter_feeder`` call ``update``; ``builders`` makes trackers and hooks for a
-`ComponentContext`, and the analyses of the same names make them for a run.
+The hooks of ``feeders`` call ``update``; `StatsReporter` and the analyses read and reset. Numbers stay on the device of
+the tensors until ``to_metrics`` fetches them at once.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import math
+import numbers
+import threading
+import warnings
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
-from typing import Final, overload
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from hookline.errors import OptionError
-from hookline.metta.component_tracker import (
-    LOCK,
-    ComponentTracker,
-    CountingTracker,
-    MeanOptions,
-    UnitOptions,
-    as_number,
-    set_plain,
-)
-from hookline.observe.host_values import countable, fetch, outside_inference
+from hookline.errors import HooklineWarning, OptionError
+from hookline.messages import caller_stacklevel
+from hookline.observe.host_values import countable, fetch, outside_inference, unit_axis
 
 __all__ = [
-    "FisherInformationState",
-    "GradientFlowState",
-    "ReLUActivationState",
-    "ReLUGradientFlowState",
-    "SaturatedActivationState",
-    "check_activation",
-]
+    "ComponentTracker", "FisherInformationState", "GradientFlowState", "ReLUActivationState", "ReLUGradientFlowState",
+    "SaturatedActivationState", "Tracker", "as_number", "check_activation",
+]  # fmt: skip
 
+_LOCK: Final = threading.RLock()
+"""Held while a tracker's state changes: two threads may run one model (0.1 µs). One for all, since a lock among the
+attributes would keep a tracker from being copied."""
 _NO_GRADIENT: Final = 1e-8
 """A gradient below counts as none; a parameter whose mean is below is dead."""
 
 
-class ReLUActivationState(CountingTracker[UnitOptions]):
+@runtime_checkable
+class Tracker(Protocol):
+    """Accumulate numbers for named components; ``isinstance`` asks for the three methods.
+
+    Recipe::
+
+        class LargestOutput:
+            def __init__(self):
+                self.largest = {}
+
+            def update(self, component, tensor):
+                self.largest[component] = tensor.detach().max()
+
+            def to_metrics(self):
+                return {f"largest/{name}": value.item() for name, value in self.largest.items()}
+
+            def reset(self):
+                self.largest.clear()
+    """
+
+    def update(self, component: str, tensor: Any, /) -> None:
+        """Add the ``tensor`` that one pass gave for ``component``."""
+
+    def to_metrics(self) -> dict[str, float]:
+        """Return all numbers since the last reset, by name."""
+
+    def reset(self) -> None:
+        """Start at zero; the components stay known, so that attached hooks go on counting."""
+
+
+def as_number(value: Any) -> float:
+    """Return a real number of any type (NumPy's too) as a float; NaN for anything else."""
+    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+
+
+def check_activation(activation: str) -> None:
+    """Raise ValueError unless ``activation`` is ``"tanh"`` or ``"sigmoid"``."""
+    if activation not in ("tanh", "sigmoid"):
+        raise ValueError(f"Unsupported activation '{activation}'. Expected 'tanh' or 'sigmoid'.")
+
+
+@dataclasses.dataclass
+class Options:
+    """Hold the checked options of one component; each tracker reads those that concern it."""
+
+    unit_dim: int | None = None
+    """The dimension whose entries are the units; None for the usual one (see `unit_axis`)."""
+    beta: float = 0.95
+    """The share of the old mean that stays at each update."""
+    saturation_threshold: float = 0.95
+    activation: str = "tanh"
+
+    def __post_init__(self) -> None:
+        check_activation(self.activation)
+        if self.unit_dim is not None:
+            if not isinstance(self.unit_dim, numbers.Integral) or isinstance(self.unit_dim, bool):
+                raise OptionError(f"unit_dim= is the number of a dimension or None, got {self.unit_dim!r}.")
+            self.unit_dim = int(self.unit_dim)
+        beta, threshold = as_number(self.beta), as_number(self.saturation_threshold)
+        if not 0 <= beta < 1:
+            raise OptionError(f"beta= must be at least 0 and less than 1, got {self.beta!r}.")
+        if not 0 < threshold < 1:
+            raise OptionError(f"saturation_threshold= must lie between 0 and 1, got {self.saturation_threshold!r}.")
+        if self.activation == "sigmoid" and threshold <= 0.5:
+            raise OptionError(
+                f"saturation_threshold= of a sigmoid must be above 0.5, got {self.saturation_threshold!r}: what is "
+                "above it or below one minus it is saturated, which would be everything."
+            )
+        self.beta, self.saturation_threshold = beta, threshold
+
+
+class ComponentTracker:
+    """Keep a state and options for each component; options that were not given are those of the tracker."""
+
+    def __init__(self, **defaults: Any) -> None:
+        self._defaults = Options(**defaults)
+        self._known: dict[str, Options] = {}
+        self._kept: dict[str, Any] = {}
+        """By component: its state, in plain tensors and numbers."""
+        self._fed: set[str] = set()
+        """The components that have a hook."""
+        self._reasons: dict[str, str] = {}
+        """By component that has given nothing: why its passes were not counted."""
+        self._settled: set[str] = set()
+        """The components that have given something, or of which was warned."""
+
+    def register_component(self, component: str, **options: Any) -> None:
+        """Register ``component`` with options of its own; one that is known keeps those that it has.
+
+        Args:
+            component: Its name.
+            options: ``unit_dim``, ``beta``, ``saturation_threshold``, as the tracker takes them.
+        """
+        self._known.setdefault(component, dataclasses.replace(self._defaults, **options))  # checks them
+
+    def has_component(self, component: str) -> bool:
+        """Return whether ``component`` is registered."""
+        return component in self._known
+
+    def forget_component(self, component: str) -> None:
+        """Drop ``component``, its options and its counts, so that it may be registered anew."""
+        with _LOCK:
+            self._known.pop(component, None)
+            self._kept.pop(component, None)
+            self._fed.discard(component)
+
+    def begin_feeding(self, component: str) -> bool:
+        """Note that a hook feeds ``component``; return False if one does already."""
+        if component in self._fed:
+            return False
+        self._fed.add(component)
+        return True
+
+    def end_feeding(self, component: str) -> None:
+        """Note that the hook that feeds ``component`` is off; what was counted stays."""
+        self._fed.discard(component)
+
+    def forget_counts(self, component: str) -> None:
+        """Start ``component`` at zero; its options stay."""
+        with _LOCK:
+            self._kept.pop(component, None)
+
+    def reset(self) -> None:
+        """Start at zero; components and their options stay."""
+        with _LOCK:
+            self._kept.clear()
+
+    def counted(self) -> dict[str, Any]:
+        """Return the state so far, by component, as plain tensors and numbers."""
+        with _LOCK:
+            return dict(self._kept)
+
+    def load_counted(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``counted`` gave."""
+        self.reset()
+        for name, kept in state.items():
+            self.register_component(name)  # the model may not have been searched yet
+            self._kept[name] = copy.deepcopy(kept)
+
+    # -- components that give nothing ----------------------------------------------------------------------------
+
+    def note_nothing(self, component: str, why: Callable[[], str]) -> None:
+        """Note a pass that gave nothing to count; keep the reason, unless something has been counted before."""
+        if component not in self._settled:
+            self._reasons[component] = why()
+
+    def warn_if_silent(self) -> None:
+        """Warn, once for each, of the components that had passes and gave nothing to count."""
+        for component, why in self._reasons.items():
+            text = f"Component {component!r} gives {type(self).__name__} nothing: {why}."
+            warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
+        self._settled.update(self._reasons)
+        self._reasons.clear()
+
+    # -- for the trackers ----------------------------------------------------------------------------------------
+
+    def _keep(self, component: str, state: Any) -> None:
+        self._kept[component] = state
+        self._settled.add(component)
+        self._reasons.pop(component, None)
+
+    def _states(self) -> Iterator[tuple[str, Any]]:
+        """Yield each component that has a state, in the order they were registered."""
+        return ((component, self._kept[component]) for component in self._known if component in self._kept)
+
+    def _options(self, component: str) -> Options:
+        """Return the options of ``component``, and register it if it was not."""
+        return self._known.get(component) or self._known.setdefault(component, self._defaults)
+
+    def _readable(self, component: str, value: Any) -> tuple[Tensor, int, Options] | None:
+        """Return the tensor to count, the dimension of its units, and the options; None if it cannot be counted."""
+        options, seen = self._options(component), countable(value)
+        if seen is None:
+            if isinstance(value, Tensor):
+                self.note_nothing(component, lambda: _NOT_COUNTABLE.format(value.dtype, tuple(value.shape)))
+            return None
+        axis = unit_axis(seen, options.unit_dim)
+        if axis is None and seen.dim() and component not in self._settled:
+            self._settled.add(component)
+            warnings.warn(
+                f"{type(self).__name__} passes over {component!r}: unit_dim={options.unit_dim}, but its tensor has the "
+                f"shape {tuple(seen.shape)}.",
+                HooklineWarning,
+                stacklevel=2,
+            )
+        return None if axis is None or not seen.numel() else (seen, axis, options)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {', '.join(self._known) or 'no component yet'}>"
+
+
+_NOT_COUNTABLE: Final = (
+    "what came by ({}, shape {}) has no real numbers to count; hook a component that gives out floating-point numbers"
+)
+
+
+def _widened(so_far: Tensor | None, new: Tensor) -> Tensor:
+    """Return the numbers by unit ``so_far`` with room for all units of ``new``: zeros for those that come with it."""
+    if so_far is None:
+        return torch.zeros_like(new)
+    missing = new.numel() - so_far.numel()
+    so_far = so_far.to(new.device)
+    return torch.cat([so_far, so_far.new_zeros(missing)]) if missing > 0 else so_far
+
+
+# -- counting by unit ------------------------------------------------------------------------------------------
+
+
+_UnitCount: TypeAlias = tuple[str, list[int], list[int]]
+"""A component; by unit, how often it was hit, and in how many samples it was."""
+
+
+class _CountingTracker(ComponentTracker):
+    """Count, by unit, how often `_is_hit` was true.
+
+    A state is ``hits``, whole numbers by unit, which stay exact past 2^24; and ``samples``, how many had that many
+    units: shapes are known without asking the device.
+    """
+
+    def update(self, component: str, tensor: Tensor) -> None:
+        """Count one tensor; do nothing with one that cannot be counted (see `countable`)."""
+        found = self._readable(component, tensor)
+        if found is None:
+            return
+        seen, axis, options = found
+        others = [dim for dim in range(seen.dim()) if dim != axis]
+        with _LOCK, outside_inference():
+            is_hit = self._is_hit(seen, options)
+            # In 32 bits, where they suffice, a sum on the CPU takes three quarters of the time.
+            dtype = torch.int32 if is_hit.numel() < 2**31 else torch.int64
+            new = is_hit.sum(dim=others, dtype=dtype).long() if others else is_hit.long()
+            counts = self._kept.get(component, {"hits": None, "samples": {}})
+            hits, samples, width = _widened(counts["hits"], new), counts["samples"], str(new.numel())
+            hits[: new.numel()] += new
+            samples[width] = samples.get(width, 0) + seen.numel() // seen.shape[axis]
+            self._keep(component, {"hits": hits, "samples": samples})
+
+    def _is_hit(self, tensor: Tensor, options: Options) -> Tensor:
+        """Return a tensor of bools: true where there is something to count."""
+        raise NotImplementedError
+
+    def _results(self) -> Iterator[_UnitCount]:
+        """Yield the counts of every component, with one transfer for all of them."""
+        with _LOCK:
+            states = list(self._states())
+            hits = fetch(counts["hits"] for _, counts in states)
+            samples = [{int(width): count for width, count in counts["samples"].items()} for _, counts in states]
+        for (component, _), found, by_width in zip(states, hits, samples, strict=True):
+            totals = [sum(n for width, n in by_width.items() if width > unit) for unit in range(len(found))]
+            yield component, found, totals
+
+
+def _fractions(prefix: str, results: Iterable[_UnitCount]) -> dict[str, float]:
+    """Return ``{prefix}/{component}/{unit}``: the share of samples that were hits."""
+    return {
+        f"{prefix}/{component}/{unit}": hit / total
+        for component, hits, totals in results
+        for unit, (hit, total) in enumerate(zip(hits, totals, strict=True))
+    }
+
+
+class ReLUActivationState(_CountingTracker):
     """Count, by unit, the share of samples in which the activation is above zero: a dead unit has 0.
 
     Recipe::
@@ -54,44 +312,17 @@ class ReLUActivationState(CountingTracker[UnitOptions]):
     """
 
     def __init__(self, *, unit_dim: int | None = None) -> None:
-        super().__init__(UnitOptions(unit_dim))
+        super().__init__(unit_dim=unit_dim)
 
     def to_metrics(self) -> dict[str, float]:
         """Return ``activations/relu/{component}/{unit}`` for every unit seen since the last reset."""
-        return self._fractions("activations/relu")
+        return _fractions("activations/relu", self._results())
 
-    def _is_hit(self, tensor: Tensor, options: UnitOptions) -> Tensor:
+    def _is_hit(self, tensor: Tensor, options: Options) -> Tensor:
         return tensor > 0
 
 
-# -- saturated activations -------------------------------------------------------------------------------------
-
-
-def check_activation(activation: str) -> None:
-    """Raise ValueError unless ``activation`` is ``"tanh"`` or ``"sigmoid"``."""
-    if activation not in ("tanh", "sigmoid"):
-        raise ValueError(f"Unsupported activation '{activation}'. Expected 'tanh' or 'sigmoid'.")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _SaturationOptions(UnitOptions):
-    saturation_threshold: float = 0.95
-    activation: str = "tanh"
-
-    def __post_init__(self) -> None:
-        UnitOptions.__post_init__(self)
-        threshold = as_number(self.saturation_threshold)
-        if threshold is None or not 0 < threshold < 1:
-            raise OptionError(f"saturation_threshold= must lie between 0 and 1, got {self.saturation_threshold!r}.")
-        if self.activation == "sigmoid" and threshold <= 0.5:
-            raise OptionError(
-                f"saturation_threshold= of a sigmoid must be above 0.5, got {self.saturation_threshold!r}: what is "
-                "above it or below one minus it is saturated, which would be everything."
-            )
-        set_plain(self, saturation_threshold=threshold)
-
-
-class SaturatedActivationState(CountingTracker[_SaturationOptions]):
+class SaturatedActivationState(_CountingTracker):
     """Count, by unit, the share of samples in which the activation is saturated; the same by component and in all.
 
     Recipe::
@@ -111,8 +342,7 @@ class SaturatedActivationState(CountingTracker[_SaturationOptions]):
     """
 
     def __init__(self, activation: str, saturation_threshold: float = 0.95, *, unit_dim: int | None = None) -> None:
-        check_activation(activation)
-        super().__init__(_SaturationOptions(unit_dim, saturation_threshold, activation))
+        super().__init__(activation=activation, saturation_threshold=saturation_threshold, unit_dim=unit_dim)
         self.activation = activation
 
     @property
@@ -127,16 +357,15 @@ class SaturatedActivationState(CountingTracker[_SaturationOptions]):
         and once for all. A neuron counts there once per sample.
         """
         prefix = f"activations/{self.activation}"
-        metrics: dict[str, float] = {}
+        results = list(self._results())
+        metrics = _fractions(f"{prefix}/saturated_fraction", results)
         saturated, seen = 0, 0
-        for component, hits, totals in self._results():
-            for unit, (hit, total) in enumerate(zip(hits, totals, strict=True)):
-                metrics[f"{prefix}/saturated_fraction/{component}/{unit}"] = hit / total
+        for component, hits, totals in results:
             metrics |= _saturation(f"{prefix}/saturation/{component}", sum(hits), sum(totals))
             saturated, seen = saturated + sum(hits), seen + sum(totals)
         return metrics | _saturation(f"{prefix}/saturation", saturated, seen) if seen else metrics
 
-    def _is_hit(self, tensor: Tensor, options: _SaturationOptions) -> Tensor:
+    def _is_hit(self, tensor: Tensor, options: Options) -> Tensor:
         high = options.saturation_threshold
         if self.activation == "tanh":
             return tensor.abs() > high
@@ -154,10 +383,35 @@ def _saturation(prefix: str, saturated: int, total: int) -> dict[str, float]:
     }
 
 
-# -- gradients of units ----------------------------------------------------------------------------------------
+class ReLUGradientFlowState(_CountingTracker):
+    """Count, by unit, the share of samples in which a gradient leaves a ReLU: its absolute value is above 1e-8.
+
+    Recipe::
+
+        state = hookline.metta.ReLUGradientFlowState()
+        state.update("actor_mlp", torch.tensor([[1e-9, 1.0], [0.0, -1.0]]))  # gradients of its input
+        state.to_metrics()  # {"gradient_flow/relu/actor_mlp/0": 0.0, "gradient_flow/relu/actor_mlp/1": 1.0}
+
+    Args:
+        unit_dim: The dimension whose entries are the units, as for `ReLUActivationState`.
+    """
+
+    def __init__(self, *, unit_dim: int | None = None) -> None:
+        super().__init__(unit_dim=unit_dim)
+
+    def to_metrics(self) -> dict[str, float]:
+        """Return ``gradient_flow/relu/{component}/{unit}`` for every unit seen since the last reset."""
+        return _fractions("gradient_flow/relu", self._results())
+
+    def _is_hit(self, tensor: Tensor, options: Options) -> Tensor:
+        # 1e-8 is zero in float16, whose smallest number is 6e-8: there, whatever is not zero passes.
+        return tensor.abs() > _NO_GRADIENT
 
 
-class _MeanTracker(ComponentTracker[MeanOptions]):
+# -- running means ---------------------------------------------------------------------------------------------
+
+
+class _MeanTracker(ComponentTracker):
     """Keep running means; each component may have a ``beta`` of its own."""
 
     @property
@@ -186,7 +440,7 @@ class GradientFlowState(_MeanTracker):
     """
 
     def __init__(self, beta: float = 0.95, *, unit_dim: int | None = None) -> None:
-        super().__init__(MeanOptions(unit_dim=unit_dim, beta=beta))
+        super().__init__(beta=beta, unit_dim=unit_dim)
 
     def update(self, component: str, tensor: Tensor) -> None:
         """Add sizes by unit, if ``tensor`` has one dimension; a gradient, if it has more."""
@@ -194,22 +448,22 @@ class GradientFlowState(_MeanTracker):
         if found is None:
             return
         seen, axis, options = found
-        with LOCK, outside_inference():
+        with _LOCK, outside_inference():
             sizes = _sizes_by_unit(seen if seen.itemsize >= 4 else seen.float(), axis)
             mean = _widened(self._kept.get(component), sizes)
             mean[: sizes.numel()].mul_(options.beta).add_(sizes, alpha=1 - options.beta)
-            self._kept[component] = mean
+            self._keep(component, mean)
 
     def to_metrics(self) -> dict[str, float]:
         """Return ``gradient_flow/{component}/`` with ``mean``, ``unit_{unit}`` where not blocked, and two fractions.
 
         ``blocked_fraction`` is the share of units below 1e-8, ``active_fraction`` the rest.
         """
-        with LOCK:
-            names = self._counted_names()
-            numbers = dict(zip(names, fetch(self._kept[name] for name in names), strict=True))
+        with _LOCK:
+            states = dict(self._states())
+            numbers = zip(states, fetch(states.values()), strict=True)
         metrics: dict[str, float] = {}
-        for component, sizes in numbers.items():
+        for component, sizes in numbers:
             prefix = f"gradient_flow/{component}"
             metrics[f"{prefix}/mean"] = sum(sizes) / len(sizes)
             # A NaN is not blocked: it is shown.
@@ -230,43 +484,6 @@ def _sizes_by_unit(gradient: Tensor, axis: int) -> Tensor:
     return rows.square().mean(0).sqrt()
 
 
-def _widened(mean: Tensor | None, sizes: Tensor) -> Tensor:
-    """Return the running mean with room for all units of ``sizes``, zero for new ones."""
-    if mean is None:
-        return torch.zeros_like(sizes)
-    missing = sizes.numel() - mean.numel()
-    mean = mean.to(sizes.device)
-    return torch.cat([mean, mean.new_zeros(missing)]) if missing > 0 else mean
-
-
-class ReLUGradientFlowState(CountingTracker[UnitOptions]):
-    """Count, by unit, the share of samples in which a gradient leaves a ReLU: its absolute value is above 1e-8.
-
-    Recipe::
-
-        state = hookline.metta.ReLUGradientFlowState()
-        state.update("actor_mlp", torch.tensor([[1e-9, 1.0], [0.0, -1.0]]))  # gradients of its input
-        state.to_metrics()  # {"gradient_flow/relu/actor_mlp/0": 0.0, "gradient_flow/relu/actor_mlp/1": 1.0}
-
-    Args:
-        unit_dim: The dimension whose entries are the units, as for `ReLUActivationState`.
-    """
-
-    def __init__(self, *, unit_dim: int | None = None) -> None:
-        super().__init__(UnitOptions(unit_dim))
-
-    def to_metrics(self) -> dict[str, float]:
-        """Return ``gradient_flow/relu/{component}/{unit}`` for every unit seen since the last reset."""
-        return self._fractions("gradient_flow/relu")
-
-    def _is_hit(self, tensor: Tensor, options: UnitOptions) -> Tensor:
-        # 1e-8 is zero in float16, whose smallest number is 6e-8: there, whatever is not zero passes.
-        return tensor.abs() > _NO_GRADIENT
-
-
-# -- gradients of parameters -----------------------------------------------------------------------------------
-
-
 class FisherInformationState(_MeanTracker):
     """Keep, by parameter, the running mean of the squared gradient: ``F = beta * F + (1 - beta) * g²``, from zero.
 
@@ -284,29 +501,24 @@ class FisherInformationState(_MeanTracker):
     """
 
     def __init__(self, beta: float = 0.95) -> None:
-        super().__init__(MeanOptions(beta=beta))
+        super().__init__(beta=beta)
 
-    @overload
-    def update(self, component: str, parameter: str, gradient: Tensor | None) -> None: ...
-    @overload
-    def update(self, component: str, parameter: Tensor) -> None: ...
     def update(self, component: str, parameter: str | Tensor, gradient: Tensor | None = None) -> None:
         """Add the gradient of one parameter; without a name, of the component's ``weight``."""
-        name = parameter if isinstance(parameter, str) else f"{component}.weight"
-        seen = countable(gradient if isinstance(parameter, str) else parameter)
+        name, value = (parameter, gradient) if isinstance(parameter, str) else (f"{component}.weight", parameter)
+        seen = countable(value)
         beta = self._options(component).beta
         if seen is None or not seen.numel():
+            self.note_nothing(component, lambda: _NO_NUMBERS)
             return
-        with LOCK, outside_inference():
-            means = self._kept.setdefault(component, {})
+        with _LOCK, outside_inference():
+            means = self._kept.get(component, {})
             mean = means.get(name)
             if seen.itemsize < 4:
                 seen = seen.float()
-            if mean is None or mean.shape != seen.shape:
-                mean = torch.zeros_like(seen)
-            elif mean.device != seen.device:
-                mean = mean.to(seen.device)
+            mean = torch.zeros_like(seen) if mean is None or mean.shape != seen.shape else mean.to(seen.device)
             means[name] = mean.mul_(beta).addcmul_(seen, seen, value=1 - beta)
+            self._keep(component, means)
 
     def to_metrics(self) -> dict[str, float]:
         """Return ``fisher_info/{component}/{parameter}/`` with ``mean``, ``trace`` (the sum), ``max`` and ``dead``.
@@ -314,26 +526,24 @@ class FisherInformationState(_MeanTracker):
         ``dead`` is 0 or 1. A component with dead parameters, those with a mean below 1e-8, also has
         ``fisher_info/{component}/dead_count`` and ``dead_fraction``; one without does not.
         """
+        with _LOCK:
+            rows = [(name, key, mean) for name, means in self._states() for key, mean in means.items()]
+            numbers = fetch(torch.stack([mean.mean(), mean.sum(), mean.max()]) for _, _, mean in rows)
         metrics: dict[str, float] = {}
         dead: Counter[str] = Counter()
-        with LOCK:
-            rows = [(name, key, mean) for name in self._counted_names() for key, mean in self._kept[name].items()]
-            numbers = fetch(torch.stack([mean.mean(), mean.sum(), mean.max()]) for _, _, mean in rows)
         for (component, parameter, _), (mean, trace, largest) in zip(rows, numbers, strict=True):
             prefix = f"fisher_info/{component}/{parameter}"
             is_dead = mean < _NO_GRADIENT
             dead[component] += is_dead
             metrics |= {f"{prefix}/mean": mean, f"{prefix}/trace": trace, f"{prefix}/max": largest}
             metrics[f"{prefix}/dead"] = float(is_dead)
-        of = Counter(component for component, _, _ in rows)  # as many as were fetched: there may be more by now
-        for component, count in dead.items():
-            if count:
-                metrics[f"fisher_info/{component}/dead_fraction"] = count / of[component]
-                metrics[f"fisher_info/{component}/dead_count"] = float(count)
+        of = Counter(component for component, _, _ in rows)
+        for component, count in (+dead).items():
+            metrics[f"fisher_info/{component}/dead_fraction"] = count / of[component]
+            metrics[f"fisher_info/{component}/dead_count"] = float(count)
         return metrics
 
-    def _to_plain(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return dict(state)
 
-    def _from_plain(self, plain: dict[str, Tensor]) -> dict[str, Tensor]:
-        return dict(plain)
+_NO_NUMBERS: Final = (
+    "the gradients of its parameters have no real numbers to count; hook a component with floating-point ones"
+)

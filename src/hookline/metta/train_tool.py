@@ -7,33 +7,34 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from hookline.errors import HooklineWarning, OptionError
 from hookline.lifecycle.manager import HookManager
 from hookline.messages import caller_stacklevel, type_name
-from hookline.metta.component_tracker import ComponentTracker
 from hookline.metta.components import PolicyAutoBuilder
-from hookline.metta.trainer import Trainer, example_data, example_policy
+from hookline.metta.feeders import TrackerFeeder
+from hookline.metta.trackers import ComponentTracker
+from hookline.metta.trainer import Trainer
 from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.hooks import RemovableHandle
 
-    from hookline.metta.builders import (
-        BackwardHookBuilder,
-        ComponentBackwardHookSpec,
-        ComponentHookSpec,
-        HookBuilder,
-    )
+    from hookline.metta.builders import BackwardHookBuilder, HookBuilder
 
 __all__ = ["TrainTool"]
 
+_ROWS: Final = 256
+"""Random ones, where there is neither a policy nor data."""
 logger = logging.getLogger(__name__)
 
 
@@ -57,8 +58,9 @@ class TrainTool:
 
     Args:
         policy: The model, or what makes it. Of one that is no `PolicyAutoBuilder`, all modules are components, by
-            their dotted names. If left out: a small actor and critic, ``actor_mlp`` and ``critic_head``.
-        data: Batches, or a `Dataset`. If left out: random rows that the policy takes, to try hooks on.
+            their dotted names. If left out: a small actor and critic, ``actor_mlp`` and ``critic_head``, and random
+            data, to try hooks on.
+        data: Batches, or a `Dataset`.
         loss: ``loss(policy, batch)``; if left out, the usual one for such a batch.
         epochs: How many.
         sinks: Where the metrics of trackers and hooks go.
@@ -85,10 +87,11 @@ class TrainTool:
         self.sinks, self.hooks, self.optimizer, self.options = list(sinks), list(hooks), optimizer, options
         self.progress = progress
         self._manager: HookManager | None = None
-        self._training_hooks: list[ComponentHookSpec] = []
-        self._training_backward_hooks: list[ComponentBackwardHookSpec] = []
+        self._training_hooks: list[tuple[str, HookBuilder]] = []
+        self._training_backward_hooks: list[tuple[str, BackwardHookBuilder]] = []
         self._active_policy_hooks: list[RemovableHandle] = []
         self._active_policy_backward_hooks: list[RemovableHandle] = []
+        self._feeders: list[TrackerFeeder] = []
 
     def add_training_hook(self, component_name: str, hook_builder: HookBuilder) -> None:
         """Store the builder of a component's forward hook."""
@@ -121,17 +124,25 @@ class TrainTool:
         return trainer
 
     def _load_or_create_policy(self) -> nn.Module:
-        policy = self.policy
+        policy: Any = self.policy
         if policy is None:
-            policy = example_policy()
-        elif not isinstance(policy, nn.Module):
+            actor, critic = nn.Sequential(nn.Linear(4, 16), nn.ReLU()), nn.Sequential(nn.Linear(16, 1), nn.Tanh())
+            return PolicyAutoBuilder(OrderedDict(actor_mlp=actor, critic_head=critic))
+        if not isinstance(policy, nn.Module):
             policy = policy() if callable(policy) else policy
             if not isinstance(policy, nn.Module):
                 raise OptionError(f"policy= is an nn.Module, or a function that makes one; got {type_name(policy)}.")
         return policy if isinstance(unwrap(policy), PolicyAutoBuilder) else PolicyAutoBuilder.of(policy)
 
     def _initialize_trainer(self, policy: nn.Module) -> Trainer:
-        data = example_data(policy) if self.data is None else self.data
+        data = self.data
+        if data is None:
+            if self.policy is not None:
+                raise OptionError(
+                    "There is no data to train this policy on. Give TrainTool data=, batches or a Dataset."
+                )
+            x = torch.randn(_ROWS, 4, generator=torch.Generator().manual_seed(0))
+            data = TensorDataset(x, x.sum(1, keepdim=True).sign())
         return Trainer(policy, data, self.loss, optimizer=self.optimizer, sinks=self.sinks, **self.options)
 
     def _the_manager(self) -> HookManager | None:
@@ -157,7 +168,9 @@ class TrainTool:
             yield
         finally:
             self._clear_policy_hooks()
-        _warn_of_silent(getattr(trainer, "context", None))
+        for tracker in trainer.context.model_metrics.values():
+            if isinstance(tracker, ComponentTracker):  # a reporter may have asked it already
+                tracker.warn_if_silent()
 
     def _register_policy_hooks(self, *, policy: nn.Module, trainer: Any) -> None:
         """Make and attach all hooks that were added; remove those of an earlier policy first."""
@@ -172,13 +185,30 @@ class TrainTool:
             return
         forward, backward = inner.register_component_hook_rule, inner.register_component_backward_hook_rule
         try:
-            for handle in _attach(self._training_hooks, inner, trainer.context, forward):
-                self._active_policy_hooks.append(handle)
-            for handle in _attach(self._training_backward_hooks, inner, trainer.context, backward):
-                self._active_policy_backward_hooks.append(handle)
+            for specs, register, handles in (
+                (self._training_hooks, forward, self._active_policy_hooks),
+                (self._training_backward_hooks, backward, self._active_policy_backward_hooks),
+            ):
+                for name, builder in specs:
+                    hook = self._build(name, builder, inner, trainer.context)
+                    if hook is not None:
+                        handles.append(register(component_name=name, hook=hook))
         except BaseException:
             self._clear_policy_hooks()
             raise
+
+    def _build(self, name: str, builder: Callable[..., Any], policy: PolicyAutoBuilder, context: Any) -> Any:
+        """Return the hook of a component; None, and a warning, if the policy does not have the component."""
+        if name not in policy.components:
+            _warn(
+                f"Component {name!r} not found in policy, so its hook is not attached; there are: "
+                f"{', '.join(map(repr, policy.components)) or 'none'}."
+            )
+            return None
+        hook = builder(name, context)
+        if isinstance(hook, TrackerFeeder):
+            self._feeders.append(hook)
+        return hook
 
     def _clear_policy_hooks(self) -> None:
         """Remove every hook; log one that cannot be removed, and go on with the others."""
@@ -189,31 +219,8 @@ class TrainTool:
                     handle.remove()
                 except Exception:
                     logger.warning("A hook could not be removed: %r", handle, exc_info=True)
-
-
-def _attach(
-    specs: Sequence[tuple[str, Callable[..., Any]]],
-    policy: PolicyAutoBuilder,
-    context: Any,
-    register: Callable[..., RemovableHandle],
-) -> Iterator[RemovableHandle]:
-    for name, builder in specs:
-        if name not in policy.components:
-            _warn(
-                f"Component {name!r} not found in policy, so its hook is not attached; there are: "
-                f"{', '.join(map(repr, policy.components)) or 'none'}."
-            )
-            continue
-        hook = builder(name, context)
-        if hook is not None:
-            yield register(component_name=name, hook=hook)
-
-
-def _warn_of_silent(context: Any) -> None:
-    """Warn of the components that have given the trackers of `context` nothing, where nobody has asked these yet."""
-    for tracker in list(getattr(context, "model_metrics", {}).values()):
-        if isinstance(tracker, ComponentTracker):
-            tracker.warn_if_silent()
+        while self._feeders:
+            self._feeders.pop().release()
 
 
 def _warn(text: str) -> None:

@@ -1,24 +1,24 @@
-"""Train a policy and report its trackers at the end of each epoch.
+"""Train a policy, report its trackers at the end of each epoch, and reset them.
 
-`TrainTool` makes a `Trainer` and gives its ``context`` to the builders of hooks; `StatsReporter` reports it. Without a
-policy or data, an example is made here.
+`TrainTool` makes a `Trainer` and gives its ``context`` to the builders of hooks. `StatsReporter` reads the trackers of
+that context, and gives one dictionary of metrics to sinks and to the caller; your own loop may call it too.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
-from hookline.errors import OptionError
-from hookline.metta.components import ComponentContext, PolicyAutoBuilder
-from hookline.metta.stats_reporter import StatsReporter
+from hookline.metta.builders import TRACKERS
+from hookline.metta.components import ComponentContext
+from hookline.metta.trackers import ComponentTracker
+from hookline.metta.weights import compute_dead_neuron_stats
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
-from hookline.sites.wrappers import clean_modules
 from hookline.tables import Table, number_text
 from hookline.training.experiment import Experiment
 from hookline.training.loops import epoch_loop
@@ -29,12 +29,93 @@ if TYPE_CHECKING:
     from hookline.lifecycle.manager import HookManager
     from hookline.training.loops import LoopResult
 
-__all__ = ["Trainer", "example_data", "example_policy"]
+__all__ = ["StatsReporter", "Trainer"]
 
 _BATCH_SIZE: Final = 32
 _LEARNING_RATE: Final = 1e-3
-_ROWS: Final = 256
-_NEXT: Final = "Give TrainTool data=, batches or a Dataset."
+logger = logging.getLogger(__name__)
+
+
+class _Sink(Protocol):
+    def emit(self, metrics: Any, epoch: int, hook_point: Any) -> None: ...
+
+
+class StatsReporter:
+    """Collect the metrics of every tracker at the end of an epoch.
+
+    Recipe::
+
+        reporter = hookline.metta.StatsReporter(trainer.context, policy=policy, sinks=[hookline.sinks.MemorySink()])
+        for epoch in range(10):
+            train_one_epoch()
+            metrics = reporter.on_epoch_end(epoch)
+
+    Args:
+        context: Where the trackers are.
+        policy: A model whose dead neurons (`compute_dead_neuron_stats`) are to be reported as well.
+        sinks: Where the metrics go; anything with ``emit(metrics, epoch, hook_point)``.
+    """
+
+    def __init__(
+        self, context: ComponentContext, *, policy: nn.Module | None = None, sinks: Iterable[_Sink] = ()
+    ) -> None:
+        self.context, self.policy, self.sinks = context, policy, list(sinks)
+        self._epoch = -1
+        self._logged: set[str] = set()
+
+    def on_epoch_end(self, epoch: int | None = None) -> dict[str, float]:
+        """Collect, emit and reset; return the metrics.
+
+        The order is: dead neurons, ReLU, Fisher, tanh, sigmoid, gradient flow, ReLU gradient flow, then whatever else
+        in the context has ``to_metrics()`` and ``reset()``. Something else under the key of a tracker is passed over.
+
+        Trackers are reset when every sink has had its turn. A tracker that raises is logged, once, and the others go
+        on; one that could not be collected is not reset. A sink that raises is logged, and the others get theirs.
+
+        Of a component that passes came through and that has given its tracker nothing, one warning says why.
+
+        Args:
+            epoch: Its number; one more than the last if left out.
+        """
+        self._epoch = self._epoch + 1 if epoch is None else epoch
+        metrics: dict[str, float] = {}
+        if self.policy is not None:
+            metrics |= self._try("'policy' could not be read", compute_dead_neuron_stats, self.policy) or {}
+        collected = {}
+        for key, tracker in list(self._trackers()):
+            if isinstance(tracker, ComponentTracker):
+                tracker.warn_if_silent()
+            found = self._try(f"{key!r} could not be read", tracker.to_metrics)
+            if found is not None:
+                metrics |= found
+                collected[key] = tracker
+        for sink in self.sinks:
+            try:
+                sink.emit(dict(metrics), self._epoch, "POST_EPOCH")
+            except Exception:
+                logger.exception("%s could not take the metrics of epoch %d", type(sink).__name__, self._epoch)
+        for key, tracker in collected.items():
+            self._try(f"{key!r} could not be reset", tracker.reset)
+        return metrics
+
+    def _trackers(self) -> Iterator[tuple[str, Any]]:
+        states = self.context.model_metrics
+        for key, kind in TRACKERS.items():
+            if isinstance(states.get(key), kind):
+                yield key, states[key]
+        for key, state in states.items():
+            if key not in TRACKERS and callable(getattr(state, "to_metrics", None)) and hasattr(state, "reset"):
+                yield key, state
+
+    def _try(self, failure: str, call: Callable[..., Any], *args: Any) -> Any:
+        """Call ``call``; log what it raises, once: what fails at the end of one epoch fails at the end of all."""
+        try:
+            return call(*args)
+        except Exception:
+            if failure not in self._logged:
+                self._logged.add(failure)
+                logger.exception("%s at the end of epoch %d; the others go on", failure, self._epoch)
+            return None
 
 
 class Trainer(Experiment):
@@ -85,9 +166,8 @@ class Trainer(Experiment):
 
     def _repr_html_(self) -> str:
         names = dict.fromkeys(name for metrics in self.metrics for name in metrics)
-        epochs = range(len(self.metrics))
         rows = [(name, *(number_text(metrics.get(name, "")) for metrics in self.metrics)) for name in names]
-        header = ("metric", *(f"epoch {epoch}" for epoch in epochs))
+        header = ("metric", *(f"epoch {epoch}" for epoch in range(len(self.metrics))))
         return Table(header, rows, numbers=range(1, len(header)), title=repr(self)[1:-1]).html()
 
     @property
@@ -107,53 +187,13 @@ class Trainer(Experiment):
             self._extra_on_epoch_end(epoch, metrics)
 
 
-def _loader(data: Any) -> Iterable[Any]:
-    if isinstance(data, Dataset):
-        return DataLoader(data, batch_size=_BATCH_SIZE, shuffle=not isinstance(data, torch.utils.data.IterableDataset))
-    loader: Iterable[Any] = data
-    return loader
+def _loader(data: Any) -> Any:
+    if not isinstance(data, Dataset):
+        return data
+    return DataLoader(data, batch_size=_BATCH_SIZE, shuffle=not isinstance(data, torch.utils.data.IterableDataset))
 
 
-def _optimizer(policy: nn.Module, given: Any) -> Optimizer:
+def _optimizer(policy: nn.Module, given: Any) -> Any:
     if isinstance(unwrap_optimizer(given), torch.optim.Optimizer):
-        wrapped: Optimizer = given
-        return wrapped
+        return given
     return torch.optim.AdamW(policy.parameters(), lr=_LEARNING_RATE) if given is None else given(policy.parameters())
-
-
-# -- for a TrainTool that was given neither policy nor data: something to try hooks on --------------------------
-
-
-def example_policy() -> PolicyAutoBuilder:
-    """Return an actor and its critic, by the names of Metta's example."""
-    actor = nn.Sequential(nn.Linear(4, 16), nn.ReLU())
-    critic = nn.Sequential(nn.Linear(16, 1), nn.Tanh())
-    return PolicyAutoBuilder(OrderedDict(actor_mlp=actor, critic_head=critic))
-
-
-def example_data(policy: nn.Module) -> TensorDataset:
-    """Return random rows as wide as the first layer of ``policy``, with the sign of their sum as the target."""
-    first = next((module for _, module in clean_modules(policy) if isinstance(module, nn.Linear)), None)
-    if first is None:
-        raise OptionError(f"There is no data= to train on, and none can be made up without a Linear layer. {_NEXT}")
-    x = torch.randn(_ROWS, first.in_features, generator=torch.Generator().manual_seed(0)).to(first.weight)
-    target = x.detach().sum(1).sign()
-    output = _output(policy, x)
-    return TensorDataset(x.cpu(), target.reshape(-1, *[1] * (output.dim() - 1)).expand_as(output).cpu())
-
-
-def _output(policy: nn.Module, x: Tensor) -> Tensor:
-    modes = [(module, module.training) for module in policy.modules()]
-    try:
-        with torch.no_grad():
-            output = policy.eval()(x)
-    except Exception as error:
-        raise OptionError(
-            f"There is no data= to train on, and the policy does not take random rows. {_NEXT}"
-        ) from error
-    finally:
-        for module, mode in modes:
-            module.training = mode
-    if not isinstance(output, Tensor) or output.dim() == 0 or len(output) != len(x):
-        raise OptionError(f"There is no data= to train on, and the policy does not give a row for each row. {_NEXT}")
-    return output

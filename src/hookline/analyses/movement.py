@@ -1,4 +1,4 @@
-"""``weight_tracking``: measure size, spectrum and alignment with the gradient of every weight matrix."""
+"""``parameter_delta``, ``path_length``, ``weight_tracking``: measure how far parameters move, and what they become."""
 
 from __future__ import annotations
 
@@ -7,14 +7,100 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
-from hookline.analyses._analysis import Analysis
-from hookline.analyses._firing_values import values_of
-from hookline.analyses._vectors import cosines_in_float64, dense_float, effective_rank, is_bias, norm
+from hookline.analyses._base import Analysis, ChangeAnalysis, StepAnalysis
+from hookline.analyses._values import FiringValues, values_of
+from hookline.analyses._vectors import (
+    cosines_in_float64,
+    dense_float,
+    effective_rank,
+    is_bias,
+    norm,
+    ratio,
+    widest_float,
+)
 from hookline.lifecycle.context import RunDataContext
 from hookline.observe.host_values import fetch
+from hookline.when import HookPoint
+
+
+class ParameterDeltaHook(ChangeAnalysis):
+    """Measure the length of the change of all parameters, biases included; nothing the first time.
+
+    Recipe: ``hookline.HookManager(["parameter_delta"], sinks=[...])``. Keeps one copy of the parameters.
+    """
+
+    name = "parameter_delta"
+    description = "how far the parameters have moved since the last epoch"
+    metrics = (
+        ("relative_delta", "the move as a share of where they were", "‖θ − θ_prev‖ / ‖θ_prev‖; 0 if θ_prev is 0",
+         "falls as training settles", "relative move"),
+        ("absolute_delta", "length of the move", "‖θ − θ_prev‖", "", "move"),
+        ("param_norm", "length of the parameters", "‖θ‖", "grows without weight decay", "‖θ‖"),
+    )  # fmt: skip
+
+    def vector(self, values: FiringValues) -> Tensor | None:
+        """Return the parameters."""
+        return values.flat_parameters
+
+    def compare(self, now: Tensor, before: Tensor) -> dict[str, Any]:
+        """Return the move from one to the other."""
+        move = norm(now - before)
+        return {"relative_delta": ratio(move, norm(before)), "absolute_delta": move, "param_norm": norm(now)}
+
+
+class PathLengthHook(StepAnalysis):
+    """Add up the steps of the parameters, biases included, and compare the sum with the distance covered.
+
+    Recipe: ``hookline.HookManager(["path_length"], sinks=[...])``.
+
+    The way begins where the loop starts the hook; in a loop of your own that does not, at the first step it sees.
+    Keeps two copies of the parameters.
+    """
+
+    name = "path_length"
+    description = "length of the way of the parameters, and how straight it is"
+    kept = ("beginning", "previous", "length")
+    beginning: Tensor | None = None
+    previous: Tensor | None = None
+    length: Tensor | None = None
+    metrics = (
+        ("path_length", "sum of all steps so far", "Σ ‖θₜ₊₁ − θₜ‖", "never falls", "way"),
+        ("net_displacement", "distance from the beginning", "‖θₜ − θ₀‖", "", "distance"),
+        ("path_efficiency", "distance over way", "‖θₜ − θ₀‖ / Σ ‖θₜ₊₁ − θₜ‖; 1 before the first move",
+         "1: straight; near 0: going round in circles", "straightness"),
+    )  # fmt: skip
+
+    def start(self, model: nn.Module) -> None:
+        """Begin the way here, unless it goes on from a checkpoint."""
+        if self.beginning is None:
+            self._begin(FiringValues(model).flat_parameters)
+
+    def _begin(self, flat: Tensor | None) -> None:
+        if flat is not None:
+            self.beginning = self.previous = flat
+            self.length = flat.new_zeros((), dtype=widest_float(flat.device))
+
+    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
+        """Add a step; report at the other points."""
+        flat = values_of(ctx).flat_parameters
+        if flat is None:
+            return None
+        if self.previous is None or self.length is None or self.previous.shape != flat.shape:
+            self._begin(flat)
+        else:
+            self.length = self.length + norm(flat - self.previous)
+            self.previous = flat
+        if ctx.hook_point is HookPoint.POST_STEP or self.beginning is None or self.length is None:
+            return None
+        distance = norm(flat - self.beginning)
+        # A straight way may come out longer than it is by rounding.
+        efficiency = torch.where(self.length > 0, (distance / self.length).clamp(max=1.0), 1.0)
+        return {"path_length": self.length, "net_displacement": distance, "path_efficiency": efficiency}
+
 
 _ALIGN: Final = "above 0: descent shrinks the weights; below 0: it grows them; near 0 it turns them"
 

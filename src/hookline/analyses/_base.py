@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookline.analyses._firing_values import FiringValues, parameters_of, values_of
 from hookline.analyses._history import GradientWindow, StepNumbers
+from hookline.analyses._values import FiringValues, parameters_of, values_of
 from hookline.analyses._vectors import dense_float
 from hookline.errors import Hint, HooklineWarning, OptionError
 from hookline.guard.model_context import ModelDataContext
@@ -30,19 +30,9 @@ from hookline.sites.handle import HandleSet
 from hookline.when import HookPoint, StepSchedule
 
 __all__ = [
-    "Analysis",
-    "BuiltInHook",
-    "ChangeAnalysis",
-    "CountingAnalysis",
-    "Intervention",
-    "ReferenceHook",
-    "ReferenceIntervention",
-    "StepAnalysis",
-    "by_parameter",
-    "loss_on_batch",
-    "same_random_numbers",
-    "shuffled_epochs",
-]
+    "Analysis", "BuiltInHook", "ChangeAnalysis", "CountingAnalysis", "Intervention", "ReferenceHook",
+    "ReferenceIntervention", "StepAnalysis", "by_parameter", "loss_on_batch", "mean_of", "same_random_numbers",
+]  # fmt: skip
 
 _WITH_STATE: Final = (GradientWindow, StepNumbers)
 """Attributes that have ``state``, ``load`` and ``clear`` of their own."""
@@ -54,13 +44,24 @@ class BuiltInHook(TrainingHook):
     metrics: ClassVar[Sequence[tuple[str, ...]]] = ()
     """A row for each metric, with the fields of `MetricInfo`: name, description, formula, what its value says, label,
     what its keys are. Fields at the end may be left out."""
+    single: ClassVar[tuple[str, ...]] = ()
+    """The metrics that every parameter has as well, if ``per_parameter``: as ``"metric/parameter"``."""
+    per_parameter = True
     off = ""
     """Why it has turned itself off, if it has."""
     _has_warned = False
 
     def describe_metrics(self) -> list[MetricInfo]:
         """Return the meaning of each metric."""
-        return [MetricInfo(*row) for row in self.metrics]
+        found = [MetricInfo(*row) for row in self.metrics]
+        single = [each for each in found if self.per_parameter and each.name in self.single]
+        return found + [
+            MetricInfo(f"{info.name}/{{param}}", f"{info.description}, of one parameter") for info in single
+        ]
+
+    def step_of(self, ctx: RunDataContext) -> int:
+        """Return the step; by the manager's count in a loop that does not give it in the context."""
+        return ctx.step if ctx.step is not None else max(int(getattr(self.manager, "global_step", 0)), 0)
 
     def turn_off(self, why: str, *, hint: Hint | None = None) -> None:
         """Return no metrics in this run from now on, and warn once."""
@@ -73,6 +74,23 @@ class BuiltInHook(TrainingHook):
     def reset(self) -> None:
         """Begin another run, in which there may be something to measure."""
         self.off = ""
+
+    def number(self, option: str, value: Any, *, allow_zero: bool = False) -> float:
+        """Return ``value``; raise unless it is a number over 0, or with ``allow_zero`` 0 itself."""
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not (value > 0 or (allow_zero and value == 0))
+        ):
+            says = "0 or more" if allow_zero else "a number over 0"
+            raise OptionError(f"{option}= of hook {self.name!r} is {says}, got {value!r}.")
+        return float(value)
+
+    def one_of(self, option: str, value: Any, choices: Sequence[str]) -> str:
+        """Return ``value``; raise unless it is one of ``choices``."""
+        if value not in choices:
+            raise OptionError(f"{option}= of hook {self.name!r} is one of {', '.join(choices)}; got {value!r}.")
+        return str(value)
 
     def whole_number(self, option: str, value: Any, least: int) -> int:
         """Return ``value``; raise unless it is a whole number of at least ``least``."""
@@ -101,18 +119,14 @@ class ReferenceHook(BuiltInHook):
         super().load_state_dict(state)
         self.reference_weights = reference
 
-    def goals(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the reference of each parameter that it has in that shape, on the device of the parameter."""
-        found = {}
+    def way_to_reference(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the difference from each parameter to its reference, of those that have one in that shape."""
+        ways = {}
         for name, parameter in parameters.items():
             goal = self.reference_weights.get(name, self.reference_weights.get(f"module.{name}"))  # saved under DDP
             if goal is not None and goal.shape == parameter.shape:
-                found[name] = dense_float(goal).to(parameter.device)
-        return found
-
-    def way_to_reference(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the difference from each parameter to its reference, of those that have one."""
-        return {name: goal - dense_float(parameters[name]) for name, goal in self.goals(parameters).items()}
+                ways[name] = dense_float(goal).to(parameter.device) - dense_float(parameter)
+        return ways
 
 
 class Analysis(BuiltInHook):
@@ -263,18 +277,19 @@ class Intervention(BuiltInHook, InterventionHook):
         length = self.whole_number("burst_length", burst_length, 1)
         self.step_schedule = StepSchedule("burst", stride=every, burst_length=length, warmup=every)
 
-    def step_of(self, ctx: RunDataContext) -> int:
-        """Return the step; by the manager's count in a loop that does not give it in the context."""
-        return ctx.step if ctx.step is not None else int(getattr(self.manager, "global_step", 0))
-
 
 class ReferenceIntervention(ReferenceHook, Intervention):
     """Try something after a step, and compare with reference weights where the run has some."""
 
     def way_to_solution(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the difference from the weights of ``model`` to the reference, without parameters that are there."""
+        """Return the way from the weights of ``model`` to the reference, without parameters that are there."""
         ways = self.way_to_reference(parameters_of(model))
         return {name: way for name, way in ways.items() if bool((way != 0).any())}
+
+
+def mean_of(values: list[float]) -> float:
+    """Return the mean of ``values``; there has to be one."""
+    return sum(values) / len(values)
 
 
 def by_parameter(names: Iterable[str], metrics: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:

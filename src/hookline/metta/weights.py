@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.errors import OptionError
-from hookline.metta.component_tracker import as_number
-from hookline.metta.trackers import check_activation
+from hookline.metta.trackers import as_number, check_activation
 from hookline.observe.host_values import fetch
 from hookline.sites import _torch
 from hookline.sites.wrappers import clean_modules
@@ -69,9 +68,8 @@ def compute_saturated_activation_stats(
     """
     check_activation(activation)
     _check_threshold("derivative_threshold", derivative_threshold)
-    slope = _slope_of_tanh if activation == "tanh" else _slope_of_sigmoid
     prefix = f"activations/{activation}"
-    marked = _by_layer(policy, lambda layer: slope(_bias(layer)) < derivative_threshold)
+    marked = _by_layer(policy, lambda layer: _slope(activation, _bias(layer)) < derivative_threshold)
     return _fractions(f"{prefix}/saturated_fraction", f"{prefix}/saturation", "saturated_neurons", marked)
 
 
@@ -110,15 +108,10 @@ def _bias(layer: nn.Linear) -> Tensor:
     return bias.detach().float()
 
 
-def _slope_of_tanh(x: Tensor) -> Tensor:
-    return 1 - x.tanh().square()
-
-
-def _slope_of_sigmoid(x: Tensor) -> Tensor:
-    return x.sigmoid() * (1 - x.sigmoid())
+def _slope(activation: str, x: Tensor) -> Tensor:
+    return 1 - x.tanh().square() if activation == "tanh" else x.sigmoid() * (1 - x.sigmoid())
 
 
 def _check_threshold(name: str, value: float) -> None:
-    number = as_number(value)
-    if number is None or not number > 0:
+    if not as_number(value) > 0:
         raise OptionError(f"{name}= must be a number above 0, got {value!r}.")

@@ -1,0 +1,474 @@
+"""Run Metta's trackers as analyses: find layers, attach the hooks that feed a tracker, report it and reset it.
+
+Five hooks: ``relu_activations``, ``saturated_activations``, ``fisher_information``, ``gradient_flow`` and
+``relu_gradient_flow``; trackers and feeders are those of `hookline.metta`. Layers are found when training starts, and
+the hooks are removed when it ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Final
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hookline.analyses._base import CountingAnalysis, mean_of
+from hookline.lifecycle.hook import MetricInfo
+from hookline.metta.components import AttachesItself
+from hookline.metta.feeders import ActivationFeeder, GradientFeeder, ParameterFeeder, TrackerFeeder
+from hookline.metta.trackers import (
+    FisherInformationState,
+    GradientFlowState,
+    ReLUActivationState,
+    ReLUGradientFlowState,
+    SaturatedActivationState,
+)
+from hookline.observe.host_values import countable, fetch
+from hookline.phases import validate_phases
+from hookline.sites.attach import attach
+from hookline.sites.targets import select
+from hookline.sites.wrappers import clean_modules, walk
+
+_TRAINING: Final = validate_phases("train")
+"""Forwards of evaluations and of other hooks do not count."""
+_NEXT_TO_NONE: Final = 1e-6
+"""Sums over all layers count a gradient as none below this share of the mean. The bound of a tracker itself, 1e-8, is
+absolute: a trained model has gradients below it everywhere."""
+
+
+class TrackedAnalysis(CountingAnalysis):
+    """Feed a tracker from layers of the model, and report it.
+
+    Args:
+        targets: Which layers, by name or glob; if left out, all that `is_wanted` accepts.
+        exclude: Layers to leave out.
+        per_unit: Report a metric for each unit, which may be many; if False, those of layers and over all alone.
+    """
+
+    tracker: Any
+    """What the layers feed; each analysis sets it when it is made."""
+    feeder: ClassVar[type[TrackerFeeder]] = ActivationFeeder
+    """Makes the hook that feeds it."""
+    kind: ClassVar[str] = "forward"
+    """Which kind of hook that is."""
+    layers: ClassVar[tuple[type[nn.Module], ...]] = ()
+    """The types of the layers to track, where no targets are given."""
+    looks_for = ""
+    """What these are, for the warning that there are none."""
+    of_units: ClassVar[str] = ""
+    """What the names of the metrics of single units have in them."""
+
+    def __init__(self, targets: str | None = None, exclude: str | None = None, per_unit: bool = True) -> None:
+        super().__init__()
+        self.targets, self.exclude, self.per_unit = targets, exclude, per_unit
+
+    def is_wanted(self, module: nn.Module) -> bool:
+        """Return whether ``module`` is a layer to track, where no targets are given."""
+        return isinstance(module, self.layers)
+
+    def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return a few metrics over all layers, from the ``metrics`` of the tracker, which is not reset yet."""
+        raise NotImplementedError
+
+    def new_feeder(self, component: str) -> TrackerFeeder:
+        """Return the hook that feeds the tracker from the layer ``component``."""
+        return self.feeder(self.tracker, component, _TRAINING)
+
+    def start(self, model: nn.Module) -> None:
+        """Attach the feeders to the layers."""
+        self.finish()
+        for name, module in self._layers(model):
+            component = name or "model"
+            self.tracker.register_component(component)
+            feeder: Any = self.new_feeder(component)
+            if isinstance(feeder, AttachesItself):
+                self._handles.add(feeder.attach_to(model, module))
+            else:
+                label = f"{self.name} of {name or 'the model'!r}"
+                self._handles.add(attach(model, module, feeder, on=self.kind, observe=True, name=label))
+            self._is_on = True
+
+    def _layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        if self.targets is not None:
+            chosen: list[Any] = self.targets.split(",")
+        else:
+            chosen = [module for _, module in clean_modules(model) if self.is_wanted(module)]
+            if not chosen:
+                self.turn_off(f"looked for {self.looks_for} (name others by targets='layers.*') and found none")
+                return []
+        return [(name, module) for name, module, *_ in select(model, chosen, exclude=self.exclude)]
+
+    def report(self) -> Mapping[str, Any] | None:
+        """Return what was counted, and reset the tracker."""
+        metrics = self.tracker.to_metrics()
+        if not metrics:
+            return None
+        summary = self.summary(metrics)
+        self.tracker.reset()
+        shown = {name: value for name, value in metrics.items() if self.per_unit or not self.is_of_unit(name)}
+        return {**summary, **{name.removeprefix(f"{self.name}/"): v for name, v in shown.items()}}
+
+    def is_of_unit(self, name: str) -> bool:
+        """Return whether the metric ``name`` is one of a single unit."""
+        return bool(self.of_units) and self.of_units in name
+
+    def reset(self) -> None:
+        """Begin another run."""
+        super().reset()
+        self.tracker.reset()
+
+    def get_state_tensors(self) -> dict[str, Any]:
+        """Return what was counted since the last report."""
+        found = self.tracker.counted()
+        return {"counts": found} if found else {}
+
+    def set_state_tensors(self, tensors: dict[str, Any]) -> None:
+        """Take back what ``get_state_tensors`` gave."""
+        self.tracker.load_counted(tensors.get("counts", {}))
+
+
+# -- units behind ReLUs ----------------------------------------------------------------------------------------------
+
+
+class _ReLUAnalysis(TrackedAnalysis):
+    """Track units behind ReLUs: how often an event came for each, and the units without any event."""
+
+    layers = (nn.ReLU, nn.ReLU6, nn.LeakyReLU)
+    looks_for = "nn.ReLU, nn.ReLU6 or nn.LeakyReLU"
+    of_units = "/relu/"
+    tracker_type: ClassVar[type]
+    event: ClassVar[tuple[str, str]]
+    """What is counted for each unit, and the word for a unit without any: ``active_fraction``, ``dead_units``."""
+
+    def __init__(self, targets: str | None = None, exclude: str | None = None, per_unit: bool = True) -> None:
+        super().__init__(targets, exclude, per_unit)
+        self.tracker = self.tracker_type()
+
+    def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics over all units."""
+        some, none = self.event
+        count = sum(value == 0 for value in metrics.values())
+        return {
+            f"{some}_fraction": mean_of(list(metrics.values())),
+            f"{none}_units": count,
+            f"{none}_fraction": count / len(metrics),
+        }
+
+
+class ReLUActivationsHook(_ReLUAnalysis):
+    """Measure the share of samples in which each unit is above zero, since the last report.
+
+    Recipe: ``hookline.HookManager(["relu_activations"], sinks=[...])``.
+
+    A unit is an entry of the last dimension; of images, a channel. Only training forwards count. ReLUs that are called
+    as functions are no modules: name the layer before them by ``targets``, its outputs have the same signs.
+
+    Args:
+        targets: Which layers, by name or glob, with commas; if left out, every ``nn.ReLU``, ``nn.ReLU6`` and
+            ``nn.LeakyReLU``.
+        exclude: Layers to leave out.
+        per_unit: Report a metric for each unit, which may be many; if False, those over all units alone.
+    """
+
+    name = "relu_activations"
+    description = "how often units behind ReLUs are on, and which never are"
+    reduce = MappingProxyType({"dead_*": "min"})  # a unit that is dead is so on every rank
+    roots = ("activations/relu/",)
+    tracker_type = ReLUActivationState
+    event = ("active", "dead")
+    metrics = (
+        ("active_fraction", "how often a unit is on, over all units", "mean of x > 0"),
+        ("dead_units", "units that were never on", "count of 0", "0 is healthy"),
+        ("dead_fraction", "their share of all units", "dead / units", "0 is healthy"),
+        ("activations/relu/{layer}/{unit}", "how often this unit is on", "share of x > 0", "0: dead"),
+    )
+
+
+class _TwoBounds(ReLUGradientFlowState):
+    """Count each layer twice: by the bound of the tracker, and by a share of its mean under a name of its own."""
+
+    relative: Final = " by a share of the mean"
+
+    def update(self, component: str, tensor: Tensor) -> None:
+        """Count one tensor by both bounds."""
+        super().update(component, tensor)
+        seen = countable(tensor)
+        if seen is not None and seen.numel():
+            is_over = seen.abs() > _NEXT_TO_NONE * seen.abs().mean()
+            super().update(component + self.relative, is_over.to(seen.dtype))
+
+    def forget_counts(self, component: str) -> None:
+        """Start both counts of ``component`` at zero."""
+        super().forget_counts(component)
+        super().forget_counts(component + self.relative)
+
+
+class ReLUGradientFlowHook(_ReLUAnalysis):
+    """Measure the share of samples in which a gradient leaves each unit, backwards, since the last report.
+
+    Recipe: ``hookline.HookManager(["relu_gradient_flow"], sinks=[...])``.
+
+    It counts twice: by unit, what is above 1e-8, as Metta does; for the sums, what is above a millionth of the
+    layer's mean in that backward pass, which does not depend on the size of the loss.
+
+    Args:
+        targets: Which layers, by name or glob, with commas; if left out, every ``nn.ReLU``, ``nn.ReLU6`` and
+            ``nn.LeakyReLU``.
+        exclude: Layers to leave out.
+        per_unit: Report every unit, which may be many; without, sums alone.
+    """
+
+    name = "relu_gradient_flow"
+    description = "how often gradients come through the units of ReLUs"
+    reduce = MappingProxyType({"blocked_*": "min"})  # a unit that is blocked is so on every rank
+    roots = ("gradient_flow/relu/",)
+    kind = "backward"
+    event = ("passed", "blocked")
+    metrics = (
+        ("passed_fraction", "how often a gradient comes through, over all units",
+         "mean of |g| > 1e-6·mean |g|, of a layer in one pass"),
+        ("blocked_units", "units that never let one through", "count of 0", "0 is healthy"),
+        ("blocked_fraction", "their share of all units", "blocked / units", "0 is healthy"),
+        ("gradient_flow/relu/{layer}/{unit}", "how often more than 1e-8 comes through this unit", "share of |g| > 1e-8",
+         "0: dead, or small everywhere"),
+    )  # fmt: skip
+    tracker_type = _TwoBounds
+
+    def new_feeder(self, component: str) -> GradientFeeder:
+        """Return a hook on the gradient of a layer's input."""
+        return GradientFeeder(self.tracker, component, _TRAINING, of_input=True)
+
+    def report(self) -> Mapping[str, Any] | None:
+        """Return what was counted, without the counts by the relative bound, which are in the sums."""
+        found = super().report()
+        return found and {name: value for name, value in found.items() if _TwoBounds.relative not in name}
+
+    def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics over all units, by the relative bound."""
+        return super().summary({name: value for name, value in metrics.items() if _TwoBounds.relative in name})
+
+
+# -- other activations, and gradients --------------------------------------------------------------------------------
+
+
+class SaturatedActivationsHook(TrackedAnalysis):
+    """Measure the share of samples in which each unit is saturated, since the last report.
+
+    Recipe: ``hookline.HookManager(["saturated_activations"], sinks=[...])``.
+
+    Args:
+        activation: ``"tanh"``, saturated where ``abs(x)`` is over the threshold; or ``"sigmoid"``, where x is over it
+            or under 1 less the threshold.
+        saturation_threshold: From where on it is saturated.
+        targets: Which layers, by name or glob, with commas; if left out, every ``nn.Tanh``, or every ``nn.Sigmoid``.
+        exclude: Layers to leave out.
+        per_unit: Report every unit, which may be many; without, layers and sums alone.
+    """
+
+    name = "saturated_activations"
+    description = "how often units behind a tanh or a sigmoid are saturated"
+    of_units = "/saturated_fraction/"
+    reduce = MappingProxyType({"always_saturated": "min", "*/total_neurons": "sum", "*/saturated_neurons": "sum"})
+
+    def __init__(
+        self,
+        activation: str = "tanh",
+        saturation_threshold: float = 0.95,
+        targets: str | None = None,
+        exclude: str | None = None,
+        per_unit: bool = True,
+    ) -> None:
+        super().__init__(targets, exclude, per_unit)
+        self.tracker = SaturatedActivationState(activation, saturation_threshold)
+        self.activation, self.roots = activation, (f"activations/{activation}/",)
+        self.looks_for = "nn.Tanh" if activation == "tanh" else "nn.Sigmoid"
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        """Return the meaning of each metric; in the sums a neuron counts once per sample."""
+        root = f"activations/{self.activation}"
+        rows = [
+            ("fraction", "how often a unit is saturated, over all units", "saturated / seen", "1: nothing passes"),
+            ("always_saturated", "units that were saturated every time", "count of 1", "0 is healthy"),
+            (f"{root}/saturated_fraction/{{layer}}/{{unit}}", "how often this unit is", "saturated / seen"),
+        ]
+        for name, what in (
+            ("total_neurons", "units times samples that were looked at"),
+            ("saturated_neurons", "those that were saturated"),
+            ("fraction", "their share"),
+            ("active_fraction", "the share of the others"),
+        ):
+            rows.append((f"{root}/saturation/{name}", what))
+            rows.append((f"{root}/saturation/{{layer}}/{name}", f"{what}, of one layer"))
+        return [MetricInfo(*row) for row in rows]
+
+    def is_wanted(self, module: nn.Module) -> bool:
+        """Return whether ``module`` is the activation."""
+        return isinstance(module, nn.Tanh if self.activation == "tanh" else nn.Sigmoid)
+
+    def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics over all layers."""
+        return {
+            "fraction": metrics[f"activations/{self.activation}/saturation/fraction"],
+            "always_saturated": sum(value == 1 for name, value in metrics.items() if self.is_of_unit(name)),
+        }
+
+
+class GradientFlowHook(TrackedAnalysis):
+    """Measure a running mean of the size of the gradient at each unit's output, since the last report.
+
+    Recipe: ``hookline.HookManager(["gradient_flow"], sinks=[...])``.
+
+    The mean starts at zero and is not corrected: after n passes it has 1 − betaⁿ of its height. Gradients of outputs
+    are as large as a GradScaler has made them. ``out_proj`` of an ``nn.MultiheadAttention``, which is never called, is
+    measured at the output of the attention as a whole.
+
+    Args:
+        beta: The share of the old mean that stays at each backward pass.
+        targets: Which layers, by name or glob, with commas; if left out, every linear layer and convolution.
+        exclude: Layers to leave out.
+        per_unit: Report every unit, which may be many; without, layers and sums alone.
+    """
+
+    name = "gradient_flow"
+    description = "size of the gradient that arrives at each unit of each layer"
+    reduce = MappingProxyType({"smallest": "min", "largest": "max", "*blocked_fraction": "min"})
+    kind = "backward"
+    feeder = GradientFeeder
+    of_units = "/unit_"
+    looks_for = "linear layers and convolutions"
+    # With n = √mean g² over the batch, G = beta·G + (1 − beta)·n, from zero.
+    metrics = (
+        ("mean", "over layers", "mean of a layer's mean G"),
+        ("smallest", "of the layer that gets least", "min of a layer's mean G", "near 0: it does not learn"),
+        ("largest", "of the layer that gets most", "max of a layer's mean G", "far over the mean: explodes"),
+        ("blocked_fraction", "units that get next to none beside the others, over layers",
+         "mean of a layer's share of G ≤ 1e-6·mean", "0 is healthy"),
+        ("{layer}/mean", "over the units of a layer", "mean G"),
+        ("{layer}/unit_{unit}", "of one unit, where it is not blocked", "G"),
+        ("{layer}/blocked_fraction", "units of a layer that get none", "share of G < 1e-8", "absolute: see above"),
+        ("{layer}/active_fraction", "the others", "1 less that", "1 is healthy"),
+    )  # fmt: skip
+
+    def __init__(
+        self, beta: float = 0.95, targets: str | None = None, exclude: str | None = None, per_unit: bool = True
+    ) -> None:
+        super().__init__(targets, exclude, per_unit)
+        self.tracker = GradientFlowState(beta)
+
+    def _layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        attentions = [module for _, module in clean_modules(model) if isinstance(module, nn.MultiheadAttention)]
+        # It multiplies with the weight of its out_proj itself; the gradient of its output is that of out_proj's.
+        callers: dict[int, nn.Module] = {id(attention.out_proj): attention for attention in attentions}
+        return [(name, callers.get(id(module), module)) for name, module in super()._layers(model)]
+
+    def is_wanted(self, module: nn.Module) -> bool:
+        """Return whether ``module`` multiplies with a matrix; an embedding does not."""
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and is_lazy(weight):  # which has no dimensions yet
+            return "Norm" not in type(module).__name__
+        is_matrix = isinstance(weight, nn.Parameter) and weight.dim() >= 2
+        return is_matrix and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
+
+    def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics over all layers."""
+        means = [value for name, value in metrics.items() if name.endswith("/mean")]
+        has_nan = any(map(math.isnan, means))
+        mean = mean_of([value for value in means if math.isfinite(value)] or [0.0])
+        shares = fetch((sizes <= _NEXT_TO_NONE * mean).float().mean() for sizes in self.tracker.counted().values())
+        return {
+            "mean": mean_of(means),
+            "smallest": math.nan if has_nan else min(means),
+            "largest": math.nan if has_nan else max(means),
+            "blocked_fraction": mean_of([share for (share,) in shares]),  # a NaN is not blocked
+        }
+
+
+class FisherInformationHook(TrackedAnalysis):
+    """Measure the diagonal of the empirical Fisher information, parameter by parameter, since the last report.
+
+    Recipe: ``hookline.HookManager(["fisher_information"], sinks=[...])``.
+
+    Each backward pass is one update with the gradient of that pass: of batches, not of single samples, so it is smaller
+    than the Fisher information proper by up to the size of the batch. The mean starts at zero and is not corrected:
+    after n backward passes it is too small, by the factor 1 − betaⁿ. Keeps one copy of the gradients. Each parameter
+    counts once: in the innermost layer that holds it, or in the first of the layers that share it.
+
+    Args:
+        beta: The share of the old mean that stays at each update.
+        targets: Which layers, by name or glob, with commas; if left out, every one with parameters of its own. Of a
+            layer that holds others, all parameters that are in none of the others chosen.
+        exclude: Layers to leave out.
+    """
+
+    name = "fisher_information"
+    description = "running mean of squared gradients, parameter by parameter"
+    reduce = MappingProxyType({"max": "max", "*/max": "max", "*dead*": "min"})
+    roots = ("fisher_info/",)
+    kind = "backward"
+    looks_for = "layers with parameters to train"
+    # With F = beta·F + (1 − beta)·g², from zero.
+    metrics = (
+        ("trace", "over all parameters", "Σ F", "how sharply the loss depends on the weights"),
+        ("max", "largest single entry", "max F"),
+        ("dead_count", "parameters with next to no gradient beside the others",
+         "count of m ≤ 1e-6·m̄; m: mean F of one parameter, m̄: mean of m over parameters", "0 is healthy"),
+        ("dead_fraction", "their share", "dead / parameters", "0 is healthy"),
+        ("fisher_info/{layer}/{param}/mean", "of one parameter", "mean F"),
+        ("fisher_info/{layer}/{param}/trace", "of one parameter", "Σ F"),
+        ("fisher_info/{layer}/{param}/max", "of one parameter", "max F"),
+        ("fisher_info/{layer}/{param}/dead", "whether it has next to no gradient", "1 if mean F < 1e-8, else 0",
+         "an absolute bound; that of dead_count is relative"),
+        ("fisher_info/{layer}/dead_count", "dead parameters of a layer that has some"),
+        ("fisher_info/{layer}/dead_fraction", "their share in the layer"),
+    )  # fmt: skip
+
+    def __init__(self, beta: float = 0.95, targets: str | None = None, exclude: str | None = None) -> None:
+        super().__init__(targets, exclude)
+        self.tracker = FisherInformationState(beta)
+        self._names: dict[str, frozenset[str]] = {}
+        """By layer, the names in it of the parameters that are counted there."""
+
+    def new_feeder(self, component: str) -> ParameterFeeder:
+        """Return a hook on the parameters of a layer."""
+        return ParameterFeeder(self.tracker, component, _TRAINING, self._names[component])
+
+    def _layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
+        layers = super()._layers(model)
+        self._names = _names_by_layer(layers)
+        return [(name, module) for name, module in layers if self._names[name or "model"]]
+
+    def is_wanted(self, module: nn.Module) -> bool:
+        """Return whether ``module`` has parameters to train of its own, apart from the layers in it."""
+        return any(p.requires_grad for p in module.parameters(recurse=False))
+
+    def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics over all parameters."""
+        means = [value for name, value in metrics.items() if name.endswith("/mean")]
+        # Without the infinite ones, beside which all others would be dead; NaN is not dead.
+        bound = _NEXT_TO_NONE * mean_of([value for value in means if math.isfinite(value)] or [0.0])
+        dead = sum(value <= bound for value in means)
+        return {
+            "trace": sum(value for name, value in metrics.items() if name.endswith("/trace")),
+            "max": max(value for name, value in metrics.items() if name.endswith("/max")),
+            "dead_count": dead,
+            "dead_fraction": dead / len(means),
+        }
+
+
+def _names_by_layer(layers: list[tuple[str, nn.Module]]) -> dict[str, frozenset[str]]:
+    """Return, by layer, the parameters that no layer further in has, by their names in it."""
+    taken: set[int] = set()
+    found: dict[str, frozenset[str]] = {}
+    for layer, module in sorted(layers, key=lambda each: len(each[0].split(".")) if each[0] else 0, reverse=True):
+        names = []
+        for path, owner, *_ in walk(module):
+            for key, parameter in owner._parameters.items():
+                if parameter is not None and id(parameter) not in taken:
+                    taken.add(id(parameter))
+                    names.append(f"{path}.{key}" if path else key)
+        name = layer or "model"
+        found[name] = found.get(name, frozenset()).union(names)  # a layer may be called "model"
+    return found
