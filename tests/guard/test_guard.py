@@ -14,8 +14,8 @@ from helpers_guard import Run, Stop, differing, guard_of, portrait, ruin
 from torch import nn
 
 from hookline.errors import GuardError, OptionError
-from hookline.guard import snapshot_part as part
-from hookline.guard import tensor_copies as copies
+from hookline.guard import snapshot
+from hookline.guard import tensors as copies
 from hookline.guard.guard import Guard, rollback
 from hookline.sites import _torch
 
@@ -282,6 +282,24 @@ def test_memory_is_used_again_and_let_go_of_with_the_guard(monkeypatch):
     assert [ref() for ref in refs] == [None, None, None]
 
 
+def test_memory_of_a_rollback_is_used_by_the_next_and_let_go_of_with_the_model(monkeypatch):
+    """Also where a larger one is needed in between; blocks in each other have memory of their own."""
+    model, made, original = nn.Linear(20, 20), [], copies._empty
+    monkeypatch.setattr(copies, "_empty", lambda *args, **kwargs: made.append(original(*args, **kwargs)) or made[-1])
+    for _ in range(3):
+        with rollback(model):
+            nn.init.zeros_(model.weight)
+    assert len(made) == 1
+    with rollback(model), rollback(model):
+        pass
+    assert len(made) == 2
+    refs = [weakref.ref(buffer) for buffer in made]
+    made.clear()
+    del model
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
 def test_a_release_keeps_no_gradient_batch_or_graph_alive():
     """What is remembered for the next save is of model and optimizer alone. Before the release they are alive."""
     run = Run()
@@ -311,12 +329,12 @@ def test_a_scaler_in_use_does_not_have_the_model_gone_through_again(monkeypatch)
     run = Run()
     guard = guard_of(run)
     walked = []
-    original = part.ContainerTree
+    original = snapshot.RunWalk
     for number in range(4):
         guard.save()
         if number == 0:
             monkeypatch.setattr(
-                part, "ContainerTree", lambda roots, known: walked.append(list(roots)) or original(roots, known)
+                snapshot, "RunWalk", lambda roots, known: walked.append(list(roots)) or original(roots, known)
             )
         guard.release()
         run.step()
