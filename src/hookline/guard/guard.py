@@ -126,7 +126,7 @@ class Guard:
     @property
     def devices(self) -> dict[torch.device, torch.device]:
         """For each device that holds something of the run, the device of its copies."""
-        return self._snapshot.devices
+        return self._snapshot.memory.devices
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -199,31 +199,23 @@ class Guard:
         bytewise = self._strict and receipt.scope != "trains"
         if not bytewise:
             self._snapshot.begin_restore()
-        look = self._snapshot.look(bytewise=bytewise)
-        changes = self._snapshot.changes(look)
+        looks = self._snapshot.look(bytewise=bytewise)
+        changes = self._snapshot.changes(looks)
         if receipt.scope == "grads":
             allowed = ("gradient", "other gradient") if self._copies_gradients else ("other gradient",)
             changes = [change for change in changes if change.kind not in allowed]
-        lost = self._snapshot.restore(look, own_stream=False)
+        lost = self._snapshot.restore(looks, own_stream=False)
         changes += [StateChange("switch", name) for name in switches.restore()]
         lost |= switches.lost
         if self._dataset is not None:
             lost |= dict.fromkeys(self._dataset.written(), "part of the data, which are not copied")
         forbidden = [change for change in changes if change.kind in _FORBIDDEN[receipt.scope]]
-        uncopied = self._without_copy(forbidden) if forbidden and self._saved_scope != "trains" else ()
-        missing = {*lost, *uncopied}
+        missing = {*lost, *(change.name for change in forbidden if not change.has_copy)}
         receipt.touched = tuple(dict.fromkeys(change.name for change in changes))
         receipt.restored = tuple(name for name in receipt.touched if name not in missing)
         if lost:
             raise GuardError(unrestored_message(f"Hook {receipt.hook!r}", lost))
         return forbidden
-
-    def _without_copy(self, forbidden: list[StateChange]) -> Iterator[str]:
-        """Yield the names of tensors that were written and not copied before."""
-        known = self._snapshot.names
-        for change in forbidden:
-            if change.kind == "gradient" or (change.kind != "other gradient" and change.name in known):
-                yield change.name
 
     @interrupts_deferred()
     def release(self) -> None:

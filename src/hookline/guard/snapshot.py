@@ -7,7 +7,7 @@ again at the next save, as long as they hold the same objects; the rest is small
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any, Final, NamedTuple, Self
 
@@ -84,35 +84,27 @@ class _Part(NamedTuple):
         walk = RunWalk(roots, known)
         return cls(walk, SavedTensors(walk.tensors, walk.kinds, walk.name, memory, group))
 
-    def look(self, *, bytewise: bool) -> _PartLook:
+    def look(self, *, bytewise: bool) -> _Look:
         """Return what is not as it was."""
-        return _PartLook(self.walk.changed(), self.tensors.look(bytewise=bytewise))
+        return _Look(self.walk.changed(), self.tensors.look(bytewise=bytewise))
 
-    def changes(self, look: _PartLook) -> list[StateChange]:
+    def changes(self, look: _Look) -> list[StateChange]:
         """Return the names of what was found other."""
-        found, kinds, name = look.tensors, self.tensors.kinds, self.walk.name
-        written = set(found.written)
-        for index in found.written:  # batch normalization writes its averages without a counter, beside this number
-            written.update(self.walk.neighbours(index, "num_batches_tracked"))
-        changes = self.walk.changes(look.containers) + [StateChange(kinds[i], name(i)) for i in sorted(written)]
-        return changes + [StateChange("structure", f"{name(index)}.requires_grad") for index in sorted(found.flags)]
+        tensors, found = self.tensors, look.tensors
+        # Batch normalization writes its averages without a counter, and beside them this number with one.
+        written = found.written | (self.walk.beside(found.written, "num_batches_tracked") if found.written else set())
+        changes = self.walk.changes(look.containers)
+        for index in sorted(written):
+            kind = tensors.kinds[index]
+            changes.append(StateChange(kind, tensors.name(index), has_copy=kind in tensors.copied))
+        return changes + [StateChange("structure", f"{tensors.name(i)}.requires_grad") for i in sorted(found.flags)]
 
 
-class _PartLook(NamedTuple):
+class _Look(NamedTuple):
     """What was found other in a part."""
 
     containers: list[Any]
     tensors: TensorLook
-
-
-class _Look(NamedTuple):
-    """What was found other in a run."""
-
-    main: _PartLook
-    rest: _PartLook
-    gradients: TensorLook
-    other_gradients: list[int]
-    """The numbers of the owners that have another gradient, or none."""
 
 
 class Snapshot:
@@ -122,11 +114,11 @@ class Snapshot:
         self.roots, self.memory = roots, CopyMemory(where)
         self._main: _Part | None = None
         """Of model and optimizer; kept from one save to the next."""
-        self._rest: _Part | None = None
-        self._gradients: SavedTensors | None = None
+        self._saved: list[_Part] = []
+        """That, the part of all other objects, and the gradients; nothing if nothing is saved."""
         self._owners: list[Tensor] = []
-        """The tensors that can have a gradient: leaves, but for those of the optimizer."""
-        self._owner_indices: list[int] = []
+        """The tensors that can have a gradient."""
+        self._owner_names: Callable[[int], str] = str
         self._grads: list[Tensor | None] = []
         """The gradient of each of them, the tensor itself."""
         self._random: RandomStates | None = None
@@ -134,26 +126,15 @@ class Snapshot:
         """The order number of hooks when it was taken, and when it last looked for hooks attached since."""
 
     @property
-    def _parts(self) -> tuple[_Part, _Part]:
-        if self._main is None or self._rest is None:
+    def _parts(self) -> list[_Part]:
+        if not self._saved:
             raise GuardError("Nothing is saved that could be put back. Next: call save() first.")
-        return self._main, self._rest
-
-    @property
-    def _tables(self) -> tuple[SavedTensors, SavedTensors, SavedTensors]:
-        (main, rest), gradients = self._parts, self._gradients
-        assert gradients is not None
-        return main.tensors, rest.tensors, gradients
-
-    @property
-    def names(self) -> set[str]:
-        """The names of all tensors without the gradients."""
-        return {part.walk.name(index) for part in self._parts for index in range(len(part.walk.tensors))}
+        return self._saved
 
     @property
     def nbytes(self) -> int:
         """How many bytes were copied."""
-        return sum(table.nbytes for table in self._tables)
+        return sum(part.tensors.nbytes for part in self._saved)
 
     @property
     def _model(self) -> nn.Module:
@@ -166,53 +147,48 @@ class Snapshot:
         """Whether gradients may be views of memory that a backward pass writes, though it finds none on a parameter."""
         return any(getattr(module, "gradient_as_bucket_view", False) for module in self._model.modules())
 
-    @property
-    def devices(self) -> dict[torch.device, torch.device]:
-        """For each device that holds something of the run, the device of its copies."""
-        return self.memory.devices
-
     # -- saving --------------------------------------------------------------------------------------------------
 
     @interrupts_deferred()
     def take(self, which: str = "all", *, gradients: bool = True, random: bool = True, batch: Any = None) -> None:
         """Save; copy the tensors that ``which`` names, the ``gradients``, ``random`` streams, and all of ``batch``."""
-        main, copied = self._main, _COPIED[which]
-        self._main = self._rest = None
+        main, copied, self._main, self._saved = self._main, _COPIED[which], None, []
         with torch.inference_mode(False), torch.no_grad():  # what is made in there could not be written elsewhere
             begun = main is not None and main.tensors.begin(copied)  # a GPU goes on
             if main is None or not main.walk.refresh() or not main.tensors.is_in_place():
                 main, begun = _Part.of("main", {name: self.roots.get(name) for name in _KEPT}, self.memory), False
             main.tensors.take(copied, begun=begun)
-            self._take_gradients(main, copied=gradients)
+            grads = self._find_gradients(main)
+            grads.tensors.take(_GRADIENTS if gradients else frozenset())
             roots = {name: root for name, root in self.roots.items() if name not in _KEPT}
             rest = _Part.of("rest", {**roots, BATCH: batch}, self.memory, main.walk.seen)
             rest.tensors.take(copied)
         self._random = RandomStates(main.walk.generators + rest.walk.generators) if random else None
         self._order = self._checked_order = next_order()
-        self._main, self._rest = main, rest
+        self._main, self._saved = main, [main, rest, grads]
 
-    def _take_gradients(self, main: _Part, *, copied: bool) -> None:
-        walk, owners = main.walk, main.tensors.leaves()
-        self._owners, self._owner_indices = [walk.tensors[index] for index in owners], owners
+    def _find_gradients(self, main: _Part) -> _Part:
+        """Note which tensors have which gradient, and return those that are no tensors of the run otherwise."""
+        owners, name = main.tensors.leaves(), main.walk.name
+        self._owners = [main.walk.tensors[index] for index in owners]
+        self._owner_names = lambda number: name(owners[number])
         self._grads = list(map(_grad, self._owners))
-        found = dict[int, tuple[Tensor, int]]()
-        for grad, index in zip(self._grads, owners, strict=True):
-            if grad is not None and id(grad) not in walk.seen:
-                found.setdefault(id(grad), (grad, index))
-        grads, indices = [grad for grad, _ in found.values()], [index for _, index in found.values()]
+        numbers: dict[int, int] = {}
+        for number, grad in enumerate(self._grads):
+            if grad is not None and id(grad) not in main.walk.seen:
+                numbers.setdefault(id(grad), number)
+        first = list(numbers.values())
+        grads: list[Any] = [self._grads[number] for number in first]
 
-        def name(number: int) -> str:
-            return f"{walk.name(indices[number])}.grad"
+        def name_of(index: int) -> str:
+            return f"{self._owner_names(first[index])}.grad"
 
-        self._gradients = SavedTensors(grads, ["gradient"] * len(grads), name, self.memory, "gradients")
-        self._gradients.take(_GRADIENTS if copied else frozenset())
+        return _Part(RunWalk({}), SavedTensors(grads, ["gradient"] * len(grads), name_of, self.memory, "gradients"))
 
     @property
     def gradients(self) -> dict[str, Tensor]:
         """The gradients as they were, by the name of the parameter; the tensors themselves."""
-        walk = self._parts[0].walk
-        pairs = zip(self._owner_indices, self._grads, strict=True)
-        return {walk.name(index): grad for index, grad in pairs if grad is not None}
+        return {self._owner_names(number): grad for number, grad in enumerate(self._grads) if grad is not None}
 
     def park_gradients(self) -> None:
         """Take the gradients off the tensors; they come back at `restore`."""
@@ -223,8 +199,7 @@ class Snapshot:
     @interrupts_deferred()
     def forget(self) -> None:
         """Let go of what was saved; keep the memory, and what is known about a run that has not changed since."""
-        self._rest = self._gradients = self._random = None
-        self._owners, self._grads = [], []
+        self._saved, self._owners, self._grads, self._random = [], [], [], None
         if self._main is not None:
             self._main.tensors.forget()
             self._main = None if self._main.tensors.has_graphs else self._main
@@ -233,22 +208,19 @@ class Snapshot:
 
     def begin_restore(self) -> None:
         """Start copying back: nothing else depends on the numbers, and a GPU copies while the rest is done."""
-        for table in self._tables:
-            table.begin_restore()
+        for part in self._parts:
+            part.tensors.begin_restore()
 
-    def look(self, *, bytewise: bool = False) -> _Look:
-        """Return what is not as it was; ``bytewise``: also numbers that were written behind autograd's back."""
-        (main, rest), (_, _, gradients) = self._parts, self._tables
-        looks = main.look(bytewise=bytewise), rest.look(bytewise=bytewise)
-        return _Look(*looks, gradients.look(bytewise=bytewise), self._owners_of_other_grads())
+    def look(self, *, bytewise: bool = False) -> list[_Look]:
+        """Return what is not as it was in each part; ``bytewise``: also what was written behind autograd's back."""
+        return [part.look(bytewise=bytewise) for part in self._parts]
 
-    def changes(self, look: _Look, *, random: bool = True) -> list[StateChange]:
-        """Return what a ``look`` has found other, and the ``random`` streams that have moved, by name."""
-        (main, rest), (_, _, gradients) = self._parts, self._tables
-        changes = main.changes(look.main) + rest.changes(look.rest)
-        changes += [StateChange("gradient", gradients.name(index)) for index in sorted(look.gradients.written)]
-        others = [self._owner_indices[number] for number in look.other_gradients]
-        changes += [StateChange("other gradient", f"{main.walk.name(index)}.grad") for index in others]
+    def changes(self, looks: Sequence[_Look], *, random: bool = True) -> list[StateChange]:
+        """Return what was found other, and the gradients and ``random`` streams that are, by name."""
+        pairs = zip(self._parts, looks, strict=True)
+        changes = [change for part, look in pairs for change in part.changes(look)]
+        others = self._owners_of_other_grads()
+        changes += [StateChange("other gradient", f"{self._owner_names(number)}.grad") for number in others]
         if random and self._random is not None:
             changes += [StateChange("random", name) for name in self._random.changed()]
         return list(dict.fromkeys(changes))
@@ -262,7 +234,7 @@ class Snapshot:
 
     def restore(
         self,
-        look: _Look | None = None,
+        looks: Sequence[_Look] | None = None,
         *,
         gradients: bool = True,
         hooks: bool = True,
@@ -272,7 +244,7 @@ class Snapshot:
         """Put everything back, any number of times; return by name what could not be, and why.
 
         Args:
-            look: What a look at this very moment has found other.
+            looks: What `look` has found at this very moment.
             gradients: Put the gradients back too.
             hooks: Take off the hooks of hookline that were attached since. That cannot be undone, so do not where the
                 run goes back only for a while.
@@ -283,41 +255,34 @@ class Snapshot:
         hooked = hooks and self._has_new_hooks()
         if hooked:
             self._remove_new_hooks()  # while modules that were put in are found
-        look = self.look() if look is None or hooked else look
+        looks = self.look() if looks is None or hooked else looks
         with torch.inference_mode(False), torch.no_grad():
-            lost = self._restore_tensors(look, gradients=gradients, hooked=hooked)
-            if gradients:
-                for number in self._owners_of_other_grads():
-                    self._owners[number].grad = self._grads[number]
-            for table in self._tables[: 3 if gradients else 2]:
-                (table.restore_versions if versions else table.advance_versions)()
+            pairs = list(zip(self._parts, looks, strict=True))[: None if gradients else -1]
+            lost = self._restore_parts(pairs, hooked=hooked)
+            for number in self._owners_of_other_grads() if gradients else ():
+                self._owners[number].grad = self._grads[number]
+            for part, _ in pairs:
+                (part.tensors.restore_versions if versions else part.tensors.advance_versions)()
         if self._random is not None:
             self._random.restore(own=own_stream)
         torch.clear_autocast_cache()  # it holds casts of numbers that may be others now
-        for part in self._parts:
-            lost |= dict.fromkeys(part.walk.lost, "an array that has less memory than it had")
         return lost
 
-    def _restore_tensors(self, look: _Look, *, gradients: bool, hooked: bool) -> dict[str, str]:
+    def _restore_parts(self, pairs: Sequence[tuple[_Part, _Look]], *, hooked: bool) -> dict[str, str]:
         """Put back tensors, and the containers they are in; return by name what could not be, and why."""
-        suspects = [look.main.tensors.suspects, look.rest.tensors.suspects, look.gradients.suspects]
-        pairs = list(zip(self._tables, suspects, strict=True))[: 3 if gradients else 2]
-        lost: dict[str, str] = {}
-        if any(suspects):
-            tables = [table for table, _ in pairs]
-            unlike = restore_internals(tables)
-            lost |= {tables[place].name(index): reason for (place, index), reason in unlike.items()}
-        for table, others in pairs:
-            table.restore_attributes(others)
-            lost |= _named(table, table.restore_memory(others))
-        for part, found in zip(self._parts, (look.main, look.rest), strict=True):
-            part.walk.restore(found.containers)
+        tables = [(part.tensors, look.tensors.suspects) for part, look in pairs]
+        lost = restore_internals([table for table, _ in tables]) if any(suspects for _, suspects in tables) else {}
+        for table, suspects in tables:
+            table.restore_attributes(suspects)
+            lost |= table.restore_memory(suspects)
+        for part, look in pairs:
+            lost |= part.walk.restore(look.containers)
         if hooked:
             self._remove_new_hooks()  # those on modules that were taken out, too: they are back only now
-        for table, others in pairs:
-            lost |= _named(table, table.restore_flags(others))
-        for table, others in pairs:
-            lost |= _named(table, repair_accumulators(table, others, self._model))
+        for table, suspects in tables:
+            lost |= table.restore_flags(suspects)
+        for table, suspects in tables:
+            lost |= repair_accumulators(table, suspects, self._model)
         return lost
 
     def restore_or_raise(self, who: str, *, gradients: bool, versions: bool = True) -> None:
@@ -339,10 +304,6 @@ class Snapshot:
                 for handle in attached(where):
                     if handle._attachment.order > self._order:
                         handle.remove(quiet=True)
-
-
-def _named(table: SavedTensors, reasons: Mapping[int, str]) -> dict[str, str]:
-    return {table.name(index): reason for index, reason in reasons.items()}
 
 
 class PreEpochState:

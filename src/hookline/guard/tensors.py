@@ -63,33 +63,35 @@ class CopyMemory:
 
     def __init__(self, where: Where = "auto") -> None:
         self.where = where
-        self._buffers: dict[tuple[str, torch.device], Tensor] = {}
+        self._buffers: dict[Any, Tensor] = {}
 
     @property
     def devices(self) -> dict[torch.device, torch.device]:
         """For each device that has something to copy, the device of the copies."""
-        return {device: buffer.device for (_, device), buffer in self._buffers.items()}
+        return {device: buffer.device for (device, _), buffer in self._buffers.items()}
 
-    def adopt(self, buffers: dict[tuple[str, torch.device], Tensor]) -> None:
+    def adopt(self, buffers: dict[Any, Tensor]) -> None:
         """Use these buffers."""
         self._buffers |= buffers
 
-    def on_host(self) -> dict[tuple[str, torch.device], Tensor]:
+    def on_host(self) -> dict[Any, Tensor]:
         """Return the buffers for copies of what is on the host."""
-        return {key: buffer for key, buffer in self._buffers.items() if key[1].type == "cpu"}
+        return {key: buffer for key, buffer in self._buffers.items() if key[0].type == "cpu"}
 
-    def pieces_like(self, pieces: Sequence[Tensor], group: str) -> list[Tensor]:
-        """Return memory for copies of ``pieces``, which lie on one device, as tensors of the same types and shapes."""
+    def pieces_like(self, pieces: Sequence[Tensor], group: object) -> list[Tensor]:
+        """Return memory for copies of ``pieces``, of one device and type, as tensors of the same shapes."""
         device, sizes = pieces[0].device, [piece.nbytes for piece in pieces]
         padding = [-size % _ALIGNED for size in sizes]
         nbytes = sum(sizes) + sum(padding)
-        buffer = self._buffers.get((group, device))
+        buffer = self._buffers.get((device, group))
         if buffer is None or buffer.numel() < nbytes:
-            self._buffers.pop((group, device), None)
+            self._buffers.pop((device, group), None)
             buffer = None  # free it before a larger one is made
-            buffer = self._buffers[group, device] = self._allocate(device, nbytes)
-        parts = buffer[:nbytes].split_with_sizes([n for pair in zip(sizes, padding, strict=True) for n in pair])[::2]
-        return [part.view(piece.dtype).view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
+            buffer = self._buffers[device, group] = self._allocate(device, nbytes)
+        width = pieces[0].itemsize
+        lengths = [n // width for pair in zip(sizes, padding, strict=True) for n in pair]
+        parts = buffer[:nbytes].view(pieces[0].dtype).split_with_sizes(lengths)[::2]
+        return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
 
     def _allocate(self, device: torch.device, nbytes: int) -> Tensor:
         on_cpu = device.type == "cpu"
@@ -130,63 +132,70 @@ class MemoryCopies:
     """A copy of the memory of some tensors: of every storage one piece, however many tensors share it."""
 
     def __init__(self, aliases: dict[int, Tensor], memory: CopyMemory, group: str) -> None:
-        found: dict[tuple[torch.device, int], list[int]] = defaultdict(list)
+        members: dict[tuple[torch.device, int], list[int]] = defaultdict(list)
         for index, alias in aliases.items():
             if alias.numel():
-                found[alias.device, alias.untyped_storage().data_ptr()].append(index)
-        self._members = list(found.values())
-        """For each piece the indices of the tensors that lie in it."""
-        self._pieces = [_piece_of([aliases[index] for index in members]) for members in self._members]
-        self.nbytes = sum(piece.nbytes for piece in self._pieces)
-        by_device: dict[torch.device, list[int]] = defaultdict(list)
-        for number, piece in enumerate(self._pieces):
-            by_device[piece.device].append(number)
-        copies: dict[int, Tensor] = {}
-        for numbers in by_device.values():
-            made = memory.pieces_like([self._pieces[number] for number in numbers], group)
-            copies |= zip(numbers, made, strict=True)
-        self._copies = [copies[number] for number in range(len(self._pieces))]
-        self._large = [pair for pair in zip(self._pieces, self._copies, strict=True) if _is_large(pair[0])]
-        small = defaultdict[Any, tuple[list[Tensor], list[Tensor]]](lambda: ([], []))
-        for piece, copy in zip(self._pieces, self._copies, strict=True):
-            if not _is_large(piece):
-                pieces, kept = small[piece.device, piece.dtype]
-                pieces.append(piece)
-                kept.append(copy)
-        self._small = list(small.values())
+                members[alias.device, alias.untyped_storage().data_ptr()].append(index)
+        lists: dict[tuple[Any, ...], _PieceList] = {}
+        for indices in members.values():
+            piece = _piece_of([aliases[index] for index in indices])
+            large = piece.nbytes >= _LARGE and piece.device.type != "cpu"
+            found = lists.setdefault((not large, piece.device, piece.dtype), _PieceList(large, [], [], []))
+            found.pieces.append(piece)
+            found.members.append(indices)
+        self._lists = [lists[key] for key in sorted(lists, key=str)]  # large ones first
+        for number, found in enumerate(self._lists):
+            found.copies.extend(memory.pieces_like(found.pieces, (group, number)))
+        self.nbytes = sum(piece.nbytes for found in self._lists for piece in found.pieces)
 
     def save(self) -> None:
         """Copy from the tensors, without waiting: later work on the device comes after the copy."""
-        for live, copy in self._large:
-            copy.copy_(live, non_blocking=True)
-        for pieces, copies in self._small:
-            _torch.copy_all(copies, pieces, non_blocking=True)
+        for found in self._lists:
+            _copy(found.copies, found.pieces, each=found.is_large)
 
     def restore(self) -> None:
         """Copy into the memory that the tensors had; autograd does not notice."""
-        for live, copy in self._large:
-            live.copy_(copy, non_blocking=True)
-        for pieces, copies in self._small:
-            _torch.copy_all(pieces, copies, non_blocking=True)
+        for found in self._lists:
+            _copy(found.pieces, found.copies, each=found.is_large)
 
     def move(self, old: torch.UntypedStorage, new: torch.UntypedStorage) -> None:
         """Use the storage ``new`` for what lay in ``old``."""
-        for piece in self._pieces:
-            _move(piece, old, new)
+        for found in self._lists:
+            for piece in found.pieces:
+                _move(piece, old, new)
 
     def differing(self) -> set[int]:
         """Return the indices of the tensors in whose memory a byte is not as it was; reads everything."""
-        each = zip(self._members, self._pieces, self._copies, strict=True)
         return {
             index
-            for members, piece, copy in each
-            if not torch.equal(piece.flatten().view(torch.uint8), copy.to(piece.device).flatten().view(torch.uint8))
-            for index in members
+            for found in self._lists
+            for piece, copy, indices in zip(found.pieces, found.copies, found.members, strict=True)
+            if not torch.equal(_bytes_of(piece), _bytes_of(copy.to(piece.device)))
+            for index in indices
         }
 
 
-def _is_large(piece: Tensor) -> bool:
-    return piece.nbytes >= _LARGE and piece.device.type != "cpu"
+class _PieceList(NamedTuple):
+    """Pieces of memory on one device, of one type, and their copies."""
+
+    is_large: bool
+    pieces: list[Tensor]
+    copies: list[Tensor]
+    members: list[list[int]]
+    """The indices of the tensors that lie in each."""
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor], *, each: bool) -> None:
+    """Copy all of a list at once, or ``each`` by itself."""
+    if not each:
+        _torch.copy_all(targets, sources, non_blocking=True)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.flatten().view(torch.uint8)
 
 
 def _move(tensor: Tensor, old: torch.UntypedStorage, new: torch.UntypedStorage) -> None:
@@ -210,7 +219,8 @@ def _piece_of(aliases: list[Tensor]) -> Tensor:
 
 def _is_whole(alias: Tensor) -> bool:
     """Return whether a tensor is all of its storage, and can be written as it is."""
-    return alias.is_contiguous() and not alias.is_inference() and alias.nbytes == alias.untyped_storage().nbytes()
+    is_plain = alias.is_contiguous() and not alias.is_inference() and not alias.is_conj()
+    return is_plain and alias.nbytes == alias.untyped_storage().nbytes()
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -435,9 +445,9 @@ class SavedTensors:
             self._is_copied_back = True
             self._copies[self.copied].restore()
 
-    def restore_memory(self, suspects: Collection[int]) -> dict[int, str]:
-        """Put back memory, layout and numbers; return the indices of tensors that had to be given other memory."""
-        replaced: dict[int, str] = {}
+    def restore_memory(self, suspects: Collection[int]) -> dict[str, str]:
+        """Put back memory, layout and numbers; return the names of tensors that had to be given other memory."""
+        replaced: dict[str, str] = {}
         moved = self._moved() if suspects else []
         for number in moved:
             storage, nbytes = self._storages[number], self._sizes[number]
@@ -457,8 +467,8 @@ class SavedTensors:
             self._live[index].copy_(numbers)
         return replaced
 
-    def _replace_storage(self, storage: torch.UntypedStorage, nbytes: int) -> list[int]:
-        """Move all tensors of a storage into a new one of ``nbytes``; tensors not known here stay in the old one."""
+    def _replace_storage(self, storage: torch.UntypedStorage, nbytes: int) -> list[str]:
+        """Move all tensors of a storage into a new one of ``nbytes``, and return their names; others stay there."""
         fresh = torch.empty(nbytes, dtype=torch.uint8, device=storage.device).untyped_storage()
         numbers = [number for number, held in enumerate(self._storages) if held._cdata == storage._cdata]
         for copies in self._copies.values():
@@ -467,16 +477,16 @@ class SavedTensors:
             self._storages[number] = fresh
             _move(self._aliases[number], storage, fresh)
             self._strided[number].data = self._aliases[number]
-        return [self._dense[number] for number in numbers]
+        return [self.name(self._dense[number]) for number in numbers]
 
-    def restore_flags(self, suspects: Collection[int]) -> dict[int, str]:
-        """Put back flags and hooks; return the indices of tensors that have a graph and cannot be detached."""
+    def restore_flags(self, suspects: Collection[int]) -> dict[str, str]:
+        """Put back flags and hooks; return the names of tensors that have a graph and cannot be detached."""
         numbers = {index: number for number, index in enumerate(self._with_attributes)} if suspects else {}
         flags = self._flags.by_tensor() if suspects else []
         stuck = {}
         for index in suspects:
             if not self._restore_flags(index, *flags[index]):
-                stuck[index] = WRITTEN_WITH_GRAPH
+                stuck[self.name(index)] = WRITTEN_WITH_GRAPH
             if index in numbers:
                 self._restore_hooks(numbers[index])
         return stuck
@@ -561,15 +571,15 @@ def _detach(tensor: Tensor) -> bool:
 # -- internals -----------------------------------------------------------------------------------------------------
 
 
-def restore_internals(tables: Sequence[SavedTensors]) -> dict[tuple[int, int], str]:
+def restore_internals(tables: Sequence[SavedTensors]) -> dict[str, str]:
     """Give tensors the C++ objects again that ``swap_tensors`` has exchanged.
 
-    Return the tables and indices of those whose own are gone though something refers to them, and why.
+    Return the names of those whose own are gone though something refers to them, and why.
     """
-    lost: dict[tuple[int, int], str] = {}
+    lost: dict[str, str] = {}
     holders = {_torch.identity_of(tensor): tensor for table in tables for tensor in table.tensors}
     holders |= {table.identities[index]: node.variable for table in tables for index, node in table.nodes.items()}
-    for place, table in enumerate(tables):
+    for table in tables:
         for index in _different(list(map(_torch.identity_of, table.tensors)), table.identities):
             tensor, own = table.tensors[index], table.identities[index]
             now, holder = _torch.identity_of(tensor), holders.get(own)
@@ -582,7 +592,7 @@ def restore_internals(tables: Sequence[SavedTensors]) -> dict[tuple[int, int], s
             _torch.swap_insides(tensor, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
             table.identities[index] = _torch.identity_of(tensor)
             if index in table.used:
-                lost[place, index] = "swap_tensors() gave its insides, which something refers to, away"
+                lost[table.name(index)] = "swap_tensors() gave its insides, which something refers to, away"
     return lost
 
 
@@ -595,8 +605,8 @@ def _try_swap(tensor: Tensor, holder: Tensor) -> bool:
     return True
 
 
-def repair_accumulators(table: SavedTensors, suspects: Collection[int], model: nn.Module) -> dict[int, str]:
-    """Give old and new graphs the right nodes; return the indices of parameters for which that fails, and why.
+def repair_accumulators(table: SavedTensors, suspects: Collection[int], model: nn.Module) -> dict[str, str]:
+    """Give old and new graphs the right nodes; return the names of parameters for which that fails, and why.
 
     ``swap_tensors`` forbids backward passes into both tensors; assigning ``.data`` of another shape leaves a node
     behind that expects gradients of that shape for as long as a graph keeps it. Neither shows in numbers or addresses.
@@ -609,7 +619,7 @@ def repair_accumulators(table: SavedTensors, suspects: Collection[int], model: n
     if not table.nodes or not any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         return {}
     nodes = table.nodes.items()
-    unhooked = [index for index, node in nodes if _torch.accumulator_of(table.tensors[index]) is not node]
+    unhooked = [table.name(index) for index, node in nodes if _torch.accumulator_of(table.tensors[index]) is not node]
     return dict.fromkeys(unhooked, "DistributedDataParallel would not see its gradients any more")
 
 

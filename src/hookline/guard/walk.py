@@ -61,6 +61,8 @@ class StateChange(NamedTuple):
     """"parameter", "gradient" (written), "other gradient" (another object, or none, in its place), "state" (of the
     optimizer or scheduler), "buffer", "batch", "structure", "random", "switch"."""
     name: str
+    has_copy: bool = True
+    """Whether it can be put back; not if it is a tensor that was not copied."""
 
 
 class _Container(NamedTuple):
@@ -112,8 +114,6 @@ class RunWalk:
         self.seen: set[int] = set()
         """The ids of what was met."""
         self._known = known
-        self.lost: list[str] = []
-        """The names of arrays that the latest `restore` could not put back."""
         self._places: list[_Place] = []
         self._containers: list[_Container] = []
         self._empty: list[Any] = []
@@ -260,8 +260,11 @@ class RunWalk:
             changes += [StateChange(kind, self._path(place)) for place in _changed_items(container)]
         return changes + [StateChange("structure", self._path(entry[2])) for entry in self._changed_arrays()]
 
-    def restore(self, changed: Iterable[_Container]) -> None:
-        """Put back the items of ``changed`` containers, the classes of objects, and the numbers of NumPy arrays."""
+    def restore(self, changed: Iterable[_Container]) -> dict[str, str]:
+        """Put back the items of ``changed`` containers, the classes of objects, and the numbers of NumPy arrays.
+
+        Return the names of arrays that could not be put back, and why.
+        """
         if list(map(type, self._objects)) != self._classes:
             for value, cls in zip(self._objects, self._classes, strict=True):
                 if type(value) is not cls:
@@ -274,7 +277,8 @@ class RunWalk:
             for name, before in slots.items():
                 if getattr(value, name, None) is not before:
                     object.__setattr__(value, name, before)
-        self.lost = [self._path(place) for array, numbers, place in self._changed_arrays() if not _fill(array, numbers)]
+        lost = [self._path(place) for array, numbers, place in self._changed_arrays() if not _fill(array, numbers)]
+        return dict.fromkeys(lost, "an array that has less memory than it had")
 
     def _changed_arrays(self) -> list[tuple[Any, Any, _Place]]:
         return [entry for entry in self._arrays if not _is_same_array(entry[0], entry[1])]
@@ -285,10 +289,11 @@ class RunWalk:
         """Return the name of a tensor: ``model.0.weight``."""
         return self._path(self._places[index])
 
-    def neighbours(self, index: int, key: str) -> list[int]:
-        """Return the indices of all tensors that lie in one container with a tensor, if it is under ``key`` there."""
-        above, own = self._places[index]
-        return [number for number, place in enumerate(self._places) if place[0] is above] if own == key else []
+    def beside(self, indices: Container[int], key: str) -> set[int]:
+        """Return the indices of all tensors that lie in one container with one of ``indices`` that has this ``key``."""
+        places = list(enumerate(self._places))
+        containers = {id(above) for index, (above, own) in places if own == key and index in indices}
+        return {index for index, (above, _) in places if id(above) in containers}
 
     def _path(self, place: _Place) -> str:
         above, key = place
