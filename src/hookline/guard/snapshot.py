@@ -199,7 +199,7 @@ class Snapshot:
     @interrupts_deferred()
     def forget(self) -> None:
         """Let go of what was saved; keep the memory, and what is known about a run that has not changed since."""
-        self._saved, self._owners, self._grads, self._random = [], [], [], None
+        self._saved, self._owners, self._owner_names, self._grads, self._random = [], [], str, [], None
         if self._main is not None:
             self._main.tensors.forget()
             self._main = None if self._main.tensors.has_graphs else self._main

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 from operator import is_, methodcaller
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -70,7 +70,6 @@ class _Container(NamedTuple):
 
     held: Any
     place: _Place
-    root: str
     keys: tuple[Any, ...] | None
     """Those of a dictionary."""
     values: tuple[Any, ...]
@@ -118,7 +117,6 @@ class RunWalk:
         self._containers: list[_Container] = []
         self._empty: list[Any] = []
         """Containers with nothing in them: most of a model are hook tables."""
-        self._empty_places: list[tuple[_Place, Any, str]] = []
         self._objects: list[Any] = []
         self._own_classes: list[tuple[type, dict[str, Any]]] = []
         """Classes that were made for one object alone, and their attributes."""
@@ -159,16 +157,16 @@ class RunWalk:
 
     def _add_container(self, held: Any, place: _Place, below: list[tuple[Any, int, _Place]]) -> None:
         keys, values = (tuple(held), tuple(held.values())) if isinstance(held, dict) else (None, tuple(held))
-        if not isinstance(held, tuple):
-            self._containers.append(_Container(held, place, self._root, keys, values))
+        is_tuple = isinstance(held, tuple)
+        if not is_tuple:
+            self._containers.append(_Container(held, place, keys, values))
         is_batch, is_loader = self._root == BATCH, self._root.startswith("loader")
         for key, value in zip(range(len(values)) if keys is None else keys, values, strict=True):
             category = _CATEGORIES.get(type(value))
             if category is None:
                 category = _category(value)
-            if category == _CONTAINER and not value:
+            if category == _CONTAINER and not value and not is_tuple:
                 self._empty.append(value)
-                self._empty_places.append((place, key, self._root))
             elif not category and not (is_batch and _is_record(value)):
                 continue
             elif not (is_loader and isinstance(key, str) and key in _DATA):
@@ -179,13 +177,15 @@ class RunWalk:
             return
         self.tensors.append(tensor)
         self._places.append(place)
-        above = place[0]
-        if isinstance(tensor, nn.Parameter) or (above is not None and above[1] == "params"):
+        is_parameter = type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)  # which takes 1 µs to ask
+        if is_parameter and tensor.__dict__:
+            below.append((tensor.__dict__, _CONTAINER, place))
+        elif is_parameter:
+            self._empty.append(tensor.__dict__)
+        if is_parameter or (place[0] is not None and _is_key(place[0][1], "params")):
             self.kinds.append("parameter")
         else:
             self.kinds.append({"optimizer": "state", BATCH: "batch"}.get(self._root, "buffer"))
-        if isinstance(tensor, nn.Parameter):
-            below.append((tensor.__dict__, _CONTAINER, place))
 
     def _add_object(self, value: Any, place: _Place, below: list[tuple[Any, int, _Place]]) -> None:
         if isinstance(value, torch.jit.ScriptModule):
@@ -234,10 +234,19 @@ class RunWalk:
             ):
                 return []
         return [one for one in self._containers if not one.is_same()] + [
-            _Container(held, (above, key), root, () if isinstance(held, dict) else None, ())
-            for held, (above, key, root) in zip(self._empty, self._empty_places, strict=True)
+            _Container(held, self._place_of(held), () if isinstance(held, dict) else None, ())
+            for held in self._empty
             if held
         ]
+
+    def _place_of(self, held: Any) -> _Place:
+        """Return the place of a container that had nothing in it."""
+        for one in self._containers:
+            for key, value in zip(count() if one.keys is None else one.keys, one.values, strict=False):
+                if value is held:
+                    return one.place, key
+        parameters = zip(self.tensors, self._places, strict=True)
+        return next((place for tensor, place in parameters if getattr(tensor, "__dict__", None) is held), (None, "run"))
 
     def refresh(self) -> bool:
         """Note plain values (a learning rate) and arrays anew; return False if anything else has changed."""
@@ -255,8 +264,8 @@ class RunWalk:
         """Return what is not as it was in ``changed`` containers and in arrays, by name."""
         changes = []
         for container in changed:
-            is_state = container.root in ("optimizer", "scheduler")
-            kind = "state" if is_state else "parameter" if container.place[1] == "_parameters" else "structure"
+            is_state = _root_of(container.place) in ("optimizer", "scheduler")
+            kind = "state" if is_state else "parameter" if _is_key(container.place[1], "_parameters") else "structure"
             changes += [StateChange(kind, self._path(place)) for place in _changed_items(container)]
         return changes + [StateChange("structure", self._path(entry[2])) for entry in self._changed_arrays()]
 
@@ -292,7 +301,7 @@ class RunWalk:
     def beside(self, indices: Container[int], key: str) -> set[int]:
         """Return the indices of all tensors that lie in one container with one of ``indices`` that has this ``key``."""
         places = list(enumerate(self._places))
-        containers = {id(above) for index, (above, own) in places if own == key and index in indices}
+        containers = {id(above) for index, (above, own) in places if _is_key(own, key) and index in indices}
         return {index for index, (above, _) in places if id(above) in containers}
 
     def _path(self, place: _Place) -> str:
@@ -313,6 +322,17 @@ def _category(value: Any) -> int:
     if category is None:
         category = _CATEGORIES[cls] = next((category for types, category in _TYPES if issubclass(cls, types)), _ATOM)
     return category
+
+
+def _root_of(place: _Place) -> str:
+    while place[0] is not None:
+        place = place[0]
+    return str(place[1])
+
+
+def _is_key(key: Any, name: str) -> bool:
+    """Return whether a key is this name; one may be a tensor, which compares numbers."""
+    return isinstance(key, str) and key == name
 
 
 def _is_record(value: Any) -> bool:
