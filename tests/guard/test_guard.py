@@ -14,8 +14,8 @@ from helpers_guard import Run, Stop, differing, guard_of, portrait, ruin
 from torch import nn
 
 from hookline.errors import GuardError, OptionError
-from hookline.guard import snapshot_part as part
-from hookline.guard import tensor_copies as copies
+from hookline.guard import snapshot
+from hookline.guard import tensors as copies
 from hookline.guard.guard import Guard, rollback
 from hookline.sites import _torch
 
@@ -263,23 +263,44 @@ def test_other_threads_can_guard_too():
 
 
 def test_memory_is_used_again_and_let_go_of_with_the_guard(monkeypatch):
-    """One buffer for model and optimizer, one for the rest, one for gradients, however many firings; then none."""
+    """The first firing has all that is needed; nothing stays without the guard."""
     run = Run()
     guard = guard_of(run)
     made = []
     original = copies._empty
     monkeypatch.setattr(copies, "_empty", lambda *args, **kwargs: made.append(original(*args, **kwargs)) or made[-1])
+    counts = []
     for _ in range(5):
         guard.save()
         with guard.protecting("any"):
             run.step()
         guard.release()
         run.step()
-    assert len(made) == 3
+        counts.append(len(made))
+    assert counts[0] > 0
+    assert counts == counts[:1] * 5
     refs = [weakref.ref(buffer) for buffer in made]
     made.clear()
     del guard
-    assert [ref() for ref in refs] == [None, None, None]
+    assert not any(ref() is not None for ref in refs)
+
+
+def test_memory_of_a_rollback_is_used_by_the_next_and_let_go_of_with_the_model(monkeypatch):
+    """Also where a larger one is needed in between; blocks in each other have memory of their own."""
+    model, made, original = nn.Linear(20, 20), [], copies._empty
+    monkeypatch.setattr(copies, "_empty", lambda *args, **kwargs: made.append(original(*args, **kwargs)) or made[-1])
+    for _ in range(3):
+        with rollback(model):
+            nn.init.zeros_(model.weight)
+    assert len(made) == 1
+    with rollback(model), rollback(model):
+        pass
+    assert len(made) == 2
+    refs = [weakref.ref(buffer) for buffer in made]
+    made.clear()
+    del model
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
 
 
 def test_a_release_keeps_no_gradient_batch_or_graph_alive():
@@ -311,17 +332,17 @@ def test_a_scaler_in_use_does_not_have_the_model_gone_through_again(monkeypatch)
     run = Run()
     guard = guard_of(run)
     walked = []
-    original = part.ContainerTree
+    original = snapshot.RunWalk
     for number in range(4):
         guard.save()
         if number == 0:
             monkeypatch.setattr(
-                part, "ContainerTree", lambda roots, known: walked.append(list(roots)) or original(roots, known)
+                snapshot, "RunWalk", lambda roots, known=(): walked.append(list(roots)) or original(roots, known)
             )
         guard.release()
         run.step()
-    assert len(walked) == 3
-    assert all("scaler" in roots and "model" not in roots for roots in walked)
+    assert len(walked) == 6  # each time the rest, and nothing for the gradients
+    assert all("model" not in roots for roots in walked)
 
 
 # -- observers ------------------------------------------------------------------------------------------------------

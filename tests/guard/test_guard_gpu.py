@@ -8,7 +8,7 @@ from helpers_guard import OPTIMIZERS, Run, differing, portrait
 from torch import nn
 
 from hookline.errors import GuardError
-from hookline.guard import tensor_copies as copies
+from hookline.guard import tensors as copies
 from hookline.guard.guard import Guard, rollback
 from hookline.guard.rng import RandomStates, kept_rng
 

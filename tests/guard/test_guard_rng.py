@@ -38,9 +38,8 @@ def _seed() -> None:
 @pytest.fixture
 def by_verbs(monkeypatch):
     """As where the memory of the streams is not found."""
-    monkeypatch.setattr(rng, "PYTHON_STREAM", None)
-    monkeypatch.setattr(rng, "STORED_NORMAL", None)
-    monkeypatch.setattr(rng, "COMPARE", None)
+    monkeypatch.setattr(rng, "_PYTHON_STREAM", None)
+    monkeypatch.setattr(rng, "_STORED_NORMAL", None)
 
 
 @pytest.mark.parametrize("normals", [0, 1, 2, 3])

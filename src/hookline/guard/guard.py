@@ -11,17 +11,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, get_args
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookline.errors import GuardError, OptionError
 from hookline.guard.interrupts import interrupts_deferred
 from hookline.guard.loaders import DatasetCheck
 from hookline.guard.snapshot import Snapshot, first_names, roots_of, unrestored_message
-from hookline.guard.snapshot_part import StateChange
-from hookline.guard.tensor_copies import Where
+from hookline.guard.tensors import Where
 from hookline.guard.torch_switches import TorchSwitches
+from hookline.guard.walk import StateChange
 from hookline.messages import suggest
 from hookline.tables import ShownAsTable, Table
 
@@ -36,6 +37,9 @@ _FORBIDDEN: Final = {
     "trains": frozenset[str](),
 }
 _COPIED: Final = {"reads": "buffers", "grads": "buffers", "trains": "all"}
+_HOST_MEMORY: Final[WeakKeyDictionary[nn.Module, dict[Any, Tensor]]] = WeakKeyDictionary()
+"""The memory for copies on the host that the latest `rollback` of each model has used: to get it anew takes a process
+up to ten times as long as to copy. On other devices torch keeps what is free itself."""
 _MAX_ROWS: Final = 20
 """How many names of what was touched a receipt shows."""
 
@@ -122,7 +126,7 @@ class Guard:
     @property
     def devices(self) -> dict[torch.device, torch.device]:
         """For each device that holds something of the run, the device of its copies."""
-        return self._snapshot.devices
+        return self._snapshot.memory.devices
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -195,30 +199,23 @@ class Guard:
         bytewise = self._strict and receipt.scope != "trains"
         if not bytewise:
             self._snapshot.begin_restore()
-        changes = self._snapshot.changes(bytewise=bytewise)
+        looks = self._snapshot.look(bytewise=bytewise)
+        changes = self._snapshot.changes(looks)
         if receipt.scope == "grads":
             allowed = ("gradient", "other gradient") if self._copies_gradients else ("other gradient",)
             changes = [change for change in changes if change.kind not in allowed]
-        lost = self._snapshot.restore(looked=True, own_stream=False)
+        lost = self._snapshot.restore(looks, own_stream=False)
         changes += [StateChange("switch", name) for name in switches.restore()]
         lost |= switches.lost
         if self._dataset is not None:
             lost |= dict.fromkeys(self._dataset.written(), "part of the data, which are not copied")
         forbidden = [change for change in changes if change.kind in _FORBIDDEN[receipt.scope]]
-        uncopied = self._without_copy(forbidden) if forbidden and self._saved_scope != "trains" else ()
-        missing = {*lost, *uncopied}
+        missing = {*lost, *(change.name for change in forbidden if not change.has_copy)}
         receipt.touched = tuple(dict.fromkeys(change.name for change in changes))
         receipt.restored = tuple(name for name in receipt.touched if name not in missing)
         if lost:
             raise GuardError(unrestored_message(f"Hook {receipt.hook!r}", lost))
         return forbidden
-
-    def _without_copy(self, forbidden: list[StateChange]) -> Iterator[str]:
-        """Yield the names of tensors that were written and not copied before."""
-        known = set(self._snapshot.names)
-        for change in forbidden:
-            if change.kind == "gradient" or (change.kind != "other gradient" and change.name in known):
-                yield change.name
 
     @interrupts_deferred()
     def release(self) -> None:
@@ -244,7 +241,8 @@ class Guard:
         switches = TorchSwitches()
         try:
             yield
-            changed = [change.name for change in self._observed.changes(random=random)] + switches.changed()
+            changes = self._observed.changes(self._observed.look(), random=random)
+            changed = [change.name for change in changes] + switches.changed()
         finally:
             self._observed.forget()
         if changed:
@@ -282,12 +280,15 @@ def rollback(
     ``"grads"`` copy less and hold the block to that; `Guard` says ``where`` the copies go.
     """
     guard = Guard(model, optimizer, scheduler, scaler, loader=loader, where=where)
+    memory = guard._snapshot.memory
+    memory.adopt(_HOST_MEMORY.pop(model, {}))
     guard.save([scope], batch=batch)
     try:
         with guard.protecting("rollback", scope) as receipt:
             yield receipt
     finally:
         guard.release()
+        _HOST_MEMORY[model] = memory.on_host()
 
 
 def _check_scope(scope: str) -> str:

@@ -13,14 +13,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import random
+import struct
+import sys
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-
-from hookline.guard.stream_memory import COMPARE, PYTHON_STREAM, STORED_NORMAL, TWISTER_BYTES
 
 __all__ = [
     "GENERATOR_TYPES", "RandomStates", "cuda_states", "hook_rng", "hook_stream", "kept_rng", "numpy_state",
@@ -36,6 +36,62 @@ _Twister: Final = np.random.MT19937
 _CPU_STREAMS: Final[dict[str, Any]] = {"torch": torch.default_generator, "python": random}
 _PYTHON: Final[Any] = random.random.__self__  # type: ignore[attr-defined]
 """The generator behind the functions of the module ``random``."""
+
+
+# -- where streams lie in memory -------------------------------------------------------------------------------------
+#
+# The streams of Python and NumPy are Mersenne twisters of 2,500 bytes, which are copied in 1 µs; ``random.getstate``
+# takes 15 µs and ``numpy.random.get_state`` 70. Where the bytes lie is checked once, on generators of our own. Where
+# they are not found (another Python or NumPy), there is None, and the verbs are used.
+
+_TWISTER_BYTES: Final = 624 * 4 + 4
+"""The bytes of the numbers of a Mersenne twister, and of its position among them."""
+_STORE: Final = 16
+"""The bytes of NumPy's note whether it has a normal number in store, and of that number."""
+
+
+def _memory(address: int, nbytes: int) -> Any:
+    """Return an array of ctypes; reading and assigning its ``raw`` copies all of it, and no other thread runs."""
+    return (ctypes.c_char * nbytes).from_address(address)
+
+
+def _find_python() -> Any:
+    """Return the memory of Python's stream; None if a generator of our own does not lie as expected."""
+    begin, end = object.__basicsize__, object.__basicsize__ + _TWISTER_BYTES
+    if sys.implementation.name != "cpython" or random.Random.__basicsize__ < end:
+        return None
+    probe = random.Random(5)
+    *numbers, position = probe.getstate()[1]
+    if ctypes.string_at(id(probe) + begin, _TWISTER_BYTES) != struct.pack("@i624I", position, *numbers):
+        return None
+    return _memory(id(random.random.__self__) + begin, _TWISTER_BYTES)  # type: ignore[attr-defined]
+
+
+def _find_store() -> Any:
+    """Return the memory of the normal number that NumPy's global functions have in store; None if it is not found."""
+    holder = getattr(np.random.get_state, "__self__", None)
+    if sys.implementation.name != "cpython" or type(holder) is not np.random.RandomState:
+        return None
+    size, number = np.random.RandomState.__basicsize__, 1.234567e-77
+    probe = np.random.RandomState(0)
+    seen = []
+    for has_one in (0, 1):
+        probe.set_state({**probe.get_state(legacy=False), "has_gauss": has_one, "gauss": number})
+        seen.append(ctypes.string_at(id(probe), size))
+    begin = seen[0].find(struct.pack("d", number)) - 8
+    expected = [struct.pack("@iid", has_one, 0, number) for has_one in (0, 1)]
+    if begin < 0 or [each[begin : begin + _STORE] for each in seen] != expected:
+        return None
+    return _memory(id(holder) + begin, _STORE)
+
+
+_PYTHON_STREAM: Final = _find_python()
+"""The memory of the stream of the module ``random``; None if it is not found."""
+_STORED_NORMAL: Final = _find_store()
+"""The memory of NumPy's note; None if it is not found."""
+
+
+# -- keeping streams -------------------------------------------------------------------------------------------------
 
 
 class _HookStreams:
@@ -144,25 +200,23 @@ class hook_rng(kept_rng):
 class RandomStates:
     """The states of all streams, to go back to any number of times."""
 
-    __slots__ = ("_is_of_hooks", "_is_where_it_was", "_numpy", "_others", "_states")
+    __slots__ = ("_is_of_hooks", "_numpy", "_others", "_states")
 
     def __init__(self, generators: Iterable[_Generator] = ()) -> None:
-        self._is_where_it_was = False
         self._states = _positions()
         self._numpy = _numpy_position()
         self._is_of_hooks = any(self._numpy.stream is stream for stream in _HOOKS.in_use)
         self._others = [(generator, state_of(generator)) for generator in generators]
 
-    def restore(self, *, own: bool = True, looked: bool = False) -> None:
-        """Set every stream back to where it was; with ``looked``, nothing has drawn since `changed` was called.
+    def restore(self, *, own: bool = True) -> None:
+        """Set every stream back to where it was.
 
         Without ``own``, the stream of NumPy that hooks draw from goes on: it is not the run's, and a hook that is
         undone at every firing would draw the same from it for ever.
         """
-        is_there = looked and self._is_where_it_was
-        for name, position in () if is_there else self._states.items():
+        for name, position in self._states.items():
             _set_position(name, position)
-        for generator, state in () if is_there else self._others:
+        for generator, state in self._others:
             set_state(generator, state)
         if _HOOKS.in_use and not self._is_of_hooks:
             # Saved outside of the firing: hooks get its numbers, the run's own stream stays where it is.
@@ -171,8 +225,6 @@ class RandomStates:
             return
         if _NUMPY.get_bit_generator() is not self._numpy.stream:
             _NUMPY.set_bit_generator(self._numpy.stream)
-        elif is_there:
-            return
         if own or not self._is_of_hooks:
             _set_numpy_position(self._numpy)
 
@@ -189,7 +241,6 @@ class RandomStates:
             for number, (generator, state) in enumerate(self._others)
             if not _is_same(state_of(generator), state)
         ]
-        self._is_where_it_was = not names
         return names
 
 
@@ -274,7 +325,7 @@ def set_cuda_states(states: Iterable[torch.Tensor]) -> None:
 def _exchange_numpy() -> tuple[Any, Any, Any]:
     """Let NumPy draw from a stream of ours; return that, its own, and the second number of a pair, which it forgets."""
     own = _NUMPY.get_bit_generator()
-    stored = numpy_state() if STORED_NORMAL is None else STORED_NORMAL.raw
+    stored = numpy_state() if _STORED_NORMAL is None else _STORED_NORMAL.raw
     is_twister = type(own) is _Twister
     if _HOOKS.numpy is None:
         _HOOKS.base = _hashed(torch.initial_seed(), _twister_bytes(own) if is_twister else own.state)
@@ -298,10 +349,10 @@ def _exchange_numpy_back(ours: Any, own: Any, stored: Any) -> None:
     if not _HOOKS.in_use:
         own, stored = _HOOKS.outside  # what was there when this block began may be the stream of one that has ended
     _NUMPY.set_bit_generator(own)
-    if STORED_NORMAL is None:
+    if _STORED_NORMAL is None:
         _set_numpy(stored)
     else:
-        STORED_NORMAL.raw = stored
+        _STORED_NORMAL.raw = stored
 
 
 def numpy_state() -> Any:
@@ -335,10 +386,10 @@ class _NumpyPosition(NamedTuple):
 
 def _numpy_position() -> _NumpyPosition:
     stream = _NUMPY.get_bit_generator()
-    if STORED_NORMAL is None or type(stream) is not _Twister:
+    if _STORED_NORMAL is None or type(stream) is not _Twister:
         return _NumpyPosition(stream, numpy_state(), None)
     with stream.lock:
-        return _NumpyPosition(stream, _twister_bytes(stream), STORED_NORMAL.raw)
+        return _NumpyPosition(stream, _twister_bytes(stream), _STORED_NORMAL.raw)
 
 
 def _set_numpy_position(position: _NumpyPosition) -> None:
@@ -348,12 +399,12 @@ def _set_numpy_position(position: _NumpyPosition) -> None:
         return
     stream = _NUMPY.get_bit_generator()
     with stream.lock:
-        (ctypes.c_char * TWISTER_BYTES).from_address(stream.ctypes.state_address).raw = position.numbers
-        STORED_NORMAL.raw = position.stored
+        (ctypes.c_char * _TWISTER_BYTES).from_address(stream.ctypes.state_address).raw = position.numbers
+        _STORED_NORMAL.raw = position.stored
 
 
 def _twister_bytes(stream: Any) -> bytes:
-    return ctypes.string_at(stream.ctypes.state_address, TWISTER_BYTES)
+    return ctypes.string_at(stream.ctypes.state_address, _TWISTER_BYTES)
 
 
 # -- generators ----------------------------------------------------------------------------------------------------
@@ -382,7 +433,7 @@ def set_state(generator: Any, state: Any) -> None:
 
 def _positions() -> dict[str, Any]:
     """Return where the streams of torch, Python and every CUDA device in use are; to ask begins to use none."""
-    python = random.getstate() if PYTHON_STREAM is None else (PYTHON_STREAM.raw, _PYTHON.gauss_next)
+    python = random.getstate() if _PYTHON_STREAM is None else (_PYTHON_STREAM.raw, _PYTHON.gauss_next)
     found = {"torch": torch.default_generator.get_state(), "python": python}
     cuda = cuda_states()
     return found if cuda is None else found | {f"cuda:{index}": state for index, state in enumerate(cuda)}
@@ -391,19 +442,17 @@ def _positions() -> dict[str, Any]:
 def _set_position(name: str, position: Any) -> None:
     if name != "python":
         _stream(name).set_state(position)
-    elif PYTHON_STREAM is None:
+    elif _PYTHON_STREAM is None:
         random.setstate(position)
     else:
-        PYTHON_STREAM.raw, _PYTHON.gauss_next = position
+        _PYTHON_STREAM.raw, _PYTHON.gauss_next = position
 
 
 def _is_same(one: Any, other: Any) -> bool:
     if type(one) is tuple or type(one) is not type(other):
         return bool(one == other)
     if isinstance(one, torch.Tensor):  # torch.equal takes 8 µs for the 5,056 bytes of a generator, this 2
-        if COMPARE is None or one.numel() != other.numel():
-            return ctypes.string_at(one.data_ptr(), one.numel()) == ctypes.string_at(other.data_ptr(), other.numel())
-        return bool(COMPARE(one.data_ptr(), other.data_ptr(), one.numel()) == 0)
+        return ctypes.string_at(one.data_ptr(), one.numel()) == ctypes.string_at(other.data_ptr(), other.numel())
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
     return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)

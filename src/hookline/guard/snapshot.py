@@ -1,15 +1,15 @@
 """Save a run in memory, tell what has changed since, and put it back.
 
-`Guard`, `ModelDataContext` and the loops (`PreEpochState`) take snapshots. A `Snapshot` joins what `SnapshotPart`,
-`TensorStates`, `TensorInternals` and `RandomStates` keep of a run.
+`Guard`, `ModelDataContext` and the loops (`PreEpochState`) take snapshots. A `Snapshot` joins the containers that a
+`RunWalk` has found, the `SavedTensors` in them, and the `RandomStates`. What was found of model and optimizer is used
+again at the next save, as long as they hold the same objects; the rest is small, and is gone through each time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
 from operator import attrgetter, is_
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,28 +19,32 @@ from hookline.errors import GuardError
 from hookline.guard.interrupts import interrupts_deferred
 from hookline.guard.loaders import generators_of_dataset, generators_on, samplers_of
 from hookline.guard.rng import RandomStates
-from hookline.guard.snapshot_part import NOTHING_SAVED, SnapshotPart, StateChange
-from hookline.guard.tensor_copies import Where
-from hookline.guard.tensor_internals import TensorHooks, TensorInternals
-from hookline.guard.tensor_states import TensorStates
+from hookline.guard.tensors import (
+    WRITTEN_WITH_GRAPH,
+    CopyMemory,
+    SavedTensors,
+    TensorLook,
+    Where,
+    repair_accumulators,
+    restore_internals,
+)
+from hookline.guard.walk import BATCH, RunWalk, StateChange
 from hookline.sites.find import attached
 from hookline.sites.hook_at_site import next_order
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 
 __all__ = ["PreEpochState", "Snapshot", "first_names", "roots_of", "unrestored_message"]
 
-_LARGE: Final = ("model", "optimizer")
+_KEPT: Final = ("model", "optimizer")
+"""The roots that are large and stay the same objects; others have new tensors at every step (a scaler)."""
+_COPIED: Final = {
+    "all": frozenset({"parameter", "buffer", "state", "batch"}),
+    "buffers": frozenset({"buffer", "batch"}),
+    "parameters": frozenset({"parameter", "batch"}),
+    "nothing": frozenset[str](),
+}
+_GRADIENTS: Final = frozenset({"gradient"})
 _grad: Final = attrgetter("grad")
-_GRAPH: Final = "written with a graph"
-"""Why a tensor cannot be put back: it is a view, or was computed, and has another graph now."""
-_OTHER_MEMORY: Final = "its memory was shrunk, and shown to NumPy, so it has other memory now"
-
-
-@dataclass
-class _Root:
-    """Give a batch, or generators, an attribute, where a walk can begin; equal to a root of the same."""
-
-    _held: Any
 
 
 def roots_of(
@@ -62,50 +66,75 @@ def roots_of(
 def _roots_of_loader(loader: Any) -> dict[str, object]:
     """Return a loader and its samplers; of another iterable the generators alone, since the rest may be the data."""
     if not isinstance(loader, DataLoader):
-        return {"loader": _Root(generators_on(loader))} if hasattr(loader, "__dict__") else {}
-    data = _Root(generators_of_dataset(loader.dataset))
-    found = {"loader": loader, "loader.dataset": data, **samplers_of(loader)}
-    return {name: part for name, part in found.items() if hasattr(part, "__dict__")}
+        return {"loader": generators_on(loader)}
+    found = {"loader": loader, **samplers_of(loader)}
+    named = {name: part for name, part in found.items() if hasattr(part, "__dict__")}
+    return named | {"loader.dataset": generators_of_dataset(loader.dataset)}
+
+
+class _Part(NamedTuple):
+    """Some objects of a run, and the tensors found in them."""
+
+    walk: RunWalk
+    tensors: SavedTensors
+
+    @classmethod
+    def of(cls, group: str, roots: Mapping[str, object], memory: CopyMemory, known: Container[int] = ()) -> _Part:
+        """Go through all objects below ``roots`` that are not ``known``."""
+        walk = RunWalk(roots, known)
+        return cls(walk, SavedTensors(walk.tensors, walk.kinds, walk.name, memory, group))
+
+    def look(self, *, bytewise: bool) -> _Look:
+        """Return what is not as it was."""
+        return _Look(self.walk.changed(), self.tensors.look(bytewise=bytewise))
+
+    def changes(self, look: _Look) -> list[StateChange]:
+        """Return the names of what was found other."""
+        tensors, found = self.tensors, look.tensors
+        # Batch normalization writes its averages without a counter, and beside them this number with one.
+        written = found.written | (self.walk.beside(found.written, "num_batches_tracked") if found.written else set())
+        changes = self.walk.changes(look.containers)
+        for index in sorted(written):
+            kind = tensors.kinds[index]
+            changes.append(StateChange(kind, tensors.name(index), has_copy=kind in tensors.copied))
+        return changes + [StateChange("structure", f"{tensors.name(i)}.requires_grad") for i in sorted(found.flags)]
+
+
+class _Look(NamedTuple):
+    """What was found other in a part."""
+
+    containers: list[Any]
+    tensors: TensorLook
 
 
 class Snapshot:
     """The state of a run when `take` was last called; later calls use the same memory again."""
 
     def __init__(self, roots: Mapping[str, object], where: Where = "auto") -> None:
-        self.roots = roots
-        self._main = SnapshotPart({name: roots.get(name) for name in _LARGE}, where)
-        self._rest = SnapshotPart({name: root for name, root in roots.items() if name not in _LARGE}, where)
-        self._batch = _Root(None)
-        self._data = SnapshotPart({"batch_data": self._batch}, where)
-        self._gradients = TensorStates(where)
-        self._groups = self._main.tensors, self._rest.tensors, self._data.tensors, self._gradients
-        self._parts: list[SnapshotPart] = []
-        """Those that have something in them."""
-        self._is_saved = False
-        self._random: RandomStates | None = None
-        self._internals: TensorInternals | None = None
-        self._owners: list[int] = []
-        """The indices of those tensors that can have a gradient."""
-        self._owning: list[Tensor] = []
-        """These tensors."""
+        self.roots, self.memory = roots, CopyMemory(where)
+        self._main: _Part | None = None
+        """Of model and optimizer; kept from one save to the next."""
+        self._saved: list[_Part] = []
+        """That, the part of all other objects, and the gradients; nothing if nothing is saved."""
+        self._owners: list[Tensor] = []
+        """The tensors that can have a gradient."""
+        self._owner_names: Callable[[int], str] = str
         self._grads: list[Tensor | None] = []
         """The gradient of each of them, the tensor itself."""
-        self._grad_names: list[str] = []
-        self._other_grads: list[int] = []
-        """The numbers of the owners that `changes` has found with another gradient."""
-        self._hooks = TensorHooks([])
+        self._random: RandomStates | None = None
         self._order = self._checked_order = 0
         """The order number of hooks when it was taken, and when it last looked for hooks attached since."""
 
     @property
-    def names(self) -> list[str]:
-        """The names of all tensors without the gradients."""
-        return self._main.names + self._rest.names + self._data.names
+    def _parts(self) -> list[_Part]:
+        if not self._saved:
+            raise GuardError("Nothing is saved that could be put back. Next: call save() first.")
+        return self._saved
 
     @property
     def nbytes(self) -> int:
         """How many bytes were copied."""
-        return sum(group.nbytes for group in self._groups)
+        return sum(part.tensors.nbytes for part in self._saved)
 
     @property
     def _model(self) -> nn.Module:
@@ -118,184 +147,142 @@ class Snapshot:
         """Whether gradients may be views of memory that a backward pass writes, though it finds none on a parameter."""
         return any(getattr(module, "gradient_as_bucket_view", False) for module in self._model.modules())
 
-    @property
-    def devices(self) -> dict[torch.device, torch.device]:
-        """For each device that holds something of the run, the device of its copies."""
-        return {device: at for group in self._groups for device, at in group.devices.items()}
-
     # -- saving --------------------------------------------------------------------------------------------------
 
     @interrupts_deferred()
     def take(self, which: str = "all", *, gradients: bool = True, random: bool = True, batch: Any = None) -> None:
         """Save; copy the tensors that ``which`` names, the ``gradients``, ``random`` streams, and all of ``batch``."""
-        self._is_saved = False
-        with torch.inference_mode(False), torch.no_grad():  # see `MemoryCopies`
-            is_rebuilt = self._main.take(which)
-            self._rest.take(which, self._main.containers.seen, rebuild=is_rebuilt)
-            self._take_gradients(copied=gradients)
-            self._take_batch(batch, which)
-        self._hooks = TensorHooks(self._main.parameters)
-        generators = self._main.containers.generators + self._rest.containers.generators
-        self._random = RandomStates(generators) if random else None
+        main, copied, self._main, self._saved = self._main, _COPIED[which], None, []
+        with torch.inference_mode(False), torch.no_grad():  # what is made in there could not be written elsewhere
+            begun = main is not None and main.tensors.begin(copied)  # a GPU goes on
+            if main is None or not main.walk.refresh() or not main.tensors.is_in_place():
+                main, begun = _Part.of("main", {name: self.roots.get(name) for name in _KEPT}, self.memory), False
+            main.tensors.take(copied, begun=begun)
+            grads = self._find_gradients(main)
+            grads.tensors.take(_GRADIENTS if gradients else frozenset())
+            roots = {name: root for name, root in self.roots.items() if name not in _KEPT}
+            rest = _Part.of("rest", {**roots, BATCH: batch}, self.memory, main.walk.seen)
+            rest.tensors.take(copied)
+        self._random = RandomStates(main.walk.generators + rest.walk.generators) if random else None
         self._order = self._checked_order = next_order()
-        self._take_internals()
-        self._is_saved = True
+        self._main, self._saved = main, [main, rest, grads]
 
-    def _take_internals(self) -> None:
-        tensors = [group.tensors for group in self._groups]
-        if self._internals is not None and self._internals.is_about(tensors):
-            self._internals.note()
-        else:
-            self._internals = TensorInternals(tensors, self._model)
+    def _find_gradients(self, main: _Part) -> _Part:
+        """Note which tensors have which gradient, and return those that are no tensors of the run otherwise."""
+        owners, name = main.tensors.leaves(), main.walk.name
+        self._owners = [main.walk.tensors[index] for index in owners]
+        self._owner_names = lambda number: name(owners[number])
+        self._grads = list(map(_grad, self._owners))
+        numbers: dict[int, int] = {}
+        for number, grad in enumerate(self._grads):
+            if grad is not None and id(grad) not in main.walk.seen:
+                numbers.setdefault(id(grad), number)
+        first = list(numbers.values())
+        grads: list[Any] = [self._grads[number] for number in first]
 
-    def _take_batch(self, batch: Any, which: str) -> None:
-        """Copy the tensors of a batch that were not met elsewhere; there is another batch at every step."""
-        held, self._batch._held = self._batch._held, batch
-        self._parts = [part for part in (self._main, self._rest) if not part.containers.is_empty]
-        if batch is not None:
-            known = {id(grad) for grad in self._grads} | self._main.containers.seen | self._rest.containers.seen
-            self._data.take("nothing" if which == "nothing" else "all", known, rebuild=True)
-            self._parts.append(self._data)
-        elif held is not None:
-            self._data.forget(everything=True)
+        def name_of(index: int) -> str:
+            return f"{self._owner_names(first[index])}.grad"
 
-    def _take_gradients(self, *, copied: bool) -> None:
-        tensors, names = self._main.containers.tensors, self._main.names
-        self._owners = self._main.with_gradients
-        if self._main.tensors.has_graphs:
-            self._owners = [index for index in self._owners if tensors[index].is_leaf]
-        self._owning = [tensors[index] for index in self._owners]
-        self._grads = list(map(_grad, self._owning))
-        if all(grad is None for grad in self._grads):  # count(None) would compare each with torch.eq: 58 µs
-            if self._gradients.tensors:
-                self._gradients.assign([], [])
-            self._gradients.take("gradients", ())
-            return
-        known = set(map(id, tensors))
-        named = {
-            id(grad): (grad, f"{names[index]}.grad")
-            for index, grad in zip(self._owners, self._grads, strict=True)
-            if grad is not None and id(grad) not in known
-        }
-        grads = [grad for grad, _ in named.values()]
-        self._gradients.begin("gradients")
-        if not self._gradients.is_about(grads):
-            self._grad_names = [name for _, name in named.values()]
-            self._gradients.assign(grads, self._grad_names)
-        self._gradients.take("gradients", tuple(range(len(grads))) if copied else ())
+        return _Part(RunWalk({}), SavedTensors(grads, ["gradient"] * len(grads), name_of, self.memory, "gradients"))
 
     @property
     def gradients(self) -> dict[str, Tensor]:
         """The gradients as they were, by the name of the parameter; the tensors themselves."""
-        pairs = zip(self._owners, self._grads, strict=True)
-        return {self._main.names[index]: grad for index, grad in pairs if grad is not None}
+        return {self._owner_names(number): grad for number, grad in enumerate(self._grads) if grad is not None}
 
     def park_gradients(self) -> None:
         """Take the gradients off the tensors; they come back at `restore`."""
-        for owner, grad in zip(self._owning, self._grads, strict=True):
+        for owner, grad in zip(self._owners, self._grads, strict=True):
             if grad is not None:
                 owner.grad = None
-
-    def _owners_of_other_grads(self) -> list[int]:
-        """Return the numbers of the owners whose gradient is another object now."""
-        owners = self._owning
-        if self._main.tensors.is_as_seen:
-            now = list(map(_grad, owners))
-        else:
-            now = [owner.grad if owner.is_leaf else None for owner in owners]  # torch warns when asked about others
-        if all(map(is_, now, self._grads)):
-            return []
-        return [number for number, (found, grad) in enumerate(zip(now, self._grads, strict=True)) if found is not grad]
 
     @interrupts_deferred()
     def forget(self) -> None:
         """Let go of what was saved; keep the memory, and what is known about a run that has not changed since."""
-        self._is_saved, self._random, self._hooks = False, None, TensorHooks([])
-        self._owners, self._owning, self._grads = [], [], []
-        if self._gradients.tensors:
-            self._gradients.assign([], [])
-        self._main.forget()
-        self._rest.forget()
-        self._parts = []
-        if self._batch._held is not None:
-            self._batch._held = None
-            self._data.forget(everything=True)
-        if self._internals is not None:
-            self._internals.forget()
-            if not self._internals.is_about([group.tensors for group in self._groups]):
-                self._internals = None  # it would keep gradients, or a batch
+        self._saved, self._owners, self._owner_names, self._grads, self._random = [], [], str, [], None
+        if self._main is not None:
+            self._main.tensors.forget()
+            self._main = None if self._main.tensors.has_graphs else self._main
 
     # -- afterwards ----------------------------------------------------------------------------------------------
 
-    def changes(self, *, bytewise: bool = False, random: bool = True) -> list[StateChange]:
-        """Return what is not as it was; ``bytewise``: also numbers that were written behind autograd's back."""
-        self._check_saved()
-        changes = [change for part in self._parts for change in part.changes(bytewise=bytewise)]
-        grads = set(self._gradients.look()[0])
-        if bytewise:
-            grads.update(self._gradients.differing())
-        changes += [StateChange("gradient", self._grad_names[index]) for index in sorted(grads)]
-        self._other_grads = self._owners_of_other_grads()
-        for number in self._other_grads:
-            changes.append(StateChange("other gradient", f"{self._main.names[self._owners[number]]}.grad"))
+    def begin_restore(self) -> None:
+        """Start copying back: nothing else depends on the numbers, and a GPU copies while the rest is done."""
+        for part in self._parts:
+            part.tensors.begin_restore()
+
+    def look(self, *, bytewise: bool = False) -> list[_Look]:
+        """Return what is not as it was in each part; ``bytewise``: also what was written behind autograd's back."""
+        return [part.look(bytewise=bytewise) for part in self._parts]
+
+    def changes(self, looks: Sequence[_Look], *, random: bool = True) -> list[StateChange]:
+        """Return what was found other, and the gradients and ``random`` streams that are, by name."""
+        pairs = zip(self._parts, looks, strict=True)
+        changes = [change for part, look in pairs for change in part.changes(look)]
+        others = self._owners_of_other_grads()
+        changes += [StateChange("other gradient", f"{self._owner_names(number)}.grad") for number in others]
         if random and self._random is not None:
             changes += [StateChange("random", name) for name in self._random.changed()]
         return list(dict.fromkeys(changes))
 
-    def begin_restore(self) -> None:
-        """Start copying back: nothing else depends on the numbers, and a GPU copies while the rest is done."""
-        for group in self._groups:
-            group.begin_restore()
+    def _owners_of_other_grads(self) -> list[int]:
+        """Return the numbers of the owners whose gradient is another object now."""
+        now = [owner.grad if owner.is_leaf else None for owner in self._owners]  # torch warns when asked about others
+        if all(map(is_, now, self._grads)):
+            return []
+        return [number for number, grad in enumerate(self._grads) if now[number] is not grad]
 
     def restore(
         self,
+        looks: Sequence[_Look] | None = None,
         *,
         gradients: bool = True,
         hooks: bool = True,
         versions: bool = True,
-        looked: bool = False,
         own_stream: bool = True,
     ) -> dict[str, str]:
         """Put everything back, any number of times; return by name what could not be, and why.
 
         Args:
+            looks: What `look` has found at this very moment.
             gradients: Put the gradients back too.
             hooks: Take off the hooks of hookline that were attached since. That cannot be undone, so do not where the
                 run goes back only for a while.
             versions: Set autograd's counters back too. Not for numbers of long ago: as many steps as were made since
                 would reach the counters of now again.
-            looked: Nothing has happened since `changes` was called.
             own_stream: Set back also the stream of NumPy that only hooks draw from.
         """
-        self._check_saved()
-        assert self._internals is not None
         hooked = hooks and self._has_new_hooks()
         if hooked:
-            self._remove_new_hooks()
-        looked = looked and not hooked
+            self._remove_new_hooks()  # while modules that were put in are found
+        looks = self.look() if looks is None or hooked else looks
         with torch.inference_mode(False), torch.no_grad():
-            is_as_seen = looked and all(group.is_as_seen for group in self._groups)
-            swapped = self._internals.changed(everything=not is_as_seen)
-            unlike = self._internals.restore(swapped) if swapped else {}
-            looked = looked and not swapped
-            self._restore_parts(versions=versions, looked=looked, renew_hooks=bool(swapped), hooked=hooked)
-            if gradients:
-                self._restore_gradients(looked=looked, is_as_seen=is_as_seen and not swapped)
-            moved = [tensor for group in self._groups for tensor in group.moved]
-            unlike |= self._internals.repair_accumulators(swapped, moved)
-            if any(group.has_new_internals for group in self._groups):
-                self._internals.refresh()
+            pairs = list(zip(self._parts, looks, strict=True))[: None if gradients else -1]
+            lost = self._restore_parts(pairs, hooked=hooked)
+            for number in self._owners_of_other_grads() if gradients else ():
+                self._owners[number].grad = self._grads[number]
+            for part, _ in pairs:
+                (part.tensors.restore_versions if versions else part.tensors.advance_versions)()
         if self._random is not None:
-            self._random.restore(own=own_stream, looked=looked)
+            self._random.restore(own=own_stream)
         torch.clear_autocast_cache()  # it holds casts of numbers that may be others now
-        names = self.names + self._grad_names if unlike else []
-        lost = {names[number]: reason for number, reason in unlike.items()}
-        named = [(part.tensors, part.names) for part in self._parts]
-        for tensors, names in (*named, (self._gradients, self._grad_names)):
-            lost |= dict.fromkeys((names[index] for index in tensors.stuck), _GRAPH)
-            lost |= dict.fromkeys((names[index] for index in tensors.replaced), _OTHER_MEMORY)
-        for part in self._parts:
-            lost |= dict.fromkeys(part.containers.lost, "an array that has less memory than it had")
+        return lost
+
+    def _restore_parts(self, pairs: Sequence[tuple[_Part, _Look]], *, hooked: bool) -> dict[str, str]:
+        """Put back tensors, and the containers they are in; return by name what could not be, and why."""
+        tables = [(part.tensors, look.tensors.suspects) for part, look in pairs]
+        lost = restore_internals([table for table, _ in tables]) if any(suspects for _, suspects in tables) else {}
+        for table, suspects in tables:
+            table.restore_attributes(suspects)
+            lost |= table.restore_memory(suspects)
+        for part, look in pairs:
+            lost |= part.walk.restore(look.containers)
+        if hooked:
+            self._remove_new_hooks()  # those on modules that were taken out, too: they are back only now
+        for table, suspects in tables:
+            lost |= table.restore_flags(suspects)
+        for table, suspects in tables:
+            lost |= repair_accumulators(table, suspects, self._model)
         return lost
 
     def restore_or_raise(self, who: str, *, gradients: bool, versions: bool = True) -> None:
@@ -304,27 +291,6 @@ class Snapshot:
             lost = self.restore(gradients=gradients, hooks=False, versions=versions)
         if lost:
             raise GuardError(unrestored_message(who, lost))
-
-    def _restore_parts(self, *, versions: bool, looked: bool, renew_hooks: bool, hooked: bool) -> None:
-        for part in self._parts:
-            part.tensors.restore(looked=looked)
-        for part in self._parts:
-            part.containers.restore(part.containers.changed(looked=looked))
-        if hooked:
-            self._remove_new_hooks()  # those on modules that were taken out, too: they are back only now
-        self._hooks.restore(renew=renew_hooks)
-        for part in self._parts:
-            (part.tensors.restore_versions if versions else part.tensors.advance_versions)()
-
-    def _check_saved(self) -> None:
-        if not self._is_saved:
-            raise GuardError(NOTHING_SAVED)
-
-    def _restore_gradients(self, *, looked: bool, is_as_seen: bool) -> None:
-        self._gradients.restore(looked=looked)
-        for number in self._other_grads if is_as_seen else self._owners_of_other_grads():
-            self._owning[number].grad = self._grads[number]
-        self._gradients.restore_versions()
 
     def _has_new_hooks(self) -> bool:
         """Return whether a hook of hookline was attached anywhere since this was last asked."""
@@ -393,7 +359,7 @@ def first_names(names: Sequence[str]) -> str:
 
 def unrestored_message(who: str, lost: Mapping[str, str]) -> str:
     """Return the text of the error about what could not be put back, by name, and why."""
-    if all(reason is _GRAPH for reason in lost.values()):
+    if all(reason is WRITTEN_WITH_GRAPH for reason in lost.values()):
         return (
             f"{who} has written {', '.join(lost)} with a graph, and something still refers to that view, so "
             "the graph stays; all else was put back. Next: write it under torch.no_grad(), or keep nothing computed "

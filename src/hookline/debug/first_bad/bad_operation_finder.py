@@ -29,7 +29,7 @@ from hookline.sites import _torch
 
 if TYPE_CHECKING:
     from hookline.debug.first_bad.step_reader import StepRows
-    from hookline.guard.tensor_copies import Where
+    from hookline.guard.tensors import Where
     from hookline.hook_types import Target
 
 __all__ = ["BadOperationFinder", "SecondRun"]

@@ -27,7 +27,7 @@ from hookline.tables import OFF, ON, ShownAsTable, Table
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hookline.guard.tensor_copies import Where
+    from hookline.guard.tensors import Where
     from hookline.hook_types import Target
 
 __all__ = ["BadOperations", "find_bad_operations"]

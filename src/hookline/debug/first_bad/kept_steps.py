@@ -13,7 +13,7 @@ from typing import Any
 from hookline.debug.first_bad.state_marks import StateMarks
 from hookline.guard.rng import RandomStates
 from hookline.guard.snapshot import Snapshot, roots_of
-from hookline.guard.tensor_copies import Where
+from hookline.guard.tensors import Where
 
 __all__ = ["KeptStep", "KeptSteps", "RunParts"]
 
