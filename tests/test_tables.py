@@ -121,8 +121,6 @@ def everything_that_ends_a_cell() -> dict[str, Any]:
         "firing": manager.receipts,
         "profiler": manager.profiler,
         "memory": sink,
-        "record": sink.records[0],
-        "log record": hl.records.Record({"a": 1.0}, 0, hl.HookPoint.SNAPSHOT),
         "result": result,
         "trainer": tool.invoke(),
     }

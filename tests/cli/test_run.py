@@ -589,3 +589,10 @@ def test_a_checkpoint_that_differs_is_a_mismatch():
     assert differing({"x": torch.zeros(2)}, {"x": torch.zeros(2, dtype=torch.float64)}) == ["x"]
     assert differing({"x": [1, 2]}, {"x": [1]}) == ["x.1"]
     assert differing({"x": -0.0}, {"x": 1}) == ["x"]
+
+
+def test_an_error_in_the_file_of_a_hook_is_shown_and_ends_the_command(capsys):
+    """A ValueError of the user's own, raised while the run is validated."""
+    Path("broken.py").write_text('int("abc")\n')
+    assert run_here("run", TINY, "--hooks", "broken.py:Hook") != 0
+    assert "invalid literal for int" in capsys.readouterr().err

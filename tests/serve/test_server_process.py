@@ -258,7 +258,7 @@ def test_the_command_checks_its_flags_before_anything_is_loaded(
             "--chat-template nowhere cannot be read": [*model, "--chat-template", "nowhere"],
             "--no-tokenizer serves none": [*model, "--no-tokenizer", "--chat-template", "nowhere"],
             "there is no token": [*model, "--protect", "everything"],
-            "expected a list of hook specs": [*model, "--hooks", _write(tmp_path / "o.json", {"hooks": {"name": "x"}})],
+            "hooks: expected a valid list": [*model, "--hooks", _write(tmp_path / "o.json", {"hooks": {"name": "x"}})],
             "Did you mean 'hook_factory'": [*model, "--hooks", _write(tmp_path / "k.json", [{"hook_factry": "x"}])],
             "is not JSON": [*model, "--server-args", str(_text(tmp_path / "b.json", "{"))],
             "Cannot listen at 127.0.0.1": [*model, "--port", str(taken.getsockname()[1])],

@@ -440,3 +440,14 @@ class Closing(MetricSink):
 
     def close(self) -> None:
         self.closed = True
+
+
+def test_a_sink_that_cannot_begin_anew_gets_no_record_twice(tmp_path):
+    """The log was cut back below what it has: the records that the resumed run makes again are passed over."""
+    out = tmp_path / "out.txt"
+    for state, end in (({}, 4), ({"first": 0, "records": 2}, 6)):
+        with FanOut([Slow(str(out))], log=tmp_path / "records.jsonl") as fan_out:
+            fan_out.load_state_dict(state)
+            for number in range(fan_out.state_dict()["records"], end):
+                fan_out.write(record(number))
+    assert [line["n"] for line in map(json.loads, out.read_text().splitlines()) if "n" in line] == list(range(6))

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from hookline.errors import OptionError
-from hookline.records.readers import FanOut
 from hookline.records.sink import Record, StepSeries
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.when import HookPoint
@@ -71,33 +70,6 @@ def test_tensors_arrays_and_odd_things_are_written(tmp_path):
     assert (line["one"], line["two"], line["np"]) == (1.5, [1, 2], 0.5)
     assert line["odd"].startswith("<object object")
     assert len(line["many"]) == 10**5
-
-
-def test_a_file_that_was_given_is_that_of_all_strategies(tmp_path):
-    """Each line says which it is of."""
-    sink = JSONLSink(tmp_path / "all.jsonl")
-    for strategy in ("a", "b"):
-        sink.set_run_context(strategy=strategy, run_dir=tmp_path / strategy)
-        sink.emit({"x": 1}, 0, "POST_EPOCH")
-    sink = JSONLSink(tmp_path / "all.jsonl")  # as `hookline run` has one for each strategy
-    sink.write(Record({"x": 1}, 0, "POST_EPOCH", strategy="c"))
-    assert [line["strategy"] for line in lines(tmp_path / "all.jsonl")] == ["a", "b", "c"]
-    assert [path.name for path in tmp_path.iterdir()] == ["all.jsonl"]
-
-
-def test_lines_that_were_there_stay_when_a_run_is_killed_and_resumed(tmp_path):
-    """The log makes those of the run again, once."""
-    path, log = tmp_path / "all.jsonl", tmp_path / "records.jsonl"
-    path.write_text('{"x":"older"}\n')
-    FanOut([JSONLSink(path)], log=tmp_path / "other.jsonl").close()
-    killed = FanOut([JSONLSink(path)], log=log)
-    for number in range(3):
-        killed.write(Record({"x": number}, number, "POST_EPOCH"))
-    killed.release_log()
-    with FanOut([JSONLSink(path)], log=log) as resumed:
-        resumed.load_state_dict({"first": 0, "records": 2})
-        resumed.write(Record({"x": "new"}, 2, "POST_EPOCH"))
-    assert [line["x"] for line in lines(path)] == ["older", 0, 1, "new"]
 
 
 def test_the_metrics_of_steps_alone_if_asked_for(tmp_path):

@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import hookline as hl
 from hookline.records import FanOut, MetricSink, Record, read_log
-from hookline.sinks import CSVSink, JSONLSink, MemorySink, ParquetSink
+from hookline.sinks import CSVSink, JSONLSink, MemorySink, ParquetSink, TensorBoardSink
 
 FILES = (CSVSink, JSONLSink, ParquetSink)
 
@@ -151,7 +151,7 @@ def test_the_files_of_a_resumed_run_are_those_of_one_that_never_stopped(tmp_path
 
 
 def test_files_that_are_not_of_this_run_stay_and_its_own_are_found_again(tmp_path):
-    """Of CSV the name with _1; to JSONL lines are added, before and after the run was resumed."""
+    """The names with _1: before the first record of the checkpoint, and after the run was resumed."""
     for name in ("m.csv", "m.jsonl"):
         (tmp_path / name).write_text("of somebody else\n")
 
@@ -166,11 +166,10 @@ def test_files_that_are_not_of_this_run_stay_and_its_own_are_found_again(tmp_pat
         fan_out.load_state_dict(state)
         for number in range(4):
             fan_out.write(record(number))
-    assert (tmp_path / "m.csv").read_text() == "of somebody else\n"
-    assert not (tmp_path / "m_2.csv").exists()
-    assert rows(tmp_path / "m_1.csv") == [0, 1, 2, 3]
-    other, *mine = (tmp_path / "m.jsonl").read_text().splitlines()
-    assert (other, [json.loads(line)["x"] for line in mine]) == ("of somebody else", [0, 1, 2, 3])
+    for name in ("m.csv", "m.jsonl"):
+        assert (tmp_path / name).read_text() == "of somebody else\n"
+        assert not (tmp_path / name.replace("m", "m_2", 1)).exists()
+    assert rows(tmp_path / "m_1.csv") == rows(tmp_path / "m_1.jsonl") == [0, 1, 2, 3]
 
 
 def test_a_run_that_was_copied_goes_on_in_the_copy(tmp_path):
@@ -237,3 +236,43 @@ def test_a_sink_that_cannot_begin_anew_gets_the_records_from_now_on(tmp_path, or
             fan_out.set_run_context(strategy="a")
         fan_out.write(record(1))
     assert sink.seen == [{"strategy": "a"}, 1]
+
+
+def test_a_run_that_is_resumed_leaves_the_rows_of_another_alone(tmp_path):
+    """Two runs with a log each, and sinks that name one file: each run has a file of its own."""
+    for name in ("a", "b"):
+        with FanOut([JSONLSink(tmp_path / "m.jsonl")], log=tmp_path / name / "records.jsonl") as fan_out:
+            for number in range(3):
+                fan_out.write(record(number))
+    with FanOut([JSONLSink(tmp_path / "m.jsonl")], log=tmp_path / "a" / "records.jsonl") as fan_out:
+        fan_out.load_state_dict({"first": 0, "records": 2})
+        fan_out.write(record(5))
+    assert rows(tmp_path / "m.jsonl") == [0, 1, 5]
+    assert rows(tmp_path / "m_1.jsonl") == [0, 1, 2]
+
+
+def test_a_log_that_is_opened_later_knows_which_run_it_is(tmp_path):
+    """As a loop opens one beside its checkpoints: the folder of sinks is in it when they read it again."""
+    for state in ({}, {"first": 0, "records": 2}):
+        with FanOut([CSVSink(), TensorBoardSink(tmp_path / "events")]) as fan_out:
+            fan_out.set_run_context(run_dir=str(tmp_path / "run"), strategy="a")
+            fan_out.open_log(tmp_path / "records.jsonl")
+            fan_out.load_state_dict(state)
+            for number in range(fan_out.state_dict()["records"], 3):
+                fan_out.write(record(number))
+        assert fan_out.log == tmp_path / "records.jsonl"
+        assert rows(tmp_path / "run" / "a.csv") == [0, 1, 2]
+    assert [path.name for path in (tmp_path / "events").iterdir()] == ["a"]
+
+
+def test_each_log_of_a_manager_has_files_of_its_own(tmp_path):
+    """A second loop opens another log: going back in the first leaves the rows of the second alone."""
+    with FanOut([CSVSink(tmp_path / "m.csv")]) as fan_out:
+        for name in ("a", "b"):
+            fan_out.open_log(tmp_path / name / "records.jsonl")
+            fan_out.write(record(0))
+        fan_out.open_log(tmp_path / "a" / "records.jsonl")
+        fan_out.load_state_dict({"first": 0, "records": 1})
+        fan_out.write(record(1))
+    assert rows(tmp_path / "m.csv") == [0, 1]
+    assert rows(tmp_path / "m_1.csv") == [0]

@@ -149,10 +149,6 @@ def test_a_fan_out_may_be_given_instead_of_sinks_but_not_beside_a_log(tmp_path):
     assert len(sink.records) == len(list(read_log(tmp_path))) == 2
     line = json.loads((tmp_path / "steps.jsonl").read_text())
     assert (line["hook_point"], line["steps"], line["step/x"]) == ("POST_STEP", {"step/x": [0, 1, 2]}, [0.0, 1.0, 2.0])
-    with HookManager(hooks=hooks(), step_metrics_log=tmp_path / "steps.jsonl") as manager:
-        run(manager, steps=3)
-    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 2  # one file, as in OrderedLearning
-    assert not (tmp_path / "steps_1.jsonl").exists()
     with pytest.raises(OptionError, match=r"log= was given beside a FanOut.*FanOut\(sinks, log=\.\.\.\)"):
         HookManager(sinks=fan_out, log="elsewhere.jsonl")
 

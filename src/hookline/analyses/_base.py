@@ -297,13 +297,6 @@ def by_parameter(names: Iterable[str], metrics: Callable[[str], Mapping[str, Any
     return {f"{metric}/{name}": value for name in names for metric, value in metrics(name).items()}
 
 
-def shuffled_epochs(model_ctx: ModelDataContext, count: int) -> Iterator[dict[str, Tensor]]:
-    """Train the last epoch again ``count`` times, each in another order; yield the mean gradients of each."""
-    for _ in range(count):
-        model_ctx.restore_pre_epoch()
-        yield model_ctx.run_training_epoch(model_ctx.get_shuffled_loader(), step=True)
-
-
 def loss_on_batch(model_ctx: ModelDataContext, step: int) -> Tensor:
     """Return the loss on the batch of ``step`` in the mode that the model trains in, with the same random numbers."""
     with same_random_numbers(step):

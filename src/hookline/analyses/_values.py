@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.analyses._vectors import dense_float, flat_vector_or_none, is_bias, norm_of_all, singular_values_of
+from hookline.analyses._vectors import (
+    dense_float,
+    flat_vector_or_none,
+    is_bias,
+    norm_of_all,
+    singular_values_of,
+    whole_tensor,
+)
 from hookline.lifecycle.context import RunDataContext
 from hookline.sites.wrappers import clean_modules
 
@@ -115,7 +122,7 @@ class FiringValues:
         if flat is None:
             return norm_of_all(grads.values())
         rest = [grads[name] for name in grads if is_bias(name) or not self.parameters[name].requires_grad]
-        return norm_of_all([flat, *rest])
+        return norm_of_all([flat, *map(whole_tensor, rest)])  # the flat one is whole, too
 
     def singular_values(self, matrices: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
         """Return those of each matrix, largest first; a name that was asked for before is not computed again."""

@@ -89,9 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _is_interrupted(error: BaseException | None) -> bool:
     """Return whether Ctrl-C came first: while torch is imported, it may lead to another error that hides it."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
+    seen: set[int] = set()  # code may have made a circle of errors
+    while error is not None and id(error) not in seen and not isinstance(error, KeyboardInterrupt):
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
-    return error is not None
+    return isinstance(error, KeyboardInterrupt)
 
 
 def _replace_unknown_letters() -> None:

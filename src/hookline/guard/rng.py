@@ -1,6 +1,6 @@
 """Save where random streams are, and set them back there.
 
-`Firing` wraps a whole firing in `hook_rng`, everything else that calls hooks uses `kept_rng`, and `Snapshot` takes
+`HookManager.fire` wraps a firing in `hook_rng`, everything else that calls hooks uses `kept_rng`, and `Snapshot` takes
 `RandomStates`. All three cover the streams of torch on the CPU and on every CUDA device in use, of NumPy, of Python,
 and generators that are passed. What hooks draw depends on the seeds of the run, and is different at every firing.
 

@@ -95,6 +95,11 @@ class HelperProcess:
         self._recipes.append(recipe)
         self._end()
 
+    def read(self, log: Log) -> None:
+        """Read another log from now on, when all of this one is delivered."""
+        self.end_all()
+        self._log = log
+
     def keep_running(self) -> None:
         """Start the process if it does not run, and read its messages; four times a second at the most."""
         now = time.monotonic()

@@ -263,11 +263,11 @@ class Log:
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 
-    def keep(self, sink: str, number: int, files: Mapping[Path, int]) -> None:
-        """Write beside the log how many records ``sink`` has for good, and its files with what was in them before."""
+    def keep(self, sink: str, number: int, files: Iterable[Path]) -> None:
+        """Write beside the log how many records ``sink`` has for good, and which files it has made."""
         home = self.path.parent.absolute()
-        sizes = {file.absolute(): size for file, size in files.items()}
-        names = {str(file.relative_to(home) if file.is_relative_to(home) else file): sizes[file] for file in sizes}
+        absolute = [file.absolute() for file in files]
+        names = [str(file.relative_to(home) if file.is_relative_to(home) else file) for file in absolute]
         kept = {"number": number, "log": self.identity(), "files": names}
         replace_file(self._position_file(sink), dumps(kept))
 
@@ -611,6 +611,9 @@ class Reader:
 
     def take(self, entry: Entry, end: int) -> bool:
         """Give ``entry`` to the sink; return False if it has to come again."""
+        if isinstance(entry, Record) and entry.number < self.number:  # it has had it: a resumed run makes it again
+            self.offset = end
+            return True
         # Counted first: Ctrl-C may come when the sink has it already, and nothing is to be there twice.
         before, self.offset = self.offset, end
         try:
@@ -654,13 +657,10 @@ class Reader:
         """Begin the sink anew, if it can be, with record ``first`` of the log; return whether it is so."""
         if isinstance(self.log, MemoryLog) or not getattr(self.sink, "restart", bool)():
             return False
-        for file, size in self.log.kept(self.name).get("files", {}).items():
+        for file in self.log.kept(self.name).get("files", ()):
             path = self.log.path.parent / file
             with suppress(FileNotFoundError):
-                if size:
-                    os.truncate(path, size)
-                else:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         self.kept = 0
         self.go_to(first)
         return True
@@ -673,7 +673,7 @@ class Reader:
     def keep(self) -> None:
         """Write beside the log how far the sink is, and which files it has made or is about to make."""
         if isinstance(self.log, Log) and self.log.path.exists():
-            self.log.keep(self.name, self.kept, getattr(self.sink, "files", {}))
+            self.log.keep(self.name, self.kept, getattr(self.sink, "files", ()))
 
     def fail(self, what: str, error: Exception) -> None:
         """Report that the sink could not do ``what``, and wait before the next try."""

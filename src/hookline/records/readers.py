@@ -22,7 +22,7 @@ from hookline.errors import HooklineWarning, MissingPackageError, OptionError
 from hookline.messages import type_name
 from hookline.records.helper import HelperProcess, failure_text, sink_recipe
 from hookline.records.log import Context, Entry, Log, MemoryLog, Reader, RecordLog, cleaned, hand, read_log
-from hookline.records.sink import Record, check_sink
+from hookline.records.sink import Record, RunSink, check_sink
 
 __all__ = ["FanOut", "has_ranks", "own_rank", "replay"]
 
@@ -98,15 +98,27 @@ class FanOut:
     def open_log(self, path: Path) -> None:
         """Write every record from now on to a log at ``path``, unless one was asked for when this was made.
 
-        A log that was opened so for another run is closed.
+        A log that was opened so for another run is closed, and the next record of each sink begins another file.
         """
-        may_open = self.log is None or (self._is_log_of_run and self.log != path and self._helper is None)
-        if may_open and not self.is_silent:
-            self._log.close()
-            self._is_log_of_run = True
-            self._use(_log_of_rank(path))
-            self._first = self._log.number
-            self.is_empty = False
+        is_unused = self._temporary is not None and not self._log.number
+        if self.is_silent or not (self.log is None or is_unused or (self._is_log_of_run and self.log != path)):
+            return
+        for reader in self._readers if self._is_log_of_run else ():
+            if isinstance(reader.sink, RunSink):
+                reader.call("end_run")
+                reader.sink.files.clear()
+        self._log.close()
+        log = _log_of_rank(path)
+        self._first = log.number
+        if self._context:  # told before there was this log
+            log.append(Context(self._context))
+        self._use(log)
+        if self._helper is not None:
+            self._helper.read(Log(log.path))
+        if is_unused and self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary = None
+        self._is_log_of_run, self.is_empty = True, False
 
     def release_log(self) -> None:
         """Let others write the file of the log; the next record opens it again, and sinks get what they have added."""

@@ -219,7 +219,7 @@ def free_path(path: Path) -> Path:
 
 
 class RunSink(MetricSink):
-    """A sink with one run at a time; a subclass defines ``write`` and ``_end_run``.
+    """A sink with one run at a time; a subclass defines ``write`` and ``end_run``.
 
     Recipe: ``WandbSink.check()`` before training raises if the package is missing, with the line that installs it.
     """
@@ -233,9 +233,8 @@ class RunSink(MetricSink):
         self._known = known
         self._context = RunContext(**known)
         self._has_warned = False
-        self.files: dict[Path, int] = {}
-        """The files and folders that it writes, with the bytes that were there before: only these are left when the log
-        is read again from its first record."""
+        self.files: list[Path] = []
+        """The files and folders that it has made: they are deleted when the log is read again from its first record."""
         self.keep_files: Callable[[], None] = lambda: None
         """Called when ``files`` has grown: a reader of the log notes them, for a run that is killed and resumed."""
 
@@ -262,15 +261,15 @@ class RunSink(MetricSink):
         """Take in which run follows; close the one before if it is another."""
         after = RunContext(**self._context.known)
         if after.update(context):
-            self._end_run()  # an OSError leaves all as it is: it is told again
+            self.end_run()  # an OSError leaves all as it is: it is told again
         self._context = after
 
-    def _end_run(self) -> None:
+    def end_run(self) -> None:
         """Close what belongs to the run that is over; the next record opens anew."""
 
     def close(self) -> None:
         """Close what is open."""
-        self._end_run()
+        self.end_run()
 
     @property
     def _is_replay(self) -> bool:
@@ -301,10 +300,9 @@ class FileSink(RunSink):
     is_folder: ClassVar[bool] = False
     """Whether the file is a folder of files."""
 
-    def __init__(self, path: str | Path | None, *, appends: bool = False, **known: Any) -> None:
+    def __init__(self, path: str | Path | None, **known: Any) -> None:
         super().__init__(**known)
         self._given_path = None if path is None else Path(path)
-        self._appends = appends
         self.path: Path | None = None
         """The file or folder of this run; None before its first record."""
         self._file: AppendFile | None = None
@@ -318,10 +316,10 @@ class FileSink(RunSink):
         wanted = self._wanted_path()
         if self.path is None and wanted is not None:
             wanted.parent.mkdir(parents=True, exist_ok=True)
-            path = wanted if self._appends else free_path(wanted)
-            self.files.setdefault(path, path.stat().st_size if path.exists() else 0)
+            path = free_path(wanted)
+            self.files.append(path)
             self.keep_files()  # before it is made: whenever the run is killed, its files are known
-            path.mkdir() if self.is_folder else path.touch(exist_ok=self._appends)
+            path.mkdir() if self.is_folder else path.touch(exist_ok=False)
             self.path = path
         return self.path
 
@@ -347,7 +345,7 @@ class FileSink(RunSink):
         self.flush()
         self._release()
 
-    def _end_run(self) -> None:
+    def end_run(self) -> None:
         self.close()
         self._forget()
 

@@ -299,13 +299,15 @@ def validated(kind: Any, values: Any, places: Places, faults: Sequence[Fault] = 
 
     Recipe: ``validated(list[HookSpec], document.values, document)``.
     """
-    found = None
+    found = escaped = None
     try:
         found = TypeAdapter(kind).validate_python(values, context=context)
     except EscapedError as error:
-        raise error.__cause__ or error from None
+        escaped = error.__cause__ or error
     except ValidationError as error:
         faults = [*faults, *_faults_of(error, values, kind)]
+    if escaped is not None:  # raised outside of the block: within it, each error would be the context of the other
+        raise escaped
     refuse(places, faults)
     return found
 

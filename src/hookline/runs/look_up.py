@@ -53,7 +53,9 @@ def known_hook(name: str) -> list[str]:
 
 def known_tracker(name: str) -> str:
     """Return the name of a tracker of modules."""
-    (tracker,) = known_hook(name)[:1]
+    tracker = next(iter(known_hook(name)), None)
+    if tracker is None:
+        raise ConfigError(f"{name} names no hook; tracker: is the name of one.")
     if not {"targets", "exclude"} <= set(inspect.signature(HookRegistry.get(tracker)).parameters):
         raise ConfigError(f"{tracker} is no tracker of modules; it goes into hooks: names.")
     return tracker

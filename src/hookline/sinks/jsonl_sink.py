@@ -34,8 +34,8 @@ class JSONLSink(FileSink):
     numbers and lists. Each line is handed to the system at once.
 
     Args:
-        path: The file, for all strategies: if there is one already, lines are added to it. None for
-            ``{strategy}.jsonl`` in the folder of the run, once that is known, or ``{strategy}_1.jsonl``.
+        path: The file, or ``metrics_1.jsonl`` where there is such a file already. None for ``{strategy}.jsonl`` in the
+            folder of the run, once that is known.
         points: ``"all"``, or ``"step"``: the metrics of single steps alone.
     """
 
@@ -44,7 +44,7 @@ class JSONLSink(FileSink):
     def __init__(self, path: str | Path | None = None, *, points: str = "all") -> None:
         if points not in ("all", "step"):
             raise OptionError(f"points= of a JSONLSink is 'all' or 'step'; got {points!r}.")
-        super().__init__(path, appends=path is not None)
+        super().__init__(path)
         self._is_of_steps = points == "step"
 
     def write(self, record: Record) -> None:

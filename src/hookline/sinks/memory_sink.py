@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hookline.records.sink import MetricSink, Record
+from hookline.tables import Table, number_text
 
 __all__ = ["MemoryRecord", "MemorySink"]
 
@@ -57,6 +58,14 @@ class MemorySink(MetricSink):
     def set_run_context(self, **context: Any) -> None:
         """Keep ``context`` with the records from now on."""
         self._context |= context
+
+    def __repr__(self) -> str:
+        newest = f", newest at {self.records[-1].place_text()}, {self.records[-1].point}" if self.records else ""
+        return f"<MemorySink of {len(self.records)} records, {len(self.latest)} metrics{newest}>"
+
+    def _repr_html_(self) -> str:
+        rows = [(name, number_text(value)) for name, value in self.latest.items()]
+        return Table(("metric", "newest value"), rows, numbers=(1,), title=repr(self)[1:-1]).html()
 
     def series(self, name: str) -> list[tuple[int, Any]]:
         """Return one metric over time: pairs of the epoch (in a run that counts steps, the step) and the value."""

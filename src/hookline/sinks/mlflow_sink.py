@@ -162,7 +162,7 @@ class MLflowSink(RunSink):
             return None
         return str(kept["run_id"])
 
-    def _end_run(self) -> None:
+    def end_run(self) -> None:
         run_id, self.run_id = self.run_id, None
         if run_id is not None:
             self._client.set_terminated(run_id)

@@ -106,7 +106,7 @@ class PrometheusSink(RunSink):
         super().set_run_context(**context)
         self.start()
 
-    def _end_run(self) -> None:
+    def end_run(self) -> None:
         with self._lock:
             self._newest.clear()
 

@@ -151,7 +151,7 @@ class WandbSink(RunSink):
         folder = None if self._is_replay else self._context.folder
         return None if folder is None else folder / "wandb" / f"run_id_{file_name(self._options['project'])}.txt"
 
-    def _end_run(self) -> None:
+    def end_run(self) -> None:
         """Finish the run; W&B's own process sends what it holds before this returns."""
         run, self._run = self._run, None
         if run is not None:

@@ -107,7 +107,12 @@ class Saving(NotSaved):
         model, tree = unwrapped(self._experiment.model), {}
 
         def load() -> None:
-            tree.update(read_checkpoint(path, model, self._home, self._rank, self._count))
+            try:
+                tree.update(read_checkpoint(path, model, self._home, self._rank, self._count))
+            except (CheckpointError, ResumeError):
+                raise
+            except Exception as error:  # the same class on this rank as on the others, which go on to an older one
+                raise CheckpointError(f"{path} cannot be read ({error_text(error)}).") from error
 
         try:
             self._ranks.together(f"reading {path.name}", load)
