@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import errno
 import importlib.util
 import json
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers_sinks import rows
 from helpers_training import differences, train
 from torch.nn.functional import cross_entropy
 
@@ -31,17 +31,6 @@ from hookline.sinks.wandb_sink import WandbSink
 
 KINDS = [CSVSink, JSONLSink, ParquetSink]
 FULL = OSError(errno.ENOSPC, "No space left on device")
-
-
-def rows(path: Path) -> list[float]:
-    """The values of the metric x, in order."""
-    if path.suffix == ".csv":
-        return [float(row["x"]) for row in csv.DictReader(path.read_text().splitlines())]
-    if path.suffix == ".jsonl":
-        return [json.loads(line)["x"] for line in path.read_text().splitlines()]
-    from pyarrow import parquet
-
-    return parquet.read_table(path).column("value").to_pylist()
 
 
 def files(folder: Path) -> dict[str, list[float]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_sinks import record
+from helpers_sinks import record, rows
 from pyarrow import parquet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -105,15 +105,6 @@ def made(path: Path, order: str = "told first", state: Any = None, **context: An
     if state is not None and order == "told first":
         fan_out.load_state_dict(state)
     return fan_out
-
-
-def rows(path: Path) -> list[float]:
-    """The values of x in a file."""
-    if path.suffix == ".csv":
-        return [float(row["x"]) for row in csv.DictReader(path.read_text().splitlines())]
-    if path.suffix == ".jsonl":
-        return [json.loads(line)["x"] for line in path.read_text().splitlines()]
-    return parquet.read_table(path).column("value").to_pylist()
 
 
 def files(folder: Path) -> dict[str, list[float]]:

@@ -100,8 +100,8 @@ class FanOut:
 
         A log that was opened so for another run is closed, and the next record of each sink begins another file.
         """
-        is_unused = self._temporary is not None and not self._log.number
-        if self.is_silent or not (self.log is None or is_unused or (self._is_log_of_run and self.log != path)):
+        is_unused = self.log is None or (self._temporary is not None and not self._log.number)
+        if self.is_silent or self.log == path or not (is_unused or self._is_log_of_run):
             return
         for reader in self._readers if self._is_log_of_run else ():
             if isinstance(reader.sink, RunSink):
@@ -115,7 +115,7 @@ class FanOut:
         self._use(log)
         if self._helper is not None:
             self._helper.read(Log(log.path))
-        if is_unused and self._temporary is not None:
+        if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
         self._is_log_of_run, self.is_empty = True, False
