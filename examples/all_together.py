@@ -111,7 +111,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         hooked, manager = train(folder, memory)
-        print(manager.plan(), end="\n\n")
+        print(manager.plan, end="\n\n")
         with (folder / "run.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
         lines = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
@@ -123,7 +123,7 @@ def main() -> None:
     print(f"share_above of epoch 0, by step: {dict(zip(by_step.steps, [round(v, 3) for v in by_step], strict=True))}")
     units = [value for name, value in memory.latest.items() if "activations/relu" in name]
     print(f"{sum(value == 0 for value in units)} of {len(units)} units of the MLP were never on in the last epoch")
-    for key, cost in manager.costs().items():
+    for key, cost in manager.hooks.costs().items():
         print(f"{key}: {cost['count']} times, {cost['mean_ms']:.2f} ms each")
     plain = experiment()
     hl.epoch_loop(plain, epochs=CONFIG.epochs)

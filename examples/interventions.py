@@ -97,7 +97,7 @@ def main() -> None:
     manager = hl.HookManager(hooks=[Ordering(), Curvature()], sinks=[sink])
     hooked, result = train(manager)
     plain, _ = train(None)
-    print(manager.plan())
+    print(manager.plan)
     print(f"\n{result.steps} steps, accuracy {result.metrics['val_acc']:.0%}\n")
     for (epoch, share), (_, alignment) in zip(
         sink.series("ordering/owed_to_order"), sink.series("ordering/alignment"), strict=True
@@ -108,7 +108,7 @@ def main() -> None:
         print(f"epoch {epoch:2}: curvature along the gradient at {steps}")
     pairs = zip(hooked.model.state_dict().items(), plain.model.state_dict().values(), strict=True)
     different = [name for (name, one), other in pairs if not torch.equal(one, other)]
-    last = sum(receipt.saved_bytes for receipt in manager.receipts)
+    last = sum(receipt.saved_bytes for receipt in manager.hooks.receipts)
     print(f"\nthe last intervention had {last:,} bytes to put back")
     print(f"weights that differ from the run without hooks: {', '.join(different) or 'none'}")
     if different:

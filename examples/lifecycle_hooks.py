@@ -78,14 +78,14 @@ def main() -> None:
     """Train with hooks and without, and compare."""
     sink = hl.sinks.MemorySink()
     manager = hl.HookManager(hooks=[WeightNorm, AnotherOrder], sinks=[sink])
-    print(manager.plan(), end="\n\n")
+    print(manager.plan, end="\n\n")
     hooked = train(manager)
     for record in sink.records:
         for name, value in record.metrics.items():
             steps = f" at steps {value.steps}" if isinstance(value, hl.records.StepSeries) else ""
             shown = ", ".join(f"{v:.3f}" for v in value) if isinstance(value, list) else f"{value:.3f}"
             print(f"epoch {record.epoch}  {name} = {shown}{steps}")
-    (receipt,) = manager.receipts
+    (receipt,) = manager.hooks.receipts
     print(f"\nthe last intervention: {len(receipt.touched)} things touched, {len(receipt.restored)} put back")
     plain = train(hl.HookManager())
     same = all(

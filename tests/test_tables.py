@@ -116,9 +116,8 @@ def everything_that_ends_a_cell() -> dict[str, Any]:
         "beside": hl.find(model).beside(watch, cache, profile, many.report()),
         "profile": profile,
         "rollback": receipt,
-        "plan": manager.plan(),
+        "plan": manager.plan,
         "manager": manager,
-        "firing": manager.receipts,
         "profiler": manager.profiler,
         "memory": sink,
         "result": result,
@@ -172,8 +171,8 @@ def test_whatever_ends_a_cell_has_html_with_cells_and_a_text_without_addresses()
 def test_a_plan_and_a_report_end_a_cell_as_tables():
     """What a notebook shows is what ``print`` does, and not the fields of a dataclass."""
     manager, _, _ = trained()
-    assert repr(manager.plan()) == str(manager.plan())
-    assert repr(manager.plan()).splitlines()[0].split() == ["point", "hook", "does", "when", "needs"]
+    assert repr(manager.plan) == str(manager.plan)
+    assert repr(manager.plan).splitlines()[0].split() == ["point", "hook", "does", "when", "needs"]
     model, x = model_and_data()
     with hl.attach(model, "#", ignore) as handle:
         model(x)

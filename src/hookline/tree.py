@@ -132,6 +132,11 @@ def map_tensors(
     return value if is_same else rebuilt(value, items)
 
 
+def copied(value: Any) -> Any:
+    """Return a copy that shares nothing with `value`; tensors stay on their device, without their graph."""
+    return map_tensors(value, lambda _, tensor: tensor.detach().clone(), copy.deepcopy)
+
+
 def rebuilt(value: Any, items: dict[Any, Any]) -> Any:
     """Return a container of the same make with these items, which are all it has; a plain one if none can be made."""
     try:

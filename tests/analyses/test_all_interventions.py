@@ -73,10 +73,10 @@ def test_a_run_with_it_is_the_run_without_and_reports_when_due(case: str, loop: 
     left, sink, manager = trained(loop, hook, offload_state=offload, strict=True)
     assert differences(bare(loop), left) == []
     if name.startswith("counterfactual"):  # the step loop has no epoch to train again
-        assert manager.fired[name] == (5 if loop == "epoch" else 0)
+        assert manager.hooks.fired[name] == (5 if loop == "epoch" else 0)
     else:
         assert sorted(by_step(sink, name)) == DUE.get(name, sorted(by_step(sink, name)))
-        assert manager.fired[name] >= 4
+        assert manager.hooks.fired[name] >= 4
     found = {key.removeprefix(f"{name}/") for record in sink.records for key in record.metrics}
     if found:
         described = {re.sub(r"\\\{\w+\\\}", ".+", re.escape(info.name)) for info in hook.describe_metrics()}

@@ -32,7 +32,7 @@ from hookline import analyses
 from hookline.analyses._base import Analysis
 from hookline.errors import HooklineWarning
 from hookline.lifecycle.registry import register_built_ins
-from hookline.lifecycle.states import copied
+from hookline.tree import copied
 
 POST_STEP, POST_EPOCH, SNAPSHOT = hl.HookPoint.POST_STEP, hl.HookPoint.POST_EPOCH, hl.HookPoint.SNAPSHOT
 

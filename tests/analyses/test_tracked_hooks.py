@@ -20,7 +20,7 @@ from hookline.analyses import (
     SaturatedActivationsHook,
 )
 from hookline.errors import HooklineWarning, OptionError
-from hookline.lifecycle.states import copied
+from hookline.tree import copied
 
 ALL = {
     "relu_activations": ReLUActivationsHook,

@@ -67,7 +67,7 @@ def test_the_run_goes_on_if_that_is_asked_for(policy, count, said, capsys):
     assert heard.err.count("Traceback") == 1
     assert "boom.py" in heard.err
     assert "firing.py" not in heard.err
-    assert "manager.hook_errors" not in heard.err
+    assert "manager.hooks.errors" not in heard.err
     facts = facts_of(FOLDER)
     assert (facts["status"], facts["hooks"]["boom"]["failed"], facts["hooks"]["norms"]["failed"]) == (
         "finished",

@@ -387,7 +387,7 @@ def test_one_sink_that_raises_takes_neither_the_others_nor_the_run_down():
     with pytest.warns(hl.HooklineWarning, match="Broken could not take metrics .*no such place"):
         hl.epoch_loop(make_experiment(), epochs=3, manager=manager)
     assert sink.series("observer/count") == [(0, 1), (1, 2), (2, 3)]
-    assert manager.sink_errors == {"Broken": 3}
+    assert manager.fan_out.errors == {"Broken": 3}
 
 
 @pytest.mark.parametrize("offload", [False, True])

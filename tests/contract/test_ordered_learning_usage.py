@@ -358,4 +358,4 @@ def test_one_snapshot_cycle():
     assert torch.equal(streams["before"], streams["after"])
     expected = {"looks/metric": 1, "first/metric": 2, "second/metric": 2}
     assert manager.get_last_metrics(HookPoint.SNAPSHOT) == expected
-    assert [receipt.hook for receipt in manager.receipts] == ["looks", "first", "second"]
+    assert [receipt.hook for receipt in manager.hooks.receipts] == ["looks", "first", "second"]

@@ -80,9 +80,9 @@ def undone() -> dict[str, Any]:
             "same": weights == without,
             "control": control == without,
             "ended": ended,
-            "fired": manager.fired["ahead"],
+            "fired": manager.hooks.fired["ahead"],
             "records": len([one for one in sink.records if "ahead/moved" in one[2]]),
-            "touched": bool(manager.receipts) and len(manager.receipts[0].touched) > 0,
+            "touched": bool(manager.hooks.receipts) and len(manager.hooks.receipts[0].touched) > 0,
         }
     return found
 
@@ -96,7 +96,7 @@ def fails_on_one_rank() -> dict[str, Any]:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 weights, manager, _, ended = trained(kind, [Ahead(fails_on=1)], on_error=policy)
-            off = "ahead" in manager.plan().left_out
+            off = "ahead" in manager.plan.left_out
             told = any("rank 1 failed with ValueError" in str(one.message) for one in caught)
             found[f"{kind} {policy}"] = {"same": weights == without, "ended": ended, "off": off, "told": told}
         _, manager, _, ended = trained(kind, [Ahead(fails_on=1)])

@@ -85,7 +85,7 @@ def test_the_run_stays_the_same() -> None:
     hooked.run.close()
     assert differences(expected, hooked.left()) == []
     assert hook.fired == 24 + 3
-    assert hooked.run.manager.fired["elsewhere"] == 5 + 3
+    assert hooked.run.manager.hooks.fired["elsewhere"] == 5 + 3
 
 
 def test_a_hook_that_does_change_weights_is_seen() -> None:

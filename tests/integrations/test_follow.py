@@ -78,10 +78,10 @@ def test_the_loop_is_the_same_to_the_last_bit(parts: Iterable[str], tmp_path: Pa
     with loop.follow(hooks, log=tmp_path / "log.jsonl", **{name: getattr(loop, name) for name in parts}) as run:
         loop.train()
     assert nested_differences(loop.left(), _plain()) == []
-    assert run.manager.fired["flight_recorder"] > 20
-    assert run.manager.fired["seen"] > 40
+    assert run.manager.hooks.fired["flight_recorder"] > 20
+    assert run.manager.hooks.fired["seen"] > 40
     if parts == FULL:
-        assert run.manager.fired["trains"] > 10
+        assert run.manager.hooks.fired["trains"] > 10
 
 
 @pytest.mark.parametrize(("hook", "is_inert"), [(Seen, True), (Nudge, False)])
@@ -512,7 +512,7 @@ def test_a_run_that_cannot_be_saved_for_an_intervention_is_the_policys_to_decide
     loop.model.register_parameter("unmade", torch.nn.Parameter(torch.empty(2, device="meta")))
     with loop.follow([TrainsAnEpoch()], loader=loop.loader, on_error="disable") as run:
         loop.train(1)
-    assert run.manager.hook_errors == {"trains": 1}
+    assert run.manager.hooks.errors == {"trains": 1}
     with pytest.raises(GuardError, match="meta device"), loop.follow([TrainsAnEpoch()], loader=loop.loader):
         loop.train(1)
 
@@ -652,7 +652,7 @@ def _train_with_scaler(*, follow: bool) -> Any:
         scaler.update()
     if run is not None:
         run.close()
-        assert run.manager.fired["trains"] > 4
+        assert run.manager.hooks.fired["trains"] > 4
     return loop.left(), scaler.state_dict()
 
 

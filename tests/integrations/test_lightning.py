@@ -174,8 +174,8 @@ def test_the_run_is_the_same_to_the_last_bit(case: str, tmp_path: Path) -> None:
     hooks = [Seen(), "norms", *([] if case == "manual" else [TrainsAnEpoch()])]
     hooked, callback = fit(tmp_path, hooks, **options)
     assert nested_differences(hooked, plain) == []
-    assert callback.manager.fired["seen"] >= 27
-    assert case == "manual" or callback.manager.fired["trains"] > 8
+    assert callback.manager.hooks.fired["seen"] >= 27
+    assert case == "manual" or callback.manager.hooks.fired["trains"] > 8
     nudged, _ = fit(tmp_path, [Nudge()], **options)
     assert nested_differences(nudged, plain) != []
 
@@ -237,7 +237,7 @@ def test_interventions_train_whatever_training_step_calls_its_arguments(tmp_path
 
     for module in (Short, One, Any_):
         _, callback = fit(tmp_path, [TrainsAnEpoch()], module=module, max_epochs=1)
-        assert callback.manager.fired["trains"] > 2
+        assert callback.manager.hooks.fired["trains"] > 2
 
 
 def test_a_watch_counts_training_and_not_validation(tmp_path: Path) -> None:
@@ -503,7 +503,7 @@ def _fit_by_ranks(folder: str) -> dict[str, Any]:
     memory = hl.sinks.MemorySink()
     hooked, callback = fit(Path(folder), [Seen(), "norms"], sinks=[memory], **options)
     records = len(memory.records)
-    fired = dict(callback.manager.fired)
+    fired = dict(callback.manager.hooks.fired)
     return {"differences": nested_differences(hooked, plain), "records": records, "fired": fired}
 
 

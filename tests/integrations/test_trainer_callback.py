@@ -84,7 +84,7 @@ def test_the_run_of_a_trainer_stays_the_same(tmp_path: Path) -> None:
     hooked.train()
     assert hooked.state.global_step == 20
     assert differences(expected, left_by_trainer(hooked)) == []
-    assert callback.manager.fired["Ahead"] == 6
+    assert callback.manager.hooks.fired["Ahead"] == 6
     assert {point for _, point, _ in metrics_of(sink)} == {"PRE_STEP", "POST_STEP", "POST_EPOCH", "SNAPSHOT"}
     assert not any(isinstance(value, torch.nn.Module) for value in vars(callback).values())
     assert "training_step" not in vars(hooked)
@@ -332,7 +332,7 @@ def test_a_hook_that_raises(tmp_path: Path, policy: str) -> None:
             trainer.train()
     else:
         trainer.train()
-    assert callback.manager.hook_errors == {"Fails": 10 if policy == "warn" else 1}
+    assert callback.manager.hooks.errors == {"Fails": 10 if policy == "warn" else 1}
     assert trainer.state.global_step == (1 if policy == "raise" else 10)
     watch.remove()
 

@@ -81,6 +81,23 @@ def test_without_a_log_slow_sinks_read_a_temporary_one_which_goes_when_all_has_a
     assert not log.parent.exists()
 
 
+def test_a_record_after_closing_reaches_a_slow_sink_without_a_log_too(tmp_path):
+    """In another temporary log, which goes as well; the sink knows the run, and closing again does nothing."""
+    out = tmp_path / "slow.txt"
+    fan_out = FanOut([Slow(str(out))])
+    fan_out.set_run_context(strategy="a")
+    fan_out.write(record(0))
+    fan_out.close()
+    fan_out.close()
+    fan_out.write(record(1))
+    log = fan_out.log
+    fan_out.close()
+    assert numbers(out) == [0, 1]
+    assert [line["context"] for line in delivered(out) if "context" in line] == [{"strategy": "a"}] * 2
+    assert not log.parent.exists()
+    assert fan_out.pending == []
+
+
 def test_a_sink_whose_host_is_gone_for_a_while_loses_nothing_and_keeps_the_order(tmp_path):
     """Failures are told once and counted; the other sink is not held up."""
     out, other, down = tmp_path / "slow.txt", tmp_path / "other.txt", tmp_path / "slow.txt.down"

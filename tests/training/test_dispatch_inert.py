@@ -190,8 +190,8 @@ def test_interventions_between_forward_and_backward_and_after_leave_the_run_as_i
     """Though they train, perturb, draw and raise."""
     manager = HookManager(hooks=[intervention("wreck", PRE_STEP, POST_STEP, do=wreck)], on_error="warn")
     assert differences(plain_run(), run(intervened(manager, Guard))) == []
-    assert manager.fired["wreck"] == 48
-    assert manager.hook_errors == {"wreck": 16}
+    assert manager.hooks.fired["wreck"] == 48
+    assert manager.hooks.errors == {"wreck": 16}
 
 
 def test_the_same_interventions_without_a_guard_would_be_noticed():

@@ -41,7 +41,7 @@ def test_hooks_fire_at_their_points_and_nowhere_else():
     assert fire(manager, SNAPSHOT) == {"b/x": 2}
     assert fire(manager, PRE_EPOCH) == {}
     assert (len(at_end.seen), len(at_snapshot.seen)) == (1, 1)
-    assert dict(manager.fired) == {"a": 1, "b": 1}
+    assert dict(manager.hooks.fired) == {"a": 1, "b": 1}
 
 
 def test_a_point_may_be_given_by_name():
@@ -65,7 +65,7 @@ def test_the_context_is_made_only_if_a_hook_is_due(hooks):
         manager.advance_step()
         assert manager.fire(POST_STEP, never, never, epoch=2) == {}
     assert manager.get_last_metrics(POST_STEP) == {}
-    assert manager.receipts == ()
+    assert manager.hooks.receipts == ()
 
 
 def test_contexts_are_made_once_for_all_hooks_and_the_models_only_for_interventions():
@@ -154,19 +154,19 @@ def test_points_depend_on_the_loop():
         ]
 
     def names(manager, point):
-        return [row.hook for row in manager.plan().rows if row.point == point.name]
+        return [row.hook for row in manager.plan.rows if row.point == point.name]
 
     by_epoch = HookManager(hooks=hooks(), loop_type="epoch")
     assert (names(by_epoch, POST_EPOCH), names(by_epoch, POST_STEP)) == (["both", "epochs", "nothing", "plain"], [])
     by_step = HookManager(hooks=hooks(), loop_type="step")
     assert (names(by_step, POST_EPOCH), names(by_step, POST_STEP)) == (["plain"], ["both"])
-    assert list(by_step.plan().left_out) == ["epochs", "nothing"]
+    assert list(by_step.plan.left_out) == ["epochs", "nothing"]
     by_hand = HookManager(hooks=hooks())
     assert names(by_hand, POST_STEP) == ["both"]
-    by_hand.loop_type = "step"
+    by_hand.plan.use_loop("step")
     assert names(by_hand, POST_EPOCH) == ["plain"]
     with pytest.raises(OptionError, match=r"'epoch'.*the step loop"):
-        by_epoch.loop_type = "step"
+        by_epoch.plan.use_loop("step")
 
 
 @pytest.mark.parametrize("window", [(3, 1), (1, 2, 3), ("a", None), 5, "ab"])
@@ -203,7 +203,7 @@ def test_none_and_nothing_add_nothing():
     manager = HookManager(hooks=[observer("a"), observer("b", returns={})], sinks=[sink])
     assert fire(manager, POST_EPOCH) == {}
     assert sink.records == []
-    assert manager.fired == {"a": 1, "b": 1}
+    assert manager.hooks.fired == {"a": 1, "b": 1}
 
 
 # -- phases, nesting, cost -----------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def test_interventions_without_a_model_context_are_told_of_once():
         assert fire(manager, POST_EPOCH) == {"a/x": 1}
     assert fire(manager, POST_EPOCH) == {"a/x": 1}
     assert not done
-    assert manager.fired == {"a": 2}
+    assert manager.hooks.fired == {"a": 2}
 
 
 def test_a_firing_that_is_over_frees_its_batch_at_once(caplog):
@@ -322,7 +322,7 @@ def test_a_firing_that_is_over_frees_its_batch_at_once(caplog):
         assert alive() is None
     finally:
         gc.enable()
-    assert [receipt.error for receipt in manager.receipts] == ["", "ValueError: no"]
+    assert [receipt.error for receipt in manager.hooks.receipts] == ["", "ValueError: no"]
 
 
 @settings(deadline=None)

@@ -179,7 +179,7 @@ def test_a_sink_that_raises_does_not_starve_the_others_and_the_run_goes_on():
     ]
     fire(manager, POST_EPOCH)
     manager.flush_sinks()  # else it would be some time until they are tried again
-    assert manager.sink_errors == {"Raises": 2, "Raises 2": 2}
+    assert manager.fan_out.errors == {"Raises": 2, "Raises 2": 2}
     assert [record.metrics for record in sink.records] == [{"a/x": 1}] * 2
 
 

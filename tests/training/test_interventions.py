@@ -159,7 +159,7 @@ def test_receipts_say_what_was_touched_and_put_back(training):
     """Per hook, of the last firing."""
     manager = HookManager(hooks=[intervention("wreck", do=training.wreck), observer("a")])
     fire(manager, POST_EPOCH, model_ctx=training.model_ctx)
-    looked, wrecked = manager.receipts
+    looked, wrecked = manager.hooks.receipts
     assert (looked.hook, looked.scope, looked.touched) == ("a", "observes", ())
     assert (wrecked.hook, wrecked.scope, wrecked.error) == ("wreck", "trains", "")
     assert any("0.weight" in name for name in wrecked.touched)
@@ -202,7 +202,7 @@ def test_an_intervention_that_raises_leaves_nothing_behind_and_metrics_go_out(tr
     assert sink.latest == {"a/x": 1, "b/y": 2}
     assert not done
     assert phase() == "train"
-    assert [bool(receipt.error) for receipt in manager.receipts] == [False, False, True]
+    assert [bool(receipt.error) for receipt in manager.hooks.receipts] == [False, False, True]
     assert manager.get_last_metrics(POST_EPOCH) == {"a/x": 1, "b/y": 2}
 
 
@@ -228,7 +228,7 @@ def test_warn_says_it_once_and_the_hook_stays_on():
         fire(manager, POST_EPOCH)
     assert fire(manager, POST_EPOCH) == {"a/x": 1}
     assert fire(manager, POST_EPOCH) == {"fails/fine": 3, "a/x": 1}
-    assert manager.hook_errors == {"fails": 2}
+    assert manager.hooks.errors == {"fails": 2}
     assert len(sink.records) == 3
 
 
@@ -254,9 +254,9 @@ def test_disable_switches_the_hook_off_and_logs_it(caplog):
         "Hook 'fails' raised; it is switched off and the run goes on"
     ]
     assert len(hook.seen) == 1
-    assert manager.hook_errors == {"fails": 1}
+    assert manager.hooks.errors == {"fails": 1}
     assert not manager.needs_grad_accumulation()
-    assert "fails (switched off" in str(manager.plan())
+    assert "fails (switched off" in str(manager.plan)
 
 
 def test_an_intervention_under_warn_is_undone_and_the_next_one_runs(training):
@@ -408,7 +408,7 @@ def test_if_nothing_can_be_saved_no_intervention_runs_and_observers_metrics_go_o
     assert same(training.state(), before)
     assert sink.latest == {"a/x": 1}
     assert not done
-    assert manager.hook_errors == {}
+    assert manager.hooks.errors == {}
 
 
 def test_an_intervention_inside_of_another_is_refused_and_both_are_undone(training):

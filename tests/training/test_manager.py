@@ -113,7 +113,7 @@ class NoHook:
         ([NoHook], "the class NoHook.* TrainingHook"),
         ([ReLUActivationState], r"got the class ReLUActivationState: call it, hooks=\[ReLUActivationState\(\)\]\."),
         ([NoHook()], "got a NoHook"),
-        (observer("a"), "put an Observer into one"),
+        (observer("a"), "takes a list; got an Observer"),
         ([3], "got an int"),
         ([lambda ctx: {}], "got a function"),
         ([nn.Linear(1, 1)], "got a Linear"),
@@ -197,7 +197,7 @@ def test_a_watch_on_another_model_is_told_once_a_run(starts):
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 if starts:
-                    manager.start(model)
+                    manager.hooks.start(model, manager.output.ranks)
                 for epoch in range(3):
                     fire(manager, POST_EPOCH, epoch, model=model)
             assert [str(each.message).partition(" that has no")[0] for each in told] == [

@@ -125,7 +125,7 @@ def test_in_the_step_loop_a_flush_belongs_to_its_last_step():
     manager = HookManager(sinks=[sink], flush_every=3, loop_type="step")
     for step in range(7):
         manager.advance_step()
-        manager.take_record("train/loss", float(step))
+        manager.output.record("train/loss", float(step))
     assert [(record.epoch, record.step, record.metrics) for record in sink.seen] == [
         (None, 2, {"train/loss": [0.0, 1.0, 2.0]}),
         (None, 5, {"train/loss": [3.0, 4.0, 5.0]}),
@@ -174,10 +174,10 @@ def test_costs_are_counted_for_every_hook_that_was_called():
     slow = observer("slow", POST_EPOCH, do=lambda ctx: sum(range(200_000)) and None)
     quick, never = observer("quick", POST_EPOCH), observer("never", SNAPSHOT)
     manager = HookManager(hooks=[slow, quick, never])
-    assert manager.costs() == {}
+    assert manager.hooks.costs() == {}
     for epoch in range(3):
         fire(manager, POST_EPOCH, epoch)
-    costs = manager.costs()
+    costs = manager.hooks.costs()
     assert set(costs) == {"slow", "quick"}
     assert costs["slow"]["count"] == costs["quick"]["count"] == 3
     assert costs["slow"]["total_ms"] > costs["quick"]["total_ms"] > 0
@@ -250,7 +250,7 @@ def test_a_run_with_log_sinks_and_helper_process_ends_as_one_without(tmp_path):
         hooked = train(observed(manager), steps=24)
     assert differences(plain, hooked) == []
     assert random.getstate() == state
-    assert manager.sink_errors == {}
+    assert manager.fan_out.errors == {}
     assert len(list(read_log(tmp_path))) == 24 + 5
     assert len((tmp_path / "slow.txt").read_text().splitlines()) == 24 + 5 + 1
 

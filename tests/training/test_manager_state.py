@@ -82,10 +82,10 @@ def test_loading_earlier_steps_wakes_scheduled_hooks_again():
     manager = made()
     state = manager.state_dict()
     run(manager, 6)
-    fired = manager.fired["late"]
+    fired = manager.hooks.fired["late"]
     manager.load_state_dict(state)
     run(manager, 6)
-    assert manager.fired["late"] == 2 * fired == 4
+    assert manager.hooks.fired["late"] == 2 * fired == 4
 
 
 def test_the_state_of_a_hook_that_is_not_there_is_told_of():
@@ -116,7 +116,7 @@ def test_reset_all_begins_another_run():
     manager.reset_all()
     assert manager.global_step == -1
     assert manager.get_last_metrics() == {}
-    assert manager.receipts == ()
+    assert manager.hooks.receipts == ()
     run(manager, 2)
     manager.flush_step_metrics(0)
     assert sink.latest["path/length"] == [1.0, 2.0]
@@ -198,8 +198,8 @@ def test_a_hook_that_cannot_take_its_reference_weights_has_raised(policy, caplog
             fire(manager, POST_EPOCH)
         return
     assert fire(manager, POST_EPOCH) == {"b/y": 1}
-    assert manager.hook_errors == {"Picky": 1}
-    assert "Picky" in manager.plan().left_out
+    assert manager.hooks.errors == {"Picky": 1}
+    assert "Picky" in manager.plan.left_out
     assert "another shape" in caplog.text
 
 
@@ -301,12 +301,29 @@ def test_what_is_no_state_of_a_manager_is_refused():
         HookManager().load_state_dict({"global_step": 3})
 
 
-def test_options_of_the_wrong_kind_are_refused():
-    """By name, not by what breaks first."""
-    with pytest.raises(OptionError, match="sinks= takes a list of sinks; put a MemorySink into one"):
-        HookManager(sinks=MemorySink())
-    with pytest.raises(OptionError, match="hook_config for 'reference_weights' is a dictionary"):
-        HookManager(hook_config={"reference_weights": "weights.pt"})
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sinks": MemorySink()}, "sinks= takes a list .* a MemorySink"),
+        ({"sinks": MemorySink}, "sinks= takes a list .* call it"),
+        ({"sinks": 5}, "sinks= takes a list"),
+        ({"sinks": "csv"}, "sinks= takes a list"),
+        ({"hooks": 5}, "hooks= takes a list"),
+        ({"hook_names": 5}, "hook_names= takes a list"),
+        ({"hook_config": 5}, "hook_config= has a dictionary"),
+        ({"hook_config": {"reference_weights": "weights.pt"}}, "hook_config for 'reference_weights' is a dictionary"),
+        ({"loop_type": "epochs"}, "loop_type= is 'epoch', 'step' or None.*'epoch'"),
+        ({"loop_type": 5}, "loop_type= is 'epoch', 'step' or None"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_refused(options, words):
+    """By name, with what to write instead."""
+    with pytest.raises(OptionError, match=words):
+        HookManager(**options)
+
+
+def test_names_that_are_no_text_are_refused():
+    """Of hooks, and of metrics."""
     with pytest.raises(HookNameError, match="Unknown hook: None"):
         HookManager([None])
     manager = HookManager()

@@ -16,7 +16,7 @@ POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint.POST_STEP, HookPoint.POST_EPOCH, Hoo
 
 
 def order(*hooks, point=POST_EPOCH):
-    return [row.hook for row in HookManager(hooks=hooks).plan().rows if row.point == point.name]
+    return [row.hook for row in HookManager(hooks=hooks).plan.rows if row.point == point.name]
 
 
 def test_without_wishes_hooks_run_as_given_observers_first():
@@ -85,7 +85,7 @@ def test_the_plan_prints_who_runs_where_when_and_what_it_needs():
         observer("bursts", POST_STEP, step_schedule=StepSchedule("burst", stride=100, burst_length=3, warmup=200)),
         observer("steps", loop_points={"step": {POST_STEP}}),
     ]
-    assert str(HookManager(hooks=hooks, loop_type="epoch").plan()).splitlines() == [
+    assert str(HookManager(hooks=hooks, loop_type="epoch").plan).splitlines() == [
         "point          hook     does                when                           needs",
         "POST_STEP   1  bursts   observes            3 of every 100 steps from 200  –",
         "POST_EPOCH  1  norms    observes            up to epoch 49                 grads",
@@ -97,17 +97,17 @@ def test_the_plan_prints_who_runs_where_when_and_what_it_needs():
 
 def test_a_plan_without_hooks_says_so():
     """Rather than printing an empty table."""
-    assert str(HookManager().plan()) == "no hooks"
+    assert str(HookManager().plan) == "no hooks"
 
 
 def test_hooks_that_the_run_never_fires_are_named():
     """Those that have some of their points are not."""
     hooks = [observer("ends", POST_EPOCH), observer("both", POST_EPOCH, POST_STEP), observer("shots", SNAPSHOT)]
     manager = HookManager(hooks=hooks)
-    assert manager.plan().will_not_fire([POST_STEP, SNAPSHOT]) == (
+    assert manager.plan.will_not_fire([POST_STEP, SNAPSHOT]) == (
         "Hook 'ends' will not fire: it waits for POST_EPOCH, and the run fires POST_STEP, SNAPSHOT.",
     )
-    assert manager.plan().will_not_fire(HookPoint) == ()
+    assert manager.plan.will_not_fire(HookPoint) == ()
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,11 @@ def test_a_hook_that_has_loop_points_alone_waits_until_the_loop_is_known():
     """A loop says it; whoever fires by hand without saying it is told, instead of nothing happening."""
     hook = observer("a", returns={"x": 1}, loop_points={"epoch": {POST_EPOCH}}, hook_points=())
     manager = HookManager(hooks=[hook])
-    assert "left out: a (its loop_points depend on the loop" in str(manager.plan())
+    assert "left out: a (its loop_points depend on the loop" in str(manager.plan)
     for point in (POST_EPOCH, "POST_STEP"):
         with pytest.raises(LifecycleError, match=r"'a' has loop_points.*loop_type"):
             manager.fire(point, lambda: RunDataContext(POST_EPOCH, 0))
-    manager.loop_type = "epoch"
+    manager.plan.use_loop("epoch")
     assert manager.fire(POST_EPOCH, lambda: RunDataContext(POST_EPOCH, 0)) == {"a/x": 1}
 
 
@@ -150,7 +150,7 @@ def test_a_schedule_of_ones_own_is_printed_as_it_prints():
             return "odd steps"
 
     manager = HookManager(hooks=[observer("a", HookPoint.POST_STEP, step_schedule=Odd())])
-    assert [row.when for row in manager.plan().rows] == ["odd steps"]
+    assert [row.when for row in manager.plan.rows] == ["odd steps"]
 
 
 def test_a_hook_without_points_is_refused():

@@ -48,7 +48,7 @@ def test_loop_type_filtering():
             return {}
 
     for loop_type, point in (("epoch", "POST_EPOCH"), ("step", "POST_STEP")):
-        rows = HookManager(hooks=[TrainingMetricsHook()], loop_type=loop_type).plan().rows
+        rows = HookManager(hooks=[TrainingMetricsHook()], loop_type=loop_type).plan.rows
         assert [row.point for row in rows] == [point]
 
 

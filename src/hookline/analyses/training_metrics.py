@@ -78,7 +78,7 @@ class TrainingMetricsHook(Analysis):
         """Record the steps since the last point: the curve ends at the last step."""
         if self._sums and self.manager is not None:
             for name, value in _present(self._take_means()).items():
-                self.manager.take_record(f"{self.name}/{name}", value)
+                self.manager.output.record(f"{self.name}/{name}", value)
 
     def _add(self, found: Mapping[str, Any]) -> None:
         sums = {} if self._sums is None else self._sums

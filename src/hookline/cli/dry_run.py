@@ -41,7 +41,7 @@ def _plan(asked: Asked) -> Row:
     model = made.experiment.model
     built = build(run, found, model=model)
     manager = built.make_manager([*built.hooks, *made.hooks], loop_type=made.loop)
-    planned = manager.plan()
+    planned = manager.plan
     return {
         "experiment": found.name,
         "length": made.length,
@@ -120,7 +120,7 @@ def _memory(manager: Any, experiment: Any) -> list[Row]:
     buffers, trained = _bytes(model.buffers()), _bytes(one for one in model.parameters() if one.requires_grad)
     optimizer = _optimizer_bytes(getattr(experiment, "optimizer", None), trained)
     state = _bytes(model.parameters()) + buffers + optimizer
-    planned = [hook for point in manager.plan().points.values() for hook in point.hooks]
+    planned = [hook for point in manager.plan.points.values() for hook in point.hooks]
     guarded = {one.name: getattr(one.hook, "scope", "trains") for one in planned if one.intervenes}
     scopes = sorted(set(guarded.values()))
     copied = state + trained if "trains" in scopes else buffers

@@ -238,7 +238,7 @@ class Follow:
         self._forget_end()
         self._take_off()
         # Many loops destroy the process group before the process ends.
-        with self.manager.ranks.ending(is_exit=self._is_exit and self._error is None) as together:
+        with self.manager.output.ranks.ending(is_exit=self._is_exit and self._error is None) as together:
             self._finish(together=together)
 
     def _finish(self, *, together: bool) -> None:

@@ -140,7 +140,7 @@ class FollowedLoop:
                 self._end_epoch()
 
     def _end_step(self, loss: Any) -> None:
-        if self._holds and self._host.manager.plan().needs(
+        if self._holds and self._host.manager.plan.needs(
             "needs_prev_step_grads", step=self._host.manager.global_step + 1
         ):
             self._host.held.copy(self._model)  # the loop may clear them in place, before the next step begins

@@ -122,10 +122,10 @@ class HostNotes:
 
 def _why_silent(manager: HookManager) -> dict[str, str]:
     """Return the hooks that have not fired, and when they are due; not those that raised or were left out."""
-    plan = manager.plan()
-    told = {*manager.hook_errors, *plan.left_out}
+    plan = manager.plan
+    told = {*manager.hooks.errors, *plan.left_out}
     found = {}
-    for name in (name for name in manager.hooks if not manager.fired[name] and name not in told):
+    for name in (name for name in manager.hooks if not manager.hooks.fired[name] and name not in told):
         due = [f"{row.point}, {row.when}" if row.when else row.point for row in plan.rows if row.hook == name]
         found[name] = f"it is due at {' and '.join(due)}"
     return found

@@ -101,7 +101,7 @@ class HostRun:
         """Fires the hooks; has their metrics, errors and costs."""
         self.specs = made.specs  # hooks on modules, attached for as long as a run lasts
         by_steps = "step" if can_count_steps(self.manager.hooks.values()) else "epoch"
-        self._loop = loop = loop or self.manager.loop_type or by_steps
+        self._loop = loop = loop or self.manager.plan.loop_type or by_steps
         every = (SnapshotSteps(1) if loop == "epoch" else OFTEN_AT_FIRST) if snapshot_every is None else snapshot_every
         if not isinstance(every, SnapshotSteps):
             every = SnapshotSteps(whole_number("snapshot_every", every, 0))
@@ -147,14 +147,14 @@ class HostRun:
         if self.run is not None:
             self.end_run()  # a host that failed said nothing
         experiment, manager = HostExperiment(model, optimizer, **parts), self.manager
-        manager.loop_type = self._loop
+        manager.plan.use_loop(self._loop)
         manager.set_capabilities(experiment.capabilities | self._capabilities)
         manager.reset_all()
         manager.global_step = step - 1
         self._notes.open(run_context or {})
         if run_context:
             manager.set_run_context(**run_context)
-        for sentence in manager.plan().will_not_fire(_POINTS[self._loop]):
+        for sentence in manager.plan.will_not_fire(_POINTS[self._loop]):
             warnings.warn(sentence, HooklineWarning, stacklevel=caller_stacklevel())
         passes, schedule = HostPasses(experiment), HostSchedule(experiment, self._loop)
         run = Run(experiment, self._loop, manager, passes=passes, schedule=schedule)
@@ -238,7 +238,7 @@ class HostRun:
             return
         snapshot = (HookPoint.SNAPSHOT,) if self._snapshots.is_due(epoch) else ()
         run.begin_epoch(epoch, (HookPoint.POST_EPOCH, *snapshot))
-        if run.num_epochs < 2 and not self.manager.ranks.is_single:
+        if run.num_epochs < 2 and not self.manager.output.ranks.is_single:
             warn_of_join(run.experiment.model)
         run.fire(HookPoint.PRE_EPOCH)
 
@@ -350,7 +350,7 @@ class HostRun:
             self.held.release()
 
     def _may_fire(self, point: HookPoint) -> bool:
-        return self.manager.plan().may_fire(self.manager.global_step, point)
+        return self.manager.plan.may_fire(self.manager.global_step, point)
 
     def _leave_step(self) -> None:
         self._in_step = False

@@ -43,7 +43,7 @@ def save_state(run: Run, held: Callable[[], Any], *, within: bool, all_ranks: bo
         within: Whether an epoch has begun and is not over.
         all_ranks: Whether every rank calls this, and gets the states of all; else it is the state of this rank.
     """
-    ranks = run.manager.ranks
+    ranks = run.manager.output.ranks
 
     def make() -> dict[str, Any]:
         return {
@@ -76,7 +76,7 @@ def load_state(run: Run, state: Mapping[str, Any], step: int | None) -> Any:
     If the host says that it goes on after another ``step``, schedules follow the host.
     """
     manager = run.manager
-    state, sentence = _choose_state(state, run.experiment.model, manager.ranks.rank, manager.ranks.size)
+    state, sentence = _choose_state(state, run.experiment.model, manager.output.ranks.rank, manager.output.ranks.size)
     if sentence:
         warn_user(sentence)
     manager.load_state_dict(state["manager"])

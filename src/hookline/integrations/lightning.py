@@ -20,9 +20,9 @@ from hookline.integrations.host_log_sink import HostLogSink
 from hookline.integrations.host_manager import check_callback, check_once, hook_names, sinks_or_usual
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.method_listeners import Listener, listen
-from hookline.lifecycle.states import copied
 from hookline.messages import caller_stacklevel
 from hookline.phases import phase
+from hookline.tree import copied
 
 try:
     from lightning.pytorch import Callback

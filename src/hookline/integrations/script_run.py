@@ -103,7 +103,7 @@ class _ScriptRun:
                 **built.options,
             )
         first.hand_over(run)
-        for name, why in run.manager.plan().left_out.items():
+        for name, why in run.manager.plan.left_out.items():
             _tell_not_attached(f"the hook {name}: {why}")
         for spec in built.specs:  # one by one: if a factory raises, the others are on
             try:
@@ -125,7 +125,7 @@ class _ScriptRun:
 def _end_by_signal(run: Follow) -> None:
     """Write everything: no other rank is waited for, since torchrun sends the signal when one has died."""
     error = KeyboardInterrupt("The process was ended by SIGTERM, as torchrun does when another rank has ended.")
-    if run.manager.ranks.is_lost:  # it is ending by an error already, and waits for a word of the others
+    if run.manager.output.ranks.is_lost:  # it is ending by an error already, and waits for a word of the others
         told = {"run/error": error_text(error_of_process() or error)}
         run.manager.emit_metrics(told, run.epoch_of_step, HookPoint.POST_STEP)
     run.__exit__(KeyboardInterrupt, error, None)

@@ -127,7 +127,7 @@ class StepReports:
 
     def end_failed_run(self, run: Run, error: BaseException, *, is_in_step: bool) -> None:
         """Report as `end_run` does when ``error`` ends the run; not on one of several ranks: others may still train."""
-        if not run.manager.ranks.is_single:
+        if not run.manager.output.ranks.is_single:
             return
         try:
             self.end_run(run, is_in_step=is_in_step)

@@ -298,7 +298,7 @@ class TrackerHook(TrainingHook):
     def _record_decision(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             if self.manager is not None:
-                self.manager.take_record(f"budget/{self.name}/{name}", value)
+                self.manager.output.record(f"budget/{self.name}/{name}", value)
 
 
 def is_tracker(thing: Any) -> bool:

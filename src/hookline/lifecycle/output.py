@@ -1,7 +1,7 @@
 """Take the metrics of hooks to the sinks: those of steps through a buffer, others at once.
 
-`HookManager` hands metrics over, `record` adds single ones; `FanOut` writes them. Metrics are checked and copied when a
-hook returns them, and brought to the host before they are written.
+A manager hands each firing over to its `MetricOutput`, `record` adds single metrics; `FanOut` writes them. Metrics are
+checked and copied when a hook returns them, and brought to the host before they are written.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Final
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -28,15 +30,12 @@ from hookline.records.sink import Record, StepSeries
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.when import HookPoint
 
-__all__ = [
-    "RECORDER",
-    "MetricOutput",
-    "add_metrics",
-    "copy_metric",
-    "make_fan_out",
-    "record",
-    "to_host",
-]
+if TYPE_CHECKING:
+    from hookline.lifecycle.context import RunDataContext
+    from hookline.lifecycle.managed_hooks import FiringReceipt
+    from hookline.lifecycle.plan import Plan, PlannedHook
+
+__all__ = ["RECORDER", "Firing", "MetricOutput", "add_metrics", "make_fan_out", "record", "to_host"]
 
 PLAIN: Final = frozenset({float, int, bool, str, type(None)})
 """Types that every sink can write as they are."""
@@ -45,14 +44,14 @@ _NAMES: Final = frozenset({str})
 
 class _Recorder:
     # Of the process, not of a thread: on CUDA, gradient hooks run in a thread of autograd's.
-    __slots__ = ("manager",)
+    __slots__ = ("output",)
 
     def __init__(self) -> None:
-        self.manager: weakref.ref[Any] | None = None
+        self.output: weakref.ref[MetricOutput] | None = None
 
 
 RECORDER: Final = _Recorder()
-"""Has the ``manager`` whose ``take_record`` is called by `record`: who sets one puts back the one before."""
+"""Has the ``output`` that `record` adds to: who sets one puts back the one before."""
 
 
 def record(name: str, value: Any) -> None:
@@ -67,60 +66,118 @@ def record(name: str, value: Any) -> None:
     say, it is a metric ``name`` of the current step of the manager whose ``advance_step()`` was called last. Tensors
     stay on their device until the step metrics are flushed.
     """
-    manager = None if RECORDER.manager is None else RECORDER.manager()
-    if manager is None:
+    output = None if RECORDER.output is None else RECORDER.output()
+    if output is None:
         raise LifecycleError(f"record({name!r}, ...) has no record to join: call manager.advance_step() at each step.")
     if not isinstance(name, str):
         raise MetricError(f"record() was given the name {name!r}; names of metrics are strings.")
-    manager.take_record(name, value)
+    output.record(name, value)
+
+
+@dataclass(slots=True, eq=False)
+class Firing:
+    """A point that is being fired."""
+
+    point: HookPoint
+    ctx: RunDataContext
+    step: int | None
+    """The step of the run; None before the first."""
+    position: int
+    """Where its metrics belong: the epoch; in the step loop the step."""
+    ranks: OneProcess
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """What the hooks so far have returned, by ``"hook/metric"``."""
+    current: PlannedHook | None = None
+    """The hook that runs now."""
+    receipts: list[FiringReceipt] = field(default_factory=list)
+    thread: int = field(default_factory=get_ident)
+
+    @property
+    def place(self) -> str:
+        """The point and the step, in words."""
+        return f"{self.point.name}, step {self.step or 0}"
 
 
 class MetricOutput:
-    """Hand metrics to the log and the sinks; remember what each point returned last."""
+    """Hand metrics to the log and the sinks; remember what each point returned last.
 
-    def __init__(self, fan_out: FanOut) -> None:
+    Args:
+        fan_out: The log and the sinks.
+        plan: Says whether the run counts steps, so that records have no epoch.
+        join: Makes the ranks of the run, when they are first asked for.
+    """
+
+    def __init__(self, fan_out: FanOut, plan: Plan, join: Callable[[], OneProcess]) -> None:
         self.fan_out = fan_out
         self.steps = StepBuffer()
-        self._strategy: str | None = None
-        self._rank = own_rank()
-        self.counts_steps = False
-        """Whether positions are steps, so that records have no epoch."""
+        self.step = -1
+        """The current step, to which `record` adds."""
+        self.firing: Firing | None = None
+        """The firing under way."""
         self.position: int | None = None
         """The epoch, or step, of the last firing: buffered metrics belong there if no loop flushes them."""
-        self.last: dict[HookPoint | None, dict[str, Any]] = {}
+        self.met = OneProcess()
+        """The ranks that were met: one process, as long as nobody asked for `ranks`."""
+        self._plan, self._join = plan, join
+        self._has_met = False
+        self._last: dict[HookPoint | None, dict[str, Any]] = {}
         """What each point returned last; under None, the point that fired last."""
-        self.ranks = OneProcess()
-        """Makes one record of those of all ranks."""
+        self._strategy: str | None = None
+        self._rank = own_rank()
 
-    def take(self, point: HookPoint, metrics: dict[str, Any], position: int, step: int | None) -> dict[str, Any]:
+    @property
+    def ranks(self) -> OneProcess:
+        """What keeps this rank together with the others; to read it first is to meet them, and to compare the hooks."""
+        if not self._has_met:
+            self._has_met = True
+            self.met = self._join()
+        return self.met
+
+    def record(self, name: str, value: Any) -> None:
+        """Add a metric to the hook that runs now, or to the current step; `hookline.record` calls this."""
+        firing = self.firing
+        if firing is not None and firing.current is not None:
+            add_metrics(firing.current.name, {name: value}, firing.metrics)
+        else:
+            metrics = {name: copy_metric(value, "record()", name)}
+            self.steps.add(HookPoint.POST_STEP, max(self.step, 0), metrics)
+
+    def take(self, firing: Firing) -> dict[str, Any]:
         """Buffer the metrics of a firing at a step, or write those of another point, of all ranks; return them."""
+        point, metrics = firing.point, firing.metrics
         if point.is_step:
             if metrics:
-                self.steps.add(point, max(step or 0, 0), metrics)  # ranks exchange them when they are flushed
-        elif metrics or not self.ranks.is_single:
+                self.steps.add(point, max(firing.step or 0, 0), metrics)  # ranks exchange them when they are flushed
+        elif metrics or not self.met.is_single:
             metrics = to_host(metrics)
-            if not self.ranks.is_single:
-                metrics = self.ranks.reduce(metrics, f"metrics at {point.name}")
-            self._write(metrics, position, point, step)
-        self.last[point] = self.last[None] = metrics
-        self.position = position
+            if not self.met.is_single:
+                metrics = self.met.reduce(metrics, f"metrics at {point.name}")
+            self._write(metrics, firing.position, point, firing.step)
+        self._last[point] = self._last[None] = metrics
+        self.position = firing.position
         return metrics
+
+    def last(self, point: HookPoint | None) -> dict[str, Any]:
+        """Return what a point returned last, or the point that fired last; of one that is firing, what is there yet."""
+        if self.firing is not None and point in (None, self.firing.point):
+            return dict(self.firing.metrics)
+        return dict(self._last.get(point, {}))
 
     def flush_steps(self, position: int, step: int) -> dict[str, Any]:
         """Write the buffered metrics of all steps, of all ranks, as lists; return them."""
         flushed: dict[str, Any] = {}
-        for point, metrics in self.ranks.reduce_steps(self.steps.take()).items():
+        for point, metrics in self.met.reduce_steps(self.steps.take()).items():
             self._write(metrics, position, point, step)
             flushed |= metrics
-        if self.ranks.alone:
-            self.note(self.ranks.alone, step)
-            self.ranks.alone = ""
+        if self.met.last_words:
+            self._write({"run/error": self.met.last_words}, position, HookPoint.POST_STEP, step)
+            self.met.last_words = ""
         return flushed
 
     @property
     def has_steps(self) -> bool:
         """True if there is something to flush; with several ranks it is asked of all of them, by the flush itself."""
-        return bool(self.steps) or not self.ranks.is_single
+        return bool(self.steps) or not self.met.is_single
 
     def flush_rest(self, step: int) -> None:
         """Write what is buffered when no loop says where it belongs: at the position of the last firing."""
@@ -133,14 +190,9 @@ class MetricOutput:
             metrics = {name: copy_metric(value, "emit_metrics()", name) for name, value in metrics.items()}
         metrics = to_host(metrics)
         if not reduced:
-            metrics = self.ranks.reduce(metrics, f"metrics of the loop at {point.name}")
+            metrics = self.met.reduce(metrics, f"metrics of the loop at {point.name}")
         self._write(metrics, position, point, step)
         self.fan_out.warn_pending()
-
-    def note(self, text: str, step: int) -> None:
-        """Write at once, without the other ranks, that something ended the run: ``run/error``."""
-        position = max(step, 0) if self.position is None else self.position
-        self._write({"run/error": text}, position, HookPoint.POST_STEP, step)
 
     def set_run_context(self, context: Mapping[str, Any]) -> None:
         """Tell the sinks which run follows."""
@@ -153,7 +205,7 @@ class MetricOutput:
         if metrics and not self.fan_out.is_empty:
             number = None if step is None or step < 0 else step
             epoch: int | None = position
-            if self.counts_steps:
+            if self._plan.loop_type == "step":
                 # The position counts where the user's loop does not; 0 is also that before the first step.
                 epoch, number = None, number if number is not None else position or None
             self.fan_out.write(Record(metrics, epoch, point, number, self._strategy, self._rank, time.time()))
@@ -161,8 +213,8 @@ class MetricOutput:
     def clear(self) -> None:
         """Drop everything that is not written."""
         self.steps.clear()
-        self.last.clear()
-        self.position = None
+        self._last.clear()
+        self.position, self.step = None, -1
 
 
 class StepBuffer:

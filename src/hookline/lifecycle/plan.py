@@ -1,6 +1,6 @@
 """Work out which hook runs at which point, in which order and at which steps.
 
-`HookManager` makes a `Plan` of what its hooks declare, asks it at each firing, and shows it to the user as a table.
+A manager has a `Plan` of what its hooks declare, asks it at each firing, and shows it to the user as a table.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from hookline.errors import HookNameError, HookOrderError, LifecycleError, OptionError
 from hookline.lifecycle.hook import InterventionHook
-from hookline.messages import unknown_name_text
+from hookline.lifecycle.registry import HookRegistry
+from hookline.messages import did_you_mean, unknown_name_text
 from hookline.tables import ShownAsTable, Table
 from hookline.when import HookPoint, StepSchedule, validate_points
 
 if TYPE_CHECKING:
     from hookline.lifecycle.hook import TrainingHook, Window
 
-__all__ = ["Plan", "PlanQueries", "PlanRow", "PlannedHook", "PointHooks", "is_pure", "make_plan", "split_roles"]
+__all__ = ["Plan", "PlanQueries", "PlanRow", "PlannedHook", "PointHooks", "is_pure", "split_roles"]
 
+LOOP_TYPES: Final = ("epoch", "step")
 _ALWAYS: Final = (None, None)
 """The window that is open at both ends."""
 _NEEDS: Final = ("needs_grads", "needs_prev_step_grads", "needs_pre_epoch_state", "needs_reference_weights")
@@ -59,7 +61,7 @@ class PlannedHook:
 class PointHooks:
     """The hooks of one point, in the order they run: those that observe, then those that intervene."""
 
-    __slots__ = ("hooks", "is_pure", "is_scheduled", "is_windowed", "next_due", "parts", "point")
+    __slots__ = ("hooks", "is_pure", "is_scheduled", "is_windowed", "parts", "point", "quiet")
 
     def __init__(self, hooks: Sequence[PlannedHook]) -> None:
         self.hooks = tuple(hooks)
@@ -69,8 +71,8 @@ class PointHooks:
         self.is_scheduled = any(planned.schedule is not None for planned in hooks)
         self.is_windowed = any(planned.window != _ALWAYS for planned in hooks)
         self.is_pure = is_pure(hooks)
-        self.next_due = -2
-        """No step before this one is due, so that most firings cost one comparison; -2 is before the first."""
+        self.quiet = range(0)
+        """Steps at which no hook is due, as far as that is known: most firings cost this one look-up."""
 
     def due(self, step: int) -> tuple[PlannedHook, ...]:
         """Return the hooks whose schedule has `step`; without a schedule it is all `hooks`, and need not be asked."""
@@ -79,7 +81,7 @@ class PointHooks:
             raise LifecycleError(f"Hook {name!r} has a step_schedule: call manager.advance_step() when a step begins.")
         due = tuple([planned for planned in self.hooks if planned.is_due_at(step)])
         if not due:
-            self.next_due = min(_next_due(planned.schedule, step) for planned in self.hooks)
+            self.quiet = range(step, min(_next_due(planned.schedule, step) for planned in self.hooks))
         return due
 
 
@@ -121,32 +123,80 @@ class PlanRow(NamedTuple):
     """What the loop has to provide."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
 class Plan(ShownAsTable):
     """The hooks of each point, in order; prints as a table.
 
-    Recipe: ``print(manager.plan())``.
+    Recipe: ``print(manager.plan)``.
     """
 
-    points: Mapping[HookPoint, PointHooks]
-    """The points that have hooks."""
-    left_out: Mapping[str, str]
-    """Hooks that never run, each with the reason."""
-    unit: str = "epoch"
-    """What windows count."""
+    def __init__(self, hooks: Mapping[str, TrainingHook], loop_type: str | None = None) -> None:
+        if loop_type is not None and loop_type not in LOOP_TYPES:
+            meant = did_you_mean(str(loop_type), LOOP_TYPES)
+            raise OptionError(f"loop_type= is 'epoch', 'step' or None; got {loop_type!r}.{meant}")
+        self._hooks = hooks
+        self._made_for = self.loop_type = loop_type
+        """Which ``loop_points`` hold: ``"epoch"``, ``"step"``; None: ``hook_points`` do."""
+        self._excluded: Mapping[str, str] = {}
+        self.points: dict[HookPoint, PointHooks] = {}
+        """The points that have hooks."""
+        self.left_out: dict[str, str] = {}
+        """Hooks that never run, each with the reason."""
+        self.known: dict[HookPoint | str, PointHooks | None] = {}
+        """Every point, by its name as well, for `HookManager.fire`; empty while the loop has to be known first."""
+
+    def make(self, left_out: Mapping[str, str]) -> None:
+        """Work out the plan without the hooks `left_out`, each with its reason."""
+        hooks, self._excluded, self.left_out = self._hooks, left_out, dict(left_out)
+        is_ordered = any(hook.before or hook.after for hook in hooks.values())
+        names = list(dict.fromkeys([*hooks, *HookRegistry.known()])) if is_ordered else []
+        found: dict[HookPoint, list[PlannedHook]] = {}
+        for name, hook in hooks.items():
+            for option in ("before", "after"):
+                _check_names(name, option, _as_names(getattr(hook, option)), names)
+            windows = {} if name in left_out else _windows(name, hook, self.loop_type)
+            for point, window in windows.items():
+                found.setdefault(point, []).append(_planned(name, hook, point, window))
+            if not windows and name not in left_out:
+                nothing = f"its loop_points have nothing for the {self.loop_type} loop"
+                self.left_out[name] = _NO_LOOP_TYPE if self.loop_type is None else nothing
+        self.points = {point: PointHooks(_ordered(planned)) for point, planned in found.items()}
+        self.known = {}
+        for point in () if self._undecided else HookPoint:
+            self.known[point] = self.known[point.name] = self.points.get(point)
+
+    def use_loop(self, loop_type: str) -> None:
+        """Take the points that hooks have in that loop; the loops of hookline call it."""
+        if self._made_for not in (None, loop_type):
+            raise OptionError(f"This manager has loop_type={self._made_for!r}, and the {loop_type} loop was to use it.")
+        if loop_type != self.loop_type:
+            self.loop_type = loop_type
+            self.make(self._excluded)
+
+    def position(self, epoch: int, step: int | None) -> int:
+        """Return where metrics belong, and what windows count: the epoch; in the step loop the step."""
+        return epoch if self.loop_type != "step" or step is None else step
+
+    def find(self, point: HookPoint | str) -> PointHooks | None:
+        """Return the hooks of a point; raise if there is no such point, or the loop has to be known first."""
+        found = HookPoint.of(point)
+        if self._undecided:
+            name = self._undecided[0]
+            raise LifecycleError(f"Hook {name!r} has loop_points alone, so HookManager(loop_type=) has to be given.")
+        return self.known[found]
 
     @property
     def rows(self) -> tuple[PlanRow, ...]:
         """Every hook at every point, in the order of the loop."""
+        unit = self.loop_type or "epoch"
         return tuple(
-            PlanRow(point.name, order, planned.name, _does(planned), _when(planned, self.unit), _needs(planned))
+            PlanRow(point.name, order, planned.name, _does(planned), _when(planned, unit), _needs(planned))
             for point in HookPoint
             if point in self.points
             for order, planned in enumerate(self.points[point].hooks, 1)
         )
 
     @property
-    def undecided(self) -> tuple[str, ...]:
+    def _undecided(self) -> tuple[str, ...]:
         """Hooks whose points depend on the loop, while it is not known which loop runs."""
         return tuple(name for name, why in self.left_out.items() if why is _NO_LOOP_TYPE)
 
@@ -167,7 +217,7 @@ class Plan(ShownAsTable):
 
     def may_fire(self, step: int, *points: HookPoint) -> bool:
         """Return whether a hook may be due at one of these points of ``step``; its window is not looked at."""
-        return any(point in self.points and step >= self.points[point].next_due for point in points)
+        return any(point in self.points and step not in self.points[point].quiet for point in points)
 
     def will_not_fire(self, points: Iterable[HookPoint | str]) -> tuple[str, ...]:
         """Return a sentence for each hook that never fires if the run has only these points."""
@@ -197,28 +247,15 @@ class PlanQueries:
     it; without it, a hook counts that may fire at some time.
     """
 
-    def __init__(self) -> None:
-        self._global_step = -1
-        self._plan = Plan({}, {})
-
-    def plan(self) -> Plan:
-        """Return which hook runs at which point, in which order, on which steps, and what it needs."""
-        return self._plan
-
-    @property
-    def global_step(self) -> int:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        """Which hook runs at which point, in which order, on which steps, and what it needs; prints as a table."""
+        self.global_step = -1
         """The current step of the run, counted from 0; -1 before the first. May be set by a loop that goes on."""
-        return self._global_step
-
-    @global_step.setter
-    def global_step(self, step: int) -> None:
-        self._global_step = step
-        for hooks in self._plan.points.values():
-            hooks.next_due = -2  # it was worked out from a later step
 
     def has_hooks_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
         """Return whether any hook fires at one of these points."""
-        return any(True for _ in self._plan.hooks_at(points, epoch))
+        return any(True for _ in self.plan.hooks_at(points, epoch))
 
     def has_interventions(self) -> bool:
         """Return whether any hook intervenes anywhere."""
@@ -226,58 +263,37 @@ class PlanQueries:
 
     def has_interventions_at(self, *points: HookPoint, epoch: int | None = None) -> bool:
         """Return whether any hook intervenes at one of these points; if not, no ``model_ctx`` is needed there."""
-        return any(planned.intervenes for planned in self._plan.hooks_at(points, epoch))
+        return any(planned.intervenes for planned in self.plan.hooks_at(points, epoch))
 
     def needs_grad_accumulation(self, *points: HookPoint, epoch: int | None = None) -> bool:
         """Return whether a hook at one of these points, or at any if none is given, has ``needs_grads``."""
-        return self._plan.needs("needs_grads", *points, epoch=epoch)
+        return self.plan.needs("needs_grads", *points, epoch=epoch)
 
     needs_grad_accumulation_at = needs_grad_accumulation
 
     def needs_pre_epoch_state(self, *points: HookPoint, epoch: int | None = None) -> bool:
         """Return whether a hook at one of these points, or at any if none is given, has ``needs_pre_epoch_state``."""
-        return self._plan.needs("needs_pre_epoch_state", *points, epoch=epoch)
+        return self.plan.needs("needs_pre_epoch_state", *points, epoch=epoch)
 
     needs_pre_epoch_state_at = needs_pre_epoch_state
 
     def needs_prev_step_grads(self, *points: HookPoint, epoch: int | None = None) -> bool:
         """Return whether a hook at one of these points, or at any if none is given, has ``needs_prev_step_grads``."""
-        return self._plan.needs("needs_prev_step_grads", *points, epoch=epoch)
+        return self.plan.needs("needs_prev_step_grads", *points, epoch=epoch)
 
     needs_prev_step_grads_at = needs_prev_step_grads
 
     def needs_prev_step_grads_this_step(self, epoch: int | None = None) -> bool:
         """Return whether a hook that is due at this step has ``needs_prev_step_grads``."""
-        return self._plan.needs("needs_prev_step_grads", *_STEP_POINTS, epoch=epoch, step=self._global_step)
+        return self.plan.needs("needs_prev_step_grads", *_STEP_POINTS, epoch=epoch, step=self.global_step)
 
     def has_active_step_hooks(self, epoch: int | None = None) -> bool:
         """Return whether a hook is due at this step."""
-        return any(True for _ in self._plan.hooks_at(_STEP_POINTS, epoch, self._global_step))
+        return any(True for _ in self.plan.hooks_at(_STEP_POINTS, epoch, self.global_step))
 
     def has_active_step_interventions(self, epoch: int | None = None) -> bool:
         """Return whether a hook that is due at this step intervenes."""
-        return any(hook.intervenes for hook in self._plan.hooks_at(_STEP_POINTS, epoch, self._global_step))
-
-
-def make_plan(
-    hooks: Mapping[str, TrainingHook], loop_type: str | None, left_out: Mapping[str, str], known: Iterable[str] = ()
-) -> Plan:
-    """Return the plan of `hooks`; ``before`` and ``after`` may also mention the names in `known`."""
-    names = list(dict.fromkeys([*hooks, *known]))
-    found: dict[HookPoint, list[PlannedHook]] = {}
-    out = dict(left_out)
-    for name, hook in hooks.items():
-        for option in ("before", "after"):
-            _check_names(name, option, _as_names(getattr(hook, option)), names)
-        if name in out:
-            continue
-        windows = _windows(name, hook, loop_type)
-        if not windows:
-            out[name] = _NO_LOOP_TYPE if loop_type is None else f"its loop_points have nothing for the {loop_type} loop"
-        for point, window in windows.items():
-            found.setdefault(point, []).append(_planned(name, hook, point, window))
-    points = {point: PointHooks(_ordered(planned)) for point, planned in found.items()}
-    return Plan(points, out, "step" if loop_type == "step" else "epoch")
+        return any(hook.intervenes for hook in self.plan.hooks_at(_STEP_POINTS, epoch, self.global_step))
 
 
 def _windows(name: str, hook: TrainingHook, loop_type: str | None) -> dict[HookPoint, Window]:

@@ -53,8 +53,8 @@ class OneProcess:
     rank, size = 0, 1
     signal: str | None = None
     """The signal that came to this rank."""
-    alone = ""
-    """Why metrics are of this rank alone from here on."""
+    last_words = ""
+    """What ended the run here, or why metrics are of this rank alone from here on; the next flush writes it."""
     agreed_error: BaseException | None = None
     """The error by which all ranks end at the same place, if there is one: they can still reach each other."""
 
@@ -254,15 +254,18 @@ class RankSync(OneProcess):
 
     def leave(self, error: BaseException) -> RankError | None:
         """Exchange nothing more, unless all ranks end by `error`; return one that says more, if others ended first."""
+        self.last_words = error_text(error)
         if error is self.agreed_error and not self.is_lost:
             return None
         self.is_lost = True
         if not (isinstance(error, RuntimeError | OSError) and _LOST.search(str(error))):
             return None
-        return RankError(
+        found = RankError(
             f"Rank {self.rank} has lost another rank: {_short(error)}. Next: look at the output of the rank that ended "
             "first, which torchrun names; with checkpoints the run can be resumed."
         )
+        self.last_words = error_text(found)
+        return found
 
     @contextmanager
     def ending(self, *, is_exit: bool = False) -> Iterator[bool]:
@@ -279,12 +282,12 @@ class RankSync(OneProcess):
     def _go_on_alone(self, which: str, reason: str) -> None:
         """Say that records are of this rank alone: the run has not ended on all ranks, or some are gone."""
         self.is_lost = True
-        self.alone = (
+        self.last_words = (
             f"Metrics are of rank {self.rank} alone from here on, {which}: {reason}. Next: call close() of the run on "
             "every rank, before destroy_process_group()."
         )
         stop_reaching()  # what hooks exchange themselves is of this rank alone too
-        warn_user(self.alone)
+        warn_user(self.last_words)
 
 
 def _short(error: BaseException) -> str:

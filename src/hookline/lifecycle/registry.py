@@ -174,8 +174,7 @@ class HookRegistry:
 
     @classmethod
     def resolve(cls, tokens: Iterable[str] | str) -> list[str]:
-        """Return the hooks that names, groups, ``"all"``, ``"observers"``, ``"interventions"``, ``"with_debug"`` stand
-        for.
+        """Return the hooks that names and groups stand for; and ``"all"``, ``"observers"``, …, ``"with_debug"``.
 
         Each once, in the order it was first named.
         """
@@ -332,8 +331,9 @@ def choose_hooks(
         given: Hooks as objects or classes, trackers and watches.
         config: Arguments of hooks, by name.
     """
-    if isinstance(given, type | TrainingHook) or is_tracker(given):
-        raise OptionError(f"hooks= takes a list of hooks; put {type_name(given)} into one.")
+    for option, value in (("hook_names", names), ("hooks", given)):
+        if value is not None and (not isinstance(value, Iterable) or isinstance(value, type) or is_tracker(value)):
+            raise OptionError(f"{option}= takes a list; got {type_name(value)}: put hooks into one, hooks=[MyHook()].")
     names = HookRegistry.resolve(names or ())
     unused = {name: dict(options) for name, options in config.items()}
     made = HookRegistry.create(names, {name: unused.pop(name) for name in names if name in unused})

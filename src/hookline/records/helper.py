@@ -68,7 +68,7 @@ def failure_text(name: str, what: str, why: str) -> str:
     """Return the sentence that says that the sink ``name`` could not do something."""
     return (
         f"{name} could not {what} ({why}); the run and the other sinks go on. Further failures are counted in "
-        "manager.sink_errors."
+        "manager.fan_out.errors."
     )
 
 
@@ -97,7 +97,8 @@ class HelperProcess:
 
     def read(self, log: Log) -> None:
         """Read another log from now on, when all of this one is delivered."""
-        self.end_all()
+        if self._log.path.exists():
+            self.end_all()
         self._log = log
 
     def keep_running(self) -> None:

@@ -513,8 +513,9 @@ class MemoryLog:
 
     path = error = None
 
-    def __init__(self) -> None:
-        self.number = self.size = self.newest = 0
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        self.size = self.newest = 0
         self._entries: deque[Entry] = deque(maxlen=_MOST_KEPT)
 
     def append(self, entry: Entry) -> Entry:

@@ -54,9 +54,9 @@ class FanOut:
     def __init__(
         self, sinks: Iterable[Any] = (), log: str | Path | RecordLog | None = None, *, patience: float = 30.0
     ) -> None:
-        if callable(getattr(sinks, "emit", None)):
-            one = f"{sinks.__name__}()" if isinstance(sinks, type) else type_name(sinks)
-            raise OptionError(f"sinks= takes a list of sinks; put {one} into one.")
+        if isinstance(sinks, str) or callable(getattr(sinks, "emit", None)) or not isinstance(sinks, Iterable):
+            got = f"{sinks.__name__}: call it" if isinstance(sinks, type) else type_name(sinks)
+            raise OptionError(f"sinks= takes a list of sinks, such as [hookline.sinks.MemorySink()]; got {got}.")
         self._errors = ErrorPolicy()
         self.pending = self._errors.pending
         """Warnings that wait for `warn_pending`."""
@@ -110,14 +110,7 @@ class FanOut:
         self._log.close()
         log = _log_of_rank(path)
         self._first = log.number
-        if self._context:  # told before there was this log
-            log.append(Context(self._context))
         self._use(log)
-        if self._helper is not None:
-            self._helper.read(Log(log.path))
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            self._temporary = None
         self._is_log_of_run, self.is_empty = True, False
 
     def release_log(self) -> None:
@@ -135,8 +128,7 @@ class FanOut:
             return
         self.is_empty = False
         if getattr(sink, "slow", False):
-            recipe = sink_recipe(sink, name)
-            self._start_helper().add(recipe)
+            self._add_slow(sink_recipe(sink, name))
             return
         if not type(sink).__module__.startswith("hookline."):  # ours draw no random numbers, which a test of each holds
             self._streams = lambda: self.keep_streams()
@@ -161,6 +153,8 @@ class FanOut:
 
     def _put(self, entry: Entry) -> None:
         self._is_resumed = False
+        if self._helper is not None and isinstance(self._log, MemoryLog):  # it was closed, and is used again
+            self._use_temporary_log()
         log = self._log
         entry = log.append(entry)
         if log.error is not None:
@@ -194,9 +188,10 @@ class FanOut:
         if self._log.error is not None:
             self._errors.warn_later("lost", f"The last records could not be written to {self.log}, and are lost.")
         # Slow sinks come last: a user who interrupts the wait for them has everything else closed.
-        if self._helper is not None and self._helper.close(self._log.number) and self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            self._helper = None
+        if self._helper is not None and isinstance(self._log, RecordLog):
+            has_all = self._helper.close(self._log.number)
+            if has_all and self._temporary is not None:
+                self._use(MemoryLog(self._log.number))
 
     def state_dict(self) -> dict[str, Any]:
         """Return which records of the log are of the run so far, for a run that is resumed from now."""
@@ -217,7 +212,8 @@ class FanOut:
             known = self._log.truncate(int(state["records"]))
         except (OSError, OptionError) as error:
             self._errors.warn_later(f"load {error}", str(error))
-            self._use(self._log)
+            for reader in self._readers:
+                reader.go_to_end(self._log)
             return
         self._is_resumed, self._context = True, told if known is None else known
         with self._streams():
@@ -257,20 +253,34 @@ class FanOut:
     # -- the log, the helper process -----------------------------------------------------------------------------
 
     def _use(self, log: RecordLog | MemoryLog) -> None:
-        """Make all readers go on at the end of ``log``."""
-        self._log = log
+        """Go on with ``log``: it learns which run this is, and all readers continue at its end."""
+        self._log, temporary, self._temporary = log, self._temporary, None
+        if isinstance(log, RecordLog):
+            if self._context:
+                log.append(Context(self._context))
+            if self._helper is not None:
+                self._helper.read(Log(log.path))  # when all of the log before is delivered
         for reader in self._readers:
             reader.go_to_end(log)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
 
-    def _start_helper(self) -> HelperProcess:
-        """Return the process of slow sinks; it reads a log in a temporary folder, if there is no other."""
+    def _use_temporary_log(self) -> None:
+        """Go on with a log in a temporary folder: slow sinks read one, and no other was asked for."""
+        folder = Path(tempfile.mkdtemp(prefix="hookline-"))
+        log = RecordLog(folder / "records.jsonl")
+        log.number = self._log.number
+        self._use(log)
+        self._temporary = folder
+
+    def _add_slow(self, recipe: dict[str, Any]) -> None:
+        """Add a slow sink to the helper process."""
         if isinstance(self._log, MemoryLog):
-            self._temporary = Path(tempfile.mkdtemp(prefix="hookline-"))
-            self._use(RecordLog(self._temporary / "records.jsonl"))
+            self._use_temporary_log()
         if self._helper is None:
             assert isinstance(self._log, RecordLog)
             self._helper = HelperProcess(Log(self._log.path), self._errors, self._patience)
-        return self._helper
+        self._helper.add(recipe)
 
     # -- failures ------------------------------------------------------------------------------------------------
 

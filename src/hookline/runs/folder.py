@@ -178,7 +178,7 @@ class RunNotes:
             "status": status,
             "hooks": _hook_facts(self._manager),
             "sinks": self._sinks,
-            "sink_errors": self._manager.sink_errors,
+            "sink_errors": dict(self._manager.fan_out.errors),
             "result": None if result is None else _result(result),
         }
         write_run_json(self._folder, found)
@@ -223,14 +223,14 @@ def _hook_facts(manager: Any) -> dict[str, Any]:
     """Return for each hook of a manager what it is, what its metrics mean, how often it fired and what that took."""
     from hookline.lifecycle.hook import InterventionHook
 
-    costs = manager.costs()
+    costs = manager.hooks.costs()
     return {
         name: {
             "kind": "intervention" if isinstance(hook, InterventionHook) else "observer",
             "description": hook.description or (type(hook).__doc__ or "").strip().partition("\n")[0],
             "metrics": [asdict(metric) for metric in hook.describe_metrics()],
-            "fired": manager.fired[name],
-            "failed": manager.hook_errors.get(name, 0),
+            "fired": manager.hooks.fired[name],
+            "failed": manager.hooks.errors.get(name, 0),
             "cost": costs.get(name, {"count": 0, "total_ms": 0.0, "mean_ms": 0.0}),
             "inside_steps": hook.may_work_inside_steps,
         }

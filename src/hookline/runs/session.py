@@ -233,7 +233,7 @@ def _every(asked: bool | int, loop: str) -> int | None:
 def _after_failure(folder: Path, manager: HookManager) -> str:
     """Return what a user can do next: where the run is, how to resume it, and without which hook."""
     lines = [f"The run failed; what it recorded until then is in {folder}."]
-    if failed := " or ".join(manager.hook_errors):
+    if failed := " or ".join(manager.hooks.errors):
         lines.append(
             f"Next: to train on when {failed} raises: --on-hook-error disable (it is switched off) or warn (it stays "
             "on)."

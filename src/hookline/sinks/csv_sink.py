@@ -14,9 +14,8 @@ from typing import Any, ClassVar, Final
 
 from hookline.errors import OptionError
 from hookline.files import replace_file
-from hookline.records.log import utf8_text
 from hookline.records.sink import FileSink, Record, StepSeries
-from hookline.records.values import column_name, json_text, to_plain
+from hookline.records.values import json_text, to_plain
 
 __all__ = ["CSVSink"]
 
@@ -71,18 +70,21 @@ class CSVSink(FileSink):
 
     def write(self, record: Record) -> None:
         """Write a row, or one for each step."""
-        file = self._file or self._open_file()
+        file, point = self._file or self._open_file(), record.point
         if file is None:
             self._drop()
             return
-        rows = [self._row(place, record.point, metrics) for place, metrics in self._rows(record)]
-        if len(self._place) > self._width:
+        rows = [self._row(place, point, metrics) for place, metrics in self._rows(record)]
+        if len(self._place) > self._width > 0:
             self._write_wider(rows)
             return
         lines = b"".join(map(self._line, rows))
+        if not self._width:
+            lines = _joined(map(_quoted, self._place)) + lines
         done = os.write(file.descriptor, lines)
         if done < len(lines):
             file.write_rest(lines, done)
+        self._width = len(self._place)
 
     def _rows(self, record: Record) -> Iterable[tuple[dict[str, int], Mapping[str, Any]]]:
         """Return the places and metrics of each row."""
@@ -103,7 +105,7 @@ class CSVSink(FileSink):
         for name, value in metrics.items():
             column = self._names.get(name)
             if column is None:
-                column = self._names[name] = column_name(str(name), _PLACES)
+                column = self._names[name] = f"metric/{name}" if name in _PLACES else str(name)
             row[column] = repr(value) if type(value) is float else _quoted(_cell(value))
         if not row.keys() <= self._place.keys():
             for column in row:
@@ -146,8 +148,8 @@ def _cell(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, Mapping):
-        return ";".join(f"{utf8_text(str(key))}:{_item(item)}" for key, item in value.items())
-    return ";".join(map(_item, value)) if isinstance(value, list) else utf8_text(str(value))
+        return ";".join(f"{key}:{_item(item)}" for key, item in value.items())
+    return ";".join(map(_item, value)) if isinstance(value, list) else str(value)
 
 
 def _item(value: Any) -> str:

@@ -122,8 +122,8 @@ class _Checker:
     def check_in(self, loop: str) -> None:
         """Make all checks in one of the loops."""
         trial = self._trial()
-        trial.manager.loop_type = loop
-        if not trial.manager.plan().points or trial.manager.plan().will_not_fire(LOOPS[loop]):
+        trial.manager.plan.use_loop(loop)
+        if not trial.manager.plan.points or trial.manager.plan.will_not_fire(LOOPS[loop]):
             self.report.skipped[f"{loop} loop"] = "it takes no part there"
             return
         run = SmallRun(loop, self._experiment, self._steps)

@@ -64,7 +64,7 @@ class Trial:
     @property
     def fired(self) -> int:
         """How often the hook was called."""
-        return self.manager.fired[self.hook.name]
+        return self.manager.hooks.fired[self.hook.name]
 
     @property
     def metrics(self) -> dict[str, list[Any]]:

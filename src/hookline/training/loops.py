@@ -284,14 +284,14 @@ def _start_run(
     if manager is None:
         manager = HookManager()
         manager.global_step = first - 1 if loop == "step" else -1
-    manager.loop_type = loop
+    manager.plan.use_loop(loop)
     if first == 0:
         manager.reset_all()
     if run_context:
         manager.set_run_context(**run_context)
-    for sentence in manager.plan().will_not_fire(_POINTS[loop] if every else _POINTS[loop] - {HookPoint.SNAPSHOT}):
+    for sentence in manager.plan.will_not_fire(_POINTS[loop] if every else _POINTS[loop] - {HookPoint.SNAPSHOT}):
         warn_user(sentence)
-    run = Run(experiment, loop, manager, manager.ranks)
+    run = Run(experiment, loop, manager, manager.output.ranks)
     run.next_epoch = first
     if loop == "step" and run.step != first - 1:
         raise OptionError(f"first_step={first}, and the manager is at step {run.step}: load its state_dict() of then.")

@@ -174,7 +174,7 @@ class Run:
         self._accuracies.add(self.accuracy)
         self.retention.end_step(trained=result.trained)
         for name, value in result.metrics.items():
-            self.manager.take_record(f"train/{name}", value)  # goes out with the step metrics of hooks
+            self.manager.output.record(f"train/{name}", value)  # goes out with the step metrics of hooks
 
     def end_epoch(self) -> None:
         """End the steps of an epoch: write step metrics, average the loss and accuracy, step the scheduler."""
@@ -350,10 +350,10 @@ class Run:
                 hook.take_scaler(self.experiment.scaler)
                 if optimizer is not None:
                     hook.count_steps_of([optimizer])
-            self.manager.start(self.model)
+            self.manager.hooks.start(self.model, self.ranks)
             yield
         except BaseException as error:
-            lost = self.manager.leave_ranks(error)  # says more, if another rank ended first
+            lost = self.ranks.leave(error)  # says more, if another rank ended first
             self._release()
             try:
                 self._write()
@@ -368,7 +368,7 @@ class Run:
 
     def _release(self) -> None:
         self.batch = None
-        self.manager.finish()
+        self.manager.hooks.finish()
         self.retention.release()
         self._guard = None
 

@@ -27,7 +27,6 @@ from hookline.guard import rng
 from hookline.guard.guard import rollback
 from hookline.guard.loaders import generators_on, num_shuffles, set_num_shuffles
 from hookline.guard.rng import GENERATOR_TYPES
-from hookline.lifecycle.states import copied
 from hookline.messages import type_name
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.wrappers import inner_key
@@ -41,7 +40,7 @@ from hookline.training.experiment import (
     object_of,
 )  # fmt: skip
 from hookline.training.rank_checkpoint import is_sharded
-from hookline.tree import rebuilt
+from hookline.tree import copied, rebuilt
 
 if TYPE_CHECKING:
     from hookline.guard.snapshot import PreEpochState

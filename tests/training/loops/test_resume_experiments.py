@@ -408,7 +408,7 @@ def test_modules_may_record_in_an_evaluation_that_a_resumed_run_begins_with(tmp_
         return sink
 
     go_on(press=True)
-    recording.RECORDER.manager = None  # as in another process
+    recording.RECORDER.output = None  # as in another process
     assert "seen" in go_on(press=False).latest
 
 

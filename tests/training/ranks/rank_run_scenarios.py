@@ -200,7 +200,7 @@ def reductions() -> dict[str, Any]:
 def one_exchange_per_record() -> list[list[str]]:
     """Return the collectives of our own channels, firing by firing, once names are agreed on."""
     manager = hl.HookManager(hooks=[Local()], sinks=[Records()])
-    assert manager.ranks is not None
+    assert manager.output.ranks is not None
     counts: list[list[str]] = []
     for epoch in range(3):
         with _Counted() as counted:
@@ -333,9 +333,9 @@ def raises_everywhere() -> dict[str, Any]:
                 ended = _ended(lambda manager=manager: hl.epoch_loop(experiment(), epochs=2, manager=manager))
             found[f"{case} {policy}"] = {
                 "ended": ended,
-                "off": "broken" in manager.plan().left_out,
+                "off": "broken" in manager.plan.left_out,
                 "step": manager.global_step,
-                "errors": manager.hook_errors.get("broken"),
+                "errors": manager.hooks.errors.get("broken"),
                 "warned": [str(one.message) for one in caught if "bad day" in str(one.message)],
                 "log": [one for one in sink.records if "run/error" in one[2]],
                 "kept": "local/plain" in sink.metrics("POST_EPOCH") or "local/plain" in sink.metrics("POST_STEP"),

@@ -160,7 +160,7 @@ class Trainings:
 
 def did_nothing(manager: HookManager, name: str) -> bool:
     """Return whether a hook has not fired, or has turned itself off because there was nothing to measure."""
-    return not manager.fired[name] or bool(getattr(manager.hooks[name], "off", ""))
+    return not manager.hooks.fired[name] or bool(getattr(manager.hooks[name], "off", ""))
 
 
 def takes_hooks(train_fn: Callable[..., Any]) -> bool:
