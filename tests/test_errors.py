@@ -36,7 +36,6 @@ BUILTINS = {
     "TraceError": (RuntimeError,),
     "GuardError": (RuntimeError,),
     "HookNameError": (ValueError,),
-    "HookOrderError": (ValueError,),
     "MetricError": (TypeError,),
     "LifecycleError": (RuntimeError,),
     "NotAllowedError": (PermissionError,),

@@ -87,7 +87,7 @@ ERRORS = _named(
     """,
         "errors": """
         CaptureError CheckpointError ConfigError EngineBusy EngineClosed GuardError HookCheckError HookNameError
-        HookOrderError HookReturnError HookSignatureError HooksLeftError KindError LifecycleError MetricError
+        HookReturnError HookSignatureError HooksLeftError KindError LifecycleError MetricError
         MissingPackageError NoMatchError NonFiniteError NotAllowedError OptionError RankError ResumeError ScopeError
         TargetError UnhookableError
     """,

@@ -18,7 +18,6 @@ Raised everywhere, caught nowhere in the library. Each is also the built-in a ca
     ├── TraceError          RuntimeError         a trace that cannot be written, or cannot be read
     ├── GuardError          RuntimeError         what cannot be guarded, or a hook that broke its promise
     ├── HookNameError       ValueError           a hook that is not known by that name, or not the only one
-    ├── HookOrderError      ValueError           hooks that cannot run in the order they ask for
     ├── MetricError         TypeError            a metric that nothing can write down
     ├── LifecycleError      RuntimeError         a moment of a run that is told out of turn
     ├── ConfigError         ValueError           a file of settings that does not say what can be done
@@ -50,7 +49,6 @@ __all__ = [
     "HookCheckError",
     "HookNameError",
     "HookNeverFired",
-    "HookOrderError",
     "HookReturnError",
     "HookSignatureError",
     "HooklineError",
@@ -173,10 +171,6 @@ class TraceError(HooklineError, RuntimeError):
 
 class HookNameError(HooklineError, ValueError):
     """No hook is known by that name, or several are; the message lists the names there are."""
-
-
-class HookOrderError(HooklineError, ValueError):
-    """Hooks ask to run before or after each other in a way that cannot be."""
 
 
 class MetricError(HooklineError, TypeError):

@@ -360,7 +360,7 @@ def test_names_come_again_when_the_columns_change_and_a_gap_is_a_dash():
         ["epoch", "step", "x"],
         ["0", "1", "1"],
         ["epoch", "step", "x", "y"],
-        ["1", "11", "2", "1.00e-05"],
+        ["1", "11", "2", "1e-05"],
         ["2", "21", "1", "–"],
     ]
     assert len({len(line) for line in found[2:]}) == 1

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from helpers_hooks import intervention, observer
 
-from hookline.errors import HookNameError, HookOrderError, LifecycleError, OptionError
+from hookline.errors import LifecycleError, OptionError
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.manager import HookManager
 from hookline.when import HookPoint, StepSchedule
@@ -22,59 +20,6 @@ def order(*hooks, point=POST_EPOCH):
 def test_without_wishes_hooks_run_as_given_observers_first():
     """Interventions after all observers, whatever was given first."""
     assert order(intervention("i"), observer("b"), intervention("h"), observer("a")) == ["b", "a", "i", "h"]
-
-
-def test_a_higher_priority_goes_first_among_its_own():
-    """But no intervention before an observer."""
-    hooks = [observer("a"), observer("b", priority=2), observer("c", priority=-1), intervention("i", priority=9)]
-    assert order(*hooks) == ["b", "a", "c", "i"]
-
-
-@pytest.mark.parametrize("given", list(itertools.permutations("abcd")))
-def test_before_and_after_hold_in_whatever_order_hooks_are_given(given):
-    """Also against a priority."""
-    wishes = {
-        "a": {"after": ("c",), "priority": 5},
-        "b": {"before": "a"},
-        "c": {"after": ["d"]},
-        "d": {},
-    }
-    found = order(*(observer(name, **wishes[name]) for name in given))
-    assert sorted(found) == list("abcd")
-    for first, second in (("c", "a"), ("b", "a"), ("d", "c")):
-        assert found.index(first) < found.index(second)
-
-
-def test_a_circle_is_refused_when_the_manager_is_made():
-    """With the names in it and the point; a hook that does not wait for it is left out."""
-    hooks = [observer("a", after=("b",)), observer("b", after=("c",)), observer("c", after=("a",)), observer("free")]
-    hooks += [observer("waits", after="a"), observer("waits too", after="waits")]
-    with pytest.raises(HookOrderError, match=r"'a', 'b', 'c'.* at POST_EPOCH") as caught:
-        HookManager(hooks=hooks)
-    assert "free" not in str(caught.value)
-
-
-def test_hooks_that_never_meet_make_no_circle():
-    """The order is a matter of each point."""
-    HookManager(hooks=[observer("a", POST_EPOCH, after=("b",)), observer("b", SNAPSHOT, after=("a",))])
-
-
-def test_an_unknown_name_is_refused_with_the_nearest():
-    """A typing error must not be a wish that is silently dropped."""
-    with pytest.raises(HookNameError, match=r"'a' asks to run after 'nroms', which is no hook. Did you mean 'norms'"):
-        HookManager(hooks=[observer("a", after=("nroms",)), observer("norms")])
-    with pytest.raises(HookOrderError, match="'a' asks to run before itself"):
-        HookManager(hooks=[observer("a", before=("a",))])
-
-
-def test_an_observer_cannot_wait_for_an_intervention():
-    """Observers always run first, so this is an error and not a circle."""
-    for hooks in (
-        [observer("a", after=("i",)), intervention("i")],
-        [observer("a"), intervention("i", before=("a",))],
-    ):
-        with pytest.raises(HookOrderError, match=r"'i' intervenes at POST_EPOCH and 'a' observes there"):
-            HookManager(hooks=hooks)
 
 
 def test_the_plan_prints_who_runs_where_when_and_what_it_needs():
@@ -114,7 +59,6 @@ def test_hooks_that_the_run_never_fires_are_named():
     ("attribute", "value", "words"),
     [
         ("step_schedule", 50, r"step_schedule of hook 'a' is a StepSchedule.*; got 50\."),
-        ("priority", "high", r"priority of hook 'a' is a number; got 'high'\."),
         ("loop_points", {POST_EPOCH}, r"loop_points of hook 'a'.*got"),
         ("hook_points", None, r"Hook 'a' never fires: give it hook_points"),
     ],

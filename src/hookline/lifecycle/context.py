@@ -98,7 +98,15 @@ def _synchronize() -> None:
 
 
 class _WhenRead:
-    """Take a value, or a function that finds it out, which is called when the field is first read."""
+    """Take a value, or a function that finds it out, which is called when the field is first read.
+
+    With ``as_float`` a number, a tensor of one element, or a function that finds one out, is read as a float. The
+    device is waited for when the field is first read, and never if it is not: a loop may put the loss tensor of every
+    step in, without a step waiting for it.
+    """
+
+    def __init__(self, *, as_float: bool = False) -> None:
+        self._as_float = as_float
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -110,27 +118,15 @@ class _WhenRead:
         known = instance.__dict__
         if self.read not in known:
             value = known.get(self.name)
-            known[self.read] = self.found(value() if callable(value) and not isinstance(value, Tensor) else value)
+            value = value() if callable(value) and not isinstance(value, Tensor) else value
+            if self._as_float and value is not None:  # item(), as float() of what needs a gradient is warned of
+                value = float(value.item() if isinstance(value, Tensor) else value)
+            known[self.read] = value
         return known[self.read]
 
     def __set__(self, instance: Any, value: Any) -> None:
         # Only ever called by the __init__ of a dataclass that is derived: the class is frozen.
         instance.__dict__[self.name] = value
-
-    def found(self, value: Any) -> Any:
-        return value
-
-
-class _ReadAsFloat(_WhenRead):
-    """Take a number, a tensor of one element or a function as well, and read as a float.
-
-    The device is waited for when the field is first read, and never if it is not: a loop may put the loss tensor of
-    every step in, without a step waiting for it.
-    """
-
-    def found(self, value: Any) -> Any:
-        # item(), since float() of a tensor that needs a gradient is warned of.
-        return None if value is None else float(value.item() if isinstance(value, Tensor) else value)
 
 
 @dataclass(frozen=True, eq=False, repr=False, init=False)
@@ -162,13 +158,13 @@ class RunDataContext:
     """The batch within the epoch."""
     batch_data: Any = None
     """The batch."""
-    loss: float | None = _ReadAsFloat()  # type: ignore[assignment]
+    loss: float | None = _WhenRead(as_float=True)  # type: ignore[assignment]
     """Of the step, or the mean over the epoch."""
-    train_acc: float | None = _ReadAsFloat()  # type: ignore[assignment]
+    train_acc: float | None = _WhenRead(as_float=True)  # type: ignore[assignment]
     """Accuracy on the training data."""
-    val_acc: float | None = _ReadAsFloat()  # type: ignore[assignment]
+    val_acc: float | None = _WhenRead(as_float=True)  # type: ignore[assignment]
     """Accuracy on the validation data."""
-    lr: float | None = _ReadAsFloat()  # type: ignore[assignment]
+    lr: float | None = _WhenRead(as_float=True)  # type: ignore[assignment]
     """The learning rate."""
     accumulated_grads: Mapping[str, Tensor] | None = None
     """Mean gradients of the epoch, by parameter; if a hook that is due has ``needs_grads``."""

@@ -104,12 +104,6 @@ class TrainingHook:
     that matches: ``{"count": "sum", "*/max": "max"}``, and ``"mean"`` for the rest."""
     debug: bool = False
     """Left out of ``"all"`` and ``"observers"``; selected by its name, or by ``"with_debug"``."""
-    before: Iterable[str] = ()
-    """Names of hooks that run after it, where both are due."""
-    after: Iterable[str] = ()
-    """Names of hooks that run before it, where both are due."""
-    priority: int = 0
-    """Among hooks that ``before`` and ``after`` leave open, a higher one goes first; then the order they were given."""
     wraps_steps: bool = False
     """Have the loop make each step through ``around_step``."""
     manager: Any = None

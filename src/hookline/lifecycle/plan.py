@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from hookline.errors import HookNameError, HookOrderError, LifecycleError, OptionError
+from hookline.errors import LifecycleError, OptionError
 from hookline.lifecycle.hook import InterventionHook
-from hookline.lifecycle.registry import HookRegistry
-from hookline.messages import did_you_mean, unknown_name_text
+from hookline.messages import did_you_mean
 from hookline.tables import ShownAsTable, Table
 from hookline.when import HookPoint, StepSchedule, validate_points
 
@@ -64,10 +63,10 @@ class PointHooks:
     __slots__ = ("hooks", "is_pure", "is_scheduled", "is_windowed", "parts", "point", "quiet")
 
     def __init__(self, hooks: Sequence[PlannedHook]) -> None:
-        self.hooks = tuple(hooks)
         self.point = hooks[0].point
-        self.parts = split_roles(self.hooks)
-        """Those that observe, and those that intervene."""
+        self.parts = split_roles(hooks)
+        """Those that observe, and those that intervene; each in the order they were given."""
+        self.hooks = (*self.parts[0], *self.parts[1])
         self.is_scheduled = any(planned.schedule is not None for planned in hooks)
         self.is_windowed = any(planned.window != _ALWAYS for planned in hooks)
         self.is_pure = is_pure(hooks)
@@ -85,7 +84,7 @@ class PointHooks:
         return due
 
 
-def split_roles(hooks: tuple[PlannedHook, ...]) -> tuple[tuple[PlannedHook, ...], tuple[PlannedHook, ...]]:
+def split_roles(hooks: Sequence[PlannedHook]) -> tuple[tuple[PlannedHook, ...], tuple[PlannedHook, ...]]:
     """Return those of ``hooks`` that observe, and those that intervene."""
     return tuple(h for h in hooks if not h.intervenes), tuple(h for h in hooks if h.intervenes)
 
@@ -147,19 +146,15 @@ class Plan(ShownAsTable):
     def make(self, left_out: Mapping[str, str]) -> None:
         """Work out the plan without the hooks `left_out`, each with its reason."""
         hooks, self._excluded, self.left_out = self._hooks, left_out, dict(left_out)
-        is_ordered = any(hook.before or hook.after for hook in hooks.values())
-        names = list(dict.fromkeys([*hooks, *HookRegistry.known()])) if is_ordered else []
         found: dict[HookPoint, list[PlannedHook]] = {}
         for name, hook in hooks.items():
-            for option in ("before", "after"):
-                _check_names(name, option, _as_names(getattr(hook, option)), names)
             windows = {} if name in left_out else _windows(name, hook, self.loop_type)
             for point, window in windows.items():
                 found.setdefault(point, []).append(_planned(name, hook, point, window))
             if not windows and name not in left_out:
                 nothing = f"its loop_points have nothing for the {self.loop_type} loop"
                 self.left_out[name] = _NO_LOOP_TYPE if self.loop_type is None else nothing
-        self.points = {point: PointHooks(_ordered(planned)) for point, planned in found.items()}
+        self.points = {point: PointHooks(planned) for point, planned in found.items()}
         self.known = {}
         for point in () if self._undecided else HookPoint:
             self.known[point] = self.known[point.name] = self.points.get(point)
@@ -329,55 +324,7 @@ def _planned(name: str, hook: TrainingHook, point: HookPoint, window: Window) ->
     schedule = hook.step_schedule
     if schedule is not None and not callable(getattr(schedule, "is_active", None)):
         raise OptionError(f"step_schedule of hook {name!r} is a StepSchedule; got {schedule!r}.")
-    if not isinstance(hook.priority, int | float):
-        raise OptionError(f"priority of hook {name!r} is a number; got {hook.priority!r}.")
     return PlannedHook(hook, name, point, scope != "observes", window, schedule if point.is_step else None, scope)
-
-
-# -- order ------------------------------------------------------------------------------------------------------
-
-
-def _check_names(hook: str, option: str, names: Iterable[str], known: Sequence[str]) -> None:
-    for name in names:
-        if name == hook:
-            raise HookOrderError(f"Hook {hook!r} asks to run {option} itself; take its name out of {option}=.")
-        if name not in known:
-            there = unknown_name_text(name, known, "Available")
-            raise HookNameError(f"Hook {hook!r} asks to run {option} {name!r}, which is no hook.{there}")
-
-
-def _ordered(hooks: Sequence[PlannedHook]) -> list[PlannedHook]:
-    """Return observers, then interventions; among each by ``before`` and ``after``, then priority, then as given."""
-    waiting = sorted(hooks, key=lambda planned: (planned.intervenes, -planned.hook.priority))
-    found: list[PlannedHook] = []
-    while waiting:
-        ready = next((planned for planned in waiting if not _waits_for(planned, waiting)), None)
-        if ready is None:
-            names = ", ".join(repr(planned.name) for planned in waiting)
-            raise HookOrderError(
-                f"The hooks {names} at {hooks[0].point.name} cannot each run before the other; look at their before= "
-                "and after=."
-            )
-        waiting.remove(ready)
-        found.append(ready)
-    return found
-
-
-def _waits_for(planned: PlannedHook, others: Iterable[PlannedHook]) -> bool:
-    """Return whether one of ``others`` has to run before it."""
-    for other in others:
-        if other.name in _as_names(planned.hook.after) or planned.name in _as_names(other.hook.before):
-            if other.intervenes and not planned.intervenes:
-                raise HookOrderError(
-                    f"Hook {other.name!r} intervenes at {other.point.name} and {planned.name!r} observes there, and "
-                    "observers always run first: take them out of each other's before= and after=."
-                )
-            return True
-    return False
-
-
-def _as_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 # -- in words ---------------------------------------------------------------------------------------------------

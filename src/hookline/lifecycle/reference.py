@@ -52,27 +52,25 @@ class ReferenceWeights:
             self._has_looked = True
             try:
                 with kept_rng():
-                    self._found = self._look(self.context)
+                    self._found = self._look()
             except Exception as error:
-                self._warn(error)
+                if not self._has_warned:
+                    text = f"{self._source!r} cannot be read ({error_text(error)})"
+                    warn_user(f"Hooks go without reference weights: {text}.")
+                self._has_warned = True
         if hook not in self._given:
             if self._found is not None:
                 hook.set_reference_weights(self._found)
             self._given.add(hook)
 
-    def _look(self, context: Mapping[str, Any]) -> Mapping[str, Tensor] | None:
+    def _look(self) -> Mapping[str, Tensor] | None:
         source: Any = self._source
         if isinstance(source, str | os.PathLike):
-            source = read_weights(os.fspath(source).format(**context))
+            source = read_weights(os.fspath(source).format(**self.context))
         elif callable(source):
             source = source()
         source = _model_of(source)
         return None if source is None else {name.removeprefix("_orig_mod."): value for name, value in source.items()}
-
-    def _warn(self, error: Exception) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warn_user(f"Hooks go without reference weights: {self._source!r} cannot be read ({error_text(error)}).")
 
 
 def read_weights(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:

@@ -246,13 +246,7 @@ def format_value(value: Any) -> str:
 def _format_short(value: Any) -> str:
     """Return ``value`` for a column: four significant digits; a list as its mean, what is no number as text."""
     number = _typical(value)
-    if number is None:
-        return format_value(value)
-    if isinstance(number, int):
-        return _shorten(str(number))
-    if 0 < abs(number) < 0.001:
-        return f"{number:.2e}"  # as wide as 0.001234
-    return "0" if number == 0 else f"{number:.4g}"
+    return f"{number:.4g}" if isinstance(number, float) else format_value(value if number is None else number)
 
 
 def _format_float(value: float) -> str:
@@ -314,7 +308,7 @@ class MetricChoice:
 
     Args:
         asked: What the user wants to see: ``"hook/metric"``, the metric's name alone, or a pattern with ``*``. If it is
-            empty: loss and accuracies, then what is declared, then the first number of every other hook; eight at most.
+            empty: loss and accuracies, then what is declared, then another number of every hook; eight at most.
         declared: The metrics that the experiment declares: ``{group: {label: "hook/metric"}}``.
     """
 
@@ -328,16 +322,14 @@ class MetricChoice:
             return self._matching(metrics)
         numbers = [key for key, value in metrics.items() if key.count("/") <= 1 and _typical(value) is not None]
         names: dict[str, str] = {}
-        for key in numbers:
-            names.setdefault(_split_key(key)[1], key)
-        declared = [key for labels in self._declared.values() for key in labels.values() if key in numbers]
-        chosen = dict.fromkeys([*(names[name] for name in _FIRST if name in names), *declared])
-        hooks = {_split_key(key)[0] for key in chosen}
+        hooks: dict[str, str] = {}
         for key in numbers:
             hook, metric = _split_key(key)
-            if hook not in hooks and metric not in _FIRST:
-                hooks.add(hook)
-                chosen[key] = None
+            names.setdefault(metric, key)
+            if metric not in _FIRST:
+                hooks.setdefault(hook, key)
+        declared = [key for labels in self._declared.values() for key in labels.values() if key in numbers]
+        chosen = dict.fromkeys([*(names[name] for name in _FIRST if name in names), *declared, *hooks.values()])
         return list(chosen)[:_MAX_NUMBERS]
 
     def groups(self, metrics: Mapping[str, Any]) -> dict[str, dict[str, str]]:
