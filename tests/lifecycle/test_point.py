@@ -17,17 +17,6 @@ def test_there_are_five_points_and_their_values_are_their_names():
     assert all(point.value == point.name for point in HookPoint)
 
 
-def test_the_docstring_draws_the_loop_in_the_order_of_the_members():
-    """The picture and the enum agree."""
-    drawn = HookPoint.__doc__.split("for epoch in")[1].split("The step loop")[0]
-    assert sorted(HookPoint.__members__, key=drawn.index) == list(HookPoint.__members__)
-
-
-def test_two_points_belong_to_steps():
-    """Schedules and buffers concern these two alone."""
-    assert {point for point in HookPoint if point.is_step} == {HookPoint.PRE_STEP, HookPoint.POST_STEP}
-
-
 @pytest.mark.parametrize("point", HookPoint)
 def test_a_point_is_itself_after_a_copy_and_a_trip_through_pickle(point):
     """Looking up by identity stays right."""

@@ -63,12 +63,6 @@ def test_a_figure_reads_as_a_float_however_it_was_given(field, given):
     assert ctx.raw(field) is given
 
 
-def test_a_whole_number_reads_as_a_float_and_none_as_none():
-    """So that a hook may format it."""
-    assert type(RunDataContext(HookPoint.POST_STEP, 0, loss=1).loss) is float
-    assert RunDataContext(HookPoint.POST_STEP, 0, loss=lambda: None).loss is None
-
-
 def test_a_figure_is_found_out_when_it_is_read_and_only_once():
     """A context that nobody reads does not wait for the device."""
     loss = Counted(torch.tensor(2.0))
@@ -79,24 +73,12 @@ def test_a_figure_is_found_out_when_it_is_read_and_only_once():
     assert loss.asked == 1
 
 
-def test_two_contexts_keep_their_own_figures():
-    """The fields are not shared between objects."""
-    one, two = (RunDataContext(HookPoint.POST_STEP, 0, loss=value) for value in (1.0, 2.0))
-    assert (one.loss, two.loss) == (1.0, 2.0)
-
-
 def test_it_can_be_changed_into_another_and_pickled():
     """Like any dataclass."""
     ctx = RunDataContext(HookPoint.POST_STEP, 1, loss=torch.tensor(0.25), lr=0.1)
     other = dataclasses.replace(ctx, hook_point=HookPoint.SNAPSHOT)
     assert (other.hook_point, other.epoch, other.loss, other.lr) == (HookPoint.SNAPSHOT, 1, 0.25, 0.1)
     assert pickle.loads(pickle.dumps(ctx)).loss == 0.25
-
-
-def test_it_prints_in_a_line():
-    """Whatever is in it, a model of many layers too."""
-    ctx = RunDataContext(HookPoint.POST_STEP, 1, model=torch.nn.Linear(2, 2), step=0)
-    assert repr(ctx) == "RunDataContext(POST_STEP, epoch 1; has step, model)"
 
 
 def test_a_class_derived_from_it_reads_the_same():

@@ -53,20 +53,6 @@ def test_metrics_are_kept_until_a_snapshot_prints_them_in_one_sorted_table():
     )
 
 
-def test_a_table_is_printed_once():
-    """What it has shown is not shown again at the next snapshot."""
-    file = io.StringIO()
-    sink = ConsoleSink(console=Console(file=file, width=80))
-    sink.emit({"a/x": 1.0}, 0, hl.HookPoint.POST_EPOCH)
-    sink.emit({"b/y": 2.0}, 0, hl.HookPoint.SNAPSHOT)
-    first = file.getvalue()
-    assert "x" in first
-    sink.emit({"b/y": 3.0}, 1, hl.HookPoint.SNAPSHOT)
-    second = file.getvalue().removeprefix(first)
-    assert "3.000000" in second
-    assert "│ a " not in second
-
-
 def test_names_of_layers_are_hidden_and_counted():
     """Two slashes or more are for the files."""
     text = printed(Record({"norms/total": 1.0, "stats/0.weight/param/norm": 2.0, "n/a/b": 3.0}, 0, "SNAPSHOT"))
@@ -93,12 +79,6 @@ def test_another_run_begins_with_nothing_kept_and_the_end_prints_what_is_left():
     assert "old" not in text
     sink.close()
     assert file.getvalue() == text
-
-
-def test_nothing_is_printed_of_no_metrics_and_of_other_processes():
-    """Empty records, and ranks that are not the first."""
-    assert printed(Record({}, 0, "SNAPSHOT"), flush=True) == ""
-    assert printed(Record({"a/b": 1.0}, 0, "SNAPSHOT", rank=1), flush=True) == ""
 
 
 @pytest.mark.parametrize(
@@ -135,15 +115,6 @@ def test_nothing_is_printed_of_no_metrics_and_of_other_processes():
 def test_values_read_in_a_few_characters(value, text):
     """OrderedLearning's formats; NaN is to be seen, also in a list."""
     assert format_value(value) == text
-
-
-def test_a_narrow_screen_folds_and_loses_nothing():
-    """Every character of name and value is there, at 30 columns."""
-    text = printed(Record({"weight_tracking/mean_grad_weight_align": 0.123456}, 0, "SNAPSHOT"), width=30)
-    assert max(map(len, text.splitlines())) <= 30
-    cells = [[cell.strip() for cell in row.split("│")[1:4]] for row in text.splitlines() if row.startswith("│")]
-    assert "".join(row[1] for row in cells) == "mean_grad_weight_align"
-    assert "".join(row[2] for row in cells) == "0.123456"
 
 
 def test_names_are_text_and_not_markup():
@@ -260,17 +231,6 @@ def test_without_a_choice_the_live_column_shows_what_comes_by_hook():
     assert "total" in text
     assert "stats" not in text
     sink.close()
-
-
-def test_the_live_column_leaves_the_cursor_as_it_was():
-    """It is hidden while the column is drawn, and shown again at the end."""
-    console = terminal()
-    sink = ConsoleSink("live", LIVE, console=console)
-    assert console.file.getvalue() == ""
-    sink.emit({"t/loss": 1.0}, 0, "POST_EPOCH")
-    assert "\x1b[?25l" in console.file.getvalue()
-    sink.close()
-    assert console.file.getvalue().rindex("\x1b[?25h") > console.file.getvalue().rindex("\x1b[?25l")
 
 
 def test_without_a_terminal_live_is_normal_said_once_and_without_control_codes():

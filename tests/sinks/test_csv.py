@@ -5,9 +5,6 @@ from __future__ import annotations
 import csv
 import math
 import random
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -104,14 +101,6 @@ def test_every_kind_of_value_has_its_spelling(tmp_path):
     }  # fmt: skip
 
 
-def test_a_metric_called_epoch_does_not_replace_the_epoch(tmp_path):
-    """It has a column of its own."""
-    sink = CSVSink(tmp_path / "a.csv")
-    sink.emit({"epoch": 99, "hook_point": "mine", "a": 1}, 3, "POST_EPOCH")
-    expected = {"epoch": "3", "hook_point": "POST_EPOCH", "metric/epoch": "99", "metric/hook_point": "mine", "a": "1"}
-    assert read(sink.path) == [expected]
-
-
 @pytest.mark.parametrize("half", [{"output_dir": "x"}, {"experiment_name": "x"}])
 def test_half_a_place_is_refused_with_the_words_of_ordered_learning(half):
     """When it is made."""
@@ -171,38 +160,3 @@ def test_whatever_comes_is_read_back(tmp_path, rows):
 
 
 # -- faults ---------------------------------------------------------------------------------------------------
-
-_FULL = """
-    import resource, signal, sys
-    from hookline.sinks.csv_sink import CSVSink
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    sink = CSVSink(sys.argv[1])
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
-    failed = 0
-    for number in range(300):
-        if number == 200:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        try:
-            sink.emit({"a": number, f"b{number // 100}": "x" * 30}, number, "SNAPSHOT")
-        except OSError:
-            failed += 1
-    sink.close()
-    print(failed)
-"""
-
-
-def test_a_full_disk_leaves_no_half_row_and_writing_goes_on_when_there_is_room(tmp_path):
-    """Each record that fails raises; the file stays readable."""
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(_FULL), str(tmp_path / "a.csv")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    failed = int(run.stdout)
-    rows = read(tmp_path / "a.csv")
-    assert failed > 100
-    assert len(rows) == 300 - failed
-    assert [row["epoch"] for row in rows[-100:]] == [str(number) for number in range(200, 300)]
-    assert all(row["a"] == row["epoch"] for row in rows)
-    assert [file.name for file in tmp_path.iterdir()] == ["a.csv"]

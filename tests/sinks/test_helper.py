@@ -119,19 +119,6 @@ def test_a_sink_whose_host_is_gone_for_a_while_loses_nothing_and_keeps_the_order
     assert "OSError: nobody there" in str(caught[0].message)
 
 
-def test_a_record_that_cannot_be_taken_does_not_hold_up_those_after_it(tmp_path):
-    """It is skipped, and that is said."""
-    out = tmp_path / "slow.txt"
-    fan_out = FanOut([Slow(str(out), poison=2)], log=tmp_path / "records.jsonl")
-    for number in range(6):
-        fan_out.write(record(number))
-    fan_out.close()
-    assert numbers(out) == [0, 1, 3, 4, 5]
-    assert fan_out.errors == {"Slow": 1}
-    with pytest.warns(HooklineWarning, match="skipped .ValueError: will not take this"):
-        fan_out.warn_pending()
-
-
 def test_closing_gives_up_in_time_and_says_who_is_behind_and_what_to_do(tmp_path):
     """Nothing is lost: the next run has it delivered."""
     out, down = tmp_path / "slow.txt", tmp_path / "slow.txt.down"
@@ -398,27 +385,6 @@ def test_who_does_not_want_to_wait_loses_nothing(tmp_path, monkeypatch):
     gc.collect()
     until(lambda: any("closed" in line for line in delivered(slow)))
     assert numbers(slow) == [0]
-
-
-def test_a_sink_that_is_down_is_tried_ever_later(tmp_path):
-    """And at once when the run waits for it."""
-    out, down, tries = (tmp_path / name for name in ("slow.txt", "slow.txt.down", "slow.txt.tries"))
-    down.write_text("OSError")
-    log = RecordLog(tmp_path / "records.jsonl")
-    log.append(record(0))
-    recipe = sink_recipe(Slow(str(out)), "Slow")
-    reader = SlowReader(recipe, Log(log.path), lambda *_: None)
-    for _ in range(50):
-        assert not reader.advance_batch()
-    assert tries.read_text() == "x"
-    reader.back_off.reset()
-    assert not reader.advance_batch()
-    assert tries.read_text() == "xx"
-    down.unlink()
-    reader.back_off.reset()
-    assert reader.advance_batch()
-    assert reader.is_done
-    assert numbers(out) == [0]
 
 
 def test_half_a_line_is_waited_for_and_what_a_sink_has_had_is_skipped(tmp_path):

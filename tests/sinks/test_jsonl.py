@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -80,13 +79,3 @@ def test_the_metrics_of_steps_alone_if_asked_for(tmp_path):
     assert [line["hook_point"] for line in lines(tmp_path / "steps.jsonl")] == ["POST_STEP"]
     with pytest.raises(OptionError, match="'all' or 'step'"):
         JSONLSink(points="steps")
-
-
-def test_a_tensor_beside_an_array_is_written_where_warnings_are_errors(tmp_path):
-    """Values are not added up to see whether they are finite: a sum of the two warns, and runs kernels."""
-    sink = JSONLSink(tmp_path / "m.jsonl")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sink.emit({"t": torch.tensor([1.0, 2.0]), "a": np.array([3.0, 4.0]), "s": torch.tensor(0.5)}, 0, "POST_EPOCH")
-    (line,) = lines(tmp_path / "m.jsonl")
-    assert (line["t"], line["a"], line["s"]) == ([1.0, 2.0], [3.0, 4.0], 0.5)

@@ -214,19 +214,6 @@ def test_a_half_written_last_line_is_passed_over_by_readers_and_cut_off_by_the_n
     assert [one.number for one in read_log(path)] == [0, 1, 2, 3]
 
 
-def test_a_whole_last_line_is_not_cut_off(tmp_path):
-    """Also if it is longer than what is read at a time, and if a context comes last."""
-    path = tmp_path / "records.jsonl"
-    log = RecordLog(path)
-    log.append(Record({"long": "x" * 200_000}, 0, "POST_EPOCH"))
-    log.append(Context({"strategy": "a"}))
-    log.close()
-    before = path.read_bytes()
-    again = RecordLog(path)
-    assert path.read_bytes() == before
-    assert again.number == 1
-
-
 def test_going_back_cuts_the_log_and_goes_on_with_the_same_numbers(tmp_path):
     """As a run does that is resumed from a checkpoint, in another process or in the same."""
     path = tmp_path / "records.jsonl"

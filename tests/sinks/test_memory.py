@@ -26,16 +26,6 @@ def test_records_are_kept_in_order_with_their_moment_and_context():
     assert sink.records[1].hook_point == "POST_EPOCH"
 
 
-def test_no_metrics_are_no_record():
-    """As in every sink."""
-    sink = hl.sinks.MemorySink()
-    sink.emit({}, 0, "SNAPSHOT")
-    assert sink.records == []
-    sink.emit({"a": 1}, 0, "SNAPSHOT")
-    sink.clear()
-    assert sink.records == []
-
-
 def test_a_sink_of_ones_own_needs_emit_alone():
     """The rest of the protocol does nothing by default."""
 

@@ -6,7 +6,6 @@ import math
 import urllib.error
 import urllib.request
 
-import prometheus_client
 import pytest
 from helpers_waiting import PATIENCE
 from prometheus_client.parser import text_string_to_metric_families
@@ -111,12 +110,3 @@ def test_a_port_that_is_taken_says_what_to_do(sink):
         PrometheusSink(taken).start()
     with pytest.raises(OptionError, match="cannot listen at"):
         PrometheusSink(99999).start()
-
-
-def test_the_registry_of_the_process_is_left_alone(sink):
-    """What others export there is not served here, and nothing is added."""
-    before = prometheus_client.generate_latest(prometheus_client.REGISTRY)
-    sink.emit({"a": 1}, 0, "SNAPSHOT")
-    after = prometheus_client.generate_latest(prometheus_client.REGISTRY)
-    assert b"hookline" not in before + after
-    assert all(name.startswith("hookline_") for name, *_ in fetch(sink))

@@ -45,21 +45,6 @@ def test_a_sink_gets_what_it_would_have_had_in_the_run(run):
     assert sink.closed == 1
 
 
-def test_a_sink_with_emit_alone_will_do(run):
-    """It is given copies, without contexts."""
-
-    class Bare:
-        def __init__(self):
-            self.seen = []
-
-        def emit(self, metrics, epoch, hook_point):
-            self.seen.append((metrics, epoch, hook_point))
-
-    sink = Bare()
-    assert replay(run / "records.jsonl", sink) == 3
-    assert sink.seen[-1] == ({"x": 2}, 2, hl.HookPoint.POST_EPOCH)
-
-
 def test_what_the_run_was_told_can_be_told_otherwise(run, tmp_path):
     """So that files go elsewhere."""
     replay(run, JSONLSink(), context={"run_dir": str(tmp_path / "elsewhere")})

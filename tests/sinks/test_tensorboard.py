@@ -78,22 +78,6 @@ def test_every_kind_of_value_has_its_form(tmp_path):
     sink.close()
 
 
-def test_each_strategy_has_a_folder(tmp_path):
-    """So that TensorBoard shows them as runs."""
-    sink = TensorBoardSink(tmp_path)
-    for number, strategy in enumerate(("random", "sor/ted")):
-        sink.set_run_context(strategy=strategy)
-        sink.emit({"a": number}, 0, "SNAPSHOT")
-    sink.close()
-    assert scalars(tmp_path / "random")["a"] == [(0, 0.0)]
-    assert scalars(tmp_path / "sor_ted")["a"] == [(0, 1.0)]
-    sink = TensorBoardSink()
-    sink.set_run_context(strategy="random", output_dir=tmp_path, experiment_name="mod")
-    sink.emit({"a": 5}, 0, "SNAPSHOT")
-    sink.close()
-    assert scalars(tmp_path / "mod" / "random" / "tensorboard")["a"] == [(0, 5.0)]
-
-
 def test_a_replay_does_not_go_on_in_the_files_of_the_run(tmp_path):
     """Else every point would be there twice."""
     for number, replay in enumerate((False, True)):

@@ -22,7 +22,6 @@ from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import TrainingHook
 from hookline.lifecycle.manager import HookManager
 from hookline.phases import phase
-from hookline.sinks.memory_sink import MemorySink
 from hookline.when import HookPoint, StepSchedule
 
 PRE_EPOCH, PRE_STEP, POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint
@@ -31,25 +30,6 @@ PRE_EPOCH, PRE_STEP, POST_STEP, POST_EPOCH, SNAPSHOT = HookPoint
 def never():
     """A factory of contexts that must not be called."""
     raise AssertionError("a context was made though nothing is due")
-
-
-def test_hooks_fire_at_their_points_and_nowhere_else():
-    """Metrics are named after hook and metric; what is not due is not called."""
-    at_end, at_snapshot = observer("a", POST_EPOCH, returns={"x": 1}), observer("b", SNAPSHOT, returns={"x": 2})
-    manager = HookManager(hooks=[at_end, at_snapshot])
-    assert fire(manager, POST_EPOCH) == {"a/x": 1}
-    assert fire(manager, SNAPSHOT) == {"b/x": 2}
-    assert fire(manager, PRE_EPOCH) == {}
-    assert (len(at_end.seen), len(at_snapshot.seen)) == (1, 1)
-    assert dict(manager.hooks.fired) == {"a": 1, "b": 1}
-
-
-def test_a_point_may_be_given_by_name():
-    """And a wrong one is an error, not silence."""
-    manager = HookManager(hooks=[observer("a", returns={"x": 1})])
-    assert manager.fire("POST_EPOCH", context()) == {"a/x": 1}
-    with pytest.raises(OptionError, match="Did you mean 'POST_EPOCH'"):
-        manager.fire("POST_EPOC", context())
 
 
 @pytest.mark.parametrize("hooks", [[], ["elsewhere"], ["scheduled"], ["outside its window"]])
@@ -98,37 +78,11 @@ def test_a_schedule_of_ones_own_is_asked_at_every_step():
     assert fired == [2, 3, 5, 7]
 
 
-def test_schedules_concern_steps_alone():
-    """At the end of an epoch a hook with a schedule is always due."""
-    hook = observer("a", POST_EPOCH, step_schedule=StepSchedule(warmup=100))
-    manager = HookManager(hooks=[hook])
-    fire(manager, POST_EPOCH)
-    assert len(hook.seen) == 1
-
-
 def test_a_scheduled_hook_without_steps_is_an_error_and_not_silence():
     """Whoever forgets to advance is told so at the first step."""
     manager = HookManager(hooks=[observer("late", POST_STEP, step_schedule=StepSchedule(warmup=1))])
     with pytest.raises(LifecycleError, match=r"'late' has a step_schedule.*advance_step\(\)"):
         fire(manager, POST_STEP)
-
-
-def test_windows_are_inclusive_and_by_point():
-    """POST_EPOCH up to 49, SNAPSHOT from 50 on."""
-    fired = []
-    hook = observer(
-        "a",
-        do=lambda ctx: fired.append((ctx.hook_point, ctx.epoch)),
-        loop_points={"epoch": {POST_EPOCH: (None, 49), SNAPSHOT: (50, None)}},
-    )
-    manager = HookManager(hooks=[hook], loop_type="epoch")
-    for epoch in range(100):
-        for point in (POST_EPOCH, SNAPSHOT):
-            manager.fire(point, lambda: context(point, epoch), epoch=epoch if epoch % 2 else None)  # noqa: B023
-    assert fired == [(POST_EPOCH, e) for e in range(50)] + [(SNAPSHOT, e) for e in range(50, 100)]
-    assert [manager.has_hooks_at(POST_EPOCH, epoch=e) for e in (0, 49, 50)] == [True, True, False]
-    assert [manager.has_hooks_at(SNAPSHOT, epoch=e) for e in (49, 50)] == [False, True]
-    assert manager.has_hooks_at(SNAPSHOT)
 
 
 def test_windows_count_steps_in_the_step_loop_from_step_0():
@@ -195,15 +149,6 @@ def test_hooks_see_what_others_of_this_firing_have_returned():
     assert manager.get_last_metrics(SNAPSHOT) == {}
     manager.get_last_metrics().clear()
     assert manager.get_last_metrics() == {"a/x": 1}
-
-
-def test_none_and_nothing_add_nothing():
-    """A hook need not have metrics each time."""
-    sink = MemorySink()
-    manager = HookManager(hooks=[observer("a"), observer("b", returns={})], sinks=[sink])
-    assert fire(manager, POST_EPOCH) == {}
-    assert sink.records == []
-    assert manager.hooks.fired == {"a": 1, "b": 1}
 
 
 # -- phases, nesting, cost -----------------------------------------------------------------------------------

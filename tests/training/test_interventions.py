@@ -13,7 +13,6 @@ from torch import nn
 
 from hookline.errors import GuardError, HooklineWarning, LifecycleError, OptionError
 from hookline.guard.guard import Guard
-from hookline.lifecycle.hook import InterventionHook
 from hookline.lifecycle.manager import HookManager
 from hookline.phases import phase
 from hookline.sinks.memory_sink import MemorySink
@@ -108,51 +107,6 @@ def test_one_save_for_any_number_of_interventions_and_each_starts_from_the_true_
     fire(manager, POST_EPOCH, model_ctx=training.model_ctx)
     assert seen == [weight] * 3
     assert training.guard.num_saves == 1
-
-
-def test_at_other_points_an_intervention_observes_and_nothing_is_saved(training):
-    """Only ``intervention_points`` cost a save, and a model context."""
-    calls = []
-
-    class Both(InterventionHook):
-        hook_points = {POST_EPOCH, SNAPSHOT}
-        intervention_points = {SNAPSHOT}
-
-        def compute(self, ctx):
-            calls.append("compute")
-
-        def intervene(self, run_ctx, model_ctx):
-            calls.append("intervene")
-
-    def never():
-        raise AssertionError("a model context was made")
-
-    manager = HookManager(hooks=[Both()])
-    fire(manager, POST_EPOCH, model_ctx=never)
-    assert training.guard.num_saves == 0
-    assert (manager.has_interventions_at(POST_EPOCH), manager.has_interventions_at(SNAPSHOT)) == (False, True)
-    fire(manager, SNAPSHOT, model_ctx=lambda: training.model_ctx)
-    assert calls == ["compute", "intervene"]
-    assert training.guard.num_saves == 1
-
-
-def test_observers_run_first_and_interventions_read_their_metrics_of_this_firing(training):
-    """Whatever the order in which they were given."""
-    seen = []
-    number = iter(range(10))
-
-    class Reads(InterventionHook):
-        hook_points = {POST_EPOCH}
-
-        def intervene(self, run_ctx, model_ctx):
-            seen.append((self.manager.get_last_metrics(), phase()))
-            return {"y": 1}
-
-    manager = HookManager(hooks=[Reads(), observer("a", do=lambda ctx: {"x": next(number)})])
-    for expected in range(2):
-        metrics = fire(manager, POST_EPOCH, model_ctx=training.model_ctx)
-        assert metrics == {"a/x": expected, "Reads/y": 1}
-        assert seen[-1] == ({"a/x": expected}, "intervention")
 
 
 def test_receipts_say_what_was_touched_and_put_back(training):
@@ -299,12 +253,6 @@ def test_an_interrupt_is_never_passed_over(policy):
         fire(manager, POST_EPOCH)
 
 
-def test_an_unknown_policy_is_refused():
-    """With those there are."""
-    with pytest.raises(OptionError, match="'raise', 'warn', 'disable'; got 'ignore'"):
-        HookManager(on_error="ignore")
-
-
 def test_an_observer_that_raises_leaves_the_random_streams_alone():
     """Also then."""
 
@@ -361,12 +309,6 @@ def test_strict_names_an_observer_that_changes_something(training, breach, with_
         manager.fire(POST_EPOCH, context(model=training.model), model_ctx)
 
 
-@pytest.mark.parametrize("breach", BREACHES, ids=lambda breach: breach.__name__)
-def test_without_strict_an_observer_is_trusted(training, breach):
-    """The negative control: the check is what raises."""
-    HookManager(hooks=[observer("meddler", do=breach)]).fire(POST_EPOCH, context(model=training.model))
-
-
 def test_strict_holds_a_hook_to_its_promise_to_draw_nothing(training):
     """One that has promised nothing may draw: the streams are put back."""
 
@@ -377,19 +319,6 @@ def test_strict_holds_a_hook_to_its_promise_to_draw_nothing(training):
     HookManager(hooks=[observer("free", do=draw)], strict=True).fire(POST_EPOCH, ctx)
     with pytest.raises(GuardError, match=r"'liar' observes, and changed .*random"):
         HookManager(hooks=[observer("liar", do=draw, pure=True)], strict=True).fire(POST_EPOCH, ctx)
-
-
-def test_a_step_intervention_is_buffered_like_an_observer(training):
-    """Its metrics are those of the step."""
-    sink = MemorySink()
-    manager = HookManager(hooks=[intervention("a", POST_STEP, do=training.wreck)], sinks=[sink])
-    for _ in range(2):
-        manager.advance_step()
-        assert manager.has_active_step_interventions()
-        fire(manager, POST_STEP, model_ctx=training.model_ctx)
-    manager.flush_step_metrics(0)
-    assert sink.latest["a/weight"].steps == [0, 1]
-    assert all(value > 900 for value in sink.latest["a/weight"])
 
 
 def test_if_nothing_can_be_saved_no_intervention_runs_and_observers_metrics_go_out(training):

@@ -12,12 +12,11 @@ from torch import nn
 from hookline.errors import (
     HooklineWarning,
     HookNameError,
-    HookSignatureError,
     LifecycleError,
     MetricError,
     OptionError,
 )
-from hookline.lifecycle.hook import TrackerHook, TrainingHook
+from hookline.lifecycle.hook import TrackerHook
 from hookline.lifecycle.manager import HookManager
 from hookline.lifecycle.output import record
 from hookline.metta.trackers import ReLUActivationState
@@ -64,19 +63,6 @@ def test_a_hook_belongs_to_the_manager_that_was_made_last():
     HookManager(hooks=[hook])
     again = HookManager(hooks=[hook])
     assert hook.manager is again
-
-
-def test_a_hook_that_cannot_be_called_is_refused_when_the_manager_is_made():
-    """Not at the end of the first epoch."""
-
-    class Wrong(TrainingHook):
-        hook_points = {POST_EPOCH}
-
-        def compute(self):
-            return {}
-
-    with pytest.raises(HookSignatureError, match=r"Wrong\.compute\(self\) cannot be called as compute\(self, ctx\)"):
-        HookManager(hooks=[Wrong()])
 
 
 def test_configuration_that_has_no_effect_is_not_passed_over():
@@ -175,13 +161,6 @@ def test_a_watch_is_a_hook():
     assert key.startswith("watch/")
     assert sink.latest[key] == pytest.approx(expected)
     assert fires == [1, 1]
-
-
-def test_two_watches_are_told_apart_by_name():
-    """One name for two is an error, and the remedy is at hand."""
-    with pytest.raises(HookNameError, match="Two hooks are called 'Count'"):
-        HookManager(hooks=[Count(), Count()])
-    assert list(HookManager(hooks=[Count(), TrackerHook(Count(), name="b")]).hooks) == ["Count", "b"]
 
 
 @pytest.mark.parametrize("starts", [True, False], ids=["a loop that starts hooks", "fired by hand"])

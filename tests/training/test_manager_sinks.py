@@ -153,22 +153,6 @@ def test_a_fan_out_may_be_given_instead_of_sinks_but_not_beside_a_log(tmp_path):
         HookManager(sinks=fan_out, log="elsewhere.jsonl")
 
 
-def test_a_sink_with_emit_alone_gets_metrics_epoch_and_point():
-    """One that is no MetricSink, and knows nothing of records."""
-
-    class Bare:
-        def __init__(self):
-            self.seen = []
-
-        def emit(self, metrics, epoch, hook_point):
-            self.seen.append((metrics, epoch, hook_point))
-
-    sink = Bare()
-    with HookManager(hooks=hooks(), sinks=[sink]) as manager:
-        run(manager, steps=3)
-    assert sink.seen == [({"step/x": [0.0, 1.0, 2.0]}, 0, POST_STEP), ({"epoch/y": 0}, 0, POST_EPOCH)]
-
-
 def test_costs_are_counted_for_every_hook_that_was_called():
     """Without a profiler; a hook that takes longer costs more, and one that never ran is not there."""
     slow = observer("slow", POST_EPOCH, do=lambda ctx: sum(range(200_000)) and None)

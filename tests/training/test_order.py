@@ -97,14 +97,6 @@ def test_a_schedule_of_ones_own_is_printed_as_it_prints():
     assert [row.when for row in manager.plan.rows] == ["odd steps"]
 
 
-def test_a_hook_without_points_is_refused():
-    """It would never fire."""
-    hook = observer("a")
-    hook.hook_points = set()
-    with pytest.raises(OptionError, match="'a' never fires: give it hook_points"):
-        HookManager(hooks=[hook])
-
-
 # -- what loops ask ------------------------------------------------------------------------------------------
 
 
@@ -134,11 +126,3 @@ def test_needs_are_those_of_the_hooks_at_the_points_in_question():
     assert manager.has_interventions()
     assert manager.has_interventions_at(SNAPSHOT)
     assert not manager.has_interventions_at(POST_EPOCH)
-
-
-def test_a_manager_without_hooks_needs_nothing():
-    """Asked anything."""
-    manager = HookManager()
-    asks = [name for name in dir(manager) if name.startswith(("needs_", "has_"))]
-    assert len(asks) == 12
-    assert not any(getattr(manager, name)() for name in asks)

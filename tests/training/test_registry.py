@@ -88,16 +88,6 @@ def test_a_hook_made_under_another_name_reports_under_it(registry):
     assert Norms.name == "norms"
 
 
-def test_a_hook_without_a_name_is_named_after_its_class(registry):
-    """Also one derived from a hook that has a name: it is another hook."""
-
-    class Plain(Norms):
-        pass
-
-    registry.register(Plain)
-    assert registry.known() == ["Plain"]
-
-
 def test_the_same_class_again_replaces_and_another_is_an_error(registry):
     """A notebook cell may run twice; two hooks may not share a name."""
 
@@ -193,13 +183,6 @@ def test_an_unknown_hook_is_an_error_that_lists_the_known(three):
     assert str(caught.value).endswith("Available: norms, hessian, validator.")
 
 
-def test_hooks_are_made_with_their_configuration(three):
-    """Each with its own."""
-    norms, hessian = three.create(["norms", "hessian"], {"norms": {"order": 1, "scale": 0.5}})
-    assert (norms.order, norms.scale) == (1, 0.5)
-    assert type(hessian) is Hessian
-
-
 def test_an_argument_that_a_hook_does_not_take_is_named(three):
     """With those it takes."""
     with pytest.raises(OptionError, match=r"'norms' takes no 'oder'; it takes order, scale"):
@@ -273,16 +256,6 @@ def test_a_path_is_imported_when_the_hook_is_asked_for(registry, monkeypatch):
     assert registry.get("elsewhere") is Norms
 
 
-def test_names_stay_in_the_order_they_were_made_known_in(registry, monkeypatch):
-    """Whichever was loaded first."""
-    module = types.SimpleNamespace(Norms=Norms, Hessian=Hessian)
-    monkeypatch.setitem(sys.modules, "made_up_module_of_hooks", module)
-    registry.register_path("norms", "made_up_module_of_hooks:Norms")
-    registry.register_path("hessian", "made_up_module_of_hooks:Hessian")
-    registry.get("hessian")
-    assert registry.known() == registry.list_all() == ["norms", "hessian"]
-
-
 def test_two_threads_may_ask_for_a_hook_at_once(registry, monkeypatch):
     """While one imports the module, which takes a while, the other waits for the same class."""
     inside, may_go_on = threading.Event(), threading.Event()
@@ -326,12 +299,6 @@ def test_a_path_that_cannot_be_imported_yet_may_be_later(registry, monkeypatch):
         registry.get("elsewhere")
     monkeypatch.setitem(sys.modules, "made_up_module_of_hooks", types.SimpleNamespace(Norms=Norms))
     assert registry.get("elsewhere") is Norms
-
-
-def test_a_group_of_one_may_be_given_as_a_name(three):
-    """A word is no list of letters."""
-    three.add_group("one", "norms")
-    assert three.resolve("one") == ["norms"]
 
 
 class EntryPoint:

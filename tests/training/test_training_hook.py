@@ -7,7 +7,7 @@ import torch
 
 from hookline.errors import HookSignatureError, OptionError
 from hookline.lifecycle.context import RunDataContext
-from hookline.lifecycle.hook import DebugInterventionHook, InterventionHook, TrainingHook
+from hookline.lifecycle.hook import InterventionHook, TrainingHook
 from hookline.lifecycle.manager import HookManager
 from hookline.lifecycle.registry import check_hook
 from hookline.when import HookPoint
@@ -42,29 +42,6 @@ def test_a_hook_is_named_after_its_class_unless_it_says_otherwise():
     assert repr(Named()) == "<Named 'named'>"
 
 
-def test_nothing_is_needed_unless_declared():
-    """So that nothing is computed for a hook that says nothing."""
-    hook = Plain()
-    needs = [name for name in dir(hook) if name.startswith("needs_")]
-    assert needs == ["needs_grads", "needs_pre_epoch_state", "needs_prev_step_grads", "needs_reference_weights"]
-    assert not any(getattr(hook, name) for name in needs)
-    assert (hook.pure, hook.debug, hook.step_schedule, hook.loop_points, hook.manager) == (
-        False,
-        False,
-        None,
-        None,
-        None,
-    )
-
-
-def test_an_intervention_may_change_everything_and_observes_nothing_unless_it_says_otherwise():
-    """The safest scope, at all of its points."""
-    hook = Acts()
-    assert (hook.scope, hook.intervention_points, hook.debug) == ("trains", None, False)
-    assert hook.compute(CTX) is None
-    assert DebugInterventionHook.debug is True
-
-
 def test_what_is_left_out_says_what_to_write():
     """When called, and already when it is checked."""
     with pytest.raises(
@@ -77,18 +54,6 @@ def test_what_is_left_out_says_what_to_write():
         check_hook(TrainingHook())
     with pytest.raises(HookSignatureError, match="define intervene"):
         check_hook(InterventionHook)
-
-
-@pytest.mark.parametrize("signature", ["(self)", "(self, run_ctx)", "(self, run_ctx, model_ctx, more)"])
-def test_an_intervention_that_cannot_be_called_is_refused(signature):
-    """Its own signature is in the message."""
-    namespace = {}
-    exec(f"def intervene{signature}: return {{}}", namespace)
-    cls = type("Wrong", (InterventionHook,), {"intervene": namespace["intervene"]})
-    with pytest.raises(
-        HookSignatureError, match=r"Wrong\.intervene\(self.*cannot be called as intervene\(self, run_ctx, "
-    ):
-        check_hook(cls)
 
 
 def test_more_arguments_are_fine_if_they_have_defaults():
@@ -134,13 +99,6 @@ def test_state_tensors_are_what_is_saved_and_loaded():
     Plain().load_state_dict({})
 
 
-def test_reference_weights_are_kept_where_a_hook_finds_them():
-    """By default."""
-    hook = Plain()
-    hook.set_reference_weights({"w": torch.ones(1)})
-    assert list(hook.reference_weights) == ["w"]
-
-
 def test_a_hook_that_gives_state_and_cannot_take_it_back_is_refused():
     """A resumed run would go on without it, and nobody would know; its own load_state_dict will do."""
 
@@ -156,12 +114,3 @@ def test_a_hook_that_gives_state_and_cannot_take_it_back_is_refused():
             self.total = state["total"]
 
     HookManager(hooks=[Loads()])
-
-
-def test_an_empty_name_is_no_name():
-    """Metrics would be called "/norm"."""
-
-    class Nameless(Plain):
-        name = ""
-
-    assert Nameless().name == "Nameless"
