@@ -157,6 +157,3 @@ def test_whatever_comes_is_read_back(tmp_path, rows):
         found = read(path)
         assert [{name: row[name] for name in wanted} for row, wanted in zip(found, expected, strict=True)] == expected
         sink.close()
-
-
-# -- faults ---------------------------------------------------------------------------------------------------

@@ -105,6 +105,7 @@ class HookManager(PlanQueries):
         self.hooks = ManagedHooks(chosen, loop_type, on_error, offload=offload_state)
         """All hooks by name, in the order they were given; with their receipts, errors and costs."""
         super().__init__(self.hooks.plan)
+        self._known = self.plan.known
         self.profiler = CheckpointProfiler(profile_hooks)
         """Times each hook."""
         self.strict = strict
@@ -182,7 +183,7 @@ class HookManager(PlanQueries):
         if run_ctx is None or fields:
             run_ctx = _context_of_fields(HookPoint.of(point), run_ctx, epoch, fields)
         try:
-            hooks = self.plan.known[point]
+            hooks = self._known[point]
         except (KeyError, TypeError):
             hooks = self.plan.find(point)
         if hooks is None or self.global_step in hooks.quiet:

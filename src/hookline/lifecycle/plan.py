@@ -155,7 +155,7 @@ class Plan(ShownAsTable):
                 nothing = f"its loop_points have nothing for the {self.loop_type} loop"
                 self.left_out[name] = _NO_LOOP_TYPE if self.loop_type is None else nothing
         self.points = {point: PointHooks(planned) for point, planned in found.items()}
-        self.known = {}
+        self.known.clear()  # in place: the manager has it at hand
         for point in () if self._undecided else HookPoint:
             self.known[point] = self.known[point.name] = self.points.get(point)
 
