@@ -66,24 +66,6 @@ def test_every_kind_of_value_has_its_place(tmp_path):
     }  # fmt: skip
 
 
-def test_what_is_nested_without_end_becomes_text(tmp_path):
-    """Rather than an error that loses the record."""
-    deep: Any = 1
-    for _ in range(3000):
-        deep = {"k": deep}
-    lists: Any = [1]
-    for _ in range(3000):
-        lists = [lists]
-    sink = ParquetSink(tmp_path / "a.parquet")
-    sink.emit({"deep": deep, "lists": lists, "after": 2}, 0, "SNAPSHOT")
-    sink.close()
-    deepest, listed, after = values(tmp_path / "a.parquet")
-    assert deepest[0].startswith("deep/k/k/")
-    assert "nested too deeply" in deepest[1]
-    assert "nested too deeply" in listed[1]
-    assert after == ("after", 2.0, 0)
-
-
 def test_files_are_full_or_last(tmp_path, monkeypatch):
     """However often the sink is flushed, there are not more files than rows ask for."""
     monkeypatch.setattr(module, "_PART", 10)

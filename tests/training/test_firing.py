@@ -48,6 +48,16 @@ def test_the_context_is_made_only_if_a_hook_is_due(hooks):
     assert manager.hooks.receipts == ()
 
 
+def test_receipts_are_of_the_last_firing_and_counts_of_all():
+    """A point that has no hooks is no firing."""
+    manager = HookManager(hooks=[observer("a", POST_EPOCH), observer("b", SNAPSHOT)])
+    for point in (POST_EPOCH, POST_EPOCH, SNAPSHOT, PRE_STEP):
+        manager.fire(point, epoch=0)
+    assert [receipt.hook for receipt in manager.hooks.receipts] == ["b"]
+    assert manager.hooks.fired == {"a": 2, "b": 1}
+    assert {name: cost["count"] for name, cost in manager.hooks.costs().items()} == {"a": 2, "b": 1}
+
+
 def test_contexts_are_made_once_for_all_hooks_and_the_models_only_for_interventions():
     """A factory is called once per firing."""
     made = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from hookline.records.log import cleaned, dumps, utf8_text
 from hookline.records.sink import Record, StepSeries
@@ -17,9 +17,6 @@ __all__ = [
     "MetricValue", "as_numbers", "column_name", "json_text", "mean", "number", "numbers", "step_axis", "to_plain",
     "values_in",
 ]  # fmt: skip
-
-_DEEPEST: Final = 64
-"""Containers nested deeper become text."""
 
 
 def json_text(value: Any) -> str:
@@ -66,13 +63,13 @@ def column_name(name: str, reserved: Collection[str]) -> str:
     return utf8_text(f"metric/{name}" if name in reserved else name)
 
 
-def _leaves(name: str, value: Any, step: int, depth: int = 0) -> Iterator[MetricValue]:
+def _leaves(name: str, value: Any, step: int) -> Iterator[MetricValue]:
     value = to_plain(value)
-    if isinstance(value, Mapping) and depth < _DEEPEST:
+    if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _leaves(f"{name}/{utf8_text(str(key))}", item, step, depth + 1)
+            yield from _leaves(f"{name}/{utf8_text(str(key))}", item, step)
     else:
-        yield MetricValue(name, json_text(value) if isinstance(value, Mapping) else value, step)
+        yield MetricValue(name, value, step)
 
 
 def to_plain(value: Any) -> Any:
@@ -99,15 +96,15 @@ def number(value: Any) -> float | None:
 def numbers(value: Any) -> list[float] | None:
     """Return all numbers of a list, also of nested lists; None if it is empty or holds anything else."""
     found: list[float] = []
-    return found if isinstance(value, list) and _collect(value, found, 0) and found else None
+    return found if isinstance(value, list) and _collect(value, found) and found else None
 
 
-def _collect(value: list[Any], found: list[float], depth: int) -> bool:
+def _collect(value: list[Any], found: list[float]) -> bool:
     for item in map(to_plain, value):
         single = number(item)
         if single is not None:
             found.append(single)
-        elif depth >= _DEEPEST or not isinstance(item, list) or not _collect(item, found, depth + 1):
+        elif not isinstance(item, list) or not _collect(item, found):
             return False
     return True
 

@@ -6,14 +6,14 @@ form, one key per metric.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Final
 
 from hookline.errors import OptionError
-from hookline.records.log import dumps, is_json, json_line, utf8_text
+from hookline.records.log import dumps, is_json, json_line
 from hookline.records.sink import FileSink, Record, StepSeries
+from hookline.records.values import column_name
 from hookline.when import HookPoint
 
 __all__ = ["JSONLSink"]
@@ -65,17 +65,7 @@ def _line(record: Record) -> bytes:
     if is_json(metrics.values()) and _RESERVED.isdisjoint(metrics):
         with suppress(TypeError, ValueError):
             return dumps({**head, **metrics}) + b"\n"
-    names = {name: utf8_text(name) for name in metrics}
-    keys = {name: _key(text, names.values()) for name, text in names.items()}
+    keys = {name: column_name(str(name), _RESERVED) for name in metrics}
     steps = {keys[name]: value.steps for name, value in metrics.items() if isinstance(value, StepSeries)}
     line = {**head, **{keys[name]: value for name, value in metrics.items()}}
     return json_line({**line, "steps": steps} if steps else line)
-
-
-def _key(name: str, taken: Collection[str]) -> str:
-    """Return the key of a metric: with ``metric/`` before it as often as needed to be the only one."""
-    if name in _RESERVED:
-        name = f"metric/{name}"
-        while name in taken:
-            name = f"metric/{name}"
-    return name
