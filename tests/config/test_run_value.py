@@ -76,8 +76,6 @@ def test_a_whole_run_file_is_one_value(tmp_path):
         ("hooks: [{name: x}]\nspecs: []\n", r"line 1, at \$\.hooks: hooks on modules are here and under specs"),
         ("hooks: 3\n", r"line 1, at \$\.hooks: expected an object, got 3\."),
         ("1: x\n", r"line 1, at \$\[1\]: "),
-        ("trackers:\n- traker: x\n", r"line 2, at \$\.trackers\[0\]\.traker: .* Did you mean 'tracker'\?"),
-        ("trackers:\n- {name: x}\n", r"line 2, at \$\.trackers\[0\]\.tracker: this is missing\."),
         ("hooks:\n  schedules:\n    hessian: {strde: 3}\n", r"line 3, at .*\.strde: .* Did you mean 'stride'\?"),
         ("hooks: {schedules: {a: {mode: continual, stride: 3}}}\n", r"\.a: A continual schedule has no stride"),
         ("hooks: {schedules: {a: {stride: 3, mode: stride, burst_length: 2}}}\n", r"by stride has no burst_length"),
@@ -95,7 +93,7 @@ def test_a_mistake_is_named_with_its_path_and_line(tmp_path, text, said):
 
 def test_mistakes_of_all_parts_are_told_at_once(tmp_path):
     """Those of hooks on modules among them, each field for itself; in the order of the lines."""
-    text = "sed: 1\nspecs:\n- {nme: x, every: 0, on: sideways}\n- {observe: 'yes'}\ntrackers: [{traker: x}]\n"
+    text = "sed: 1\nspecs:\n- {nme: x, every: 0, on: sideways}\n- {observe: 'yes'}\n"
     with pytest.raises(ConfigError) as caught:
         read_file(write(tmp_path, text))
     places = [line.partition(": ")[0].partition(", ")[2] for line in str(caught.value).splitlines()]
@@ -105,8 +103,6 @@ def test_mistakes_of_all_parts_are_told_at_once(tmp_path):
         "line 3, at $.specs[0].nme",
         "line 3, at $.specs[0].on",
         "line 4, at $.specs[1].observe",
-        "line 5, at $.trackers[0].tracker",
-        "line 5, at $.trackers[0].traker",
     ]
 
 
@@ -120,7 +116,7 @@ def test_a_very_long_value_is_not_told_whole(tmp_path):
 
 def test_null_is_the_same_as_nothing(tmp_path):
     """A key without a value is what is left of a file somebody is writing."""
-    run = read_file(write(tmp_path, "hooks:\nspecs: ~\ntrackers: null\nsinks: {csv: null}\nconfig:\nseed:\n"))
+    run = read_file(write(tmp_path, "hooks:\nspecs: ~\nsinks: {csv: null}\nconfig:\nseed:\n"))
     assert run.model_dump(exclude_unset=True) == {"sinks": {}}
 
 

@@ -60,7 +60,7 @@ RIGHT = [
     ("run", {"experiment": "x", "hooks": ["norms"], "$schema": "run.schema.json"}),
     ("run", {"experiment": "x", "enable_hooks": True, "hooks": [SPEC], "seed": None}),
     ("run", {"hooks": {"names": ["hessian"], "schedules": {"hessian": {"stride": 50}}}, "specs": [SPEC]}),
-    ("run", {"trackers": [{"tracker": "relu_activations", "target_modules": "a.*"}], "save_checkpoints": 3}),
+    ("run", {"save_checkpoints": 3}),
 ]
 WRONG = [
     ("hooks", SPEC),
@@ -72,7 +72,6 @@ WRONG = [
     ("server", {"forward_hooks": [{**SPEC, "config": 3}]}),
     ("run", {"hoks": {}}),
     ("run", {"hooks": {"schedules": {"a": {"stride": 0}}}}),
-    ("run", {"trackers": [{"target_modules": "a"}]}),
     ("run", {"specs": [{**SPEC, "on_error": "ignore"}]}),
 ]
 

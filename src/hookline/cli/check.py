@@ -24,7 +24,6 @@ from hookline.runs.flags import Show, parse
 if TYPE_CHECKING:
     from hookline.runs.documents import Fault
     from hookline.runs.flags import KeyPath
-    from hookline.runs.run import Run
     from hookline.specs.hook_spec import HookSpec
 
 __all__ = ["CheckOptions", "check"]
@@ -81,8 +80,7 @@ def check(arguments: Sequence[str]) -> int:
         summary = f", but see the {counted(warned, 'warning')} above" if warned else ""
         tell(f"{options.config}: nothing is wrong with it{summary}.")
     if options.json:
-        told = {"hooks": found.hooks, "trackers": found.trackers, "warnings": found.warnings}
-        tell_json("check", {"file": options.config, **told})
+        tell_json("check", {"file": options.config, "hooks": found.hooks, "warnings": found.warnings})
     return DONE
 
 
@@ -93,7 +91,6 @@ class _Found:
         self._options = options
         self._model = None if options.model is None else model_at(options.model)
         self.hooks: list[dict[str, Any]] = []
-        self.trackers: list[dict[str, Any]] = []
         self.warnings: list[str] = []
 
     def warn(self, text: str) -> None:
@@ -143,18 +140,6 @@ class _Found:
         sites = find_sites(self._model, spec)
         return "nothing" if sites is None else ", ".join(name or "(the model)" for name in sites.names)
 
-    def show_trackers(self, run: Run) -> None:
-        """Print a table of the trackers; raise if one finds nothing to count in the model."""
-        from hookline.runs.build import tracked_modules, tracker_name
-
-        for place, one in enumerate(run.trackers):
-            matches = _NO_MODEL
-            if self._model is not None:
-                matches = ", ".join(tracked_modules(run, place, one, self._model)) or "the layers of its kind"
-            told = {"name": tracker_name(one), "counts": one.kind}
-            self.trackers.append(told | {"target_modules": list(one.target_modules), "matches": matches})
-        _print_rows(("tracker", "counts", "target modules", "matches"), self.trackers)
-
 
 def _print_rows(columns: Sequence[str], found: Sequence[Mapping[str, Any]]) -> None:
     rows = [[", ".join(one) or "–" if isinstance(one, list) else one for one in row.values()] for row in found]
@@ -182,7 +167,6 @@ def _check_run(path: str, report: _Found) -> None:
             tell(f"config      {', '.join(f'{name}={value!r}' for name, value in vars(config).items())}")
     tell(f"hooks       {', '.join(hook_names(run, found)) or 'none'}")
     report.show_specs(run.specs)
-    report.show_trackers(run)
 
 
 def _check_switch(settings: Mapping[str, Any], report: _Found) -> None:

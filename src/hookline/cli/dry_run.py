@@ -39,7 +39,7 @@ def _plan(asked: Asked) -> Row:
     strategies = found.chosen(run.strategy)
     made = make_experiment(run, found, strategies[0])
     model = made.experiment.model
-    built = build(run, found, model=model)
+    built = build(run, found)
     manager = built.make_manager([*built.hooks, *made.hooks], loop_type=made.loop)
     planned = manager.plan()
     return {

@@ -27,7 +27,7 @@ from hookline.errors import HooklineError, OptionError
 from hookline.integrations.host_facts import command_name
 from hookline.messages import counted
 from hookline.plain import to_plain
-from hookline.runs.build import build, hook_names, tracker_name
+from hookline.runs.build import build, hook_names
 from hookline.runs.folder import LOG, STRATEGY, read_run_json, write_run_json
 from hookline.runs.read import Asked, placed_files
 from hookline.runs.run import Run
@@ -91,7 +91,7 @@ def _check_arguments(run: Run) -> None:
     The run begins in another process, where nobody would see it in time. Others are not made: a constructor of the
     user's may do anything.
     """
-    for name in [*(name for name in hook_names(run) if run.hooks.config.get(name)), *map(tracker_name, run.trackers)]:
+    for name in [name for name in hook_names(run) if run.hooks.config.get(name)]:
         try:
             build(run, only=[name])
         except Exception as error:

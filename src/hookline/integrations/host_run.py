@@ -63,7 +63,7 @@ class HostRun:
     Args:
         hooks: Hooks as objects, classes or names (``"norms"``, ``"observers"``); trackers and watches as well.
         sinks: Where metrics go.
-        run_file: A run file whose hooks, trackers, specs and sinks are taken, beside those given here.
+        run_file: A run file whose hooks, specs and sinks are taken, beside those given here.
         manager: A manager that is there already, in place of all of the above.
         hook_config: Arguments of hooks that are given by name.
         loop: ``"epoch"`` or ``"step"``; if left out, epochs are counted only where a hook needs them.

@@ -10,19 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.errors import ConfigError, Hint, NoMatchError
 from hookline.guard.rng import kept_rng
 from hookline.lifecycle.manager import HookManager
 from hookline.lifecycle.registry import HookRegistry
-from hookline.runs.look_up import ALWAYS, REFERENCE, chosen_hooks, make_sink
+from hookline.runs.look_up import REFERENCE, chosen_hooks, make_sink
 from hookline.runs.spec_files import specs_for_run
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from hookline.lifecycle.hook import TrainingHook
     from hookline.runs.find import FoundExperiment, RunExperiment
-    from hookline.runs.run import Run, Tracker
+    from hookline.runs.run import Run
     from hookline.specs.hook_spec import HookSpec
 
 
@@ -36,7 +33,6 @@ class Built:
 
     run: Run
     hooks: list[TrainingHook]
-    """Lifecycle hooks and trackers."""
     specs: list[HookSpec]
     """Hooks on modules, as data."""
     options: dict[str, Any]
@@ -69,13 +65,7 @@ class Built:
                 close_hooks(hooks_of(handles))
 
 
-def build(
-    run: Run,
-    found: FoundExperiment | None = None,
-    *,
-    model: nn.Module | None = None,
-    only: Collection[str] | None = None,
-) -> Built:
+def build(run: Run, found: FoundExperiment | None = None, *, only: Collection[str] | None = None) -> Built:
     """Make everything that a run names.
 
     Recipe::
@@ -88,22 +78,16 @@ def build(
     Args:
         run: The run.
         found: Its experiment, which has groups of hooks, and arguments that fit it.
-        model: What is trained, if it is known: a tracker that matches nothing in it is an error.
-        only: The hooks, trackers and specs to make, by name; None for all.
+        only: The hooks and specs to make, by name; None for all.
     """
     specs = _specs(run)
     chosen = [name for name in hook_names(run, found) if only is None or name in only]
     config = _arguments(run, found, chosen)
-    trackers = [one for one in run.trackers if only is None or tracker_name(one) in only]
-    if model is not None:
-        for place, tracker in enumerate(run.trackers):
-            tracked_modules(run, place, tracker, model)
     with kept_rng():
         hooks = HookRegistry.create(chosen, config)
         for hook in hooks:
             if hook.name in run.hooks.schedules:
                 hook.step_schedule = run.hooks.schedules[hook.name].make()
-        hooks += [_make_tracker(tracker) for tracker in trackers]
     kept = [spec for place, spec in enumerate(specs) if only is None or spec_name(spec, place) in only]
     options = {
         "offload_state": run.hooks.offload_state,
@@ -115,10 +99,9 @@ def build(
 
 
 def hook_names(run: Run, found: FoundExperiment | None = None) -> list[str]:
-    """Return the names of the lifecycle hooks of a run, without making them; trackers alone bring the usual one."""
+    """Return the names of the lifecycle hooks of a run, without making them."""
     groups = {} if found is None else found.hook_sets
-    names = chosen_hooks(run.hooks.with_hooks, run.hooks.names, groups)
-    return names or ([ALWAYS] if run.trackers else [])
+    return chosen_hooks(run.hooks.with_hooks, run.hooks.names, groups)
 
 
 def spec_name(spec: HookSpec, place: int) -> str:
@@ -126,37 +109,11 @@ def spec_name(spec: HookSpec, place: int) -> str:
     return spec.name or f"specs[{place}]"
 
 
-def tracker_name(tracker: Tracker) -> str:
-    """Return what a tracker is called."""
-    return tracker.name or tracker.kind
-
-
 def _arguments(run: Run, found: FoundExperiment | None, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return the arguments of hooks by name; those that an experiment has for them, under what the run says."""
     own = {} if found is None else found.hook_config
     given = {name: {**own.get(name, {}), **run.hooks.config.get(name, {})} for name in names}
     return {name: arguments for name, arguments in given.items() if arguments}
-
-
-def _make_tracker(tracker: Tracker) -> TrainingHook:
-    where = {"targets": ",".join(tracker.target_modules) or None, "exclude": list(tracker.exclude) or None}
-    (hook,) = HookRegistry.create([tracker.kind], {tracker.kind: {**tracker.options, **where}})
-    hook.name = tracker_name(tracker)
-    return hook
-
-
-def tracked_modules(run: Run, place: int, tracker: Tracker, model: nn.Module) -> list[str]:
-    """Return the names of the modules that a tracker would be on; an error says where the run asks for them."""
-    from hookline.sites.targets import select
-
-    if not tracker.target_modules:
-        return []
-    try:
-        chosen = select(model, list(tracker.target_modules), exclude=list(tracker.exclude) or None)
-    except NoMatchError as error:
-        said = error.text({Hint.LIST_MODULES: "See all: hookline find EXPERIMENT"})
-        raise ConfigError(f"{run.place('trackers', place, 'target_modules')}: {said}") from None
-    return [name for name, *_ in chosen]
 
 
 def _specs(run: Run) -> list[HookSpec]:

@@ -1,4 +1,4 @@
-"""Look up what a run names: hooks, their arguments, their groups, trackers, sinks, factories of specs.
+"""Look up what a run names: hooks, their arguments, their groups, sinks, factories of specs.
 
 The validators of `Run` call it, so that a wrong name, or a package that is missing, is an error before anything is
 trained, with its place in the run file; `build` calls it for what it makes, ``replay`` for sinks.
@@ -49,16 +49,6 @@ def known_hook(name: str) -> list[str]:
     if found.name not in HookRegistry.known() or HookRegistry.get(found.name) is not found:
         HookRegistry.register(found)
     return [found.name]
-
-
-def known_tracker(name: str) -> str:
-    """Return the name of a tracker of modules."""
-    tracker = next(iter(known_hook(name)), None)
-    if tracker is None:
-        raise ConfigError(f"{name} names no hook; tracker: is the name of one.")
-    if not {"targets", "exclude"} <= set(inspect.signature(HookRegistry.get(tracker)).parameters):
-        raise ConfigError(f"{tracker} is no tracker of modules; it goes into hooks: names.")
-    return tracker
 
 
 def chosen_hooks(group: str | None, names: Sequence[str] | None, groups: Mapping[str, Sequence[str]]) -> list[str]:

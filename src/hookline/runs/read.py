@@ -49,10 +49,10 @@ _EXPERIMENT: Final = Option(
     ("experiment",),
 )
 _NOT_IN_LOOP: Final = {"epoch": {"steps"}, "step": {"epochs", "eval_every"}}
-_OF_HOOKS: Final = ("hooks", "specs", "hook_specs", "enable_hooks", "trackers", "sinks")
+_OF_HOOKS: Final = ("hooks", "specs", "hook_specs", "enable_hooks", "sinks")
 _OF_SCRIPTS: Final = (*_OF_HOOKS, "command", "snapshot_every", "output_dir", "name", "console", "report", "run_group")
 """What a run file says to a trainer, or to a script: the rest is theirs to decide."""
-_MAY_BE_FILES: Final = ("experiment", "hooks", "names", "sinks", "others", "sink", "trackers", "tracker")
+_MAY_BE_FILES: Final = ("experiment", "hooks", "names", "sinks", "others", "sink")
 """The keys under which ``file.py:Name`` may stand."""
 _HELP: Final = {"-h", "--help"}
 Values = dict[str, Any]

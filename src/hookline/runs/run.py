@@ -26,7 +26,6 @@ from pydantic import (
     model_validator,
 )
 
-from hookline.errors import ConfigError
 from hookline.runs.documents import Places, collected
 from hookline.runs.flags import Option, Show, options_of_model
 from hookline.runs.spec_files import Spec
@@ -70,7 +69,6 @@ def _looked_up(path: str) -> AfterValidator:
 
 
 _HOOK: Final = _looked_up("hookline.runs.look_up:known_hook")
-_TRACKER: Final = _looked_up("hookline.runs.look_up:known_tracker")
 _SINK: Final = _looked_up("hookline.runs.look_up:known_sink")
 _SPEC_FILE: Final = _looked_up("hookline.runs.spec_files:specs_for_run")
 _DEVICE: Final = _looked_up("hookline.runs.process:device_of")
@@ -83,19 +81,6 @@ def _groups(info: ValidationInfo) -> Mapping[str, Sequence[str]] | None:
     return groups
 
 
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _pattern(value: str) -> str:
-    if "," in value:
-        raise ConfigError(f"a pattern of a tracker has no comma, got {value!r}; write a list.")
-    return value
-
-
-Patterns = Annotated[
-    list[Annotated[str, AfterValidator(_pattern)]], BeforeValidator(_listed, json_schema_input_type=list[str] | str)
-]
 Every = StrictBool | Annotated[int, Field(ge=1)]
 _Count = Annotated[int | None, Field(ge=0), Show("N", group=_TRAINING)]
 
@@ -149,45 +134,6 @@ class Schedule(_Part):
         from hookline.when import StepSchedule
 
         return StepSchedule(self._mode, self.stride or 1, self.burst_length or 1, self.warmup)
-
-
-class Tracker(_Part):
-    """A tracker on some modules: its sums are reported at the end of each epoch, and it begins anew."""
-
-    tracker: Annotated[str, _TRACKER]
-    """relu_activations, saturated_activations, fisher_information, gradient_flow, …"""
-    name: str = ""
-    """What its sums are reported by, if there are several of a kind."""
-    target_modules: Patterns = []
-    """Patterns of module names; if left out, the layers of its kind."""
-    exclude: Patterns = []
-    """Patterns of modules to leave out."""
-    options: dict[str, Any] = {}
-    """Its other arguments."""
-
-    @property
-    def kind(self) -> str:
-        """The name of the tracker, also where it is named by its file."""
-        from hookline.runs.look_up import known_tracker
-
-        return known_tracker(self.tracker)
-
-    @field_validator("options")
-    @classmethod
-    def _as_declared(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        from hookline.runs.look_up import hook_argument, known_tracker
-
-        if "tracker" not in info.data:
-            return options
-
-        def argument(name: str, value: Any) -> Any:
-            if name in ("targets", "exclude"):
-                raise ConfigError("modules are named by target_modules and exclude.")
-            return hook_argument(known_tracker(info.data["tracker"]), name, value)
-
-        with collected() as faults:
-            found = faults.each(options, argument)
-        return found
 
 
 class Hooks(_Part):
@@ -388,8 +334,6 @@ class Run(_Part):
     """More hooks on modules: a JSON, YAML or TOML list of name, target_modules, hook_factory, config."""
     enable_hooks: bool = True
     """Whether the hooks on modules are attached."""
-    trackers: list[Tracker] = []
-    """Trackers on modules."""
     sinks: Sinks = Field(default_factory=Sinks)
     """Where metrics go."""
     output_dir: Annotated[str, Show("DIR", group=_OUTPUT)] = "runs"
@@ -435,24 +379,6 @@ class Run(_Part):
         with collected() as faults:
             typed = faults.each(config, found.option)
         return typed
-
-    @field_validator("trackers")
-    @classmethod
-    def _own_names(cls, trackers: list[Tracker], info: ValidationInfo) -> list[Tracker]:
-        from hookline.runs.look_up import chosen_hooks
-
-        hooks, groups = info.data.get("hooks"), _groups(info)
-        taken: list[str] = []
-        if hooks is not None and groups is not None:
-            taken = chosen_hooks(hooks.with_hooks, hooks.names, groups)
-        with collected() as faults:
-            for place, tracker in enumerate(trackers):
-                name = tracker.name or tracker.kind
-                if name in taken:
-                    text = f"two hooks of this run are called {name!r}; give this one a name of its own."
-                    faults.append(((place,), text))
-                taken.append(name)
-        return trackers
 
     @field_validator("validate_checkpoints")
     @classmethod

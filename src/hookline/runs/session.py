@@ -86,7 +86,7 @@ class Session:
     def run(self, strategy: str, *, may_be_new: bool) -> Ended:
         """Make the experiment, train it, and write ``run.json``."""
         made = make_experiment(self._run, self._found, strategy)
-        built = self._built = self._built or build(self._run, self._found, model=made.experiment.model)
+        built = self._built = self._built or build(self._run, self._found)
         with ExitStack() as stack:
             stack.enter_context(built.attached(made))  # first: a factory may raise
             folder, resume = from_rank_zero(

@@ -22,9 +22,7 @@ from hookline.specs.hook_spec import HookSpec
 logger = logging.getLogger("hookline.serve")
 
 NO_HOOKS: Final = "enable_hooks=True but no 'hooks' specified in server_args"
-_RUN_KEYS: Final = frozenset(
-    ("experiment", "strategy", "specs", "trackers", "sinks", "console", "output_dir", "save_checkpoints")
-)
+_RUN_KEYS: Final = frozenset(("experiment", "strategy", "specs", "sinks", "console", "output_dir", "save_checkpoints"))
 """Keys that a run file has, and no server."""
 
 
