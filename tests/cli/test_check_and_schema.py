@@ -63,7 +63,7 @@ def test_the_settings_of_a_server_are_checked_dry(no_factory, capsys):
     rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     assert "1.0, 1.1" in rows["count"]
     assert "backward" in rows["grads"]
-    assert "kept for the server, unchecked: model_path, port" in out
+    assert "unchecked  model_path, port" in out
     assert out.endswith("server.json: nothing is wrong with it.\n")
 
 
@@ -83,14 +83,6 @@ def test_what_would_come_to_nothing_is_told(values, said, no_factory, capsys):
     assert said in out
     summary = "" if said == "(not enabled)" else ", but see the 1 warning above"
     assert out.endswith(f"server.json: nothing is wrong with it{summary}.\n")
-
-
-def test_hooks_without_a_switch_are_no_mistake(no_factory, capsys):
-    """``serve --hooks`` attaches them; a line says what ``--server-args`` does."""
-    assert run_here("check", write({"hooks": [SPEC]}, "hooks.json")) == 0
-    out = capsys.readouterr().out
-    assert "'hooks' are attached by hookline serve --hooks; by --server-args only with enable_hooks: true." in out
-    assert "warning" not in out
 
 
 LOST = SPEC | {"name": "lost", "target_modules": ["1.#", "2.*"]}
@@ -268,31 +260,9 @@ def test_a_run_file_is_told_what_it_means(seen, capsys):
     assert run_here("check", write(RUN), "--model", f"{EXPERIMENTS}:Tiny") == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
     assert rows["count"].split() == ["count", "forward", "1", "1"]
-    assert rows["hooks"].split(maxsplit=1)[1].strip() == "training_metrics, norms, seen, relu_activations"
+    assert rows["lifecycle"].strip() == "lifecycle hooks  training_metrics, norms, seen, relu_activations"
     assert "epochs=2" in rows["config"]
     assert "nothing is wrong with it." in rows["run.yaml:"]
-
-
-WRONG = f"""\
-experiment: {TINY}
-hooks:
-  names: [norms, "nrms.py:X", consecutive]
-  schedules: {{hessian: {{stride: 3}}, consecutive: {{stride: 3}}}}
-"""
-TOLD = [
-    "line 3, at $.hooks.names[1]: There is no file nrms.py",
-    "line 4, at $.hooks.schedules.consecutive: this schedule would have no effect: consecutive fires at POST_EPOCH",
-]
-
-
-def test_what_is_wrong_with_hooks_of_a_file_is_told_with_its_line(capsys, tmp_path):
-    """All of it at once, before anything is trained or written."""
-    assert run_here("run", write(WRONG), *QUIET) == 2
-    said = capsys.readouterr().err.removeprefix("hookline: ").splitlines()
-    assert [line[: len(f"run.yaml, {words}")] for line, words in zip(said, TOLD, strict=True)] == [
-        f"run.yaml, {words}" for words in TOLD
-    ]
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -303,8 +273,6 @@ def test_what_is_wrong_with_hooks_of_a_file_is_told_with_its_line(capsys, tmp_pa
             "hooks:\n  names: [norms]\n  schedules:\n    hessian: {stride: 3}\n",
             "line 5, at $.hooks.schedules.hessian: this would have no effect: hessian is not among the hooks",
         ),
-        ("trackers: [{tracker: gradient_flow}, {tracker: gradient_flow}]\n",),
-        ("trackers:\n- {tracker: gradient_flow, target_modules: [0x]}\n",),
     ],
 )
 def test_what_depends_on_the_rest_of_the_file_is_told_too(text, said, capsys, tmp_path):

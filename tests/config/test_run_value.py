@@ -10,11 +10,10 @@ import pytest
 import hookline as hl
 from hookline.errors import ConfigError
 from hookline.runs.build import build
-from hookline.runs.documents import read_document
+from hookline.runs.documents import placed_specs, read_document
 from hookline.runs.flags import declared
 from hookline.runs.read import read, read_file
 from hookline.runs.run import Run
-from hookline.runs.spec_files import placed_specs
 from hookline.specs.hook_spec import HookSpec
 from hookline.when import StepSchedule
 
@@ -29,7 +28,7 @@ hooks:
   config: {hessian: {epsilon: 1e-3}}
 specs:
   - {name: a, target_modules: [x], hook_factory: "hookline.factories:log_shapes"}
-sinks: {csv: true, others: ["memory", {sink: "memory", options: {a: 1}}]}
+sinks: {csv: true, others: ["memory", {sink: "jsonl", options: {path: a}}]}
 console: live
 seed: 3
 save_checkpoints: 5
@@ -48,7 +47,7 @@ def test_a_whole_run_file_is_one_value(tmp_path):
     assert (run.experiment, run.strategy, run.epochs, run.config) == ("mod_arithmetic", "all", 3, {"lr": 0.001})
     assert (run.hooks.with_hooks, run.hooks.names) == ("observers", ["hessian"])
     assert run.hooks.config == {"hessian": {"epsilon": 0.001}}
-    assert (run.sinks.chosen(), [one.options for one in run.sinks.others]) == ({"csv": True}, [{}, {"a": 1}])
+    assert (run.sinks.chosen(), [one.options for one in run.sinks.others]) == ({"csv": True}, [{}, {"path": "a"}])
     assert (run.console, run.seed, run.save_checkpoints) == ("live", 3, 5)
     saved = run.model_dump(exclude_unset=True)
     assert "device" not in saved
@@ -89,21 +88,6 @@ def test_a_mistake_is_named_with_its_path_and_line(tmp_path, text, said):
     """Asked, found, next; and where."""
     with pytest.raises(ConfigError, match=said):
         read([write(tmp_path, text)])
-
-
-def test_mistakes_of_all_parts_are_told_at_once(tmp_path):
-    """Those of hooks on modules among them, each field for itself; in the order of the lines."""
-    text = "sed: 1\nspecs:\n- {nme: x, every: 0, on: sideways}\n- {observe: 'yes'}\n"
-    with pytest.raises(ConfigError) as caught:
-        read_file(write(tmp_path, text))
-    places = [line.partition(": ")[0].partition(", ")[2] for line in str(caught.value).splitlines()]
-    assert sorted(places) == [
-        "line 1, at $.sed",
-        "line 3, at $.specs[0].every",
-        "line 3, at $.specs[0].nme",
-        "line 3, at $.specs[0].on",
-        "line 4, at $.specs[1].observe",
-    ]
 
 
 def test_a_very_long_value_is_not_told_whole(tmp_path):

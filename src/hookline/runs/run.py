@@ -26,9 +26,8 @@ from pydantic import (
     model_validator,
 )
 
-from hookline.runs.documents import Places, collected
+from hookline.runs.documents import Places, Spec, collected
 from hookline.runs.flags import Option, Show, options_of_model
-from hookline.runs.spec_files import Spec
 from hookline.specs.hook_spec import HookSpec
 
 if TYPE_CHECKING:
@@ -68,9 +67,9 @@ def _looked_up(path: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-_HOOK: Final = _looked_up("hookline.runs.look_up:known_hook")
-_SINK: Final = _looked_up("hookline.runs.look_up:known_sink")
-_SPEC_FILE: Final = _looked_up("hookline.runs.spec_files:specs_for_run")
+_HOOK: Final = _looked_up("hookline.runs.build:known_hook")
+_SINK: Final = _looked_up("hookline.runs.build:known_sink")
+_SPEC_FILE: Final = _looked_up("hookline.runs.documents:specs_for_run")
 _DEVICE: Final = _looked_up("hookline.runs.process:device_of")
 _DTYPE: Final = _looked_up("hookline.runs.process:dtype_of")
 
@@ -160,7 +159,7 @@ class Hooks(_Part):
     @field_validator("with_hooks")
     @classmethod
     def _known_group(cls, group: str | None, info: ValidationInfo) -> str | None:
-        from hookline.runs.look_up import hooks_of_group
+        from hookline.runs.build import hooks_of_group
 
         groups = _groups(info)
         if group is not None and groups is not None:
@@ -171,7 +170,7 @@ class Hooks(_Part):
     @field_validator("config")
     @classmethod
     def _arguments(cls, config: dict[str, dict[str, Any]], info: ValidationInfo) -> dict[str, dict[str, Any]]:
-        from hookline.runs.look_up import check_is_on, hook_argument
+        from hookline.runs.build import check_is_on, hook_argument
 
         hooks = cls._chosen(info)
         with collected() as faults:
@@ -186,7 +185,7 @@ class Hooks(_Part):
     @field_validator("schedules")
     @classmethod
     def _has_effect(cls, schedules: dict[str, Schedule], info: ValidationInfo) -> dict[str, Schedule]:
-        from hookline.runs.look_up import check_schedule
+        from hookline.runs.build import check_schedule
 
         hooks = cls._chosen(info)
         with collected() as faults:
@@ -201,7 +200,7 @@ class Hooks(_Part):
     @classmethod
     def _chosen(cls, info: ValidationInfo) -> list[str] | None:
         """Return the hooks of the run; None if they cannot be told, as something that says so is wrong."""
-        from hookline.runs.look_up import chosen_hooks
+        from hookline.runs.build import chosen_hooks
 
         groups = _groups(info)
         if not {"with_hooks", "names"} <= set(info.data) or (groups is None and info.data["with_hooks"]):
@@ -216,6 +215,14 @@ class Sink(_Part):
     """"package.module:Class", "file.py:Class", or a name: of an entry point, or of a class of hookline.sinks."""
     options: dict[str, Any] = {}
     """Its arguments."""
+
+    @model_validator(mode="after")
+    def _takes_its_options(self) -> Sink:
+        from hookline.runs.build import check_arguments
+
+        with collected() as faults, faults.at("options"):
+            check_arguments(self.sink, self.options)
+        return self
 
 
 def _as_sink(value: Any) -> Any:
@@ -258,7 +265,7 @@ class Sinks(_Part):
     @field_validator("csv", "jsonl", "parquet", "tensorboard", "mlflow", "wandb", "prometheus")
     @classmethod
     def _is_installed(cls, value: Any, info: ValidationInfo) -> Any:
-        from hookline.runs.look_up import known_sink
+        from hookline.runs.build import known_sink
 
         if value is not None and value is not False:
             known_sink(str(info.field_name))
@@ -358,9 +365,11 @@ class Run(_Part):
     """The same, and each is read back and compared with what was saved, bit for bit: OK or MISMATCH."""
     _sources: Places | None = PrivateAttr(default=None)
 
-    def place(self, *path: str | int) -> str:
-        """Return where a value was given, for a message: ``run.yaml, line 7, at $.hooks.names[2]``."""
-        return ".".join(map(str, path)) if self._sources is None else self._sources.place(path)
+    @property
+    def places(self) -> Places:
+        """Where its values were given, for messages; only of a run that was read."""
+        assert self._sources is not None
+        return self._sources
 
     @field_validator("strategy")
     @classmethod
