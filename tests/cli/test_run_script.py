@@ -407,7 +407,7 @@ def test_a_run_whose_hooks_are_all_lost_says_nothing_of_steps(folder: Path, capf
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
-def test_signals_reach_the_script(name: str, code: int, folder: Path, capfd: Any) -> None:
+def test_signals_reach_the_script(cold: None, name: str, code: int, folder: Path, capfd: Any) -> None:
     (folder / "script.py").write_text(
         "import os, signal, time\n"
         "def end(number, frame):\n"
