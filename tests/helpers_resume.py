@@ -30,6 +30,7 @@ from hookline.training.checkpoints import Checkpoints
 
 __all__ = [
     "PASS",
+    "NeedsAll",
     "Sampled",
     "StopAt",
     "all_hooks",
@@ -127,13 +128,16 @@ class NeedsAll(hl.InterventionHook):
 
     def intervene(self, run_ctx: Any, model_ctx: Any) -> dict[str, Any]:
         mean = sum(grad.norm() for grad in run_ctx.accumulated_grads.values())
-        model_ctx.restore_pre_epoch()
+        if self.needs_pre_epoch_state:
+            model_ctx.restore_pre_epoch()
         return {"mean": mean, "before": model_ctx.model[0].weight.norm(), "moments": model_ctx.model[1].running_mean}
 
 
 def all_hooks(experiment: hl.Experiment) -> list[Any]:
     watch = hl.watch(experiment.model, optimizer=experiment.optimizer, every=2)
-    return [Remembers(), Draws(), Elsewhere(), NeedsAll(), watch]
+    needs_gradients = NeedsAll()
+    needs_gradients.needs_pre_epoch_state = False  # with it there are no checkpoints in the middle of an epoch
+    return [Remembers(), Draws(), Elsewhere(), needs_gradients, watch]
 
 
 class Everything(hl.Experiment):

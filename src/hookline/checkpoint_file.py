@@ -2,7 +2,8 @@
 
 Runs, trainers' adapters, ``check_hook`` and reference weights call `write` and `read`. The file is torch.save's, with a
 checksum behind it; it is read by torch's reader that runs no code, which knows the classes of `_READABLE` besides.
-What cannot be kept is refused by its place in the tree.
+Of a tensor that ranks hold in parts, the part of this rank is written. What cannot be kept is refused by its place in
+the tree.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from hookline.files import replace_file
 from hookline.messages import type_name
 from hookline.when import HookPoint
 
-__all__ = ["digest", "is_checkpoint", "read", "sync_folder", "to_savable", "write"]
+__all__ = ["PART", "digest", "is_checkpoint", "is_sharded", "part_of", "read", "sync_folder", "to_savable", "write"]
 
 _MARK: Final = b"hookline.checkpoint.2"
 """Comes after what torch.save wrote, and before 4 bytes of CRC-32; the number is the version of the format."""
+PART: Final = "\x1flocal"
+"""The key of this rank's part of a sharded tensor, in the dictionary that stands for the tensor in a file."""
 _BLOCK: Final = 2**20
 _MOST_BITS: Final = 2000
 """Of a whole number; torch's reader knows none with more than 255 bytes."""
@@ -161,6 +164,16 @@ class _Made:
         return self._call
 
 
+def is_sharded(tensor: Any) -> bool:
+    """Return whether ranks hold a tensor in parts."""
+    return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def part_of(tensor: Any) -> dict[str, Any]:
+    """Return this rank's part of a sharded tensor, with the shape of the whole."""
+    return {PART: tensor.to_local().detach(), "shape": list(tensor.shape)}
+
+
 def to_savable(
     value: Any, path: str = "", above: tuple[int, ...] = (), dtypes: dict[int, torch.dtype] | None = None
 ) -> Any:
@@ -175,6 +188,8 @@ def to_savable(
         return value
     if type(value) is torch.Size:
         return _Made(torch.Size, tuple(value))
+    if is_sharded(value):
+        value = part_of(value)
     if isinstance(value, Tensor):
         return _savable_tensor(value, path, known)
     if isinstance(value, (np.ndarray, np.generic)):
@@ -199,7 +214,10 @@ def to_savable(
             f"A checkpoint cannot hold {path}: it is {type_name(value)}. Numbers, texts, tensors, arrays, and lists, "
             "tuples, sets and dictionaries of these can be saved."
         )
-    parts = [inside(index, item) for index, item in enumerate(value)]
+    if set(map(type, value)) == {int} and max(map(int.bit_length, value)) <= _MOST_BITS:
+        parts = list(value)  # a random stream has 625 numbers
+    else:
+        parts = [inside(index, item) for index, item in enumerate(value)]
     if isinstance(value, deque):
         return _Made(deque, parts, value.maxlen)
     return parts if isinstance(value, list) else type(value)(parts)

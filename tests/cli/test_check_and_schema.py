@@ -1,4 +1,4 @@
-"""Files on the command line: ``schema``, ``check`` for servers and runs, and ``run`` with trackers and schedules."""
+"""Files on the command line: ``schema``, ``check`` for servers and runs, and ``run`` with hooks and schedules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from helpers_cli import EXPERIMENTS, TINY, facts_of, records_of, run_here, same_weights
+from helpers_cli import EXPERIMENTS, TINY, facts_of, records_of, run_here
 
 MODEL = f"{EXPERIMENTS}:make_model"
 QUIET = ("--silent", "--no-report")
@@ -63,7 +63,7 @@ def test_the_settings_of_a_server_are_checked_dry(no_factory, capsys):
     rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     assert "1.0, 1.1" in rows["count"]
     assert "backward" in rows["grads"]
-    assert "kept for the server, unchecked: model_path, port" in out
+    assert "unchecked  model_path, port" in out
     assert out.endswith("server.json: nothing is wrong with it.\n")
 
 
@@ -83,14 +83,6 @@ def test_what_would_come_to_nothing_is_told(values, said, no_factory, capsys):
     assert said in out
     summary = "" if said == "(not enabled)" else ", but see the 1 warning above"
     assert out.endswith(f"server.json: nothing is wrong with it{summary}.\n")
-
-
-def test_hooks_without_a_switch_are_no_mistake(no_factory, capsys):
-    """``serve --hooks`` attaches them; a line says what ``--server-args`` does."""
-    assert run_here("check", write({"hooks": [SPEC]}, "hooks.json")) == 0
-    out = capsys.readouterr().out
-    assert "'hooks' are attached by hookline serve --hooks; by --server-args only with enable_hooks: true." in out
-    assert "warning" not in out
 
 
 LOST = SPEC | {"name": "lost", "target_modules": ["1.#", "2.*"]}
@@ -233,18 +225,10 @@ RUN = f"""\
 experiment: {TINY}
 config: {{epochs: 2}}
 hooks:
-  names: [norms, "k_seen.py:Seen"]
+  names: [norms, "k_seen.py:Seen", relu_activations]
+  config: {{relu_activations: {{targets: "1", per_unit: false}}}}
   schedules:
     seen: {{mode: burst, stride: 4, burst_length: 1, warmup: 2}}
-trackers:
-  - {{tracker: relu_activations, target_modules: ["1"], options: {{per_unit: false}}}}
-  - tracker: fisher_information
-    name: first
-    target_modules: ["0"]
-    options: {{beta: 0.5}}
-  - tracker: fisher_information
-    target_modules: ["#"]
-    exclude: ["0"]
 specs:
   - {{name: count, target_modules: ["1"], hook_factory: "experiments:count_calls", config: {{file: calls.txt}}}}
 sinks: {{csv: true, others: [{{sink: "{EXPERIMENTS}:LinesSink", options: {{ending: log}}}}]}}
@@ -271,48 +255,14 @@ def seen():
     Path("k_seen.py").write_text(SEEN)
 
 
-def test_a_run_file_with_trackers_is_told_what_it_means(seen, capsys):
-    """With a model, where they would be."""
+def test_a_run_file_is_told_what_it_means(seen, capsys):
+    """With a model, where hooks on modules would be."""
     assert run_here("check", write(RUN), "--model", f"{EXPERIMENTS}:Tiny") == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
-    assert rows["first"].split() == ["first", "fisher_information", "0", "0"]
-    assert rows["fisher_information"].split()[-1] == "3"
-    assert rows["hooks"].split(maxsplit=1)[1].strip() == "training_metrics, norms, seen"
+    assert rows["count"].split() == ["count", "forward", "1", "1"]
+    assert rows["lifecycle"].strip() == "lifecycle hooks  training_metrics, norms, seen, relu_activations"
     assert "epochs=2" in rows["config"]
     assert "nothing is wrong with it." in rows["run.yaml:"]
-
-
-WRONG = f"""\
-experiment: {TINY}
-hooks:
-  names: [norms, "nrms.py:X", consecutive]
-  schedules: {{hessian: {{stride: 3}}, consecutive: {{stride: 3}}}}
-trackers:
-- tracker: norms
-- {{tracker: gradient_flow, options: {{targets: a, beat: 1, beta: x}}}}
-- tracker: gradient_flow
-- {{tracker: gradient_flow}}
-- {{tracker: relu_activations, target_modules: "a,b"}}
-"""
-TOLD = [
-    "line 3, at $.hooks.names[1]: There is no file nrms.py",
-    "line 4, at $.hooks.schedules.consecutive: this schedule would have no effect: consecutive fires at POST_EPOCH",
-    "line 6, at $.trackers[0].tracker: norms is no tracker of modules",
-    "line 7, at $.trackers[1].options.targets: modules are named by target_modules and exclude.",
-    "line 7, at $.trackers[1].options.beat: Hook 'gradient_flow' takes no 'beat'. Did you mean 'beta'?",
-    "line 7, at $.trackers[1].options.beta: expected a valid number",
-    "line 10, at $.trackers[4].target_modules: a pattern of a tracker has no comma, got 'a,b'; write a list.",
-]
-
-
-def test_what_is_wrong_with_hooks_of_a_file_is_told_with_its_line(capsys, tmp_path):
-    """All of it at once, before anything is trained or written."""
-    assert run_here("run", write(WRONG), *QUIET) == 2
-    said = capsys.readouterr().err.removeprefix("hookline: ").splitlines()
-    assert [line[: len(f"run.yaml, {words}")] for line, words in zip(said, TOLD, strict=True)] == [
-        f"run.yaml, {words}" for words in TOLD
-    ]
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -323,18 +273,10 @@ def test_what_is_wrong_with_hooks_of_a_file_is_told_with_its_line(capsys, tmp_pa
             "hooks:\n  names: [norms]\n  schedules:\n    hessian: {stride: 3}\n",
             "line 5, at $.hooks.schedules.hessian: this would have no effect: hessian is not among the hooks",
         ),
-        (
-            "trackers: [{tracker: gradient_flow}, {tracker: gradient_flow}]\n",
-            "line 2, at $.trackers[1]: two hooks of this run are called 'gradient_flow'",
-        ),
-        (
-            "trackers:\n- {tracker: gradient_flow, target_modules: [0x]}\n",
-            "line 3, at $.trackers[0].target_modules: No module matches '0x'",
-        ),
     ],
 )
 def test_what_depends_on_the_rest_of_the_file_is_told_too(text, said, capsys, tmp_path):
-    """A list of names, the hooks that there are, the modules of the model."""
+    """A list of names, the hooks that there are."""
     assert run_here("run", write(f"experiment: {TINY}\n{text}"), *QUIET) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
@@ -349,21 +291,19 @@ def test_what_a_flag_says_has_no_place_in_the_file(capsys):
 # -- run -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_file_brings_hooks_schedules_trackers_specs_and_sinks(seen, tmp_path):
+def test_a_run_file_brings_hooks_schedules_specs_and_sinks(seen, tmp_path):
     """Each of them has done its part, where and when the file says."""
     assert run_here("run", write(RUN)) == 0
     folder = tmp_path / "runs/tiny/forward"
     hooks = facts_of(folder)["hooks"]
-    names = ["training_metrics", "norms", "seen", "relu_activations", "first", "fisher_information"]
-    assert list(hooks) == names
+    assert list(hooks) == ["training_metrics", "norms", "seen", "relu_activations"]
     records = records_of(folder)
     metrics = {name for record in records for name in record["metrics"]}
-    assert {"relu_activations/active_fraction", "first/trace", "fisher_information/trace"} <= metrics
-    assert {name.split("/")[1] for name in metrics if name.startswith("fisher_info/")} == {"0", "3"}
+    assert "relu_activations/active_fraction" in metrics
     assert not any(name.startswith("activations/relu/") for name in metrics)  # per_unit: false
     assert len(Path("calls.txt").read_text()) >= 6  # 2 epochs of 3 steps, and evaluations
     assert (folder / "forward.csv").exists()
-    assert "first/trace" in (folder / "lines.log").read_text()
+    assert "relu_activations/active_fraction" in (folder / "lines.log").read_text()
 
 
 CLOSING = """\
@@ -428,20 +368,7 @@ def _steps_of(folder: Path) -> list[int]:
     return found
 
 
-def test_trackers_alone_are_hooks_enough_and_change_nothing(tmp_path, capsys):
-    """The weights are those of the run without, bit for bit; another seed gives others."""
-    text = f"experiment: {TINY}\nconfig: {{epochs: 2}}\nconsole: none\nreport: false\n"
-    assert run_here("run", write(text)) == 0
-    trackers = "".join(f"- tracker: {one}\n" for one in ("gradient_flow", "relu_gradient_flow", "fisher_information"))
-    assert run_here("run", write(f"{text}trackers:\n{trackers}")) == 0
-    assert run_here("run", write(f"{text}seed: 4\n")) == 0
-    runs = tmp_path / "runs/tiny"
-    assert next(iter(facts_of(runs / "forward_1")["hooks"])) == "training_metrics"
-    assert same_weights(runs / "forward", runs / "forward_1")
-    assert not same_weights(runs / "forward", runs / "forward_2")
-
-
-def test_a_dry_run_shows_schedules_and_where_trackers_sit(seen, capsys):
+def test_a_dry_run_shows_schedules_and_where_hooks_sit(seen, capsys):
     """As the run would have them."""
     assert run_here("run", write(RUN), "--dry-run") == 0
     out = capsys.readouterr().out
@@ -449,7 +376,6 @@ def test_a_dry_run_shows_schedules_and_where_trackers_sit(seen, capsys):
     sites = out[out.index("On the model") :]
     rows = {line.split()[0]: line.split() for line in sites.splitlines() if line.strip()}
     assert rows["relu_activations"][-1] == "1"
-    assert rows["first"][-1] == "0"
     assert rows["count"] == ["count", "(spec)", "forward", "1"]
 
 
@@ -462,14 +388,16 @@ def test_a_dry_run_shows_hooks_on_modules_of_a_run_that_has_no_others(capsys):
     assert "records.jsonl" not in out
 
 
-def test_a_resumed_run_has_its_trackers_and_schedules(seen, tmp_path):
-    """Without the file; the sums go on under the same names."""
+def test_a_resumed_run_has_its_hooks_and_schedules(seen, tmp_path):
+    """Without the file; the metrics go on under the same names."""
     assert run_here("run", write(RUN)) == 0
     assert run_here("run", TINY, "--epochs", "3", "--resume", *QUIET) == 0
     folder = tmp_path / "runs/tiny/forward"
     run = facts_of(folder)["run"]
-    assert [one["tracker"] for one in run["trackers"]] == ["relu_activations", *["fisher_information"] * 2]
+    assert run["hooks"]["config"]["relu_activations"]["targets"] == "1"
     assert run["hooks"]["schedules"]["seen"]["stride"] == 4
-    epochs = [record["epoch"] for record in records_of(folder) if "first/trace" in record["metrics"]]
+    epochs = [
+        record["epoch"] for record in records_of(folder) if "relu_activations/active_fraction" in record["metrics"]
+    ]
     assert max(epochs) == 2
     assert _steps_of(folder) == [4, 8]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from helpers_waiting import PATIENCE, until
 import hookline as hl
 from hookline.analyses import BUILT_IN
 from hookline.cli import report
-from hookline.runs import look_up
+from hookline.runs import build
 
 QUIET = ("--silent", "--no-report")
 
@@ -54,7 +55,7 @@ def test_a_hook_is_described_with_its_metrics(arguments, capsys):
     """Name, meaning, formula."""
     assert run_here(*arguments) == 0
     out = capsys.readouterr().out
-    assert out.startswith("norms: ")
+    assert out.startswith("name  norms\n")
     assert "total_norm" in out
     assert "formula" in out
 
@@ -63,8 +64,8 @@ def test_described_bare_are_all_but_those_for_debugging(capsys):
     """As in the source."""
     assert run_here("run", "--hooks-describe") == 0
     out = capsys.readouterr().out
-    assert "\nhessian: " in out
-    assert "--hook-config hessian.epsilon=…: float (default: 0.0001)" in out
+    assert "\nname  hessian\n" in out
+    assert re.search(r"epsilon +float +0\.0001", out)
     assert "counterfactual_validator" not in out
 
 
@@ -189,9 +190,9 @@ def test_an_unknown_sink_is_answered_with_all_there_are(capsys, monkeypatch):
     assert run_here("replay", "--help") == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("console", "memory", "prometheus", "csv"))
-    monkeypatch.setattr(look_up, "entry_points", lambda group: [SimpleNamespace(name="postgres")])
+    monkeypatch.setattr(build, "entry_points", lambda group: [SimpleNamespace(name="postgres")])
     with pytest.raises(hl.errors.OptionError, match=r"Did you mean 'memory'\? There are: .*console.*memory.*postgres"):
-        look_up.sink_class("memry")
+        build.sink_class("memry")
 
 
 def test_a_run_without_records_cannot_be_replayed(capsys):

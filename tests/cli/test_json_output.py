@@ -211,8 +211,6 @@ def test_a_run_prints_json_and_nothing_else(folder: Path, capsys: pytest.Capture
     """The plan and the profile say what their tables say; files that are named are there. norms: 3 steps, a report."""
     plan = printed([*COMMANDS["dry-run"][0], "--json"], 0, capsys)
     assert [row["hook"] for row in plan["hooks"] if row["point"] == "POST_EPOCH"][:2] == ["training_metrics", "norms"]
-    grads = next(row for row in plan["memory"] if row["what"] == "mean gradients of the epoch")
-    assert (grads["hooks"], grads["bytes"]) == (["norms"], 4 * plan["model"]["parameters"])
     assert not Path(plan["files"][0]["folder"]).exists()
     told = printed([*COMMANDS["run"][0], "--json"], 0, capsys)
     (one,) = told["runs"]

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers_cli import EXPERIMENTS, TINY, facts_of, hookline, records_of
+from helpers_cli import TINY, hookline, records_of
 
-NESTED = f"{EXPERIMENTS}:Nested"
 QUIET = ("--no-report", "--no-console-output")
 HOOK = """
 import hookline as hl
@@ -59,27 +58,6 @@ def test_audited_hooks_get_their_reference_weights(tmp_path):
     assert (tmp_path / "given.txt").read_text().startswith("4 tensors")
 
 
-def test_a_value_that_is_the_name_of_a_switch_stays_on_the_line(tmp_path):
-    """``shuffle`` is a switch of the configuration that is on, and here the value of another flag."""
-    done("run", NESTED, "--epochs", "1", "--name", "shuffle", *QUIET, cwd=tmp_path)
-    assert facts_of(tmp_path / "runs/nested/forward")["name"] == "shuffle"
-
-
-def test_a_resumed_run_takes_the_name_of_its_own_switch_as_a_value(tmp_path):
-    """Begun with ``--live``, resumed with ``--console live``."""
-    done("run", TINY, "--epochs", "1", "--live", "--save-checkpoints", "--no-report", cwd=tmp_path)
-    done("run", TINY, "--epochs", "2", "--resume", "--console", "live", "--no-report", cwd=tmp_path)
-
-
-def test_a_moved_run_is_replayed_where_it_is_now(tmp_path):
-    """Nothing is made at the old place."""
-    done("run", TINY, "--epochs", "1", "--with-hooks", "minimal", *QUIET, cwd=tmp_path)
-    (tmp_path / "runs").rename(tmp_path / "archive")
-    done("replay", "archive/tiny/forward", "--to", "jsonl", cwd=tmp_path)
-    assert not (tmp_path / "runs").exists()
-    assert "training_metrics/loss" in (tmp_path / "archive/tiny/forward/forward.jsonl").read_text()
-
-
 def test_a_sink_by_the_name_of_an_entry_point_works_in_a_script(tmp_path, monkeypatch):
     """As it does in an experiment: the same flag, the same sinks."""
     site = tmp_path / "site"
@@ -97,15 +75,6 @@ def test_a_sink_by_the_name_of_an_entry_point_works_in_a_script(tmp_path, monkey
     assert "own/one" in (tmp_path / "got.txt").read_text()
 
 
-def test_a_sink_by_the_name_of_its_class_works_in_a_script(tmp_path):
-    """``memory`` is `hookline.sinks.MemorySink`."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    words = ("--", sys.executable, "train.py")
-    said = done("run", "--hooks", "norms", "--hook-sink", "memory", "--no-report", *words, cwd=tmp_path)
-    assert "not attached" not in said
-    assert list(tmp_path.rglob("records.jsonl")), said
-
-
 @pytest.mark.parametrize("trained", ["experiment", "script"])
 def test_a_hook_in_a_file_is_looked_for_beside_the_run_file(tmp_path, trained):
     """Wherever the command is given, and whatever trains."""
@@ -119,14 +88,6 @@ def test_a_hook_in_a_file_is_looked_for_beside_the_run_file(tmp_path, trained):
     said = done("run", "--config", "sub/run.yaml", *QUIET, *command, cwd=tmp_path)
     (log,) = tmp_path.rglob("records.jsonl")
     assert any("own/one" in record["metrics"] for record in records_of(log.parent)), said
-
-
-def test_the_seed_of_a_run_file_reaches_the_configuration(tmp_path):
-    """A flag that was not given, and has a default, does not replace it."""
-    (tmp_path / "run.yaml").write_text(f"experiment: {TINY}\nconfig: {{epochs: 1, seed: 3}}\n")
-    done("run", "run.yaml", *QUIET, cwd=tmp_path)
-    facts = facts_of(tmp_path / "runs/tiny/forward")
-    assert (facts["config"]["seed"], facts["seed"]) == (3, 3)
 
 
 def test_a_free_port_is_warned_of_where_there_are_no_hooks(tmp_path):

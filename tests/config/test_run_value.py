@@ -10,11 +10,10 @@ import pytest
 import hookline as hl
 from hookline.errors import ConfigError
 from hookline.runs.build import build
-from hookline.runs.documents import read_document
+from hookline.runs.documents import placed_specs, read_document
 from hookline.runs.flags import declared
 from hookline.runs.read import read, read_file
 from hookline.runs.run import Run
-from hookline.runs.spec_files import placed_specs
 from hookline.specs.hook_spec import HookSpec
 from hookline.when import StepSchedule
 
@@ -29,7 +28,7 @@ hooks:
   config: {hessian: {epsilon: 1e-3}}
 specs:
   - {name: a, target_modules: [x], hook_factory: "hookline.factories:log_shapes"}
-sinks: {csv: true, others: ["memory", {sink: "memory", options: {a: 1}}]}
+sinks: {csv: true, others: ["memory", {sink: "jsonl", options: {path: a}}]}
 console: live
 seed: 3
 save_checkpoints: 5
@@ -48,7 +47,7 @@ def test_a_whole_run_file_is_one_value(tmp_path):
     assert (run.experiment, run.strategy, run.epochs, run.config) == ("mod_arithmetic", "all", 3, {"lr": 0.001})
     assert (run.hooks.with_hooks, run.hooks.names) == ("observers", ["hessian"])
     assert run.hooks.config == {"hessian": {"epsilon": 0.001}}
-    assert (run.sinks.chosen(), [one.options for one in run.sinks.others]) == ({"csv": True}, [{}, {"a": 1}])
+    assert (run.sinks.chosen(), [one.options for one in run.sinks.others]) == ({"csv": True}, [{}, {"path": "a"}])
     assert (run.console, run.seed, run.save_checkpoints) == ("live", 3, 5)
     saved = run.model_dump(exclude_unset=True)
     assert "device" not in saved
@@ -76,8 +75,6 @@ def test_a_whole_run_file_is_one_value(tmp_path):
         ("hooks: [{name: x}]\nspecs: []\n", r"line 1, at \$\.hooks: hooks on modules are here and under specs"),
         ("hooks: 3\n", r"line 1, at \$\.hooks: expected an object, got 3\."),
         ("1: x\n", r"line 1, at \$\[1\]: "),
-        ("trackers:\n- traker: x\n", r"line 2, at \$\.trackers\[0\]\.traker: .* Did you mean 'tracker'\?"),
-        ("trackers:\n- {name: x}\n", r"line 2, at \$\.trackers\[0\]\.tracker: this is missing\."),
         ("hooks:\n  schedules:\n    hessian: {strde: 3}\n", r"line 3, at .*\.strde: .* Did you mean 'stride'\?"),
         ("hooks: {schedules: {a: {mode: continual, stride: 3}}}\n", r"\.a: A continual schedule has no stride"),
         ("hooks: {schedules: {a: {stride: 3, mode: stride, burst_length: 2}}}\n", r"by stride has no burst_length"),
@@ -93,23 +90,6 @@ def test_a_mistake_is_named_with_its_path_and_line(tmp_path, text, said):
         read([write(tmp_path, text)])
 
 
-def test_mistakes_of_all_parts_are_told_at_once(tmp_path):
-    """Those of hooks on modules among them, each field for itself; in the order of the lines."""
-    text = "sed: 1\nspecs:\n- {nme: x, every: 0, on: sideways}\n- {observe: 'yes'}\ntrackers: [{traker: x}]\n"
-    with pytest.raises(ConfigError) as caught:
-        read_file(write(tmp_path, text))
-    places = [line.partition(": ")[0].partition(", ")[2] for line in str(caught.value).splitlines()]
-    assert sorted(places) == [
-        "line 1, at $.sed",
-        "line 3, at $.specs[0].every",
-        "line 3, at $.specs[0].nme",
-        "line 3, at $.specs[0].on",
-        "line 4, at $.specs[1].observe",
-        "line 5, at $.trackers[0].tracker",
-        "line 5, at $.trackers[0].traker",
-    ]
-
-
 def test_a_very_long_value_is_not_told_whole(tmp_path):
     """An error is to be read."""
     with pytest.raises(ConfigError) as caught:
@@ -120,7 +100,7 @@ def test_a_very_long_value_is_not_told_whole(tmp_path):
 
 def test_null_is_the_same_as_nothing(tmp_path):
     """A key without a value is what is left of a file somebody is writing."""
-    run = read_file(write(tmp_path, "hooks:\nspecs: ~\ntrackers: null\nsinks: {csv: null}\nconfig:\nseed:\n"))
+    run = read_file(write(tmp_path, "hooks:\nspecs: ~\nsinks: {csv: null}\nconfig:\nseed:\n"))
     assert run.model_dump(exclude_unset=True) == {"sinks": {}}
 
 

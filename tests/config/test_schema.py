@@ -12,10 +12,9 @@ import pytest
 
 from hookline.cli.schema import schema_of
 from hookline.errors import ConfigError
-from hookline.runs.documents import load_yaml, read_document
+from hookline.runs.documents import load_yaml, read_document, server_settings
 from hookline.runs.read import read_file
 from hookline.runs.run import Run
-from hookline.runs.spec_files import server_settings
 from hookline.specs.hook_spec import HookSpec
 
 ROOT = Path(__file__).parents[2]
@@ -24,12 +23,6 @@ SPEC = {"name": "a", "target_modules": ["outer.0"], "hook_factory": "hookline.fa
 
 def validator(what):
     return jsonschema.Draft202012Validator(schema_of(what))
-
-
-@pytest.mark.parametrize("what", ["run", "hooks", "server"])
-def test_each_is_a_schema_in_json(what):
-    """By the rules of its dialect."""
-    jsonschema.Draft202012Validator.check_schema(json.loads(json.dumps(schema_of(what))))
 
 
 def test_every_key_is_there_with_what_it_is():
@@ -60,7 +53,7 @@ RIGHT = [
     ("run", {"experiment": "x", "hooks": ["norms"], "$schema": "run.schema.json"}),
     ("run", {"experiment": "x", "enable_hooks": True, "hooks": [SPEC], "seed": None}),
     ("run", {"hooks": {"names": ["hessian"], "schedules": {"hessian": {"stride": 50}}}, "specs": [SPEC]}),
-    ("run", {"trackers": [{"tracker": "relu_activations", "target_modules": "a.*"}], "save_checkpoints": 3}),
+    ("run", {"save_checkpoints": 3}),
 ]
 WRONG = [
     ("hooks", SPEC),
@@ -72,7 +65,6 @@ WRONG = [
     ("server", {"forward_hooks": [{**SPEC, "config": 3}]}),
     ("run", {"hoks": {}}),
     ("run", {"hooks": {"schedules": {"a": {"stride": 0}}}}),
-    ("run", {"trackers": [{"target_modules": "a"}]}),
     ("run", {"specs": [{**SPEC, "on_error": "ignore"}]}),
 ]
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "cli"))
 from helpers_cli import TINY, facts_of, records_of, run_here
 
 from hookline.lifecycle.registry import HookRegistry
-from hookline.runs.look_up import chosen_hooks
+from hookline.runs.build import chosen_hooks
 from hookline.runs.read import How
 from hookline.runs.run import Run, run_flags_by_name
 

@@ -360,11 +360,10 @@ def test_a_hook_that_requires_more_is_left_out_with_a_warning() -> None:
 
 
 def test_a_run_file_serves_a_host(tmp_path: Any) -> None:
-    """Names, a tracker, a spec and a sink come from one file; what it says of training is passed over."""
+    """Names, their arguments, a spec and a sink come from one file; what it says of training is passed over."""
     (tmp_path / "run.yaml").write_text(
         "experiment: mod_arithmetic\nseed: 3\n"
-        "hooks: {names: [norms], schedules: {}, on_error: warn}\n"
-        "trackers: [{tracker: relu_activations, name: relus, target_modules: ['2']}]\n"
+        "hooks: {names: [norms, relu_activations], config: {relu_activations: {targets: '2'}}, on_error: warn}\n"
         "specs: [{name: stats, target_modules: ['0'], hook_factory: 'hookline.factories:activation_stats'}]\n"
         "sinks: {jsonl: true, others: [memory, {sink: 'own.py:Own', options: {path: OWN}}]}\n".replace(
             "OWN", str(tmp_path / "own.jsonl")
@@ -374,12 +373,12 @@ def test_a_run_file_serves_a_host(tmp_path: Any) -> None:
     experiment, sink = rich_experiment(), MemorySink()
     run = HostRun(run_file=tmp_path / "run.yaml", sinks=[sink])
     run.manager.set_run_context(run_dir=str(tmp_path), strategy="host")
-    assert list(run.manager.hooks) == ["training_metrics", "norms", "relus", "resources"]
+    assert list(run.manager.hooks) == ["training_metrics", "norms", "relu_activations", "resources"]
     train_by_hand(experiment, run, epochs=2)
     run.close()
     names = {name for record in sink.records for name in record.metrics}
     assert {"training_metrics/loss", "norms/total_norm"} <= names
-    assert any(name.startswith("activations/") or name.startswith("relus/") for name in names)
+    assert any(name.startswith("activations/relu/") for name in names)
     assert (tmp_path / "host.jsonl").read_text().count("\n") == len(sink.records)
     assert (tmp_path / "own.jsonl").read_text() == (tmp_path / "host.jsonl").read_text()
     assert not experiment.model[0]._forward_hooks

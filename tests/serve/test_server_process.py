@@ -24,7 +24,7 @@ from helpers_waiting import PATIENCE, until
 
 from hookline.cli.main import main
 from hookline.cli.serve import ServeOptions, _settings, serve
-from hookline.runs.spec_files import specs_of_file
+from hookline.runs.documents import specs_of_file
 
 EXPORT = {"name": "states", "target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:export"}
 

@@ -147,15 +147,6 @@ class Greedy(hl.TrainingHook):
         return {}
 
 
-class GreedyTracker(Greedy):
-    """The same, on modules."""
-
-    name = "greedy_test_tracker"
-
-    def __init__(self, layers=(), targets=None, exclude=None):
-        super().__init__(layers)
-
-
 def test_hooks_over_time_are_made_with_copies():
     """By a manager and by the registry; two that share a configuration do not see each other's writes."""
     weights = torch.zeros(2)
@@ -167,19 +158,16 @@ def test_hooks_over_time_are_made_with_copies():
 
 
 def test_the_strategies_of_a_run_have_hooks_that_share_nothing():
-    """Hooks and trackers of a run file are made anew for each, of what the file says."""
+    """Hooks of a run file are made anew for each, of what the file says."""
     from hookline.runs.build import build
     from hookline.runs.run import Run
 
     hl.HookRegistry.register(Greedy)
-    hl.HookRegistry.register(GreedyTracker)
     try:
-        tracker = {"tracker": GreedyTracker.name, "options": {"layers": [2]}}
-        run = Run(hooks={"names": [Greedy.name], "config": {Greedy.name: {"layers": [1]}}}, trackers=[tracker])
-        assert [[hook.was for hook in build(run).hooks[1:]] for _ in range(2)] == [[[1], [2]]] * 2
+        run = Run(hooks={"names": [Greedy.name], "config": {Greedy.name: {"layers": [1]}}})
+        assert [[hook.was for hook in build(run).hooks[1:]] for _ in range(2)] == [[[1]]] * 2
     finally:
         hl.HookRegistry.unregister(Greedy.name)
-        hl.HookRegistry.unregister(GreedyTracker.name)
 
 
 # -- the copy itself -------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from hookline.cli.main import DONE
-from hookline.cli.screen import messages, print_table, tell, tell_json
+from hookline.cli.screen import messages, print_table, tell, tell_json, tell_plan
 from hookline.runs.flags import Show, parse
 
 __all__ = ["HooksOptions", "hooks", "show_hooks"]
@@ -49,7 +49,7 @@ def show_hooks(names: Sequence[str] | None, *, as_json: bool) -> int:
             _list(_all_hooks())
         else:
             for name in _resolved(names):
-                _describe(_facts(name))
+                tell_plan("hooks", _facts(name), as_json=False)
     return DONE
 
 
@@ -76,7 +76,7 @@ def _all_hooks() -> dict[str, Any]:
 def _resolved(names: Sequence[str]) -> list[str]:
     """Return the hooks that ``names`` stand for; all but those for debugging if none is named."""
     from hookline.lifecycle.registry import HookRegistry
-    from hookline.runs.look_up import known_hook
+    from hookline.runs.build import known_hook
 
     return [hook for name in names for hook in known_hook(name)] if names else HookRegistry.list_all()
 
@@ -105,19 +105,3 @@ def _option(one: inspect.Parameter) -> dict[str, str]:
         "type": "" if one.annotation is one.empty else hint,
         "default": "" if one.default is one.empty else str(one.default),
     }
-
-
-def _describe(facts: dict[str, Any]) -> None:
-    needs = ", ".join(need.removeprefix("needs_").replace("_", " ") for need in facts["needs"]) or "–"
-    points = ", ".join(facts["hook_points"]) or "points of its own"
-    tell(f"{facts['name']}: {facts['description']}")
-    tell(f"  {facts['kind']}{' (debug)' * facts['debug']}, at {points}; needs {needs}")
-    for option in facts["options"]:
-        hint = f": {option['type']}" if option["type"] else ""
-        default = f" (default: {option['default']})" if option["default"] else ""
-        tell(f"  --hook-config {facts['name']}.{option['name']}=…{hint}{default}")
-    if facts["metrics"]:
-        rows = [tuple(metric.values()) for metric in facts["metrics"]]
-        print_table("", ("metric", "what it measures", "formula", "how to read it"), rows)
-    else:
-        tell("  Its metrics are not described.")

@@ -52,7 +52,7 @@ def replay(arguments: Sequence[str]) -> int:
     if not (folder / LOG).exists():
         raise OptionError(f"{folder} has no {LOG}: a run without hooks has no records to replay.")
     from hookline.records.readers import replay as replay_log
-    from hookline.runs.look_up import known_sink
+    from hookline.runs.build import known_sink
 
     cls = known_sink(options.to)
     sink = cls(**_arguments(cls, options, folder))

@@ -1,6 +1,7 @@
 """Train an experiment, with hooks, one strategy after the other: ``hookline run EXPERIMENT``.
 
-`main` calls `run`, which reads the run, has a `Session` train each strategy, and prints where everything is.
+`main` calls `run`, which reads the run, has a `Session` train each strategy, and prints where everything is; with
+``--dry-run`` it prints which hook is due when, on which sites, and which files there would be.
 """
 
 from __future__ import annotations
@@ -12,18 +13,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.cli.closing import failed_hooks, files_of, write_page
 from hookline.cli.main import DONE
-from hookline.cli.screen import Screen, messages, tell_json
+from hookline.cli.screen import Screen, messages, tell_json, tell_plan
 from hookline.plain import to_plain
+from hookline.runs.folder import LOG, model_facts, newest_run, next_folder, read_run_json
 from hookline.runs.process import device_of, is_first_rank, local_device, process_settings, rank_group, rank_prefix
 from hookline.runs.read import Asked, read
 
 if TYPE_CHECKING:
+    from hookline.runs.build import Built
+    from hookline.runs.find import RunExperiment
+    from hookline.runs.run import Run
     from hookline.runs.session import Ended
 
-__all__ = ["run"]
+__all__ = ["failed_hooks", "files_of", "run", "write_page"]
 
+_AFTER_ERROR: Final = {"disable": "was switched off", "warn": "stayed on", "raise": "ended the run"}
+Row = dict[str, Any]
 _STOPPED: Final = {"SIGINT": 130, "SIGTERM": 143}
 
 
@@ -38,9 +44,7 @@ def run(arguments: Sequence[str]) -> int:
 
             return run_script(asked)
         if asked.how.dry_run:
-            from hookline.cli.dry_run import dry_run
-
-            return dry_run(asked) if is_first_rank() else DONE
+            return _dry_run(asked) if is_first_rank() else DONE
         as_json = asked.how.json
         with (
             process_settings(deterministic=asked.run.determinism, matmul_precision=asked.run.matmul_precision),
@@ -81,7 +85,7 @@ class _Command:
         for strategy in strategies:
             if len(strategies) > 1:
                 self._screen.say(f"{name}: {strategy}")
-            ended = self._session.run(strategy, may_be_new=len(strategies) > 1)
+            ended = self._session.run(strategy)
             folders.append(ended.folder)
             told["runs"].append(self._close(strategy, ended))
             if ended.interrupted is not None:
@@ -139,3 +143,103 @@ def _figures(ended: Ended) -> str:
         parts.append(f"loss {result.loss:.4g}")
     parts += [f"{name} {value:.4g}" for name, value in result.metrics.items() if isinstance(value, float)]
     return ", ".join(parts)
+
+
+# -- --dry-run ---------------------------------------------------------------------------------------------------
+
+
+def _dry_run(asked: Asked) -> int:
+    """Print the plan."""
+    from hookline.runs.build import build
+    from hookline.runs.find import make_experiment
+
+    run, found = asked.run, asked.found
+    assert found is not None
+    strategies = found.chosen(run.strategy)
+    made, built = make_experiment(run, found, strategies[0]), build(run, found)
+    manager = built.make_manager([*built.hooks, *made.hooks], loop_type=made.loop)
+    planned = manager.plan
+    plan = {
+        "experiment": found.name,
+        "strategies": strategies,
+        made.unit: made.length,
+        "model": {**model_facts(made.experiment.model), "dtype": str(made.dtype), "device": str(made.device)},
+        "config": {} if made.config is None else to_plain(vars(made.config)),
+        "hooks": [row._asdict() for row in planned.rows],
+        "left_out": [{"hook": name, "why": why} for name, why in planned.left_out.items()],
+        "on_the_model": _sites(manager, made, built),
+        "files": [_files(asked, found.name, strategy, has_hooks=bool(manager.hooks)) for strategy in strategies],
+    }
+    tell_plan("dry-run", plan, as_json=asked.how.json)
+    return DONE
+
+
+def _sites(manager: Any, made: RunExperiment, built: Built) -> list[Row]:
+    """Return what hooks attach to the model: start each, look, and finish it again."""
+    from hookline.sites.find import attached
+
+    model = made.experiment.model
+    rows = []
+    for name, hook in manager.hooks.items():
+        before = len(attached(model))
+        hook.start(model)
+        try:
+            rows += [_site(name, handle) for handle in attached(model)[before:]]
+        finally:
+            hook.finish()
+    if built.specs:
+        with built.attached(made):
+            rows += [_site(f"{handle.name} (spec)", handle) for handle in attached(model)]
+    return rows
+
+
+def _site(hook: str, handle: Any) -> Row:
+    names = list(dict.fromkeys(name or "(the model)" for name in handle.names))
+    return {"hook": hook, "kind": str(handle.report().kind), "sites": names}
+
+
+def _files(asked: Asked, name: str, strategy: str, *, has_hooks: bool) -> Row:
+    run, output_dir = asked.run, Path(asked.run.output_dir)
+    resumed = newest_run(output_dir, name, strategy) if asked.how.resume else None
+    files = ["run.json", "checkpoints/"]
+    if has_hooks:
+        files += [LOG, *run.sinks.files(strategy).values()]
+        files += ["report.html"] if run.report else []
+    return {"strategy": strategy, "folder": str(resumed or next_folder(output_dir, name, strategy)), "files": files}
+
+
+# -- what a run has left behind, of an experiment or a script -------------------------------------------------------
+
+
+def write_page(folders: Sequence[Path], page: Path | None = None) -> list[str] | None:
+    """Write the page of runs; return what was found, None without a page. A run does not fail if it cannot be made."""
+    try:
+        from hookline.report.report_page import write_page
+
+        return write_page(folders, page).found
+    except KeyboardInterrupt:
+        print(f"hookline: no report.html: stopped. Later: hookline report {folders[0]}", file=sys.stderr)
+        raise
+    except ImportError as error:  # says what to install
+        print(f"hookline: no report.html: {error}", file=sys.stderr)
+    except Exception as error:
+        print(f"hookline: report.html could not be made: {type(error).__name__}: {error}", file=sys.stderr)
+    return None
+
+
+def files_of(run: Run, folder: Path, strategy: str, *, has_page: bool) -> dict[str, Path]:
+    """Return the files of a run by what they are; a page that an earlier part of the run left is out of date."""
+    names = {"report": "report.html"} if has_page else {}
+    names |= {"records": LOG, **run.sinks.files(strategy), "checkpoints": "checkpoints"}
+    return {label: folder / name for label, name in names.items() if (folder / name).exists()}
+
+
+def failed_hooks(run: Run, folder: Path) -> list[str]:
+    """Return a sentence about each hook that raised while the run went on; one that never fired was not attached."""
+    found = []
+    for name, told in (read_run_json(folder).get("hooks") or {}).items():
+        if told.get("failed") and told.get("fired"):
+            times = "once" if told["failed"] == 1 else f"{told['failed']} times"
+            became = _AFTER_ERROR[run.hooks.on_error]
+            found.append(f"The hook {name} raised {times} and {became}: its metrics are incomplete.")
+    return found

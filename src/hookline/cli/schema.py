@@ -44,8 +44,8 @@ def schema_of(what: str) -> dict[str, Any]:
     """Return the schema of a run file ("run"), a list of hooks on modules ("hooks") or a server's settings."""
     from pydantic import TypeAdapter
 
+    from hookline.runs.documents import ServerFile
     from hookline.runs.run import Run
-    from hookline.runs.spec_files import ServerFile
     from hookline.specs.hook_spec import HookSpec
 
     if what == "hooks":

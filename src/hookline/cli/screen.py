@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Screen", "has_own_frames", "messages", "mode_of", "own_text", "print_table", "shell_text", "tell", "tell_found",
-    "tell_json",
+    "tell_json", "tell_plan",
 ]  # fmt: skip
 
 _WIDE: Final = 160
 """Columns of a table in a file or a pipe."""
+_MOST_IN_CELL: Final = 12
 _JSON_VERSION: Final = 1
 """Goes up when a key of ``--json`` is renamed, taken away, or means something else; keys may be added."""
 _PACKAGE: Final = Path(__file__).resolve().parent.parent
@@ -83,7 +84,30 @@ def tell_found(command: str, values: dict[str, Any], text: object, *, as_json: b
         tell(str(text))
 
 
-def tell_json(command: str, values: dict[str, Any]) -> None:
+def tell_plan(command: str, plan: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print what ``command`` would do, or has read: as JSON, or lists of rows as tables and all else as lines."""
+    if as_json:
+        tell_json(command, plan)
+        return
+    for key, value in plan.items():
+        label = key.replace("_", " ")
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            columns = [column.replace("_", " ") for column in value[0]]
+            print_table(label.capitalize(), columns, [[_cell(one) for one in row.values()] for row in value])
+        elif value is not False and value not in (None, [], {}):
+            tell(f"{label}  {_cell(value)}")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={one!r}" for name, one in value.items())
+    if not isinstance(value, list):
+        return str(value)
+    more = f", … {len(value)} in all" if len(value) > _MOST_IN_CELL else ""
+    return ", ".join(map(str, value[:_MOST_IN_CELL])) + more or "–"
+
+
+def tell_json(command: str, values: Mapping[str, Any]) -> None:
     """Print ``values`` as the JSON of ``command``, with format and version before them."""
     found = {"format": f"hookline.{command}", "version": _JSON_VERSION, **values}
     tell(json.dumps(found, indent=1, allow_nan=False, ensure_ascii=False))

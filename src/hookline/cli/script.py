@@ -20,14 +20,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from hookline.cli.closing import failed_hooks, files_of, write_page
 from hookline.cli.main import DONE, NOT_ATTACHED
+from hookline.cli.run import failed_hooks, files_of, write_page
+from hookline.cli.screen import tell_plan
 from hookline.error_policy import error_text
 from hookline.errors import HooklineError, OptionError
 from hookline.integrations.host_facts import command_name
-from hookline.messages import counted
 from hookline.plain import to_plain
-from hookline.runs.build import build, hook_names, tracker_name
+from hookline.runs.build import build, hook_names
 from hookline.runs.folder import LOG, STRATEGY, read_run_json, write_run_json
 from hookline.runs.read import Asked, placed_files
 from hookline.runs.run import Run
@@ -38,8 +38,6 @@ _START: Final = Path(__file__).resolve().parent.parent / "integrations" / "scrip
 """The folder of the ``sitecustomize`` that every Python of the command reads."""
 _BY_SIGNAL: Final = 128
 """Exit codes above it are those of signals."""
-_ENOUGH: Final = 9
-"""Reports from which on the page looks for anomalies in a curve."""
 _STOPS: Final = (signal.SIGINT, signal.SIGTERM)
 """The signals by which somebody stops a run; by another one it was killed."""
 _FORWARDED: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
@@ -57,7 +55,10 @@ def run_script(asked: Asked) -> int:
     where = {"command": command, "hooks": hooks, "output_dir": str(Path(run.output_dir).absolute())}
     run = run.model_copy(update=where)
     if asked.how.dry_run:
-        _print_plan(run)
+        name = command_name(run.command)
+        plan = {"script": name, "command": shlex.join(run.command), "hooks": hook_names(run)}
+        where = {"with": to_plain(run.hooks.config), "folder": str(Path(run.output_dir) / name / STRATEGY)}
+        tell_plan("dry-run", plan | where, as_json=False)
         return DONE
     with tempfile.TemporaryDirectory(prefix="hookline-") as folder:
         file = Path(folder) / "run.json"
@@ -91,21 +92,12 @@ def _check_arguments(run: Run) -> None:
     The run begins in another process, where nobody would see it in time. Others are not made: a constructor of the
     user's may do anything.
     """
-    for name in [*(name for name in hook_names(run) if run.hooks.config.get(name)), *map(tracker_name, run.trackers)]:
+    for name in [name for name in hook_names(run) if run.hooks.config.get(name)]:
         try:
             build(run, only=[name])
         except Exception as error:
             said = str(error) if isinstance(error, HooklineError) else error_text(error)
             raise OptionError(f"The hook {name} does not take its arguments: {said}") from error
-
-
-def _print_plan(run: Run) -> None:
-    name = command_name(run.command)
-    print(f"{name}: {shlex.join(run.command)}")
-    print(f"hooks: {', '.join(hook_names(run)) or 'none'}")
-    if run.hooks.config:
-        print(f"with: {json.dumps(to_plain(run.hooks.config))}")
-    print(f"folder: {Path(run.output_dir) / name / STRATEGY}")
 
 
 def _wait_for(command: Sequence[str], environment: dict[str, str]) -> tuple[int, signal.Signals | None]:
@@ -217,8 +209,6 @@ class _Closing:
             self._print(line)
         for name, why in (facts.get("silent") or {}).items():
             self._print(f"the hook {name} has not fired: {why}.", always=True)
-        if not self._code:  # one that was broken off may still become long
-            self._advise(facts.get("reports") or 0, (facts.get("result") or {}).get("steps") or 0)
 
     def _how_it_ended(self) -> str:
         """Return the status in words, the status first."""
@@ -227,13 +217,6 @@ class _Closing:
         if self._signal is None:
             return "failed"
         return f"stopped by {self._signal.name}" if self._signal in _STOPS else f"failed, by {self._by}"
-
-    def _advise(self, reports: int, steps: int) -> None:
-        """Tell how to get more reports, if there were too few to judge a curve by."""
-        if 0 < reports < _ENOUGH <= steps:
-            every = max(steps // (2 * _ENOUGH), 1)
-            made = f"{counted(reports, 'report')} in {steps} steps"
-            self._print(f"{made}; for curves that can be judged: --snapshot-every {every}.")
 
     def _print(self, text: str, *, prefix: str = "hookline: ", always: bool = False) -> None:
         if always or self._run.console != "none":

@@ -115,7 +115,7 @@ def serve(arguments: Sequence[str]) -> int:
 
 def _model_and_specs(options: ServeOptions) -> tuple[Path, list[Any]]:
     """Return where the model is, and the hooks of both files."""
-    from hookline.runs.spec_files import NO_HOOKS, specs_of_file
+    from hookline.runs.documents import NO_HOOKS, specs_of_file
     from hookline.sglang.server_args import ServerArgs
 
     model, specs = options.model, []

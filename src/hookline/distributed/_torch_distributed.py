@@ -1,6 +1,6 @@
 """Call what torch.distributed does not document, each with the versions it was checked on.
 
-`channels`, `ranks`, `shards`, `training.ranks` and `training.rank_checkpoint` call it. Checked on torch 2.11 and 2.13.
+`channels`, `ranks`, `shards` and `training.ranks` call it. Checked on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-__all__ = ["default_store", "fsdp_dimensions", "is_joining", "new_gloo_group", "own_connection", "start_of_part"]
+__all__ = ["default_store", "fsdp_dimensions", "is_joining", "new_gloo_group", "own_connection"]
 
 
 def default_store() -> Any:
@@ -84,14 +84,3 @@ def fsdp_dimensions(model: nn.Module) -> set[tuple[str | None, tuple[int, ...]]]
             ranks = tuple(mesh.mesh.reshape(-1).tolist())
             found |= {(name, ranks) for name in mesh.mesh_dim_names or (None,)}
     return found
-
-
-def start_of_part(tensor: Any) -> list[int]:
-    """Return where this rank's part of a sharded tensor begins in the whole, by dimension.
-
-    Without it, a sharded run cannot be resumed with another number of ranks.
-    """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return list(start)

@@ -15,7 +15,7 @@ from hookline.errors import OptionError
 from hookline.integrations.resources import ResourcesHook
 from hookline.lifecycle.manager import HookManager
 from hookline.messages import type_name, unknown_name_text
-from hookline.runs.look_up import ALWAYS
+from hookline.runs.build import ALWAYS
 from hookline.sinks.jsonl_sink import JSONLSink
 
 if TYPE_CHECKING:

@@ -24,10 +24,9 @@ from hookline.integrations.host_state import check_state, load_state, save_state
 from hookline.integrations.snapshot_steps import OFTEN_AT_FIRST, SnapshotSteps, StepReports, can_count_steps
 from hookline.messages import caller_stacklevel
 from hookline.phases import in_phase
-from hookline.training.experiment import whole_number
+from hookline.training.experiment import MicroBatches, StepResult, whole_number
 from hookline.training.ranks import warn_of_join
 from hookline.training.run import Run
-from hookline.training.step import MicroBatches, StepResult
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class HostRun:
     Args:
         hooks: Hooks as objects, classes or names (``"norms"``, ``"observers"``); trackers and watches as well.
         sinks: Where metrics go.
-        run_file: A run file whose hooks, trackers, specs and sinks are taken, beside those given here.
+        run_file: A run file whose hooks, specs and sinks are taken, beside those given here.
         manager: A manager that is there already, in place of all of the above.
         hook_config: Arguments of hooks that are given by name.
         loop: ``"epoch"`` or ``"step"``; if left out, epochs are counted only where a hook needs them.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hookline.error_policy import warn_user
 from hookline.errors import CheckpointError, LifecycleError
-from hookline.training.rank_checkpoint import local_parts, map_dicts, place_parts, rank_digest
+from hookline.training.checkpoints import local_parts, map_dicts, place_parts, rank_digest
 from hookline.tree import map_tensors
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import MetricInfo, TrainingHook
-from hookline.training.step import MicroBatches
+from hookline.training.experiment import MicroBatches
 from hookline.when import HookPoint, StepSchedule
 
 __all__ = ["ResourcesHook"]

@@ -1,31 +1,44 @@
-"""Make hooks, specs, sinks and the manager of a `Run`: the only place that does.
+"""Look up what a run names, and make its hooks, specs, sinks and manager: the only place that does.
 
-``hookline run``, ``--dry-run``, ``audit``, ``check``, followed scripts and the adapters of trainers call `build`.
+The validators of `Run` call the look-ups, so that a wrong name, or a package that is missing, is an error before
+anything is trained, with its place in the run file. ``hookline run``, ``--dry-run``, ``audit``, ``check``, followed
+scripts and the adapters of trainers call `build`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import inspect
+import typing
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.errors import ConfigError, Hint, NoMatchError
+import hookline.sinks
+from hookline.errors import ConfigError, HookNameError, OptionError
 from hookline.guard.rng import kept_rng
+from hookline.lifecycle.hook import TrainingHook
 from hookline.lifecycle.manager import HookManager
-from hookline.lifecycle.registry import HookRegistry
-from hookline.runs.look_up import ALWAYS, REFERENCE, chosen_hooks, make_sink
-from hookline.runs.spec_files import specs_for_run
+from hookline.lifecycle.registry import HookRegistry, points_in_any_loop
+from hookline.load import add_current_folder_to_path, load_object
+from hookline.messages import type_name, unknown_name_text
+from hookline.plain import own_copy
+from hookline.runs.documents import collected, specs_for_run
+from hookline.runs.flags import FlagText, declared, guessed
+from hookline.specs.hook_spec import HookSpec, resolve_callable
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from hookline.lifecycle.hook import TrainingHook
     from hookline.runs.find import FoundExperiment, RunExperiment
-    from hookline.runs.run import Run, Tracker
-    from hookline.specs.hook_spec import HookSpec
+    from hookline.runs.run import Run
 
-
+ALWAYS: Final = "training_metrics"
+"""The hook that every run has: loss, accuracy and learning rate."""
+REFERENCE: Final = "reference_weights"
+"""Not a hook, but the weights that hooks compare with: the manager gets its ``path``."""
+_ENTRY_POINTS: Final = "hookline.sinks"
+_NONE: Final = "none"
+"""The group of no hooks: every experiment has it."""
 _ARGUMENTS: Final = {"prometheus": "port", "wandb": "project"}
 """The argument that a sink gets the value of its flag by."""
 
@@ -36,7 +49,6 @@ class Built:
 
     run: Run
     hooks: list[TrainingHook]
-    """Lifecycle hooks and trackers."""
     specs: list[HookSpec]
     """Hooks on modules, as data."""
     options: dict[str, Any]
@@ -69,13 +81,7 @@ class Built:
                 close_hooks(hooks_of(handles))
 
 
-def build(
-    run: Run,
-    found: FoundExperiment | None = None,
-    *,
-    model: nn.Module | None = None,
-    only: Collection[str] | None = None,
-) -> Built:
+def build(run: Run, found: FoundExperiment | None = None, *, only: Collection[str] | None = None) -> Built:
     """Make everything that a run names.
 
     Recipe::
@@ -88,22 +94,16 @@ def build(
     Args:
         run: The run.
         found: Its experiment, which has groups of hooks, and arguments that fit it.
-        model: What is trained, if it is known: a tracker that matches nothing in it is an error.
-        only: The hooks, trackers and specs to make, by name; None for all.
+        only: The hooks and specs to make, by name; None for all.
     """
     specs = _specs(run)
     chosen = [name for name in hook_names(run, found) if only is None or name in only]
     config = _arguments(run, found, chosen)
-    trackers = [one for one in run.trackers if only is None or tracker_name(one) in only]
-    if model is not None:
-        for place, tracker in enumerate(run.trackers):
-            tracked_modules(run, place, tracker, model)
     with kept_rng():
         hooks = HookRegistry.create(chosen, config)
         for hook in hooks:
             if hook.name in run.hooks.schedules:
                 hook.step_schedule = run.hooks.schedules[hook.name].make()
-        hooks += [_make_tracker(tracker) for tracker in trackers]
     kept = [spec for place, spec in enumerate(specs) if only is None or spec_name(spec, place) in only]
     options = {
         "offload_state": run.hooks.offload_state,
@@ -115,20 +115,14 @@ def build(
 
 
 def hook_names(run: Run, found: FoundExperiment | None = None) -> list[str]:
-    """Return the names of the lifecycle hooks of a run, without making them; trackers alone bring the usual one."""
+    """Return the names of the lifecycle hooks of a run, without making them."""
     groups = {} if found is None else found.hook_sets
-    names = chosen_hooks(run.hooks.with_hooks, run.hooks.names, groups)
-    return names or ([ALWAYS] if run.trackers else [])
+    return chosen_hooks(run.hooks.with_hooks, run.hooks.names, groups)
 
 
 def spec_name(spec: HookSpec, place: int) -> str:
     """Return what a hook on modules is called."""
     return spec.name or f"specs[{place}]"
-
-
-def tracker_name(tracker: Tracker) -> str:
-    """Return what a tracker is called."""
-    return tracker.name or tracker.kind
 
 
 def _arguments(run: Run, found: FoundExperiment | None, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -138,27 +132,215 @@ def _arguments(run: Run, found: FoundExperiment | None, names: Sequence[str]) ->
     return {name: arguments for name, arguments in given.items() if arguments}
 
 
-def _make_tracker(tracker: Tracker) -> TrainingHook:
-    where = {"targets": ",".join(tracker.target_modules) or None, "exclude": list(tracker.exclude) or None}
-    (hook,) = HookRegistry.create([tracker.kind], {tracker.kind: {**tracker.options, **where}})
-    hook.name = tracker_name(tracker)
-    return hook
-
-
-def tracked_modules(run: Run, place: int, tracker: Tracker, model: nn.Module) -> list[str]:
-    """Return the names of the modules that a tracker would be on; an error says where the run asks for them."""
-    from hookline.sites.targets import select
-
-    if not tracker.target_modules:
-        return []
-    try:
-        chosen = select(model, list(tracker.target_modules), exclude=list(tracker.exclude) or None)
-    except NoMatchError as error:
-        said = error.text({Hint.LIST_MODULES: "See all: hookline find EXPERIMENT"})
-        raise ConfigError(f"{run.place('trackers', place, 'target_modules')}: {said}") from None
-    return [name for name, *_ in chosen]
-
-
 def _specs(run: Run) -> list[HookSpec]:
     listed = list(run.specs) if run.enable_hooks else []
     return listed if run.hook_specs is None else [*listed, *specs_for_run(run.hook_specs)]
+
+
+# -- hooks by name ---------------------------------------------------------------------------------------------
+
+
+def known_hook(name: str) -> list[str]:
+    """Return the hooks that a name or group stands for; one in a file or module (``file.py:Class``) is registered."""
+    if "," in name:
+        raise OptionError(f"{name}: names of hooks have blanks between them: {' '.join(name.split(','))}.")
+    if name == _NONE:
+        return []
+    if ":" not in name:
+        return HookRegistry.resolve([name])
+    found = load_object(name, wanted="a hook")
+    if not (isinstance(found, type) and issubclass(found, TrainingHook)):
+        raise OptionError(f"{name} is {found!r}, and a hook is a class derived from TrainingHook.")
+    if found.name not in HookRegistry.known() or HookRegistry.get(found.name) is not found:
+        HookRegistry.register(found)
+    return [found.name]
+
+
+def chosen_hooks(group: str | None, names: Sequence[str] | None, groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the names of the hooks, each once, `training_metrics` first and always; none if that is asked for.
+
+    Args:
+        group: What ``--with-hooks`` says.
+        names: What ``--hooks`` says; None if it is not given, empty if it is given bare; ``none`` is the group.
+        groups: The groups of the experiment.
+    """
+    if names is not None and list(names) == [_NONE]:
+        group, names = group or _NONE, None
+    found = [] if group is None else hooks_of_group(group, groups)
+    found += [hook for name in names or () for hook in known_hook(name)]
+    if not found and names is None and group is not None:
+        return []
+    return list(dict.fromkeys([ALWAYS, *found]))
+
+
+def hooks_of_group(group: str, groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the hooks of a group, of the experiment or registered; those for debugging are left out."""
+    known = {_NONE: (), **HookRegistry.groups, **groups}
+    if group not in known:
+        if not groups:
+            raise HookNameError(
+                f"There is no group of hooks {group!r}: groups are the hook_sets of an experiment, and there are none. "
+                "Choose hooks by their names: --hooks NAME."
+            )
+        raise HookNameError(f"Unknown group of hooks: {group!r}.{unknown_name_text(group, list(groups), 'Groups')}")
+    return [name for name in HookRegistry.resolve(known[group]) if not HookRegistry.get(name).debug]
+
+
+def check_is_on(hook: str, hooks: Sequence[str] | None) -> None:
+    """Raise unless the hook is known, and one of `hooks`, those of the run; None if these cannot be told."""
+    if hook == REFERENCE:
+        return
+    known = HookRegistry.known()
+    if hook not in known:
+        raise HookNameError(f"Unknown hook: {hook!r}.{unknown_name_text(hook, known, 'Available')}")
+    if hooks is not None and hook not in hooks:
+        raise OptionError(
+            f"this would have no effect: {hook} is not among the hooks of this run ({', '.join(hooks) or 'none'}); add "
+            f"it: --hooks {hook}."
+        )
+
+
+def check_schedule(hook: str, hooks: Sequence[str] | None) -> None:
+    """Raise if a schedule of steps has no effect on a hook."""
+    check_is_on(hook, hooks)
+    points = points_in_any_loop(HookRegistry.get(hook))
+    if points and not any(point.is_step for point in points):
+        listed = ", ".join(sorted(point.name for point in points))
+        raise ConfigError(
+            f"this schedule would have no effect: {hook} fires at {listed}, and a schedule is about steps."
+        )
+
+
+# -- arguments of hooks ----------------------------------------------------------------------------------------
+
+
+def hook_argument(hook: str, name: str, value: Any) -> Any:
+    """Return `value` as the signature of the hook declares its argument `name`."""
+    if hook == REFERENCE:
+        if name != "path":
+            raise ConfigError("reference weights have a path, and nothing else.")
+        return str(value)
+    cls = HookRegistry.get(hook)
+    parameters = inspect.signature(cls).parameters
+    takes = [one.name for one in parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    if name not in takes:
+        if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+            return guessed(value) if isinstance(value, FlagText) else value
+        raise OptionError(f"Hook {hook!r} takes no {name!r}.{unknown_name_text(name, takes, 'It takes')}")
+    parameter = parameters[name]
+    hint = _hints(cls).get(name, parameter.annotation)
+    if hint is parameter.empty or isinstance(hint, str):
+        hint = Any if parameter.default in (None, parameter.empty) else type(parameter.default)
+        if not isinstance(value, FlagText):
+            return value
+    return declared(value, hint)
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(vars(cls).get("__init__") or inspect.getattr_static(cls, "__init__"))
+    except (NameError, TypeError, AttributeError):  # a name that only a type checker sees
+        return {}
+
+
+# -- factories of specs ----------------------------------------------------------------------------------------
+
+
+def check_spec(spec: HookSpec) -> None:
+    """Raise if nothing would come of a spec: it lacks something, or its factory is not there or refuses its config.
+
+    Only a factory that says how to try a config is asked (``check_config``): another one may do anything when called.
+    """
+    from hookline.factories.factory_hook import CHECK, FactoryHook
+    from hookline.sites.signature import check_hook, check_observe
+
+    if not spec.enabled:
+        return
+    with collected() as faults:
+        lacking = [key for key in ("target_modules", "hook_factory") if getattr(spec, key) in (None, ())]
+        if lacking:
+            faults.append(((), f"the hook {spec.name!r} has no {' and no '.join(lacking)}."))
+            return
+        check = None
+        with faults.at("hook_factory"):
+            check = getattr(_imported(str(spec.hook_factory)), CHECK, None)
+        with faults.at("config"):
+            if callable(check) and isinstance(made := check(spec.config), FactoryHook):
+                kind, site_type = spec.kind_and_site_type
+                check_hook(made, kind, site_type=site_type)
+                check_observe(made, spec.observe)
+
+
+def _imported(path: str) -> Any:
+    add_current_folder_to_path()
+    try:
+        factory = resolve_callable(path)
+    except ImportError as error:
+        raise ConfigError(f"{error} (from hook path '{path}').") from None
+    except (AttributeError, ValueError) as error:
+        notes = " ".join(getattr(error, "__notes__", ()))
+        raise ConfigError(f"{str(error).removesuffix('.')}. {notes}".rstrip()) from None
+    if not callable(factory):
+        raise ConfigError(f"Hook factory '{path}' is called with a config, and is {type_name(factory)}.")
+    return factory
+
+
+# -- sinks -----------------------------------------------------------------------------------------------------
+
+
+def known_sink(name: str) -> Any:
+    """Return the class of a sink by its name or path; raise if a package that it needs is missing."""
+    cls = sink_class(name)
+    if hasattr(cls, "check"):
+        cls.check()
+    return cls
+
+
+def sink_names() -> list[str]:
+    """Return the names of all sinks: the classes of ``hookline.sinks`` (``CSVSink`` is "csv") and the entry points."""
+    return [*_own_sinks(), *(point.name for point in entry_points(group=_ENTRY_POINTS))]
+
+
+def _own_sinks() -> dict[str, str]:
+    """Return the names of the sink classes of ``hookline.sinks``, by their name on the command line."""
+    classes = (name for name in hookline.sinks.__all__ if name.endswith("Sink") and name != "MetricSink")
+    return {name.removesuffix("Sink").lower(): name for name in classes}
+
+
+def sink_class(name: str) -> Any:
+    """Return the class of a sink: one of ``hookline.sinks`` by its name, one by an entry point, or one by its path."""
+    if own := _own_sinks().get(name):
+        return getattr(hookline.sinks, own)
+    for point in entry_points(group=_ENTRY_POINTS):
+        if point.name == name:
+            return point.load()
+    if ":" not in name and "." not in name:
+        raise OptionError(
+            f"Unknown sink {name!r}.{unknown_name_text(name, sink_names())} One of your own: package.module:Class."
+        )
+    if ":" not in name and not name.endswith(".py"):
+        name = ":".join(name.rsplit(".", 1))
+    cls = load_object(name, wanted="a sink")
+    if not callable(cls) or not hasattr(cls, "emit"):
+        raise OptionError(f"{name} is {cls!r}, and a sink is a class with emit(metrics, epoch, hook_point).")
+    return cls
+
+
+def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise if a sink does not take these arguments."""
+    cls = sink_class(name)
+    try:
+        inspect.signature(cls).bind(**arguments)
+    except TypeError as error:
+        given = ", ".join(arguments) or "no arguments"
+        raise OptionError(
+            f"The sink {cls.__name__} cannot be made of {given}: {error}. Arguments are given in a run file: sinks: "
+            "{others: [{sink: PATH, options: {...}}]}."
+        ) from None
+    except ValueError:  # a class without a signature
+        return
+
+
+def make_sink(name: str, arguments: Mapping[str, Any]) -> Any:
+    """Make a sink; each strategy has sinks of its own, with arguments of their own."""
+    return sink_class(name)(**own_copy(dict(arguments)))

@@ -49,11 +49,13 @@ _EXPERIMENT: Final = Option(
     ("experiment",),
 )
 _NOT_IN_LOOP: Final = {"epoch": {"steps"}, "step": {"epochs", "eval_every"}}
-_OF_HOOKS: Final = ("hooks", "specs", "hook_specs", "enable_hooks", "trackers", "sinks")
+_OF_HOOKS: Final = ("hooks", "specs", "hook_specs", "enable_hooks", "sinks")
 _OF_SCRIPTS: Final = (*_OF_HOOKS, "command", "snapshot_every", "output_dir", "name", "console", "report", "run_group")
 """What a run file says to a trainer, or to a script: the rest is theirs to decide."""
-_MAY_BE_FILES: Final = ("experiment", "hooks", "names", "sinks", "others", "sink", "trackers", "tracker")
+_MAY_BE_FILES: Final = ("experiment", "hooks", "names", "sinks", "others", "sink")
 """The keys under which ``file.py:Name`` may stand."""
+_SAVED: Final = ("run", "flags")
+"""The keys of ``run.json`` that have what a run was asked for, in all and by flags alone."""
 _HELP: Final = {"-h", "--help"}
 Values = dict[str, Any]
 logger = logging.getLogger(__name__)
@@ -136,12 +138,12 @@ def read(arguments: Sequence[str]) -> Asked:
     """Return the run that the words of a command line ask for; a script's command stands behind a ``--``."""
     words, command = split_command(arguments)
     flags, how, unknown = _flags(words)
-    if how.hooks_list or how.hooks_describe is not None:
-        return Asked(Run.model_construct(**flags), None, how, flags)
     document = _document(flags, how)
     sources = [] if document is None else [_source(document)]
     file = sources[0].values if sources else {}
     named = flags.get("experiment", file.get("experiment"))
+    if how.hooks_list or how.hooks_describe is not None:
+        return Asked(Run.model_construct(experiment=named if isinstance(named, str) else None), None, how, flags)
     is_script = bool(command or file.get("command"))
     if (is_script or named is None) and not _HELP.isdisjoint(words):
         read_flags([_EXPERIMENT, *_options(None).values()], ["--help"], "hookline run", _ABOUT)  # leaves
@@ -155,13 +157,13 @@ def read(arguments: Sequence[str]) -> Asked:
     if document is not None and how.config is None:
         flags.pop("experiment", None)  # it named the file
     if found is not None and how.resume:
-        saved = _saved(found, _merged(file, flags), by_flags=document is not None)
-        if document is None:
-            sources.append(saved)
-        else:
-            flags = _merged(saved.values, flags)
+        saved, before = _saved(found, _merged(file, flags))
+        sources += [saved] if document is None else []
+        flags = _merged(before, flags)
     sources.append(Source(flags, flag_of))
     run = _validated(sources, found, faults, is_unknown=found is None)
+    if found is not None and how.resume:
+        _check_resumable(run, found)
     return Asked(run, found, how, _picked(run.model_dump(exclude_unset=True), flags))
 
 
@@ -328,16 +330,25 @@ def placed_files(values: Values, folder: Path) -> Values:
     return found
 
 
-def _saved(found: FoundExperiment, given: Values, *, by_flags: bool) -> Source:
-    """Return what the newest run of an experiment was asked for, or that by flags alone; nothing if there is none."""
+def _saved(found: FoundExperiment, given: Values) -> tuple[Source, Values]:
+    """Return what the newest run of an experiment was asked for, in all and by flags; nothing where one may begin."""
     output_dir = Path(str(given.get("output_dir", Run.model_fields["output_dir"].default)))  # not validated yet
-    newest = (newest_run(output_dir, found.name, strategy) for strategy in found.chosen(given.get("strategy")))
-    folder = next(filter(None, newest), None)
-    if folder is None:
-        return Source({}, flag_of)
-    saved = read_run_json(folder, is_needed=True).get("flags" if by_flags else "run", {})
-    values = {key: one for key, one in saved.items() if key not in ("experiment", "strategy", "output_dir")}
-    return Source(values, lambda path: f"{folder}/run.json, {'.'.join(map(str, path))}")
+    strategies = found.chosen(given.get("strategy"))
+    folder = next(filter(None, (newest_run(output_dir, found.name, strategy) for strategy in strategies)), None)
+    facts = {} if folder is None else read_run_json(folder, is_needed=True)
+    asked_anew = ("experiment", "strategy", "output_dir")
+    run, flags = ({key: one for key, one in facts.get(which, {}).items() if key not in asked_anew} for which in _SAVED)
+    return Source(run, lambda path: f"{folder}/run.json, {'.'.join(map(str, path))}"), flags
+
+
+def _check_resumable(run: Run, found: FoundExperiment) -> None:
+    """Raise if the one strategy of a run has nothing to resume; of several, those that are missing begin."""
+    first, *others = found.chosen(run.strategy)
+    if not others and newest_run(Path(run.output_dir), found.name, first) is None:
+        raise OptionError(
+            f"There is nothing to resume: no checkpoints in {Path(run.output_dir) / found.name / first}. Start without "
+            "--resume, or say where the run is: --output-dir DIR."
+        )
 
 
 def _find(named: Any, file: Document | None) -> tuple[FoundExperiment | None, list[Fault]]:

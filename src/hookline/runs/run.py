@@ -26,10 +26,8 @@ from pydantic import (
     model_validator,
 )
 
-from hookline.errors import ConfigError
-from hookline.runs.documents import Places, collected
+from hookline.runs.documents import Places, Spec, collected
 from hookline.runs.flags import Option, Show, options_of_model
-from hookline.runs.spec_files import Spec
 from hookline.specs.hook_spec import HookSpec
 
 if TYPE_CHECKING:
@@ -69,10 +67,9 @@ def _looked_up(path: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-_HOOK: Final = _looked_up("hookline.runs.look_up:known_hook")
-_TRACKER: Final = _looked_up("hookline.runs.look_up:known_tracker")
-_SINK: Final = _looked_up("hookline.runs.look_up:known_sink")
-_SPEC_FILE: Final = _looked_up("hookline.runs.spec_files:specs_for_run")
+_HOOK: Final = _looked_up("hookline.runs.build:known_hook")
+_SINK: Final = _looked_up("hookline.runs.build:known_sink")
+_SPEC_FILE: Final = _looked_up("hookline.runs.documents:specs_for_run")
 _DEVICE: Final = _looked_up("hookline.runs.process:device_of")
 _DTYPE: Final = _looked_up("hookline.runs.process:dtype_of")
 
@@ -83,19 +80,6 @@ def _groups(info: ValidationInfo) -> Mapping[str, Sequence[str]] | None:
     return groups
 
 
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _pattern(value: str) -> str:
-    if "," in value:
-        raise ConfigError(f"a pattern of a tracker has no comma, got {value!r}; write a list.")
-    return value
-
-
-Patterns = Annotated[
-    list[Annotated[str, AfterValidator(_pattern)]], BeforeValidator(_listed, json_schema_input_type=list[str] | str)
-]
 Every = StrictBool | Annotated[int, Field(ge=1)]
 _Count = Annotated[int | None, Field(ge=0), Show("N", group=_TRAINING)]
 
@@ -151,45 +135,6 @@ class Schedule(_Part):
         return StepSchedule(self._mode, self.stride or 1, self.burst_length or 1, self.warmup)
 
 
-class Tracker(_Part):
-    """A tracker on some modules: its sums are reported at the end of each epoch, and it begins anew."""
-
-    tracker: Annotated[str, _TRACKER]
-    """relu_activations, saturated_activations, fisher_information, gradient_flow, …"""
-    name: str = ""
-    """What its sums are reported by, if there are several of a kind."""
-    target_modules: Patterns = []
-    """Patterns of module names; if left out, the layers of its kind."""
-    exclude: Patterns = []
-    """Patterns of modules to leave out."""
-    options: dict[str, Any] = {}
-    """Its other arguments."""
-
-    @property
-    def kind(self) -> str:
-        """The name of the tracker, also where it is named by its file."""
-        from hookline.runs.look_up import known_tracker
-
-        return known_tracker(self.tracker)
-
-    @field_validator("options")
-    @classmethod
-    def _as_declared(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        from hookline.runs.look_up import hook_argument, known_tracker
-
-        if "tracker" not in info.data:
-            return options
-
-        def argument(name: str, value: Any) -> Any:
-            if name in ("targets", "exclude"):
-                raise ConfigError("modules are named by target_modules and exclude.")
-            return hook_argument(known_tracker(info.data["tracker"]), name, value)
-
-        with collected() as faults:
-            found = faults.each(options, argument)
-        return found
-
-
 class Hooks(_Part):
     """Lifecycle hooks, and how they are made."""
 
@@ -214,7 +159,7 @@ class Hooks(_Part):
     @field_validator("with_hooks")
     @classmethod
     def _known_group(cls, group: str | None, info: ValidationInfo) -> str | None:
-        from hookline.runs.look_up import hooks_of_group
+        from hookline.runs.build import hooks_of_group
 
         groups = _groups(info)
         if group is not None and groups is not None:
@@ -225,7 +170,7 @@ class Hooks(_Part):
     @field_validator("config")
     @classmethod
     def _arguments(cls, config: dict[str, dict[str, Any]], info: ValidationInfo) -> dict[str, dict[str, Any]]:
-        from hookline.runs.look_up import check_is_on, hook_argument
+        from hookline.runs.build import check_is_on, hook_argument
 
         hooks = cls._chosen(info)
         with collected() as faults:
@@ -240,7 +185,7 @@ class Hooks(_Part):
     @field_validator("schedules")
     @classmethod
     def _has_effect(cls, schedules: dict[str, Schedule], info: ValidationInfo) -> dict[str, Schedule]:
-        from hookline.runs.look_up import check_schedule
+        from hookline.runs.build import check_schedule
 
         hooks = cls._chosen(info)
         with collected() as faults:
@@ -255,7 +200,7 @@ class Hooks(_Part):
     @classmethod
     def _chosen(cls, info: ValidationInfo) -> list[str] | None:
         """Return the hooks of the run; None if they cannot be told, as something that says so is wrong."""
-        from hookline.runs.look_up import chosen_hooks
+        from hookline.runs.build import chosen_hooks
 
         groups = _groups(info)
         if not {"with_hooks", "names"} <= set(info.data) or (groups is None and info.data["with_hooks"]):
@@ -270,6 +215,14 @@ class Sink(_Part):
     """"package.module:Class", "file.py:Class", or a name: of an entry point, or of a class of hookline.sinks."""
     options: dict[str, Any] = {}
     """Its arguments."""
+
+    @model_validator(mode="after")
+    def _takes_its_options(self) -> Sink:
+        from hookline.runs.build import check_arguments
+
+        with collected() as faults, faults.at("options"):
+            check_arguments(self.sink, self.options)
+        return self
 
 
 def _as_sink(value: Any) -> Any:
@@ -312,7 +265,7 @@ class Sinks(_Part):
     @field_validator("csv", "jsonl", "parquet", "tensorboard", "mlflow", "wandb", "prometheus")
     @classmethod
     def _is_installed(cls, value: Any, info: ValidationInfo) -> Any:
-        from hookline.runs.look_up import known_sink
+        from hookline.runs.build import known_sink
 
         if value is not None and value is not False:
             known_sink(str(info.field_name))
@@ -388,8 +341,6 @@ class Run(_Part):
     """More hooks on modules: a JSON, YAML or TOML list of name, target_modules, hook_factory, config."""
     enable_hooks: bool = True
     """Whether the hooks on modules are attached."""
-    trackers: list[Tracker] = []
-    """Trackers on modules."""
     sinks: Sinks = Field(default_factory=Sinks)
     """Where metrics go."""
     output_dir: Annotated[str, Show("DIR", group=_OUTPUT)] = "runs"
@@ -414,9 +365,11 @@ class Run(_Part):
     """The same, and each is read back and compared with what was saved, bit for bit: OK or MISMATCH."""
     _sources: Places | None = PrivateAttr(default=None)
 
-    def place(self, *path: str | int) -> str:
-        """Return where a value was given, for a message: ``run.yaml, line 7, at $.hooks.names[2]``."""
-        return ".".join(map(str, path)) if self._sources is None else self._sources.place(path)
+    @property
+    def places(self) -> Places:
+        """Where its values were given, for messages; only of a run that was read."""
+        assert self._sources is not None
+        return self._sources
 
     @field_validator("strategy")
     @classmethod
@@ -435,24 +388,6 @@ class Run(_Part):
         with collected() as faults:
             typed = faults.each(config, found.option)
         return typed
-
-    @field_validator("trackers")
-    @classmethod
-    def _own_names(cls, trackers: list[Tracker], info: ValidationInfo) -> list[Tracker]:
-        from hookline.runs.look_up import chosen_hooks
-
-        hooks, groups = info.data.get("hooks"), _groups(info)
-        taken: list[str] = []
-        if hooks is not None and groups is not None:
-            taken = chosen_hooks(hooks.with_hooks, hooks.names, groups)
-        with collected() as faults:
-            for place, tracker in enumerate(trackers):
-                name = tracker.name or tracker.kind
-                if name in taken:
-                    text = f"two hooks of this run are called {name!r}; give this one a name of its own."
-                    faults.append(((place,), text))
-                taken.append(name)
-        return trackers
 
     @field_validator("validate_checkpoints")
     @classmethod

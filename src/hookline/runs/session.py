@@ -81,41 +81,44 @@ class Session:
         self.hooks: list[Any] = []
         """The hooks, once the first strategy has made them."""
         self._built: Built | None = None
-        self._sinks: list[Any] = []
 
-    def run(self, strategy: str, *, may_be_new: bool) -> Ended:
+    def run(self, strategy: str) -> Ended:
         """Make the experiment, train it, and write ``run.json``."""
         made = make_experiment(self._run, self._found, strategy)
-        built = self._built = self._built or build(self._run, self._found, model=made.experiment.model)
+        built = self._built = self._built or build(self._run, self._found)
         with ExitStack() as stack:
-            stack.enter_context(built.attached(made))  # first: a factory may raise
-            folder, resume = from_rank_zero(
-                lambda: self._folder(strategy, may_be_new=may_be_new), "choosing the folder of the run"
-            )
+            stack.enter_context(built.attached(made))  # first, as factories and sinks may raise
+            sinks = self._make_sinks(made, built)
+            folder, resume = from_rank_zero(lambda: self._folder(strategy), "choosing the folder of the run")
             threads = self._set_threads(made, folder)
             if is_first_rank():
                 stack.enter_context(lock_folder(folder))  # before the log is opened: another process may be writing it
-            manager = self._manager(made, built, folder)
+            log = folder / LOG if self.hooks else None
+            manager = built.make_manager(self.hooks, loop_type=made.loop, sinks=FanOut(sinks, log=log))
             stack.callback(manager.close)
-            notes = RunNotes(folder, manager, self._sinks, is_written=is_first_rank())
+            made.report_trackers_to(manager)
+            notes = RunNotes(folder, manager, sinks, is_written=is_first_rank())
             notes.begin(self._facts(made, strategy, threads))
             return self._train(made, strategy, folder, manager, notes, resume=resume)
 
     # -- before ----------------------------------------------------------------------------------------------
 
-    def _folder(self, strategy: str, *, may_be_new: bool) -> tuple[Path, bool]:
+    def _make_sinks(self, made: RunExperiment, built: Built) -> list[Any]:
+        """Return the sinks of a strategy, and choose the hooks of all; without hooks there are no sinks."""
+        if not self.hooks:
+            self.hooks = [*built.hooks, *made.hooks, *([TrajectoryHook()] if self._run.record_trajectory else ())]
+        if not self.hooks:
+            self._warn_of_unused()
+            self._shown.say("No hooks: metrics are not recorded, and there is no page. --hooks records the loss.")
+        if not self.hooks or not is_first_rank():  # some sinks begin a run somewhere when they are made
+            return []
+        return [*self._shown.sinks(made.epochs_to_snapshot), *built.make_sinks()]
+
+    def _folder(self, strategy: str) -> tuple[Path, bool]:
         """Return the folder of the run, and whether there is a run in it to resume."""
         output_dir, name = Path(self._run.output_dir), self._found.name
-        if self._asked.how.resume:
-            folder = newest_run(output_dir, name, strategy)
-            if folder is not None:
-                return folder, True
-            if not may_be_new:
-                raise OptionError(
-                    f"There is nothing to resume: no checkpoints in {output_dir / name / strategy}. Start without "
-                    "--resume, or say where the run is: --output-dir DIR."
-                )
-        return new_folder(output_dir, name, strategy), False
+        folder = newest_run(output_dir, name, strategy) if self._asked.how.resume else None
+        return (new_folder(output_dir, name, strategy), False) if folder is None else (folder, True)
 
     def _set_threads(self, made: RunExperiment, folder: Path) -> int:
         """Set the number of torch threads, and say what was chosen and why."""
@@ -125,20 +128,6 @@ class Session:
         if reason:
             self._shown.say(reason)
         return threads
-
-    def _manager(self, made: RunExperiment, built: Built, folder: Path) -> HookManager:
-        """Return the manager of the hooks, with its sinks and a log; without hooks it has neither."""
-        if not self.hooks:
-            self.hooks = [*built.hooks, *made.hooks, *([TrajectoryHook()] if self._run.record_trajectory else ())]
-        if not self.hooks:
-            self._warn_of_unused()
-            self._shown.say("No hooks: metrics are not recorded, and there is no page. --hooks records the loss.")
-        elif is_first_rank():  # some sinks begin a run somewhere when they are made
-            self._sinks = [*self._shown.sinks(made.epochs_to_snapshot), *built.make_sinks()]
-        sinks = FanOut(self._sinks, log=folder / LOG if self.hooks else None)
-        manager = built.make_manager(self.hooks, loop_type=made.loop, sinks=sinks)
-        made.report_trackers_to(manager)
-        return manager
 
     def _warn_of_unused(self) -> None:
         """Warn of sinks that were asked for, and get nothing."""

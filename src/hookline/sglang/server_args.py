@@ -87,8 +87,7 @@ class ServerArgs:
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
         """Read them from JSON (comments allowed), YAML or TOML; an error about a spec has its path and line."""
-        from hookline.runs.documents import read_document
-        from hookline.runs.spec_files import server_settings
+        from hookline.runs.documents import read_document, server_settings
 
         return cls.from_dict(server_settings(read_document(path)))
 

@@ -2,9 +2,9 @@
 
 from hookline.training.checkpoints import Checkpoints as Checkpoints
 from hookline.training.experiment import Experiment as Experiment
+from hookline.training.experiment import StepResult as StepResult
 from hookline.training.loops import LoopResult as LoopResult
 from hookline.training.loops import epoch_loop as epoch_loop
 from hookline.training.loops import step_loop as step_loop
-from hookline.training.step import StepResult as StepResult
 
 __all__: list[str]

@@ -1,6 +1,8 @@
-"""Choose where the checkpoints of a run are, and how often there is one.
+"""Choose where the checkpoints of a run are, and how often there is one; write and read those of several ranks.
 
-Users make a `Checkpoints` and give it to a loop; `Saving` has it write trees and read the newest.
+Users make a `Checkpoints` and give it to a loop; `Saving` has it write trees and read the newest. With several ranks a
+checkpoint is a folder: each rank writes a file of its own, with its part of each sharded tensor; the parameters and
+moments that all ranks hold alike are in that of rank 0 alone. The folder gets its name when all ranks have written.
 """
 
 from __future__ import annotations
@@ -9,27 +11,41 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hookline.checkpoint_file import write
+import torch
+from torch import Tensor
+
+from hookline import checkpoint_file
+from hookline.checkpoint_file import PART, is_sharded, part_of
 from hookline.error_policy import warn_user
 from hookline.errors import CheckpointError, ResumeError
 from hookline.files import FileLock, lock_holder, take_lock
 from hookline.training.experiment import whole_number
+from hookline.tree import map_tensors
 
 if TYPE_CHECKING:
     import os
 
-__all__ = ["Checkpoints", "differences", "lock_folder"]
+    from torch import nn
+
+    from hookline.lifecycle.ranks import OneProcess
+
+__all__ = [
+    "SUFFIX", "Checkpoints", "differences", "local_parts", "lock_folder", "map_dicts", "place_parts", "rank_digest",
+    "read_checkpoint", "write_ranks",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
 _MAY_GROW: Final = ("epochs", "steps")
 """A run may be asked to go on for longer."""
 _NOT_THERE: Final = "(not there)"
+SUFFIX: Final = ".ranks"
+"""How the folder of a checkpoint of several ranks ends."""
 _NAME: Final = re.compile(r"step_(\d+)\.(pt|ranks)")
 
 
@@ -96,7 +112,7 @@ class Checkpoints:
 
     def write(self, tree: Mapping[str, Any], steps: int) -> Path:
         """Write one more, and remove the oldest."""
-        return self.add(steps, ".pt", lambda path: write(path, tree))
+        return self.add(steps, ".pt", lambda path: checkpoint_file.write(path, tree))
 
     def add(self, steps: int, suffix: str, write_to: Callable[[Path], int], removes: bool = True) -> Path:
         """Have one more written, a file or a folder, and remove the oldest; ``write_to`` returns its bytes."""
@@ -185,3 +201,125 @@ def differences(saved: Any, now: Any, path: str = "") -> list[str]:
         return []
     was, found = (one if one is _NOT_THERE else repr(one) for one in (saved, now))
     return [f"{path or 'config'}: {was} → {found}"]
+
+
+# -- several ranks -------------------------------------------------------------------------------------------------
+
+
+def local_parts(tree: Any) -> Any:
+    """Return the same structure with this rank's part of each sharded tensor."""
+    return map_tensors(tree, lambda _, tensor: part_of(tensor) if is_sharded(tensor) else tensor)
+
+
+def place_parts(tree: Any, like: Iterable[Tensor]) -> Any:
+    """Return the structure that was saved, with sharded tensors laid out as those of ``like``."""
+    sharded: list[Any] = [tensor for tensor in like if is_sharded(tensor)]
+
+    def place(one: dict[Any, Any]) -> Any:
+        if PART not in one:
+            return None
+        from torch.distributed.tensor import DTensor
+
+        part, shape = one[PART], torch.Size(one["shape"])
+        for each in sharded:
+            if each.shape == shape and part.shape == each.to_local().shape:
+                layout = {"run_check": False, "shape": shape, "stride": each.stride()}
+                return DTensor.from_local(part, each.device_mesh, each.placements, **layout)
+        raise ResumeError(
+            f"A sharded tensor of shape {tuple(shape)} was saved, and the model has none of that shape and layout. "
+            "Next: shard the model as it was, or begin a run in another folder."
+        )
+
+    return map_dicts(tree, place)
+
+
+def map_dicts(value: Any, change: Callable[[dict[Any, Any]], Any]) -> Any:
+    """Return the same structure with what `change` makes of a dictionary in its place; None leaves it as it is."""
+    if type(value) is dict:
+        changed = change(value)
+        return {key: map_dicts(item, change) for key, item in value.items()} if changed is None else changed
+    if type(value) in (list, tuple):
+        return type(value)(map_dicts(item, change) for item in value)
+    return value
+
+
+def rank_digest(tree: Any) -> int:
+    """Return a number that is the same on two ranks only if they hold the same, each on a device of its own."""
+    return checkpoint_file.digest(map_tensors(local_parts(tree), lambda _, tensor: tensor.cpu()))
+
+
+def write_ranks(path: Path, tree: dict[str, Any], model: nn.Module, ranks: OneProcess) -> int:
+    """Write the state of this rank; return the bytes of all. All ranks call it.
+
+    Whatever fails on one rank is raised on all. Until all have written, the folder has another name.
+    """
+    draft = path.with_name(f".{path.name}")
+
+    def begin() -> None:
+        if ranks.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+
+    def write() -> None:
+        own = tree if ranks.rank == 0 else {**tree, "core": _without_shared(tree["core"], model)}
+        checkpoint_file.write(draft / f"rank{ranks.rank}.pt", own)
+
+    def commit() -> None:
+        if ranks.rank == 0:
+            checkpoint_file.sync_folder(draft)
+            shutil.rmtree(path, ignore_errors=True)
+            draft.replace(path)
+
+    ranks.together("beginning a checkpoint", begin)
+    ranks.together("writing a checkpoint", write)
+    ranks.together("naming a checkpoint", commit)
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
+def _without_shared(core: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return the state without the parameters, and the optimizer's tensors, that all ranks hold alike."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+    def own(held: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        shared = {name for name in names if isinstance(held.get(name), Tensor) and not is_sharded(held[name])}
+        return {name: value for name, value in held.items() if name not in shared}
+
+    tensors, optimizer = core["model"]["tensors"], core["optimizer"]
+    found = {**core, "model": {**core["model"], "tensors": own(tensors, parameters)}}
+    if optimizer is not None and "state" in optimizer["state"]:
+        moments = {index: own(held, held) for index, held in optimizer["state"]["state"].items()}
+        found["optimizer"] = {**optimizer, "state": {**optimizer["state"], "state": moments}}
+    return found
+
+
+def read_checkpoint(
+    path: Path, model: nn.Module, home: Callable[[torch.device], torch.device], rank: int, count: int
+) -> dict[str, Any]:
+    """Return the tree of a checkpoint for one of `count` ranks, with sharded tensors laid out like the model's."""
+    is_folder = path.suffix == SUFFIX
+    first = checkpoint_file.read(path / "rank0.pt" if is_folder else path, home)
+    saved = first.get("ranks", 1)
+    if is_folder and len(list(path.glob("rank*.pt"))) != saved:
+        raise CheckpointError(f"{path} is not whole: it has not the files of {saved} ranks.")
+    if saved != count:
+        raise ResumeError(
+            f"{path} was saved by {_processes(saved)}, and {_processes(count)} would go on with it. Next: resume with "
+            f"{_processes(saved)}, or begin a run in another folder."
+        )
+    tree = first
+    if rank > 0:
+        tree = checkpoint_file.read(path / f"rank{rank}.pt", home)
+        for held, shared in zip(_holders(tree["core"]), _holders(first["core"]), strict=True):
+            held |= {key: value for key, value in shared.items() if key not in held}
+    placed: dict[str, Any] = place_parts(tree, model.parameters())
+    return placed
+
+
+def _holders(core: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the dictionaries of the tensors of the model, and of the optimizer's for each parameter."""
+    optimizer = core["optimizer"] or {"state": {}}
+    return [core["model"]["tensors"], *optimizer["state"].get("state", {}).values()]
+
+
+def _processes(number: int) -> str:
+    return f"{number} process{'es' * (number > 1)}"

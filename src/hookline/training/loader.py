@@ -15,9 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from hookline.errors import OptionError, ResumeError
 from hookline.guard.loaders import datasets_of, generators_of_loader, samplers_of
 from hookline.guard.rng import RandomStates
-from hookline.training.experiment import Experiment, has_state
+from hookline.training.experiment import Experiment, grouped, has_state
 from hookline.training.state import RunState, generator_states, set_generators, set_streams, streams
-from hookline.training.step import grouped
 
 __all__ = ["Passes", "SavedPasses"]
 

@@ -23,15 +23,14 @@ from hookline.errors import CheckpointError, Hint, OptionError, RankError, Resum
 from hookline.messages import type_name
 from hookline.plain import to_plain
 from hookline.records.readers import has_ranks
-from hookline.training.checkpoints import Checkpoints, differences, lock_folder
+from hookline.training.checkpoints import SUFFIX, Checkpoints, differences, lock_folder, read_checkpoint, write_ranks
 from hookline.training.loader import SavedPasses
-from hookline.training.rank_checkpoint import SUFFIX, adapt_to_ranks, local_parts, read_checkpoint, write_ranks
 from hookline.training.run import NotSaved, Run
-from hookline.training.state import RunState, set_streams, streams, unwrapped
+from hookline.training.state import RunState, set_streams, unwrapped
 
 __all__ = ["Saving", "StopSignals"]
 
-_PARTS: Final = ("made", "ranks", "loop", "settings", "run", "core", "before_epoch", "loader", "manager", "demand")
+_PARTS: Final = ("made", "ranks", "loop", "settings", "run", "core", "loader", "manager", "demand")
 """What a checkpoint of a run has."""
 
 
@@ -93,12 +92,6 @@ class Saving(NotSaved):
             return
         path, saved = found
         self._check(path, saved)
-        lost = adapt_to_ranks(saved, self._count, streams(self._experiment.model))
-        if lost:
-            self._warn(lost)
-        if saved["before_epoch"] is not None:
-            self._core.load(saved["before_epoch"])
-            self._run.retention.take_pre_epoch()
         self._core.load(saved["core"])
         self._loaded = saved
 
@@ -157,8 +150,7 @@ class Saving(NotSaved):
         if not run.manager.hooks and run.manager.fan_out.is_empty:  # the run goes on without its hooks and sinks
             state = {"global_step": state["global_step"], "hooks": {}, "step_metrics": {}}
         run.manager.load_state_dict(state)
-        if saved["demand"] is not None:  # of another number of ranks
-            run.retention.load_state_dict(saved["demand"])
+        run.retention.load_state_dict(saved["demand"])
         run.load_state_dict(saved["run"])
         self._passes.load(saved["loader"], within=run.is_within)
         set_streams(saved["core"]["streams"], self._experiment.model)
@@ -211,9 +203,21 @@ class Saving(NotSaved):
         self._ranks.signal = self._signals.came
         return self._ranks.agreed_signal
 
+    @property
+    def _why_not_within(self) -> str:
+        """Why the run cannot be saved in the middle of a pass; empty if it can."""
+        if self._run.retention.pre_epoch is not None:
+            return "A hook may go back to before the epoch, and that is not saved"
+        if self._passes.can_go_on:
+            return ""
+        return (
+            f"The loader, {type_name(self._passes.loader)}, cannot be brought back into the middle of a pass (give it "
+            "state_dict() and load_state_dict(), or see replay= of Checkpoints)"
+        )
+
     def save_after_pass(self) -> None:
         """Save between two passes over data that cannot be entered in the middle; the step loop calls this."""
-        if not self._passes.can_go_on:
+        if self._why_not_within:
             self._save()
 
     def save_after_epoch(self) -> bool:
@@ -222,7 +226,7 @@ class Saving(NotSaved):
             self._stop(self._save)
             return True
         every = self._checkpoints.every
-        if (every is not None and (self._run.epoch + 1) % every == 0) or not self._passes.can_go_on:
+        if (every is not None and (self._run.epoch + 1) % every == 0) or self._why_not_within:
             self._save()
         return False
 
@@ -235,7 +239,7 @@ class Saving(NotSaved):
                 self._warn(f"The run in {self._checkpoints.folder} is complete: {run.num_steps} steps.")
             else:
                 self._flush()
-                self._save(within=run.loop == "step" and run.done > 0 and self._passes.can_go_on)
+                self._save(within=run.loop == "step" and run.done > 0 and not self._why_not_within)
             run.interrupted = self._signal()  # too late to stop anything, but it is not swallowed
 
     def _stop(self, save: Callable[[], None]) -> None:
@@ -249,14 +253,10 @@ class Saving(NotSaved):
             self._saved_at = None
 
     def _save_within(self) -> None:
-        """Save in the middle of a pass, if the loader can get there again."""
+        """Save in the middle of a pass, if the run can get there again."""
         within = not self._passes.has_no_data
-        if within and not self._passes.can_go_on:
-            self._warn(
-                f"The loader, {type_name(self._passes.loader)}, cannot be brought back into the middle of a pass: "
-                "there are checkpoints between passes only. Give it state_dict() and load_state_dict(), or see replay= "
-                "of Checkpoints."
-            )
+        if within and (why := self._why_not_within):
+            self._warn(f"{why}: there are checkpoints between passes only.")
             return
         self._save(within=within)
 
@@ -290,7 +290,7 @@ class Saving(NotSaved):
     def _write(self, state: dict[str, Any], steps: int) -> None:
         ranks, model = self._ranks, unwrapped(self._experiment.model)
         if ranks.is_single:
-            self._checkpoints.write(local_parts(state), steps)  # FSDP2 on a mesh of one rank has sharded tensors too
+            self._checkpoints.write(state, steps)
         else:
             self._checkpoints.add(steps, SUFFIX, lambda path: write_ranks(path, state, model, ranks), ranks.rank == 0)
 
@@ -301,16 +301,13 @@ class Saving(NotSaved):
         silent = [repr(name) for name, tracker in trackers.items() if not hasattr(tracker, "state_dict")]
         if within and silent:
             self._warn(f"What {', '.join(silent)} counted since the last report is not saved: it has no state_dict().")
-        # First: what the run had changed by then is saved with what is now, too.
-        before = self._core.save_before_epoch(run.retention.pre_epoch, run.guarded) if within else None
         return {
             "made": {"torch": str(torch.__version__), "time": time.time()},
-            "ranks": {"count": 1, "differing": []},
+            "ranks": self._count,
             "loop": self._run.loop,
             "settings": self._settings,
             "run": run.state_dict(within=within),
             "core": self._core.save(gradients=bool(manager.hooks)),
-            "before_epoch": before,
             "loader": self._passes.save(within=within, begun=run.num_epochs > 0),
             "manager": manager.state_dict(),
             "demand": run.retention.state_dict(),

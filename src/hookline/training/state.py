@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -20,11 +20,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 
-from hookline.checkpoint_file import digest
+from hookline.checkpoint_file import digest, is_sharded
 from hookline.error_policy import warn_user
 from hookline.errors import CheckpointError, ResumeError
 from hookline.guard import rng
-from hookline.guard.guard import rollback
 from hookline.guard.loaders import generators_on, num_shuffles, set_num_shuffles
 from hookline.guard.rng import GENERATOR_TYPES
 from hookline.messages import type_name
@@ -39,11 +38,7 @@ from hookline.training.experiment import (
     items_of,
     object_of,
 )  # fmt: skip
-from hookline.training.rank_checkpoint import is_sharded
 from hookline.tree import copied, rebuilt
-
-if TYPE_CHECKING:
-    from hookline.guard.snapshot import PreEpochState
 
 __all__ = ["GuardedState", "RunState", "generator_states", "set_generators", "set_streams", "streams", "unwrapped"]
 
@@ -148,19 +143,6 @@ class RunState:
                 f"experiment.{name} has changed and is not saved: {now[0]} A resumed run begins with what the code "
                 "gives it."
             )
-
-    def save_before_epoch(self, before: PreEpochState | None, guarded: GuardedState) -> dict[str, Any] | None:
-        """Return the state before the epoch, where a hook may go back to it: by going there, and coming back."""
-        if before is None:
-            return None
-        put_back = guarded.save_attributes()
-        try:
-            with rollback(*guarded.parts(None)[:4]):
-                before.restore()
-                saved: dict[str, Any] = copied(self.save(gradients=True))
-                return saved
-        finally:
-            put_back()
 
     # -- loading -----------------------------------------------------------------------------------------------
 

@@ -17,9 +17,9 @@ from helpers_warm import WarmPopen
 from torch import nn
 
 import hookline as hl
+from hookline import checkpoint_file as module
 from hookline.checkpoint_file import write
 from hookline.errors import CheckpointError, ResumeError
-from hookline.training import checkpoints as module
 from hookline.training.checkpoints import Checkpoints, lock_folder
 from hookline.training.checkpoints import differences as changed
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hookline as hl
 from hookline.guard.snapshot import PreEpochState
-from hookline.training.retention import Gradients
+from hookline.training.run import Gradients
 
 
 class Gradient(Noting):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from helpers_loops import left_by, linear_experiment, rich_experiment
 from helpers_resume import (
     PASS,
+    NeedsAll,
     Sampled,
     StopAt,
     stop_and_go,
@@ -207,6 +208,27 @@ def test_data_that_can_only_be_iterated_begin_the_pass_anew(loop, tmp_path):
         assert stop < 0 or (len(caught), result.interrupted) == (1, "SIGINT")
     assert (result.interrupted, result.steps) == (None, 15)
     assert differences(left_by(expected), left_by(experiment)) == []
+
+
+def test_a_hook_that_may_go_back_to_before_the_epoch_has_it_done_again(tmp_path):
+    """It is said once; the run ends as it would have, and the hook has seen the same."""
+    make_experiment = with_loader(lambda: DataLoader(Sampled(8 * PASS), batch_size=8))
+    seen = [uninterrupted(make_experiment)[0]]
+    found: list[list[Any]] = []
+    for stops in ((-1,), (2, 8, -1)):
+        for stop in stops:
+            experiment, hook = make_experiment(), NeedsAll()
+            manager = hl.HookManager(hooks=[StopAt(stop), hook], sinks=[sink := hl.sinks.MemorySink()])
+            expect = nullcontext() if stop < 0 else pytest.warns(hl.HooklineWarning, match=r"before the epoch")
+            options = {"manager": manager, "checkpoints": Checkpoints(tmp_path / str(len(stops)))}
+            with expect:
+                hl.epoch_loop(experiment, epochs=3, resume=True, **options)
+        seen.append(experiment)
+        last = [record.metrics for record in sink.records if record.epoch == 2]
+        found.append([metrics["needs_all/before"] for metrics in last if "needs_all/before" in metrics])
+    assert differences(left_by(seen[0]), left_by(seen[1])) == []
+    assert differences(left_by(seen[1]), left_by(seen[2])) == []
+    assert found[0] == found[1] != []
 
 
 def test_data_that_are_said_to_come_again_are_gone_through_again(tmp_path):

@@ -10,7 +10,7 @@ from helpers_loops import linear_experiment, noting
 from torch import nn
 
 import hookline as hl
-from hookline.training.retention import Gradients
+from hookline.training.run import Gradients
 
 
 def test_points_are_post_step_and_snapshot():

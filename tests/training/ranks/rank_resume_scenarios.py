@@ -95,7 +95,7 @@ def train(
     checkpoints = hl.Checkpoints(folder, every_steps=8)
     try:
         result = hl.epoch_loop(made, epochs=epochs, manager=manager, checkpoints=checkpoints, resume=resume)
-    except RuntimeError as error:
+    except (RuntimeError, hl.errors.ResumeError) as error:
         return f"{type(error).__name__}: {error}"
     finally:
         manager.close()
@@ -195,7 +195,6 @@ def all_resumed(folder: str) -> dict[str, Any]:
 
 def begin_and_die(folder: str) -> Any:
     """Train whole in one folder; in another one, rank 1 is killed in the middle. Return also the log, and how long."""
-    begin_sharded(folder, "sharded by two")
     whole = train(experiment(), f"{folder}/whole")
 
     def kill() -> None:
@@ -206,53 +205,6 @@ def begin_and_die(folder: str) -> Any:
     ended = train(experiment(), f"{folder}/killed", stop=kill, log=log, flush_every=4)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     return whole, ended, lines, time.monotonic() - began
-
-
-def in_one_process(folder: str) -> Any:
-    """Go on alone with what two ranks have saved; and begin something else alone. The same with a sharded model."""
-    train(experiment(), f"{folder}/alone", epochs=1)
-    of_two = go_on_sharded(folder, "sharded by two")
-    begin_sharded(folder, "sharded by one")
-    return *go_on(folder, "copy", EPOCHS + 1), of_two
-
-
-def go_on_as_two(folder: str) -> Any:
-    """Go on with what one process has saved, also of a sharded model."""
-    return *go_on(folder, "alone", 2), go_on_sharded(folder, "sharded by one")
-
-
-def begin_sharded(folder: str, name: str) -> None:
-    """Train one epoch with FSDP2 and save it; beside the folder, what it has in whole tensors."""
-    made = sharded()
-    train(made, f"{folder}/{name}", epochs=1)
-    whole = whole_tensors(made)
-    if dist.get_rank() == 0:
-        torch.save(whole, f"{folder}/{name}.pt")
-
-
-def go_on_sharded(folder: str, name: str) -> dict[str, Any]:
-    """Load what `begin_sharded` has saved, with this number of ranks; then train an epoch more."""
-    made = sharded(seed=4)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        at_first = train(made, f"{folder}/{name}", epochs=1, resume=True)
-    loaded, saved = whole_tensors(made), torch.load(f"{folder}/{name}.pt")
-    later = train(sharded(seed=4), f"{folder}/{name}", epochs=2, resume=True)
-    return {
-        "differing": [key for key in saved if not torch.equal(saved[key], loaded[key])],
-        "tensors": len(saved) if saved.keys() == loaded.keys() else (set(saved), set(loaded)),
-        "steps": (at_first["steps"], later["steps"]),
-        "warned": [str(one.message) for one in caught if "carry over" in str(one.message)],
-    }
-
-
-def whole_tensors(made: hl.Experiment) -> dict[str, torch.Tensor]:
-    """Return parameters and moments of the optimizer, put together from all ranks."""
-    found = dict(made.model.named_parameters())
-    for index, state in made.optimizer.state_dict()["state"].items():
-        found |= {f"{index}.{key}": value for key, value in state.items()}
-    whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
-    return {name: value.detach().clone() for name, value in whole.items()}
 
 
 def go_on(folder: str, where: str, epochs: int = EPOCHS) -> Any:

@@ -111,7 +111,7 @@ def _known_hooks(name: str, given: Any) -> list[AuditedHook]:
 def _named_hooks(name: str, given: str) -> list[AuditedHook]:
     """Return what a string stands for: the specs of a file, an object of a module, a lifecycle hook or a group."""
     if given.endswith(_SPEC_FILES):
-        from hookline.runs.spec_files import specs_of_file
+        from hookline.runs.documents import specs_of_file
 
         specs = specs_of_file(given)
         return [

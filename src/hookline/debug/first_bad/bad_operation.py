@@ -17,7 +17,7 @@ from hookline.observe.watch.bad_order import name_doubts
 from hookline.observe.watch.cpu_stats import reduce
 from hookline.observe.watch.stat_columns import Layout
 from hookline.tables import ShownAsTable, Table
-from hookline.training.step import MicroBatches
+from hookline.training.experiment import MicroBatches
 
 __all__ = [
     "BadOperation",

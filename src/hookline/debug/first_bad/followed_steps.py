@@ -20,7 +20,7 @@ from hookline.debug.first_bad.kept_steps import KeptStep
 from hookline.phases import known_phase
 from hookline.sites import _torch
 from hookline.sites.attach import attach
-from hookline.training.step import MicroBatches
+from hookline.training.experiment import MicroBatches
 
 if TYPE_CHECKING:
     from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder

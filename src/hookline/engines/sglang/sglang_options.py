@@ -36,7 +36,7 @@ class SglangOptions:
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> SglangOptions:
         """Return the options; raise for a file that cannot be read, with the lines of its mistakes."""
-        from hookline.runs.spec_files import specs_of_file
+        from hookline.runs.documents import specs_of_file
 
         in_graph = environment.get(_IN_GRAPH, "0")
         if in_graph not in ("", "0", "1"):

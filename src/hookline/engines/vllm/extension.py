@@ -150,7 +150,7 @@ def _start(worker: Any) -> None:
     """Attach the hooks that the engine was started with: now, or when it has warmed up."""
     from hookline.engines.vllm.engine_facts import choose_way
     from hookline.engines.vllm.worker_hooks import keep_compiled_code_fresh
-    from hookline.runs.spec_files import specs_of_file
+    from hookline.runs.documents import specs_of_file
 
     try:
         hooks = _hooks_of(worker)
