@@ -11,7 +11,7 @@ from typing import Any
 
 from hookline.cli.main import DONE
 from hookline.cli.screen import print_table, tell, tell_json
-from hookline.observe.capture.stored_value import size_text
+from hookline.messages import size_text
 from hookline.plain import to_plain
 from hookline.runs.build import Built, build
 from hookline.runs.find import RunExperiment, make_experiment

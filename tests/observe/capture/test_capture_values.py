@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.errors import CaptureError
-from hookline.observe.capture.stored_value import ValueStore
+from hookline.observe.capture.calls import ValueStore
 from hookline.phases import in_phase
 
 X = torch.linspace(-1, 1, 24).reshape(2, 4, 3)
@@ -410,7 +410,7 @@ def test_a_container_that_contains_itself_ends():
 
     loop: list[Any] = [X]
     loop.append(loop)
-    kept = ValueStore(clone=True).keep((loop, Stubborn(a=X)), "output").value
+    kept = ValueStore(clone=True).keep((loop, Stubborn(a=X)), "output", "a").value
     assert torch.equal(kept[0][0], X)
     assert type(kept[1]) is dict
     assert kept[1]["a"] is not X
