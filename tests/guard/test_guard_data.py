@@ -91,14 +91,6 @@ def test_what_was_put_into_a_batch_in_place_of_something_is_out_again(kind):
     assert [id(leaf) for leaf in _leaves(batch)] == objects
 
 
-def test_the_receipt_names_the_part_of_the_batch():
-    """As one would write the way there from ``batch_data``."""
-    batch = {"x": [_x(), _x()]}
-    with rollback(nn.Linear(3, 1), batch=batch) as receipt:
-        batch["x"][1].zero_()
-    assert receipt.touched == receipt.restored == ("batch_data.x[1]",)
-
-
 def test_a_save_without_a_batch_comes_after_one_with_it():
     """As at the end of an epoch: nothing of the last batch is left."""
     guard, batch = Guard(nn.Linear(3, 1)), [_x(), _x()]
@@ -225,11 +217,6 @@ def test_a_switch_that_was_left_moved_is_set_back_and_named(name):
         assert ask() != before
     assert ask() == before
     assert name in receipt.touched
-
-
-def test_every_switch_has_a_test():
-    """But those that only an error can speak of."""
-    assert _SWITCHES.keys() - TURNS.keys() == {"number of threads between operators", "inference mode"}
 
 
 def test_inference_mode_that_was_begun_and_not_ended_is_named():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hookline.errors import GuardError, OptionError
 from hookline.guard.interrupts import interrupts_deferred
 from hookline.guard.snapshot import Snapshot, first_names, roots_of, unrestored_message
-from hookline.guard.tensors import Where
+from hookline.guard.tensors import Buffer, Where
 from hookline.guard.torch_switches import TorchSwitches
 from hookline.guard.walk import StateChange
 from hookline.messages import suggest
@@ -36,7 +36,7 @@ _FORBIDDEN: Final = {
     "trains": frozenset[str](),
 }
 _COPIED: Final = {"reads": "buffers", "grads": "buffers", "trains": "all"}
-_HOST_MEMORY: Final[WeakKeyDictionary[nn.Module, dict[Any, Tensor]]] = WeakKeyDictionary()
+_HOST_MEMORY: Final[WeakKeyDictionary[nn.Module, dict[Any, Buffer]]] = WeakKeyDictionary()
 """The memory for copies on the host that the latest `rollback` of each model has used: to get it anew takes a process
 up to ten times as long as to copy. On other devices torch keeps what is free itself."""
 _MAX_ROWS: Final = 20
@@ -275,7 +275,7 @@ def rollback(
     """
     guard = Guard(model, optimizer, scheduler, scaler, loader=loader, where=where)
     memory = guard._snapshot.memory
-    memory.adopt(_HOST_MEMORY.pop(model, {}))
+    memory.buffers |= _HOST_MEMORY.pop(model, {})
     guard.save([scope], batch=batch)
     try:
         with guard.protecting("rollback", scope) as receipt:
