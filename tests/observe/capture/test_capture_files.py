@@ -98,13 +98,6 @@ def test_what_was_not_captured_is_not_in_the_file_either(tmp_path):
     back.remove()
 
 
-def test_an_empty_cache_can_be_saved(tmp_path):
-    """And read."""
-    with hl.capture(nn.Sequential(nn.Linear(1, 1)), "0") as cache:
-        pass
-    assert len(hl.observe.Cache.load(cache.save(tmp_path / "none.safetensors"))) == 0
-
-
 def test_a_value_that_was_overwritten_is_not_written(tmp_path):
     """Wrong numbers do not get into files either, and no half file is left."""
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))

@@ -189,27 +189,6 @@ own times add up to 2,008.00 ms forward and 4,084.00 ms backward, of 6,092.00 ms
     assert repr(prof) == f"{prof}\nhooks: off"
 
 
-def test_a_long_name_loses_its_middle_in_the_table(stopwatch: Stopwatch) -> None:
-    """Sixty characters with both ends, in the table; the row and the metrics have all of it."""
-    inner, model = nn.Sequential(), nn.Sequential()
-    inner.add_module("b" * 50, Work(1, 2))
-    model.add_module("a" * 50, inner)
-    prof = profiled(model, leaf())
-    *_, line, _ = str(prof).splitlines()
-    assert line.split()[0] == "a" * 20 + "…" + "b" * 39
-    assert f"{'a' * 50}.{'b' * 50}/calls" in prof.to_metrics()
-
-
-def test_a_table_of_many_rows_says_where_the_rest_is(stopwatch: Stopwatch) -> None:
-    """Sixty rows are shown, and what they add up to is that of all."""
-    model = nn.Sequential(*(Work(1, 2) for _ in range(100)))
-    prof = profiled(model, leaf())
-    lines = str(prof).splitlines()
-    assert len(lines) == 2 + 60 + 2
-    assert lines[-2] == "… and 41 that took less; all of them are in .rows"
-    assert lines[-1].startswith("own times add up to 100.00 ms forward and 200.00 ms backward")
-
-
 # -- nothing is disturbed ----------------------------------------------------------------------------------
 
 
@@ -251,19 +230,3 @@ def test_an_error_while_attaching_leaves_nothing_attached() -> None:
     with pytest.raises(hl.errors.NoMatchError, match="layers"):
         hl.profile(model, "layers.#")
     hl.assert_no_hooks(model, foreign=True)
-
-
-def test_a_module_that_refuses_hooks_leaves_the_others_without() -> None:
-    """The last module of the model cannot be hooked: the first ones are as they were."""
-
-    class Scripted(torch.jit.ScriptModule):
-        pass
-
-    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), Scripted())
-    with pytest.raises(hl.errors.UnhookableError):
-        hl.profile(model, functions="torch.nn.functional.*")
-    for module in list(model)[:2]:
-        hl.assert_no_hooks(module, foreign=True)
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks
-    assert "_call_impl" not in vars(model)
