@@ -1,11 +1,9 @@
 """Measure where the time of a training step goes: by module, by function, forward and backward.
 
-python examples/where_time_goes.py [trace.json]
+python examples/where_time_goes.py
 """
 
 from __future__ import annotations
-
-import sys
 
 import torch
 from torch import nn
@@ -36,8 +34,6 @@ def main() -> None:
     print(prof)
     slowest = max(prof.rows, key=lambda row: row.forward_own_ms + row.backward_own_ms)
     print(f"\nMost of it goes into {slowest.name or 'the model itself'}.")
-    if len(sys.argv) > 1:
-        print(f"Open {prof.save_trace(sys.argv[1])} in chrome://tracing or ui.perfetto.dev.")
 
 
 if __name__ == "__main__":

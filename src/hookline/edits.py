@@ -8,10 +8,10 @@ Recipe::
 
 from __future__ import annotations
 
-from hookline.observe.patch.edit import Edit as Edit
-from hookline.observe.patch.given_edits import ablate as ablate
-from hookline.observe.patch.given_edits import replace as replace
-from hookline.observe.patch.given_edits import scale as scale
-from hookline.observe.patch.given_edits import steer as steer
-from hookline.observe.patch.recorded_edits import mean_ablate as mean_ablate
-from hookline.observe.patch.recorded_edits import swap as swap
+from hookline.observe.patch.edits import Edit as Edit
+from hookline.observe.patch.edits import ablate as ablate
+from hookline.observe.patch.edits import mean_ablate as mean_ablate
+from hookline.observe.patch.edits import replace as replace
+from hookline.observe.patch.edits import scale as scale
+from hookline.observe.patch.edits import steer as steer
+from hookline.observe.patch.edits import swap as swap

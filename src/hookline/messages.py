@@ -1,4 +1,4 @@
-"""Build the sentences of errors and warnings: values in short, near names, where a warning points to.
+"""Build the sentences of errors and warnings: values and sizes in short, near names, where a warning points to.
 
 Every folder calls these; they import nothing but the standard library.
 """
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from types import FrameType
 
 __all__ = [
-    "caller_stacklevel", "close_names", "counted", "did_you_mean", "nearest_names", "short_repr", "suggest",
-    "type_name", "unknown_name_text",
+    "caller_stacklevel", "close_names", "counted", "did_you_mean", "nearest_names", "parse_size", "short_repr",
+    "size_text", "suggest", "type_name", "unknown_name_text",
 ]  # fmt: skip
 
 _GLOB: Final = re.compile(r"[*?#\[\]!^$\\()+|]")
 _ALIKE: Final = 0.6
 """The least similarity of two parts of a name; difflib's own. ``mpl`` is 0.67 like ``mlp``."""
+_SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
 def type_name(value: object) -> str:
@@ -39,6 +40,28 @@ def counted(number: int, noun: str) -> str:
     ('1 module', '1,200 calls')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def size_text(size: float) -> str:
+    """Return a number of bytes in words: ``1.5 MB``."""
+    units = ["GB", "MB", "kB", "B"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1000
+        units.pop()
+    return f"{size:.0f} B" if units[-1] == "B" else f"{size:,.1f} {units[-1]}"
+
+
+def parse_size(text: str) -> int | None:
+    """Return a text such as ``2GB`` or ``1.5 GiB`` as bytes; None if it is none.
+
+    >>> parse_size("1.5kB"), parse_size("2 MiB"), parse_size("two")
+    (1500, 2097152, None)
+    """
+    found = _SIZE.fullmatch(text)
+    if found is None or (found[3] and not found[2]):
+        return None
+    power = " kmgt".index(found[2].lower() or " ")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 def short_repr(value: object, most: int = 200) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict, deque
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from typing import Any, Final, TypeAlias
@@ -139,26 +139,40 @@ def copied(value: Any) -> Any:
 
 def rebuilt(value: Any, items: dict[Any, Any]) -> Any:
     """Return a container of the same make with these items, which are all it has; a plain one if none can be made."""
+    # A copy of a mapping that is none of Python's own may share its items with the model.
+    if isinstance(value, Mapping) and not isinstance(value, dict | UserDict):
+        return items
     try:
-        if isinstance(value, tuple):
-            return rebuilt_tuple(value, list(items.values()))
-        if isinstance(value, list):
-            return list(items.values())
-        if isinstance(value, deque):
-            return deque(items.values(), value.maxlen)
-        # A copy of a dict has items of its own. A copy of another mapping may share them with the model.
-        if type(value) is dict or (isinstance(value, Mapping) and not isinstance(value, dict | UserDict)):
-            return items
-        twin: Any = copy.copy(value)
-        if twin is value:
-            return items
-        for key, item in items.items():
-            if isinstance(value, Mapping):
-                twin[key] = item  # a ModelOutput keeps its attributes in step
-            elif hasattr(value, key):
-                object.__setattr__(twin, key, item)  # frozen dataclasses too
+        twin = twin_of(value, items)
     except Exception:  # whatever its own methods do
         return tuple(items.values()) if isinstance(value, tuple) else items
+    return items if twin is value else twin
+
+
+def twin_of(value: Any, items: dict[Any, Any]) -> Any:
+    """Return a container of the same make with these items, which are all it has; raise what its own methods raise.
+
+    The compiler traces it, and follows constructors alone.
+    """
+    kind: Any = type(value)
+    is_traced = torch.compiler.is_compiling()
+    if kind is list or kind is dict:
+        return list(items.values()) if kind is list else items
+    if isinstance(value, tuple):
+        is_named = is_traced and hasattr(kind, "_make")
+        return kind(*items.values()) if is_named else rebuilt_tuple(value, list(items.values()))
+    if isinstance(value, deque):
+        return deque(items.values(), value.maxlen)
+    if is_traced or kind is OrderedDict:
+        return kind(**items) if dataclasses.is_dataclass(value) else kind(items)
+    twin: Any = copy.copy(value)
+    if isinstance(value, list):
+        twin[:] = items.values()
+    for key, item in items.items() if not isinstance(value, list) else ():
+        if isinstance(value, Mapping):
+            twin[key] = item  # a ModelOutput keeps its attributes in step
+        elif hasattr(value, key):
+            object.__setattr__(twin, key, item)  # frozen dataclasses too
     return twin
 
 

@@ -14,7 +14,6 @@ from helpers_guard import Run, Stop, differing, guard_of, portrait, ruin
 from torch import nn
 
 from hookline.errors import GuardError, OptionError
-from hookline.guard import snapshot
 from hookline.guard import tensors as copies
 from hookline.guard.guard import Guard, rollback
 from hookline.sites import _torch
@@ -86,17 +85,6 @@ def test_gradients_are_forbidden_to_readers_and_put_away_for_those_who_compute_s
     with pytest.raises(GuardError, match=complaint), guard.protecting("liar", "reads"):
         run.model.embed.weight.grad = None
     assert run.model.embed.weight.grad is grads[0]
-
-
-def test_what_a_reader_changed_is_put_back_where_there_is_a_copy():
-    """Another intervention of the firing trains, so there is one; the error comes all the same."""
-    run = Run()
-    before = portrait(run)
-    guard = guard_of(run)
-    guard.save(["reads", "trains"])
-    with pytest.raises(GuardError, match="All of it was put back"), guard.protecting("liar", "reads"):
-        nn.init.zeros_(run.model.head.weight)
-    assert differing(before, portrait(run)) == []
 
 
 def test_strict_sees_what_counters_do_not():
@@ -325,24 +313,6 @@ def test_a_release_keeps_no_gradient_batch_or_graph_alive():
         gc.collect()
         assert all(ref() is None for ref in refs)
         assert max(map(_torch.use_count, parameters)) == 1
-
-
-def test_a_scaler_in_use_does_not_have_the_model_gone_through_again(monkeypatch):
-    """It has new containers and tensors at every step; only they are learned anew."""
-    run = Run()
-    guard = guard_of(run)
-    walked = []
-    original = snapshot.RunWalk
-    for number in range(4):
-        guard.save()
-        if number == 0:
-            monkeypatch.setattr(
-                snapshot, "RunWalk", lambda roots, known=(): walked.append(list(roots)) or original(roots, known)
-            )
-        guard.release()
-        run.step()
-    assert len(walked) == 6  # each time the rest, and nothing for the gradients
-    assert all("model" not in roots for roots in walked)
 
 
 # -- observers ------------------------------------------------------------------------------------------------------

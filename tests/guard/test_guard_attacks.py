@@ -34,23 +34,6 @@ X = torch.ones(1, 3)
 # -- classes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [parametrizations.weight_norm, parametrizations.orthogonal])
-def test_a_parametrization_that_was_put_on_is_off(make):
-    """It makes the module another class, whose ``weight`` is a property."""
-    model = nn.Sequential(nn.Linear(3, 3))
-    weight, expected = model[0].weight, model(X)
-    guard = Guard(model)
-    for _ in range(2):
-        guard.save()
-        with guard.protecting("any"):
-            make(model[0])
-            model(X)
-        guard.release()
-        assert type(model[0]) is nn.Linear
-        assert model[0].weight is weight
-        assert torch.equal(model(X), expected)
-
-
 def test_a_parametrization_that_was_taken_off_is_on():
     """Taking it off deletes the property from the class, too."""
     model = parametrizations.weight_norm(nn.Linear(3, 3))
@@ -170,20 +153,6 @@ def test_storages_that_begin_at_the_same_byte_are_saved_as_long_as_the_longest()
     with rollback(model):
         model.long.zero_()
     assert array.tolist() == [1.0] * 6
-
-
-def test_a_storage_that_was_resized_by_one_hook_is_not_held_against_the_next():
-    """It may have its memory elsewhere afterwards."""
-    model = nn.Linear(2, 2)
-    before = model.weight.detach().clone()
-    guard = Guard(model)
-    guard.save()
-    with guard.protecting("resizes"):
-        model.weight.untyped_storage().resize_(1 << 20)
-    with guard.protecting("reads", "reads") as receipt:
-        pass
-    assert receipt.touched == ()
-    assert torch.equal(model.weight, before)
 
 
 @pytest.mark.parametrize("firings", [1, 2])

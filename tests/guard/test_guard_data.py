@@ -1,4 +1,4 @@
-"""The batch, the dataset and torch's switches: undone, or named."""
+"""The batch and torch's switches: undone, or named."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
 from hookline.guard.guard import Guard, rollback
@@ -89,14 +89,6 @@ def test_what_was_put_into_a_batch_in_place_of_something_is_out_again(kind):
         else:
             batch.x = torch.zeros(1)
     assert [id(leaf) for leaf in _leaves(batch)] == objects
-
-
-def test_the_receipt_names_the_part_of_the_batch():
-    """As one would write the way there from ``batch_data``."""
-    batch = {"x": [_x(), _x()]}
-    with rollback(nn.Linear(3, 1), batch=batch) as receipt:
-        batch["x"][1].zero_()
-    assert receipt.touched == receipt.restored == ("batch_data.x[1]",)
 
 
 def test_a_save_without_a_batch_comes_after_one_with_it():
@@ -179,80 +171,6 @@ def test_an_observer_that_leaves_a_switch_moved_is_named_in_strict_mode():
         torch.set_num_threads(before)
 
 
-# -- datasets -------------------------------------------------------------------------------------------------------
-
-
-class _Arrays(Dataset):
-    def __init__(self) -> None:
-        self.rows = np.zeros((50, 3), dtype=np.float32)
-        self.parts = {"labels": [torch.zeros(50)]}
-
-    def __len__(self) -> int:
-        return 50
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
-
-
-def _tensors() -> TensorDataset:
-    return TensorDataset(torch.zeros(50, 3), torch.zeros(50))
-
-
-WRITES: dict[str, tuple[Any, Any, str]] = {
-    "by a counter": (_tensors, lambda data: data.tensors[0].add_(1), r"loader\.dataset\.tensors\[0\]"),
-    "behind it": (_tensors, lambda data: data.tensors[1].data.fill_(1), r"loader\.dataset\.tensors\[1\]"),
-    "by NumPy": (_tensors, lambda data: data.tensors[1].numpy().fill(1), r"loader\.dataset\.tensors\[1\]"),
-    "an array": (_Arrays, lambda data: data.rows.fill(1), r"loader\.dataset\.rows"),
-    "inside containers": (
-        _Arrays,
-        lambda data: data.parts["labels"][0].add_(1),
-        r"loader\.dataset\.parts\['labels'\]\[0\]",
-    ),
-    "of a subset": (
-        lambda: Subset(_tensors(), [0, 1]),
-        lambda data: data.dataset.tensors[0].add_(1),
-        r"loader\.dataset, TensorDataset\.tensors\[0\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("scope", ["reads", "trains"])
-@pytest.mark.parametrize("way", sorted(WRITES))
-def test_a_dataset_that_was_written_is_named(way, scope):
-    """It is not copied, so the run cannot go on; whatever the scope."""
-    make, write, name = WRITES[way]
-    data = make()
-    with (
-        pytest.raises(hl.errors.GuardError, match=rf"cannot be put back: {name} \(part of the data"),
-        rollback(nn.Linear(3, 1), loader=DataLoader(data), scope=scope),
-    ):
-        write(data)
-
-
-def test_batches_in_a_list_are_watched_too():
-    """A list of batches is a loader."""
-    batches = [torch.zeros(2), torch.zeros(2)]
-    with pytest.raises(hl.errors.GuardError, match=r"loader\[1\]"), rollback(nn.Linear(2, 1), loader=batches):
-        batches[1].fill_(1)
-
-
-def test_reading_the_data_is_no_write():
-    """An epoch over it, in any scope that may."""
-    data = _Arrays()
-    model = nn.Linear(3, 1)
-    loader = DataLoader(data, batch_size=10, shuffle=True)
-    context = hl.ModelDataContext(model, loader=loader, loss_fn=lambda model, batch: model(batch).sum())
-    with rollback(model, loader=loader) as receipt:
-        context.compute_gradients()
-    assert receipt.touched == ()
-
-
-def test_an_intervention_that_writes_the_dataset_stops_the_run_by_name():
-    """The guard's word outranks ``on_error``."""
-    with pytest.raises(hl.errors.GuardError, match=r"'wrecks'.*loader\.dataset\.tensors\[0\]"):
-        _trained(_Wrecks(lambda run_ctx, model_ctx: run_ctx.loader.dataset.tensors[0].zero_()))
-
-
 # -- switches -------------------------------------------------------------------------------------------------------
 
 TURNS: dict[str, Any] = {
@@ -299,11 +217,6 @@ def test_a_switch_that_was_left_moved_is_set_back_and_named(name):
         assert ask() != before
     assert ask() == before
     assert name in receipt.touched
-
-
-def test_every_switch_has_a_test():
-    """But those that only an error can speak of."""
-    assert _SWITCHES.keys() - TURNS.keys() == {"number of threads between operators", "inference mode"}
 
 
 def test_inference_mode_that_was_begun_and_not_ended_is_named():

@@ -128,16 +128,6 @@ def test_the_run_does_not_notice_what_hooks_draw(dropout):
     assert ends[0][1:] == ends[1][1:]
 
 
-def test_a_hook_that_drew_from_the_run_would_be_noticed():
-    """The control: one number more, drawn by the loss itself, and the weights are others."""
-    ends = []
-    for extra in (0, 1):
-        experiment = _experiment(3, dropout=0.3, steps=24)
-        torch.rand(extra)
-        ends.append(_train(experiment))
-    assert any(not torch.equal(a, b) for a, b in zip(*ends, strict=True))
-
-
 @pytest.mark.parametrize("make", [_full_batch, _experiment])
 def test_a_resumed_run_goes_on_in_the_streams_of_its_hooks(tmp_path, make):
     """Four epochs at once, or two and then two from a checkpoint: the hooks draw the same."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from torch.nn.utils import parametrize
 import hookline as hl
 from hookline.guard.guard import Guard
 
-__all__ = ["ACTS", "PART", "VandalizedRun", "Verdict", "portrait", "run_case", "switches"]
+__all__ = ["ACTS", "PART", "VandalizedRun", "Verdict", "portrait", "run_act", "run_case", "switches"]
 
 # -- runs -----------------------------------------------------------------------------------------------------------
 
@@ -122,7 +123,7 @@ class VandalizedRun(helpers_guard.Run):
 def portrait(run: VandalizedRun) -> dict[str, Any]:
     """Return by name everything that decides how the run goes on, its data and the switches of the process."""
     seen = helpers_guard.portrait(run, addresses=False)
-    return seen | {f"data {n}": bytes_of(t) for n, t in enumerate([*run.batch, *run.data.tensors])} | switches()
+    return seen | {f"data {n}": bytes_of(t) for n, t in enumerate(run.batch)} | switches()
 
 
 def switches() -> dict[str, Any]:
@@ -217,6 +218,25 @@ def _swap_outside(run: VandalizedRun, rng: random.Random) -> None:
     other.mark = "outside"
     torch.utils.swap_tensors(one, other)
     run.keep += [other] if rng.random() < 0.5 else []
+
+
+def _swap_refused(run: VandalizedRun, rng: random.Random) -> None:
+    """Have torch refuse when it has forbidden backward passes into the first: a view refers to the second."""
+    one, other = rng.sample(list(run.model.parameters()), 2)
+    view = other.view(-1)
+    torch.utils.swap_tensors(one, other)
+    del view
+
+
+def _freeze_anew(run: VandalizedRun, rng: random.Random) -> None:
+    run.model.requires_grad_(rng.random() < 0.5)
+    run.keep += [hl.freeze(run.model), hl.clip_gradients(run.model, value=1e-9)]
+
+
+def _order_of_hooks(run: VandalizedRun, rng: random.Random) -> None:
+    hooks = run.model._forward_hooks
+    if hooks:
+        hooks.move_to_end(next(iter(hooks)))
 
 
 HOOKS: dict[str, Callable[..., Any]] = {
@@ -391,12 +411,12 @@ ACTS: dict[str, Act] = {
     "reload optimizer": lambda run, rng: run.optimizer.load_state_dict(run.optimizer.state_dict()),
     "scheduler": lambda run, rng: run.scheduler.step(),
     "batch": lambda run, rng: run.batch[0].zero_(),
-    "data": lambda run, rng: rng.choice(run.data.tensors).fill_(4),
     "switches": lambda run, rng: rng.choice(SWITCHES)(),
     **{
         act.__name__.strip("_").replace("_", " "): act
         for act in (
-            _retype, _reshape, _retype_model, _shrink, _grow, _swap, _swap_outside, _attach, _torch_hooks, _write,
+            _retype, _reshape, _retype_model, _shrink, _grow, _swap, _swap_outside, _swap_refused, _freeze_anew,
+            _order_of_hooks, _attach, _torch_hooks, _write,
             _write_behind, _write_numpy, _set, _transpose, _write_with_graph, _delete, _gradient, _gradient_data,
             _optimizer, _scaler, _load, _parametrize, _attributes, _array, _last, _streams, _infer, _stop,
         )
@@ -440,8 +460,9 @@ def run_case(number: int) -> Verdict:
         before = portrait(run)
         guard.save(batch=run.batch)
         for _ in range(rng.randint(1, 2)):
-            _vandalize(run, guard, rng, verdict)
-            verdict.wrong += [n for n in differing(before, portrait(run)) if not _is_named(n, verdict.said)]
+            names = [rng.choice(sorted(ACTS)) for _ in range(rng.randint(3, 10))]
+            _vandalize(run, guard, rng, verdict, names)
+            verdict.wrong += differing(before, portrait(run))
             if verdict.said or verdict.wrong:
                 break
         guard.release()
@@ -455,20 +476,44 @@ def run_case(number: int) -> Verdict:
     return verdict
 
 
-def _vandalize(run: VandalizedRun, guard: Guard, rng: random.Random, verdict: Verdict) -> None:
+def run_act(name: str, is_graph_alive: bool) -> tuple[list[str], list[list[str]]]:
+    """Do one act in each of two firings; return what was otherwise afterwards, and what the receipts named."""
+    kind = "views" if is_graph_alive else "tied", "adam", is_graph_alive
+    run, rng, touched = VandalizedRun(*kind), random.Random(1), []
+    guard, verdict = guard_of(run), Verdict(0, *kind)
+    for _ in range(2):  # the second firing goes by what was noted at the first
+        before = portrait(run)
+        guard.save(batch=run.batch)
+        named = _vandalize(run, guard, rng, verdict, [name])
+        touched.append(sorted(re.sub(r"\[-?\d+\]", "[#]", each) for each in named))  # ids, numbers of hooks
+        guard.release()
+        verdict.wrong += differing(before, portrait(run))
+    if "swap_tensors" not in verdict.said:
+        stream, expected = torch.get_rng_state(), _twin(*kind, 1)
+        torch.set_rng_state(stream)
+        verdict.wrong += _errors(run.train_on, expected)
+    return verdict.wrong, touched
+
+
+def _vandalize(
+    run: VandalizedRun, guard: Guard, rng: random.Random, verdict: Verdict, names: list[str]
+) -> tuple[str, ...]:
+    """Do the acts of these names in a protected block; return what its receipt says was touched."""
     run.is_torn = False
+    receipt = None
     try:
-        with guard.protecting("vandal"), warnings.catch_warnings():
+        with guard.protecting("vandal") as receipt, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _act(run, rng, verdict.acts)
+            _act(run, rng, verdict.acts, names)
     except hl.errors.GuardError as error:
         verdict.said = str(error)
     except (KeyboardInterrupt, Stop):
         pass
+    return () if receipt is None else receipt.touched
 
 
-def _act(run: VandalizedRun, rng: random.Random, done: list[str]) -> None:
-    for name in [rng.choice(sorted(ACTS)) for _ in range(rng.randint(3, 10))]:
+def _act(run: VandalizedRun, rng: random.Random, done: list[str], names: list[str]) -> None:
+    for name in names:
         if (name in COMPUTING and not run.can_compute) or (name in STEPPING and "set" in done):
             continue
         done.append(name)
@@ -478,11 +523,6 @@ def _act(run: VandalizedRun, rng: random.Random, done: list[str]) -> None:
             raise
         except Exception:  # an act that cannot be done after the others
             done[-1] += " (refused)"
-
-
-def _is_named(name: str, said: str) -> bool:
-    """Return whether an error has named what is otherwise: the data, of which the batch is a copy."""
-    return name in ("data 2", "data 3") and f"loader.dataset.tensors[{int(name[-1]) - 2}]" in said
 
 
 @functools.cache

@@ -29,7 +29,7 @@ from hookline.factories.factory_hook import (
     yes_or_no,
 )
 from hookline.factories.served_batch import STAGES, TokenBatch, measurable, only_in_stage, output_tensor, running
-from hookline.observe.patch.edited_tensor import find_main_input
+from hookline.observe.patch.parts import find_main_input
 from hookline.sites import _torch
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from hookline.factories.served_batch import (
     running,
 )
 from hookline.factories.token_owners import count_tokens
-from hookline.observe.patch.edited_tensor import main_output, misfit, rebuilt, shape_of, site_text
-from hookline.observe.patch.given_edits import steer as steer_edit
+from hookline.observe.patch.edits import steer as steer_edit
+from hookline.observe.patch.parts import main_output, misfit, rebuilt, shape_of, site_text
 from hookline.sites import _torch
 from hookline.sites.kinds import Kind
 from hookline.sites.site_info import Site
@@ -38,7 +38,7 @@ from hookline.sites.site_info import Site
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.observe.patch.edit import Edit
+    from hookline.observe.patch.edits import Edit
 
 __all__ = ["Steer", "steer"]
 

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from hookline.errors import GuardError, OptionError
 from hookline.guard.interrupts import interrupts_deferred
-from hookline.guard.loaders import DatasetCheck
 from hookline.guard.snapshot import Snapshot, first_names, roots_of, unrestored_message
-from hookline.guard.tensors import Where
+from hookline.guard.tensors import Buffer, Where
 from hookline.guard.torch_switches import TorchSwitches
 from hookline.guard.walk import StateChange
 from hookline.messages import suggest
@@ -37,7 +36,7 @@ _FORBIDDEN: Final = {
     "trains": frozenset[str](),
 }
 _COPIED: Final = {"reads": "buffers", "grads": "buffers", "trains": "all"}
-_HOST_MEMORY: Final[WeakKeyDictionary[nn.Module, dict[Any, Tensor]]] = WeakKeyDictionary()
+_HOST_MEMORY: Final[WeakKeyDictionary[nn.Module, dict[Any, Buffer]]] = WeakKeyDictionary()
 """The memory for copies on the host that the latest `rollback` of each model has used: to get it anew takes a process
 up to ten times as long as to copy. On other devices torch keeps what is free itself."""
 _MAX_ROWS: Final = 20
@@ -109,8 +108,6 @@ class Guard:
         if where not in get_args(Where):
             raise OptionError(f"where= is one of {', '.join(map(repr, get_args(Where)))}; got {where!r}.")
         self._snapshot = Snapshot(roots_of(model, optimizer, scheduler, scaler, loader), where)
-        self._loader = loader
-        self._dataset: DatasetCheck | None = None
         self._observed: Snapshot | None = None
         """Without copies, for `check_observers`."""
         self._strict = strict
@@ -145,7 +142,6 @@ class Guard:
             self._saved_scope = None
             self._copies_gradients = saved == "trains" or (saved == "grads" and self._snapshot.has_buckets)
             self._snapshot.take(_COPIED[saved], gradients=self._copies_gradients, batch=batch)
-            self._dataset = DatasetCheck(self._loader)
             self._saved_scope = saved
         self.num_saves += 1
         self.last_bytes = self._snapshot.nbytes
@@ -207,8 +203,6 @@ class Guard:
         lost = self._snapshot.restore(looks, own_stream=False)
         changes += [StateChange("switch", name) for name in switches.restore()]
         lost |= switches.lost
-        if self._dataset is not None:
-            lost |= dict.fromkeys(self._dataset.written(), "part of the data, which are not copied")
         forbidden = [change for change in changes if change.kind in _FORBIDDEN[receipt.scope]]
         missing = {*lost, *(change.name for change in forbidden if not change.has_copy)}
         receipt.touched = tuple(dict.fromkeys(change.name for change in changes))
@@ -225,7 +219,7 @@ class Guard:
         """
         for block in reversed(self._blocks):
             self._end(block)
-        self._saved_scope = self._dataset = None
+        self._saved_scope = None
         self._snapshot.forget()
 
     @contextmanager
@@ -276,12 +270,12 @@ def rollback(
 
     Parameters, buffers, gradients, the optimizer's state and learning rates, modes, hooks, attributes and random
     streams come back, whether the block ends well or not, each the same object as before; so does what was written
-    into a ``batch``, while a write into the dataset of ``loader`` is an error that names it. ``scope="reads"`` or
-    ``"grads"`` copy less and hold the block to that; `Guard` says ``where`` the copies go.
+    into a ``batch``, but not what was written into the dataset of ``loader``. ``scope="reads"`` or ``"grads"`` copy
+    less and hold the block to that; `Guard` says ``where`` the copies go.
     """
     guard = Guard(model, optimizer, scheduler, scaler, loader=loader, where=where)
     memory = guard._snapshot.memory
-    memory.adopt(_HOST_MEMORY.pop(model, {}))
+    memory.buffers |= _HOST_MEMORY.pop(model, {})
     guard.save([scope], batch=batch)
     try:
         with guard.protecting("rollback", scope) as receipt:

@@ -2,22 +2,20 @@
 
 `ModelDataContext` and the loops call `copy_loader` for interventions. The run's loader is never iterated:
 that would move its generator, cut a running epoch short where workers persist, and use up what can be read only once.
-`Guard` calls `DatasetCheck` to name writes into the dataset; checkpoints call the finders.
+Snapshots and checkpoints call the finders.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -31,7 +29,6 @@ from hookline.errors import LifecycleError
 from hookline.guard.rng import GENERATOR_TYPES, kept_rng, run_seed
 
 __all__ = [
-    "DatasetCheck",
     "call_loader_factory",
     "copy_loader",
     "datasets_of",
@@ -46,10 +43,6 @@ __all__ = [
 
 _SHUFFLES: Final[WeakKeyDictionary[nn.Module, int]] = WeakKeyDictionary()
 """How many generators each model's interventions have had: every shuffle is another one, and the same in a rerun."""
-_MOST: Final = 4096
-"""How many tensors and arrays of a dataset are checked, and how many objects are entered to find them."""
-_SAMPLE: Final = 4096
-"""How many elements of each are compared; all of them where there are no more."""
 
 # -- parts of a loader ---------------------------------------------------------------------------------------------
 
@@ -211,72 +204,3 @@ def _takes_generator(make: Callable[..., Any]) -> bool:
     if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
         return False
     return first.name == "generator" or first.default is first.empty
-
-
-# -- writes into the dataset ---------------------------------------------------------------------------------------
-
-
-class DatasetCheck:
-    """The tensors and arrays of a loader's dataset, as they are when this is made.
-
-    A dataset may be larger than memory, so it is not copied. A write is told by autograd's counters and, on the CPU, by
-    up to 4,096 elements of each, spread evenly: one element of a larger tensor that is written through ``.data`` or
-    NumPy may be missed.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self._before = [(name, held, _fingerprint(held)) for name, held in _data_of(loader)]
-
-    def written(self) -> list[str]:
-        """Return the names of what has been written since."""
-        return [name for name, held, before in self._before if _fingerprint(held) != before]
-
-
-def _data_of(loader: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names of the tensors and arrays of a loader's dataset, and these themselves."""
-    if isinstance(loader, list | tuple):
-        yield from islice(_data_in("loader", loader), _MOST)
-    elif isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        for number, part in enumerate(datasets_of(loader.dataset)):
-            name = "loader.dataset" if number == 0 else f"loader.dataset, {type(part).__name__}"
-            yield from islice(_data_in(name, part), _MOST)
-
-
-def _data_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    todo, met = [(name, value)], 0
-    while todo and met < _MOST:
-        name, value = todo.pop()
-        met += 1
-        if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.dtype != object):
-            yield name, value
-        elif isinstance(value, dict):
-            todo += [(f"{name}[{key!r}]", item) for key, item in islice(value.items(), _MOST)]
-        elif isinstance(value, list | tuple):
-            todo += [(f"{name}[{number}]", item) for number, item in enumerate(islice(value, _MOST))]
-        elif met == 1 and hasattr(value, "__dict__"):
-            todo += [(f"{name}.{key}", item) for key, item in vars(value).items() if key not in ("dataset", "datasets")]
-
-
-def _fingerprint(held: Any) -> tuple[Any, ...]:
-    """Return values of which one differs after a write."""
-    if isinstance(held, np.ndarray):
-        return held.shape, held.dtype, _crc_of_array(held)
-    version = None if held.is_inference() else held._version
-    is_read = held.device.type == "cpu" and held.layout is torch.strided and type(held) is Tensor
-    return held.data_ptr() if is_read else 0, held.shape, version, _crc_of_tensor(held) if is_read else 0
-
-
-def _crc_of_array(array: Any) -> int:
-    step = -(-array.size // _SAMPLE) or 1
-    sample = array.reshape(-1)[::step] if array.flags.c_contiguous else array.flat[::step]
-    return zlib.crc32(np.ascontiguousarray(sample).view(np.uint8).data) if array.size else 0
-
-
-def _crc_of_tensor(tensor: Tensor) -> int:
-    if not tensor.numel() or tensor.untyped_storage().nbytes() < tensor.nbytes:
-        return tensor.untyped_storage().nbytes()
-    with torch.no_grad():
-        flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
-        # A copy: memory that was shown to NumPy once cannot be resized any more.
-        sample = flat[:: -(-flat.numel() // _SAMPLE)].clone().view(torch.uint8)
-    return zlib.crc32(sample.numpy().data)

@@ -25,6 +25,7 @@ from hookline.sites import _torch
 
 __all__ = [
     "WRITTEN_WITH_GRAPH",
+    "Buffer",
     "CopyMemory",
     "SavedTensors",
     "TensorLook",
@@ -58,40 +59,50 @@ _begin: Final = torch.UntypedStorage.data_ptr
 # -- memory --------------------------------------------------------------------------------------------------------
 
 
+class Buffer(NamedTuple):
+    """Memory for the copies of one group of tensors on one device."""
+
+    memory: Tensor
+    layout: list[Any]
+    """The type and the shapes that it was last divided by: a run asks for the same ones every time."""
+    pieces: list[Tensor]
+
+
 class CopyMemory:
     """Memory for copies: one buffer for each group of tensors and device, used again as long as it is large enough."""
 
     def __init__(self, where: Where = "auto") -> None:
         self.where = where
-        self._buffers: dict[Any, Tensor] = {}
+        self.buffers: dict[Any, Buffer] = {}
+        """By the device of what is copied, and the group."""
 
     @property
     def devices(self) -> dict[torch.device, torch.device]:
         """For each device that has something to copy, the device of the copies."""
-        return {device: buffer.device for (device, _), buffer in self._buffers.items()}
+        return {device: buffer.memory.device for (device, _), buffer in self.buffers.items()}
 
-    def adopt(self, buffers: dict[Any, Tensor]) -> None:
-        """Use these buffers."""
-        self._buffers |= buffers
-
-    def on_host(self) -> dict[Any, Tensor]:
+    def on_host(self) -> dict[Any, Buffer]:
         """Return the buffers for copies of what is on the host."""
-        return {key: buffer for key, buffer in self._buffers.items() if key[0].type == "cpu"}
+        return {key: buffer for key, buffer in self.buffers.items() if key[0].type == "cpu"}
 
     def pieces_like(self, pieces: Sequence[Tensor], group: object) -> list[Tensor]:
         """Return memory for copies of ``pieces``, of one device and type, as tensors of the same shapes."""
-        device, sizes = pieces[0].device, [piece.nbytes for piece in pieces]
-        padding = [-size % _ALIGNED for size in sizes]
-        nbytes = sum(sizes) + sum(padding)
-        buffer = self._buffers.get((device, group))
-        if buffer is None or buffer.numel() < nbytes:
-            self._buffers.pop((device, group), None)
+        device, dtype, shapes = pieces[0].device, pieces[0].dtype, [piece.shape for piece in pieces]
+        key, layout = (device, group), [dtype, *shapes]
+        buffer = self.buffers.pop(key, None)
+        if buffer is None or buffer.layout != layout:
+            sizes = [piece.nbytes for piece in pieces]
+            padding = [-size % _ALIGNED for size in sizes]
+            nbytes = sum(sizes) + sum(padding)
+            memory = None if buffer is None or buffer.memory.numel() < nbytes else buffer.memory
             buffer = None  # free it before a larger one is made
-            buffer = self._buffers[device, group] = self._allocate(device, nbytes)
-        width = pieces[0].itemsize
-        lengths = [n // width for pair in zip(sizes, padding, strict=True) for n in pair]
-        parts = buffer[:nbytes].view(pieces[0].dtype).split_with_sizes(lengths)[::2]
-        return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
+            memory = self._allocate(device, nbytes) if memory is None else memory
+            lengths = [n // dtype.itemsize for pair in zip(sizes, padding, strict=True) for n in pair]
+            parts = memory[:nbytes].view(dtype).split_with_sizes(lengths)[::2]
+            made = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            buffer = Buffer(memory, layout, made)
+        self.buffers[key] = buffer
+        return buffer.pieces
 
     def _allocate(self, device: torch.device, nbytes: int) -> Tensor:
         on_cpu = device.type == "cpu"

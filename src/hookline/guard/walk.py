@@ -301,8 +301,8 @@ class RunWalk:
     def beside(self, indices: Container[int], key: str) -> set[int]:
         """Return the indices of all tensors that lie in one container with one of ``indices`` that has this ``key``."""
         places = list(enumerate(self._places))
-        containers = {id(above) for index, (above, own) in places if _is_key(own, key) and index in indices}
-        return {index for index, (above, _) in places if id(above) in containers}
+        containers = {id(above) for index, (above, own) in places if index in indices and _is_key(own, key)}
+        return {index for index, (above, _) in places if id(above) in containers} if containers else set()
 
     def _path(self, place: _Place) -> str:
         above, key = place

@@ -6,9 +6,10 @@ Users call `check_roles` once for a new model. It runs the model a few times wit
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from hookline.errors import Hint, NoMatchError, OptionError
 from hookline.observe.capture.capture import capture
-from hookline.observe.patch.edited_tensor import find_main_input
+from hookline.observe.patch.parts import find_main_input
 from hookline.observe.patch.patch import patch
 from hookline.sites import _torch
 from hookline.sites.attach import attach
@@ -74,7 +75,7 @@ def check_roles(model: nn.Module, /, *args: Any, **kwargs: Any) -> RoleCheck:
     eagerly = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
     with _evaluating(model), eagerly:
         run = _Run(model, names, args, kwargs)
-        faults = {role: list(dict.fromkeys(_CHECKS[role](run, run.of(role)))) for role in names}
+        faults = {role: list(dict.fromkeys([*run.silent(role), *_CHECKS[role](run, run.of(role))])) for role in names}
     shapes, axes = ({role: find(role) for role in names} for find in (run.shape, run.axes))
     return RoleCheck(names, shapes, axes, faults)
 
@@ -141,9 +142,9 @@ class _RoleCall(NamedTuple):
 
     name: str
     order: int
-    input: Tensor | None
     ids: bool
     """Whether it was given whole numbers."""
+    input: Tensor | None
     output: Tensor | None
 
 
@@ -162,10 +163,8 @@ class _Run:
         if site.name not in self.calls:
             given = tensors_of((args, kwargs))
             ids = any(not each.is_floating_point() and not each.is_complex() for each in given)
-            call = _RoleCall(
-                site.name, len(self.calls), _copy(find_main_input(args, kwargs)), ids, _copy(main_tensor(output))
-            )
-            self.calls[site.name] = call
+            tensors = _copy(find_main_input(args, kwargs)), _copy(main_tensor(output))
+            self.calls[site.name] = _RoleCall(site.name, len(self.calls), ids, *tensors)
 
     def of(self, role: str) -> list[_RoleCall]:
         """Return the calls of the modules in ``role``."""
@@ -251,7 +250,6 @@ def _last(tensor: Tensor) -> Tensor:
 
 
 def _check_resid(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
-    yield from run.silent("resid")
     for one, other in pairwise(calls):
         if _NUMBER.sub("#", one.name) != _NUMBER.sub("#", other.name):
             continue  # the last block of an encoder, and the first of its decoder
@@ -259,14 +257,13 @@ def _check_resid(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
             yield f"what {one.name!r} returns is not what {other.name!r} is given"
 
 
-def _check_part(run: _Run, role: str, *, mixes: bool) -> Iterator[str]:
-    yield from run.silent(role)
+def _check_part(run: _Run, calls: list[_RoleCall], *, role: str, mixes: bool) -> Iterator[str]:
     widths = {call.output.shape[-1] for call in run.of("resid") if call.output is not None}
-    for call in run.of(role):
+    for call in calls:
         if call.output is None or call.output.shape[-1] not in widths:
             yield f"{call.name!r} does not return the width of the residual stream"
             return
-    if any(call.output is not None and len(_by_token(call.output)) < 2 for call in run.of(role)):
+    if any(call.output is not None and len(_by_token(call.output)) < 2 for call in calls):
         raise OptionError("check_roles was given one token; give a sequence of several: one has to change another.")
     for name in run.one_of_each_class(role):
         own, last = run.reach(name)
@@ -276,16 +273,7 @@ def _check_part(run: _Run, role: str, *, mixes: bool) -> Iterator[str]:
             yield f"{name!r} {'mixes' if last else 'does not mix'} tokens"
 
 
-def _check_attn(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
-    return _check_part(run, "attn", mixes=True)
-
-
-def _check_mlp(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
-    return _check_part(run, "mlp", mixes=False)
-
-
 def _check_embed(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
-    yield from run.silent("embed")
     first = min((call.order for call in run.of("resid")), default=0)
     for call in calls[:1]:
         if not call.ids or call.order > first:
@@ -293,7 +281,6 @@ def _check_embed(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
 
 
 def _check_final_norm(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
-    yield from run.silent("final_norm")
     for call in calls:
         before = [block for block in run.of("resid") if block.order < call.order]
         last = max(before, key=lambda block: block.order, default=None)
@@ -307,7 +294,6 @@ def _is_handed_on(one: _RoleCall, other: _RoleCall) -> bool:
 
 
 def _check_head(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
-    yield from run.silent("head")
     last = max((call.order for call in run.of("resid")), default=0)
     for call in calls:
         if call.order < last:
@@ -324,7 +310,6 @@ def _gives_logits(head: Tensor, output: Any) -> bool:
 
 
 def _check_router(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
-    yield from run.silent("router")
     for call in calls:
         if (
             call.output is None
@@ -334,10 +319,10 @@ def _check_router(run: _Run, calls: list[_RoleCall]) -> Iterator[str]:
             yield f"{call.name!r} does not return a row for each token"
 
 
-_CHECKS: Final = {
+_CHECKS: Final[Mapping[str, Callable[..., Iterator[str]]]] = {
     "resid": _check_resid,
-    "attn": _check_attn,
-    "mlp": _check_mlp,
+    "attn": partial(_check_part, role="attn", mixes=True),
+    "mlp": partial(_check_part, role="mlp", mixes=False),
     "embed": _check_embed,
     "final_norm": _check_final_norm,
     "head": _check_head,

@@ -103,14 +103,14 @@ def test_without_a_with_block_remove_takes_it_off():
 
 
 def test_a_copied_or_pickled_model_with_a_cache_works():
-    """Copies carry no hooks; a cache they keep is empty."""
+    """Copies carry no hooks; a cache they keep holds what it held, and captures no more."""
     model = stack()
     with hl.capture(model, "a") as cache:
         model(X)
         model.cache = cache
         twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    assert len(twin.cache) == 0
     assert torch.equal(twin(X), model(X))
+    assert len(twin.cache["a"].calls) == 1
     assert len(cache["a"].calls) == 1
 
 
@@ -120,7 +120,7 @@ def test_a_copied_or_pickled_model_with_a_cache_works():
     ids=["copy", "deep", "pickle"],
 )
 def test_a_copied_or_pickled_cache_holds_what_was_captured(copied):
-    """Values, gradients, inputs, order and the reasons of what is missing; it captures no more, nor does it share."""
+    """Values, gradients, inputs, order and the reasons of what is missing; it captures no more."""
     model = stack()
     with hl.capture(model, ("*",), inputs=True, grads=True) as cache:
         model(X).sum().backward()
@@ -132,7 +132,7 @@ def test_a_copied_or_pickled_cache_holds_what_was_captured(copied):
         assert (call.step, call.call) == (first.step, first.call)
         for one, other in ((call.output, first.output), (call.inputs[0], first.inputs[0]), (call.grad, first.grad)):
             assert torch.equal(one, other)
-            assert (one is other) == (copied is copy.copy)
+            assert one is not other
             assert (one.data_ptr() == other.data_ptr()) == (copied is copy.copy)
     with pytest.raises(CaptureError, match="closed"):
         twin.__enter__()

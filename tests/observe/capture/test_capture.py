@@ -152,20 +152,6 @@ def test_shared_modules_and_wrapped_names_resolve():
     assert cache["module.a"].name == "a"
 
 
-def test_an_unknown_name_is_a_key_error_with_the_nearest():
-    """Asked, found, next."""
-    model = stack()
-    with hl.capture(model, ["a", "b"]) as cache:
-        model(X)
-    with pytest.raises(hl.errors.NoMatchError, match=r"'aa' was not captured; nearest: 'a'"):
-        cache["aa"]
-    with pytest.raises(KeyError, match="'c' was not captured"):
-        cache["c"]
-    assert "a" in cache
-    assert "c" not in cache
-    assert cache.get("nothing like it") is None
-
-
 def test_a_target_that_matches_nothing_raises_or_warns():
     """As ``attach`` does, and nothing is left on the model."""
     model = stack()
@@ -177,14 +163,6 @@ def test_a_target_that_matches_nothing_raises_or_warns():
     assert len(cache) == 0
     cache.remove()
     hl.assert_no_hooks(model, foreign=True)
-
-
-def test_modules_can_be_left_out():
-    """``exclude`` takes what ``targets`` takes."""
-    model = stack()
-    with hl.capture(model, "?", exclude=nn.Tanh) as cache:
-        model(X)
-    assert cache.names == ("a", "c")
 
 
 # -- never called --------------------------------------------------------------------------------------------
@@ -326,26 +304,3 @@ def test_bad_options_are_refused_before_anything_is_attached(options, message):
     with pytest.raises(hl.errors.OptionError, match=message):
         hl.capture(model, "a", **options)
     hl.assert_no_hooks(model, foreign=True)
-
-
-def test_an_unknown_option_is_a_type_error():
-    """Python's own."""
-    with pytest.raises(TypeError, match="clones"):
-        hl.capture(stack(), "a", clones=True)  # type: ignore[call-arg]
-
-
-def test_what_is_captured_has_to_be_a_model():
-    """And the message says what it got."""
-    with pytest.raises(hl.errors.UnhookableError, match="got a list"):
-        hl.capture([nn.Linear(1, 1)], "0")  # type: ignore[arg-type]
-
-
-def test_what_was_not_asked_for_says_how_to_ask():
-    """Inputs and gradients."""
-    model = stack()
-    with hl.capture(model, "a") as cache:
-        model(X)
-    with pytest.raises(CaptureError, match=r"inputs of 'a' were not captured: hl.capture\(..., inputs=True\)"):
-        cache["a"].inputs
-    with pytest.raises(CaptureError, match=r"gradients of 'a' were not captured: hl.capture\(..., grads=True\)"):
-        cache["a"].grad

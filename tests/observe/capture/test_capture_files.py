@@ -98,13 +98,6 @@ def test_what_was_not_captured_is_not_in_the_file_either(tmp_path):
     back.remove()
 
 
-def test_an_empty_cache_can_be_saved(tmp_path):
-    """And read."""
-    with hl.capture(nn.Sequential(nn.Linear(1, 1)), "0") as cache:
-        pass
-    assert len(hl.observe.Cache.load(cache.save(tmp_path / "none.safetensors"))) == 0
-
-
 def test_a_value_that_was_overwritten_is_not_written(tmp_path):
     """Wrong numbers do not get into files either, and no half file is left."""
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
@@ -174,37 +167,20 @@ def saved(output: Any, path: Path) -> Path:
     return cache.save(path)
 
 
-def test_keys_that_are_tuples_come_back(tmp_path):
-    """With the tensors under them."""
-    given = {(0, "a"): torch.ones(2), (1, (None, 2.5)): [torch.zeros(1)], "b": 3}
-    back = hl.observe.Cache.load(saved(given, tmp_path / "run.safetensors"))["0"].output
-    assert list(back) == list(given)
-    assert same(list(given.values()), list(back.values()))
-
-
-def test_keys_that_no_file_can_hold_are_an_error(tmp_path):
-    """Where tensors would be lost without a word; where there are none, a note of the class will do."""
-    with pytest.raises(CaptureError, match=r"output of '0' has tensors under keys such as <object.*Capture a module"):
+def test_what_no_file_can_hold_says_where(tmp_path):
+    """Keys that are objects, and types that the format does not have."""
+    with pytest.raises(CaptureError, match=r"output of '0' has keys such as <object.*Capture a module"):
         saved({object(): torch.ones(1)}, tmp_path / "run.safetensors")
-    assert "dict" in repr(hl.observe.Cache.load(saved({object(): 1}, tmp_path / "run.safetensors"))["0"].output)
+    with pytest.raises(CaptureError, match=r"complex128.*use index="):
+        saved(torch.zeros(2, dtype=torch.complex128), tmp_path / "run.safetensors")
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
-def test_complex_numbers_come_back(tmp_path, dtype):
-    """To the bit, also conjugate ones, and as one tensor where it was one."""
-    z = torch.view_as_complex(torch.randn(3, 2, dtype=torch.float64)).to(dtype)
-    back = hl.observe.Cache.load(saved([z, z, z.conj(), z[:0]], tmp_path / "run.safetensors"))["0"].output
-    assert back[0] is back[1]
-    assert [tensor.dtype for tensor in back] == [dtype] * 4
-    assert torch.equal(torch.view_as_real(back[0]), torch.view_as_real(z))
-    assert torch.equal(torch.view_as_real(back[2]), torch.view_as_real(z.conj().resolve_conj()))
-
-
-def test_a_type_that_no_file_can_hold_says_where(tmp_path):
-    """With the site and a remedy, not with the words of another library."""
-    with pytest.raises(CaptureError, match=r"output of '0' is of bits8, which .* cannot hold; use index="):
-        saved(torch.zeros(2, dtype=torch.uint8).view(torch.bits8), tmp_path / "run.safetensors")
+def test_numbers_that_torch_only_marks_as_conjugate_come_back(tmp_path):
+    """As the numbers they stand for."""
+    z = torch.view_as_complex(torch.randn(3, 2))
+    back = hl.observe.Cache.load(saved([z, z.conj()], tmp_path / "run.safetensors"))["0"].output
+    assert torch.equal(back[1], z.conj().resolve_conj())
 
 
 def test_an_output_that_contains_itself_is_not_written(tmp_path):

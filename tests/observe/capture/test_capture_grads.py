@@ -93,18 +93,6 @@ def test_gradients_have_the_structure_of_the_output():
     assert (grad["more"][1], grad["unused"], grad["note"]) == (None, None, None)
 
 
-def test_a_lone_tensor_has_a_lone_gradient():
-    """And None before a backward pass came."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
-    with hl.capture(model, "#", grads=True, clone=True) as cache:
-        loss = model(x()).sum()
-        assert cache["0"].grad is None
-        loss.backward()
-    expected = model[2].weight.expand(2, 3) * (cache["1"].output > 0)
-    assert torch.equal(cache["0"].grad, expected)
-    assert cache["0"].grad.dtype == torch.float32
-
-
 @pytest.mark.parametrize("how", ["twice", "first without"])
 def test_each_call_has_its_own_gradient(how):
     """Also where only some of them are part of a graph."""

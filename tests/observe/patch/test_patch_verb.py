@@ -27,14 +27,6 @@ def test_a_key_is_any_target():
     assert fired == [3, 4, 1, 1, 2, 1]
 
 
-def test_exclude_leaves_modules_out():
-    """They are not edited."""
-    model, x = made()
-    with hl.patch(model, {"layers.#": hl.edits.ablate()}, exclude="layers.2") as patched:
-        model(x)
-    assert [site.name for site in patched.report()[0].sites] == ["layers.0", "layers.1"]
-
-
 @pytest.mark.parametrize("on", ["forward", "forward_pre"])
 def test_after_the_block_everything_is_as_before(on):
     """Outputs and gradients are equal to the bit, and no hook is left."""
@@ -83,15 +75,6 @@ def test_a_patch_says_what_it_did():
         assert patched.report()[0].name == "mine"
 
 
-def test_a_patch_of_what_never_runs_says_so():
-    """As every hook does when it comes off."""
-    model, x = made()
-    patched = hl.patch(model, {"layers": hl.edits.ablate()})
-    model(x)
-    with pytest.warns(hl.errors.HookNeverFired, match="ablate.*layers"):
-        patched.remove()
-
-
 def test_a_function_can_ask_where_it_is():
     """A keyword-only ``site`` is handed over."""
     model, x = made()
@@ -104,16 +87,6 @@ def test_a_function_can_ask_where_it_is():
     with hl.patch(model, {"layers.#": note}):
         model(x)
     assert seen == [(f"layers.{index}", "forward", 0, "Layer") for index in range(3)]
-
-
-def test_wrappers_do_not_show_in_names():
-    """A wrapped model is patched by the names of what is inside."""
-    model, x = made()
-    wrapped = torch.optim.swa_utils.AveragedModel(model)
-    expected = wrapped.module(x, torch.zeros_like)
-    with hl.patch(wrapped, {"layers.1": hl.edits.swap({"layers.1": torch.zeros(2, 3, 4)})}) as patched:
-        assert torch.equal(wrapped(x), expected)
-    assert patched.report()[0].sites[0].name == "layers.1"
 
 
 def test_a_model_in_ddp_is_patched_and_trained():
@@ -216,32 +189,6 @@ def test_only_outputs_and_inputs_are_patched(on):
         hl.patch(model, {"head": hl.edits.ablate()}, on=on)
 
 
-@pytest.mark.parametrize("on", ["input", "inputs", "output", "pre"])
-def test_a_kind_that_is_none_is_told_the_two_that_patch_takes(on):
-    """Not the thirteen kinds of attach, of which it takes two."""
-    model, _ = made()
-    with pytest.raises(hl.errors.KindError) as error:
-        hl.patch(model, {"head": hl.edits.ablate()}, on=on)
-    assert str(error.value) == f"patch() edits outputs (on='forward') or inputs (on='forward_pre'), not {on!r}."
-
-
-def test_a_bad_scope_leaves_nothing_on():
-    """It is noticed after the edits were read, and before any is on."""
-    model, _ = made()
-    with pytest.raises(hl.errors.OptionError, match="scope="):
-        hl.patch(model, {"head": hl.edits.ablate(), "layers.0": hl.edits.ablate()}, scope="thread")
-    hl.assert_no_hooks(model)
-
-
-def test_a_module_that_takes_no_hooks_takes_the_others_off():
-    """All or nothing: what was attached before it is off again."""
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
-        model = nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4)))
-    with pytest.raises(hl.errors.UnhookableError):
-        hl.patch(model, {"0": hl.edits.ablate(), "1": hl.edits.ablate()})
-    hl.assert_no_hooks(model)
-
-
 def test_without_strict_a_target_that_matches_nothing_is_a_warning():
     """The others are edited."""
     model, x = made()
@@ -338,18 +285,6 @@ def test_what_does_not_fit_is_said_in_the_call(case):
     ):
         model(x)
     hl.assert_no_hooks(model)
-
-
-def test_the_part_that_an_index_takes_is_in_the_message():
-    """It is what the given tensor has to fit."""
-    model, x = made()
-    with (
-        hl.patch(model, {"layers.1": hl.edits.replace(torch.ones(3, 4), index=(slice(None), -1))}),
-        pytest.raises(
-            hl.errors.HookReturnError, match=r"\(2, 3, 4\), of which index=\(:, -1\) takes \(2, 4\)\. Give a tensor"
-        ),
-    ):
-        model(x)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -130,20 +129,3 @@ def profiled(model: nn.Module, x: Tensor | None = None, *, steps: int = 1, **opt
 
 def tower() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), Work(1, 2), Work(3, 4), nn.Sequential(Work(5, 6)))
-
-
-def trace_of(prof: hl.observe.Profile, folder: Any) -> list[dict[str, Any]]:
-    path = prof.save_trace(folder / "trace.json")
-    assert [file.name for file in folder.iterdir()] == ["trace.json"]
-    return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-
-
-def check_nesting(events: list[dict[str, Any]]) -> None:
-    """On one line, an event lies within the one before it or begins when that is over: so viewers stack them."""
-    for line in {event["tid"] for event in events}:
-        around: list[float] = []
-        for event in sorted((e for e in events if e["tid"] == line), key=lambda event: (event["ts"], -event["dur"])):
-            while around and event["ts"] >= around[-1] - 1e-3:
-                around.pop()
-            assert not around or event["ts"] + event["dur"] <= around[-1] + 1e-3
-            around.append(event["ts"] + event["dur"])

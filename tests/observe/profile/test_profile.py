@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from typing import Any
 
 import pytest
@@ -15,14 +14,12 @@ from helpers_profile import (
     Stopwatch,
     Work,
     calls,
-    check_nesting,
     leaf,
     own,
     profiled,
     run,
     times,
     tower,
-    trace_of,
 )
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
@@ -192,106 +189,6 @@ own times add up to 2,008.00 ms forward and 4,084.00 ms backward, of 6,092.00 ms
     assert repr(prof) == f"{prof}\nhooks: off"
 
 
-def test_a_long_name_loses_its_middle_in_the_table(stopwatch: Stopwatch) -> None:
-    """Sixty characters with both ends, in the table; the row and the metrics have all of it."""
-    inner, model = nn.Sequential(), nn.Sequential()
-    inner.add_module("b" * 50, Work(1, 2))
-    model.add_module("a" * 50, inner)
-    prof = profiled(model, leaf())
-    *_, line, _ = str(prof).splitlines()
-    assert line.split()[0] == "a" * 20 + "…" + "b" * 39
-    assert f"{'a' * 50}.{'b' * 50}/calls" in prof.to_metrics()
-
-
-def test_a_table_of_many_rows_says_where_the_rest_is(stopwatch: Stopwatch) -> None:
-    """Sixty rows are shown, and what they add up to is that of all."""
-    model = nn.Sequential(*(Work(1, 2) for _ in range(100)))
-    prof = profiled(model, leaf())
-    lines = str(prof).splitlines()
-    assert len(lines) == 2 + 60 + 2
-    assert lines[-2] == "… and 41 that took less; all of them are in .rows"
-    assert lines[-1].startswith("own times add up to 100.00 ms forward and 200.00 ms backward")
-
-
-def test_a_trace_holds_every_call_as_viewers_want_it(tmp_path: Any) -> None:
-    """Complete events with numbers for process and line, labels for the lines, children within their parents."""
-    block = Calls(lambda self, x: self.a(x) + self.b(x), a=nn.Linear(3, 3), b=nn.Linear(3, 3))
-    model = nn.Sequential(nn.Linear(3, 3), block)
-    prof = profiled(model, steps=2, functions="torch.nn.functional.linear")
-    events = trace_of(prof, tmp_path)
-    labels = [event for event in events if event["ph"] == "M"]
-    spans = [event for event in events if event["ph"] == "X"]
-    assert len(labels) + len(spans) == len(events)
-    assert {(e["tid"], e["args"]["name"]) for e in labels if e["name"] == "thread_name"} == {
-        (1, "forward"),
-        (2, "backward"),
-    }
-    assert {event["cat"] for event in spans} == {"forward", "backward"}
-    for event in spans:
-        assert event.keys() == {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"}
-        assert type(event["pid"]) is type(event["tid"]) is int
-        assert event["ts"] >= 0
-        assert event["dur"] > 0
-        assert event["ts"] + event["dur"] <= 1e3 * prof.wall_ms
-    forwards = [event for event in spans if event["cat"] == "forward"]
-    assert len(forwards) == 2 * (5 + 3)
-    assert {e["args"]["module"] for e in forwards if e["args"]["type"] == "function"} == {"0", "1.a", "1.b"}
-    assert {(e["args"]["step"], e["args"]["call"]) for e in forwards if e["name"] == "1.a"} == {(0, 0), (1, 0)}
-    check_nesting(spans)
-    moments = {(e["name"], e["args"]["step"]): (e["ts"], e["ts"] + e["dur"]) for e in forwards}
-    for step in (0, 1):
-        for child, parent in (("0", "(the model)"), ("1", "(the model)"), ("1.a", "1"), ("1.b", "1")):
-            assert moments[parent, step][0] <= moments[child, step][0]
-            assert moments[child, step][1] <= moments[parent, step][1]
-
-
-def test_a_trace_of_several_threads_has_lines_for_each(stopwatch: Stopwatch, tmp_path: Any) -> None:
-    """Forward and backward of each thread have a line; a repeated forward lies on that of the backward."""
-    model = nn.Sequential(nn.Linear(3, 3), Work(1, 2), nn.Tanh())
-
-    def train() -> None:
-        checkpoint(model, torch.ones(3), use_reentrant=False).sum().backward()
-
-    with hl.profile(model) as prof:
-        train()
-        thread = threading.Thread(target=train)
-        thread.start()
-        thread.join()
-    events = trace_of(prof, tmp_path)
-    names = {e["args"]["name"]: e["tid"] for e in events if e["name"] == "thread_name"}
-    assert names.keys() == {f"{way}, thread {number}" for way in ("forward", "backward") for number in (1, 2)}
-    assert len(set(names.values())) == 4
-    spans = [event for event in events if event["ph"] == "X"]
-    check_nesting(spans)
-    repeated = [event for event in spans if event["cat"] == "recompute" and event["name"] == "1"]
-    assert {event["tid"] for event in repeated} == {names["backward, thread 1"], names["backward, thread 2"]}
-    assert [round(event["dur"]) for event in repeated] == [1000, 1000]
-
-
-def test_a_trace_is_written_whole_or_not_at_all(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing folder is named; a failure on the way leaves the old file, and nothing beside it."""
-    model = nn.Linear(3, 3)
-    prof = profiled(model)
-    with pytest.raises(
-        FileNotFoundError, match=r"Cannot write the trace '.*trace\.json': there is no folder '.*missing'"
-    ):
-        prof.save_trace(tmp_path / "missing" / "trace.json")
-    with pytest.raises(IsADirectoryError, match="that is a folder; add a file name"):
-        prof.save_trace(tmp_path)
-    path = prof.save_trace(str(tmp_path / "trace.json"))
-    before = path.read_text(encoding="utf-8")
-
-    def fail(*args: Any) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("pathlib.Path.replace", fail)
-    prof.reset()
-    with pytest.raises(OSError, match="disk full"):
-        prof.save_trace(path)
-    assert path.read_text(encoding="utf-8") == before
-    assert [file.name for file in tmp_path.iterdir()] == ["trace.json"]
-
-
 # -- nothing is disturbed ----------------------------------------------------------------------------------
 
 
@@ -333,19 +230,3 @@ def test_an_error_while_attaching_leaves_nothing_attached() -> None:
     with pytest.raises(hl.errors.NoMatchError, match="layers"):
         hl.profile(model, "layers.#")
     hl.assert_no_hooks(model, foreign=True)
-
-
-def test_a_module_that_refuses_hooks_leaves_the_others_without() -> None:
-    """The last module of the model cannot be hooked: the first ones are as they were."""
-
-    class Scripted(torch.jit.ScriptModule):
-        pass
-
-    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), Scripted())
-    with pytest.raises(hl.errors.UnhookableError):
-        hl.profile(model, functions="torch.nn.functional.*")
-    for module in list(model)[:2]:
-        hl.assert_no_hooks(module, foreign=True)
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks
-    assert "_call_impl" not in vars(model)

@@ -16,13 +16,11 @@ from helpers_profile import (
     Stopwatch,
     Work,
     calls,
-    check_nesting,
     leaf,
     own,
     profiled,
     run,
     times,
-    trace_of,
 )
 from torch import Tensor, nn
 
@@ -170,7 +168,7 @@ class Tree(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_in_any_tree_of_modules_every_one_has_the_time_it_costs(stopwatch: Stopwatch, seed: int, tmp_path: Any) -> None:
+def test_in_any_tree_of_modules_every_one_has_the_time_it_costs(stopwatch: Stopwatch, seed: int) -> None:
     """Forty random models, two steps each: own times are the costs, wherever in the graph they are."""
     tree = Tree(random.Random(seed), depth=3)
     model = Calls(lambda self, x: tree.one(tree, self.stem(x)), stem=nn.Linear(3, 3), tree=tree)
@@ -182,7 +180,6 @@ def test_in_any_tree_of_modules_every_one_has_the_time_it_costs(stopwatch: Stopw
     for way in ("forward", "backward"):
         total = sum(getattr(row, f"{way}_own_ms") for row in prof.rows)
         assert total == pytest.approx(getattr(prof.total, f"{way}_ms"), rel=1e-6)
-    check_nesting([event for event in trace_of(prof, tmp_path) if event["ph"] == "X"])
 
 
 # -- on the real clock -------------------------------------------------------------------------------------
@@ -223,22 +220,3 @@ def test_on_the_real_clock_sleep_takes_as_long_as_it_does() -> None:
     assert sum(row.backward_own_ms for row in prof.rows) == pytest.approx(prof.total.backward_ms, rel=1e-6)
     assert min(row.backward_own_ms for row in prof.rows) >= 0
     assert 55 + 75 <= prof.total.forward_ms + prof.total.backward_ms <= prof.wall_ms
-
-
-def test_on_the_real_clock_sums_are_those_of_the_step() -> None:
-    """A transformer with functions: own times are not negative, add up to the model, which is most of the wall."""
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(128, 4, 512, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    x = torch.randn(16, 64, 128)
-    model(x).sum().backward()
-    with hl.profile(model, functions=["torch.nn.functional.*", "aten.*mm*"]) as prof:
-        for _ in range(3):
-            model(x).sum().backward()
-    total = prof.total
-    rows = prof.rows
-    assert sum(row.forward_own_ms for row in rows) == pytest.approx(total.forward_ms, rel=1e-6)
-    assert sum(row.backward_own_ms for row in rows) == pytest.approx(total.backward_ms, rel=1e-6)
-    assert min(row.forward_own_ms for row in rows) >= 0
-    assert min(row.backward_own_ms for row in rows) >= 0
-    assert 0.7 * prof.wall_ms <= total.forward_ms + total.backward_ms <= prof.wall_ms

@@ -234,12 +234,12 @@ def _of_cache(cache: Cache, name: str) -> RunValues:
     begins = _begins([(step, site) for step, site, _ in calls])
     for place, (step, site, call) in enumerate(calls):
         forward += [((2 * place + 1, 0), one) for one in _leaves_of(site, "output", call.output, step, call.call)]
-        if "inputs" in call.kept():
+        if "inputs" in call.values:
             given: dict[Any, Any] = {**dict(enumerate(call.inputs)), **call.kwargs}
             # A module takes its input before the modules in it are called; the outer one first.
             when = 2 * begins.get((step, site), place), site.count(".") if site else -1
             forward += [(when, one) for one in _leaves_of(site, "input", given, step, call.call)]
-        if call.takes_grads and call.has_grads:
+        if call.gradients or call.is_mixed:
             grads = _leaves_of(site, "output_grad", call.grads[0], step, call.call)
             backward += [((-place, 0), one) for one in grads]
     ordered = [value for part in (forward, backward) for _, value in sorted(part, key=lambda item: item[0])]

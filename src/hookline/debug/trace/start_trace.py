@@ -5,7 +5,6 @@ Users call `trace`. It puts hooks on by `TraceSites`, which hand tensors to a `T
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from hookline.debug.trace.trace_recorder import TraceRecorder
 from hookline.debug.trace.trace_sites import TraceSites, TraceStepNumbers
 from hookline.distributed.ranks import rank_count, this_rank
 from hookline.errors import OptionError
-from hookline.messages import nearest_names, suggest
+from hookline.messages import nearest_names, parse_size, suggest
 from hookline.observe.watch.watch_steps import OptimizerSteps
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.targets import check_model, name_matcher
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["Trace", "bytes_of_budget", "checked_trace_kinds", "dims_finder", "matching", "trace"]
 
 _DEFAULT_KINDS: Final = ("output", "output_grad", "parameter", "param_grad")
-_UNITS: Final = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20,
-                 "GIB": 2**30}  # fmt: skip
 
 
 def trace(
@@ -260,11 +257,10 @@ def bytes_of_budget(budget: int | str | None) -> int | None:
     """Return a budget in bytes: a number, a text such as ``"200MB"`` or ``"1.5 GiB"``, or None for no limit."""
     if budget is None or (type(budget) is int and budget > 0):
         return budget
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", budget) if isinstance(budget, str) else None
-    unit = None if found is None else _UNITS.get(found[2].upper())
-    if found is None or unit is None or not float(found[1]):
+    found = parse_size(budget) if isinstance(budget, str) else None
+    if not found:
         raise OptionError(f"budget={budget!r}: give a number of bytes, a text such as '200MB' or '1.5GiB', or None.")
-    return int(float(found[1]) * unit)
+    return found
 
 
 def matching(names: bool | str | Sequence[str]) -> Callable[[str], bool]:

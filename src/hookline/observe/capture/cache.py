@@ -1,118 +1,47 @@
-"""Hold what a capture has recorded, by the names of the modules.
+"""Hold what a capture has recorded, by the names of the modules, and write it to a file.
 
-``capture`` makes a `Cache` and its recorder fills it; `cache_files` writes and reads it. It is also the handle of the
-hooks: they come off with ``remove()``, or at the end of a ``with`` block, and what it holds stays.
+``capture`` makes a `Cache` over its recorder. It is also the handle of the hooks: they come off with ``remove()``, or
+at the end of a ``with`` block, and what it holds stays.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
+import json
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hookline.errors import CaptureError, NoMatchError
-from hookline.messages import counted, nearest_names
-from hookline.notebook_html import line
-from hookline.observe.capture.capture_hooks import CaptureRecorder, CaptureStopped
-from hookline.observe.capture.captured_calls import CapturedCall
-from hookline.observe.capture.stored_value import (
-    AS_IT_IS,
-    StoredValue,
-    bytes_of,
-    size_text,
-)
+from hookline.files import replace_file
+from hookline.messages import counted, nearest_names, size_text, type_name
+from hookline.observe.capture.calls import AS_IT_IS, Captured, CapturedCall, StoredValue, bytes_of
+from hookline.observe.capture.recorder import CaptureRecorder, CaptureStopped
 from hookline.sites.compiled.value_layout import Unseen
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import close_context
 from hookline.sites.kinds import Kind
 from hookline.sites.wrappers import submodule
 from hookline.tables import OFF, ON, THE_MODEL, ShownAsTable, Table
-from hookline.tree import main_of, map_tensors, tensors_of
+from hookline.tree import children, main_of, map_tensors, tensors_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from torch import nn
 
 __all__ = ["Cache", "Captured"]
 
+_Calls: TypeAlias = dict[str, list[CapturedCall]]
 _MAX_ROWS: Final = 60
 _MAX_MAPS: Final = 12
 """Heat maps that a notebook shows at once: 10 kB each at most."""
 _MORE_TENSORS: Final = "+1: .output has one more tensor; the one whose shape is shown is .tensor"
-_PICKLED: Final = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, Unseen)
 _CHANGED: Final = -1
 """A version that no tensor has: reading a copy of what was overwritten raises, as with the original."""
-_FORWARD_PRE: Final = Kind.FORWARD_PRE
-
-
-class Captured:
-    """The calls that were captured of one module.
-
-    Recipe: ``cache["layers.3"].output``, or ``.calls[i].output`` where the module was called more than once.
-    ``.tensor`` is the main tensor of an output that is a tuple or dict, as that of attention. ``.inputs`` and
-    ``.kwargs`` want ``inputs=True``, ``.grad`` wants ``grads=True``.
-    """
-
-    __slots__ = ("_why_none", "calls", "name")
-
-    def __init__(self, name: str, calls: tuple[CapturedCall, ...], why_none: Callable[[str], str]) -> None:
-        self.name = name
-        """The name of the module."""
-        self.calls = calls
-        """Its calls, in the order they ended."""
-        self._why_none = why_none
-
-    @property
-    def output(self) -> Any:
-        """The output of the module, in its structure."""
-        calls = self.calls
-        return (calls[0] if len(calls) == 1 else self._only("output")).output
-
-    @property
-    def tensor(self) -> Tensor:
-        """The main tensor of the output, the one that ``patch`` edits: of a tuple or dict the first of real numbers."""
-        return self._only("tensor").tensor
-
-    @property
-    def inputs(self) -> tuple[Any, ...]:
-        """The positional arguments, as the module got them."""
-        return self._only("inputs").inputs
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        """The keyword arguments."""
-        return self._only("kwargs").kwargs
-
-    @property
-    def grad(self) -> Any:
-        """The gradient of the output, in its structure; None if there was none."""
-        return self._only("grad").grad
-
-    def _only(self, attribute: str) -> CapturedCall:
-        calls = self.calls
-        if len(calls) == 1:
-            return calls[0]
-        if not calls:
-            raise CaptureError(f"Nothing was captured of {self.name!r}: {self._why_none(self.name)}.")
-        steps = len({call.step for call in calls})
-        forwards = f" in {steps} forwards of the model" if steps > 1 else ""
-        raise CaptureError(
-            f"{self.name!r} was called {len(calls)} times{forwards}, so .{attribute} does not say which is meant; use "
-            f".calls[i].{attribute} with i from 0 to {len(calls) - 1}, or cache.clear() before each forward."
-        )
-
-    def __repr__(self) -> str:
-        return f"<Captured {self.name!r}, {len(self.calls)} call{'' if len(self.calls) == 1 else 's'}>"
-
-    def _repr_html_(self) -> str:
-        more = line(f"… and {len(self.calls) - _MAX_MAPS:,} more calls") if len(self.calls) > _MAX_MAPS else ""
-        return line(repr(self)) + "".join(call._repr_html_() for call in self.calls[:_MAX_MAPS]) + more
 
 
 class Cache(ShownAsTable, Mapping[str, Captured]):
@@ -123,26 +52,16 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
     ``hookline.observe.Cache.load("run.safetensors")``.
 
     A module that was to be captured and never was called is no key, but can be asked for: its ``.output`` says why.
-
-    ``copy.copy`` shares the tensors with their graphs; ``copy.deepcopy`` and ``pickle`` copy them without, and a pickle
-    has a note of its class for an object that is no tensor, container or number, as ``save`` has. None captures
-    any more. A model that keeps a cache of its own activations and is deep-copied has an empty one in the copy.
+    Copies and pickles hold the tensors without their graphs, and a note of its class for an object that is no tensor,
+    container or number; they capture no more.
     """
 
-    def __init__(
-        self,
-        recorder: CaptureRecorder | None = None,
-        model: Callable[[], nn.Module | None] = lambda: None,
-        scope: int | None = None,
-    ) -> None:
-        self._recorder = recorder or CaptureRecorder(AS_IT_IS, inputs=False, grads=False, stop=False)
+    def __init__(self, recorder: CaptureRecorder, model: Callable[[], nn.Module | None] = lambda: None) -> None:
+        self._recorder = recorder
         self._model = model
-        self._calls: dict[str, list[CapturedCall]] = {}
-        self._sorting = threading.Lock()
+        self._calls = recorder.calls
         self._is_closed = False
         """Whether its hooks are off, or never were on."""
-        self.scope = scope
-        """The number of the context it captures for; None for the whole process."""
         self.handles: dict[Kind, HookHandle] = {}
         """The hooks, one attachment for each kind."""
         self.reasons: dict[str, Callable[[], str]] = {}
@@ -153,30 +72,29 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the modules that were captured, in the order in which they first were."""
-        return tuple(self._sorted())
+        return tuple(self._calls)
 
     @property
     def bytes(self) -> int:
         """The memory that the captured tensors keep; what several of them share counts once."""
-        return bytes_of(tensor for calls in [*self._sorted().values()] for tensor in _tensors_in(calls))
+        return bytes_of(tensor for calls in [*self._calls.values()] for call in calls for tensor in call.tensors())
 
     def __getitem__(self, name: str) -> Captured:
-        calls = self._sorted()
-        if name not in calls and name not in self.reasons:
+        if name not in self._calls and name not in self.reasons:
             name = self._resolve(name)
-        return Captured(name, tuple(calls.get(name, ())), self._why_none)
+        return Captured(name, tuple(self._calls.get(name, ())), self._why_none)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._sorted()
+        return name in self._calls
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self._sorted())
+        return len(self._calls)
 
     def _table(self) -> Table:
-        calls = self._sorted()
+        calls = dict(self._calls)
         if not calls:
             return Table(title=f"Cache of {counted(len(self.reasons), 'module')}, none captured yet")
         rows = [_cells(*item) for item in calls.items()]
@@ -188,8 +106,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
 
     def _repr_html_(self) -> str:
         """Return the table and, folded, heat maps of the first modules; to draw these waits for their device."""
-        first = [*self._sorted().values()][:_MAX_MAPS]
-        maps = "".join(calls[0]._repr_html_() for calls in first)
+        maps = "".join(calls[0]._repr_html_() for calls in [*self._calls.values()][:_MAX_MAPS])
         folded = f"<details><summary>heat maps</summary>{maps}</details>" if maps else ""
         return super()._repr_html_() + folded
 
@@ -201,27 +118,23 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
 
     def remove(self, *, quiet: bool = False) -> None:
         """Take the hooks off; what was captured stays. Warn, unless ``quiet``, of modules that were never called."""
+        if self._is_closed:
+            return
         silent, self._is_closed = False, True
         try:
             for kind, handle in reversed(self.handles.items()):  # forward, gradients, what opens calls
-                handle.remove(quiet=quiet or silent or kind is _FORWARD_PRE)
+                handle.remove(quiet=quiet or silent or kind is Kind.FORWARD_PRE)
                 # One warning for what was not called: it has no gradient either.
                 silent = len(self.handles) > 1 and bool(handle.report().silent)
         finally:
-            if self.scope is not None:
-                close_context(self.scope)
-            recorder = self._recorder
-            if recorder.wait is not None:
-                recorder.wait()
-            self._sorted()  # from here on only the cache holds the calls
-            if recorder.opens_calls:
-                recorder.release()
+            if self._recorder.scope is not None:
+                close_context(self._recorder.scope)
+            self._calls = self._recorder.release()
 
     def clear(self) -> None:
         """Forget what was captured; the hooks stay on."""
-        with self._sorting:
-            self._recorder.clear()
-            self._calls.clear()
+        self._recorder.clear()
+        self._calls.clear()
 
     def save(self, path: str | Path) -> Path:
         """Write everything to a safetensors file, in a folder that is there; return the path.
@@ -229,16 +142,14 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         Tensors, steps, numbers of calls and structures are kept; a ModelOutput or other mapping or dataclass comes back
         as a dict, a named tuple as a tuple, and an object that is none of these as a note of its class.
         """
-        from hookline.observe.capture.cache_files import write
-
-        return write(path, self._sorted())
+        path = Path(path)
+        _write(path, self._calls)
+        return path
 
     @classmethod
     def load(cls, path: str | Path) -> Cache:
         """Read what ``save`` has written. Nothing is unpickled."""
-        from hookline.observe.capture.cache_files import read
-
-        return _closed_cache(read(path), {})
+        return _closed_cache(_read(Path(path)), {})
 
     def __enter__(self) -> Self:
         if self._is_closed:
@@ -254,35 +165,12 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         self.remove(quiet=error is not None)
         return isinstance(error, CaptureStopped) and error.owner is self._recorder
 
-    # Copies hold what was captured and have no hooks.
-
-    def __copy__(self) -> Cache:
-        calls = {name: list(calls) for name, calls in self._sorted().items()}
-        return _closed_cache(calls, self._reasons_in_words(), self._model)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
-        model = self._model()
-        if model is not None and any(id(module) in memo for module in model.modules()):
-            # It is the model that is copied, and holds the cache. The twin has not run, and has no hooks either.
-            return Cache()
-        return _closed_cache(_copied_calls(self._sorted(), clone=True), self._reasons_in_words())
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _closed_cache, (_copied_calls(self._sorted(), clone=False), self._reasons_in_words())
+        calls = dict(self._calls)
+        reasons = {name: functools.partial(str, why()) for name, why in self.reasons.items() if name not in calls}
+        return _closed_cache, (_without_graphs(calls), reasons)
 
     # -- inside ------------------------------------------------------------------------------------------
-
-    def _sorted(self) -> dict[str, list[CapturedCall]]:
-        """Return the calls by module, with the latest from the recorder."""
-        if self._recorder.notes:
-            with self._sorting:
-                for call in self._recorder.take_calls():
-                    self._calls.setdefault(call.name, []).append(call)
-        return self._calls
-
-    def _reasons_in_words(self) -> dict[str, Callable[[], str]]:
-        """Return why modules were not captured, as it is now, for a copy."""
-        return {name: functools.partial(str, why()) for name, why in self.reasons.items() if name not in self._calls}
 
     def _why_none(self, name: str) -> str:
         return self.reasons[name]() if name in self.reasons else "the file has no call of it"
@@ -306,52 +194,183 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         raise NoMatchError(f"{name!r} was not captured; {hint}. All names: cache.names.")
 
 
-def _closed_cache(
-    calls: dict[str, list[CapturedCall]],
-    reasons: dict[str, Callable[[], str]],
-    model: Callable[[], nn.Module | None] = lambda: None,
-) -> Cache:
+def _cells(name: str, calls: list[CapturedCall]) -> tuple[str, ...]:
+    output = calls[0].values["output"].value
+    tensors = tensors_of(output)
+    main = main_of(tensors)
+    others = f" +{len(tensors) - 1}" if len(tensors) > 1 else ""
+    shape = type(output).__name__ if main is None else f"{tuple(main.shape)}{others}"
+    dtype = "–" if main is None else str(main.dtype).removeprefix("torch.")
+    size = bytes_of(tensor for call in calls for tensor in call.tensors())
+    return name or THE_MODEL, shape, dtype, str(len(calls)), size_text(size)
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+
+
+def _closed_cache(calls: _Calls, reasons: dict[str, Callable[[], str]]) -> Cache:
     """Return a cache that holds these calls and captures no more."""
-    cache = Cache(model=model)
+    cache = Cache(CaptureRecorder(AS_IT_IS))
     cache._calls, cache.reasons, cache._is_closed = calls, reasons, True
     return cache
 
 
-def _copied_calls(calls: dict[str, list[CapturedCall]], *, clone: bool) -> dict[str, list[CapturedCall]]:
-    """Return the same calls without their graphs; with ``clone`` in memory of their own, else fit to be pickled."""
-    copied: dict[int, Tensor] = {}
+def _without_graphs(calls: _Calls) -> _Calls:
+    """Return the same calls, fit to be pickled; what is in two places is one tensor there as well."""
+    detached: dict[int, Tensor] = {}
 
     def one(tensor: Tensor) -> Tensor:
-        if id(tensor) not in copied:  # what is in two places is one tensor in the copy as well
-            copied[id(tensor)] = tensor.detach().clone() if clone else tensor.detach()
-        return copied[id(tensor)]
+        return detached.setdefault(id(tensor), tensor.detach())
 
     def copy_of(kept: StoredValue) -> StoredValue:
-        changed = [tensor for tensor, version in kept.borrowed if tensor._version != version]
-        other = (lambda leaf: leaf) if clone else _for_pickle
-        value = map_tensors(kept.value, lambda path, tensor: one(tensor), other)
-        return StoredValue(value, tuple((one(tensor), _CHANGED) for tensor in changed))
+        value = map_tensors(kept.value, lambda path, tensor: one(tensor), _for_pickle)
+        return StoredValue(value, tuple((one(tensor), _CHANGED) for tensor in kept.changed()))
 
     return {name: [call.copied(copy_of) for call in of_module] for name, of_module in calls.items()}
 
 
 def _for_pickle(leaf: Any) -> Any:
     """Return a number or the like as it is; of an object, which may not allow pickling, its class."""
-    kind = type(leaf)
-    return leaf if isinstance(leaf, _PICKLED) else Unseen(f"{kind.__module__}.{kind.__qualname__}")
+    plain = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
+    return leaf if isinstance(leaf, plain) else _note_of(leaf)
 
 
-def _tensors_in(calls: list[CapturedCall]) -> Iterator[Tensor]:
-    for call in calls:
-        for kept in call.kept().values():
-            for one in (kept,) if isinstance(kept, StoredValue) else kept:
-                yield from tensors_of(one.value)
+def _note_of(value: Any) -> Unseen:
+    kind = type(value)
+    return value if isinstance(value, Unseen) else Unseen(f"{kind.__module__}.{kind.__qualname__}")
 
 
-def _cells(name: str, calls: list[CapturedCall]) -> tuple[str, ...]:
-    first = tensors_of(calls[0].kept_output.value)
-    main = main_of(first)
-    others = f" +{len(first) - 1}" if len(first) > 1 else ""
-    shape = type(calls[0].kept_output.value).__name__ if main is None else f"{tuple(main.shape)}{others}"
-    dtype = "–" if main is None else str(main.dtype).removeprefix("torch.")
-    return name or THE_MODEL, shape, dtype, str(len(calls)), size_text(bytes_of(_tensors_in(calls)))
+# -- files -----------------------------------------------------------------------------------------------------------
+#
+# A safetensors file. The tensors are numbered; its metadata says as JSON which number belongs where: names, steps,
+# calls, and the structures they were in. A structure is a list that begins with its kind: ["tensor", "3"],
+# ["tuple", …], ["dict", ["key", …], …], ["value", 1.5], ["object", "some.Class"].
+
+_KEY: Final = "hookline.capture"
+_VERSION: Final = 1
+_PLAIN: Final = (str, int, float, bool, type(None))
+
+
+def _write(path: Path, calls: _Calls) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    if not path.parent.is_dir():
+        raise CaptureError(f"{path} cannot be written: there is no folder {path.parent}. Make it before, os.makedirs.")
+    if path.is_dir():
+        raise CaptureError(f"{path} is a folder: give the path of a file, such as {path / 'run.safetensors'}.")
+    tensors = _FileTensors()
+    sites = [
+        {"name": name, "calls": [_call_as_json(call, tensors) for call in of_module]}
+        for name, of_module in calls.items()
+    ]
+    about = {_KEY: json.dumps({"version": _VERSION, "sites": sites}), "format": "pt"}
+    try:
+        replace_file(path, lambda draft: save_file(tensors.numbered, draft, metadata=about))
+    except (OSError, SafetensorError, KeyError) as error:  # KeyError: a dtype that the format does not have
+        raise CaptureError(
+            f"{path} could not be written ({error!r}); use index= to convert what it cannot hold."
+        ) from error
+
+
+class _FileTensors:
+    """The tensors of a file, each once, in memory of its own, as the format wants them."""
+
+    def __init__(self) -> None:
+        self.numbered: dict[str, Tensor] = {}
+        self._numbers: dict[int, str] = {}
+
+    def add(self, tensor: Tensor, what: str) -> str:
+        """Return the number of a tensor."""
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
+            kind = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} ({tensor.layout})"
+            raise CaptureError(f"The {what} is {kind}, which a safetensors file cannot hold; use index= to convert it.")
+        number = self._numbers.setdefault(id(tensor), str(len(self._numbers)))
+        if number not in self.numbered:
+            # Always a copy: the format takes neither two tensors on one memory, nor parts of a larger one, nor numbers
+            # that torch only marks as conjugate or negative.
+            plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+            self.numbered[number] = plain.clone(memory_format=torch.contiguous_format)
+        return number
+
+
+def _call_as_json(call: CapturedCall, tensors: _FileTensors) -> dict[str, Any]:
+    about: dict[str, Any] = {"step": call.step, "call": call.call}
+    about["output"] = _as_json(call.output, tensors, f"output of {call.name!r}")
+    if "inputs" in call.values:
+        about["inputs"] = _as_json(call.inputs, tensors, f"input of {call.name!r}")
+        about["kwargs"] = _as_json(call.kwargs, tensors, f"input of {call.name!r}")
+    if call.gradients is not None:
+        about["grads"] = [_as_json(grad, tensors, f"gradient of {call.name!r}") for grad in call.grads]
+    return about
+
+
+def _as_json(value: Any, tensors: _FileTensors, what: str, above: tuple[int, ...] = ()) -> list[Any]:
+    if isinstance(value, Tensor):
+        return ["tensor", tensors.add(value, what)]
+    if isinstance(value, _PLAIN):
+        return ["value", value]
+    if id(value) in above:
+        raise CaptureError(f"The {what} contains itself, which no file can hold; capture a module inside of it.")
+    parts = children(value)
+    if parts is None:
+        return ["object", _note_of(value).kind]
+    odd = [key for key, _ in parts if not isinstance(key, _PLAIN)]
+    if odd:
+        raise CaptureError(
+            f"The {what} has keys such as {odd[0]!r}, {type_name(odd[0])}, which a file cannot hold: keys are texts, "
+            "numbers or None. Capture a module inside of it."
+        )
+    items = [(key, _as_json(item, tensors, what, (*above, id(value)))) for key, item in parts]
+    if isinstance(value, tuple | list):
+        return ["tuple" if isinstance(value, tuple) else "list", *(item for _, item in items)]
+    return ["dict", *([key, item] for key, item in items)]
+
+
+def _read(path: Path) -> _Calls:
+    from safetensors import SafetensorError, safe_open
+
+    if path.is_dir():
+        raise CaptureError(f"{path} is a folder: give the path of a file that Cache.save() has written.")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            about = (file.metadata() or {}).get(_KEY)
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if about is not None else {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CaptureError(f"{path} is no safetensors file that can be read ({error}).") from error
+    if about is None:
+        raise CaptureError(f"{path} was not written by Cache.save(): there is no {_KEY!r} in its metadata.")
+    try:
+        found = json.loads(about)
+        if found["version"] != _VERSION:
+            raise CaptureError(f"{path} is of version {found['version']}, this hookline reads {_VERSION}; update it.")
+        sites = found["sites"]
+        return {site["name"]: [_call_of_json(site["name"], call, tensors) for call in site["calls"]] for site in sites}
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise CaptureError(f"{path} is damaged: its metadata does not fit its tensors ({error!r}).") from error
+
+
+def _call_of_json(name: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> CapturedCall:
+    grads = tuple(StoredValue(_of_json(grad, tensors)) for grad in about.get("grads", ()))
+    call = CapturedCall(name, about["step"], about["call"], grads if "grads" in about else None)
+    call.values = {"output": StoredValue(_of_json(about["output"], tensors))}
+    for key in ("inputs", "kwargs"):
+        if key in about:
+            call.values[key] = StoredValue(_of_json(about[key], tensors))
+    return call
+
+
+def _of_json(about: list[Any], tensors: dict[str, Tensor]) -> Any:
+    kind, *parts = about
+    if kind == "tensor":
+        return tensors[parts[0]]
+    if kind == "dict":
+        return {key: _of_json(item, tensors) for key, item in parts}
+    if kind == "value":
+        return parts[0]
+    if kind == "object":
+        return Unseen(str(parts[0]))
+    if kind in ("tuple", "list"):
+        items = [_of_json(item, tensors) for item in parts]
+        return tuple(items) if kind == "tuple" else items
+    raise ValueError(f"unknown kind {kind!r}")

@@ -6,16 +6,17 @@ Users call `capture`. It checks the options, puts the hooks of a `CaptureRecorde
 from __future__ import annotations
 
 import functools
-import re
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import nn
 
 from hookline.errors import OptionError
+from hookline.messages import parse_size
 from hookline.observe.capture.cache import Cache
-from hookline.observe.capture.capture_hooks import CaptureRecorder
-from hookline.observe.capture.stored_value import AS_IT_IS, ValueStore
+from hookline.observe.capture.calls import ValueStore
+from hookline.observe.capture.recorder import CaptureRecorder
 from hookline.observe.index_grammar import plain_item, text_of
 from hookline.observe.token_axes import axes_for
 from hookline.phases import ALL_PHASES, PHASES, validate_phases
@@ -30,21 +31,15 @@ from hookline.sites.targets import Named, check_model, choose
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch import nn
-
     from hookline.hook_types import Scope, Target
-    from hookline.sites.hook_at_site import HookAtSite
+    from hookline.sites.hook_at_site import Attachment, HookAtSite
 
 __all__ = ["capture"]
 
-_FORWARD: Final = Kind.FORWARD
-_READS_OUTPUT: Final = HookTraits(wants_site=False, may_edit=False, reads="o")
-_PLAIN: Final = AttachOptions(observe=True, name="capture")
+_OPTIONS: Final = AttachOptions(observe=True, name="capture")
 _WITH_KWARGS: Final = AttachOptions(observe=True, with_kwargs=True, name="capture")
-_UNITS: Final = {"": 1, "b": 1}
-_UNITS.update({f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)})
-_UNITS.update({f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)})
-_SIZE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+_READS_OUTPUT: Final = HookTraits(wants_site=False, may_edit=False, reads="o")
+_NEVER_CALLED: Final = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def capture(
@@ -118,33 +113,30 @@ def capture(
             forward, for an ``index`` that does not fit and for what goes over the ``limit``.
     """
     check_model(model, targets)
-    if strict is not True or not (inputs is grads is clone is detach is stop is False):
-        _check_flags(inputs=inputs, grads=grads, clone=clone, detach=detach, stop=stop, strict=strict)
+    _check_flags(inputs=inputs, grads=grads, clone=clone, detach=detach, stop=stop, strict=strict)
     if scope not in ("context", "process"):
         raise OptionError(f"scope= is 'context' or 'process', got {scope!r}.")
-    if clone or detach or not (index is dtype is device is limit is None):
-        part = None if index is None else _parse_index(index)
-        store = ValueStore(
-            index=part,
-            detach=detach,
-            dtype=None if dtype is None else _parse_dtype(dtype),
-            device=None if device is None else _parse_device(device),
-            clone=clone,
-            limit=None if limit is None else _parse_limit(limit),
-        )
-        axes = axes_for(model, part) if isinstance(part, tuple) else None
-    else:
-        store, axes = AS_IT_IS, None
+    part = None if index is None else _parse_index(index)
+    store = ValueStore(
+        index=part,
+        detach=detach,
+        dtype=None if dtype is None else _parse_dtype(dtype),
+        device=None if device is None else _parse_device(device),
+        clone=clone,
+        limit=None if limit is None else _parse_limit(limit),
+    )
     recorder = CaptureRecorder(
         store,
         inputs=inputs,
         grads=grads,
-        stop=stop,
         during=ALL_PHASES if during is PHASES else validate_phases(during),
-        axes=axes,
+        axes=axes_for(model, part) if isinstance(part, tuple) else None,
     )
     chosen = choose(model, targets if role is None else with_role(targets, role), exclude, strict=strict)
-    cache = Cache(recorder, weakref.ref(model), open_context() if scope == "context" else None)
+    if stop:
+        recorder.stops_after = frozenset(name for name, module in chosen if not isinstance(module, _NEVER_CALLED))
+    recorder.scope = open_context() if scope == "context" else None
+    cache = Cache(recorder, weakref.ref(model))
     try:
         _attach(cache, recorder, model, chosen)
     except BaseException:
@@ -162,33 +154,25 @@ def _end(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _attach(cache: Cache, recorder: CaptureRecorder, model: nn.Module, chosen: list[Named]) -> None:
-    """Attach once for each kind of hook; each module gets a hook of its own, with its name."""
-    if recorder.stops:
-        for name, module in chosen:
-            recorder.expect(name, module)
+    """Attach once for each kind of hook; each module gets hooks of its own, with its name."""
+
+    def attach(
+        kind: Kind, hook: Any, options: AttachOptions = _OPTIONS, traits: HookTraits | None = None
+    ) -> Attachment:
+        attachment = new_attachment(hook, kind, options, traits=traits)
+        attachment.context = recorder.scope if kind is not Kind.FORWARD else None
+        cache.handles[kind] = attach_to_modules(attachment, model, chosen)
+        return attachment
+
     if recorder.opens_calls:
-        _attach_around(cache, recorder, model, chosen)
-    attachment = new_attachment(_end, _FORWARD, _PLAIN, traits=_READS_OUTPUT)
-    if recorder.opens_calls:  # a plain hook checks it by itself
-        attachment.context = cache.scope
-    cache.handles[_FORWARD] = attach_to_modules(attachment, model, chosen)
-    for entry in attachment.entries:
-        opens = recorder.opens_calls
-        entry.hook = recorder.end_hook(entry) if opens else recorder.output_hook(entry, cache.scope)
-        cache.reasons[entry.name] = functools.partial(_reason, entry, recorder)
-
-
-def _attach_around(cache: Cache, recorder: CaptureRecorder, model: nn.Module, chosen: list[Named]) -> None:
-    """Attach what opens calls before the forward, and what takes their gradients."""
-    begins = new_attachment(_begin, Kind.FORWARD_PRE, _WITH_KWARGS)
-    begins.reads, begins.context = "ak" if recorder.takes_inputs else "", cache.scope
-    cache.handles[Kind.FORWARD_PRE] = attach_to_modules(begins, model, chosen)
-    for entry in begins.entries:
-        entry.hook = recorder.begin_hook(entry)
+        reads = HookTraits(wants_site=False, may_edit=False, reads="ak" if recorder.takes_inputs else "")
+        for entry in attach(Kind.FORWARD_PRE, _begin, _WITH_KWARGS, reads).entries:
+            entry.hook = recorder.begin_hook(entry)
     if recorder.takes_grads:
-        grads = new_attachment(recorder.take_grads, Kind.BACKWARD_PRE, _PLAIN)
-        grads.context = cache.scope
-        cache.handles[Kind.BACKWARD_PRE] = attach_to_modules(grads, model, chosen)
+        attach(Kind.BACKWARD_PRE, recorder.take_grads)
+    for entry in attach(Kind.FORWARD, _end, traits=_READS_OUTPUT).entries:
+        entry.hook = recorder.end_hook(entry)
+        cache.reasons[entry.name] = functools.partial(_reason, entry, recorder)
 
 
 def _reason(entry: HookAtSite, recorder: CaptureRecorder) -> str:
@@ -211,16 +195,12 @@ def _reason(entry: HookAtSite, recorder: CaptureRecorder) -> str:
 
 def _parse_limit(limit: Any) -> int:
     """Return a number of bytes, or a text such as "2GB", as bytes."""
-    if isinstance(limit, str):
-        found = _SIZE.fullmatch(limit)
-        if found is None or found[2].lower() not in _UNITS:
-            raise OptionError(f"limit= is a number of bytes or a text such as '500MB' or '2GiB', got {limit!r}.")
-        limit = int(float(found[1]) * _UNITS[found[2].lower()])
-    if not isinstance(limit, int) or isinstance(limit, bool):
+    found = parse_size(limit) if isinstance(limit, str) else limit
+    if type(found) is not int:
         raise OptionError(f"limit= is a number of bytes or a text such as '500MB' or '2GiB', got {limit!r}.")
-    if limit < 1:
+    if found < 1:
         raise OptionError(f"limit= must be at least 1 byte, got {limit}; leave it out for no limit.")
-    return limit
+    return found
 
 
 def _parse_device(device: Any) -> torch.device:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hookline.errors import HooklineWarning, HookSignatureError, KindError, OptionError, TargetError
 from hookline.messages import caller_stacklevel, counted, type_name
-from hookline.observe.patch.edit import Edit
-from hookline.observe.patch.edited_tensor import (
+from hookline.observe.patch.edits import Edit, ablate, mean_ablate, replace, scale, steer, swap
+from hookline.observe.patch.parts import (
     EditedPlace,
     Where,
     main_input,
@@ -27,8 +27,6 @@ from hookline.observe.patch.edited_tensor import (
     shape_of,
     site_text,
 )
-from hookline.observe.patch.given_edits import ablate, replace, scale, steer
-from hookline.observe.patch.recorded_edits import mean_ablate, swap
 from hookline.sites import _torch
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.handle import HandleSet
@@ -36,14 +34,14 @@ from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import Kind
 from hookline.sites.roles import role_target
 from hookline.sites.signature import HookTraits, hook_name, remember
-from hookline.sites.targets import Named, check_model, choose, describe, named_modules
+from hookline.sites.targets import check_model, choose, describe
 from hookline.tables import OFF, ON
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hook_types import Scope, Target
-    from hookline.observe.patch.edit_index import EditIndex, IndexLike
+    from hookline.observe.patch.parts import EditIndex, IndexLike
     from hookline.sites.site_info import Site
 
 __all__ = ["Patch", "patch"]
@@ -130,8 +128,7 @@ def patch(
     for target, edit in wanted.items():
         chosen = choose(model, target, exclude, strict=strict)
         if chosen:
-            bound = _bound(model, edit, chosen, kind)
-            placed.append((bound if bound.index is None else bound.for_model(model), chosen))
+            placed.append((edit.bound(model, chosen, inputs=kind is not _FORWARD), chosen))
     found, inputs = Patch(), kind is not _FORWARD
     try:
         for edit, chosen in placed:
@@ -212,16 +209,6 @@ def _checked_kind(on: str | Kind) -> Kind:
         more = "" if kind is None else ": gradients are edited by hookline.attach(…, on='backward')"
         raise KindError(f"patch() edits outputs (on='forward') or inputs (on='forward_pre'), not {str(on)!r}{more}.")
     return kind
-
-
-def _bound(model: nn.Module, edit: Edit, chosen: list[Named], kind: Kind) -> Edit:
-    """Return the edit with what it needs for these sites; a cache may have a shared module under another name."""
-    if type(edit).bound is Edit.bound:  # needs no names: the walk below takes 80 µs for the 61 modules of a small GPT-2
-        return edit
-    spellings: dict[int, list[str]] = {id(module): [name] for name, module in chosen}
-    for name, module in named_modules(model):
-        spellings.get(id(module), []).append(name)
-    return edit.bound({name: spellings[id(module)] for name, module in chosen}, inputs=kind is Kind.FORWARD_PRE)
 
 
 class _EditOutput:

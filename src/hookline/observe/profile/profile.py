@@ -1,21 +1,20 @@
 """Measure where the time of a step goes: forward and backward, by module and by function.
 
-Users call `profile`. It puts the hooks of a `ProfileRecorder` on every site, and shows what they recorded as a table,
-as metrics, or as a trace for chrome://tracing and ui.perfetto.dev.
+Users call `profile`. It puts the hooks of a `ProfileRecorder` on every site, and shows what they recorded as a table or
+as metrics.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from hookline.errors import OptionError
-from hookline.files import replace_file
-from hookline.observe.profile.profile_hooks import CpuClock, ProfileRecorder, clock_for
-from hookline.observe.profile.profile_rows import Measured, ProfileRow, Span, rows_of, stretches_of, table_of
+from hookline.observe.profile.profile_hooks import CpuClock, ProfileRecorder, Span, Visit, clock_for
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.functions.attach_function import attach_to_functions
 from hookline.sites.functions.function_names import find_places
@@ -52,7 +51,6 @@ def profile(
         with hookline.profile(model, "layers.#", functions="torch.nn.functional.*") as prof:
             model(x).sum().backward()
         print(prof)
-        prof.save_trace("trace.json")
 
     Times are those of the device the model is on: on a GPU they are taken by events in its stream, which are read
     when you ask for them, so the run does not wait. What a site spends in sites below it that are measured too is in
@@ -91,11 +89,43 @@ def profile(
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class ProfileRow:
+    """The times and sizes of one module or function, all its calls together."""
+
+    name: str
+    """Dotted name of the module, empty for the model; or full name of the function."""
+    kind: str
+    """Its class; "function" for a function."""
+    calls: int
+    """The number of its calls."""
+    forward_ms: float
+    """Time in its forwards; a call that it makes of itself is part of the one around it."""
+    forward_own_ms: float
+    """The same without what is measured below it."""
+    backward_ms: float
+    """Time in its backwards."""
+    backward_own_ms: float
+    """The same without what is measured below it."""
+    output_bytes: int
+    """Size of the tensors it has returned."""
+    allocated_bytes: int | None
+    """The bytes its forwards have added to what is allocated on the GPU; None elsewhere."""
+
+    def numbers(self) -> dict[str, float]:
+        """Return all its numbers by name."""
+        given = dataclasses.asdict(self).items()
+        return {key: float(value) for key, value in given if key not in ("name", "kind") and value is not None}
+
+
+_NOTHING: Final = ProfileRow("", "", 0, 0.0, 0.0, 0.0, 0.0, 0, None)
+
+
 class Profile(ShownAsTable):
     """The measurements of one ``profile``; prints as a table.
 
-    Recipe: ``with hookline.profile(model) as prof: ...``, then ``print(prof)``, ``prof.rows``, ``prof.to_metrics()``
-    or ``prof.save_trace("trace.json")``.
+    Recipe: ``with hookline.profile(model) as prof: ...``, then ``print(prof)``, ``prof.rows`` or
+    ``prof.to_metrics()``.
     """
 
     def __init__(self, recorder: ProfileRecorder) -> None:
@@ -133,7 +163,11 @@ class Profile(ShownAsTable):
     @property
     def rows(self) -> tuple[ProfileRow, ...]:
         """Every module and function that was called, in the order of their first calls."""
-        return rows_of(self._measured())
+        spans = [span for span in tuple(self._recorder.spans) if span.end is not None]
+        visits = tuple(self._recorder.visits)
+        self._clock.settle()
+        when = self._clock.since(self._began)
+        return _rows_of({span: when(span.end) - when(span.start) for span in spans}, _own_seconds(visits, when))
 
     @property
     def total(self) -> ProfileRow:
@@ -160,22 +194,11 @@ class Profile(ShownAsTable):
             metrics |= {f"{prefix}{key}": value for key, value in row.numbers().items()}
         return metrics
 
-    def save_trace(self, path: str | Path) -> Path:
-        """Write every call as an event for chrome://tracing or ui.perfetto.dev; return the path."""
-        return _write_trace(Path(path), self._measured())
-
     def _table(self) -> Table:
-        return table_of(self.rows, self._clock.name, self.wall_ms, self.dropped)
+        return _table_of(self.rows, self._clock.name, self.wall_ms, self.dropped)
 
     def _state(self) -> str:
         return ON if self._stopped is None else OFF
-
-    def _measured(self) -> Measured:
-        spans = [span for span in tuple(self._recorder.spans) if span.end is not None]
-        visits = tuple(self._recorder.visits)
-        self._clock.settle()
-        when = self._clock.since(self._began)
-        return Measured({span: (when(span.start), when(span.end)) for span in spans}, stretches_of(visits, when))
 
     # -- hooks -------------------------------------------------------------------------------------------
 
@@ -212,63 +235,183 @@ def _nothing_measured() -> Profile:
     return found
 
 
-_NOTHING = ProfileRow("", "", 0, 0.0, 0.0, 0.0, 0.0, 0, None)
+# -- the backward pass -----------------------------------------------------------------------------------------------
+#
+# Autograd runs what a forward has made in the reverse order, so a backward pass goes through the calls as the forward
+# did, last one first. That tells what the marks do not. A call none of whose inputs takes a gradient (an embedding)
+# sees no gradient leave; it is over when another call begins, or the call around it is over. A call that sends its
+# gradient before all calls within it are over is over with the last of them. Each moment is one call's own, so own
+# times are never negative, and add up to the whole whatever the marks say.
 
 
-# -- the trace -----------------------------------------------------------------------------------------------
+class _TimedVisit:
+    """A visit on the time line of its thread."""
+
+    def __init__(self, visit: Visit, when: Callable[[Any], float]) -> None:
+        self.visit = visit
+        self.depth = sum(1 for _ in visit.span.above())
+        self.start = when(visit.start)
+        self.known = visit.end is not None
+        """Whether the end is exact, and not just an upper bound."""
+        last = visit.end if self.known else visit.seen
+        self.end = math.inf if last is None else when(last)
+
+    def is_around(self, other: _TimedVisit) -> bool:
+        """Return whether ``other`` is at a call within the call of this visit, or repeats its forward meanwhile."""
+        if other.visit.repeats and not self.visit.repeats:
+            return True
+        same = self.visit.repeats == other.visit.repeats
+        return same and any(around is self.visit.span for around in other.visit.span.above())
 
 
-def _write_trace(path: Path, measured: Measured) -> Path:
-    """Write the Trace Event Format to ``path`` in one step, so that a reader never finds half a file."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"Cannot write the trace {str(path)!r}: there is no folder {str(path.parent)!r}.")
-    if path.is_dir():
-        raise IsADirectoryError(f"Cannot write the trace {str(path)!r}: that is a folder; add a file name.")
-    text = json.dumps({"traceEvents": list(_events(measured)), "displayTimeUnit": "ms"})
-    replace_file(path, text)
-    return path
+def _own_seconds(visits: Sequence[Visit], when: Callable[[Any], float]) -> dict[Span, float]:
+    """Return the time of backward passes that is each call's own; ``when`` gives the seconds of a mark."""
+    threads: dict[int, list[_TimedVisit]] = defaultdict(list)
+    for visit in visits:
+        threads[visit.thread].append(_TimedVisit(visit, when))
+    own: dict[Span, float] = defaultdict(float)
+    for items in threads.values():
+        _end_all(items)
+        _sweep([item for item in items if item.end > item.start], own)
+    return own
 
 
-class _TraceRows:
-    """The rows of the trace, one per thread and direction, by number, as the format wants it."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[tuple[str, int], int] = {}
-
-    def number(self, direction: str, thread: int) -> int:
-        """Return the row for ``direction`` in ``thread``."""
-        return self.numbers.setdefault((direction, thread), len(self.numbers) + 1)
-
-    def labels(self) -> Iterator[dict[str, Any]]:
-        """Yield the events that label the rows."""
-        threads = list(dict.fromkeys(thread for _, thread in self.numbers))
-        for (direction, thread), number in self.numbers.items():
-            label = direction if len(threads) == 1 else f"{direction}, thread {threads.index(thread) + 1}"
-            for key, value in (("thread_name", {"name": label}), ("thread_sort_index", {"sort_index": number})):
-                yield {"name": key, "ph": "M", "ts": 0, "pid": os.getpid(), "tid": number, "args": value}
+def _end_all(items: list[_TimedVisit]) -> None:
+    """End visits without any end, since their pass was cut short, and extend every visit to the end of those within."""
+    last: dict[int, float] = defaultdict(float)
+    for item in items:
+        known = item.end if math.isfinite(item.end) else item.start
+        last[item.visit.task] = max(last[item.visit.task], item.start, known)
+    for item in items:
+        item.end = min(item.end, last[item.visit.task])
+    visits = [item for item in items if not item.visit.repeats and item.known]
+    found = {(item.visit.task, item.visit.span): item for item in visits}
+    for item in sorted(visits, key=lambda item: -item.depth):  # the innermost first
+        around = (found.get((item.visit.task, span)) for span in item.visit.span.above())
+        nearest = next((one for one in around if one is not None), item)
+        nearest.end = max(nearest.end, item.end)
 
 
-def _events(measured: Measured) -> Iterator[dict[str, Any]]:
-    rows = _TraceRows()
-    for span, (start, end) in measured.forwards.items():
-        yield _event(span, "forward", start, end, rows.number("forward", span.thread))
-    for visit, start, end, _ in measured.backwards:
-        category = "recompute" if visit.repeats else "backward"
-        yield _event(visit.span, category, start, end, rows.number("backward", visit.thread))
-    yield from rows.labels()
+def _sweep(items: list[_TimedVisit], own: dict[Span, float]) -> None:
+    """Go along the time line with a stack of visits that are under way; the time belongs to its top."""
+    # At one moment: ends before beginnings, the inner end first, the outer beginning first.
+    events = [(item.end, 0, -item.depth, item) for item in items]
+    events += [(item.start, 1, item.depth, item) for item in items]
+    events.sort(key=lambda event: event[:3])
+    stack: list[_TimedVisit] = []
+    last = 0.0
+    for moment, begins, _, item in events:
+        if stack:
+            own[stack[-1].visit.span] += moment - last
+        last = moment
+        if begins:
+            while stack and not stack[-1].is_around(item):
+                stack.pop()
+            stack.append(item)
+        elif item in stack:
+            del stack[stack.index(item) :]
 
 
-def _event(span: Span, category: str, start: float, end: float, row: int) -> dict[str, Any]:
-    details = {"step": span.step, "call": span.call, "type": span.kind, "output_bytes": span.output_bytes}
-    if span.where is not None:
-        details["module"] = span.where
-    return {
-        "name": span.name or "(the model)",
-        "cat": category,
-        "ph": "X",
-        "ts": 1e6 * start,
-        "dur": 1e6 * (end - start),
-        "pid": os.getpid(),
-        "tid": row,
-        "args": details,
-    }
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+class _SiteTotals:
+    """The spans of one site, added up."""
+
+    def __init__(self, first: Span) -> None:
+        self.first = first
+        self.calls = self.output_bytes = 0
+        self.ms = [0.0, 0.0, 0.0, 0.0]
+        self.allocated: int | None = None
+
+    def add(self, span: Span, *seconds: float, nested: bool) -> None:
+        """Add a call with its four times; of a call within another one of the site, only its own times are new."""
+        self.calls += 1
+        for index, more in enumerate(seconds):
+            if index % 2 or not nested:
+                self.ms[index] += 1e3 * more
+        self.output_bytes += span.output_bytes
+        if span.allocated is not None:
+            self.allocated = (self.allocated or 0) + (0 if nested else span.allocated)
+
+    def row(self) -> ProfileRow:
+        """Return the totals."""
+        forward, forward_own, backward, backward_own = self.ms
+        return ProfileRow(
+            self.first.name, self.first.kind, self.calls, forward, forward_own, backward, backward_own,
+            self.output_bytes, self.allocated,
+        )  # fmt: skip
+
+
+def _rows_of(forward: dict[Span, float], own: dict[Span, float]) -> tuple[ProfileRow, ...]:
+    """Return one row per site, in the order of their first calls.
+
+    Args:
+        forward: The seconds of each call that has ended, in the order they began in.
+        own: The seconds of backward passes at each call, without those at calls within it.
+    """
+    forward_own = dict(forward)
+    backward_own: dict[Span | None, float] = defaultdict(float)
+    for span, seconds in own.items():
+        backward_own[span if span in forward else _around(span, forward)] += seconds
+    backward = {span: backward_own[span] for span in forward}
+    for span in reversed(forward):  # what is inside comes later, so by now it is complete
+        around = _around(span, forward)
+        if around is not None:
+            forward_own[around] -= forward[span]
+            backward[around] += backward[span]
+    sums: dict[tuple[str, str], _SiteTotals] = {}
+    for span in forward:
+        total = sums.setdefault((span.name, span.kind), _SiteTotals(span))
+        times = forward[span], forward_own[span], backward[span], backward_own[span]
+        total.add(span, *times, nested=_is_nested(span, forward))
+    return tuple(each.row() for each in sums.values())
+
+
+def _is_nested(span: Span, measured: dict[Span, Any]) -> bool:
+    """Return whether it is part of another call of the same site, as in a model that calls itself."""
+    return any((around.name, around.kind) == (span.name, span.kind) for around in span.above() if around in measured)
+
+
+def _around(span: Span, measured: dict[Span, Any]) -> Span | None:
+    """Return the nearest call around it that is measured: one that raised is not."""
+    return next((around for around in span.above() if around in measured), None)
+
+
+_MAX_ROWS = 60
+_MAX_NAME = 60
+
+
+def _table_of(rows: Sequence[ProfileRow], device: str, wall_ms: float, dropped: int) -> Table:
+    """Return ``rows`` in columns, the slowest first, with what they add up to."""
+    if not rows:
+        return Table(title=f"Nothing was measured in {wall_ms:.1f} ms: no call of the model has ended.")
+    on_gpu = any(row.allocated_bytes is not None for row in rows)
+    header = ("name", "type", "calls", "forward ms", "own", "backward ms", "own", "output MiB", "allocated MiB")
+    ordered = sorted(rows, key=lambda row: -(row.forward_ms + row.backward_ms))
+    columns = len(header) if on_gpu else len(header) - 1
+    cells = [_cells(row)[:columns] for row in ordered]
+    forward, backward = (sum(getattr(row, f"{way}_own_ms") for row in rows) for way in ("forward", "backward"))
+    sums = f"{forward:,.2f} ms forward and {backward:,.2f} ms backward, of {wall_ms:,.2f} ms ({device})"
+    foot = [f"own times add up to {sums}"]
+    if dropped:
+        foot.append(f"{dropped:,} more calls were left out; raise max_spans=.")
+    rest = " that took less; all of them are in .rows"
+    return Table(
+        header[:columns], cells, numbers=range(2, columns), foot=foot, most=_MAX_ROWS, rest=rest, heat="column"
+    )
+
+
+def _cells(row: ProfileRow) -> tuple[str, ...]:
+    times = (row.forward_ms, row.forward_own_ms, row.backward_ms, row.backward_own_ms)
+    sizes = (row.output_bytes, row.allocated_bytes or 0)
+    name = row.name or "(the model)"
+    if len(name) > _MAX_NAME:
+        name = f"{name[:20]}…{name[21 - _MAX_NAME :]}"
+    return (
+        name,
+        row.kind,
+        f"{row.calls:,}",
+        *(f"{ms:,.2f}" for ms in times),
+        *(f"{size / 2**20:,.2f}" for size in sizes),
+    )

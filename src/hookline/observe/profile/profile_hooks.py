@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from hookline import tree
-from hookline.observe.profile.profile_rows import Span, Visit
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hookline.sites.functions.function_site import FunctionSite
     from hookline.sites.site_info import Site
 
-__all__ = ["CpuClock", "CudaClock", "ProfileClock", "ProfileRecorder", "clock_for"]
+__all__ = ["CpuClock", "CudaClock", "ProfileClock", "ProfileRecorder", "Span", "Visit", "clock_for"]
 
 _Key: TypeAlias = tuple[str, int, int]
 """Name, step, and number of the call, as gradient hooks know it."""
@@ -112,6 +112,49 @@ def clock_for(model: nn.Module) -> ProfileClock:
     return CpuClock()
 
 
+@dataclass(slots=True, eq=False)
+class Span:
+    """One call of one site."""
+
+    name: str
+    kind: str
+    step: int
+    parent: Span | None = None
+    """The call around it, of the sites that are measured."""
+    start: Any = None
+    end: Any = None
+    """Marks of the clock; there is no end if the call raised."""
+    visit: Visit | None = None
+    """Its latest backward pass."""
+    output_bytes: int = 0
+    allocated: int | None = None
+
+    def above(self) -> Iterator[Span]:
+        """Yield the calls around it, the nearest first."""
+        around = self.parent
+        while around is not None:
+            yield around
+            around = around.parent
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """One backward pass at one call, or its forward once more within that pass."""
+
+    span: Span
+    task: int
+    """The number of the pass."""
+    thread: int
+    start: Any
+    """The mark when the first gradient of an output was there."""
+    end: Any = None
+    """The mark when the last gradient left for an input; None if none did."""
+    seen: Any = None
+    """If there is no end: the mark when the pass had come past all that the call has made."""
+    repeats: bool = False
+    """Whether activation checkpointing repeats the forward; then the marks are around that."""
+
+
 class _ThreadCalls(threading.local):
     """The calls that are under way in this thread."""
 
@@ -170,7 +213,7 @@ class ProfileRecorder:
         if not site.name:
             here.begin()
         number = here.count(site.name, site.step) if torch.is_grad_enabled() else site.call
-        self._enter(here, Span(site.name, site.type, site.step, site.call), number)
+        self._enter(here, Span(site.name, site.type, site.step), number)
 
     def leave_module(self, module: Any, args: Any, output: Any, *, site: Site) -> None:
         """Mark the end of a module's call; the model as a whole may have raised as well."""
@@ -182,7 +225,7 @@ class ProfileRecorder:
     def enter_function(self, fn: FunctionSite, inputs: Grads) -> None:
         """Mark the begin of a function's call."""
         if not fn.in_backward:
-            self._enter(self._here, Span(fn.name, "function", fn.step, fn.call, fn.module), fn.call)
+            self._enter(self._here, Span(fn.name, "function", fn.step), fn.call)
 
     def leave_function(self, fn: FunctionSite, inputs: Grads, outputs: Grads) -> None:
         """Mark the end of a function's call."""
@@ -201,7 +244,6 @@ class ProfileRecorder:
             self._calls[key] = span
         else:  # gradients come only if checkpointing repeats the call with them on
             self._calls.setdefault(key, span)
-        span.thread = threading.get_ident()
         span.allocated = self.clock.allocated()
         span.start = self.clock.mark()
 

@@ -1,6 +1,8 @@
-"""Hold what a user gives to an edit: tensors for any device and dtype, and ``index=``, the part to edit.
+"""Find the part of an activation that an edit changes, and put another one in its place.
 
-An `Edit` asks an `EditIndex` for the part of an activation, and for the activation with another part in its place.
+The hooks of ``patch`` ask for the main tensor of an output or of inputs, edits for the part of it that ``index=`` says.
+All of it is called eager and traced by the compiler. Containers on the way to the tensor are copied, never changed: a
+module may keep the dict it returns, and its caller the one it passes.
 
     >>> import torch
     >>> last = EditIndex.parse((slice(None), -1))
@@ -11,20 +13,126 @@ An `Edit` asks an `EditIndex` for the part of an activation, and for the activat
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hookline.errors import OptionError
+from hookline.errors import HookReturnError, OptionError
 from hookline.observe.index_grammar import plain_item, text_of
-from hookline.observe.patch.edited_tensor import misfit, shape_of
 from hookline.sites import _torch
+from hookline.sites.kinds import Kind
+from hookline.tree import children, inside, main_tensor, twin_of
 
-__all__ = ["EditIndex", "GivenTensor", "IndexLike", "as_tensor"]
+if TYPE_CHECKING:
+    from hookline.sites.site_info import Site
+
+__all__ = [
+    "EditIndex", "EditedPlace", "GivenTensor", "IndexLike", "Where", "as_tensor", "find_main_input", "main_input",
+    "main_output", "misfit", "rebuilt", "shape_of", "site_text",
+]  # fmt: skip
+
+_USUAL_INPUT: Final = "hidden_states"
+"""The name that transformers give the input of a block. A mask, also a tensor of real numbers, may come before it."""
+_FORWARD_PRE: Final = Kind.FORWARD_PRE
+_ATTACH: Final = "Choose a module with tensors there, or write a hook that knows the structure (hookline.attach)."
+
+
+class EditedPlace(NamedTuple):
+    """Where an edit is made; in the place of a `Site` for edits that do not ask when: to make one takes 7 calls."""
+
+    name: str
+    """The dotted name of the module."""
+    kind: Kind
+    """The kind of the hook that edits."""
+
+
+Where: TypeAlias = "Site | EditedPlace"
+
+
+@_torch.constant_while_tracing  # so that the compiler passes on the message, and not just that something was raised
+def misfit(what: str, where: str, found: str, remedy: str) -> NoReturn:
+    """Raise: ``what`` does not fit the activation at ``where``, which is as ``found``."""
+    raise HookReturnError(f"{what}, but {where} {found}. {remedy}")
+
+
+def site_text(site: Where) -> str:
+    """Return, for messages, which activation an edit at ``site`` changes: "the output of 'layers.0'"."""
+    side = "input" if site.kind is _FORWARD_PRE else "output"
+    return f"the {side} of {site.name!r}" if site.name else f"the {side} of the model"
+
+
+def shape_of(x: Tensor) -> str:
+    """Return the shape in words; in compiled code, ask for sizes that the graph keeps open."""
+    sizes = [str(operator.index(size)) for size in x.shape]
+    return f"({', '.join(sizes)}{',' if x.dim() == 1 else ''})"
+
+
+def main_output(output: Any, where: str) -> Tensor:
+    """Return the main tensor of an output; raise if it has none."""
+    main = main_tensor(output)
+    if main is None:
+        misfit("An edit changes a tensor", where, _found(type(output)), _ATTACH)
+    return main
+
+
+def main_input(args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Tensor:
+    """Return the main tensor of the arguments; raise if they have none."""
+    main = find_main_input(args, kwargs)
+    if main is None:
+        misfit("An edit changes a tensor", where, "has none in it", _ATTACH)
+    return main
+
+
+def find_main_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the main tensor of the positional arguments, else ``hidden_states``, else that of the keyword ones."""
+    main = main_tensor(args)
+    if main is None and _USUAL_INPUT in kwargs:
+        main = main_tensor(kwargs[_USUAL_INPUT])
+    return main_tensor(kwargs) if main is None else main
+
+
+@_torch.constant_while_tracing
+def _found(cls: type) -> str:
+    return f"is a {cls.__name__} with none in it"
+
+
+def rebuilt(value: Any, old: Tensor, new: Tensor, where: str) -> Any:
+    """Return the same structure with ``new`` for every ``old``; containers that hold no ``old`` are not copied."""
+    return _rebuilt(value, old, new, where, ())[0]
+
+
+def _rebuilt(value: Any, old: Tensor, new: Tensor, where: str, above: tuple[int, ...]) -> tuple[Any, bool]:
+    """Return the structure, and whether it is another one, which the compiler cannot always tell by ``is``.
+
+    ``above`` are the containers it is in: one that contains itself ends there.
+    """
+    if isinstance(value, Tensor):
+        return (new, True) if value is old else (value, False)
+    parts = children(value)
+    if parts is None or (within := inside(value, above)) is None:
+        return value, False
+    changed = False
+    items: dict[Any, Any] = {}
+    for key, part in parts:
+        items[key], differs = _rebuilt(part, old, new, where, within)
+        changed = changed or differs
+    if not changed:
+        return value, False
+    if torch.compiler.is_compiling():  # which cannot follow the handling of errors
+        return twin_of(value, items), True
+    try:
+        return twin_of(value, items), True
+    except Exception as error:  # the methods of a class may raise anything
+        found = f"has a {type(value).__name__}, of which none can be made ({error})"
+        misfit("An edit puts its tensor into a copy of what is around it", where, found, _ATTACH)
+
+
+# -- index= ----------------------------------------------------------------------------------------------------------
 
 # Between brackets torch would read a number that comes as a tensor, and wait for it.
 _INDEX: Final[Callable[..., Tensor]] = torch.ops.aten.index.Tensor
