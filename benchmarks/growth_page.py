@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from peers_page import AHEAD, OURS, PICTURES, ROOT, STYLE, TEXT, THEIRS, plain, replaced
-from report import head
+from results import head
 
 __all__ = ["NUMBERS", "Plot", "draw_plot", "keep", "table_of", "write_page"]
 
@@ -35,7 +35,10 @@ def keep(path: Path, part: str, plot: Plot) -> None:
     """Put the plot of a part into the file, in place of the older one."""
     parts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     series = {name: [[x, float(f"{y:.4g}")] for x, y in points] for name, points in plot.series.items()}
-    parts[part] = {"head": head("CPU"), "plot": {**asdict(plot), "series": series}}
+    parts[part] = {
+        "head": [f"- {name}: {text}" for name, text in head("CPU").items()],
+        "plot": {**asdict(plot), "series": series},
+    }
     lines = [f'"{name}": {json.dumps(found, ensure_ascii=False)}' for name, found in parts.items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
