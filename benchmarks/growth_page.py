@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from peers_page import AHEAD, OURS, PICTURES, ROOT, STYLE, TEXT, THEIRS, plain, replaced
-from results import head
+from results import head_lines
 
 __all__ = ["NUMBERS", "Plot", "draw_plot", "keep", "table_of", "write_page"]
 
@@ -36,7 +36,7 @@ def keep(path: Path, part: str, plot: Plot) -> None:
     parts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     series = {name: [[x, float(f"{y:.4g}")] for x, y in points] for name, points in plot.series.items()}
     parts[part] = {
-        "head": [f"- {name}: {text}" for name, text in head("CPU").items()],
+        "head": head_lines("CPU"),
         "plot": {**asdict(plot), "series": series},
     }
     lines = [f'"{name}": {json.dumps(found, ensure_ascii=False)}' for name, found in parts.items()]

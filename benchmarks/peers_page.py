@@ -14,7 +14,7 @@ from typing import Any
 
 from contests import NOTHING, Result
 from measure import Row, Spread
-from results import head
+from results import head_lines
 
 __all__ = ["NUMBERS", "draw", "keep", "load", "losses", "replaced", "sentence", "write_pages"]
 
@@ -48,7 +48,7 @@ def keep(path: Path, family: str, found: Sequence[Result]) -> None:
     """Put the results of a family into the file, in place of the older ones of that family."""
     families = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     families[family] = {
-        "head": [f"- {name}: {text}" for name, text in head("CPU").items()],
+        "head": head_lines("CPU"),
         "results": [_plain(result) for result in found],
     }
     parts = [_lines(name, families[name]) for name in TITLES if name in families]

@@ -22,7 +22,7 @@ from measure import Row, Spread
 
 import hookline
 
-__all__ = ["RESULTS", "console_line", "head", "keep", "load", "make_page", "measured", "write_page"]
+__all__ = ["RESULTS", "console_line", "head_lines", "keep", "load", "make_page", "measured", "write_page"]
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.json"
@@ -31,13 +31,15 @@ PAGE = FOLDER / "RESULTS.md"
 INTRO = """\
 # Results
 
-Written by `make bench` from [results.json](results.json), which has every row with its machine, versions and date; this page shows
-the rows to decide by, and each target that is missed. Other libraries are on [their own page](../docs/peers.md).
+Written by `make bench` from [results.json](results.json), which has every row with its machine, versions and date; this
+page shows the rows to decide by, and each target that is missed. Other libraries are on [a page of
+their own](../docs/peers.md).
 
-Each ratio is the median over many rounds, with its quartiles. In a round every variant runs once, in shuffled order, in one process
-with one torch thread and the garbage collector off, and the ratio is formed inside the round. A/A is the denominator measured against
-itself in the same rounds: a difference smaller than that spread is none. On the CPU it is CPU time of the thread, on the GPU wall-clock
-time up to a synchronize. oneDNN (mkldnn) is off: on some machines it makes small layers so slow that they hide every overhead.
+Each ratio is the median over many rounds, with its quartiles. In a round every variant runs once, in shuffled order, in
+one process with one torch thread and the garbage collector off, and the ratio is formed inside the round. A/A is the
+denominator measured against itself in the same rounds: a difference smaller than that spread is none. On the CPU it is
+CPU time of the thread, on the GPU wall-clock time up to a synchronize. oneDNN (mkldnn) is off: on some machines it
+makes small layers so slow that they hide every overhead.
 """
 
 Sections = dict[str, list[dict[str, Any]]]
@@ -72,10 +74,11 @@ def measured(section: str, rows: Iterable[Row]) -> Sections:
 
 
 def _plain(row: Row) -> dict[str, Any]:
-    numbers = {
-        name: [float(f"{value:.4g}") for value in asdict(getattr(row, name)).values()] for name in ("ratio", "same")
-    }
-    return {**asdict(row), **numbers}
+    return {**asdict(row), "ratio": _numbers(row.ratio), "same": _numbers(row.same)}
+
+
+def _numbers(spread: Spread) -> list[float]:
+    return [float(f"{value:.4g}") for value in (spread.median, spread.low, spread.high)]
 
 
 def _row(plain: dict[str, Any]) -> Row:
@@ -102,7 +105,9 @@ def make_page(sections: Sections | None = None) -> str:
     return "\n".join([*parts, "## Missed targets\n", *_missed(sections), ""])
 
 
-_TABLE_HEAD = "| on | row | ratio [quartiles] | A/A | target | what is divided by what, and the model |\n|---|---|---|---|---|---|"
+_TABLE_HEAD = """\
+| on | row | ratio [quartiles] | A/A | target | what is divided by what, and the model |
+|---|---|---|---|---|---|"""
 
 
 def _key(text: str) -> tuple[str, str]:
@@ -147,6 +152,11 @@ def head(section: str) -> dict[str, str]:
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, hookline {hookline.__version__}",
         "date": datetime.date.today().isoformat(),
     }
+
+
+def head_lines(section: str) -> list[str]:
+    """Return the same as lines of a page."""
+    return [f"- {name}: {text}" for name, text in head(section).items()]
 
 
 def machine(section: str) -> str:

@@ -5,8 +5,8 @@
     python benchmarks/run.py --only backward    one group of rows, printed only
     python benchmarks/run.py --device cuda      the GPU section alone
 
-With ``--out FILE`` the rows go there, those of --quick and --only as well. A file that exists keeps the rows that were not
-measured. ``--merge FILE`` measures nothing: it takes the rows of another file over, from another machine, say.
+With ``--out FILE`` the rows go there, those of --quick and --only as well. A file that exists keeps the rows that were
+not measured. ``--merge FILE`` measures nothing: it takes the rows of another file over, from another machine, say.
 """
 
 from __future__ import annotations
