@@ -31,7 +31,7 @@ from pathlib import Path
 import httpx
 import torch
 import torch.distributed as dist
-from growth_page import NUMBERS, Plot, keep, draw_all
+from growth_page import NUMBERS, Plot, draw_all, keep
 from measure import added, interleave, trial, typical
 from rank_rows import SITES, flushing
 from serving_load import STATS, Seen, Server, ask, body_for, random_llama
