@@ -58,11 +58,15 @@ def metric_names(name: str) -> set[str]:
 
 
 def table(name: str) -> str:
-    """Return the table of a hook's metrics."""
+    """Return the table of a hook's metrics; those that there are of each part too are named below it."""
     head = ("metric", "what it is", "formula", "how to read it")
-    rows = [(f"`{m.name}`", m.description, m.formula, m.sign_info) for m in metrics(name)]
+    found = metrics(name)
+    whole = {info.name for info in found}
+    by_part = [info.name for info in found if info.name.rpartition("/{")[0] in whole]
+    rows = [(f"`{m.name}`", m.description, m.formula, m.sign_info) for m in found if m.name not in by_part]
     lines = [head, ("---",) * len(head), *rows]
-    return "".join(f"| {' | '.join(_safe(cell) for cell in line)} |\n" for line in lines)
+    text = "".join(f"| {' | '.join(_safe(cell) for cell in line)} |\n" for line in lines)
+    return text + (f"\nOf each part too: {', '.join(f'`{each}`' for each in by_part)}.\n" if by_part else "")
 
 
 def _safe(cell: str) -> str:
