@@ -1,7 +1,7 @@
 """Rows of decoding, the guard, compiled training and the eager watch on a GPU, for two versions side by side.
 
-    python benchmarks/before_after.py --before OLD/src --seconds 130 --out page.md
-    python benchmarks/before_after.py --before OLD/src --seconds 200 --only watch --out page.md
+    python benchmarks/before_after.py --before OLD/src --seconds 130 --out rows.json
+    python benchmarks/before_after.py --before OLD/src --seconds 200 --only watch --out rows.json
     python benchmarks/run.py --merge page.md
 
 One process for each version, which answer in turn: a round of one, a round of the other. Ratios are formed inside a
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from measure import Row, spread, typical
-from report import console_line, write
+from results import console_line, keep, measured
 from subject import Setting
 from watch_growth import CHAPTERS, open_chapter
 
@@ -324,13 +324,13 @@ def _milliseconds(before: Version, after: Version, model: str) -> Row:
 
 
 def main() -> None:
-    """Measure both, and write the page."""
+    """Measure both, and keep the rows."""
     parser = argparse.ArgumentParser(description="Measure two versions of hookline side by side on a GPU.")
     parser.add_argument("--before", type=Path, help="the folder src of the other version")
     parser.add_argument("--seconds", type=float, default=130, help="in all, with the start")
     parser.add_argument("--only", nargs="*", choices=_PARTS, default=["serve", "guard"])
     parser.add_argument("--chapters", nargs="*", choices=CHAPTERS, default=list(CHAPTERS), help="of the watch")
-    parser.add_argument("--out", type=Path, help="a page to write the rows to")
+    parser.add_argument("--out", type=Path, help="a file of rows to keep them in")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.answer:
@@ -355,14 +355,14 @@ def main() -> None:
         for row in new:
             print(console_line(row), flush=True)
         if options.out is not None:
-            write(options.out, "GPU", found, keep=True)
+            keep(options.out, measured("GPU", found))
     for version in versions.values():
         version.close()
     if models:
         for row in found:
             print(console_line(row), flush=True)
     if options.out is not None:
-        write(options.out, "GPU", found, keep=True)
+        keep(options.out, measured("GPU", found))
 
 
 def _measure(versions: dict[str, Version], until: float) -> None:

@@ -5,8 +5,8 @@
     make bench-peers ARGS=--quick                        a tenth of the rounds, to see that all run; writes nothing
     python benchmarks/bench_peers.py --draw              pictures and pages again, from the numbers in peers.json
 
-The environment is peers.txt. The numbers go into benchmarks/peers.json; from them ``peers_page`` makes the section
-"Peers" of benchmarks/RESULTS.md, the pictures under docs/pictures, and the words of docs/peers.md and README.md.
+The environment is peers.txt. The numbers go into benchmarks/peers.json; from them ``peers_page`` makes
+the pictures under docs/pictures, and the words of docs/peers.md and README.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from debug_peers import DEBUGGING
 from guard_peers import GUARDING
 from peers import CAPTURING
 from peers_page import NUMBERS, keep, write_pages
-from report import console_line
+from results import console_line
 from subject import Setting
 from training_peers import DISPATCH, STATISTICS
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from measure import Row, Samples, interleave, ratios, spread, trial, typical
 from models import GPT, SMALL, TINY, Block, Shape, tokens_for
-from report import console_line
+from results import console_line
 from subject import Setting
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -31,7 +31,7 @@ from pathlib import Path
 import httpx
 import torch
 import torch.distributed as dist
-from growth_page import NUMBERS, Plot, keep, write_page
+from growth_page import NUMBERS, Plot, draw_all, keep
 from measure import added, interleave, trial, typical
 from rank_rows import SITES, flushing
 from serving_load import STATS, Seen, Server, ask, body_for, random_llama
@@ -271,7 +271,7 @@ def main() -> None:
     if not options.draw:
         measure(options.only or list(PARTS), Setting(torch.device("cpu"), options.quick))
     if not options.quick:
-        write_page()
+        draw_all()
 
 
 def measure(parts: list[str], setting: Setting) -> None:

@@ -1,6 +1,6 @@
-"""Make plots and tables of the numbers in growth.json.
+"""Draw the numbers in growth.json.
 
-``growth`` calls `keep` with what it has measured, and `write_page`. Nothing is measured here.
+``growth`` calls `keep` with what it has measured, and `draw_all`. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from peers_page import AHEAD, OURS, PICTURES, ROOT, STYLE, TEXT, THEIRS, plain, replaced
-from report import head
+from peers_page import AHEAD, OURS, PICTURES, STYLE, TEXT, THEIRS, plain
+from results import head_lines
 
-__all__ = ["NUMBERS", "Plot", "draw_plot", "keep", "table_of", "write_page"]
+__all__ = ["NUMBERS", "Plot", "draw_all", "draw_plot", "keep"]
 
 NUMBERS = Path(__file__).with_name("growth.json")
-PAGE = ROOT / "docs" / "scaling.md"
 COLOURS = (OURS, AHEAD, "#3f8f5b", THEIRS, "#8763a8")
 
 
@@ -35,30 +34,15 @@ def keep(path: Path, part: str, plot: Plot) -> None:
     """Put the plot of a part into the file, in place of the older one."""
     parts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     series = {name: [[x, float(f"{y:.4g}")] for x, y in points] for name, points in plot.series.items()}
-    parts[part] = {"head": head("CPU"), "plot": {**asdict(plot), "series": series}}
+    parts[part] = {"head": head_lines("CPU"), "plot": {**asdict(plot), "series": series}}
     lines = [f'"{name}": {json.dumps(found, ensure_ascii=False)}' for name, found in parts.items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def write_page(numbers: Path = NUMBERS, page: Path = PAGE, pictures: Path = PICTURES) -> None:
-    """Draw every part, and write its table into the page."""
-    text = page.read_text(encoding="utf-8")
+def draw_all(numbers: Path = NUMBERS, pictures: Path = PICTURES) -> None:
+    """Draw every part."""
     for part, found in json.loads(numbers.read_text(encoding="utf-8")).items():
-        plot = Plot(**found["plot"])
-        draw_plot(plot, pictures / f"growth_{part}.png")
-        text = replaced(text, f"growth of {part}", table_of(plot, found["head"]))
-    page.write_text(text, encoding="utf-8")
-
-
-def table_of(plot: Plot, where: list[str]) -> str:
-    """Return the figures as a table, a column for each curve, and where they were measured."""
-    names, places = list(plot.series), [x for x, _ in next(iter(plot.series.values()))]
-    values = {name: dict(points) for name, points in plot.series.items()}
-    lines = [f"| {plot.x} | " + " | ".join(f"{name} ({plot.y})" for name in names) + " |",
-             "|---:|" + "---:|" * len(names)]  # fmt: skip
-    lines += [f"| {x:,.0f} | " + " | ".join(f"{values[name][x]:.3g}" for name in names) + " |" for x in places]
-    machine = "; ".join(part.partition(": ")[2] for part in where)
-    return "\n".join([*lines, "", f"Measured on {machine}."])
+        draw_plot(Plot(**found["plot"]), pictures / f"growth_{part}.png")
 
 
 def draw_plot(plot: Plot, path: Path) -> None:

@@ -9,18 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from contests import NOTHING, Result
 from measure import Row, Spread
-from report import head, put, table
+from results import head_lines
 
-__all__ = ["NUMBERS", "RESULTS", "draw", "keep", "load", "losses", "replaced", "sentence", "write_pages"]
+__all__ = ["NUMBERS", "draw", "keep", "load", "losses", "replaced", "sentence", "write_pages"]
 
 NUMBERS = Path(__file__).with_name("peers.json")
-RESULTS = Path(__file__).with_name("RESULTS.md")
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 
@@ -49,7 +47,10 @@ STYLE: Mapping[str, Any] = {
 def keep(path: Path, family: str, found: Sequence[Result]) -> None:
     """Put the results of a family into the file, in place of the older ones of that family."""
     families = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    families[family] = {"head": head("CPU"), "results": [_plain(result) for result in found]}
+    families[family] = {
+        "head": head_lines("CPU"),
+        "results": [_plain(result) for result in found],
+    }
     parts = [_lines(name, families[name]) for name in TITLES if name in families]
     path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
@@ -88,9 +89,8 @@ def _result(each: Mapping[str, Any]) -> Result:
 
 
 def write_pages(numbers: Path = NUMBERS) -> None:
-    """Write the section of the results, the pictures, and what the pages say about them."""
+    """Write the pictures, and what the pages say about them."""
     families = load(numbers)
-    put(RESULTS, "Peers", section(families), keep=False)
     page, readme = ROOT / "docs" / "peers.md", ROOT / "README.md"
     text = page.read_text(encoding="utf-8")
     for name, (_, results) in families.items():
@@ -99,16 +99,6 @@ def write_pages(numbers: Path = NUMBERS) -> None:
     page.write_text(text, encoding="utf-8")
     every = [result for _, results in families.values() for result in results]
     readme.write_text(replaced(readme.read_text(encoding="utf-8"), "peers", sentence(every)), encoding="utf-8")
-
-
-def section(families: Mapping[str, tuple[list[str], list[Result]]]) -> str:
-    """Return the table of all families; where they were measured at different times, a row says when."""
-    heads = [lines for lines, _ in families.values()]
-    rows = []
-    for lines, results in families.values():
-        note = "" if lines == heads[-1] else "; " + ", ".join(part.partition(": ")[2] for part in lines)
-        rows += [replace(result.row, absolute=result.row.absolute + note) for result in results]
-    return "\n".join([*heads[-1], "", *table(rows)])
 
 
 def replaced(text: str, name: str, new: str) -> str:

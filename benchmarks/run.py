@@ -1,13 +1,12 @@
 """Measure what hookline costs, and write the results beside this file.
 
-    python benchmarks/run.py                    everything; writes benchmarks/RESULTS.md
+    python benchmarks/run.py                    everything; writes results.json and RESULTS.md beside this file
     python benchmarks/run.py --quick            a tenth of the rounds, printed only
     python benchmarks/run.py --only backward    one group of rows, printed only
     python benchmarks/run.py --device cuda      the GPU section alone
 
-With ``--out PATH`` the page goes there, and --quick and --only write one as well. A page that exists keeps the
-section that was not measured, so that figures of two machines can share it, and with --only the rows that were not.
-``--merge PAGE`` measures nothing and takes the rows of another page over, from another machine, say.
+With ``--out FILE`` the rows go there, those of --quick and --only as well. A file that exists keeps the rows that were
+not measured. ``--merge FILE`` measures nothing: it takes the rows of another file over, from another machine, say.
 """
 
 from __future__ import annotations
@@ -19,21 +18,19 @@ from pathlib import Path
 
 import torch
 from measure import Row
-from report import console_line, put, sections_of, write
+from results import RESULTS, console_line, keep, load, measured, write_page
 from rows import BENCHMARKS, ON_CPU, ON_GPU
 from subject import Setting
 
 import hookline
-
-RESULTS = Path(__file__).with_name("RESULTS.md")
 
 
 def main() -> None:
     """Parse the options, measure section by section."""
     options = parse()
     if options.merge is not None:
-        for section, text in sections_of(options.merge).items():
-            put(options.out or RESULTS, section, text, keep=True)
+        keep(RESULTS, load(options.merge))
+        write_page()
         return
     torch.set_num_threads(1)
     # On some machines mkldnn makes small linear layers 4–8× slower, which hides every overhead.
@@ -44,8 +41,10 @@ def main() -> None:
     for section, device in devices(options.device):
         rows = measure(Setting(torch.device(device), options.quick), options.only)
         if rows and out is not None:
-            write(out, section, rows, keep=bool(options.only))
+            keep(out, measured(section, rows))
             print(f"written to {out}")
+    if out == RESULTS:
+        write_page()
 
 
 def measure(setting: Setting, only: list[str]) -> list[Row]:
@@ -78,9 +77,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", action="append", default=[], choices=list(BENCHMARKS), metavar="NAME",
                         help=f"one group of rows (repeatable): {', '.join(BENCHMARKS)}")  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), help="one section alone; by default all there are")
-    parser.add_argument("--out", type=Path, help="where to write the page; by default RESULTS.md beside this file")
+    parser.add_argument("--out", type=Path, help="where to keep the rows; by default results.json beside this file")
     parser.add_argument(
-        "--merge", type=Path, metavar="PAGE", help="take the rows of another page over, measure nothing"
+        "--merge", type=Path, metavar="FILE", help="take the rows of another file over, measure nothing"
     )
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():

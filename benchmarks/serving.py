@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from measure import Row, Samples, Trial, interleave, ratios, spread, trial, typical
-from report import console_line
+from results import console_line, keep, measured
 from subject import Setting
 
 from hookline.sglang.model_runner import ModelRunner
@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="a tenth of the rounds")
     parser.add_argument("--only", choices=("eager", "states", "compiled"), nargs="*", default=[])
-    parser.add_argument("--out", type=Path, help="a page to write the rows to")
+    parser.add_argument("--out", type=Path, help="a file of rows to keep them in")
     options = parser.parse_args()
     torch.set_num_threads(1)
     setting = Setting(torch.device(options.device), options.quick)
@@ -255,9 +255,7 @@ def main() -> None:
                 rows.append(row)
                 print(console_line(row), flush=True)
     if options.out is not None:
-        from report import write
-
-        write(options.out, "GPU" if options.device == "cuda" else "CPU", rows, keep=True)
+        keep(options.out, measured("GPU" if options.device == "cuda" else "CPU", rows))
 
 
 if __name__ == "__main__":

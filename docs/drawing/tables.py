@@ -1,12 +1,11 @@
-"""The tables of metrics and options on the pages of docs/analyses, written from the hooks themselves.
+"""The tables of metrics on the pages of docs/analyses, written from the hooks themselves.
 
-Takes ``describe_metrics`` and the arguments of every built-in hook, hands back Markdown, and puts it between the marks
-on its page; `tests/analyses/test_analyses_pages.py` fails where a page says something else.
+Takes ``describe_metrics`` of every built-in hook, hands back Markdown, and puts it between the marks on its
+page; `tests/analyses/test_analyses_pages.py` fails where a page says something else.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 from itertools import product
 from pathlib import Path
@@ -17,7 +16,7 @@ from hookline import MetricInfo
 from hookline.analyses import BUILT_IN
 
 PAGES: Final = Path(__file__).parents[1] / "analyses"
-_MARKED: Final = re.compile(r"(<!-- (metrics|options) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MARKED: Final = re.compile(r"(<!-- metrics of (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 FOLDED: Final = {
     "stats": [
@@ -58,63 +57,31 @@ def metric_names(name: str) -> set[str]:
     }
 
 
-def options(name: str) -> list[tuple[str, str, str]]:
-    """Name, default and description of every argument."""
-    said = _documented(inspect.getdoc(hook_class(name)) or "")
-    parameters = list(inspect.signature(hook_class(name)).parameters.values())
-    return [(each.name, _default(each.default), said.get(each.name, "")) for each in parameters]
-
-
-def _default(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(f"`{part}`" for part in value)
-    return f"`{value!r}`" if isinstance(value, str) else "" if value is None else f"`{value}`"
-
-
-def _documented(text: str) -> dict[str, str]:
-    """What the docstring says of each argument, in one line."""
-    _, _, rest = text.partition("Args:\n")
-    found: dict[str, str] = {}
-    for line in rest.splitlines():
-        if not line.strip():
-            break
-        begun = re.match(r"    (\w+): (.*)", line)
-        if begun:
-            name = begun[1]
-            found[name] = begun[2]
-        else:
-            found[name] += f" {line.strip()}"
-    return {name: words.replace("``", "`") for name, words in found.items()}
-
-
-def table(name: str, what: str) -> str:
-    """The Markdown between two marks."""
-    if what == "metrics":
-        head: tuple[str, ...] = ("metric", "what it is", "formula", "how to read it")
-        rows: list[tuple[str, ...]] = [(f"`{m.name}`", m.description, m.formula, m.sign_info) for m in metrics(name)]
-    else:
-        head = ("option", "default", "what it does")
-        rows = [(f"`{option}`", default, words) for option, default, words in options(name)]
-    if not rows:
-        return "None.\n"
+def table(name: str) -> str:
+    """Return the table of a hook's metrics; those that there are of each part too are named below it."""
+    head = ("metric", "what it is", "formula", "how to read it")
+    found = metrics(name)
+    whole = {info.name for info in found}
+    by_part = [info.name for info in found if info.name.rpartition("/{")[0] in whole]
+    rows = [(f"`{m.name}`", m.description, m.formula, m.sign_info) for m in found if m.name not in by_part]
     lines = [head, ("---",) * len(head), *rows]
-    return "".join(f"| {' | '.join(_safe(cell) for cell in line)} |\n" for line in lines)
+    text = "".join(f"| {' | '.join(_safe(cell) for cell in line)} |\n" for line in lines)
+    return text + (f"\nOf each part too: {', '.join(f'`{each}`' for each in by_part)}.\n" if by_part else "")
 
 
 def _safe(cell: str) -> str:
     return cell.replace("|", "\\|").replace("*", "\\*") if "`" not in cell else cell.replace("|", "\\|")
 
 
-def with_tables(name: str, text: str) -> str:
-    """A page as it should be."""
-    return _MARKED.sub(lambda found: f"{found[1]}{table(name, found[2])}{found[3]}", text)
+def with_tables(text: str) -> str:
+    """Return a page as it should be."""
+    return _MARKED.sub(lambda found: f"{found[1]}{table(found[2])}{found[3]}", text)
 
 
 def write() -> None:
     """Put the tables of all hooks on their pages."""
-    for name in BUILT_IN:
-        page = PAGES / f"{name}.md"
-        page.write_text(with_tables(name, page.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES.glob("*.md"):
+        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ COPIED = {
 }
 """Pages that lie outside docs/, and where the site has them."""
 
-FOLDERS_IN_NAV = ("recipes", "migrate", "examples", "analyses", "reference")
+FOLDERS_IN_NAV = ("recipes", "examples", "analyses", "reference")
 """Entries of `nav` that stand for all pages of a folder."""
 
 HOW_TO = "How to"

@@ -1,11 +1,9 @@
-"""Every built-in analysis has a page that says what the code says, and a picture that can be drawn again."""
+"""Every built-in analysis has a section that says what the code says, and a picture that can be drawn again."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
-import io
 import re
 import sys
 from pathlib import Path
@@ -13,25 +11,21 @@ from typing import Any
 
 import pytest
 
+import hookline.analyses
 from hookline.analyses import BUILT_IN
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES, PICTURES = DOCS / "analyses", DOCS / "pictures" / "analyses"
-HEADINGS = ["Metrics", "Options", "When it misleads", "Cost"]
-_LARGEST = 60 * 1024
-_AXES = ("epoch", "step", "layer", "k", "a;")
-_ROW = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
-_BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def tables() -> Any:
-    """The script that writes the tables."""
+    """Import the script that writes the tables."""
     return _script("drawing.tables")
 
 
 def _script(name: str) -> Any:
-    """One of the files in docs, which is no package; torch and hookline are all that importing it takes."""
+    """Import one of the files in docs, which is no package."""
     sys.path.insert(0, str(DOCS))
     try:
         return importlib.import_module(name)
@@ -39,107 +33,67 @@ def _script(name: str) -> Any:
         sys.path.remove(str(DOCS))
 
 
-def _text(name: str) -> str:
-    return (PAGES / f"{name}.md").read_text(encoding="utf-8")
+def _sections() -> dict[str, str]:
+    """Return the text of each analysis, by its name."""
+    pages = [page.read_text(encoding="utf-8") for page in sorted(PAGES.glob("*.md")) if page.name != "README.md"]
+    parts = [part for page in pages for part in page.split("\n## `")[1:]]
+    return {part.partition("`")[0]: part for part in parts}
 
 
-def _rows(text: str, what: str) -> list[str]:
-    """First column of the table between two marks."""
-    return _ROW.findall(text.partition(f"<!-- {what} -->\n")[2].partition("<!-- end -->")[0])
-
-
-def test_each_analysis_has_one_page_and_one_picture_and_there_are_no_others() -> None:
-    """Pages, pictures and the registry agree."""
-    assert {page.stem for page in PAGES.glob("*.md")} == {*BUILT_IN, "README"}
+def test_sections_pictures_and_registry_agree() -> None:
+    """Each analysis has one section and one picture, and there are no others."""
+    assert set(_sections()) == set(BUILT_IN)
     assert {picture.name for picture in PICTURES.iterdir()} == {f"{name}.svg" for name in BUILT_IN}
-
-
-def test_the_script_draws_a_picture_for_each() -> None:
-    """One that is added cannot be forgotten, and one that is gone cannot stay."""
     assert set(_script("draw_analyses").PLOTS) == set(BUILT_IN)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_a_page_has_the_metrics_and_options_of_the_code_and_no_others(name: str, tables: Any) -> None:
-    """What ``describe_metrics`` and the constructor say, word for word; else: python docs/draw_analyses.py --tables."""
-    text = _text(name)
-    hook_class = tables.hook_class(name)
-    options = list(inspect.signature(hook_class).parameters)
-    assert _rows(text, "options") == options
-    assert all(words for _, _, words in tables.options(name)), "an option is not described in the docstring"
-    assert _rows(text, "metrics") == [info.name for info in tables.metrics(name)]
-    assert tables.metric_names(name) == {info.name for info in hook_class().describe_metrics()}
-    assert tables.with_tables(name, text) == text
+def test_the_index_leads_to_every_section() -> None:
+    """In its tables, each once."""
+    text = (PAGES / "README.md").read_text(encoding="utf-8")
+    linked = re.findall(r"^\| \[`(\w+)`\]\(\w+\.md#(\w+)\)", text, re.MULTILINE)
+    assert sorted(linked) == sorted((name, name) for name in BUILT_IN)
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.glob("*.md")), ids=lambda page: page.stem)
+def test_a_page_has_the_metrics_of_the_code(page: Path, tables: Any) -> None:
+    """The tables are what ``describe_metrics`` says; else: python docs/draw_analyses.py --tables."""
+    text = page.read_text(encoding="utf-8")
+    assert tables.with_tables(text) == text
+
+
+def test_a_page_that_says_something_else_is_found(tables: Any) -> None:
+    """The check can fail: a metric that is renamed, one that is gone."""
+    text = (PAGES / "gradients.md").read_text(encoding="utf-8")
+    for wrong in (text.replace("| `total_norm`", "| `whole_norm`"), re.sub(r"\| `max_component`.*\n", "", text)):
+        assert wrong != text
+        assert tables.with_tables(wrong) == text
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_a_page_is_whole_and_short(name: str) -> None:
-    """Its picture and what that shows, how to use it, when it misleads, what it costs; on 70 lines."""
-    text = _text(name)
-    assert text.startswith(f"# `{name}`\n")
-    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == HEADINGS
-    assert len(text.splitlines()) <= 70
-    before, picture, after = text.partition(f"](../pictures/analyses/{name}.svg)\n")
-    assert picture
-    assert len(after.partition("\n    hookline run ")[0].split()) >= 25, "it does not say what the picture shows"
-    assert "\n    hookline run " in after
-    assert f" {name}" in after.partition("\n    hookline run ")[2].partition("\n")[0]
-    assert before.rpartition("![")[2], "the picture has no description"
+def test_a_section_is_whole(name: str, tables: Any) -> None:
+    """It has its picture, how to use it, its metrics, when it misleads, what it costs."""
+    text = _sections()[name]
+    for part in (f"](../pictures/analyses/{name}.svg)\n", "\n    hookline run ", f"<!-- metrics of {name} -->",
+                 "**When it misleads**", "**Cost.**"):  # fmt: skip
+        assert part in text, part
+    assert tables.metric_names(name) == {info.name for info in tables.hook(name).describe_metrics()}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_each_option_is_described(name: str) -> None:
+    """The docstring of the class has a line for each argument."""
+    hook_class = getattr(hookline.analyses, BUILT_IN[name].partition(":")[2])
+    said = inspect.getdoc(hook_class) or ""
+    for option in inspect.signature(hook_class).parameters:
+        assert re.search(rf"^    {option}: \S", said, re.MULTILINE), option
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_picture_is_a_small_light_svg_with_axes(name: str) -> None:
     """Up to 60 KB, a white ground, and a mark that the axes have names (matplotlib writes each text as a comment)."""
     picture = PICTURES / f"{name}.svg"
-    assert 2_000 < picture.stat().st_size <= _LARGEST
+    assert 2_000 < picture.stat().st_size <= 60 * 1024
     text = picture.read_text(encoding="utf-8")
     assert "fill: #ffffff" in text
     texts = re.findall(r"<!-- (.*?) -->", text)
-    assert any(words.startswith(_AXES) for words in texts), "no axis has a name"
-
-
-def test_the_index_leads_to_every_page() -> None:
-    """In its tables, each once."""
-    text = _text("README")
-    linked = re.findall(r"^\| \[`(\w+)`\]\((\w+)\.md\)", text, re.MULTILINE)
-    assert sorted(linked) == sorted((name, name) for name in BUILT_IN)
-
-
-def test_a_page_that_says_something_else_is_found(tables: Any) -> None:
-    """The check can fail: a metric that is renamed, one that is gone, an option that is too many."""
-    text = _text("norms")
-    for wrong in (text.replace("total_norm", "whole_norm"), re.sub(r"\| `max_component`.*\n", "", text)):
-        assert wrong != text
-        assert tables.with_tables("norms", wrong) == text
-    extra = _text("variance").replace("| `max_gib`", "| `most_gib` | `1` | Nothing. |\n| `max_gib`")
-    assert _rows(extra, "options") != list(inspect.signature(tables.hook_class("variance")).parameters)
-
-
-def test_the_blocks_of_the_index_run_and_print_what_they_show() -> None:
-    """Every python block runs; a text block after it is its exact output."""
-    printed = None
-    for language, text in _BLOCK.findall(_text("README")):
-        if language == "python":
-            buffer = io.StringIO()
-            with contextlib.redirect_stdout(buffer):
-                exec(compile(text, "README.md", "exec"), {"__name__": "__page__"})
-            printed = buffer.getvalue()
-        else:
-            assert printed == text
-    assert printed
-
-
-def test_options_are_read_from_docstrings_with_lines_that_go_on(tables: Any) -> None:
-    """The text of an option is all of its lines, and those of the next are not in it."""
-    said = tables._documented("What.\n\nArgs:\n    one: First\n        goes on, ``x``.\n    two: Second.\n\nMore.\n")
-    assert said == {"one": "First goes on, `x`.", "two": "Second."}
-
-
-def test_places_in_a_picture_are_rounded_and_nothing_else() -> None:
-    """Coordinates to hundredths; the scale of a letter and texts stay as they are."""
-    rounded = _script("draw_analyses").rounded
-    given = '<path d="M 1.23456 -7.0\nL 8.999999 3" transform="scale(0.015625)"/><!-- 0.12345 -->  \n<use x="9.8765"/>'
-    assert (
-        rounded(given)
-        == '<path d="M 1.23 -7.0\nL 8.99 3" transform="scale(0.015625)"/><!-- 0.12345 -->\n<use x="9.87"/>'
-    )
+    assert any(words.startswith(("epoch", "step", "layer", "k", "a;")) for words in texts), "no axis has a name"
