@@ -23,8 +23,8 @@ import torch
 from helpers_sglang import seeded_decoder
 
 from hookline.engines.sglang import hooks_of_runner
-from hookline.engines.sglang.forward_rows import table_of_batch
 from hookline.engines.sglang.runner_patches import AROUND_CAPTURE, CAN_RUN_GRAPH, RUNNER
+from hookline.factories.served_batch import tokens_of_batch
 
 ROOT = Path(__file__).parent.parent
 SPECS = [
@@ -169,14 +169,14 @@ def test_forward_batches_and_modes_have_what_rows_are_read_from(modules: Any) ->
     names = {field.name for field in modules.batches.ForwardBatch.__dataclass_fields__.values()}
     assert {"rids", "input_ids", "positions", "extend_seq_lens_cpu", "extend_prefix_lens_cpu"} <= names
     assert "tbo_split_seq_index" in names
-    table = table_of_batch(_batch(modules, "MIXED", ["a", "b"], [3, 1], [0, 5]))
+    table = tokens_of_batch(_batch(modules, "MIXED", ["a", "b"], [3, 1], [0, 5]))
     assert table is not None
     assert table.phases == ("prefill", "decode")
     verified = _batch(modules, "TARGET_VERIFY", ["a", "b"], [2, 2], [])
     verified.extend_seq_lens_cpu = None
-    assert (found := table_of_batch(verified)) is not None
+    assert (found := tokens_of_batch(verified)) is not None
     assert found.lengths == (2, 2)
-    assert table_of_batch(_batch(modules, "IDLE", ["a"], [1], [0])) is None
+    assert tokens_of_batch(_batch(modules, "IDLE", ["a"], [1], [0])) is None
 
 
 def test_the_plugin_attaches_after_loading_and_forwards_fire_without_graphs(modules: Any, runner: Any) -> None:

@@ -15,10 +15,10 @@ from hookline.debug import RowKey, read_trace
 from hookline.debug.trace.start_trace import trace
 from hookline.debug.trace.trace_outputs import trace_outputs
 from hookline.errors import OptionError
-from hookline.factories import BatchRows, serving
+from hookline.factories import Tokens, serving
 
-ROWS = BatchRows(("req-a", "req-b"), (0, 2), (0, 4), ((7, 8, 9), (3,)), "prefill")
-LATER = BatchRows(("req-b",), (0,), (5,), ((4,),), "decode")
+ROWS = Tokens.padded(("req-a", "req-b"), ((7, 8, 9), (3,)), (0, 4), "prefill")
+LATER = Tokens.padded(("req-b",), ((4,),), (5,), "decode")
 
 
 class Packed:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hookline.factories.batch_rows import current_batch
 from hookline.factories.request_notes import current_notes
+from hookline.observe.tokens import current_tokens
 
 
 @pytest.fixture
@@ -18,5 +18,5 @@ def context(monkeypatch):
     yield found
     for worker in found.workers:
         worker.__dict__["_hookline_hooks"].close()
-    assert current_batch() is None
+    assert current_tokens() is None
     assert current_notes() is None

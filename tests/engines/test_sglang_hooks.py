@@ -19,11 +19,11 @@ from helpers_sglang import seeded_decoder
 
 import hookline as hl
 from hookline.engines.sglang import runner_patches
-from hookline.engines.sglang.forward_rows import table_of_batch
 from hookline.engines.sglang.runner_hooks import SglangHooks
 from hookline.engines.sglang.sglang_options import SglangOptions
 from hookline.engines.sglang.sglang_plugin import register
 from hookline.errors import ConfigError, OptionError
+from hookline.factories.served_batch import tokens_of_batch
 
 LAYERS = ["model.layers.#"]
 STATS = {"name": "stats", "target_modules": LAYERS, "hook_factory": "hookline.factories:activation_stats"}
@@ -90,17 +90,17 @@ def attached() -> Iterator[Any]:
 
 def test_a_batch_says_whose_rows_are_whose() -> None:
     """Decoding, prompts, both at once, and tokens that speculation checks; the stage of each request."""
-    found = table_of_batch(batch("decode", ["a", "b"], [1, 1]))
+    found = tokens_of_batch(batch("decode", ["a", "b"], [1, 1]))
     assert found is not None
-    assert (found.lengths, found.request_ids, found.phase) == (None, ("a", "b"), "decode")
-    prompts = table_of_batch(batch("extend", ["a", "b"], [3, 2], [0, 4]))
+    assert (found.lengths, found.requests, found.phase) == ((1, 1), ("a", "b"), "decode")
+    prompts = tokens_of_batch(batch("extend", ["a", "b"], [3, 2], [0, 4]))
     assert prompts is not None
     assert (prompts.lengths, prompts.phase, prompts.phases) == ((3, 2), "prefill", ("prefill", "prefill"))
-    mixed = table_of_batch(batch("mixed", ["a", "b"], [3, 1], [0, 9]))
+    mixed = tokens_of_batch(batch("mixed", ["a", "b"], [3, 1], [0, 9]))
     assert mixed is not None
     assert (mixed.phase, mixed.phases) == ("mixed", ("prefill", "decode"))
     checked = batch("target_verify", ["a", "b"], [2, 2], extend_seq_lens_cpu=None)
-    verified = table_of_batch(checked)
+    verified = tokens_of_batch(checked)
     assert verified is not None
     assert (verified.lengths, verified.phase) == ((2, 2), "decode")
 
@@ -109,14 +109,14 @@ def test_padding_is_left_out_and_an_unknown_batch_has_no_table() -> None:
     """Rows behind the last token are nobody's; an idle batch, two halves and a batch without names say nothing."""
     padded = batch("extend", ["a"], [2], [0])
     padded.input_ids, padded.positions = torch.arange(8), torch.arange(8)
-    found = table_of_batch(padded)
+    found = tokens_of_batch(padded)
     assert found is not None
-    assert found.input_ids is not None
-    assert found.input_ids.tolist() == [0, 1]
-    assert table_of_batch(batch("idle", ["a"], [1])) is None
-    assert table_of_batch(batch("decode", [], [])) is None
-    assert table_of_batch(batch("decode", ["a"], [1], tbo_split_seq_index=1)) is None
-    assert table_of_batch(batch("extend", ["a"], [2], extend_seq_lens_cpu=None)) is None
+    assert found.ids is not None
+    assert found.ids.tolist() == [0, 1]
+    assert tokens_of_batch(batch("idle", ["a"], [1])) is None
+    assert tokens_of_batch(batch("decode", [], [])) is None
+    assert tokens_of_batch(batch("decode", ["a"], [1], tbo_split_seq_index=1)) is None
+    assert tokens_of_batch(batch("extend", ["a"], [2], extend_seq_lens_cpu=None)) is None
 
 
 # -- hooks -----------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from torch import nn
 
 from hookline.engines.vllm.engine_live_hooks import EngineLiveHooks
 from hookline.engines.vllm.request_options import request_options
-from hookline.engines.vllm.step_rows import StepRow, flat_rows_of, table_of_step
+from hookline.engines.vllm.step_rows import StepRow, table_of_step
 from hookline.errors import NoMatchError, NotAllowedError, OptionError
-from hookline.factories.batch_rows import serving
+from hookline.observe.tokens import serving
 from hookline.serve.request_hooks import RequestHooks, confined_spec
 
 ROWS = [StepRow("a", 9, 1, 9), StepRow("b", 0, 3, 3), StepRow("c", 4, 1, 2)]
@@ -33,7 +33,7 @@ def model():
 
 
 def request_hooks(model):
-    return RequestHooks(model, EngineLiveHooks(model), flat_rows_of)
+    return RequestHooks(model, EngineLiveHooks(model))
 
 
 def begin(hooks, id, specs, allow=None):
@@ -119,7 +119,7 @@ def test_a_hook_that_raises_is_switched_off_and_told(model):
 )
 def test_what_a_request_may_not_ask_for(spec, error):
     with pytest.raises(error):
-        confined_spec({"target_modules": ["0"], **spec}, "a", None, flat_rows_of)
+        confined_spec({"target_modules": ["0"], **spec}, "a", None)
 
 
 def test_names_that_clients_choose_do_not_decide_whose_rows_a_hook_gets(model):
@@ -133,21 +133,21 @@ def test_names_that_clients_choose_do_not_decide_whose_rows_a_hook_gets(model):
 
 def test_a_refusal_names_what_a_request_can_use():
     with pytest.raises(NotAllowedError, match="factories:steer") as refused:
-        confined_spec({"target_modules": ["0"], "hook_factory": "os:system"}, "a", None, flat_rows_of)
+        confined_spec({"target_modules": ["0"], "hook_factory": "os:system"}, "a", None)
     assert "export" not in str(refused.value)
     assert "hookline.factories:probe" in str(refused.value)
 
 
 def test_an_error_of_a_request_never_leaves_the_forward():
     for given, expected in (({}, "disable"), ({"on_error": None}, "disable"), ({"on_error": "warn"}, "warn")):
-        assert confined_spec({**STEER, **given}, "a", None, flat_rows_of).on_error == expected
+        assert confined_spec({**STEER, **given}, "a", None).on_error == expected
 
 
 def test_an_allowed_prefix_lets_other_factories_in():
     spec = {"target_modules": ["0"], "hook_factory": "my_project.hooks:make"}
     with pytest.raises(NotAllowedError):
-        confined_spec(spec, "a", ("my_proj",), flat_rows_of)
-    assert confined_spec(spec, "a", ("my_project",), flat_rows_of).name == "make"
+        confined_spec(spec, "a", ("my_proj",))
+    assert confined_spec(spec, "a", ("my_project",)).name == "make"
 
 
 def test_a_prefix_does_not_let_in_what_its_module_has_imported(model):

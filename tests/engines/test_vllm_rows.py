@@ -16,7 +16,7 @@ from hookline.engines.vllm.step_rows import (
     table_of_step,
 )
 from hookline.factories import activation_stats, steer
-from hookline.factories.batch_rows import current_batch, current_rows, serving
+from hookline.observe.tokens import current_tokens, serving
 
 
 def runner(names, starts, computed, prompts):
@@ -64,8 +64,8 @@ def test_a_decode_and_a_prefill_share_a_step():
     assert table.phase == "mixed"
     assert table.phases == ("decode", "prefill")
     assert table.lengths == (1, 6)
-    assert table.request_ids == ("a", "b")
-    assert len(table.input_ids) == 7  # the eighth is padding
+    assert table.requests == ("a", "b")
+    assert len(table.ids) == 7  # the eighth is padding
 
 
 def test_a_second_chunk_of_a_prompt_is_still_prefill():
@@ -86,13 +86,8 @@ def test_the_v2_runner_gives_its_batch():
 
 def test_the_table_behind_the_model_has_one_row_for_each_request():
     table = table_after_model(mixed_table())
-    assert table.lengths is None
-    assert table.request_ids == ("a", "b")
-
-
-def test_positions_in_three_rows_are_left_out():
-    rows = rows_of_runner(runner(*MIXED))
-    assert table_of_step(rows, ("a", "b"), {"positions": torch.zeros(3, 7)}).positions is None
+    assert table.lengths == (1, 1)
+    assert table.requests == ("a", "b")
 
 
 def test_the_book_counts_what_came_from_the_cache():
@@ -118,7 +113,7 @@ def steered(config, table, tokens=8):
     hook = steer({"vector": [1.0, 1.0], **config})
     with serving(table):
         result = hook(torch.nn.Identity(), (), torch.zeros(tokens, 2))
-    return None if result is None else result[:, 0].tolist()
+    return [0.0] * tokens if result is None else result[:, 0].tolist()
 
 
 def test_steering_one_request_of_a_mixed_step():
@@ -148,8 +143,7 @@ def test_statistics_of_one_stage_and_without_padding():
     assert found == pytest.approx({"decode": 9.0, "prefill": 1.0, "both": 15.0 / 7})
 
 
-def test_a_flat_table_is_no_padded_one():
+def test_a_flat_table_is_there_while_the_step_runs():
     with serving(mixed_table()):
-        assert current_rows() is None
-        assert current_batch() is not None
-    assert current_batch() is None
+        assert current_tokens() is not None
+    assert current_tokens() is None

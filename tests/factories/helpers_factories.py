@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hookline.factories import BatchRows, export, read_export, serving
+from hookline.factories import Tokens, export, read_export, serving
 from hookline.factories.export_files import ExportRecord
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 WIDTH = 8
-PADDED = BatchRows(("a", "b"), (0, 2), (0, 0), ((1, 2, 3), (9,)), "prefill")
+PADDED = Tokens.padded(("a", "b"), ((1, 2, 3), (9,)), (0, 0), "prefill")
 """Two prompts in one batch, the second padded by two."""
 
 
@@ -40,6 +40,7 @@ class Batch:
     req_pool_indices: Tensor
     extend_seq_lens: Tensor | None = None
     rids: list[str] | None = None
+    extend_seq_lens_cpu: list[int] | None = None
 
 
 class Layer(nn.Module):
@@ -89,7 +90,7 @@ def first_layers(model: nn.Module, hook: Any, pattern: str = "layers.*") -> None
 
 
 def exported(
-    folder: Path, *outputs: Any, rows: BatchRows | None = None, **config: Any
+    folder: Path, *outputs: Any, rows: Tokens | None = None, **config: Any
 ) -> tuple[list[ExportRecord], dict[str, float]]:
     """Export the outputs of one module; what was written, and the metrics of the hook."""
     hook, module = export({"folder": str(folder), **config}), nn.Identity()

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hookline as hl
-from hookline.factories import BatchRows, activation_stats, export, read_export, serving, steer
+from hookline.factories import Tokens, activation_stats, export, read_export, serving, steer
 
-TWO = BatchRows(("exp-1", "other"), (0, 2), (0, 0), ((1, 2, 3), (9,)), "prefill")
-NEXT = BatchRows(("exp-1", "other"), (0, 0), (3, 1), ((4,), (8,)), "decode")
+TWO = Tokens.padded(("exp-1", "other"), ((1, 2, 3), (9,)), (0, 0), "prefill")
+NEXT = Tokens.padded(("exp-1", "other"), ((4,), (8,)), (3, 1), "decode")
 SOME = {"vector": [1.0] * 4, "requests": ["exp-*"]}
 
 
@@ -24,7 +24,7 @@ def batch(*, rids: list[str] | None = None, lengths: tuple[int, ...] | None = (3
     return Batch(torch.arange(5), torch.arange(5), torch.tensor([3, 2]), torch.tensor([4, 7]), extend, rids)
 
 
-def steered(config: dict[str, Any], output: Tensor, rows: BatchRows | None, inputs: tuple[Any, ...] = ()) -> list[Any]:
+def steered(config: dict[str, Any], output: Tensor, rows: Tokens | None, inputs: tuple[Any, ...] = ()) -> list[Any]:
     """By how much each token was moved."""
     with serving(rows), torch.inference_mode():
         after = steer(config)(nn.Identity(), inputs, output)
@@ -94,7 +94,7 @@ def test_a_steer_for_everybody_counts_its_tokens_too(positions: str, first: int,
     ],
 )
 def test_what_everybody_has_is_counted_by_tokens(
-    shape: tuple[int, ...], rows: BatchRows | None, given: tuple[Any, ...], every: int, last: int
+    shape: tuple[int, ...], rows: Tokens | None, given: tuple[Any, ...], every: int, last: int
 ) -> None:
     """Padded, flat and pooled outputs, and a batch like SGLang's."""
     for positions, count in (("all", every), ("last", last)):
@@ -141,12 +141,12 @@ def test_requests_are_found_in_a_batch_like_sglangs(config: dict[str, Any], give
 
 
 def test_decode_of_such_a_batch() -> None:
-    """One token for each request; of more than that nobody knows whose they are."""
+    """One token for each request; rows behind them are padding, and fewer rows nobody's."""
     pair = Batch(torch.arange(2), torch.arange(2), torch.tensor([4, 3]), torch.tensor([4, 7]))
     config = {"vector": [1.0] * 4, "requests": ["pool-7"]}
     assert steered(config, torch.zeros(2, 4), None, (pair,)) == [0, 1]
     with pytest.raises(hl.errors.HookReturnError, match="no place for each"):
-        steered(config, torch.zeros(6, 4), None, (pair,))
+        steered(config, torch.zeros(1, 4), None, (pair,))
 
 
 def test_compiled_code_refuses_to_choose() -> None:
@@ -166,7 +166,7 @@ def test_statistics_of_one_phase() -> None:
     for value, rows in ((1.0, NEXT), (4.0, TWO), (1.0, NEXT)):
         for hook in hooks.values():
             with serving(rows):
-                hook(MODULE, (), torch.full((2, len(rows.tokens[0]), 4), value))
+                hook(MODULE, (), torch.full((2, rows.width, 4), value))
     assert {phase: hook.to_metrics()["Identity.0/mean"] for phase, hook in hooks.items()} == {
         "prefill": 4.0,
         "decode": 1.0,
@@ -193,7 +193,7 @@ def test_export_of_one_phase(tmp_path: Path) -> None:
     with hl.attach(model, "0", hook), torch.inference_mode():
         for rows in (TWO, NEXT, NEXT):
             with serving(rows):
-                model(torch.ones(2, len(rows.tokens[0]), 4))
+                model(torch.ones(2, rows.width, 4))
     hook.close()
     assert [(each.request, each.phase, each.positions) for each in read_export(tmp_path)] == [
         ("exp-1", "decode", (3,)),

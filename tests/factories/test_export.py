@@ -23,7 +23,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.factories import BatchRows, export, read_export, serving
+from hookline.factories import Tokens, export, read_export, serving
 from hookline.factories.export_files import Shards
 from hookline.factories.exporting import Export
 
@@ -239,7 +239,7 @@ def test_two_threads_export_side_by_side(tmp_path: Path) -> None:
 
     def run(number: int) -> None:
         for position in range(100):
-            rows = BatchRows((f"r{number}",), (0,), (position,), ((number,),), "decode")
+            rows = Tokens.padded((f"r{number}",), ((number,),), (position,), "decode")
             with serving(rows):
                 hook(module, (), torch.full((1, 1, 4), float(number)))
 

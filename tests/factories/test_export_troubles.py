@@ -16,7 +16,7 @@ from helpers_waiting import PATIENCE
 from torch import nn
 
 import hookline as hl
-from hookline.factories import BatchRows, export, read_export, serving
+from hookline.factories import Tokens, export, read_export, serving
 from hookline.factories.export_files import Shards
 
 
@@ -82,7 +82,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_shard_loses_that_shard_and_says_
 ) -> None:
     """Two requests for each output, two outputs for each shard: written and dropped are together what came."""
     monkeypatch.setattr("hookline.factories.export_queue._NAP", nap)
-    rows = BatchRows(("a", "b"), (0, 0), (0, 0), ((1,), (2,)), "decode")
+    rows = Tokens.padded(("a", "b"), ((1,), (2,)), (0, 0), "decode")
     monkeypatch.setattr("hookline.factories.export_files.SHARD_BYTES", 1600)
     hook, module, written = export({"folder": str(tmp_path)}), nn.Identity(), []
     real = safetensors.torch.save_file

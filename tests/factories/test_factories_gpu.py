@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.factories import (
-    BatchRows,
     ProbeHead,
+    Tokens,
     activation_stats,
     export,
     log_shapes,
@@ -39,7 +39,7 @@ pytestmark = [
 ]
 
 MODES = (torch.inference_mode, torch.no_grad)
-TWO = BatchRows(("a", "b"), (0, 2), (0, 0), ((1, 2, 3), (9,)), "prefill")
+TWO = Tokens.padded(("a", "b"), ((1, 2, 3), (9,)), (0, 0), "prefill")
 
 
 @contextmanager
@@ -236,7 +236,7 @@ def test_export_is_what_the_forward_gave_out_though_it_is_changed_at_once(tmp_pa
 
 
 def test_export_reads_a_batch_that_is_on_the_device(tmp_path: Path) -> None:
-    """Tokens, positions and lengths are copied with the tensor, and read by the thread."""
+    """Tokens and positions are copied with the tensor, and read by the thread; lengths are on the host."""
     model, hook = Decoder().to("cuda"), export({"folder": str(tmp_path)})
     model.layers[1].register_forward_hook(hook)
 
@@ -244,8 +244,9 @@ def test_export_reads_a_batch_that_is_on_the_device(tmp_path: Path) -> None:
         return torch.tensor(numbers, device="cuda")
 
     batch = Batch(
-        on_device(11, 12, 13, 21, 22), on_device(0, 1, 2, 0, 1), on_device(3, 2), on_device(4, 7), on_device(3, 2)
+        on_device(11, 12, 13, 21, 22), on_device(0, 1, 2, 0, 1), on_device(3, 2), on_device(4, 7), rids=["a", "b"]
     )
+    batch.extend_seq_lens_cpu = [3, 2]
     with torch.inference_mode():
         model(batch)
         torch.cuda.synchronize()
@@ -255,8 +256,8 @@ def test_export_reads_a_batch_that_is_on_the_device(tmp_path: Path) -> None:
         torch.cuda.synchronize()
     hook.close()
     assert [(each.request, each.tokens, each.positions) for each in read_export(tmp_path)] == [
-        ("pool-4", (11, 12, 13), (0, 1, 2)),
-        ("pool-7", (21, 22), (0, 1)),
+        ("a", (11, 12, 13), (0, 1, 2)),
+        ("b", (21, 22), (0, 1)),
     ] * 2
 
 

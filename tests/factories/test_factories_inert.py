@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import hookline as hl
 from hookline import factories
 from hookline.errors import HooklineWarning
-from hookline.factories import BatchRows, current_rows, serving
+from hookline.factories import Tokens, current_tokens, serving
 from hookline.sites.signature import changes_in_place, may_return_value, what_it_reads
 
 OBSERVERS: dict[str, dict[str, Any]] = {
@@ -142,20 +142,20 @@ def test_activation_checkpointing_is_counted_once(tmp_path: Path) -> None:
 
 def test_rows_are_those_of_the_innermost_forward_of_this_thread() -> None:
     """Nested forwards see their own table, another thread sees none, and an exception takes it back."""
-    one, two = (BatchRows((name,), (0,), (0,), ((1,),), "prefill") for name in "ab")
-    elsewhere: list[BatchRows | None] = []
-    assert current_rows() is None
+    one, two = (Tokens.padded((name,), ((1,),), (0,), "prefill") for name in "ab")
+    elsewhere: list[Tokens | None] = []
+    assert current_tokens() is None
     with serving(one):
         with suppress(ZeroDivisionError), serving(two):
-            assert current_rows() is two
-            thread = threading.Thread(target=lambda: elsewhere.append(current_rows()))
+            assert current_tokens() is two
+            thread = threading.Thread(target=lambda: elsewhere.append(current_tokens()))
             thread.start()
             thread.join()
             raise ZeroDivisionError
-        assert current_rows() is one
+        assert current_tokens() is one
         with serving(None):
-            assert current_rows() is None
-    assert current_rows() is None
+            assert current_tokens() is None
+    assert current_tokens() is None
     assert elsewhere == [None]
 
 

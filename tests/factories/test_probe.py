@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.errors import OptionError
-from hookline.factories import BatchRows, ProbeHead, probe, serving, steer, train_probe
+from hookline.factories import ProbeHead, Tokens, probe, serving, steer, train_probe
 from hookline.factories.request_notes import RequestNotes, noting
 
 torch.manual_seed(0)
@@ -77,7 +77,7 @@ def test_what_cannot_be_learnt_from_is_told(activations: Any, labels: Any, says:
         train_probe(activations, labels)
 
 
-def scored(config: dict[str, Any], output: Tensor, rows: BatchRows | None, inputs: tuple[Any, ...] = ()) -> Any:
+def scored(config: dict[str, Any], output: Tensor, rows: Tokens | None, inputs: tuple[Any, ...] = ()) -> Any:
     """Return the metrics of a probe after one output of a module, without the module's name."""
     hook = probe({"head": head_for(0), **config})
     with serving(rows):

@@ -199,7 +199,7 @@ BAD_HOOKS = {
     "another module with dots": ({**SPEC, "hook_factory": "subprocess.run"}, 403, "not allowed"),
     "a prefix that only looks like it": ({**SPEC, "hook_factory": "hookline.factories_evil:x"}, 403, "not allowed"),
     "what an allowed module imported": ({**SPEC, "hook_factory": "helpers_http:Path"}, 403, "comes from 'pathlib'"),
-    "what is no factory of ours": ({**SPEC, "hook_factory": "hookline.factories:BatchRows"}, 403, "no factory"),
+    "what is no factory of ours": ({**SPEC, "hook_factory": "hookline.factories:Tokens"}, 403, "no factory"),
     "inside of our factories": ({**SPEC, "hook_factory": "hookline.factories.exporting:Export"}, 403, "no factory"),
     "a folder elsewhere": (
         {**SPEC, "hook_factory": "hookline.factories:export", "config": {"folder": "/elsewhere"}}, 403, "has to lie",

@@ -24,7 +24,7 @@ from helpers_warm import run_warm
 
 import hookline as hl
 from hookline.errors import EngineBusy, EngineClosed
-from hookline.factories.batch_rows import current_rows
+from hookline.observe.tokens import current_tokens
 from hookline.serve.generation_request import Finished, GenerationRequest, StatesWanted
 from hookline.serve.serving_engine import Engine
 
@@ -165,7 +165,7 @@ def test_an_engine_that_breaks_tells_everybody_and_takes_no_more(tiny, moment) -
     live = engine.hooks.add({"target_modules": ["lm_head"], "hook_factory": "hookline.factories:nan_alarm"})
 
     def stop(module, args):
-        if current_rows().phase == moment:
+        if current_tokens().phase == moment:
             raise SystemExit("not today")
 
     with model.model.layers[0].register_forward_pre_hook(stop):

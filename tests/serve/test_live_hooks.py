@@ -24,7 +24,7 @@ from hookline.errors import (
     NotAllowedError,
     OptionError,
 )
-from hookline.factories import current_rows
+from hookline.factories import current_tokens
 from hookline.serve.http.hook_routes import hook_to_json
 from hookline.serve.live_hooks import LiveHooks
 from hookline.serve.serving_engine import Engine
@@ -61,7 +61,7 @@ class Counting:
 
     def __call__(self, module, inputs, output):
         self.calls += 1
-        self.tables.append(current_rows())
+        self.tables.append(current_tokens())
         self.in_inference.add(torch.is_inference_mode_enabled())
         if self.calls == self.fails_at:
             raise ArithmeticError("enough")
@@ -130,8 +130,8 @@ def test_a_hook_goes_on_and_off_while_requests_run(tiny, engine) -> None:
     assert hook.calls == calls
     assert hook.in_inference == {True}
     table = hook.tables[0]
-    assert (table.request_ids, table.starts, table.phase) == ((answer.id,), (0,), "decode")
-    assert table.tokens[0][0] == answer.ids[table.positions[0] - 3]
+    assert (table.requests, table.begins, table.phase) == ((answer.id,), (0,), "decode")
+    assert table.ids[0] == answer.ids[table.firsts[0] - 3]
     assert answer.ids == alone(tiny[0], (5, 6, 7), 150)
     assert engine.hooks.add(spec("counting")).id == "h2"
     with pytest.raises(HookNameError, match=r"No hook has the id 'h1'; there is 'h2' \(Counting\)"):
@@ -152,11 +152,11 @@ def test_padding_and_rows_are_in_the_table(tiny) -> None:
     long.wait()
     prefill, decode = live.hook.tables
     engine.close()
-    assert prefill.request_ids == decode.request_ids == (short.id, long.id)
-    assert (prefill.starts, prefill.positions, prefill.phase) == ((3, 0), (0, 0), "prefill")
-    assert prefill.tokens == ((5, 6), (7, 8, 9, 10, 11))
-    assert (decode.starts, decode.positions) == ((0, 0), (2, 5))
-    assert decode.tokens == ((short.ids[0],), (long.ids[0],))
+    assert prefill.requests == decode.requests == (short.id, long.id)
+    assert (prefill.begins, prefill.firsts, prefill.phase) == ((3, 5), (0, 0), "prefill")
+    assert prefill.ids == (5, 6, 7, 8, 9, 10, 11)
+    assert (decode.begins, decode.firsts) == ((0, 1), (2, 5))
+    assert decode.ids == (short.ids[0], long.ids[0])
 
 
 def test_an_edit_changes_answers_while_it_is_on(tiny, engine) -> None:

@@ -45,9 +45,9 @@ def keeps_all(config: dict[str, Any]) -> Any:
     """A factory whose hook keeps all that it is shown."""
 
     def hook(module: Any, args: Any, output: Any) -> None:
-        from hookline.factories.batch_rows import current_rows
+        from hookline.observe.tokens import current_tokens
 
-        KEPT.append((args, output, current_rows()))
+        KEPT.append((args, output, current_tokens()))
 
     return hook
 
@@ -126,7 +126,7 @@ def test_a_hook_is_shown_the_rows_of_its_request_and_no_other(tiny: Any) -> None
     of_model = [each for each in KEPT if not each[0]]  # it is called with keywords alone
     shown = torch.cat([output[0] if isinstance(output, tuple) else output for _, output, _ in at_layer], 1)
     assert torch.equal(shown[0], states(watched))
-    assert [table.request_ids for *_, table in KEPT] == [("mine",)] * 8
+    assert [table.requests for *_, table in KEPT] == [("mine",)] * 8
     assert [table.phase for *_, table in at_layer] == ["prefill", *["decode"] * 3]
     assert [tuple(args[0].shape) for args, *_ in at_layer] == [(1, 2, 32), *[(1, 1, 32)] * 3]
     assert [tuple(output.logits.shape[:2]) for _, output, _ in of_model] == [(1, 2), *[(1, 1)] * 3]

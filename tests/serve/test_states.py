@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import hookline as hl
 from hookline.errors import NoMatchError, OptionError
-from hookline.factories.batch_rows import current_rows
+from hookline.observe.tokens import current_tokens
 from hookline.serve.generation_request import GenerationRequest, StatesWanted
 from hookline.serve.serving_engine import Engine
 
@@ -318,7 +318,7 @@ def test_whatever_fails_meanwhile_nobody_gets_what_is_anothers(tiny, shared, cli
     shared.between(lambda: gate.wait(PATIENCE))
 
     def breaks(module, args):
-        if current_rows() is not None and next(forwards) in failing:
+        if current_tokens() is not None and next(forwards) in failing:
             raise RuntimeError("a kernel broke")
 
     with model.model.layers[1].mlp.register_forward_pre_hook(breaks):

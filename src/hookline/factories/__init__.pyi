@@ -3,9 +3,6 @@
 from hookline.factories.activation_dataset import ActivationDataset as ActivationDataset
 from hookline.factories.activation_statistics import activation_stats as activation_stats
 from hookline.factories.alarm import nan_alarm as nan_alarm
-from hookline.factories.batch_rows import BatchRows as BatchRows
-from hookline.factories.batch_rows import current_rows as current_rows
-from hookline.factories.batch_rows import serving as serving
 from hookline.factories.export_files import read_export as read_export
 from hookline.factories.export_run import ExportedRun as ExportedRun
 from hookline.factories.export_run import export_activations as export_activations
@@ -17,6 +14,9 @@ from hookline.factories.probe_heads import train_probe as train_probe
 from hookline.factories.probing import probe as probe
 from hookline.factories.shape_log import log_shapes as log_shapes
 from hookline.factories.steering import steer as steer
+from hookline.observe.tokens import Tokens as Tokens
+from hookline.observe.tokens import current_tokens as current_tokens
+from hookline.observe.tokens import serving as serving
 
 FILE_OPTIONS: dict[str, tuple[str, ...]]
 

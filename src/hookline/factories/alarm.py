@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from hookline.errors import NonFiniteError
-from hookline.factories.batch_rows import current_batch
 from hookline.factories.factory_hook import checked_options, choice, tried_by, whole
 from hookline.factories.served_batch import shape_of
 from hookline.factories.streaming_stats import Gathered, StreamedModule, Streaming, StreamingObserver
+from hookline.observe.tokens import current_tokens
 from hookline.observe.watch.stat_columns import Layout
 from hookline.observe.watch.stats_engine import StatsEngine
 from hookline.sites import _torch
@@ -192,9 +192,9 @@ def _running_requests() -> str:
 
     Not for counts that are read later, as those of a GPU: another forward runs then.
     """
-    batch = current_batch()
-    ids = None if batch is None else batch.request_ids
-    if not isinstance(ids, tuple) or not ids:
+    tokens = current_tokens()
+    ids = () if tokens is None else tokens.requests
+    if not any(ids):
         return ""
     more = f" and {len(ids) - _MOST_NAMES} more" if len(ids) > _MOST_NAMES else ""
     return f", with request{'s' * (len(ids) > 1)} {', '.join(map(repr, ids[:_MOST_NAMES]))}{more} in the batch"

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.batch_rows import BatchRows
-from hookline.factories.served_batch import TokenBatch, by_token
 from hookline.files import replace_file
+from hookline.observe.tokens import Tokens
 from hookline.records.log import dumps
 
 if TYPE_CHECKING:
@@ -155,58 +154,30 @@ class _ExportPiece(NamedTuple):
 
 
 def pieces_of(item: ExportItem, tensor: Tensor) -> Iterator[_ExportPiece]:
-    """Yield the pieces of an output: the tokens of each request."""
+    """Yield the pieces of an output: the tokens of each request; its last, if there is no other; else its row."""
     rows = item.rows
-    if isinstance(rows, BatchRows):
-        yield from _by_row(item, tensor, rows)
-    elif isinstance(rows, TokenBatch):
-        yield from _by_token(item, tensor, rows)
-    else:
-        yield _piece(item, 0, tensor)
-
-
-def _by_row(item: ExportItem, tensor: Tensor, rows: BatchRows) -> Iterator[_ExportPiece]:
-    """Yield, from a batch that may be padded, each request's tokens; its last, if there is no other; else its row."""
-    batch = len(rows.request_ids)
-    tokens_of = None if item.is_last else by_token(tensor, rows)
-    if tokens_of is None and (tensor.dim() < 2 or tensor.shape[0] != batch):
-        yield _piece(item, 0, tensor, phase=rows.phase)
+    entries = None if rows is None or item.is_last else rows.by_token(tensor)
+    is_by_row = rows is not None and rows.width is not None and tensor.dim() >= 2 and len(tensor) == len(rows.requests)
+    if rows is None or (entries is None and not is_by_row):
+        yield _piece(item, 0, tensor, phase=None if rows is None else rows.phase)
         return
-    is_last = tensor.dim() == 3 and tensor.shape[1] == 1
-    for row, request in enumerate(rows.request_ids):
-        tokens = rows.tokens[row]
-        positions = range(rows.positions[row], rows.positions[row] + len(tokens))
-        if tokens_of is not None:
-            real = tokens_of[row, rows.starts[row] :]
-            first = max(len(tokens) - 1, 0) if item.wants_last else 0
-            yield _piece(item, row, real[first:], request, tokens[first:], positions[first:], rows.phase)
-        elif is_last:
-            yield _piece(item, row, tensor[row], request, tokens[-1:], positions[-1:], rows.phase)
+    ids, begin = _numbers(rows.ids), 0
+    for row, length in enumerate(rows.lengths):
+        tokens, positions = ids[begin : begin + length], _positions(rows, row, begin)
+        request, phase, begin = rows.requests[row] or None, rows.phases[row], begin + length
+        if entries is not None:
+            first = max(length - 1, 0) if item.wants_last else 0
+            own = entries[rows.begins[row] + first : rows.begins[row] + length]
+            yield _piece(item, row, own, request, tokens[first:], positions[first:], phase)
+        elif tensor.dim() == 3 and tensor.shape[1] == 1:
+            yield _piece(item, row, tensor[row], request, tokens[-1:], positions[-1:], phase)
         else:  # one entry for each request that is not by token, as a pooled vector or attention weights
-            yield _piece(item, row, tensor[row], request, phase=rows.phase)
+            yield _piece(item, row, tensor[row], request, phase=phase)
 
 
-def _by_token(item: ExportItem, tensor: Tensor, rows: TokenBatch) -> Iterator[_ExportPiece]:
-    tokens, positions = _numbers(rows.input_ids), _numbers(rows.positions)
-    requests = _requests(rows.request_ids)
-    lengths = [1] * len(requests) if rows.lengths is None else _numbers(rows.lengths)
-    unclear = rows.lengths is None and len(tokens) != len(requests)  # several tokens each, or padded: unknown
-    if unclear or not requests or len(lengths) != len(requests) or not tensor.dim() or sum(lengths) > len(tensor):
-        yield _piece(item, 0, tensor, None, tokens, positions, rows.phase)
-        return
-    begin = 0
-    for row, (request, length) in enumerate(zip(requests, lengths, strict=True)):
-        end = begin + length
-        first = max(end - 1, begin) if item.wants_last else begin
-        phase = rows.phase if rows.phases is None else rows.phases[row]
-        yield _piece(item, row, tensor[first:end], request, tokens[first:end], positions[first:end], phase)
-        begin = end
-
-
-def _requests(ids: Sequence[str] | Tensor | None) -> list[str]:
-    if isinstance(ids, Tensor):
-        return [f"pool-{number}" for number in ids.tolist()]
-    return list(ids or ())
+def _positions(rows: Tokens, row: int, begin: int) -> Sequence[int]:
+    first, length = rows.firsts[row], rows.lengths[row]
+    return _numbers(rows.positions)[begin : begin + length] if first is None else range(first, first + length)
 
 
 def _numbers(values: Tensor | Sequence[int] | None) -> list[int]:

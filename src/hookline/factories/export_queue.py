@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from hookline.factories.export_files import Shards, pieces_of
-from hookline.factories.served_batch import TokenBatch
+from hookline.observe.tokens import Tokens, sent_to_host
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from hookline.factories.batch_rows import BatchRows
     from hookline.factories.export_files import WrittenSoFar
 
 __all__ = ["QUEUE_BYTES", "ExportItem", "ExportQueue"]
@@ -55,7 +54,7 @@ class ExportItem:
     call: int
     tensor: Tensor
     bytes: int
-    rows: BatchRows | TokenBatch | None
+    rows: Tokens | None
     wants_last: bool
     """Whether the last token of each request is wanted alone."""
     is_last: bool = False
@@ -327,8 +326,8 @@ class _HostCopies:
             item.ready.wait(stream)
             host = torch.empty(item.tensor.shape, dtype=item.tensor.dtype, pin_memory=True)
             host.copy_(item.tensor, non_blocking=True)
-            if isinstance(item.rows, TokenBatch):
-                item.rows = item.rows.on_host()
+            if item.rows is not None:
+                item.rows = item.rows.with_tensors(sent_to_host)
         return host
 
     @contextlib.contextmanager

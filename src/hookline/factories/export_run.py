@@ -1,6 +1,6 @@
 """Run a model over sequences of tokens and export the activations of modules: a dataset that can be continued.
 
-Users call `export_activations`; it attaches the hook of ``export`` and says by `BatchRows` whose tokens are in a batch.
+Users call `export_activations`; it attaches the hook of ``export`` and says by `Tokens` whose tokens are in a batch.
 `ActivationDataset` reads the result.
 """
 
@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from hookline.errors import HooklineWarning, OptionError
-from hookline.factories.batch_rows import BatchRows, serving
 from hookline.factories.export_files import WrittenSoFar, summary_of, written_so_far
 from hookline.factories.exporting import INPUT, Export, ExportInputs
 from hookline.factories.factory_hook import choice, whole
 from hookline.files import lock_holder, replace_file, take_lock
 from hookline.messages import caller_stacklevel
+from hookline.observe.tokens import Tokens, serving
 from hookline.sites.attach import attach
 from hookline.sites.kinds import Kind
 from hookline.sites.roles import with_role
@@ -273,8 +273,8 @@ def _check_dropped(metrics: dict[str, float], batch_size: int) -> None:
 
 def _run(model: nn.Module, rows: list[_NamedSequence]) -> None:
     """Run one batch of sequences of one length."""
-    zeros = (0,) * len(rows)
-    table = BatchRows(tuple(name for name, _ in rows), zeros, zeros, tuple(tuple(ids) for _, ids in rows), "prefill")
+    names, sequences = [name for name, _ in rows], [ids for _, ids in rows]
+    table = Tokens.padded(names, sequences, [0] * len(rows), "prefill")
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     ids = torch.tensor([ids for _, ids in rows], device=device)
     # No position_ids: models that count from another number than 0, as RoBERTa does, know it themselves.

@@ -28,7 +28,7 @@ from hookline.factories.factory_hook import (
     whole,
     yes_or_no,
 )
-from hookline.factories.served_batch import STAGES, TokenBatch, measurable, only_in_stage, output_tensor, running
+from hookline.factories.served_batch import STAGES, measurable, only_in_stage, output_tensor, running
 from hookline.observe.patch.parts import find_main_input
 from hookline.sites import _torch
 
@@ -169,7 +169,8 @@ class Export(Observer):
             self._unread += 1
             return
         rows = running(inputs)
-        is_last = self._only_last and tensor.dim() == 3 and not isinstance(rows, TokenBatch)
+        is_flat = rows is not None and rows.width is None
+        is_last = self._only_last and tensor.dim() == 3 and not is_flat
         if is_last:  # of (batch, sequence, features), padded on the left, the last column
             tensor = tensor[:, -1:]
         size = tensor.numel() * tensor.element_size()
@@ -216,8 +217,8 @@ class ExportInputs(Export):
 
 def _copied(item: ExportItem) -> ExportItem:
     """Return the item with its own tensors: the forward may change these in place."""
-    if isinstance(item.rows, TokenBatch):
-        item.rows = item.rows.copied()
+    if item.rows is not None:
+        item.rows = item.rows.with_tensors(lambda value: value.clone() if isinstance(value, Tensor) else value)
     item.tensor = item.tensor.clone(memory_format=torch.contiguous_format)
     if item.tensor.device.type == "cuda":
         make: Any = torch.cuda.Event

@@ -18,17 +18,8 @@ from hookline.factories.activation_statistics import ActivationStats
 from hookline.factories.factory_hook import checked_options, choice, number, path, text, tried_by, yes_or_no
 from hookline.factories.probe_heads import ProbeHead
 from hookline.factories.request_notes import current_notes
-from hookline.factories.served_batch import (
-    STAGES,
-    Served,
-    TokenBatch,
-    log_unknown,
-    measurable,
-    only_in_stage,
-    request_names,
-    running,
-)
-from hookline.factories.token_owners import owners_of
+from hookline.factories.served_batch import STAGES, log_unknown, measurable, only_in_stage, request_names, running
+from hookline.observe.tokens import Tokens
 from hookline.observe.watch.stat_columns import Layout, as_metrics
 from hookline.sites import _torch
 
@@ -138,7 +129,7 @@ class Probe(ActivationStats):
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
         """Score the output of a module."""
-        self._running.served = running(inputs)
+        self._running.tokens = running(inputs)
         super().__call__(module, inputs, output, site=site)
 
     def _take(self, seen: StreamedModule, tensor: Tensor, gathered: Gathered | None) -> bool:
@@ -149,22 +140,22 @@ class Probe(ActivationStats):
         return True
 
     def _score(self, seen: StreamedModule, tensor: Tensor) -> None:
-        served: Served | None = self._running.served
+        tokens: Tokens | None = self._running.tokens
         logits = self.head.logits(tensor)
         scores = logits.sigmoid().masked_fill(~logits.isfinite(), 1.0)  # what has no score is flagged
-        if served is None:
+        if tokens is None:
             self._add_unserved(seen, scores)
             return
-        owners = owners_of(served, self._requests, only_last=self._only_last)
-        chosen = None if owners is None else owners.pick(scores.reshape(-1))
-        if owners is None or chosen is None:
-            self._add_unknown(seen, scores, is_flat=isinstance(served, TokenBatch))
-        elif len(owners.places):
-            self._streaming.take(seen, chosen)
+        chosen = tokens.choose(self._requests, last=self._only_last)
+        picked = None if self._requests is not None and not tokens.has_names else chosen.pick(scores.unsqueeze(-1))
+        if picked is None:
+            self._log_unknown(seen, "requests or tokens")
+        elif len(chosen):
+            self._streaming.take(seen, picked.squeeze(-1))
             notes = current_notes() if self._action != "metric" else None
             if notes is not None:
                 notes.add(
-                    self.label, seen.name, owners, chosen, self.threshold, stops=self._action == "stop", hook=id(self)
+                    self.label, seen.name, chosen, picked, self.threshold, stops=self._action == "stop", hook=id(self)
                 )
 
     def _add_unserved(self, seen: StreamedModule, scores: Tensor) -> None:
@@ -173,13 +164,6 @@ class Probe(ActivationStats):
             self._log_unknown(seen, "requests")
         else:
             self._streaming.take(seen, scores[..., -1:] if self._only_last and scores.dim() > 1 else scores)
-
-    def _add_unknown(self, seen: StreamedModule, scores: Tensor, *, is_flat: bool) -> None:
-        """Add scores of tokens whose requests are unknown: lengths on a device, an output without a row for each."""
-        if self._requests is not None or self._only_last or not is_flat:
-            self._log_unknown(seen, "requests or tokens")
-        else:
-            self._streaming.take(seen, scores)
 
     def _log_unknown(self, seen: StreamedModule, what: str) -> None:
         seen.watched.unread = "nobody says whose tokens are in it"

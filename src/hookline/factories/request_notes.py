@@ -17,7 +17,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hookline.factories.token_owners import TokenOwners
+    from hookline.observe.tokens import ChosenTokens
 
 __all__ = ["RequestFlag", "RequestNotes", "current_notes", "merge_flags", "noting", "set_notes"]
 
@@ -55,7 +55,7 @@ class RequestFlag:
 class _Scores:
     probe: str
     module: str
-    owners: TokenOwners
+    chosen: ChosenTokens
     values: Tensor
     threshold: float
     stops: bool
@@ -75,15 +75,15 @@ class RequestNotes:
         self,
         probe: str,
         module: str,
-        owners: TokenOwners,
+        chosen: ChosenTokens,
         values: Tensor,
         threshold: float,
         *,
         stops: bool,
         hook: int = 0,
     ) -> None:
-        """Note the scores of tokens, one for each of ``owners``; ``hook`` tells probes of one name apart."""
-        self._scores.append(_Scores(probe, module, owners, values, threshold, stops, hook))
+        """Note the scores of tokens, one for each of the ``chosen`` tokens; ``hook`` tells probes of one name apart."""
+        self._scores.append(_Scores(probe, module, chosen, values, threshold, stops, hook))
 
     def clear(self) -> None:
         """Drop the notes of a forward that failed."""
@@ -115,7 +115,7 @@ def _on_host(tensors: list[Tensor]) -> list[list[float]]:
 
 
 def _flags(scores: _Scores, values: list[float]) -> Iterator[tuple[str, RequestFlag]]:
-    for request, position, value in zip(scores.owners.requests, scores.owners.positions, values, strict=True):
+    for (request, position), value in zip(scores.chosen.owners(), values, strict=True):
         if value > scores.threshold:
             yield request, RequestFlag(scores.probe, scores.module, 1, position, value, scores.stops, scores.hook)
 

@@ -14,23 +14,11 @@ import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.batch_rows import current_batch
 from hookline.factories.factory_hook import FactoryHook, checked_options, choice, number, text, tried_by
-from hookline.factories.served_batch import (
-    STAGES,
-    Served,
-    TokenBatch,
-    by_token,
-    chosen_tokens,
-    has_stage,
-    last_tokens,
-    log_unknown,
-    request_names,
-    running,
-)
-from hookline.factories.token_owners import count_tokens
+from hookline.factories.served_batch import STAGES, log_unknown, request_names, running
 from hookline.observe.patch.edits import steer as steer_edit
 from hookline.observe.patch.parts import main_output, misfit, rebuilt, shape_of, site_text
+from hookline.observe.tokens import current_tokens
 from hookline.sites import _torch
 from hookline.sites.kinds import Kind
 from hookline.sites.site_info import Site
@@ -78,11 +66,9 @@ def steer(config: Mapping[str, Any] | None = None) -> Steer:
     requests = request_names(_NAME, options["requests"])
     stage = choice(_NAME, "phase", options["phase"], STAGES)
     vector = _vector(options)
-    if requests is not None or stage != "both":
-        return _SteerSome(vector, strength, requests, stage, only_last=positions == "last")
-    if positions == "last":
-        return _SteerLast(vector, strength)
-    return Steer(vector, strength)
+    if requests is None and stage == "both" and positions == "all":
+        return Steer(vector, strength)
+    return _SteerSome(vector, strength, requests, stage, only_last=positions == "last")
 
 
 def _vector(options: Mapping[str, Any]) -> Tensor:
@@ -137,117 +123,101 @@ class Steer(FactoryHook):
         self.width = len(vector)
         self.edit: Edit = steer_edit(vector, strength)
         self._tokens: int | None = 0
-        """How many tokens it was added to, at all modules together; None once only a device, or a graph, knows it."""
+        """How many tokens it was added to, at all modules together; None once it is part of a graph."""
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> Any:
         """Return the output with the vector added."""
         where = Site(type(module).__name__, module, Kind.FORWARD) if site is None else site
         main = main_output(output, site_text(where))
         steered = rebuilt(output, main, self.edit.apply(main, where), site_text(where))
-        if _is_recorded():
+        if torch.compiler.is_compiling():  # part of a graph, whose runs nobody counts
             self._tokens = None
         else:  # not the inputs, in which SGLang has its batch: compiled code would keep them for it
-            self._add(_rows_of(main, current_batch()))
+            tokens = current_tokens()
+            is_by_token = tokens is not None and tokens.by_token(main) is not None
+            self._add(len(tokens.choose()) if tokens is not None and is_by_token else main.shape[:-1].numel())
         return steered
 
     def to_metrics(self) -> dict[str, float]:
         """Return how many tokens were steered; nothing once that is unknown."""
         return {} if self._tokens is None else {"steered_tokens": float(self._tokens)}
 
-    def _add(self, tokens: int | None) -> None:
-        self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
-
-
-class _SteerLast(Steer):
-    """Steer the last token of each sequence; a class of its own, as it reads the inputs."""
-
-    def __init__(self, vector: Tensor, strength: float) -> None:
-        super().__init__(vector, strength)
-        self.last: Edit = steer_edit(vector, strength, index=(..., -1, slice(None)))
-
-    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> Any:
-        """Return the output with the vector added to the last tokens."""
-        where = Site(type(module).__name__, module, Kind.FORWARD) if site is None else site
-        main = main_output(output, site_text(where))
-        if _is_recorded():
-            self._tokens = None
-        elif main.dim() > 2:
-            self._add(main.shape[:-2].numel())
-        if main.dim() > 2:  # batch, sequence, units; padding is on the left
-            return rebuilt(output, main, self.last.apply(main, where), site_text(where))
-        steered = self.edit.apply(main, where)
-        if torch.compiler.is_compiling():
-            rows = last_tokens(inputs, main)
-            if rows is not None:  # the tokens of all requests in a row, of which these end one
-                steered = main.index_put((rows,), steered.index_select(0, rows))
-        else:
-            served = running(inputs)
-            chosen = True if served is None else chosen_tokens(main, served, None, only_last=True)
-            steered = steered if chosen is None else _where(chosen, steered, main)
-            self._add(_rows_of(main, None) if served is None or chosen is None else _last_of(served))
-        return rebuilt(output, main, steered, site_text(where))
+    def _add(self, tokens: int) -> None:
+        self._tokens = None if self._tokens is None or _torch.capturing() else self._tokens + tokens
 
 
 class _SteerSome(Steer):
-    """Steer some requests, or one stage (prefill or decode); both are looked up in each forward."""
+    """Steer some requests, one stage, or last tokens; a class of its own, as it reads the inputs."""
 
     def __init__(
         self, vector: Tensor, strength: float, requests: tuple[str, ...] | None, stage: str, *, only_last: bool
     ) -> None:
         super().__init__(vector, strength)
+        self.last: Edit = steer_edit(vector, strength, index=(..., -1, slice(None)))
         self._requests = requests
         self._stage = stage
         self._only_last = only_last
+        self._needs_tokens = requests is not None or stage != "both"
         self._has_logged = False
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> Any:
-        """Return the output with the vector added to the chosen requests; None if there are none."""
-        if torch.compiler.is_compiling():
+        """Return the output with the vector added to the chosen tokens; None if there are none."""
+        if self._needs_tokens and torch.compiler.is_compiling():
             _refuse()
-        served = running(inputs)
-        if served is None:
-            self._log_unknown()
-        if served is None or not has_stage(served, self._stage):
-            return None
         where = Site(type(module).__name__, module, Kind.FORWARD) if site is None else site
         main = main_output(output, site_text(where))
-        chosen = chosen_tokens(main, served, self._requests, self._only_last, self._stage)
-        if chosen is None:
+        if torch.compiler.is_compiling():
+            self._tokens = None
+            steered: Tensor | None = self._last_in_graph(main, inputs, where)
+        else:
+            steered = self._steered(main, inputs, where)
+        return None if steered is None else rebuilt(output, main, steered, site_text(where))
+
+    def _last_in_graph(self, main: Tensor, inputs: Any, where: Site) -> Tensor:
+        if main.dim() > 2:  # batch, sequence, units; padding is on the left
+            return self.last.apply(main, where)
+        steered = self.edit.apply(main, where)
+        rows = _last_rows(inputs, main)
+        return steered if rows is None else main.index_put((rows,), steered.index_select(0, rows))
+
+    def _steered(self, main: Tensor, inputs: Any, where: Site) -> Tensor | None:
+        tokens = running(inputs)
+        if tokens is None or (self._requests is not None and not tokens.has_names):
+            return self._without_tokens(main, where)
+        chosen = tokens.choose(self._requests, last=self._only_last, stage=self._stage)
+        mask = chosen.mask(main)
+        if mask is False:
+            return None
+        if mask is None and not self._needs_tokens:
+            return self._without_tokens(main, where)
+        if mask is None:
             whose = "steer is for some requests or tokens"
             misfit(whose, site_text(where), f"of shape {shape_of(main)} has no place for each of them", _REMEDY)
-        if chosen is False:
-            return None
-        steered = rebuilt(output, main, _where(chosen, self.edit.apply(main, where), main), site_text(where))
-        self._add(count_tokens(served, self._requests, only_last=self._only_last, stage=self._stage))
-        return steered
+        steered = self.edit.apply(main, where)
+        self._add(len(chosen))
+        return torch.where(mask, steered, main) if isinstance(mask, Tensor) else steered
 
-    def _log_unknown(self) -> None:
-        if not self._has_logged:
-            self._has_logged = True
-            log_unknown(self.name, "phase" if self._requests is None else "requests")
+    def _without_tokens(self, main: Tensor, where: Site) -> Tensor | None:
+        """Return the output steered at the last tokens, where nobody says whose tokens it has."""
+        if self._needs_tokens:
+            if not self._has_logged:
+                self._has_logged = True
+                log_unknown(self.name, "phase" if self._requests is None else "requests")
+            return None
+        self._add(main.shape[:-2].numel() if main.dim() > 2 else main.shape[:-1].numel())
+        return self.last.apply(main, where) if main.dim() > 2 else self.edit.apply(main, where)
 
 
 _REMEDY: Final = "Put it on a module whose output has the batch, or all tokens, as its first dimension."
 
 
-def _is_recorded() -> bool:
-    """Return whether the call is being made part of a graph, whose runs nobody counts."""
-    return torch.compiler.is_compiling() or _torch.capturing()
-
-
-def _rows_of(main: Tensor, served: Served | None) -> int | None:
-    """Return how many tokens an output has, without padding where an engine says what that is; None if unknown."""
-    if isinstance(served, TokenBatch) or (served is not None and by_token(main, served) is not None):
-        return count_tokens(served, None, only_last=False, stage="both")
-    return main.shape[:-1].numel()
-
-
-def _last_of(served: Served) -> int | None:
-    return count_tokens(served, None, only_last=True, stage="both")
-
-
-def _where(chosen: Tensor | bool, steered: Tensor, main: Tensor) -> Tensor:
-    return steered if chosen is True else main if chosen is False else torch.where(chosen, steered, main)
+def _last_rows(inputs: Any, main: Tensor) -> Tensor | None:
+    """Return which rows of a flat batch of SGLang are the last of their request; None if all are, or it is unknown."""
+    for each in inputs if isinstance(inputs, tuple) else ():
+        lengths = None if isinstance(each, Tensor) else getattr(each, "extend_seq_lens", None)
+        if isinstance(lengths, Tensor):
+            return lengths.to(main.device, torch.int64, non_blocking=True).cumsum(0) - 1
+    return None
 
 
 @_torch.constant_while_tracing

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from hookline.errors import HooklineError, OptionError
 from hookline.serve.counted_hooks import check_width
 from hookline.serve.request_hooks import MadeForRequest, RequestHooks
-from hookline.serve.request_rows import row_in_padded
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,7 +65,7 @@ class RequestHookMaker:
         *,
         is_compiled: bool,
     ) -> None:
-        self._running = RequestHooks(model, live, row_in_padded, inputs)
+        self._running = RequestHooks(model, live, inputs)
         self._widths = widths
         self._is_compiled = is_compiled
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import HooklineError, NotAllowedError, OptionError
 from hookline.factories import FILE_OPTIONS
-from hookline.factories.batch_rows import current_batch, serving
 from hookline.factories.factory_hook import FactoryHook
+from hookline.observe.tokens import current_tokens, serving
 from hookline.serve.counted_hooks import finite_metrics
-from hookline.serve.request_rows import NO_ROWS, part_of, with_part
+from hookline.serve.request_rows import NO_ROWS, RowsOfRequest, part_of, rows_of_request, with_part
 from hookline.sites.signature import changes_in_place, check_hook, may_return_value
 from hookline.specs.apply_specs import call_factory, close_hook, find_sites
 from hookline.specs.hook_spec import HookSpec
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.serve.live_hooks import LiveHook, LiveHooks
-    from hookline.serve.request_rows import RowsOfRequest
     from hookline.sites.site_info import Site
 
 __all__ = ["MOST_HOOKS", "HookOfRequest", "MadeForRequest", "RequestHooks", "confined_spec", "harmless_spec"]
@@ -38,8 +37,6 @@ MOST_PLACES: Final = 4096
 millisecond for each, in which no other request gets a token."""
 _MOST_REMEMBERED: Final = 32
 _READY: Final = "hookline.factories"
-FindRows = Callable[[Any, str], "RowsOfRequest | None"]
-"""Returns the rows of a request in the table of the running forward; None if it has none there."""
 
 
 class RequestHooks:
@@ -48,19 +45,15 @@ class RequestHooks:
     Args:
         model: The served model.
         live: What attaches and removes them; its hooks are of requests alone.
-        find_rows: Returns the rows of a request in the batch of this engine.
         inputs: Modules that take a row for each token in the order of the batch, by name; hooks on others are shown no
             tensors that go in. None if the engine does not know: then the number of rows decides.
     """
 
-    def __init__(
-        self, model: nn.Module, live: LiveHooks, find_rows: FindRows, inputs: Container[str] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, live: LiveHooks, inputs: Container[str] | None = None) -> None:
         self._live = live
         self._inputs = inputs
         # The answers of one request, which come one by one, have the same patterns.
         self._names = lru_cache(maxsize=_MOST_REMEMBERED)(partial(_names, model))
-        self._find_rows = find_rows
         self._running: dict[str, list[LiveHook]] = {}
         """The hooks of each running request, by the engine's own id."""
 
@@ -82,7 +75,7 @@ class RequestHooks:
         """
         if len(specs) > MOST_HOOKS:
             raise OptionError(f"A request may have {MOST_HOOKS} hooks, got {len(specs)}.")
-        confined = [self._on_names(confined_spec(spec, id, allow, self._find_rows, self._inputs)) for spec in specs]
+        confined = [self._on_names(confined_spec(spec, id, allow, self._inputs)) for spec in specs]
         places = sum(len(spec.target_modules) for spec in confined)
         if places * answers > MOST_PLACES:
             raise OptionError(
@@ -129,7 +122,6 @@ def confined_spec(
     given: Mapping[str, Any],
     request: str,
     allow: Sequence[str] | None,
-    find_rows: FindRows,
     inputs: Container[str] | None = None,
 ) -> HookSpec:
     """Return the spec of a hook that sees the rows of one request alone.
@@ -141,7 +133,6 @@ def confined_spec(
         given: The spec as it came.
         request: The engine's own id of the request.
         allow: What paths of other factories may begin with.
-        find_rows: Returns the rows of the request in the running batch.
         inputs: See `RequestHooks`.
     """
     checked = HookSpec.from_dict(harmless_spec(given))
@@ -156,9 +147,7 @@ def confined_spec(
     return replace(
         checked,
         name=name,
-        hook_factory=MadeForRequest(
-            checked, allow, partial(_confined, request=request, find_rows=find_rows, inputs=inputs)
-        ),
+        hook_factory=MadeForRequest(checked, allow, partial(_confined, request=request, inputs=inputs)),
     )
 
 
@@ -213,24 +202,21 @@ def _check_allowed(path: str, config: Mapping[str, Any], allow: Sequence[str] | 
         )
 
 
-def _confined(hook: Any, request: str, find_rows: FindRows, inputs: Container[str] | None) -> HookOfRequest:
+def _confined(hook: Any, request: str, inputs: Container[str] | None) -> HookOfRequest:
     wants_site = check_hook(hook, HookSpec().kind_and_site_type[0], site_type=HookSpec().kind_and_site_type[1])
     kind = _EditOfRequest if may_return_value(hook) or changes_in_place(hook) else _ObserverOfRequest
-    return kind(hook, request, find_rows, inputs, wants_site)
+    return kind(hook, request, inputs, wants_site)
 
 
 class HookOfRequest(FactoryHook):
     """Call a hook with the rows of one request."""
 
-    def __init__(
-        self, hook: Any, request: str, find_rows: FindRows, inputs: Container[str] | None, wants_site: bool
-    ) -> None:
+    def __init__(self, hook: Any, request: str, inputs: Container[str] | None, wants_site: bool) -> None:
         self.hook = hook
         self._inputs = inputs
         if isinstance(hook, FactoryHook):
             self.name, self.width = hook.name, hook.width
         self._request = request
-        self._find_rows = find_rows
         self._wants_site = wants_site
         self._last: tuple[Any, RowsOfRequest | None] = (None, None)
         """The table of the last forward, and the rows in it: all modules of a forward have the same."""
@@ -255,14 +241,14 @@ class HookOfRequest(FactoryHook):
 
     def _run(self, module: nn.Module, inputs: Any, output: Any, site: Site) -> tuple[RowsOfRequest | None, Any]:
         """Return the rows of the request, and what the hook makes of them: what it returns, or changes in place."""
-        batch = current_batch()
+        batch = current_tokens()
         if self._last[0] is not batch:
-            self._last = batch, self._find_rows(batch, self._request)
+            self._last = batch, rows_of_request(batch, self._request)
         rows = self._last[1]
         if rows is None:
             return None, None
-        self.rows += rows.count
-        with serving(rows.table):
+        self.rows += rows.own.count
+        with serving(rows.own):
             options = {"site": site} if self._wants_site else {}
             are_rows = self._inputs is None or site.name in self._inputs
             shown, own = part_of(inputs, rows if are_rows else NO_ROWS), part_of(output, rows)

@@ -1,88 +1,41 @@
 """Take the rows of one request out of what a module takes and returns, and put edited rows back.
 
-`request_hooks` calls it at each firing. An engine has a batch of padded rows (`PaddedRow`) or a flat one (`FlatRows`).
-Only tensors with a row for each token are shown, cut to the rows of the request; a hook of a request never gets a
-number of another.
+`request_hooks` calls it at each firing. Only tensors with a row for each token are shown, cut to the rows of the
+request; a hook of a request never gets a number of another.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.batch_rows import BatchRows, TokenBatch
 from hookline.messages import type_name
+from hookline.observe.tokens import Tokens
 from hookline.tree import children, map_tensors, rebuilt
 
-__all__ = ["NO_ROWS", "FlatRows", "PaddedRow", "RowsOfRequest", "part_of", "row_in_padded", "with_part"]
+__all__ = ["NO_ROWS", "RowsOfRequest", "part_of", "rows_of_request", "with_part"]
 
 
-class RowsOfRequest(Protocol):
+@dataclass(frozen=True, slots=True)
+class RowsOfRequest:
     """The rows of one request in the running forward."""
 
-    @property
-    def table(self) -> BatchRows | TokenBatch:
-        """Return the table of these rows alone."""
-
-    @property
-    def count(self) -> int:
-        """Return how many tokens they are."""
-
-    def cut(self, tensor: Tensor) -> Tensor | None:
-        """Return the rows as a view of `tensor`; None if it has no row for each token."""
-
-
-@dataclass(frozen=True, slots=True)
-class FlatRows:
-    """Rows of a flat batch, behind whose tokens padding may follow."""
-
-    begin: int
-    end: int
-    total: int
-    """How many rows the step has for all requests."""
-    length: int
-    """How many rows the batch has, with its padding."""
-    table: TokenBatch
-
-    @property
-    def count(self) -> int:
-        """Return how many tokens they are."""
-        return self.end - self.begin
-
-    def cut(self, tensor: Tensor) -> Tensor | None:
-        """Return the rows as a view of `tensor`; None if it has no row for each token."""
-        has_rows = tensor.dim() > 0 and tensor.shape[0] in (self.total, self.length)
-        return tensor[self.begin : self.end] if has_rows else None
-
-
-@dataclass(frozen=True, slots=True)
-class PaddedRow:
-    """One row of a batch that is padded on the left."""
-
+    batch: Tokens
     row: int
-    rows: int
-    columns: int
-    start: int
-    """The first column that is no padding."""
-    table: BatchRows
-
-    @property
-    def count(self) -> int:
-        """Return how many tokens they are."""
-        return self.columns - self.start
+    own: Tokens
+    """The table of these rows alone."""
 
     def cut(self, tensor: Tensor) -> Tensor | None:
         """Return the rows as a view of `tensor`; None if it has no row for each token."""
-        shape = tuple(tensor.shape)
-        if shape[:2] == (self.rows, self.columns) and len(shape) in (2, 3):
-            return tensor[self.row : self.row + 1, self.start :]
-        if len(shape) == 2 and shape[0] == self.rows * self.columns:  # as experts see their tokens
-            first = self.row * self.columns
-            return tensor[first + self.start : first + self.columns]
-        return None
+        batch, shape = self.batch, tuple(tensor.shape)
+        begin, length = batch.begins[self.row], batch.lengths[self.row]
+        if batch.width is not None and shape[:2] == (len(batch.requests), batch.width) and len(shape) in (2, 3):
+            return tensor[self.row : self.row + 1, batch.width - length :]
+        has_rows = shape[:1] in ((batch.count,), (batch.room,)) and (batch.width is None or len(shape) == 2)
+        return tensor[begin : begin + length] if has_rows else None
 
 
 class _NoRows:
@@ -95,14 +48,13 @@ class _NoRows:
 NO_ROWS: Final = _NoRows()
 
 
-def row_in_padded(batch: Any, request: str) -> PaddedRow | None:
-    """Return the row of a request in the padded batch of a forward; None if it has none."""
-    if not isinstance(batch, BatchRows) or request not in batch.request_ids:
+def rows_of_request(batch: Tokens | None, key: str) -> RowsOfRequest | None:
+    """Return the rows of the request with that key in the batch of a forward; None if it has none."""
+    keys = () if batch is None else batch.keys or batch.requests
+    if batch is None or key not in keys:
         return None
-    row = batch.request_ids.index(request)
-    start, tokens = batch.starts[row], batch.tokens[row]
-    own = BatchRows((request,), (0,), (batch.positions[row],), (tokens,), batch.phase)
-    return PaddedRow(row, len(batch.request_ids), start + len(tokens), start, own)
+    row = keys.index(key)
+    return RowsOfRequest(batch, row, batch.of_request(row))
 
 
 def part_of(value: Any, rows: RowsOfRequest | _NoRows) -> Any:

@@ -22,7 +22,6 @@ from hookline.debug.trace.trace_recorder import TraceMoment, TraceRecorder
 from hookline.debug.trace.trace_rows import rows_of
 from hookline.distributed.ranks import rank_count, this_rank
 from hookline.errors import HooklineWarning, OptionError
-from hookline.factories.batch_rows import current_batch
 from hookline.factories.factory_hook import (
     ByModule,
     Observer,
@@ -33,6 +32,7 @@ from hookline.factories.factory_hook import (
     whole,
 )
 from hookline.factories.served_batch import STAGES, only_in_stage, request_names
+from hookline.observe.tokens import current_tokens
 from hookline.sites import _torch
 from hookline.sites.targets import name_matcher
 from hookline.tree import leaves
@@ -137,7 +137,7 @@ class _ForwardClock:
         return call
 
     def _is_new(self, name: str, site: Site | None) -> bool:
-        key: Any = current_batch()
+        key: Any = current_tokens()
         if key is None and site is not None and site.step >= 0:
             key = site.step
         if key is not None:

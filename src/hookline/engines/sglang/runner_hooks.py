@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hookline.engines.hooks_in_worker import at_once, probe_action, silent_sites
 from hookline.engines.output_widths import output_widths
-from hookline.engines.sglang.forward_rows import table_of_batch
 from hookline.engines.sglang.sglang_options import SglangOptions
 from hookline.errors import OptionError
-from hookline.factories.batch_rows import TokenBatch, serving
+from hookline.factories.served_batch import tokens_of_batch
 from hookline.files import replace_file
+from hookline.observe.tokens import Tokens, serving
 from hookline.serve.counted_hooks import finite_metrics
 from hookline.serve.generation.model_probe import hooks_suspended
 from hookline.serve.live_hooks import LiveHook, LiveHooks
@@ -152,9 +152,9 @@ class SglangHooks:
         metrics = self.metrics()
         return [{**hook_to_json(live), "metrics": finite_metrics(metrics.get(live.id, {}))} for live in self.list()]
 
-    def _table(self, batch: Any) -> TokenBatch | None:
+    def _table(self, batch: Any) -> Tokens | None:
         try:
-            return table_of_batch(batch)
+            return tokens_of_batch(batch)
         except Exception as error:  # another version of SGLang: hooks for all requests still work
             self._log_once(f"the requests of a batch cannot be read: {type(error).__name__}: {error}")
             return None

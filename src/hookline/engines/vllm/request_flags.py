@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from hookline.factories.request_notes import RequestFlag, RequestNotes, merge_flags, set_notes
 
 if TYPE_CHECKING:
-    from hookline.engines.vllm.step_rows import StepTable
+    from hookline.observe.tokens import Tokens
 
 __all__ = ["RequestFlags"]
 
@@ -41,14 +41,13 @@ class RequestFlags:
         self._notes.clear()
         set_notes(self._notes)
 
-    def end_step(self, table: StepTable) -> list[str]:
+    def end_step(self, table: Tokens) -> list[str]:
         """Read what the hooks have noted, and return the ids of requests whose answers are to end.
 
         Waits for the device only if there is something.
         """
         set_notes(None)
-        names = table.request_ids if isinstance(table.request_ids, tuple) else ()
-        ids = dict(zip(names, table.ids, strict=True))
+        ids = dict(zip(table.requests, table.keys, strict=True))
         ending: list[str] = []
         for name, flags in self._notes.read().items():
             if self._can_stop and any(flag.stops for flag in flags):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hookline.engines.vllm.layer_sources import LayerSource, Shard, find_sources, never_called, shard_of, stream_of
 from hookline.engines.vllm.step_rows import BookedRequest, StepRow, key_of_answer
 from hookline.errors import HooklineError, HookNameError, OptionError
-from hookline.factories.batch_rows import sent_to_host
+from hookline.observe.tokens import sent_to_host
 from hookline.sites.attach import attach
 from hookline.sites.receipt import cause_around
 from hookline.sites.wrappers import submodule

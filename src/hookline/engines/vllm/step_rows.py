@@ -13,15 +13,12 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from hookline.factories.batch_rows import TokenBatch
-from hookline.serve.request_rows import FlatRows
+from hookline.observe.tokens import Tokens
 
 __all__ = [
     "BookedRequest",
     "RequestBook",
     "StepRow",
-    "StepTable",
-    "flat_rows_of",
     "key_of_answer",
     "rows_of_runner",
     "table_after_model",
@@ -51,34 +48,6 @@ class StepRow:
         return "prefill" if self.first < self.prompt else "decode"
 
 
-@dataclass(frozen=True, slots=True)
-class StepTable(TokenBatch):
-    """The table of a step, with ids that no client has chosen: hooks of single requests find their rows by them."""
-
-    ids: tuple[str, ...] = ()
-    """The engine's own id of each request, in the order of ``request_ids``."""
-    length: int = 0
-    """How many rows the batch has, with its padding; 0 if it is not known."""
-
-
-def flat_rows_of(batch: Any, request: str) -> FlatRows | None:
-    """Return the rows of a request in the flat batch of a step, by the engine's own id; None if it has none."""
-    if not isinstance(batch, StepTable) or request not in batch.ids or not isinstance(batch.request_ids, tuple):
-        return None
-    row = batch.ids.index(request)
-    lengths = [1] * len(batch.ids) if batch.lengths is None else [int(each) for each in batch.lengths]
-    begin = sum(lengths[:row])
-    end = begin + lengths[row]
-    own = TokenBatch(
-        input_ids=None if batch.input_ids is None else batch.input_ids[begin:end],
-        positions=None if batch.positions is None else batch.positions[begin:end],
-        lengths=(lengths[row],),
-        request_ids=(batch.request_ids[row],),
-        phase=batch.phase if batch.phases is None else batch.phases[row],
-    )
-    return FlatRows(begin, end, sum(lengths), batch.length, own)
-
-
 def rows_of_runner(runner: Any, batch: Any = None) -> list[StepRow]:
     """Return the rows of the step that a model runner is about to run, in the order of its flat batch.
 
@@ -98,7 +67,7 @@ def rows_of_runner(runner: Any, batch: Any = None) -> list[StepRow]:
     return [StepRow(name, firsts[row], bounds[row + 1] - bounds[row], lengths[row]) for row, name in enumerate(names)]
 
 
-def table_of_step(rows: Sequence[StepRow], names: Sequence[str], inputs: dict[str, Any]) -> StepTable:
+def table_of_step(rows: Sequence[StepRow], names: Sequence[str], inputs: dict[str, Any]) -> Tokens:
     """Return the table of a step: whose tokens are in its flat batch.
 
     Args:
@@ -106,34 +75,28 @@ def table_of_step(rows: Sequence[StepRow], names: Sequence[str], inputs: dict[st
         names: What users call each of them.
         inputs: The keyword arguments of the model's forward.
     """
-    total = sum(row.count for row in rows)
-    phases = tuple(row.phase for row in rows)
-    counts = tuple(row.count for row in rows)
-    return StepTable(
-        input_ids=_first(inputs.get("input_ids"), total),
-        positions=_first(inputs.get("positions"), total),
-        lengths=None if all(count == 1 for count in counts) else counts,
-        request_ids=tuple(names),
-        phase=_phase(phases),
-        phases=phases,
-        ids=tuple(row.request_id for row in rows),
-        length=_length(inputs),
+    return Tokens(
+        tuple(names),
+        tuple(row.count for row in rows),
+        tuple(row.first for row in rows),
+        tuple(row.phase for row in rows),
+        ids=_first(inputs.get("input_ids"), sum(row.count for row in rows)),
+        keys=tuple(row.request_id for row in rows),
+        room=_length(inputs),
     )
 
 
-def table_after_model(table: StepTable) -> StepTable:
+def table_after_model(table: Tokens) -> Tokens:
     """Return the table for what runs behind the model, on the last token of each request: the logits."""
-    return StepTable(None, None, None, table.request_ids, table.phase, table.phases, table.ids)
+    lasts = zip(table.firsts, table.lengths, strict=True)
+    firsts = tuple(None if first is None else first + length - 1 for first, length in lasts)
+    return Tokens(table.requests, (1,) * len(table.requests), firsts, table.phases, keys=table.keys)
 
 
 def _length(inputs: dict[str, Any]) -> int:
     """Return how many tokens the model is called with; 0 where it is called with something else."""
     given = [each for name in ("input_ids", "inputs_embeds") if isinstance(each := inputs.get(name), Tensor)]
     return int(given[0].shape[0]) if given else 0
-
-
-def _phase(phases: Sequence[str]) -> str:
-    return phases[0] if len(set(phases)) == 1 else "mixed"
 
 
 def _first(value: Any, count: int) -> Tensor | None:

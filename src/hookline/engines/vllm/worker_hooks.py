@@ -25,15 +25,13 @@ from hookline.engines.vllm.start_options import StartOptions
 from hookline.engines.vllm.step_rows import (
     BookedRequest,
     RequestBook,
-    StepTable,
-    flat_rows_of,
     key_of_answer,
     rows_of_runner,
     table_after_model,
     table_of_step,
 )
 from hookline.errors import OptionError
-from hookline.factories.batch_rows import set_batch
+from hookline.observe.tokens import Tokens, set_tokens
 from hookline.serve.live_hooks import LiveHook, Origin
 from hookline.serve.request_hooks import RequestHooks, harmless_spec
 from hookline.sites.wrappers import submodule
@@ -65,7 +63,7 @@ class WorkerHooks:
         """How many of them a compiled engine ran eagerly, for the hooks."""
         self.states = RequestStates(self.model, tp_size=self.facts.tp_size, most_bytes=options.captured_bytes)
         widths = output_widths(self.model, hidden_size_of(worker))
-        self.request_hooks = RequestHooks(self.model, EngineLiveHooks(self.model, widths), flat_rows_of)
+        self.request_hooks = RequestHooks(self.model, EngineLiveHooks(self.model, widths))
         self.flags = RequestFlags(can_stop=self.facts.why_no_stop is None)
         self.ends = None if self.facts.why_no_stop else AnswerEnds(worker.model_runner)
         self._runner = worker.model_runner
@@ -74,7 +72,7 @@ class WorkerHooks:
         self._deferred: Any = []
         self._before_start: dict[str, dict[str, int]] = {}
         """How often hooks in the compiled code were met while the engine warmed up, by id and module."""
-        self._table: StepTable | None = None
+        self._table: Tokens | None = None
         self._batch: Any = None
         self._has_logged = False
         self._install()
@@ -154,7 +152,7 @@ class WorkerHooks:
         self.request_hooks.clear()
         self.states.clear()
         self.flags.clear()
-        set_batch(None)
+        set_tokens(None)
 
     def list(self) -> _Shown:
         """Return the hooks with their figures."""
@@ -315,7 +313,7 @@ class WorkerHooks:
             self._table = None
             self.states.fail_running(OptionError(f"The rows of a step could not be read ({error!r})."))
             self._log_once("the rows of a step could not be read; hooks do not know whose tokens they see")
-        set_batch(self._table)
+        set_tokens(self._table)
 
     def _begin(self, kwargs: dict[str, Any]) -> None:
         from vllm.forward_context import get_forward_context
@@ -343,7 +341,7 @@ class WorkerHooks:
         table, self._table = self._table, None
         if table is None:
             return
-        set_batch(table_after_model(table))
+        set_tokens(table_after_model(table))
         try:
             ending = self.flags.end_step(table)
             if self.ends is not None:

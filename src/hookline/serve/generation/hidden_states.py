@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import OptionError
-from hookline.factories.batch_rows import BatchRows, current_rows
 from hookline.messages import nearest_names
+from hookline.observe.tokens import Tokens, current_tokens
 from hookline.serve.generation_request import StatesOfLayer, StatesWanted
 from hookline.sites.attach import attach
 from hookline.sites.targets import select
@@ -26,7 +26,7 @@ from hookline.tree import main_tensor
 if TYPE_CHECKING:
     from hookline.sites.handle import HookHandle
 
-__all__ = ["Gatherer", "RowStates", "StateShape", "StateSource", "by_token", "wanted_sources", "wanted_states"]
+__all__ = ["Gatherer", "RowStates", "StateShape", "StateSource", "wanted_sources", "wanted_states"]
 
 
 class StateSource(NamedTuple):
@@ -186,10 +186,9 @@ class _Slice(NamedTuple):
 class _Expected(NamedTuple):
     """The rows and columns that an observer takes in the next forward."""
 
-    table: BatchRows
-    columns: int
+    table: Tokens
     indices: Tensor
-    """Places in the batch, row after row: row * columns + column."""
+    """Places among the entries of the batch."""
     slices: list[_Slice]
 
 
@@ -225,32 +224,20 @@ class _Observer:
         expected = self.expected
         if expected is None:  # no row is wanted, or the module is called again in this forward
             return
-        if current_rows() is not expected.table:  # another thread runs the same model
+        if current_tokens() is not expected.table:  # another thread runs the same model
             return
         self.expected = None
         try:
-            tokens = by_token(main_tensor(value), len(expected.table.request_ids), expected.columns)
+            main = main_tensor(value)
+            tokens = None if main is None else expected.table.by_token(main)
             if tokens is None:
                 raise OptionError(f"the {self.source.of} of {self.source.name!r} has no row for each token here")
             picked = tokens.index_select(0, expected.indices.to(tokens.device))
+            picked = picked if picked.dim() > 1 else picked.unsqueeze(1)
             self.found = _to_host(picked, self._device), expected.slices
         except Exception as error:  # fails the requests that asked, not the batch
             for each in expected.slices:
                 each.states.error = str(error)
-
-
-def by_token(value: Tensor | None, rows: int, columns: int) -> Tensor | None:
-    """Return `value` as (rows * columns, features); None if it has no row for each token."""
-    if value is None:
-        return None
-    shape = tuple(value.shape)
-    if len(shape) == 3 and shape[:2] == (rows, columns):
-        return value.reshape(rows * columns, shape[2])
-    if shape == (rows, columns):
-        return value.reshape(rows * columns, 1)
-    if len(shape) == 2 and shape[0] == rows * columns:  # as experts see their tokens
-        return value
-    return None
 
 
 def _to_host(picked: Tensor, device: torch.device) -> Tensor:
@@ -295,23 +282,23 @@ class Gatherer:
                 observer.handle.remove(quiet=True)
                 del self._observers[source]
 
-    def expect(self, wanted: Sequence[RowStates | None], table: BatchRows, columns: int) -> None:
+    def expect(self, wanted: Sequence[RowStates | None], table: Tokens) -> None:
         """Tell the observers what to take in the next forward; `wanted` has an entry for each row of the batch."""
         if not self._observers:
             return
-        chosen = list(_chosen(wanted, table, columns))
+        chosen = list(_chosen(wanted, table))
         for source, observer in self._observers.items():
             observer.found = None
-            observer.expected = self._expected(source, chosen, table, columns)
+            observer.expected = self._expected(source, chosen, table)
 
-    def _expected(self, source: StateSource, chosen: list[_Chosen], table: BatchRows, columns: int) -> _Expected | None:
+    def _expected(self, source: StateSource, chosen: list[_Chosen], table: Tokens) -> _Expected | None:
         flat: list[int] = []
         slices = []
         for each in chosen:
             if source in each.states.buffers:
                 slices.append(_Slice(each.states, len(flat), each.positions))
                 flat.extend(each.flat)
-        return _Expected(table, columns, self._index(tuple(flat)), slices) if flat else None
+        return _Expected(table, self._index(tuple(flat)), slices) if flat else None
 
     def _index(self, flat: tuple[int, ...]) -> Tensor:
         """Return `flat` as a tensor on the device, cached: all layers, and most rounds, ask for the same."""
@@ -343,11 +330,11 @@ class _Chosen(NamedTuple):
     flat: Sequence[int]
 
 
-def _chosen(wanted: Sequence[RowStates | None], table: BatchRows, columns: int) -> Iterator[_Chosen]:
+def _chosen(wanted: Sequence[RowStates | None], table: Tokens) -> Iterator[_Chosen]:
     for row, states in enumerate(wanted):
-        if states is not None:
-            first, start = table.positions[row], table.starts[row]
-            found = states.columns(first, len(table.tokens[row]), table.phase)
+        first = table.firsts[row]
+        if states is not None and first is not None:
+            found = states.columns(first, table.lengths[row], table.phases[row])
             if found:
-                base = row * columns + start
+                base = table.begins[row]
                 yield _Chosen(states, [first + each for each in found], [base + each for each in found])

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from hookline.errors import OptionError
-from hookline.serve.generation.hidden_states import StateShape, StateSource, by_token
+from hookline.observe.tokens import current_tokens
+from hookline.serve.generation.hidden_states import StateShape, StateSource
 from hookline.serve.generation.request_row import RequestRow
 from hookline.serve.generation.row_batch import RowBatch
 from hookline.serve.generation.sampling import ChosenToken
@@ -135,9 +136,11 @@ def _states_of(forward: BatchForward, rows: list[RequestRow], place: int) -> dic
     found: dict[StateSource, Tensor] = {}
 
     def note(name: str, of: str, value: Any) -> None:
-        tokens = by_token(main_tensor(value), len(rows), _TOKENS)
+        batch, main = current_tokens(), main_tensor(value)
+        tokens = None if batch is None or main is None else batch.by_token(main)
         if tokens is not None and StateSource(name, of) not in found:  # a module that is called again is seen once
-            found[StateSource(name, of)] = tokens[place * _TOKENS : (place + 1) * _TOKENS].clone()
+            own = tokens[place * _TOKENS : (place + 1) * _TOKENS].clone()
+            found[StateSource(name, of)] = own if own.dim() > 1 else own.unsqueeze(1)
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         note(name, "input", (args, kwargs))

@@ -26,9 +26,9 @@ import torch
 from torch.nn.functional import pad
 
 from hookline.errors import MissingPackageError, OptionError
-from hookline.factories.batch_rows import BatchRows, serving
 from hookline.factories.request_notes import RequestNotes, noting
 from hookline.messages import type_name
+from hookline.observe.tokens import Tokens, serving
 from hookline.sites import _torch
 from hookline.sites.modules.module_hooks import existing_hooks
 from hookline.sites.wrappers import unwrap
@@ -92,7 +92,7 @@ class BatchForward:
     def run(
         self,
         rows: Sequence[RequestRow],
-        table: BatchRows,
+        table: Tokens,
         ids: list[list[int]],
         positions: list[list[int]],
         mask: Tensor | None,
@@ -106,14 +106,14 @@ class BatchForward:
             options["logits_to_keep"] = 1  # of a prompt of 8,000 tokens and a vocabulary of 128,000, 4 GB less
         start = time.perf_counter()
         if self.gatherer is not None:
-            self.gatherer.expect([row.states for row in rows], table, len(ids[0]))
+            self.gatherer.expect([row.states for row in rows], table)
         # Prompts come in all lengths and numbers, and would be compiled again and again, which is worth it for the
         # single tokens that follow.
         mode = self.eagerly() if table.phase == "prefill" else nullcontext()
         with mode, torch.inference_mode(), serving(table), noting(self.notes):
             logits: Tensor = self.model(input_ids=torch.tensor(ids, device=self.device), **options).logits[:, -1]
         self.counts[f"{table.phase}_forwards"] += 1
-        self.counts[f"{table.phase}_tokens"] += sum(map(len, table.tokens))
+        self.counts[f"{table.phase}_tokens"] += sum(table.lengths)
         self.seconds += time.perf_counter() - start
         return logits
 
@@ -160,9 +160,7 @@ class RowBatch:
         prompts = [row.request.prompt_ids for row in rows]
         width = max(map(len, prompts))
         pads = [width - len(prompt) for prompt in prompts]
-        table = BatchRows(
-            tuple(row.request.id for row in rows), tuple(pads), (0,) * len(rows), tuple(prompts), "prefill"
-        )
+        table = Tokens.padded([row.request.id for row in rows], prompts, [0] * len(rows), "prefill")
         ids = [[0] * left + list(prompt) for left, prompt in zip(pads, prompts, strict=True)]
         # Padding has position 0, which every model has; nothing looks at it.
         positions = [[0] * left + list(range(len(prompt))) for left, prompt in zip(pads, prompts, strict=True)]
@@ -175,13 +173,7 @@ class RowBatch:
         """Run the last token of every row; return logits (rows, vocabulary)."""
         rows = self.rows
         positions = tuple(row.position for row in rows)
-        table = BatchRows(
-            tuple(row.request.id for row in rows),
-            (0,) * len(rows),
-            positions,
-            tuple((row.last,) for row in rows),
-            "decode",
-        )
+        table = Tokens.padded([row.request.id for row in rows], [(row.last,) for row in rows], positions, "decode")
         self.width += 1
         ids = [[row.last] for row in rows]
         mask = self._mask(self.pads, self.width, always=self._forward.is_compiled)

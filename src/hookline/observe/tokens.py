@@ -1,0 +1,285 @@
+"""Say whose tokens are in the running forward: one table, made once by whoever runs the model.
+
+A serving engine wraps each forward in ``serving(table)``; hooks ask ``current_tokens``, which is None without an
+engine. What the table says is on the host, and no method waits for a device.
+
+    >>> table = Tokens.padded(("a", "b"), ((5, 6, 7), (8,)), (0, 0), "prefill")
+    >>> with serving(table):
+    ...     current_tokens().requests
+    ('a', 'b')
+    >>> list(table.choose(["b"]).owners())
+    [('b', 0)]
+    >>> current_tokens() is None
+    True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hookline.sites import _torch
+
+__all__ = ["ChosenTokens", "Tokens", "current_tokens", "sent_to_host", "serving", "set_tokens"]
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Map the tokens of one forward to requests; each tuple has one entry for each request of the batch.
+
+    The tokens of a flat batch (``width`` None) follow each other, and padding may follow the last. The rows of a
+    padded one are ``width`` columns, with padding on the left.
+    """
+
+    requests: tuple[str, ...]
+    """What users call them; empty texts where nobody says."""
+    lengths: tuple[int, ...]
+    """How many tokens of each are in this forward."""
+    firsts: tuple[int | None, ...]
+    """The position of the first of these in the sequence of prompt and answer, from 0; None if only a device knows."""
+    phases: tuple[str, ...]
+    """``"prefill"`` or ``"decode"``."""
+    ids: Tensor | tuple[int, ...] | None = None
+    """The tokens themselves, one after the other; on a device perhaps."""
+    positions: Tensor | None = None
+    """The position of each token, where only a device knows it."""
+    width: int | None = None
+    keys: tuple[str, ...] = ()
+    """Names that no client has chosen, by which hooks of single requests find their rows; `requests` if left out."""
+    room: int = 0
+    """How many rows a flat batch has with its padding; 0 if that is not known."""
+    _choices: dict[Any, ChosenTokens] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def padded(
+        cls, requests: Sequence[str], tokens: Sequence[Sequence[int]], firsts: Sequence[int], phase: str
+    ) -> Tokens:
+        """Return the table of a batch with one row for each request, padded on the left."""
+        return cls(
+            tuple(requests),
+            tuple(map(len, tokens)),
+            tuple(firsts),
+            (phase,) * len(tokens),
+            tuple(each for row in tokens for each in row),
+            width=max(map(len, tokens), default=0),
+        )
+
+    @cached_property
+    def begins(self) -> tuple[int, ...]:
+        """Where the tokens of each request begin among all entries of the batch, padding included."""
+        if self.width is None:
+            return tuple(accumulate(self.lengths, initial=0))[:-1]
+        return tuple((row + 1) * self.width - length for row, length in enumerate(self.lengths))
+
+    @cached_property
+    def count(self) -> int:
+        """How many entries the batch has; behind those of a flat one padding may follow."""
+        return sum(self.lengths) if self.width is None else self.width * len(self.lengths)
+
+    @property
+    def phase(self) -> str:
+        """The stage of all requests, or ``"mixed"``."""
+        return self.phases[0] if len(set(self.phases)) == 1 else "mixed"
+
+    def has_stage(self, stage: str) -> bool:
+        """Return whether a request is in ``stage``; ``"both"`` always is."""
+        return stage == "both" or stage in self.phases
+
+    def by_token(self, tensor: Tensor) -> Tensor | None:
+        """Return the tensor with the entries of the batch as its first dimension; None if it has not one for each."""
+        if not self.lengths or not tensor.dim():
+            return None
+        if self.width is None:
+            return tensor if len(tensor) >= self.count else None
+        if tensor.dim() == 2 and len(tensor) == self.count:  # as experts see their tokens
+            return tensor
+        # Of more dimensions, the second is not that of the sequence: (batch, heads, sequence, sequence).
+        is_by_row = tensor.dim() in (2, 3) and tensor.shape[:2] == (len(self.lengths), self.width)
+        return tensor.flatten(0, 1) if is_by_row else None
+
+    def choose(self, names: Sequence[str] | None = None, *, last: bool = False, stage: str = "both") -> ChosenTokens:
+        """Return the tokens of the requests that ``names`` (patterns too) match, all by default, in ``stage``.
+
+        With ``last``, the last token of each request alone. Remembered: every layer of a forward asks the same.
+        """
+        key = None if names is None else tuple(names), last, stage
+        found = self._choices.get(key)
+        if found is None:
+            rows = [
+                row
+                for row, request in enumerate(self.requests)
+                if self.lengths[row]
+                and (stage in ("both", self.phases[row]))
+                and (names is None or any(fnmatchcase(request, name) for name in names))
+            ]
+            found = self._choices[key] = ChosenTokens(self, tuple(rows), last)
+        return found
+
+    @property
+    def has_names(self) -> bool:
+        """Return whether the requests have names."""
+        return all(self.requests)
+
+    def real(self, tensor: Tensor) -> Tensor | None:
+        """Return the entries of `tensor` that are no padding; the tensor itself if it has none for each token.
+
+        None where a CUDA graph is recorded and there is padding: which entries those are would be fixed in it.
+        """
+        if self.width is None:
+            return tensor[: self.count] if tensor.dim() and len(tensor) > self.count else tensor
+        if sum(self.lengths) == self.count or self.by_token(tensor) is None:
+            return tensor
+        return None if _torch.capturing() else self.choose().pick(tensor)
+
+    def of_request(self, row: int) -> Tokens:
+        """Return the table of one request alone."""
+        begin = sum(self.lengths[:row])
+        part = slice(begin, begin + self.lengths[row])
+        return replace(
+            self,
+            requests=self.requests[row : row + 1],
+            lengths=self.lengths[row : row + 1],
+            firsts=self.firsts[row : row + 1],
+            phases=self.phases[row : row + 1],
+            ids=None if self.ids is None else self.ids[part],
+            positions=None if self.positions is None else self.positions[part],
+            width=None if self.width is None else self.lengths[row],
+            keys=self.keys[row : row + 1],
+            room=0,
+            _choices={},
+        )
+
+    def in_stage(self, stage: str) -> Tokens:
+        """Return the table of a flat batch's requests in one stage alone."""
+        chosen = self.choose(stage=stage)
+        rows = chosen.rows
+
+        def of(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(values[row] for row in rows) if values else ()
+
+        return Tokens(
+            of(self.requests),
+            of(self.lengths),
+            of(self.firsts),
+            of(self.phases),
+            ids=chosen.pick(self.ids) if isinstance(self.ids, Tensor) else None,
+            positions=chosen.pick(self.positions) if self.positions is not None else None,
+            keys=of(self.keys),
+        )
+
+    def with_tensors(self, change: Any) -> Tokens:
+        """Return the table with ``change`` of its tensors: copies, as systems use their buffers again."""
+        return replace(self, ids=change(self.ids), positions=change(self.positions), _choices={})
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenTokens:
+    """Some tokens of a forward: where they are in a tensor, and whose they are."""
+
+    tokens: Tokens
+    rows: tuple[int, ...]
+    """Which requests."""
+    last: bool
+    """Whether the last token of each alone is meant."""
+    _on: dict[torch.device, Tensor] = field(default_factory=dict, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.rows) if self.last else sum(self.tokens.lengths[row] for row in self.rows)
+
+    @cached_property
+    def places(self) -> npt.NDArray[np.int64]:
+        """Where the tokens are among the entries of the batch."""
+        begins, lengths = self.tokens.begins, self.tokens.lengths
+        ranges = [
+            np.arange(begins[row] + (lengths[row] - 1 if self.last else 0), begins[row] + lengths[row])
+            for row in self.rows
+        ]
+        return np.concatenate(ranges) if ranges else np.zeros(0, np.int64)
+
+    def owners(self) -> Iterator[tuple[str, int | None]]:
+        """Yield the request and the position of each token."""
+        for row in self.rows:
+            first, length = self.tokens.firsts[row], self.tokens.lengths[row]
+            for column in range(length - 1 if self.last else 0, length):
+                yield self.tokens.requests[row], None if first is None else first + column
+
+    def pick(self, tensor: Tensor) -> Tensor | None:
+        """Return the entries of the tokens; None if `tensor` has not one for each entry of the batch."""
+        entries = self.tokens.by_token(tensor)
+        if entries is None or len(self) == len(entries):
+            return entries
+        return entries.index_select(0, self._places_on(entries.device))
+
+    def mask(self, tensor: Tensor) -> Tensor | bool | None:
+        """Return which numbers of `tensor` belong to the tokens: a mask that broadcasts to it, or a bool.
+
+        None if it has no entry for each token, nor, in a padded batch, one for each request.
+        """
+        if not self.rows:
+            return False
+        entries = self.tokens.by_token(tensor)
+        if entries is not None:
+            shape = tensor.shape[:2] if tensor.dim() > entries.dim() else tensor.shape[:1]
+            return _mask(tensor, self.places, len(entries), shape)
+        requests = len(self.tokens.requests)
+        if self.tokens.width is not None and tensor.dim() >= 2 and len(tensor) == requests:
+            return _mask(tensor, np.array(self.rows), requests, tensor.shape[:1])
+        return None
+
+    def _places_on(self, device: torch.device) -> Tensor:
+        found = self._on.get(device)
+        if found is None:
+            with torch.inference_mode(False):
+                found = self._on[device] = torch.from_numpy(self.places).to(device, non_blocking=True)
+        return found
+
+
+def _mask(tensor: Tensor, places: npt.NDArray[np.int64], count: int, shape: Sequence[int]) -> Tensor | bool:
+    if len(places) == count:
+        return True
+    flags = np.zeros(count, bool)
+    flags[places] = True
+    mask = torch.from_numpy(flags).to(tensor.device, non_blocking=True)
+    return mask.view(*shape, *[1] * (tensor.dim() - len(shape)))
+
+
+def sent_to_host(value: Any) -> Any:
+    """Return a tensor on the host, whose copy the current stream of its device makes; other values as they are."""
+    if not isinstance(value, Tensor) or value.device.type != "cuda":
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+
+
+# Of the context, not of the process: two engines in two threads each run forwards of their own.
+_CURRENT: Final[ContextVar[Tokens | None]] = ContextVar("hookline_tokens", default=None)
+
+
+def current_tokens() -> Tokens | None:
+    """Return the table of the forward that this thread is running; None without an engine."""
+    return _CURRENT.get()
+
+
+def set_tokens(tokens: Tokens | None) -> None:
+    """Make ``tokens`` the current ones from now on, for an engine that tells of begin and end of a step separately."""
+    _CURRENT.set(tokens)
+
+
+@contextmanager
+def serving(tokens: Tokens | None) -> Iterator[None]:
+    """Make ``tokens`` the current ones for as long as the block lasts."""
+    token = _CURRENT.set(tokens)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
