@@ -145,7 +145,7 @@ def _optimizer_bytes(optimizer: Any, trained: int) -> int:
     """Return how much an optimizer will hold once it has made a step; by its kind, as it holds nothing yet."""
     import torch
 
-    from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+    from hookline.sites.optimizers import unwrap_optimizer
 
     optimizer = unwrap_optimizer(optimizer)
     if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.Adamax | torch.optim.NAdam):

@@ -32,7 +32,6 @@ from torch.nn.utils import stateless
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 __all__ = ["FunctionBase", "OpOverload", "TorchDispatchMode"]  # of torch's own, passed on
 
@@ -825,45 +824,6 @@ def being_walked(hooks: dict[int, Any]) -> bool:
 
 will_execute: Final[Callable[[Any], bool]] = torch._C._will_engine_execute_node
 """Whether the backward pass that is running now comes to that node; refuses leaves in ``autograd.grad()``."""
-
-
-def hooks_beside(handle: RemovableHandle) -> list[Any]:
-    """Return every hook in the dictionary that a handle of torch's points at."""
-    hooks = handle.hooks_dict_ref()
-    return list(hooks.values()) if hooks else []
-
-
-def keeps_saved(node: Any) -> bool | None:
-    """Return whether what a graph node saved for the backward is there (True) or was freed (False); None if it saved
-    nothing.
-
-    Looks at torch's raw records, since reading a saved tensor would unpack it, which under activation
-    checkpointing repeats a forward.
-    """
-    answer = None
-    for name in (name for name in dir(type(node)) if name.startswith("_raw_saved_")):
-        try:
-            raw = getattr(node, name)
-            for saved in raw if isinstance(raw, tuple | list) else (raw,):
-                if saved.data is not None or saved.unpack_hook is not None:
-                    return True
-            if not isinstance(raw, tuple | list):
-                getattr(node, name.removeprefix("_raw"))  # freed, or an optional tensor that was not given
-        except RuntimeError:
-            answer = False
-    return answer
-
-
-def innermost_saved_hooks() -> tuple[Any, Any] | None:
-    """Return the pair on top of this thread's stack of hooks on saved tensors."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-push_saved_hooks: Final = torch._C._autograd._push_saved_tensors_default_hooks
-"""Put a pair on that stack."""
-
-pop_saved_hooks: Final = torch._C._autograd._pop_saved_tensors_default_hooks
-"""Take the top pair off."""
 
 
 set_grad_enabled: Final = torch._C._set_grad_enabled

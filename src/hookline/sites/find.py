@@ -23,13 +23,12 @@ from hookline.sites.modules.attach_everywhere import attachments_everywhere
 from hookline.sites.modules.module_hooks import existing_hooks, sweep
 from hookline.sites.modules.registration_hooks import registration_entries_everywhere
 from hookline.sites.modules.torch_hooks import TorchHook, drop_stale
-from hookline.sites.optimizers.optimizer_hooks import optimizer_entries, optimizer_entries_everywhere
-from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+from hookline.sites.optimizers import optimizer_entries, optimizer_entries_everywhere, unwrap_optimizer
+from hookline.sites.parameters import LeafHook, parameter_entries
 from hookline.sites.roles import with_role
 from hookline.sites.signature import hook_name
 from hookline.sites.site_info import Site
 from hookline.sites.targets import check_model, select
-from hookline.sites.tensors.parameter_hooks import LeafHook, parameter_entries
 from hookline.sites.wrappers import walk
 from hookline.tables import THE_MODEL, HasTable, ShownAsTable, Table
 

@@ -16,8 +16,8 @@ from hookline.sites.attach import attach, new_attachment
 from hookline.sites.handle import HandleSet, HookHandle
 from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import Kind
+from hookline.sites.parameters import NamedParameter, attach_to_parameters
 from hookline.sites.targets import Named, named_modules, select
-from hookline.sites.tensors.parameter_hooks import NamedParameter, attach_to_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
