@@ -17,7 +17,6 @@ from hookline.messages import counted
 from hookline.notebook_html import TreeLine, folding_tree, line
 from hookline.sites import _torch
 from hookline.sites.functions.function_mode import unbound_attachments
-from hookline.sites.functions.function_overrides import function_classes, operators
 from hookline.sites.handle import HookHandle
 from hookline.sites.modules.attach_everywhere import attachments_everywhere
 from hookline.sites.modules.module_hooks import existing_hooks, sweep
@@ -190,8 +189,7 @@ def _attachments(where: Any) -> Iterator[Attachment]:
 def _attachments_of_the_process() -> Iterator[Attachment]:
     yield from unbound_attachments()
     yield from attachments_everywhere()
-    entries = registration_entries_everywhere()
-    for entry in (*operators.entries(), *function_classes.entries(), *optimizer_entries_everywhere(), *entries):
+    for entry in (*optimizer_entries_everywhere(), *registration_entries_everywhere()):
         if entry.counter.model() is None:  # those of a model are listed with it
             yield entry.attachment
 

@@ -458,7 +458,7 @@ def test_threads_begin_while_another_goes_through_the_hooks_of_all() -> None:
     reader.start()
     try:
         for _ in range(100):
-            threads = [threading.Thread(target=function_mode.anywhere) for _ in range(10)]
+            threads = [threading.Thread(target=function_mode.in_this_thread) for _ in range(10)]
             for thread in threads:
                 thread.start()
             for thread in threads:

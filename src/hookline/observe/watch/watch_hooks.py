@@ -28,8 +28,8 @@ from hookline.sites.attach import attach_to_modules
 from hookline.sites.compiled.op_schemas import Summary
 from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import Kind
-from hookline.sites.targets import Named, select, without_scripted
 from hookline.sites.parameters import select_parameters
+from hookline.sites.targets import Named, select, without_scripted
 from hookline.tree import main_of, main_tensor
 
 if TYPE_CHECKING:

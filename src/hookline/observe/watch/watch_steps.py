@@ -24,8 +24,7 @@ from hookline.sites.handle import HandleSet
 from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, ForwardCounter
 from hookline.sites.kinds import Kind
 from hookline.sites.modules.module_hooks import existing_hooks
-from hookline.sites.optimizers import attach_optimizer
-from hookline.sites.optimizers import unwrap_optimizer
+from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
 from hookline.sites.parameters import NamedParameter, attach_to_parameters
 from hookline.when import StepSchedule
 
