@@ -261,8 +261,9 @@ def _take_off(handle: RemovableHandle) -> bool:
 
 def _drop_unused() -> None:
     """Take off what nothing needs any more; under LOCK."""
-    for hooks in (*_ALL, _EVERYWHERE):
+    for hooks in tuple(_ALL):
         hooks.tidy()
+    _EVERYWHERE.tidy()
 
 
 def _existing_hooks(optimizer: Optimizer) -> _OptimizerHooks | None:

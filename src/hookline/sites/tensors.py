@@ -125,8 +125,8 @@ def _attach(
         return _hook_leaves(attachment, tensors, name)
     if isinstance(tensor, Tensor):
         return _hook_graph(attachment, name or _described(tensor), tensor.register_hook)
-    name = name or f"{len(tensors)} tensors"
-    return _hook_graph(attachment, name, functools.partial(_register_together, tensors, mode))
+    register = functools.partial(_register_first if mode == "any" else _register_together, tensors)
+    return _hook_graph(attachment, name or f"{len(tensors)} tensors", register)
 
 
 _attach_between_graphs: Final = _torch.untraced(_attach)
@@ -142,10 +142,12 @@ def _watching(hook: Hook) -> Hook:
     return watch
 
 
-def _register_together(tensors: list[Tensor], mode: Literal["all", "any"], hook: _GraphHook) -> RemovableHandle:
-    if mode == "any":
-        return register_multi_grad_hook(tensors, hook.see, mode=mode)
-    return register_multi_grad_hook(tensors, lambda grads: hook.see(tuple(grads)), mode=mode)
+def _register_first(tensors: list[Tensor], hook: _GraphHook) -> RemovableHandle:
+    return register_multi_grad_hook(tensors, hook.see, mode="any")
+
+
+def _register_together(tensors: list[Tensor], hook: _GraphHook) -> RemovableHandle:
+    return register_multi_grad_hook(tensors, lambda grads: hook.see(tuple(grads)), mode="all")
 
 
 def _hook_leaves(attachment: Attachment, leaves: list[Tensor], name: str | None) -> HookHandle:
@@ -361,7 +363,7 @@ def _hook_graph(attachment: Attachment, name: str, register: Callable[[_GraphHoo
 
 
 def _move_observers_back(handle: RemovableHandle) -> None:
-    hooks = handle.hooks_dict_ref() if hasattr(handle, "hooks_dict_ref") else {}
+    hooks: Any = handle.hooks_dict_ref() if hasattr(handle, "hooks_dict_ref") else {}  # several tensors have many
     for number, other in list(hooks.items()):
         if isinstance(other, _GraphHook) and not other.edits:
             hooks[number] = hooks.pop(number)  # torch goes by insertion, which move_to_end() leaves as it was

@@ -197,20 +197,14 @@ class FunctionsOfModel(HookContainer):
 
     def why_silent(self, entry: HookAtSite) -> str:
         """Return what is known of functions that are never seen."""
-        known = not_called(entry) or why_left_alone(entry)
-        if known is not None:
-            return known
-        if entry.attachment.kind.is_gradient:
-            return (
-                "it was not called as such, or no backward pass came through its outputs; reentrant checkpointing "
-                "repeats a forward where no function is seen (use_reentrant=False shows all)"
-            )
         last = entry.name.rpartition(".")[2]
         has_all = spellings(last) <= {other.name for other in entry.attachment.entries}
         otherwise = "" if has_all else f"spelt otherwise (target '*.{last}' takes all spellings), or "
-        return (
-            f"it was not called as such; it may be {otherwise}called inside another function of torch, which hides it "
-            "(hook that one, or the aten operator); compiled code shows no functions"
+        return why_not_seen(
+            entry,
+            "it was not called as such",
+            f"; it may be {otherwise}called inside another function of torch, which hides it (hook that one, or the "
+            "aten operator); compiled code shows no functions",
         )
 
 
@@ -244,7 +238,20 @@ class FunctionsOfThread(FunctionsOfModel):
             mode.forget(self)  # it stays on the stack of its thread, and does nothing
 
 
-def not_called(entry: HookAtSite) -> str | None:
+def why_not_seen(entry: HookAtSite, missed: str, advice: str = "") -> str:
+    """Return why a hook on a function never fired; ``missed`` and ``advice`` say it of a sort of function at large."""
+    known = _not_called(entry) or why_left_alone(entry)
+    if known is not None:
+        return known
+    if entry.attachment.kind.is_gradient:
+        return (
+            f"{missed}, or no backward pass came through its outputs; reentrant checkpointing repeats a forward where "
+            "none is seen (use_reentrant=False shows all)"
+        )
+    return f"{missed}{advice}"
+
+
+def _not_called(entry: HookAtSite) -> str | None:
     """Return what to say of a hook that is bound to a model which was passed by; None of others."""
     if entry.counter is NO_MODEL or entry.step_at_attach != NOT_CALLED:
         return None

@@ -29,8 +29,7 @@ from weakref import WeakSet
 from hookline.errors import HooklineWarning, UnhookableError
 from hookline.messages import caller_stacklevel
 from hookline.sites import _torch
-from hookline.sites.functions.function_hooks import FunctionHooks, why_left_alone
-from hookline.sites.functions.function_mode import hooks_below, not_called
+from hookline.sites.functions.function_mode import hooks_below, why_not_seen
 from hookline.sites.hook_at_site import HookAtSite, HookContainer
 from hookline.sites.modules.module_hooks import LOCK, ON_SWEEP
 
@@ -227,18 +226,8 @@ class Operator(Override):
 
     def why_silent(self, entry: HookAtSite) -> str:
         """Return what is known of operators that are never seen."""
-        known = not_called(entry) or why_left_alone(entry)
-        if known is not None:
-            return known
-        if entry.attachment.kind.is_gradient:
-            return (
-                "it was not run where gradients are recorded, or no backward pass came through its outputs; reentrant "
-                "checkpointing repeats a forward outside of the model's own (use_reentrant=False shows all)"
-            )
-        return (
-            "the operator never ran in this thread's eager code; the model may come by another overload or operator "
-            "(a Linear runs aten.addmm or aten.mm), or run compiled"
-        )
+        elsewhere = "; the model may come by another overload or operator (a Linear runs aten.addmm or aten.mm), or run"
+        return why_not_seen(entry, "the operator never ran in eager code", f"{elsewhere} compiled")
 
 
 def _run(original: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -300,13 +289,5 @@ class Patch(Override):
 
     def why_silent(self, entry: HookAtSite) -> str:
         """Return what is known of functions that are never seen."""
-        known = not_called(entry) or why_left_alone(entry)
-        if known is not None:
-            return known
         past = "" if _torch.APPLY_IS_PYTHON else ", or by an `apply` that was kept before the hook was attached"
-        if entry.attachment.kind.is_gradient:
-            return (
-                f"it was not applied{past}, or no backward pass came through its outputs; reentrant checkpointing "
-                "repeats a forward outside of the model's own (use_reentrant=False shows all)"
-            )
-        return f"it was not applied in the forwards of the model{past}"
+        return why_not_seen(entry, f"it was not applied{past}")
