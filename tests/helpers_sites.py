@@ -117,6 +117,8 @@ class Place:
     """The hooks fire in the thread that put them on."""
     slow = False
     """Attaching takes a tenth of a second."""
+    keeps_owner = False
+    """A hook that stays on keeps what it is on alive, as torch's own does there."""
     late = False
     """A hook that comes between forward and backward takes part in that backward."""
     prepends = True
@@ -452,7 +454,7 @@ class OnLeaf(OnTensor):
 class OnSeveralTensors(OnTensor):
     """Several tensors together."""
 
-    mode = "all"
+    mode, keeps_owner = "all", True
 
     def put(self, hook: Any, **options: Any) -> hl.HookHandle:
         return hl.attach_tensor([self.computed, self.other], hook, mode=self.mode, **options)
@@ -469,7 +471,7 @@ class OnSeveralTensors(OnTensor):
 class OnAnyOfSeveralTensors(OnSeveralTensors):
     """The first of several tensors to have its gradient."""
 
-    mode = "any"
+    mode, keeps_owner = "any", False
 
 
 class OnNode(OnTensor):
@@ -485,6 +487,8 @@ class OnNode(OnTensor):
 
 class OnLeafNode(OnTensor):
     """The node that accumulates into a leaf."""
+
+    keeps_owner = True
 
     def put(self, hook: Any, **options: Any) -> hl.HookHandle:
         return hl.attach_node(self.leaf, hook, **options)

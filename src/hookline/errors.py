@@ -12,7 +12,7 @@ Raised everywhere, caught nowhere in the library. Each is also the built-in a ca
     ├── HookSignatureError  TypeError            a hook that cannot take what the kind hands over
     ├── UnhookableError     TypeError RuntimeError  a module that Python hooks cannot reach
     ├── HookReturnError     RuntimeError         a return value that cannot replace what the hook was shown
-    ├── ScopeError          RuntimeError         scopes that are left in another order than they were entered
+    ├── ScopeError          RuntimeError         scopes that are entered or left when they may not be
     ├── CaptureError        RuntimeError         something captured that cannot be kept, or cannot be read
     ├── CompareError        ValueError           two runs of which nothing can be compared
     ├── TraceError          RuntimeError         a trace that cannot be written, or cannot be read
@@ -154,7 +154,7 @@ class HookReturnError(HooklineError, RuntimeError):
 
 
 class ScopeError(HooklineError, RuntimeError):
-    """A scope is left while one that was entered later is still open."""
+    """A scope is entered after its removal or inside of another, or left without having been entered."""
 
 
 class CaptureError(HooklineError, RuntimeError):

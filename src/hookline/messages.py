@@ -64,6 +64,15 @@ def parse_size(text: str) -> int | None:
     return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Return the first names of a list, and how many there are more.
+
+    >>> listed(["a", "b", "c"], 2)
+    "'a', 'b' and 1 more"
+    """
+    return ", ".join(map(repr, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def short_repr(value: object, most: int = 200) -> str:
     """Return ``repr(value)``, cut after ``most`` characters."""
     try:

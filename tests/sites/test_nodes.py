@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.sites._torch import hooks_beside
-from hookline.sites.tensors import tensor_hooks as nodes
+from hookline.sites import tensors as nodes
 
 KINDS = ("pre", "post")
 
@@ -47,32 +44,6 @@ def logging(log: list[Any], what: Any) -> Any:
 
 
 # -- what a hook gets and what it may return ---------------------------------------------------------------------
-
-
-def test_a_pre_hook_gets_the_gradients_of_the_outputs() -> None:
-    """Before the node runs, as a tuple."""
-    x = leaf()
-    y = x * 2
-    seen = []
-    handle = hl.attach_node(y.grad_fn, seen.append)
-    (y * 5).sum().backward()
-    assert [[grad.tolist() for grad in grads] for grads in seen] == [[[5.0] * 3]]
-    assert handle.names == ("MulBackward0",)
-    report = handle.report()
-    assert (report.kind, report.matched, report.attached, report.fired) == ("node_pre", 1, 1, 1)
-
-
-def test_a_post_hook_gets_the_gradients_of_the_inputs_too() -> None:
-    """After the node ran; None where an input needs none."""
-    x = leaf()
-    y = x * torch.full((3,), 2.0)
-    seen = []
-    hl.attach_node(y.grad_fn, lambda grad_inputs, grad_outputs: seen.append((grad_inputs, grad_outputs)), on="post")
-    (y * 5).sum().backward()
-    ((grad_inputs, grad_outputs),) = seen
-    assert grad_inputs[0].tolist() == [10.0] * 3
-    assert grad_inputs[1] is None
-    assert grad_outputs[0].tolist() == [5.0] * 3
 
 
 @pytest.mark.parametrize("shape", [tuple, list, lambda grads: grads[0]], ids=["tuple", "list", "bare tensor"])
@@ -168,19 +139,6 @@ def test_a_node_may_be_given_as_an_edge_or_a_tensor() -> None:
     assert log == [0, 1, 2]
 
 
-def test_a_leaf_stands_for_the_node_that_accumulates_into_it() -> None:
-    """Whose post hook gets no grad_inputs, for there are none."""
-    x = leaf()
-    seen = []
-    handle = hl.attach_node(x, lambda *grads: seen.append(grads), on="post")
-    (x * 2).sum().backward()
-    ((grad_inputs, grad_outputs),) = seen
-    assert grad_inputs == ()
-    assert grad_outputs[0].tolist() == [2.0] * 3
-    assert handle.names == ("AccumulateGrad",)
-    handle.remove()
-
-
 def test_a_node_of_the_users_own_operation_takes_hooks() -> None:
     """torch.autograd.Function makes nodes like any other."""
     x = leaf()
@@ -203,118 +161,6 @@ def test_a_tensor_that_needs_no_gradient_has_no_node() -> None:
     """The message says so."""
     with pytest.raises(hl.errors.UnhookableError, match=r"tensor \(2,\) needs no gradient, so it has no node"):
         hl.attach_node(torch.ones(2), ignore)
-
-
-def test_bad_options_are_refused_before_anything_is_attached() -> None:
-    """Kind and signature."""
-    y = leaf() * 2
-    with pytest.raises(hl.errors.KindError, match=r"No kind 'before'\. Kinds: pre, post\.\n"):
-        hl.attach_node(y, ignore, on="before")
-    for node in (y, y.grad_fn):
-        with pytest.raises(hl.errors.HookSignatureError, match=r"swapped: write attach_node\(node, hook\)"):
-            hl.attach_node(ignore, node)
-    with pytest.raises(hl.errors.HookSignatureError, match=r"hook\(grad_outputs\)"):
-        hl.attach_node(y, lambda a, b: None)
-    with pytest.raises(hl.errors.HookSignatureError, match=r"hook\(grad_inputs, grad_outputs\)"):
-        hl.attach_node(y, lambda a: None, on="post")
-    for register in (y.grad_fn.register_prehook, y.grad_fn.register_hook):
-        assert hooks_beside(register(print)) == [print]
-
-
-# -- coming and going --------------------------------------------------------------------------------------------
-
-
-def test_a_node_hook_fires_in_every_pass_of_a_retained_graph() -> None:
-    """It belongs to the graph."""
-    y = leaf().sin()
-    log: list[Any] = []
-    handle = hl.attach_node(y, logging(log, 1))
-    loss = y.sum()
-    del y
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert log == [1, 1]
-    assert handle.report().fired == 2
-
-
-# -- nodes that ran ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "operation",
-    [
-        torch.sin,
-        torch.exp,
-        Doubles.apply,
-        lambda x: x.sin() + 1,
-        lambda x: (x.sin() + 1).reshape(3, 1).sum(),
-        lambda x: F.nll_loss(x[None], torch.tensor([0])),
-    ],
-    ids=["input", "output", "custom", "one behind it", "some behind it", "optional"],
-)
-def test_a_node_that_ran_is_refused_and_left_alone(operation: Any) -> None:
-    """What it kept is freed, or what it leads to kept; nothing is attached. A retained graph is fine."""
-    y = operation(leaf())
-    loss = y.sum()
-    loss.backward(retain_graph=True)
-    hl.attach_node(y, ignore).remove()
-    loss.backward()
-    node = y.grad_fn
-    for kind, register in zip(KINDS, (node.register_prehook, node.register_hook), strict=True):
-        with pytest.raises(hl.errors.UnhookableError, match=r"has run.*retain_graph=True"):
-            hl.attach_node(node, ignore, on=kind)
-        assert hooks_beside(register(print)) == [print]
-
-
-def test_a_graph_that_keeps_nothing_can_run_again_and_be_hooked() -> None:
-    """Sums and the like."""
-    x = leaf()
-    y = x + 1
-    y.sum().backward()
-    log: list[Any] = []
-    hl.attach_node(y, logging(log, 1))
-    y.sum().backward()
-    assert log == [1]
-
-
-def test_a_new_node_on_top_of_a_graph_that_ran_is_fine() -> None:
-    """It is yet to run itself, as what it keeps shows."""
-    y = leaf().sin()
-    y.sum().backward()
-    log: list[Any] = []
-    other = leaf()
-    for z in (y.cos(), y + other.cos()):
-        hl.attach_node(z, logging(log, 1))
-        torch.autograd.grad(z.sum(), [y])
-    assert log == [1, 1]
-
-
-def test_a_leaf_can_always_be_hooked() -> None:
-    """However often a pass came by."""
-    x = leaf()
-    x.sin().sum().backward()
-    log: list[Any] = []
-    with hl.attach_node(x, logging(log, 1)):
-        x.sin().sum().backward()
-    assert log == [1]
-
-
-def test_attaching_does_not_repeat_a_checkpointed_forward() -> None:
-    """Looking whether a node ran unpacks nothing that was saved."""
-    calls = []
-
-    def forward(x: Tensor) -> Tensor:
-        calls.append(1)
-        return x.sin().exp()
-
-    y = checkpoint(forward, leaf(), use_reentrant=False)
-    log: list[Any] = []
-    hl.attach_node(y, logging(log, 1))
-    hl.attach_node(y + 1, ignore)
-    assert len(calls) == 1
-    y.sum().backward()
-    assert len(calls) == 2
-    assert log == [1]
 
 
 # -- freed -------------------------------------------------------------------------------------------------------
@@ -357,19 +203,6 @@ def test_graph_and_hook_go_without_the_collector(kind: str, backward: bool, remo
     references = [weakref.ref(one) for one in (x, y, token)]
     del x, y, token, handle, loss
     assert [reference() for reference in references] == [None] * 3
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_a_handle_keeps_no_graph_alive_and_says_that_it_is_gone() -> None:
-    """It can still be asked and removed."""
-    x = leaf()
-    handle = hl.attach_node((y := x.sin()), ignore)
-    assert handle.report().attached == 1
-    reference = weakref.ref(x)
-    del x, y
-    assert reference() is None
-    assert handle.report().attached == 0
-    handle.remove()
 
 
 @pytest.mark.usefixtures("no_collector")

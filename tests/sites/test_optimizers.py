@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers_training import nested_differences
 from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
-from torch.optim.swa_utils import SWALR, AveragedModel
 
 import hookline as hl
 from hookline.sites.kinds import OPTIMIZER
-from hookline.sites.optimizers.optimizer_hooks import (
+from hookline.sites.optimizers import (
     OptimizerSite,
     attach_optimizer,
     optimizer_entries,
@@ -72,48 +68,6 @@ def everywhere(hook: Callable[..., Any], on: str, **options: Any) -> hl.HookHand
 # -- what a hook is handed, and what it may hand back -----------------------------------------------------------
 
 
-def test_hooks_are_called_with_what_torch_calls_them_with() -> None:
-    """The six kinds get the optimizer, the arguments of the step with the optimizer first, or the state dict."""
-    optimizer = make()
-    ours: list[Any] = []
-    theirs: list[Any] = []
-    for kind in KINDS:
-        attach_optimizer(optimizer, lambda *args, kind=kind: ours.append((kind, len(args), args)), on=kind)
-        register = getattr(optimizer, f"register_{kind}_hook")
-        register(lambda *args, kind=kind: theirs.append((kind, len(args), args)))
-    optimizer.step(closure=None)
-    saved = optimizer.state_dict()
-    optimizer.load_state_dict(saved)
-    assert [kind for kind, _, _ in ours] == KINDS
-    assert ours == theirs
-    assert ours[0] == ("step_pre", 3, (optimizer, (optimizer,), {"closure": None}))
-    assert ours[3][2][1] is saved
-
-
-def test_the_default_kind_is_step_post() -> None:
-    """It runs when the parameters have moved."""
-    optimizer = make()
-    seen: list[float] = []
-    with hl.attach_optimizer(optimizer, lambda opt, args, kwargs: seen.append(weight_of(opt)[0].item())):
-        optimizer.step()
-    assert seen == pytest.approx([0.9])
-
-
-def test_a_step_pre_hook_may_change_the_arguments_of_the_step() -> None:
-    """The step, later hooks and the post hooks get what it returned; what a post hook returns means nothing."""
-    optimizer = make()
-    seen: list[Any] = []
-
-    def closure() -> float:
-        return 7.0
-
-    attach_optimizer(optimizer, lambda opt, args, kwargs: (args, {"closure": closure}), on="step_pre")
-    attach_optimizer(optimizer, lambda opt, args, kwargs: seen.append(kwargs), on="step_pre")
-    attach_optimizer(optimizer, lambda opt, args, kwargs: (seen.append(kwargs), "nothing")[1])
-    assert optimizer.step() == 7.0
-    assert seen == [{"closure": closure}, {"closure": closure}]
-
-
 @pytest.mark.parametrize(
     "returned",
     [
@@ -135,14 +89,6 @@ def test_anything_else_from_a_step_pre_hook_is_an_error_that_names_it(returned: 
     ):
         optimizer.step()
     assert torch.equal(weight_of(optimizer), torch.ones(3))
-
-
-def test_the_error_shows_what_was_returned_without_its_numbers() -> None:
-    """A tensor is a tensor, not a thousand digits."""
-    optimizer = make()
-    attach_optimizer(optimizer, lambda *args: (torch.ones(9), 3), on="step_pre")
-    with pytest.raises(hl.errors.HookReturnError, match=r"but got \(a Tensor, 3\)\.\n"):
-        optimizer.step()
 
 
 def test_state_hooks_may_put_another_dict_in_place() -> None:
@@ -170,20 +116,6 @@ def test_a_state_hook_that_returns_no_dict_is_an_error_that_names_it(kind: str) 
         hl.errors.HookReturnError, match=f"{kind} hook 'mine' on SGD must return None or a state dict, but"
     ):
         exercise(optimizer)
-
-
-def test_an_observer_is_not_listened_to_and_sees_what_the_step_gets() -> None:
-    """It runs after the edits, though it came first."""
-    optimizer = make()
-    seen: list[Any] = []
-
-    def closure() -> float:
-        return 7.0
-
-    attach_optimizer(optimizer, lambda opt, args, kwargs: (seen.append(kwargs), "junk")[1], on="step_pre", observe=True)
-    attach_optimizer(optimizer, lambda opt, args, kwargs: (args, {"closure": closure}), on="step_pre")
-    assert optimizer.step() == 7.0
-    assert seen == [{"closure": closure}]
 
 
 # -- the site ---------------------------------------------------------------------------------------------------
@@ -239,80 +171,6 @@ def test_steps_are_counted_whatever_the_kind_of_hook(kind: str) -> None:
     assert_no_trace(optimizer)
 
 
-# -- real optimizers --------------------------------------------------------------------------------------------
-
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
-    "SGD": lambda params: SGD(params, lr=0.05, momentum=0.9),
-    "AdamW foreach": lambda params: AdamW(params, foreach=True),
-    "AdamW fused": lambda params: AdamW(params, fused=True),
-    "LBFGS": lambda params: torch.optim.LBFGS(params, max_iter=4),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_step_fires_each_hook_once(name: str) -> None:
-    """However often the closure runs; the parameters end where they would."""
-
-    def run(hooked: bool) -> tuple[list[str], Tensor]:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 2)
-        optimizer = OPTIMIZERS[name](list(model.parameters()))
-        log: list[str] = []
-        if hooked:
-            for kind in STEP_KINDS:
-                attach_optimizer(optimizer, lambda *args, kind=kind: log.append(kind), on=kind)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = model(torch.ones(3, 4)).square().sum()
-            loss.backward()
-            return loss
-
-        for _ in range(3):
-            optimizer.step(closure)
-        return log, torch.cat([param.detach().flatten() for param in model.parameters()])
-
-    log, weights = run(hooked=True)
-    assert log == STEP_KINDS * 3
-    assert torch.equal(weights, run(hooked=False)[1])
-
-
-@pytest.mark.parametrize("hooks_first", [True, False])
-def test_a_scheduler_that_wraps_the_step_changes_nothing(hooks_first: bool) -> None:
-    """It may come before or after the hooks, and gives none of its warnings."""
-    optimizer = make()
-    log: list[float] = []
-
-    def hook(opt: Optimizer, args: object, kwargs: object) -> None:
-        log.append(opt.param_groups[0]["lr"])
-
-    def schedule() -> Any:
-        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-
-    scheduler = None if hooks_first else schedule()
-    with attach_optimizer(optimizer, hook):
-        scheduler = scheduler or schedule()
-        for _ in range(3):
-            optimizer.step()
-            scheduler.step()
-    assert log == pytest.approx([0.1, 0.05, 0.025])
-    assert_no_trace(optimizer)
-
-
-def test_stochastic_weight_averaging_goes_well_with_hooks() -> None:
-    """A step_post hook is a place to average in."""
-    model = nn.Linear(2, 1)
-    averaged = AveragedModel(model)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    scheduler = SWALR(optimizer, swa_lr=0.05)
-    with attach_optimizer(optimizer, lambda *args: averaged.update_parameters(model)):
-        for _ in range(4):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            scheduler.step()
-    assert averaged.n_averaged == 4
-
-
 # -- one step, one firing ---------------------------------------------------------------------------------------
 
 
@@ -354,18 +212,6 @@ def test_a_step_that_calls_its_parents_step_is_one_step() -> None:
         optimizer.step()
     assert optimizer.log == ["step_pre", "begin", "end", "step_post"] * 2
     assert len(theirs) == 4
-
-
-def test_a_step_that_raised_leaves_nothing_behind() -> None:
-    """It has no post hook, and the next step fires as if nothing had been."""
-    optimizer = twice()
-    log_steps(optimizer)
-    optimizer.fail = True
-    with pytest.raises(ValueError, match="mine"):
-        optimizer.step()
-    optimizer.fail = False
-    optimizer.step()
-    assert optimizer.log == ["step_pre", "begin", "step_pre", "begin", "end", "step_post"]
 
 
 @pytest.mark.parametrize("where", ["closure", "step_pre", "step_post"])
@@ -425,20 +271,6 @@ def scaled_steps(optimizer: Optimizer, gradients: list[float]) -> None:
         scaler.update()
 
 
-def test_a_step_that_a_scaler_skips_fires_nothing() -> None:
-    """The optimizer is not called: three batches, one with an infinite gradient, two steps."""
-    optimizer = make(AdamW)
-    log: list[tuple[str, int, object]] = []
-
-    def hook(*args: object, site: OptimizerSite) -> None:
-        log.append((site.kind.value, site.step, site.found_inf))
-
-    for kind in STEP_KINDS:
-        attach_optimizer(optimizer, hook, on=kind)
-    scaled_steps(optimizer, [1.0, float("inf"), 1.0])
-    assert log == [("step_pre", 0, None), ("step_post", 0, None), ("step_pre", 1, None), ("step_post", 1, None)]
-
-
 def test_a_step_that_a_fused_optimizer_skips_by_itself_is_marked() -> None:
     """It is called and fires; what it will do is in the tensor that torch has given it, before and after."""
     optimizer = make(AdamW, fused=True)
@@ -456,23 +288,6 @@ def test_a_step_that_a_fused_optimizer_skips_by_itself_is_marked() -> None:
     assert log == [(kind, found) for found in (0.0, 1.0, 0.0) for kind in STEP_KINDS]
     moved = [not torch.equal(before, after) for before, after in zip(weights[::2], weights[1::2], strict=True)]
     assert moved == [True, False, True]
-
-
-def test_without_a_scaler_nothing_is_marked() -> None:
-    """Also for a fused optimizer, and also if somebody else keeps a number under that name."""
-    optimizer = make(AdamW, fused=True)
-    seen: list[object] = []
-
-    def hook(*args: object, site: OptimizerSite) -> None:
-        seen.append(site.found_inf)
-
-    with attach_optimizer(optimizer, hook, on="step_pre"):
-        optimizer.step()
-        other = make(torch.optim.Adadelta)
-        other.found_inf = 3
-        with attach_optimizer(other, hook):
-            other.step()
-    assert seen == [None, None]
 
 
 # -- order ------------------------------------------------------------------------------------------------------
@@ -511,66 +326,6 @@ def test_a_hook_on_every_optimizer_fires_for_all_there_are_and_will_be(kind: str
         optimizer.step()
         assert_no_trace(optimizer)
     assert seen == [("SGD", 0), ("Twice", 0), ("AdamW", 0), ("SGD", 1), ("Twice", 1)]
-
-
-def test_a_step_pre_hook_on_every_optimizer_may_change_the_arguments() -> None:
-    """And an error in what it returns names it."""
-    optimizer = make()
-    with everywhere(lambda opt, args, kwargs: (args, {"closure": lambda: 7.0}), "step_pre"):
-        assert optimizer.step() == 7.0
-    with (
-        everywhere(lambda *args: 1, "step_pre", name="mine"),
-        pytest.raises(hl.errors.HookReturnError, match="'mine' on SGD"),
-    ):
-        optimizer.step()
-    assert_no_trace(optimizer)
-
-
-def test_a_hook_on_every_optimizer_leaves_an_optimizers_own_hooks_on() -> None:
-    """Each comes off by itself."""
-    optimizer = make()
-    log: list[str] = []
-    own = attach_optimizer(optimizer, lambda *args: log.append("own"))
-    with everywhere(lambda *args: log.append("everywhere"), "step_post"):
-        optimizer.step()
-    optimizer.step()
-    own.remove()
-    optimizer.step()
-    assert log == ["everywhere", "own", "own"]
-    assert_no_trace(optimizer)
-
-
-def test_a_second_hook_on_every_optimizer_reaches_those_that_were_seen() -> None:
-    """Of the other kind, on an optimizer that runs one already."""
-    optimizer = make()
-    log: list[str] = []
-    with everywhere(lambda *args: log.append("pre"), "step_pre"):
-        optimizer.step()
-        with everywhere(lambda *args: log.append("post"), "step_post"):
-            optimizer.step()
-        optimizer.step()
-    assert log == ["pre", "pre", "post", "pre"]
-    assert_no_trace(optimizer)
-
-
-def test_somebody_elses_global_hook_may_take_ours_off() -> None:
-    """torch walks its dictionary of global hooks live; ours stays in it, idle, until the next change."""
-    optimizer = make()
-    fired: list[int] = []
-    ours = everywhere(lambda *args: fired.append(1), "step_pre")
-    theirs = [
-        torch_optimizer.register_optimizer_step_pre_hook(lambda *args: ours.remove()),
-        torch_optimizer.register_optimizer_step_pre_hook(ignore),
-    ]
-    try:
-        optimizer.step()
-        optimizer.step()
-    finally:
-        for handle in theirs:
-            handle.remove()
-    assert fired == []
-    attach_optimizer(optimizer, ignore).remove()
-    assert_no_trace(optimizer)
 
 
 # -- coming and going -------------------------------------------------------------------------------------------
@@ -642,21 +397,6 @@ def test_another_thread_may_take_a_hook_off_in_the_middle_of_a_step() -> None:
     assert theirs == [1, 1]
 
 
-def test_the_entries_of_an_optimizer_are_its_own_hooks() -> None:
-    """By name and kind; none before, none after."""
-    optimizer = make()
-    assert list(optimizer_entries(optimizer)) == []
-    with (
-        attach_optimizer(optimizer, ignore, on="state_dict_post", name="b"),
-        attach_optimizer(optimizer, ignore, name="a"),
-        everywhere(ignore, "step_post"),
-    ):
-        optimizer.step()
-        found = {(entry.attachment.name, entry.attachment.kind.value) for entry in optimizer_entries(optimizer)}
-        assert found == {("a", "step_post"), ("b", "state_dict_post")}
-    assert list(optimizer_entries(optimizer)) == []
-
-
 # -- lifetime and copies ----------------------------------------------------------------------------------------
 
 
@@ -671,15 +411,8 @@ def pickled(optimizer: Optimizer) -> Optimizer:
     return pickle.loads(pickle.dumps(optimizer))
 
 
-def saved(optimizer: Optimizer) -> Optimizer:
-    buffer = io.BytesIO()
-    torch.save(optimizer, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-@pytest.mark.parametrize("kind", [SGD, AdamW, Keeps])
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("kind", [SGD, Keeps])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
 def test_a_copy_of_a_hooked_optimizer_works_and_carries_no_hooks(
     kind: type[Optimizer], copied: Callable[[Optimizer], Optimizer]
 ) -> None:
@@ -697,17 +430,6 @@ def test_a_copy_of_a_hooked_optimizer_works_and_carries_no_hooks(
     assert handle.report().fired == 1
     exercise(optimizer)
     assert [handle.report().fired for handle in handles] == [2] * 6
-
-
-def test_a_hooked_optimizers_state_goes_into_another_and_back() -> None:
-    """With hooks on both ends: the same state, tensor by tensor."""
-    source, target = make(AdamW), make(AdamW)
-    for optimizer in (source, target):
-        for kind in KINDS:
-            attach_optimizer(optimizer, ignore, on=kind)
-    source.step()
-    target.load_state_dict(copy.deepcopy(source.state_dict()))
-    assert nested_differences(source.state_dict(), target.state_dict()) == []
 
 
 # -- errors and reports -----------------------------------------------------------------------------------------
@@ -758,47 +480,3 @@ def test_what_is_no_optimizer_is_refused_with_the_way_out(given: Callable[[], An
     """It says what was given, and where the optimizer is."""
     with pytest.raises(hl.errors.UnhookableError, match=message):
         attach_optimizer(given(), ignore)
-
-
-def test_wrong_kinds_options_and_hooks_are_refused_before_anything_is_attached() -> None:
-    """Each in its own words."""
-    optimizer = make()
-    with pytest.raises(hl.errors.KindError, match=r"No kind 'step_pots'\. Nearest: 'step_post'"):
-        attach_optimizer(optimizer, ignore, on="step_pots")
-    with pytest.raises(hl.errors.KindError, match="module hook; put it on with attach"):
-        attach_optimizer(optimizer, ignore, on="forward")
-    with pytest.raises(hl.errors.OptionError, match="observe= does not go with on='step_post'"):
-        attach_optimizer(optimizer, ignore, observe=True)
-    with pytest.raises(hl.errors.HookSignatureError, match=r"called as hook\(optimizer, args, kwargs\)"):
-        attach_optimizer(optimizer, lambda opt: None)
-    with pytest.raises(hl.errors.HookSignatureError, match="callable"):
-        attach_optimizer(optimizer, "hook")
-    assert_no_trace(optimizer)
-
-
-def test_a_handle_reports_what_its_hook_did() -> None:
-    """Matched, attached, fired, and what it cost if it was asked to; without a model there is no step to name."""
-    optimizer = make(AdamW)
-    plain = attach_optimizer(optimizer, ignore)
-    measured = attach_optimizer(optimizer, ignore, on="step_pre", profile=True, name="mine")
-    for _ in range(3):
-        optimizer.step()
-    report = measured.report()
-    assert (report.name, report.kind, report.matched, report.attached, report.fired) == ("mine", "step_pre", 1, 1, 3)
-    assert report.last_step is None
-    assert report.cost_us is not None
-    assert report.cost_us > 0
-    assert plain.report().cost_us is None
-    assert plain.names == ("AdamW",)
-    assert repr(measured) == "<HookHandle mine step_pre on 'AdamW', fired 3; on, .remove() takes it off>"
-    measured.remove()
-    assert measured.report().attached == 0
-    assert measured.report().fired == 3
-
-
-def test_a_hook_that_never_had_a_step_comes_off_without_a_word() -> None:
-    """An optimizer that was not stepped is no news."""
-    optimizer = make()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        attach_optimizer(optimizer, ignore).remove()

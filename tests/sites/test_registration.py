@@ -102,17 +102,6 @@ def test_a_submodule_comes_by_add_module_too():
     assert [(owner, name) for owner, name, _ in calls.seen] == [(sequence, "a"), (sequence, "1"), (table, "c")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_replacing_what_is_stored_fires_again(kind):
-    """Assignment over an old value is a registration like the first."""
-    module, calls = nn.Identity(), Calls()
-    store(kind, module)
-    with hl.attach(module, calls, on=kind):
-        second = MAKE[kind]()
-        module.guest = second
-    assert [(name, value is second) for _, name, value in calls.seen] == [("guest", True)]
-
-
 @pytest.mark.parametrize(("kind", "fires"), [("register_module", 1), ("register_parameter", 0), ("register_buffer", 1)])
 def test_none_is_shown_to_module_and_buffer_hooks_only(kind, fires):
     """As in torch, where a parameter of None passes by its hooks."""
@@ -121,28 +110,6 @@ def test_none_is_shown_to_module_and_buffer_hooks_only(kind, fires):
         CALL[kind](module, "guest", None)
     assert calls.seen == [(module, "guest", None)] * fires
     assert stored(kind, module) is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_sees_its_own_things_alone(kind):
-    """A parameter is no buffer and no module."""
-    module, calls = nn.Identity(), Calls()
-    with hl.attach(module, calls, on=kind):
-        for other in KINDS:
-            store(other, module, f"a_{other}")
-    assert [name for _, name, _ in calls.seen] == [f"a_{kind}"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_fires_for_the_modules_that_match_and_no_other(kind):
-    """Neither for the rest of the model nor for another one."""
-    model, other, calls = make_model(), make_model(), Calls()
-    with hl.attach(model, "1*", calls, on=kind) as handle:
-        for module in (*list(model.modules()), *list(other.modules())):
-            store(kind, module)
-        report = handle.report()
-    assert [owner for owner, _, _ in calls.seen] == [model[1], model[1][0]]
-    assert {site.name: site.fired for site in report.sites} == {"1": 1, "1.0": 1}
 
 
 def test_a_refusal_of_torch_comes_first():
@@ -198,42 +165,6 @@ def test_a_wrong_type_is_refused_and_nothing_is_stored(kind, wrong, wanted, got)
     assert stored(kind, module, "old") is before
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_observer_changes_nothing_and_sees_what_will_be_stored(kind):
-    """Whenever it was attached, and wherever: after all edits, unless it asks for what came in."""
-    module, replacement, late, raw, wide = nn.Identity(), MAKE[kind](), Calls(), Calls(), Calls()
-
-    def answering(calls: Calls) -> Callable[..., Any]:
-        return lambda *args: calls(*args) or MAKE[kind]()
-
-    with (
-        hl.attach_everywhere(answering(wide), on=kind, observe=True),
-        hl.attach(module, answering(late), on=kind, observe=True),
-        hl.attach(module, answering(raw), on=kind, observe=True, sees="raw"),
-        hl.attach(module, lambda *args: replacement, on=kind),
-    ):
-        guest = store(kind, module)
-    assert stored(kind, module) is replacement
-    assert [value is replacement for _, _, value in late.seen] == [True]
-    assert [value is replacement for _, _, value in wide.seen] == [True]
-    assert [value is guest for _, _, value in raw.seen] == [True]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_error_in_the_hook_comes_out_and_nothing_is_stored(kind):
-    """As itself; the next registration is as ever."""
-    module = nn.Identity()
-
-    def fail(*args: Any) -> None:
-        raise ValueError("mine")
-
-    with hl.attach(module, fail, on=kind), pytest.raises(ValueError, match="mine"):
-        store(kind, module)
-    assert stored(kind, module) is None
-    guest = store(kind, module)
-    assert stored(kind, module) is guest
-
-
 def test_a_replaced_parameter_is_the_one_that_trains():
     """The recipe: every weight that is set from now on is set in half precision."""
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
@@ -272,19 +203,6 @@ def test_the_site_tells_the_module_its_name_the_kind_and_the_step(kind):
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_receipt_counts_and_a_silent_hook_is_no_news(kind):
-    """Nobody says when a registration is due, so a hook that saw none comes off without a warning."""
-    model = make_model()
-    with hl.attach(model, "#", Calls(), on=kind, profile=True) as handle:
-        model(torch.ones(1))
-        store(kind, model[0])
-        report = handle.report()
-    assert (report.matched, report.attached, report.fired, report.last_step) == (2, 2, 1, 0)
-    assert report.silent == ("1",)
-    assert report.cost_us > 0
-
-
 # -- the whole process ---------------------------------------------------------------------------------------
 
 
@@ -318,16 +236,6 @@ def test_process_wide_hooks_may_replace_what_a_constructor_registers():
     assert [type(child) for child in model.values()] == [nn.Sequential, nn.ReLU]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_within_a_model_it_reaches_the_modules_that_are_there(kind):
-    """All of them but the excluded, and no other model's."""
-    model, calls = make_model(), Calls()
-    with hl.attach_everywhere(calls, on=kind, within=model, exclude="1"):
-        for module in (*list(model.modules()), nn.Identity()):
-            store(kind, module)
-    assert [owner for owner, _, _ in calls.seen] == [model, model[0], model[1][0]]
-
-
 def test_process_wide_hooks_take_no_exclude():
     """Names need a model."""
     with pytest.raises(hl.errors.OptionError, match="within="):
@@ -335,21 +243,6 @@ def test_process_wide_hooks_take_no_exclude():
 
 
 # -- coming and going ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("everywhere", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_hook_of_ours_is_in_torchs_dictionary_while_anybody_needs_it(kind, everywhere):
-    """However many are attached; none after the last has gone."""
-    module = nn.Identity()
-    attach = hl.attach_everywhere if everywhere else lambda hook, on: hl.attach(module, hook, on=on)
-    handles = [attach(Calls(), on=kind) for _ in range(3)]
-    for handle in handles:
-        assert {name: len(hooks) for name, hooks in DICTS.items()} == {name: name == kind for name in KINDS}
-        handle.remove()
-        handle.remove()
-    assert not any(DICTS.values())
-    hl.assert_no_hooks(module, foreign=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -373,25 +266,6 @@ def test_foreign_hooks_of_the_process_run_and_stay(kind):
     after.remove()
 
 
-@pytest.mark.parametrize("touch", ["attach", "remove", "find", "attached"])
-def test_what_was_left_behind_goes_with_the_next_hook_of_any_kind(touch):
-    """Attaching or removing another, or looking, clears it away."""
-    module, other = nn.Identity(), nn.Identity()
-    waiting = hl.attach(other, lambda *args: None)
-    handle = hl.attach(module, lambda *args: handle.remove(), on="register_buffer")
-    theirs = FOREIGN["register_buffer"](lambda *args: None)
-    store("register_buffer", module)
-    assert len(DICTS["register_buffer"]) == 2
-    {
-        "attach": lambda: hl.attach(other, lambda *args: None),
-        "remove": lambda: waiting.remove(quiet=True),
-        "find": lambda: hl.find(other),
-        "attached": lambda: hl.attached(other),
-    }[touch]()
-    assert list(DICTS["register_buffer"]) == [theirs.id]
-    theirs.remove()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hook_that_goes_inside_a_foreign_hooks_walk_does_not_break_it(kind):
     """A foreign hook builds a module; ours, last in the dictionary, goes with that; torch is still at the foreign."""
@@ -407,44 +281,6 @@ def test_a_hook_that_goes_inside_a_foreign_hooks_walk_does_not_break_it(kind):
     assert stored(kind, module) is guest
     assert handles[0].removed
     theirs.remove()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_hook_may_attach_others_of_every_kind_while_firing(kind):
-    """They are on from the next registration."""
-    module, calls, handles = nn.Identity(), {name: Calls() for name in KINDS}, []
-
-    def invite(*args: Any) -> None:
-        if not handles:
-            handles.extend(hl.attach(module, calls[name], on=name) for name in KINDS)
-            handles.extend(hl.attach_everywhere(calls[name], on=name) for name in KINDS)
-
-    with hl.attach(module, invite, on=kind):
-        store(kind, module)
-        assert not any(found.seen for found in calls.values())
-        for name in KINDS:
-            store(name, module, f"a_{name}")
-    assert {name: len(found.seen) for name, found in calls.items()} == dict.fromkeys(KINDS, 2)
-    for handle in handles:
-        handle.remove()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_hook_may_leave_and_come_back_in_one_go(kind):
-    """Removed and attached again inside itself, it fires once each time."""
-    module, fired, handles = nn.Identity(), [], []
-
-    def again(*args: Any) -> None:
-        fired.append(1)
-        handles.pop().remove()
-        handles.append(hl.attach(module, again, on=kind))
-
-    handles.append(hl.attach(module, again, on=kind))
-    for count in (1, 2, 3):
-        store(kind, module)
-        assert len(fired) == count
-        assert len(DICTS[kind]) == 1
-    handles[0].remove()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -516,28 +352,6 @@ def test_removal_in_another_thread_waits_for_torch_to_be_through():
 
 
 # -- what torch does -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_torch_walks_its_dictionary_live_and_is_through_with_it_at_the_last_hook(kind):
-    """Why ours may go only from the end: removing an earlier one breaks torch's walk, removing the last does not."""
-    last = FOREIGN[kind](lambda *args: last.remove())
-    store(kind, nn.Identity())
-    early = FOREIGN[kind](lambda *args: early.remove())
-    other = FOREIGN[kind](lambda *args: None)
-    with pytest.raises(RuntimeError, match=r"mutated during iteration|changed size"):
-        store(kind, nn.Identity())
-    other.remove()
-
-
-@pytest.mark.parametrize("kind", ["register_parameter", "register_buffer", "register_module"])
-def test_torch_stores_whatever_its_own_hook_returns(kind):
-    """Why ours check: junk goes in unseen."""
-    module = nn.Identity()
-    theirs = FOREIGN[kind](lambda *args: "junk")
-    store(kind, module)
-    theirs.remove()
-    assert stored(kind, module) == "junk"
 
 
 def test_a_tensor_assigned_over_a_buffer_is_a_registration():

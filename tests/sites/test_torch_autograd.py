@@ -285,26 +285,6 @@ def test_the_engine_tells_which_nodes_the_running_pass_comes_to():
         torch.autograd.grad(used.sum(), x)
 
 
-def test_a_handle_of_torchs_leads_to_the_hooks_beside_its_own():
-    """For tensors and for nodes, before and after; one dictionary each, until the graph is gone."""
-    x = torch.ones(2, requires_grad=True)
-    y = x.sin()
-    for register in (x.register_hook, y.register_hook, node_of(y).register_prehook, node_of(y).register_hook):
-        register(len)
-        handle = register(print)
-        assert _torch.hooks_beside(handle) == [len, print]
-    del y, register
-    assert _torch.hooks_beside(handle) == []
-
-
-def test_changing_a_tensor_in_place_leaves_its_hooks_with_the_old_value():
-    """The tensor has a new dictionary, so a port is not found again where it no longer belongs."""
-    y = torch.ones(2, requires_grad=True) * 2
-    y.register_hook(len)
-    y.mul_(2)
-    assert _torch.hooks_beside(y.register_hook(print)) == [print]
-
-
 class _Keeps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -314,61 +294,6 @@ class _Keeps(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad * 2
-
-
-@pytest.mark.parametrize(
-    "operation",
-    [
-        torch.sin,
-        torch.exp,
-        _Keeps.apply,
-        lambda x: torch.index_put(x, (torch.tensor([0]),), torch.ones(1)),
-        lambda x: torch.nn.functional.nll_loss(x[None], torch.tensor([0])),  # saves a weight that is not given
-    ],
-    ids=["input", "output", "custom", "list", "optional"],
-)
-def test_what_a_node_saved_is_there_until_a_backward_frees_it(operation):
-    """Also where the graph is retained."""
-    y = operation(torch.ones(3, requires_grad=True))
-    assert _torch.keeps_saved(node_of(y)) is True
-    y.sum().backward(retain_graph=True)
-    assert _torch.keeps_saved(node_of(y)) is True
-    y.sum().backward()
-    assert _torch.keeps_saved(node_of(y)) is False
-
-
-def test_a_node_that_saved_nothing_says_so():
-    """Before and after."""
-    y = torch.ones(3, requires_grad=True) + 1
-    assert _torch.keeps_saved(node_of(y)) is None
-    y.sum().backward()
-    assert _torch.keeps_saved(node_of(y)) is None
-
-
-@pytest.mark.parametrize("packed", [0, None])
-def test_asking_what_a_node_saved_unpacks_nothing(packed):
-    """Whatever it was packed into, and also after it was freed."""
-    asked = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed, lambda value: asked.append(value)):
-        y = torch.ones(3, requires_grad=True).sin()
-    assert _torch.keeps_saved(node_of(y)) is True
-    assert asked == []
-
-
-def test_the_stack_of_hooks_on_saved_tensors_can_be_looked_at_pushed_and_popped():
-    """The innermost pair comes back as it was pushed; the stack belongs to the thread."""
-    assert _torch.innermost_saved_hooks() is None
-    _torch.push_saved_hooks(repr, str)
-    try:
-        assert _torch.innermost_saved_hooks() == (repr, str)
-        elsewhere = []
-        thread = threading.Thread(target=lambda: elsewhere.append(_torch.innermost_saved_hooks()))
-        thread.start()
-        thread.join()
-        assert elsewhere == [None]
-    finally:
-        _torch.pop_saved_hooks()
-    assert _torch.innermost_saved_hooks() is None
 
 
 def test_torch_hands_a_saved_output_over_with_the_node_that_keeps_it():

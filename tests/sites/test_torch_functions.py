@@ -93,20 +93,20 @@ def test_a_default_device_keeps_the_lowest_place():
 
 
 def test_the_running_modules_are_found_on_the_stack():
-    """Innermost and outermost, and none outside of a forward."""
+    """The innermost first, and none outside of a forward."""
     found = []
 
     class Inner(nn.Module):
         def forward(self, x):
-            found.append((_torch.running_module(), *_torch.running_modules()))
+            found.append((_torch.running_module(), *_torch.all_running()))
             return x
 
     inner = Inner()
     outer = nn.Sequential(nn.Sequential(inner))
     outer(torch.ones(1))
-    assert found == [(inner, inner, outer)]
+    assert found == [(inner, inner, outer[0], outer)]
     assert _torch.running_module() is None
-    assert _torch.running_modules() == (None, None)
+    assert _torch.all_running() == []
 
 
 def test_what_a_function_mode_is_shown_is_known():

@@ -22,7 +22,7 @@ from hookline.guard.loaders import call_loader_factory, copy_loader, private_gen
 from hookline.guard.snapshot import PreEpochState, Snapshot, roots_of
 from hookline.messages import nearest_names
 from hookline.sites import _torch
-from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+from hookline.sites.optimizers import unwrap_optimizer
 from hookline.sites.wrappers import clean_modules, submodule
 
 __all__ = ["ModelDataContext"]

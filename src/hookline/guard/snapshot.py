@@ -31,7 +31,7 @@ from hookline.guard.tensors import (
 from hookline.guard.walk import BATCH, RunWalk, StateChange
 from hookline.sites.find import attached
 from hookline.sites.hook_at_site import next_order
-from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+from hookline.sites.optimizers import unwrap_optimizer
 
 __all__ = ["PreEpochState", "Snapshot", "first_names", "roots_of", "unrestored_message"]
 

@@ -18,7 +18,7 @@ from hookline.integrations.host_manager import check_options
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.process_end import at_process_end, error_of_process
 from hookline.messages import type_name
-from hookline.sites.optimizers.optimizer_wrappers import checked_optimizer, unwrap_optimizer
+from hookline.sites.optimizers import checked_optimizer, unwrap_optimizer
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import nn
 
 from hookline.errors import OptionError
 from hookline.messages import type_name
-from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+from hookline.sites.optimizers import unwrap_optimizer
 from hookline.training.experiment import Experiment, whole_number
 from hookline.training.loader import Passes
 from hookline.training.run import Schedule

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from hookline.errors import NoMatchError
-from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+from hookline.sites.optimizers import unwrap_optimizer
 
 __all__ = ["FoundModel", "find_model", "find_optimizers", "find_scaler"]
 

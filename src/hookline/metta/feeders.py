@@ -25,7 +25,7 @@ from hookline.sites import _torch
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet, HookHandle
 from hookline.sites.site_info import Site
-from hookline.sites.tensors.tensor_hooks import attach_tensor
+from hookline.sites.tensors import attach_tensor
 from hookline.sites.wrappers import walk
 from hookline.tree import main_tensor
 

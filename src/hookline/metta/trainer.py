@@ -18,7 +18,7 @@ from hookline.metta.builders import TRACKERS
 from hookline.metta.components import ComponentContext
 from hookline.metta.trackers import ComponentTracker
 from hookline.metta.weights import compute_dead_neuron_stats
-from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+from hookline.sites.optimizers import unwrap_optimizer
 from hookline.tables import Table, number_text
 from hookline.training.experiment import Experiment
 from hookline.training.loops import epoch_loop

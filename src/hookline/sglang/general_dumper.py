@@ -25,7 +25,7 @@ from hookline.sglang.layer_ids import layer_running
 from hookline.sglang.non_intrusive import attach_dump_hooks
 from hookline.sites import _torch
 from hookline.sites.handle import HandleSet
-from hookline.sites.tensors.tensor_hooks import attach_tensor
+from hookline.sites.tensors import attach_tensor
 from hookline.sites.wrappers import clean_modules
 from hookline.tree import leaves
 

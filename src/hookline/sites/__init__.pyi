@@ -9,6 +9,6 @@ from hookline.sites.receipt import Receipt as Receipt
 from hookline.sites.roles import find_roles as find_roles
 from hookline.sites.site_info import OptimizerSite as OptimizerSite
 from hookline.sites.site_info import Site as Site
-from hookline.sites.tensors.saved_tensors import SavedTensors as SavedTensors
+from hookline.sites.tensors import SavedTensors as SavedTensors
 
 __all__: list[str]

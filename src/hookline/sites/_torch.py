@@ -1,8 +1,8 @@
 """The private functions and habits of torch that hookline leans on, in one place.
 
-Checked on torch 2.11 and 2.13; ``tests/sites/test_torch_*.py`` fail when one of them changes. Used where
-they are needed, and not wrapped here, are four old attributes: ``Tensor._base`` and ``_version``, ``Module._modules``
-and the hook dictionaries of ``Module``.
+The heading of each part says which rooms use it. Checked on torch 2.11 and 2.13; ``tests/sites/test_torch_*.py`` fail
+when one of them changes. Used where they are needed, and not wrapped here, are four old attributes: ``Tensor._base``
+and ``_version``, ``Module._modules`` and the hook dictionaries of ``Module``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from torch.nn.utils import stateless
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 __all__ = ["FunctionBase", "OpOverload", "TorchDispatchMode"]  # of torch's own, passed on
 
@@ -56,6 +55,8 @@ HOOK_DICTS: Final[dict[str, tuple[str, ...]]] = {
     "_load_state_dict_post_hooks": (),
 }
 """The hook dictionaries of a module, each with the dictionaries that hold options for the same ids."""
+
+# -- the graph of autograd: sites.gradients, observe.watch, debug.first_bad ----------------------------------------
 
 # Nodes that accumulate into a leaf carry the largest 64-bit number, to run as soon as they are ready.
 _LEAF_SEQUENCE: Final = 1 << 62
@@ -119,6 +120,9 @@ def boundary(roots: list[Any], edges: Edges, since: int) -> list[tuple[Any, list
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward pass that is running now has accumulated everything."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# -- hooks of modules and tensors: sites.modules, sites.gradients, sites.find, debug.diagnose ----------------------
 
 
 def add_torch_hook(module: nn.Module, attribute: str, torch_hook: Any, *, first: bool) -> int:
@@ -189,6 +193,8 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
         for hook_id, hook in list(hooks.items()) if hooks else ():
             yield attribute, hook_id, getattr(hook, "hook", hook) if wrapped else hook
 
+
+# -- the call that is under way: sites.modules, sites.signature, sites.receipt -------------------------------------
 
 _IN_MODE: Final = torch.no_grad()(lambda: None).__code__
 
@@ -312,6 +318,8 @@ def global_hooks() -> Iterator[tuple[str, Any]]:
             yield attribute, hook
 
 
+# -- leaves, and FSDP2: sites.parameters, sites.modules ------------------------------------------------------------
+
 leaf_hooks: Final = operator.attrgetter("_post_accumulate_grad_hooks")
 """The dictionary of a leaf's post-accumulate hooks, which is the leaf's own and no other's; None before the first."""
 
@@ -401,7 +409,7 @@ def sharded_parameter(shard: Any) -> Tensor:
     return parameter
 
 
-# -- functions and operators -----------------------------------------------------------------------------
+# -- modules that run: sites.functions, observe, sglang; functions and operators: sites.functions alone ------------
 
 
 def running_module() -> nn.Module | None:
@@ -413,23 +421,6 @@ def running_module() -> nn.Module | None:
             return frame.f_locals.get("self")
         frame = frame.f_back
     return None
-
-
-def running_modules() -> tuple[nn.Module | None, nn.Module | None]:
-    """Return the innermost and the outermost of the modules whose forwards are running in this thread."""
-    code = nn.Module._call_impl.__code__
-    frame: FrameType | None = sys._getframe(1)
-    inner: FrameType | None = None
-    outer: FrameType | None = None
-    while frame is not None:
-        if frame.f_code is code:
-            inner = inner or frame
-            outer = frame
-        frame = frame.f_back
-    return (
-        inner.f_locals.get("self") if inner is not None else None,
-        outer.f_locals.get("self") if outer is not None else None,
-    )
 
 
 def all_running() -> list[nn.Module]:
@@ -764,7 +755,7 @@ def is_tracing() -> bool:
     return any(map(_mode_of, _TRACERS))  # a mode is always true
 
 
-# -- optimizers ----------------------------------------------------------------------------------------------
+# -- optimizers: sites.optimizers, integrations; what torch walks live: sites.modules too --------------------------
 
 _STEP: Final = cast(FunctionType, Optimizer.profile_hook_step(print)).__code__
 """What torch puts around the ``step`` of every optimizer class, to run the hooks: the same code in all of them."""
@@ -827,49 +818,10 @@ will_execute: Final[Callable[[Any], bool]] = torch._C._will_engine_execute_node
 """Whether the backward pass that is running now comes to that node; refuses leaves in ``autograd.grad()``."""
 
 
-def hooks_beside(handle: RemovableHandle) -> list[Any]:
-    """Return every hook in the dictionary that a handle of torch's points at."""
-    hooks = handle.hooks_dict_ref()
-    return list(hooks.values()) if hooks else []
-
-
-def keeps_saved(node: Any) -> bool | None:
-    """Return whether what a graph node saved for the backward is there (True) or was freed (False); None if it saved
-    nothing.
-
-    Looks at torch's raw records, since reading a saved tensor would unpack it, which under activation
-    checkpointing repeats a forward.
-    """
-    answer = None
-    for name in (name for name in dir(type(node)) if name.startswith("_raw_saved_")):
-        try:
-            raw = getattr(node, name)
-            for saved in raw if isinstance(raw, tuple | list) else (raw,):
-                if saved.data is not None or saved.unpack_hook is not None:
-                    return True
-            if not isinstance(raw, tuple | list):
-                getattr(node, name.removeprefix("_raw"))  # freed, or an optional tensor that was not given
-        except RuntimeError:
-            answer = False
-    return answer
-
-
-def innermost_saved_hooks() -> tuple[Any, Any] | None:
-    """Return the pair on top of this thread's stack of hooks on saved tensors."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
-push_saved_hooks: Final = torch._C._autograd._push_saved_tensors_default_hooks
-"""Put a pair on that stack."""
-
-pop_saved_hooks: Final = torch._C._autograd._pop_saved_tensors_default_hooks
-"""Take the top pair off."""
-
-
 set_grad_enabled: Final = torch._C._set_grad_enabled
 """What ``torch.set_grad_enabled`` does, at a quarter of its price."""
 
-# -- torch.compile -------------------------------------------------------------------------------------------
+# -- torch.compile, CUDA graphs, torch.func: sites.compiled, observe.watch, factories; scalers: integrations -------
 
 
 def constant_while_tracing(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -1243,7 +1195,7 @@ def vectorizing() -> bool:
     return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
 
 
-# -- the guard (2.11 and 2.13) ---------------------------------------------------------------------------------
+# -- the guard, on 2.11 and 2.13: guard alone ----------------------------------------------------------------------
 
 copy_all: Final[Callable[..., None]] = torch._foreach_copy_
 """Copy a list of tensors into another; on a CUDA device a few launches for all of them."""

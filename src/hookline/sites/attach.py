@@ -33,12 +33,12 @@ from hookline.sites.hook_at_site import (
 from hookline.sites.kinds import MODULE, REGISTRATION_KINDS, Kind, SiteType
 from hookline.sites.modules.module_hooks import LOCK, counter_of, hooks_of_module, sweep
 from hookline.sites.modules.registration_hooks import hold_registrations
+from hookline.sites.parameters import attach_to_parameters, select_parameters
 from hookline.sites.per_site_hook import PerSiteHook
 from hookline.sites.receipt import parameter_versions
 from hookline.sites.roles import with_role
 from hookline.sites.signature import HookTraits, changes_in_place, check_observe, examine_hook, hook_name
 from hookline.sites.targets import Named, check_model, describe, select, without_scripted
-from hookline.sites.tensors.parameter_hooks import attach_to_parameters, select_parameters
 from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
 
 if TYPE_CHECKING:

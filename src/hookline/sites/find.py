@@ -17,19 +17,17 @@ from hookline.messages import counted
 from hookline.notebook_html import TreeLine, folding_tree, line
 from hookline.sites import _torch
 from hookline.sites.functions.function_mode import unbound_attachments
-from hookline.sites.functions.function_overrides import function_classes, operators
 from hookline.sites.handle import HookHandle
 from hookline.sites.modules.attach_everywhere import attachments_everywhere
 from hookline.sites.modules.module_hooks import existing_hooks, sweep
 from hookline.sites.modules.registration_hooks import registration_entries_everywhere
 from hookline.sites.modules.torch_hooks import TorchHook, drop_stale
-from hookline.sites.optimizers.optimizer_hooks import optimizer_entries, optimizer_entries_everywhere
-from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+from hookline.sites.optimizers import optimizer_entries, optimizer_entries_everywhere, unwrap_optimizer
+from hookline.sites.parameters import LeafHook, parameter_entries
 from hookline.sites.roles import with_role
 from hookline.sites.signature import hook_name
 from hookline.sites.site_info import Site
 from hookline.sites.targets import check_model, select
-from hookline.sites.tensors.parameter_hooks import LeafHook, parameter_entries
 from hookline.sites.wrappers import walk
 from hookline.tables import THE_MODEL, HasTable, ShownAsTable, Table
 
@@ -191,8 +189,7 @@ def _attachments(where: Any) -> Iterator[Attachment]:
 def _attachments_of_the_process() -> Iterator[Attachment]:
     yield from unbound_attachments()
     yield from attachments_everywhere()
-    entries = registration_entries_everywhere()
-    for entry in (*operators.entries(), *function_classes.entries(), *optimizer_entries_everywhere(), *entries):
+    for entry in (*optimizer_entries_everywhere(), *registration_entries_everywhere()):
         if entry.counter.model() is None:  # those of a model are listed with it
             yield entry.attachment
 

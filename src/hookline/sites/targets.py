@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hookline.errors import Hint, HooklineWarning, NoMatchError, TargetError, UnhookableError
-from hookline.messages import caller_stacklevel, counted, nearest_names, type_name
+from hookline.messages import caller_stacklevel, counted, listed, nearest_names, type_name
 from hookline.sites.roles import ROLE, find_roles, modules_in_role
 from hookline.sites.wrappers import WRAPPER_KEYS, Place, inner_key, is_wrapper_type, spellings, unwrap, walk
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from hookline.hook_types import Target
 
 Named: TypeAlias = tuple[str, nn.Module]
-NOTHING: Final[tuple[Any, ...]] = ([], (), set())
-"""What ``exclude`` may be where nothing is to be left out, beside None."""
 _Matcher: TypeAlias = Callable[[str, nn.Module], Any]
 
 # "#" standing alone between dots is one numeric name part; this character, which no name has, holds its place
@@ -60,7 +58,7 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
     for item, hit in zip(items, matched, strict=True):
         if not hit:
             raise _no_match(model, everything, item)
-    if exclude is None or exclude in NOTHING:
+    if is_nothing(exclude):
         return chosen
     unwanted, _ = _matches(everything, as_list(exclude))
     unwanted_ids = {id(module) for _, module in unwanted}
@@ -105,10 +103,9 @@ def without_scripted(chosen: list[Named], target: Target) -> list[Named]:
     scripted = [named for named in chosen if isinstance(named[1], torch.jit.ScriptModule)]
     if not scripted or len(scripted) == len(chosen) or any(_is_asked_for(named, target) for named in scripted):
         return chosen  # where one is asked for, the error comes when it is hooked
-    names = ", ".join(repr(name) for name, _ in scripted[:4])
-    more = f" and {len(scripted) - 4} more" if len(scripted) > 4 else ""
     warnings.warn(
-        f"{describe(target)} matches TorchScript modules, which run no Python hooks and are left out: {names}{more}. "
+        f"{describe(target)} matches TorchScript modules, which run no Python hooks and are left out: "
+        f"{listed([name for name, _ in scripted])}. "
         "Attach before they are scripted or traced, or hook the module around them.",
         HooklineWarning,
         stacklevel=3,
@@ -158,6 +155,8 @@ def describe(target: Any) -> str:
         return target.__name__
     if isinstance(target, nn.Module):
         return f"the given {type(target).__name__}"
+    if isinstance(target, Tensor):
+        return f"the given {type(target).__name__} of shape {tuple(target.shape)}"  # not all its numbers
     if isinstance(target, list | tuple):
         return "[" + ", ".join(describe(item) for item in target) + "]"
     if callable(target):
@@ -195,6 +194,11 @@ def _wrapper_matcher(item: Any) -> _Matcher:
         return lambda name, module: module is item
     types = tuple(filter(is_wrapper_type, item if isinstance(item, tuple) else (item,)))
     return lambda name, module: isinstance(module, types)
+
+
+def is_nothing(exclude: Any) -> bool:
+    """Return whether nothing is to be left out: None, or a list of nothing."""
+    return exclude is None or (isinstance(exclude, list | tuple | set | frozenset) and not exclude)
 
 
 def as_list(target: Any) -> list[Any]:

@@ -27,9 +27,9 @@ from hookline.sites.functions.function_names import find_places
 from hookline.sites.handle import HandleSet, HookHandle
 from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import FUNCTION, Kind
+from hookline.sites.parameters import attach_to_parameters, select_parameters
 from hookline.sites.signature import changes_in_place, check_hook, check_observe, hook_name, may_return_value
 from hookline.sites.targets import check_model, select, without_scripted
-from hookline.sites.tensors.parameter_hooks import attach_to_parameters, select_parameters
 from hookline.sites.wrappers import clean_modules
 from hookline.specs.hook_spec import HookSpec, resolve_callable
 

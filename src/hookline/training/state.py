@@ -27,7 +27,7 @@ from hookline.guard import rng
 from hookline.guard.loaders import generators_on, num_shuffles, set_num_shuffles
 from hookline.guard.rng import GENERATOR_TYPES
 from hookline.messages import type_name
-from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+from hookline.sites.optimizers import unwrap_optimizer
 from hookline.sites.wrappers import inner_key
 from hookline.training.experiment import (
     Experiment,

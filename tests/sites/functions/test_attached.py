@@ -70,9 +70,3 @@ def test_an_optimizer_lists_its_own() -> None:
     for handle in (first, second, everywhere):
         handle.remove()
     assert hl.attached(optimizer) == hl.attached() == []
-
-
-def test_what_is_neither_a_model_nor_an_optimizer_is_refused() -> None:
-    """As everywhere."""
-    with pytest.raises(hl.errors.UnhookableError):
-        hl.attached(3)

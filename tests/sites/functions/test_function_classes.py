@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 import torch
-from helpers_functions import KINDS, Around, Pair, Scale, fresh, label, noting
-from torch import Tensor, nn
+from helpers_functions import KINDS, Pair, Scale, fresh, label, noting
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 import hookline as hl
@@ -154,22 +153,6 @@ def test_a_subclass_is_another_function(kind: str) -> None:
     assert "apply" not in vars(Shifted)
 
 
-def test_setup_context_and_default_arguments() -> None:
-    """The newer style, called with its default and without."""
-    x, seen = fresh(3), []
-    with (
-        hl.attach_function(Cube, lambda fn, i, o: seen.append((fn.args[1:], fn.kwargs))),
-        hl.attach_function(Cube, lambda fn, gi, go: seen.append(gi[0].clone()), on="backward"),
-    ):
-        Cube.apply(x).sum().backward()
-        Cube.apply(x, 2.0).sum().backward()
-    assert seen[0] in [((), {}), ((1.0,), {})]  # as given, or with the default put in
-    assert seen[2] == ((2.0,), {})
-    torch.testing.assert_close(seen[1], 3 * x.detach() ** 2)
-    torch.testing.assert_close(seen[3], 6 * x.detach() ** 2)
-    torch.testing.assert_close(x.grad, 9 * x.detach() ** 2)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_under_vmap_and_grad_the_values_are_those_without_hooks(kind: str) -> None:
     """A Function with a vmap rule, transformed."""
@@ -181,24 +164,6 @@ def test_under_vmap_and_grad_the_values_are_those_without_hooks(kind: str) -> No
     expected = run()
     with hl.attach_function(Cube, lambda fn, *tensors: None, on=kind):
         assert torch.equal(run(), expected)
-
-
-@pytest.mark.parametrize("editing", [False, True], ids=["watched", "returned"])
-def test_an_apply_of_its_own_is_called_with_what_it_takes(editing: bool) -> None:
-    """Keywords too; what it adds around is part of the function."""
-    seen: list[Any] = []
-
-    def hook(fn: Any, grad_inputs: Any, grad_outputs: Any) -> Any:
-        seen.append((grad_inputs[0].item(), grad_outputs[0].item()))
-        return grad_inputs if editing else None
-
-    x = torch.ones((), requires_grad=True)
-    with hl.attach_function(Own, hook, on="backward"):
-        y = Own.apply(x * 1, plus=5.0)
-        (3 * y).backward()
-    assert y.item() == 7.0
-    assert seen == [(6.0, 3.0)]
-    assert x.grad.item() == 6.0
 
 
 @pytest.mark.parametrize("editing", [False, True], ids=["watched", "returned"])
@@ -222,69 +187,6 @@ def test_a_function_that_changes_its_input(editing: bool) -> None:
     assert h.tolist() == [2, 2]
     assert seen == [([10, 10], [5, 5])]
     assert x.grad.tolist() == [10, 10]
-
-
-@pytest.mark.parametrize("editing", [False, True], ids=["watched", "returned"])
-def test_outputs_without_gradient_numbers_and_none(editing: bool) -> None:
-    """The caller gets the same structure; the hook gets the tensors, with None for a gradient that there is not."""
-    seen: list[Any] = []
-
-    def note(fn: Any, inputs: Any, outputs: Any) -> Any:
-        seen.append([output.dtype for output in outputs])
-        return tuple(outputs) if editing else None
-
-    def back(fn: Any, grad_inputs: Any, grad_outputs: Any) -> Any:
-        seen.append(([grad is None for grad in grad_inputs], [grad is None for grad in grad_outputs]))
-        return grad_inputs if editing else None
-
-    x = fresh(3)
-    with hl.attach_function(Mixed, note), hl.attach_function(Mixed, back, on="backward"):
-        y, indices, nothing, seven = Mixed.apply(x)
-        y.sum().backward()
-    assert seen == [[torch.float32, torch.int64], ([False], [False, True])]
-    assert torch.equal(indices, x.argsort())
-    assert nothing is None
-    assert seven == 7
-    assert x.grad.tolist() == [2, 2, 2]
-
-
-def test_functions_inside_the_forward_of_a_class_are_seen_by_name_and_the_class_once() -> None:
-    """Its forward runs operators, which have hooks of their own."""
-    events: list[str] = []
-    with (
-        hl.attach_function(Scale, lambda fn, i, o: events.append(fn.name.rpartition(".")[2])),
-        hl.attach_function("aten.mul.Tensor", lambda fn, i, o: events.append("mul")),
-    ):
-        Scale.apply(torch.ones(2), 3.0)
-    assert events == ["mul", "Scale"]
-
-
-def test_in_all_threads_and_in_a_model() -> None:
-    """Bare hooks see every thread; with within= the forwards of the model."""
-    model, bare, scoped = Around(lambda x: Scale.apply(x, 2.0)), [], []
-    with (
-        hl.attach_function(Scale, noting(bare, 1)),
-        hl.attach_function(Scale, noting(scoped, 1), within=model),
-    ):
-        thread = threading.Thread(target=lambda: (model(torch.ones(1)), Scale.apply(torch.ones(1), 2.0)))
-        thread.start()
-        thread.join()
-    assert (len(bare), len(scoped)) == (2, 1)
-
-
-def test_a_class_in_a_checkpointed_or_data_parallel_looking_model_keeps_its_gradients() -> None:
-    """Through nn.Sequential, twice in one forward, with another Function between."""
-    model = nn.Sequential(
-        Around(lambda x: Scale.apply(x, 2.0)),
-        Around(lambda x: Pair.apply(x, x)[0]),
-        Around(lambda x: Scale.apply(x, 3.0)),
-    )
-    x = fresh(3)
-    expected = torch.autograd.grad(model(x).sum(), x)[0]
-    seen: list[Any] = []
-    with hl.attach_function([Scale, Pair], lambda fn, gi, go: seen.append((fn.module, fn.call)), on="backward"):
-        assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], expected)
-    assert [module for module, _ in seen] == ["2", "1", "0"]
 
 
 def test_classes_made_later_are_found_and_dead_ones_are_not_kept() -> None:

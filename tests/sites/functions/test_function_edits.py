@@ -146,74 +146,7 @@ def test_a_return_value_that_cannot_stand_in_is_an_error(level: str, kind: str, 
 # -- coming and going --------------------------------------------------------------------------------------
 
 
-@levels
-@kinds
-def test_a_hook_that_removes_itself_and_is_the_only_one_leaves_nothing(level: str, kind: str) -> None:
-    """Its kernels or class go too, although they are in use; a mode, which torch holds, is empty, and the next's."""
-    target, run, _ = LEVELS[level]
-    events: list[str] = []
-    before = modes()
-
-    def once(fn: Any, *tensors: Any) -> None:
-        events.append("once")
-        handle.remove()
-
-    handle = hl.attach_function(target, once, on=kind)
-    for _ in range(2):
-        run(*matrices()).sum().backward()
-    assert events == ["once"]
-    left = [mode for mode in modes() if mode not in before]
-    assert [mode.table for mode in left] == [{}] * (level == "function")
-    hl.attach_function(torch.exp, lambda fn, i, o: None).remove()
-    assert modes() == before
-
-
-@kinds
-def test_a_hook_may_put_a_hook_on_another_function(kind: str) -> None:
-    """From inside a hook; it counts from then on."""
-    events: list[str] = []
-    added: list[hl.HookHandle] = []
-
-    def adder(fn: Any, *tensors: Any) -> None:
-        if not added:
-            added.append(hl.attach_function(torch.sin, noting(events, "sin"), on="forward"))
-
-    x = fresh(2)
-    with hl.attach_function(torch.exp, adder, on=kind):
-        torch.exp(x).sum().backward()
-        torch.sin(x)
-    assert events == ["sin"]
-    added[0].remove()
-    torch.sin(x)
-    assert events == ["sin"]
-
-
 # -- errors ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.product(
-    level=list(LEVELS), kind=KINDS, error=[ValueError, KeyboardInterrupt], scoped={"within": True, "bare": False}
-)
-def test_an_error_in_a_hook_comes_out_as_it_is_and_leaves_all_in_order(
-    level: str, kind: str, error: type[BaseException], scoped: bool
-) -> None:
-    """The error itself, no mode left on the stack, and the next call runs hooks as ever."""
-    target, run, _ = LEVELS[level]
-    model, events, failing = Around(run), [], [True]
-
-    def hook(fn: Any, *tensors: Any) -> None:
-        if failing:
-            raise error("mine")
-        events.append("fired")
-
-    with hl.attach_function(target, hook, on=kind, within=model if scoped else None):
-        depth = len(modes())
-        with pytest.raises(error, match="mine"):
-            model(*matrices()).sum().backward()
-        assert len(modes()) == depth
-        failing.clear()
-        model(*matrices()).sum().backward()
-    assert events == ["fired"]
 
 
 @pytest.mark.product(level=list(LEVELS), kind=KINDS, scoped={"within": True, "bare": False})
@@ -236,17 +169,6 @@ def test_an_error_in_the_function_itself_comes_out_as_it_is(level: str, kind: st
 
 
 # -- functions inside functions ----------------------------------------------------------------------------
-
-
-def test_functions_inside_a_function_are_not_seen() -> None:
-    """Of nn.ReLU, F.relu shows and the torch.relu in it does not; its operator does."""
-    events: list[str] = []
-    with hl.attach_function("*.relu", lambda fn, i, o: events.append(fn.name)):
-        nn.ReLU()(torch.ones(2))
-    assert events == ["torch.nn.functional.relu"]
-    with hl.attach_function("aten.relu", lambda fn, i, o: events.append(fn.name)):
-        nn.ReLU()(torch.ones(2))
-    assert events == ["torch.nn.functional.relu", "aten.relu.default"]
 
 
 @kinds
@@ -299,24 +221,6 @@ def test_a_star_fires_as_often_as_torch_shows_functions(scoped: bool) -> None:
 # -- receipts ----------------------------------------------------------------------------------------------
 
 
-@levels
-@kinds
-def test_the_receipt_counts(level: str, kind: str) -> None:
-    """Matched, attached, fired, the step it last fired in, and what it cost."""
-    target, run, name = LEVELS[level]
-    model = Around(run)
-    with hl.attach_function(target, lambda fn, *_: None, on=kind, within=model, profile=True, name="mine") as handle:
-        for _ in range(3):
-            model(*matrices()).sum().backward()
-        report = handle.report()
-    assert (report.name, report.kind, report.matched, report.attached, report.fired) == ("mine", kind, 1, 1, 3)
-    assert report.last_step == 2
-    assert report.cost_us is not None
-    assert [site.name for site in report.sites] == [name] == list(handle.names)
-    assert handle.report().attached == 0
-    assert name in repr(handle)
-
-
 def test_a_hook_that_never_fired_although_the_model_ran_says_so_and_why() -> None:
     """Once, on removal, with a remedy; a glob of which some fired says nothing."""
     model = Around(lambda x: torch.relu(x))
@@ -347,28 +251,6 @@ def test_a_model_that_is_passed_by_is_said_to_be(run: Any, target: Any) -> None:
     ) as warned:
         handle.remove()
     assert "although the model ran" not in str(warned[0].message)
-
-
-def test_the_advice_does_not_recommend_what_was_done() -> None:
-    """All spellings of a function are hooked already; and without a model there is none that ran."""
-    handle = hl.attach_function("*.gelu", lambda fn, i, o: None)
-    torch.exp(torch.ones(1))
-    with pytest.warns(hl.errors.HookNeverFired, match="it may be called inside another function") as warned:
-        handle.remove()
-    assert "spellings" not in str(warned[0].message)
-    assert "model" not in str(warned[0].message)
-
-
-@pytest.mark.filterwarnings("error::hookline.errors.HookNeverFired")
-def test_no_complaint_where_nothing_ran_or_something_fired() -> None:
-    """A glob of which a few fired, a model that did not run, a handle left by an error: silence."""
-    model = Around(torch.relu)
-    with hl.attach_function("torch.*", lambda fn, i, o: None, within=model):
-        model(torch.ones(2))
-    hl.attach_function(F.relu, lambda fn, i, o: None, within=model).remove()
-    hl.attach_function(F.relu, lambda fn, i, o: None).remove()
-    with pytest.raises(RuntimeError), hl.attach_function(F.relu, lambda fn, i, o: None, within=model):
-        torch.mm(model(torch.ones(2, 2)), torch.ones(3, 3))
 
 
 def test_the_model_is_not_kept_alive_by_the_hook() -> None:

@@ -6,7 +6,6 @@ same function alone, on leaves, differentiated by ``torch.autograd.grad``.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from helpers_functions import Around, Pair, Scale, fresh, sin_product, tensors_of
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 
@@ -220,62 +218,6 @@ def _assert_close(got: Sequence[Tensor | None], expected: Sequence[Tensor | None
 # -- activation checkpointing ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize(
-    ("target", "bare"),
-    [(torch.tanh, True), (torch.tanh, False), ("aten.tanh.default", True), ("aten.tanh.default", False)],
-    ids=["function bare", "function within", "operator bare", "operator within"],
-)
-def test_a_recomputed_call_is_marked(target: Any, bare: bool, reentrant: bool) -> None:
-    """Of two forwards under checkpointing, the calls that are not marked as recomputed are two."""
-    linear, seen = nn.Linear(3, 3), []
-    model = Around(lambda x: checkpoint(lambda h: torch.tanh(linear(h)), x, use_reentrant=reentrant))
-
-    def note(fn: Any, inputs: Any, outputs: Any) -> None:
-        seen.append((fn.recompute, fn.in_backward))
-
-    with hl.attach_function(target, note, within=None if bare else model):
-        for _ in range(2):
-            model(fresh(2, 3)).sum().backward()
-    assert [marks for marks in seen if not marks[0]] == [(False, False)] * 2
-    assert all(marks == (True, True) for marks in seen if marks[0])
-
-
-@pytest.mark.product(
-    target={"tanh": torch.tanh, "aten.tanh": torch.ops.aten.tanh.default, "linear": F.linear},
-    scoped={"bare": False, "within": True},
-    editing={"watched": False, "returned": True},
-    reentrant={"non-reentrant": False, "reentrant": True},
-)
-def test_gradient_hooks_under_checkpointing_fire_once_and_leave_the_gradients_alone(
-    target: Any, scoped: bool, editing: bool, reentrant: bool
-) -> None:
-    """They fire once, or say on removal that they did not; the weights get the gradients of a plain run."""
-    torch.manual_seed(0)
-    linear = nn.Linear(3, 3)
-    model = Around(lambda x: checkpoint(lambda h: torch.tanh(linear(h)), x, use_reentrant=reentrant))
-    seen: list[Any] = []
-
-    def hook(fn: Any, grad_inputs: Any, grad_outputs: Any) -> Any:
-        seen.append([None if grad is None else grad.clone() for grad in grad_inputs])
-        return grad_inputs if editing else None
-
-    def watch(fn: Any, grad_inputs: Any, grad_outputs: Any) -> None:
-        hook(fn, grad_inputs, grad_outputs)
-
-    model(fresh(2, 3)).sum().backward()
-    expected = linear.weight.grad.clone()
-    linear.zero_grad()
-    handle = hl.attach_function(target, hook if editing else watch, on="backward", within=model if scoped else None)
-    model(fresh(2, 3)).sum().backward()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        handle.remove()
-    assert torch.equal(linear.weight.grad, expected)
-    if not (reentrant and [warning.category for warning in told] == [hl.errors.HookNeverFired]):
-        assert len(seen) == 1
-
-
 # -- order -------------------------------------------------------------------------------------------------
 
 
@@ -341,35 +283,6 @@ def test_module_function_and_operator_open_and_close_like_brackets(
     forward = [f"{level} forward_pre" for level in levels] + [f"{level} forward" for level in reversed(levels)]
     backward = [f"{level} backward_pre" for level in levels] + [f"{level} backward" for level in reversed(levels)]
     assert events == forward + backward
-
-
-def test_in_a_sequence_each_function_closes_before_the_next_opens() -> None:
-    """Backward through two layers: the second layer's brackets, then the first's."""
-    model, events = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)), []
-
-    def note(label: str) -> Callable[..., None]:
-        def hook(site: Any, *values: Any) -> None:
-            name = (
-                site.module
-                if isinstance(site, hl.sites.FunctionSite)
-                else next(n for n, m in model.named_modules() if m is site)
-            )
-            events.append(f"{label} {name}")
-
-        return hook
-
-    functions = [F.linear, torch.tanh]
-    with hl.HandleSet(
-        [
-            hl.attach(model, "#", note("module pre"), on="backward_pre"),
-            hl.attach(model, "#", note("module post"), on="backward"),
-            hl.attach_function(functions, note("function pre"), on="backward_pre", within=model),
-            hl.attach_function(functions, note("function post"), on="backward", within=model),
-        ]
-    ):
-        model(fresh(4, 3)).sum().backward()
-    brackets = ("module pre", "function pre", "function post", "module post")
-    assert events == [f"{bracket} {layer}" for layer in "210" for bracket in brackets]
 
 
 @pytest.mark.parametrize("editing", [False, True])

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers_functions import KINDS, Pair, Scale, noting, sin_product
-from helpers_models import make
 from helpers_training import differences
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -157,17 +156,6 @@ def test_training_with_function_hooks_ends_with_the_same_bits(hooking: str, plai
 def test_training_with_hooks_on_every_operator_ends_with_the_same_bits() -> None:
     """aten.*, three thousand of them, of all four kinds; six steps, because each takes seconds."""
     assert differences(train(hooking=hooks("aten.*"), steps=6), train(steps=6)) == []
-
-
-@pytest.mark.variant
-@pytest.mark.usefixtures("shallow")
-@pytest.mark.parametrize("kinds", [KINDS[:2], KINDS[2:]], ids=["forward", "backward"])
-def test_hooks_of_one_pass_on_every_operator_end_with_the_same_bits(kinds: tuple[str, ...]) -> None:
-    """Over three steps, so that a failure says which pass."""
-    hooking: Hooking = lambda model: [  # noqa: E731
-        hl.attach_function("aten.*", reading, on=kind, within=model) for kind in kinds
-    ]
-    assert differences(train(hooking=hooking, steps=3), train(steps=3)) == []
 
 
 def test_under_activation_checkpointing_the_bits_are_the_same() -> None:
@@ -341,66 +329,3 @@ MODELS = {
     "gpt2": [f"transformer.h.{index}.attn" for index in range(3)],
     "bert": [f"encoder.layer.{index}.attention.self" for index in range(2)],
 }
-
-
-@pytest.mark.product(model_name=list(MODELS), implementation=["eager", "sdpa"], kind=KINDS)
-def test_attention_in_every_layer_of_a_real_model(model_name: str, implementation: str, kind: str) -> None:
-    """One call per layer, with the path of its module; as many as an independent mode counts."""
-    layers = MODELS[model_name]
-    name = "softmax" if implementation == "eager" else "scaled_dot_product_attention"
-    model = make(model_name, attn_implementation=implementation)
-    ids = torch.randint(2, 31, (2, 6), generator=torch.Generator().manual_seed(0))
-    with Shown() as shown:
-        expected = model(ids)[0]
-    assert shown.seen[name] == len(layers)
-    seen: list[Any] = []
-    hook = lambda fn, *_: seen.append((fn.module, fn.step, fn.call))  # noqa: E731
-    with hl.attach_function(f"*.{name}", hook, on=kind, within=model):
-        for _ in range(2):
-            output = model(ids)[0]
-            output.sum().backward()
-    assert torch.equal(output, expected)
-    order = layers if kind.startswith("forward") else layers[::-1]
-    numbers = {layer: index for index, layer in enumerate(layers)}
-    assert seen == [(layer, step, numbers[layer]) for step in range(2) for layer in order]
-
-
-def test_attention_can_be_cut_in_one_layer_of_a_real_model() -> None:
-    """An edit by module path: the pattern of layer 1 made uniform changes the output, and only while it is on."""
-    model = make("gpt2", attn_implementation="eager")
-    ids = torch.randint(2, 31, (2, 6), generator=torch.Generator().manual_seed(0))
-    patterns: list[Tensor] = []
-
-    def uniform(fn: Any, inputs: Any, outputs: Any) -> Any:
-        if fn.module != "transformer.h.1.attn":
-            return None
-        patterns.append(outputs[0])
-        return torch.full_like(outputs[0], 1 / outputs[0].shape[-1])
-
-    expected = model(ids).logits
-    with hl.attach_function("*.softmax", uniform, within=model):
-        cut = model(ids).logits
-    assert [tuple(pattern.shape) for pattern in patterns] == [(2, 2, 6, 6)]
-    assert not torch.allclose(cut, expected, atol=1e-5)
-    assert torch.equal(model(ids).logits, expected)
-
-
-def test_generation_with_hooks_gives_the_same_tokens() -> None:
-    """A cache, a loop, no_grad: the calls are those of each token's forward."""
-    model, events = make("gpt2", attn_implementation="sdpa"), []
-    ids = torch.randint(2, 31, (1, 3), generator=torch.Generator().manual_seed(0))
-
-    def generate() -> Tensor:
-        return model.generate(
-            ids,
-            max_new_tokens=4,
-            do_sample=False,
-            pad_token_id=0,
-            attention_mask=torch.ones_like(ids),
-            eos_token_id=None,
-        )
-
-    expected = generate()
-    with hl.attach_function("*.scaled_dot_product_attention", noting(events, 1), within=model):
-        assert torch.equal(generate(), expected)
-    assert len(events) == 3 * 4

@@ -134,15 +134,6 @@ def test_the_glob_over_functional_takes_every_public_function_of_it() -> None:
     assert {"torch.nn.functional.linear", "torch.nn.functional.conv2d", "torch.nn.functional.embedding"} <= found
 
 
-def test_a_function_that_two_patterns_match_fires_once() -> None:
-    """A list of overlapping targets puts one hook on each function."""
-    seen = []
-    with hl.attach_function([torch.relu, "torch.relu", "*.relu"], lambda fn, i, o: seen.append(fn.name)) as handle:
-        torch.relu(torch.ones(2))
-    assert seen == ["torch.relu"]
-    assert len(handle.names) == len(set(handle.names)) == 3
-
-
 def test_private_functions_and_attributes_come_only_when_asked_for() -> None:
     """A star means functions; torch._foo and the reads of attributes have to be named."""
     everything = chosen("*")
@@ -170,12 +161,6 @@ def test_private_functions_and_attributes_come_only_when_asked_for() -> None:
 def test_exclude_takes_functions_away(exclude: Any, left: set[str]) -> None:
     """In the same grammar as the target."""
     assert set(chosen("*.relu", exclude=exclude)) == left
-
-
-def test_exclude_may_leave_something_and_may_not_leave_nothing() -> None:
-    """If all are taken away, that is an error which says so."""
-    with pytest.raises(hl.errors.NoMatchError, match=r"exclude='\*' takes all away"):
-        chosen("*.relu", exclude="*")
 
 
 # -- operators ---------------------------------------------------------------------------------------------
@@ -257,80 +242,10 @@ def test_what_is_suggested_is_public(target: str) -> None:
     assert [name for name in near if "._" in name] == []
 
 
-def test_no_match_is_a_key_error_and_a_function_out_of_reach_a_type_error() -> None:
-    """The built-in that a caller would guess."""
-    with pytest.raises(KeyError):
-        chosen("torch.nope")
-    with pytest.raises(TypeError):
-        chosen(math.sin)
-    with pytest.raises(ValueError, match="module"):
-        chosen(nn.ReLU())
-
-
 def test_the_base_of_all_function_classes_is_refused() -> None:
     """torch.autograd.Function itself is never applied, so a hook on it would never fire."""
     with pytest.raises(hl.HooklineError):
         chosen(torch.autograd.Function)
-
-
-@pytest.mark.parametrize(
-    ("hook", "kind", "says"),
-    [
-        (lambda fn: None, "forward_pre", r"hook\(fn, inputs\)"),
-        (lambda fn, inputs: None, "forward", r"hook\(fn, inputs, outputs\)"),
-        (lambda fn, inputs, outputs: None, "backward_pre", r"hook\(fn, grad_outputs\)"),
-        (lambda fn, grads: None, "backward", r"hook\(fn, grad_inputs, grad_outputs\)"),
-        (lambda *, site: None, "forward", r"hook\(fn, inputs, outputs\)"),
-        (3, "forward", "callable"),
-        (None, "forward", "callable"),
-    ],
-)
-@pytest.mark.parametrize("target", [torch.mm, "aten.mm.default", Pair], ids=label)
-def test_a_hook_that_does_not_fit_is_refused(target: Any, hook: Any, kind: str, says: str) -> None:
-    """Its signature is checked when it is attached, and the message shows how it would be called."""
-    before = modes(), overridden_kernels()
-    with pytest.raises(hl.errors.HookSignatureError, match=says):
-        hl.attach_function(target, hook, on=kind)
-    assert (modes(), overridden_kernels()) == before
-    assert patched_classes() == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("state_dict_pre", "put it on with attach"),
-        ("param_grad", "put it on with attach"),
-        ("step_pre", "put it on with attach_optimizer"),
-        ("grad", "put it on with attach_tensor"),
-        ("node_pre", "put it on with attach_node"),
-        ("full_backward", "put it on with attach"),
-        ("foward", "'forward'"),
-        ("", "No kind ''"),
-        (3, "3"),
-    ],
-)
-def test_a_kind_that_functions_do_not_have_is_refused(kind: Any, says: str) -> None:
-    """The message says who has it, or which is nearest."""
-    with pytest.raises(hl.errors.KindError, match=re.escape(says)):
-        hl.attach_function(torch.mm, lambda fn, *tensors: None, on=kind)
-    assert modes() == []
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"sees": "raw"}, hl.errors.OptionError),
-        ({"sees": "cooked", "observe": True}, hl.errors.OptionError),
-        ({"within": "model"}, hl.errors.TargetError),
-        ({"within": nn.Linear}, hl.errors.TargetError),
-        ({"exclude": "", "on": "forward"}, hl.errors.TargetError),
-    ],
-)
-def test_an_option_that_does_not_fit_is_refused(options: dict[str, Any], error: type) -> None:
-    """Before anything is attached."""
-    with pytest.raises(error):
-        hl.attach_function(torch.mm, lambda fn, *tensors: None, **options)
-    assert modes() == []
 
 
 def test_strict_false_warns_and_gives_a_handle_on_nothing() -> None:

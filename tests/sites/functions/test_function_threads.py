@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_functions import KINDS, Around, exp_hook, fresh, modes
+from helpers_functions import KINDS, Around, exp_hook, modes
 from helpers_waiting import PATIENCE
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 import hookline as hl
 
@@ -44,16 +43,6 @@ def in_threads(*runs: Callable[[], Any]) -> None:
         raise errors[0]
 
 
-def test_a_bare_hook_counts_in_its_own_thread_alone() -> None:
-    """Functions in other threads go unseen, before and after."""
-    events: list[str] = []
-    with exp_hook(events):
-        in_threads(lambda: torch.exp(torch.ones(1)), lambda: torch.exp(torch.ones(1)))
-        assert events == []
-        torch.exp(torch.ones(1))
-    assert events == ["exp"]
-
-
 def test_within_a_model_hooks_count_in_every_thread() -> None:
     """Two threads on one model, and two on a model each: every call is seen once, with the number of its own thread."""
     model, other = Around(lambda x: torch.exp(torch.exp(x))), Around(lambda x: torch.exp(x))
@@ -69,28 +58,6 @@ def test_within_a_model_hooks_count_in_every_thread() -> None:
     for thread, call in seen:
         by_thread.setdefault(thread, []).append(call)
     assert list(by_thread.values()) == [[0, 1] * 50] * 2
-
-
-def test_two_threads_each_with_a_bare_hook() -> None:
-    """Both on at the same time: each sees its own calls, and leaves its own stack clean."""
-    seen: dict[str, list[int]] = {"one": [], "two": []}
-    left: list[Any] = []
-    both_on, both_done = threading.Barrier(2), threading.Barrier(2)
-
-    def run(name: str) -> None:
-        with hl.attach_function(torch.exp, lambda fn, i, o: seen[name].append(threading.get_ident())):
-            both_on.wait(PATIENCE)
-            for _ in range(20):
-                torch.exp(torch.ones(1))
-            both_done.wait(PATIENCE)
-        left.extend(modes())
-
-    in_threads(lambda: run("one"), lambda: run("two"))
-    assert {name: (len(threads), len(set(threads))) for name, threads in seen.items()} == {
-        "one": (20, 1),
-        "two": (20, 1),
-    }
-    assert left == []
 
 
 def test_removed_from_another_thread() -> None:
@@ -131,21 +98,6 @@ def test_threads_that_attach_and_remove_while_others_run() -> None:
     assert counts == {"exp": 200}
 
 
-def test_a_thread_that_dies_takes_its_mode_along() -> None:
-    """Nothing of ours keeps the modes of threads that are over."""
-
-    def kept() -> int:
-        gc.collect()
-        return sum(issubclass(type(one), TorchFunctionMode) for one in gc.get_objects())
-
-    before = kept()
-    model = Around(torch.exp)
-    with hl.attach_function(torch.exp, lambda fn, i, o: None, within=model):
-        for _ in range(5):
-            in_threads(lambda: model(torch.ones(1)))
-    assert kept() <= before + 1  # this thread's own
-
-
 # -- fakes, export, autocast -----------------------------------------------------------------------------
 
 
@@ -166,14 +118,6 @@ def test_fake_tensors_pass_function_hooks(kind: str) -> None:
     assert events == ["torch.nn.functional.linear"]
 
 
-def test_meta_tensors_pass_function_hooks() -> None:
-    """On the meta device functions are seen; there is nothing to say of operators, whose kernels are not the CPU's."""
-    events: list[str] = []
-    with exp_hook(events), hl.attach_function("aten.exp.default", lambda fn, i, o: None):
-        assert torch.exp(torch.ones(2, device="meta")).shape == (2,)
-    assert events == ["exp"]
-
-
 def test_export_and_fx_trace_beside_function_hooks() -> None:
     """A graph taken while hooks are on has no trace of them."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
@@ -183,28 +127,6 @@ def test_export_and_fx_trace_beside_function_hooks() -> None:
     with hl.attach_function(["torch.tanh", "torch.nn.functional.linear"], lambda fn, i, o: None):
         assert [node.target for node in torch.export.export(model, (x,)).graph.nodes] == expected
         assert [str(node.target) for node in torch.fx.symbolic_trace(model).graph.nodes] == traced
-
-
-def test_a_base_mode_above_and_autocast_and_deterministic_code_run_the_same() -> None:
-    """Values under a plain foreign mode, and under autocast, are those without hooks."""
-    x, w = fresh(4, 4), fresh(4, 4, seed=1)
-
-    def run() -> list[Tensor]:
-        with BaseTorchFunctionMode(), torch.autocast("cpu", dtype=torch.bfloat16):
-            y = F.linear(x, w)
-        return [y, *torch.autograd.grad(y.float().sum(), [x, w])]
-
-    expected = run()
-    assert expected[0].dtype is torch.bfloat16
-    seen: list[Any] = []
-    with hl.HandleSet(
-        [
-            hl.attach_function(F.linear, lambda fn, i, o: seen.append((i[0].dtype, o[0].dtype))),
-            hl.attach_function(F.linear, lambda fn, gi, go: seen.append((gi[0].dtype, go[0].dtype)), on="backward"),
-        ]
-    ):
-        assert all(map(torch.equal, run(), expected))
-    assert seen == [(torch.float32, torch.bfloat16)] * 2
 
 
 # -- memory ------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import hookline as hl
-from hookline.sites.gradients.call_gradients import GradientCall
 
 # -- kinds of backward pass --------------------------------------------------------------------------------
 
@@ -186,16 +185,6 @@ def test_transforms_run_beside_gradient_hooks(transform: str, target: str, kind:
     assert all(map(torch.equal, got, expected))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own, in its forward mode
-def test_a_profile_runs_beside_transforms() -> None:
-    """It hooks everything, with gradient hooks too."""
-    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), fresh(3, requires_grad=False)
-    with hl.profile(model, functions="torch.nn.functional.*") as prof:
-        for run in TRANSFORMS.values():
-            run(model, x)
-    assert {row.name for row in prof.rows} >= {"", "0", "torch.nn.functional.linear"}
-
-
 IN_PLACE: dict[str, tuple[str, Callable[[Tensor], Any], float]] = {
     "+=": ("torch.Tensor.add_", lambda v: v.__iadd__(v), 2.0),
     "addcmul_": ("torch.Tensor.addcmul_", lambda v: v.addcmul_(v, torch.full_like(v, 2.0).detach()), 3.0),
@@ -270,16 +259,3 @@ def test_an_input_that_is_read_and_then_changed_is_edited_once(make: Callable[[T
             (model(make(w)) * weights).sum().backward()
         torch.testing.assert_close(seen.pop(), weights * 5)
         torch.testing.assert_close(w.grad, weights * factor)
-
-
-def test_modules_stop_looking_for_functions_when_no_gradient_hook_is_on_one() -> None:
-    """It costs a look at every call that takes part in a pass."""
-    assert not GradientCall.functions_too
-    first = hl.attach_function(torch.exp, lambda fn, *grads: None, on="backward")
-    second = hl.attach_function(torch.exp, lambda fn, *grads: None, on="backward_pre")
-    third = hl.attach_function(torch.exp, lambda fn, *tensors: None)
-    first.remove()
-    assert GradientCall.functions_too
-    second.remove()
-    assert not GradientCall.functions_too
-    third.remove()

@@ -31,7 +31,6 @@ from torch import Tensor, nn
 import hookline as hl
 from hookline.sites import _torch
 from hookline.sites._torch import TRANSFORMS
-from hookline.sites.functions.function_overrides import _Said
 
 aten = torch.ops.aten
 
@@ -69,52 +68,6 @@ def test_other_operators_are_untouched() -> None:
     assert changed == {"aten::mm"}
     assert {row.split(":")[0].strip() for row in rows} == {"CPU", "AutogradCPU", TRANSFORMS}
     assert {name for name in names if hooks_of_module(name) != before[name]} == set()
-
-
-@pytest.mark.product(1, kind=KINDS, error=[ValueError, KeyboardInterrupt])
-def test_an_error_in_a_hook_leaves_the_kernels_in_order(kind: str, error: type[BaseException]) -> None:
-    """The next call works, hooked and not."""
-    failing = [True]
-
-    def hook(fn: Any, *tensors: Any) -> None:
-        if failing:
-            raise error("mine")
-
-    before = hooks_of_module("aten::atan2")
-    with hl.attach_function(aten.atan2.default, hook, on=kind) as handle:
-        with pytest.raises(error, match="mine"):
-            torch.atan2(fresh(2), fresh(2)).sum().backward()
-        failing.clear()
-        torch.atan2(fresh(2), fresh(2)).sum().backward()
-        assert handle.report().fired == 2
-    assert hooks_of_module("aten::atan2") == before
-    assert torch.atan2(torch.ones(1), torch.ones(1)).item() == pytest.approx(torch.pi / 4)
-
-
-def test_an_error_in_the_operator_is_the_operators_own() -> None:
-    """Message and type as without hooks, in the forward kinds and the backward kinds."""
-    with pytest.raises(RuntimeError) as plain:
-        torch.mm(torch.ones(2, 3), torch.ones(2, 3))
-    with (
-        hl.attach_function("aten.mm", nothing),
-        hl.attach_function("aten.mm", nothing, on="backward"),
-        pytest.raises(RuntimeError) as hooked,
-    ):
-        torch.mm(torch.ones(2, 3, requires_grad=True), torch.ones(2, 3))
-    assert str(hooked.value) == str(plain.value)
-
-
-def test_removed_by_its_own_hook_in_the_middle_of_the_kernel() -> None:
-    """The call that is under way ends well, and the kernel is back."""
-    before = hooks_of_module("aten::exp")
-
-    def once(fn: Any, inputs: Any) -> None:
-        handle.remove()
-
-    handle = hl.attach_function(aten.exp.default, once, on="forward_pre")
-    assert torch.equal(torch.exp(torch.zeros(2)), torch.ones(2))
-    assert hooks_of_module("aten::exp") == before
-    assert torch.equal(torch.exp(torch.zeros(2)), torch.ones(2))
 
 
 def test_a_few_hundred_cycles_leave_the_dispatcher_as_it_was() -> None:
@@ -263,15 +216,6 @@ def test_data_loader_workers_run_beside_hooks(target: str) -> None:
     assert all(map(torch.equal, got, expected))
 
 
-def test_the_warning_about_compiled_code_points_at_the_line_that_attaches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not at a file of ours."""
-    monkeypatch.setattr(_torch, "has_compiled", lambda: True)
-    monkeypatch.setattr(_Said, "compiling", False)
-    with pytest.warns(hl.HooklineWarning, match="Code has been compiled") as warned:
-        hl.attach_function("aten.exp.default", nothing).remove()
-    assert warned[0].filename == __file__
-
-
 # -- compiled code, in processes of their own ------------------------------------------------------------------
 
 
@@ -345,24 +289,6 @@ def test_compiled_code_beside_hooks_runs_and_says_once_that_operators_do_not_fir
     assert printed.split("\n")[:3] == ["warned 1", "eager 2", "modes 0"]
 
 
-@pytest.mark.slow
-@pytest.mark.variant
-def test_a_hook_on_an_operator_after_compiling_is_told_at_once() -> None:
-    """The model was compiled before, and its code may never come back to the operator."""
-    printed = in_process("""
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        compiled(x)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with hl.attach_function("aten.addmm", lambda fn, i, o: None):
-                torch.testing.assert_close(compiled(x), expected)
-            with hl.attach_function("aten.mm", lambda fn, i, o: None):
-                pass
-        print("warned", len(told(caught)))
-    """)
-    assert printed.strip() == "warned 1"
-
-
 def test_importing_hookline_and_attaching_to_functions_compiles_and_imports_no_compiler() -> None:
     """A hook on a function or an operator does not load torch._dynamo."""
     printed = in_process("""
@@ -374,15 +300,6 @@ def test_importing_hookline_and_attaching_to_functions_compiles_and_imports_no_c
         print(loaded, "torch._dynamo" in sys.modules)
     """)
     assert printed.strip() == "False False"
-
-
-def test_attaching_to_all_operators_takes_a_moment_and_comes_off() -> None:
-    """Three thousand of them; afterwards none is overridden."""
-    before = overridden_kernels()
-    with hl.attach_function("aten.*", nothing) as handle:
-        assert len(handle.names) > 2000
-        assert len(overridden_kernels() - before) > 3000
-    assert overridden_kernels() == before
 
 
 def test_kernels_that_work_in_several_threads_do_not_wait_for_the_interpreter() -> None:

@@ -26,8 +26,8 @@ from hookline.sites.find import attached
 from hookline.sites.handle import HookHandle
 from hookline.sites.modules.module_hooks import existing_hooks
 from hookline.sites.modules.torch_hooks import TorchHook
+from hookline.sites.parameters import LeafHook, parameter_entries
 from hookline.sites.signature import hook_name
-from hookline.sites.tensors.parameter_hooks import LeafHook, parameter_entries
 from hookline.sites.wrappers import walk
 
 __all__ = ["OURS", "UNKNOWN", "FoundHook", "HeldHandles", "hooks_by_module", "hooks_of_process", "hooks_on_model"]

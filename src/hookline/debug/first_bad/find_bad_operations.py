@@ -19,8 +19,7 @@ from hookline.debug.first_bad.run_optimizers import OtherOptimizers, join_optimi
 from hookline.errors import OptionError
 from hookline.messages import type_name
 from hookline.phases import phase
-from hookline.sites.optimizers.optimizer_hooks import attach_optimizer
-from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
 from hookline.sites.targets import check_model
 from hookline.tables import OFF, ON, ShownAsTable, Table
 

@@ -29,8 +29,7 @@ from hookline.observe.watch.watch import Watch, watch
 from hookline.phases import phase
 from hookline.report.minutes_before import FLIGHT_FILE
 from hookline.report.recent_changes import LossHistory
-from hookline.sites.optimizers.optimizer_hooks import attach_optimizer
-from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
 from hookline.sites.wrappers import clean_modules
 from hookline.when import HookPoint
 

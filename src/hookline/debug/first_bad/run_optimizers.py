@@ -18,7 +18,7 @@ from hookline.errors import OptionError
 from hookline.guard.snapshot import first_names
 from hookline.phases import phase
 from hookline.sites.modules.attach_everywhere import attach_everywhere
-from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+from hookline.sites.optimizers import unwrap_optimizer
 
 __all__ = ["JoinedOptimizers", "OtherOptimizers", "join_optimizers", "list_optimizers"]
 

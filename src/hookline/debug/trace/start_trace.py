@@ -22,7 +22,7 @@ from hookline.distributed.ranks import rank_count, this_rank
 from hookline.errors import OptionError
 from hookline.messages import nearest_names, parse_size, suggest
 from hookline.observe.watch.watch_steps import OptimizerSteps
-from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+from hookline.sites.optimizers import unwrap_optimizer
 from hookline.sites.targets import check_model, name_matcher
 from hookline.sites.wrappers import unwrap
 from hookline.when import StepSchedule

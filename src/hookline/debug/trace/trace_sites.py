@@ -20,16 +20,16 @@ from hookline.errors import NoMatchError
 from hookline.observe.watch.watch_steps import BackwardPasses
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
+from hookline.sites.parameters import select_parameters
 from hookline.sites.targets import select, without_scripted
-from hookline.sites.tensors.parameter_hooks import select_parameters
 from hookline.tree import leaves
 from hookline.when import StepSchedule
 
 if TYPE_CHECKING:
     from hookline.hook_types import Target
+    from hookline.sites.parameters import NamedParameter
     from hookline.sites.site_info import Site
     from hookline.sites.targets import Named
-    from hookline.sites.tensors.parameter_hooks import NamedParameter
 
 __all__ = ["TraceSites", "TraceStepNumbers"]
 

@@ -19,12 +19,12 @@ from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.handle import HandleSet
 from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import Kind
-from hookline.sites.tensors.tensor_hooks import attach_tensor
+from hookline.sites.tensors import attach_tensor
 
 if TYPE_CHECKING:
     from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
     from hookline.sites.handle import HookHandle
-    from hookline.sites.tensors.parameter_hooks import NamedParameter
+    from hookline.sites.parameters import NamedParameter
 
 __all__ = ["LOCAL_GRADIENT", "LocalGradients"]
 

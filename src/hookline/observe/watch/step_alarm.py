@@ -25,8 +25,7 @@ from hookline.observe.watch.watch import Watch, watch
 from hookline.sites import _torch
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
-from hookline.sites.optimizers.optimizer_hooks import attach_optimizer
-from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
+from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
 from hookline.tables import OFF, ON, ShownAsTable, Table
 
 if TYPE_CHECKING:

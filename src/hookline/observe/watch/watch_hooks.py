@@ -28,8 +28,8 @@ from hookline.sites.attach import attach_to_modules
 from hookline.sites.compiled.op_schemas import Summary
 from hookline.sites.handle import HandleSet
 from hookline.sites.kinds import Kind
+from hookline.sites.parameters import select_parameters
 from hookline.sites.targets import Named, select, without_scripted
-from hookline.sites.tensors.parameter_hooks import select_parameters
 from hookline.tree import main_of, main_tensor
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from hookline.observe.watch.stat_columns import Layout
     from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
     from hookline.sites.compiled.op_schemas import Found, Handed, Share
-    from hookline.sites.tensors.parameter_hooks import NamedParameter
+    from hookline.sites.parameters import NamedParameter
 
 __all__ = ["MODULE_KINDS", "ModuleStatsHook", "ParameterReader", "WatchSites", "checked_kinds"]
 

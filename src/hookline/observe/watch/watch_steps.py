@@ -24,9 +24,8 @@ from hookline.sites.handle import HandleSet
 from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, ForwardCounter
 from hookline.sites.kinds import Kind
 from hookline.sites.modules.module_hooks import existing_hooks
-from hookline.sites.optimizers.optimizer_hooks import attach_optimizer
-from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
-from hookline.sites.tensors.parameter_hooks import NamedParameter, attach_to_parameters
+from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
+from hookline.sites.parameters import NamedParameter, attach_to_parameters
 from hookline.when import StepSchedule
 
 if TYPE_CHECKING:

@@ -17,12 +17,18 @@ from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, T
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import TARGETS, is_function, new_attachment
-from hookline.sites.functions.function_mode import FunctionsOfModel, FunctionsOfThread, anywhere, publish
+from hookline.sites.functions.function_mode import (
+    ANYWHERE,
+    FunctionsOfModel,
+    FunctionsOfThread,
+    in_this_thread,
+    publish,
+)
 from hookline.sites.functions.function_names import Place, find_places
-from hookline.sites.functions.function_overrides import function_classes, operators
+from hookline.sites.functions.function_overrides import override
 from hookline.sites.gradients.backward_call import BackwardCall
 from hookline.sites.handle import HookHandle
-from hookline.sites.hook_at_site import AttachOptions, HookAtSite
+from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import FUNCTION, Kind
 from hookline.sites.modules.module_hooks import LOCK, counter_of, hooks_of_module, sweep
 from hookline.sites.receipt import NOT_CALLED
@@ -31,7 +37,6 @@ from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
     from hookline.hook_types import Hook, Sees
-    from hookline.sites.functions.function_overrides import Overrides
     from hookline.sites.hook_at_site import Attachment
 
 
@@ -118,17 +123,24 @@ def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.
     with LOCK:
         sweep()
         handle = HookHandle(attachment)
-        scope = anywhere() if within is None else _scope_of(unwrap(within))
-        scope.attachments[attachment] = threading.get_ident(), _torch.sequence_number()
+        # Of those that are bound to no model, functions of torch count in this thread, the others in all.
+        scope = in_this_thread() if within is None else _scope_of(unwrap(within))
+        below = ANYWHERE if within is None else scope
+        for each in (scope, below):
+            each.attachments[attachment] = threading.get_ident(), _torch.sequence_number()
         attachment.counters[scope.counter] = None
-        attachment.on_remove = lambda attachment: _take_off(attachment, scope)
+        attachment.on_remove = lambda attachment: _take_off(attachment, scope, below)
         refused: UnhookableError | None = None
         if attachment.kind.is_gradient:
             _watch_gradients(attachment)
         try:
             for place in places:
                 try:
-                    _add(attachment, place, scope)
+                    if isinstance(place.func, _torch.OpOverload | type):
+                        entry = override(attachment, place, below)
+                    else:
+                        entry = scope.add(attachment, place)
+                    attachment.entries[entry] = None
                 except UnhookableError as error:
                     refused = error
             if refused is not None and not attachment.entries:
@@ -142,28 +154,19 @@ def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.
         return handle
 
 
-def _add(attachment: Attachment, place: Place, scope: FunctionsOfModel) -> None:
-    if isinstance(place.func, _torch.OpOverload | type):
-        overrides: Overrides = function_classes if isinstance(place.func, type) else operators
-        entry = HookAtSite(attachment, place.name, overrides, scope.counter)
-        overrides.add(entry, place, scope)
-    else:
-        entry = HookAtSite(attachment, place.name, scope, scope.counter)
-        scope.add(entry, place)
-    attachment.entries[entry] = None
-
-
-def _take_off(attachment: Attachment, scope: FunctionsOfModel) -> None:
+def _take_off(attachment: Attachment, scope: FunctionsOfModel, below: FunctionsOfModel) -> None:
     """Take all entries off, and then make one table of the hooks that are left."""
     if isinstance(scope, FunctionsOfThread):
         scope.switch_off(attachment)
     for entry in attachment.entries:
         entry.container.discard(entry)
         scope.discard(entry)
+        below.discard(entry)
     publish()
     _unwatch_gradients(attachment)
     model = scope.counter.model()
     began = scope.attachments.pop(attachment, None)
+    below.attachments.pop(attachment, None)
     if model is not None and began is not None and began[0] == threading.get_ident():
         _note_if_model_was_passed_by(attachment, _torch.sequence_number() > began[1])
     if model is not None and not scope.attachments:

@@ -49,7 +49,6 @@ class FunctionHooks(GradientHooks):
         self.forward = by_kind[Kind.FORWARD]
         self.set_gradient_hooks(by_kind[Kind.BACKWARD_PRE], by_kind[Kind.BACKWARD])
         self.tells_sites = False  # the call itself says what they ask
-        self.entries = ordered
         # Of several scopes a model's counts the calls.
         self.counter = next((entry.counter for entry in ordered if entry.counter is not NO_MODEL), NO_MODEL)
         parts = name.split(".")
@@ -57,15 +56,6 @@ class FunctionHooks(GradientHooks):
         """Whether it is about the tensor object, for which no alias can stand in: hooks that edit leave it alone."""
         self._in_place = any(part.endswith("_") and not part.endswith("__") for part in parts)
         self._other_counters = {entry.counter for entry in ordered} - {self.counter}
-        self._beside: tuple[FunctionHooks, FunctionHooks] | None = None
-
-    def beside(self, others: FunctionHooks) -> FunctionHooks:
-        """Return these hooks, which a model keeps, together with ``others``, which are bound to none."""
-        found = self._beside
-        if found is None or found[0] is not others:
-            found = others, FunctionHooks(self.name, self.func, (*others.entries, *self.entries))
-            self._beside = found
-        return found[1]
 
     def call(self, run: _Run, args: _Args, kwargs: dict[str, Any], live: _Live, *, gradients: bool = True) -> Any:
         """Return the function's result, with its hooks around it; ``run`` is the function itself.

@@ -24,7 +24,7 @@ from hookline.messages import caller_stacklevel
 from hookline.sites import _torch
 from hookline.sites.functions.function_hooks import FunctionHooks, why_left_alone
 from hookline.sites.functions.function_names import spellings
-from hookline.sites.hook_at_site import NO_MODEL, HookContainer
+from hookline.sites.hook_at_site import NO_MODEL, HookAtSite, HookContainer
 from hookline.sites.modules.module_hooks import LOCK
 from hookline.sites.receipt import NOT_CALLED
 
@@ -32,13 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from hookline.sites.functions.function_names import Place
-    from hookline.sites.hook_at_site import Attachment, ForwardCounter, HookAtSite
+    from hookline.sites.hook_at_site import Attachment, ForwardCounter
 
 _HooksByFunction: TypeAlias = dict[Any, FunctionHooks]
 _Entries: TypeAlias = dict[Any, dict["HookAtSite", None]]
 _Running: TypeAlias = "tuple[weakref.ref[FunctionsOfModel], ...]"
-_NO_HOOKS: Final[_HooksByFunction] = {}
-_NO_TABLES: Final[tuple[_HooksByFunction, _HooksByFunction]] = _NO_HOOKS, _NO_HOOKS
 
 
 class _Mode(TorchFunctionMode):
@@ -46,19 +44,20 @@ class _Mode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = _NO_HOOKS
+        self.table: _HooksByFunction
         """The hooks on functions that modes are shown."""
-        self.below = _NO_HOOKS
+        self.below: _HooksByFunction
         """The hooks of the same scopes on operators and classes."""
-        self.running: tuple[FunctionsOfModel, ...] = ()
-        """The scopes in which this thread is, each once."""
+        self.running: tuple[FunctionsOfModel, ...] = (ANYWHERE,)
+        """The scopes in which this thread is, each once; the first is that of the process."""
         self.saw_calls = False
         """Whether a function was called since a hook was put on in this thread."""
-        self.anywhere = FunctionsOfThread(self)
+        self.in_this_thread = FunctionsOfThread(self)
         """The hooks that were put on in this thread without a model."""
         self._entered: list[FunctionsOfModel] = []
         """The scopes as often as each was entered."""
         self._is_on = False
+        self.refresh()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         hooks = self.table.get(func)
@@ -86,7 +85,7 @@ class _Mode(TorchFunctionMode):
             self.table, self.below = scope.tables(running)
         if not self._is_on and self.table:
             self._is_on = True
-            if scope is self.anywhere:
+            if scope is self.in_this_thread:
                 _torch.slip_mode_under(self)
             else:
                 _torch.push_mode(self)
@@ -95,7 +94,8 @@ class _Mode(TorchFunctionMode):
         """Fire the hooks of ``scope`` no more."""
         if len(self._entered) == 1 and self._entered[0] is scope:  # as nearly always
             self._entered.clear()
-            self.running, self.table, self.below = (), _NO_HOOKS, _NO_HOOKS
+            self.running = running = (ANYWHERE,)
+            self.table, self.below = ANYWHERE.tables(running)
         else:
             self.forget(scope)
         self.settle()
@@ -110,8 +110,7 @@ class _Mode(TorchFunctionMode):
 
     def refresh(self) -> None:
         """Read the tables anew, since hooks or scopes have changed."""
-        running = self.running
-        self.table, self.below = running[-1].tables(running) if running else _NO_TABLES
+        self.table, self.below = self.running[-1].tables(self.running)
 
     def forget(self, scope: FunctionsOfModel) -> None:
         """Do as `leave`, but keep the mode on the stack, which only its own thread may change."""
@@ -121,11 +120,7 @@ class _Mode(TorchFunctionMode):
         elif scope in entered:
             entered.remove(scope)
         if scope not in entered:
-            running = self.running
-            if running and running[-1] is scope:
-                self.running = running[:-1]
-            else:
-                self.running = tuple(other for other in running if other is not scope)
+            self.running = tuple(other for other in self.running if other is not scope)
             self.refresh()
 
 
@@ -162,10 +157,12 @@ class FunctionsOfModel(HookContainer):
         for attachment in self.attachments:
             yield from list(attachment.entries)[:1]
 
-    def add(self, entry: HookAtSite, place: Place) -> None:
-        """Put a hook in its place; `publish` makes it count."""
+    def add(self, attachment: Attachment, place: Place) -> HookAtSite:
+        """Put a hook on a function that modes are shown; `publish` makes it count."""
+        entry = HookAtSite(attachment, place.name, self, self.counter)
         self.shown.setdefault(place.func, {})[entry] = None
         self.places[entry] = place
+        return entry
 
     def keep(self, entry: HookAtSite, place: Place) -> None:
         """Keep a hook on an operator or class, where its override finds it; `publish` makes it count."""
@@ -200,20 +197,14 @@ class FunctionsOfModel(HookContainer):
 
     def why_silent(self, entry: HookAtSite) -> str:
         """Return what is known of functions that are never seen."""
-        known = not_called(entry) or why_left_alone(entry)
-        if known is not None:
-            return known
-        if entry.attachment.kind.is_gradient:
-            return (
-                "it was not called as such, or no backward pass came through its outputs; reentrant checkpointing "
-                "repeats a forward where no function is seen (use_reentrant=False shows all)"
-            )
         last = entry.name.rpartition(".")[2]
         has_all = spellings(last) <= {other.name for other in entry.attachment.entries}
         otherwise = "" if has_all else f"spelt otherwise (target '*.{last}' takes all spellings), or "
-        return (
-            f"it was not called as such; it may be {otherwise}called inside another function of torch, which hides it "
-            "(hook that one, or the aten operator); compiled code shows no functions"
+        return why_not_seen(
+            entry,
+            "it was not called as such",
+            f"; it may be {otherwise}called inside another function of torch, which hides it (hook that one, or the "
+            "aten operator); compiled code shows no functions",
         )
 
 
@@ -247,7 +238,20 @@ class FunctionsOfThread(FunctionsOfModel):
             mode.forget(self)  # it stays on the stack of its thread, and does nothing
 
 
-def not_called(entry: HookAtSite) -> str | None:
+def why_not_seen(entry: HookAtSite, missed: str, advice: str = "") -> str:
+    """Return why a hook on a function never fired; ``missed`` and ``advice`` say it of a sort of function at large."""
+    known = _not_called(entry) or why_left_alone(entry)
+    if known is not None:
+        return known
+    if entry.attachment.kind.is_gradient:
+        return (
+            f"{missed}, or no backward pass came through its outputs; reentrant checkpointing repeats a forward where "
+            "none is seen (use_reentrant=False shows all)"
+        )
+    return f"{missed}{advice}"
+
+
+def _not_called(entry: HookAtSite) -> str | None:
     """Return what to say of a hook that is bound to a model which was passed by; None of others."""
     if entry.counter is NO_MODEL or entry.step_at_attach != NOT_CALLED:
         return None
@@ -299,20 +303,24 @@ def publish() -> None:
     _LOCAL.mode.settle()
 
 
-def anywhere() -> FunctionsOfThread:
-    """Return the scope of hooks that are put on in this thread and bound to no model."""
-    return _LOCAL.mode.anywhere
+def in_this_thread() -> FunctionsOfThread:
+    """Return the scope of hooks on functions of torch that are put on in this thread and bound to no model."""
+    return _LOCAL.mode.in_this_thread
 
 
 def unbound_attachments() -> Iterator[Attachment]:
-    """Return what is put on functions of torch, by any thread that is still there, and bound to no model."""
-    for mode in _modes():
-        yield from tuple(mode.anywhere.attachments)
+    """Return what is put on functions, by any thread that is still there, and bound to no model."""
+    for scope in (ANYWHERE, *(mode.in_this_thread for mode in _modes())):
+        yield from tuple(scope.attachments)
 
 
-def bound_hooks(func: Any) -> FunctionHooks | None:
-    """Return the hooks on an operator or class that are bound to the models whose forwards this thread is in."""
+def hooks_below(func: Any) -> FunctionHooks | None:
+    """Return the hooks on an operator or class that a call in this thread is for."""
     return _LOCAL.mode.below.get(func)
+
+
+ANYWHERE: Final = FunctionsOfModel(NO_MODEL)
+"""The hooks on operators and classes that are bound to no model: they count in all threads."""
 
 
 class _Local(threading.local):

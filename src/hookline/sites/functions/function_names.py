@@ -21,7 +21,7 @@ from torch.overrides import get_overridable_functions, resolve_name
 from hookline.errors import NoMatchError, TargetError, UnhookableError
 from hookline.messages import close_names, type_name
 from hookline.sites import _torch
-from hookline.sites.targets import NOTHING, as_list, describe, name_matcher
+from hookline.sites.targets import as_list, describe, is_nothing, name_matcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def find_places(target: Any, *, exclude: Any = None) -> list[Place]:
             raise _no_match(item)
         for place in places:
             found.setdefault(place.func, place)
-    if exclude is None or exclude in NOTHING:
+    if is_nothing(exclude):
         return list(found.values())
     unwanted = {place.func for item in as_list(exclude) for place in _places_of(item)}
     kept = [place for place in found.values() if place.func not in unwanted]

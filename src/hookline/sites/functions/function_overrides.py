@@ -1,8 +1,8 @@
 """Hook functions that no function mode sees: operators (``aten.mm``) and ``autograd.Function`` classes.
 
-``attach_function`` adds entries; torch calls what stands in for the function here, in every thread. Hooks bound to a
-model are kept with it, by its `FunctionsOfModel`, and only known of here: one that refers to its model does not keep it
-alive, and when the model is gone the function gets its own place back.
+``attach_function`` calls `override`; torch calls what stands in for the function here, in every thread. The hooks are
+kept by the scope that they fire in, and only known of here: one that refers to its model does not keep it alive, and
+when the model is gone the function gets its own place back.
 
 Each hooked operator has its kernels overridden in two places of the dispatcher; other operators run unchanged. At the
 *autograd* level the graph is in sight, so gradients can be watched and edits count. At the *backend* level arrives what
@@ -24,21 +24,20 @@ import threading
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from hookline.errors import HooklineWarning, UnhookableError
 from hookline.messages import caller_stacklevel
 from hookline.sites import _torch
-from hookline.sites.functions.function_hooks import FunctionHooks, why_left_alone
-from hookline.sites.functions.function_mode import bound_hooks, not_called
-from hookline.sites.hook_at_site import NO_MODEL, HookContainer
+from hookline.sites.functions.function_mode import hooks_below, why_not_seen
+from hookline.sites.hook_at_site import HookAtSite, HookContainer
 from hookline.sites.modules.module_hooks import LOCK, ON_SWEEP
 
 if TYPE_CHECKING:
     from hookline.sites.functions.function_hooks import FunctionHooks
     from hookline.sites.functions.function_mode import FunctionsOfModel
     from hookline.sites.functions.function_names import Place
-    from hookline.sites.hook_at_site import Attachment, HookAtSite
+    from hookline.sites.hook_at_site import Attachment
 
 
 class _HooksOff(threading.local):
@@ -62,20 +61,15 @@ def with_hooks_off(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class Override:
-    """One such function while it has hooks."""
+class Override(HookContainer):
+    """One such function while it has hooks; the scopes of function_mode keep them."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        self.entries: dict[HookAtSite, None] = {}
-        """Of hooks that are bound to no model."""
-        self.bound: WeakSet[Attachment] = WeakSet()
-        """The hooks that are bound to models."""
-        self.armed = True
-        """Whether the hooks count; not in a forked worker."""
-        self.scoped = False
-        """Whether there are any, or have been."""
-        self._hooks: FunctionHooks | None = None
+        self.users: WeakSet[Attachment] = WeakSet()
+        """The hooks on it; one that is bound to a model goes with that."""
+        self.process = os.getpid()
+        """Where the last of them came on; a forked worker is another."""
 
     def put_on(self) -> None:
         """Take the place of the function; all or nothing."""
@@ -85,88 +79,50 @@ class Override:
         """Give the function its place back."""
         raise NotImplementedError
 
-    @property
-    def unused(self) -> bool:
-        """Return whether there are no hooks left."""
-        return not self.entries and not self.bound
-
-    def refresh(self) -> None:
-        """Read the entries anew, since hooks have come or gone."""
-        self._hooks = FunctionHooks(self.place.name, self.place.func, self.entries) if self.entries else None
-
     def due(self) -> FunctionHooks | None:
         """Return the hooks that a call in this thread is for."""
-        if HOOKS_OFF.on or not self.armed:
-            return None
-        hooks = self._hooks
-        bound = bound_hooks(self.place.func) if self.scoped else None
-        if bound is None or hooks is None:
-            return hooks or bound
-        return bound.beside(hooks)
+        return None if HOOKS_OFF.on else hooks_below(self.place.func)
 
     def hooks_on(self, func: Any) -> FunctionHooks | None:
         """Return the same for the function itself, in the middle of its call."""
         return self.due()
 
-
-class Overrides(HookContainer):
-    """All hooks on one sort of such functions."""
-
-    def __init__(self, make: type[Override]) -> None:
-        self._make = make
-        self.overrides: dict[Any, Override] = {}
-        self._places: dict[HookAtSite, Override] = {}
-        # An attachment keeps its entries, and with them their ids.
-        self._bound: WeakKeyDictionary[Attachment, dict[int, Override]] = WeakKeyDictionary()
-        ON_SWEEP.append(self._drop_unused)
-
-    def add(self, entry: HookAtSite, place: Place, scope: FunctionsOfModel) -> None:
-        """Put a hook in its place; all or nothing."""
-        override = self.overrides.get(place.func)
-        if override is None:
-            override = self._make(place)
-            override.put_on()
-            self.overrides[place.func] = override
-        override.armed = True
-        entry.hook = with_hooks_off(entry.hook)
-        if scope.counter is NO_MODEL:
-            override.entries[entry] = None
-            self._places[entry] = override
-            override.refresh()
-        else:
-            scope.keep(entry, place)
-            override.bound.add(entry.attachment)
-            override.scoped = True
-            self._bound.setdefault(entry.attachment, {})[id(entry)] = override
-
     def discard(self, entry: HookAtSite) -> None:
         """Take a hook off; the last one gives the function its place back."""
-        override = self._places.pop(entry, None)
-        if override is not None:
-            del override.entries[entry]
-            override.refresh()
-        else:
-            override = self._bound.get(entry.attachment, {}).pop(id(entry), None)
-            if override is None:
-                return
-            override.bound.discard(entry.attachment)
-            override.scoped = bool(override.bound)
-        if override.unused:
-            self._drop(override)
+        self.users.discard(entry.attachment)
+        if not self.users and _OVERRIDES.get(self.place.func) is self:
+            self.restore()
+            del _OVERRIDES[self.place.func]
 
-    def entries(self) -> tuple[HookAtSite, ...]:
-        """Return the hooks that are bound to no model."""
-        return tuple(self._places)
 
-    def _drop(self, override: Override) -> None:
-        override.restore()
-        self.overrides.pop(override.place.func, None)
+_OVERRIDES: Final[dict[Any, Override]] = {}
+"""What stands in for functions now."""
 
-    def _drop_unused(self) -> None:
-        """Restore the functions whose hooks have gone with their models."""
-        with LOCK:
-            for override in [override for override in self.overrides.values() if override.unused]:
-                self._drop(override)
+
+def override(attachment: Attachment, place: Place, scope: FunctionsOfModel) -> HookAtSite:
+    """Put a hook on an operator or class, to fire in ``scope``; all or nothing, under LOCK."""
+    found = _OVERRIDES.get(place.func)
+    if found is None:
+        found = (Patch if isinstance(place.func, type) else Operator)(place)
+        found.put_on()
+        _OVERRIDES[place.func] = found
+    entry = HookAtSite(attachment, place.name, found, scope.counter)
+    entry.hook = with_hooks_off(entry.hook)
+    found.users.add(attachment)
+    found.process = os.getpid()
+    scope.keep(entry, place)
+    return entry
+
+
+def _drop_unused() -> None:
+    """Restore the functions whose hooks have gone with their models."""
+    with LOCK:
+        for unused in [each for each in _OVERRIDES.values() if not each.users]:
+            unused.restore()
+            del _OVERRIDES[unused.place.func]
+
+
+ON_SWEEP.append(_drop_unused)
 
 
 class _Thread(threading.local):
@@ -191,6 +147,8 @@ class Operator(Override):
 
     def put_on(self) -> None:
         """Take the place of its kernels on every device there is."""
+        if _torch.has_compiled():
+            _warn_of_compiling("Code has been compiled in this process")
         try:
             self._override_kernels()
         except BaseException:
@@ -199,18 +157,19 @@ class Operator(Override):
 
     def _override_kernels(self) -> None:
         for backend in _torch.backends():
-            for key, level in ((f"Autograd{backend}", self._at_autograd), (backend, self._at_backend)):
-                restore = _torch.override_kernel(self.place.func, key, level)
-                if restore is not None:
-                    self._restore.append(restore)
+            self._stand_in(f"Autograd{backend}", functools.partial(self._kernel, at_autograd=True))
+            self._stand_in(backend, functools.partial(self._kernel, at_autograd=False))
         if not self._restore:
             raise UnhookableError(
                 f"{self.place.name} has no kernel here that Python may stand in for, so no hook on it would ever fire. "
                 "Hook the function or the module that uses it."
             )
-        before = _torch.override_kernel(self.place.func, _torch.TRANSFORMS, self._before_transforms)
-        if before is not None:
-            self._restore.append(before)
+        self._stand_in(_torch.TRANSFORMS, self._before_transforms)
+
+    def _stand_in(self, key: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        restore = _torch.override_kernel(self.place.func, key, make)
+        if restore is not None:
+            self._restore.append(restore)
 
     def restore(self) -> None:
         """Give the kernels their places back."""
@@ -227,18 +186,23 @@ class Operator(Override):
 
         return kernel
 
-    def _at_autograd(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _kernel(self, original: Callable[..., Any], *, at_autograd: bool) -> Callable[..., Any]:
+        """Return what runs the hooks around a kernel, at the autograd level or at that of the backend."""
+        run_original = self._run_at_autograd if at_autograd else _run
+
         def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
             if _torch.called_by_us(2):
                 return with_hooks_off(original)(keys, *args, **kwargs)
-            hooks = None if self in _THREAD.transformed else self._due()
+            seen = _THREAD.transformed if at_autograd else _THREAD.above
+            hooks = None if self in seen else self.due()
             if hooks is None:
                 return original(keys, *args, **kwargs)
-            return hooks.call(functools.partial(self._run, original, keys), args, kwargs, self.hooks_on)
+            run = functools.partial(run_original, original, keys)
+            return hooks.call(run, args, kwargs, self.hooks_on, gradients=at_autograd)
 
         return kernel
 
-    def _run(self, original: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_at_autograd(self, original: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the kernel at the autograd level; what comes by again within it is the same call."""
         here = _THREAD
         seen = (here.above, here.transformed) if _torch.in_transform() else (here.above,)
@@ -250,63 +214,24 @@ class Operator(Override):
             for calls in seen:
                 calls.discard(self)
 
-    def _at_backend(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            if _torch.called_by_us(2):
-                return with_hooks_off(original)(keys, *args, **kwargs)
-            hooks = None if self in _THREAD.above else self._due()
-            if hooks is None:
-                return original(keys, *args, **kwargs)
-            run = functools.partial(original, keys)
-            return hooks.call(run, args, kwargs, self.hooks_on, gradients=False)
-
-        return kernel
-
-    def _due(self) -> FunctionHooks | None:
-        """Return the hooks that this call is for."""
-        if not self.armed or HOOKS_OFF.on:
+    def due(self) -> FunctionHooks | None:
+        """Return the hooks that this call is for: none in a forked worker, since they are the parent's."""
+        hooks = super().due()
+        if hooks is None or os.getpid() != self.process:
             return None
         if _torch.is_tracing():
             _warn_of_compiling(f"Something is being compiled that uses {self.place.name}")
             return None
-        return self.due()
-
-
-class Operators(Overrides):
-    """All hooks on operators."""
-
-    def __init__(self) -> None:
-        super().__init__(Operator)
-        self._watches_forks = False
-
-    def add(self, entry: HookAtSite, place: Place, scope: FunctionsOfModel) -> None:
-        """Put a hook in its place; all or nothing."""
-        if _torch.has_compiled():
-            _warn_of_compiling("Code has been compiled in this process")
-        super().add(entry, place, scope)
-        if not self._watches_forks:
-            self._watches_forks = True
-            os.register_at_fork(after_in_child=self._disarm)
+        return hooks
 
     def why_silent(self, entry: HookAtSite) -> str:
         """Return what is known of operators that are never seen."""
-        known = not_called(entry) or why_left_alone(entry)
-        if known is not None:
-            return known
-        if entry.attachment.kind.is_gradient:
-            return (
-                "it was not run where gradients are recorded, or no backward pass came through its outputs; reentrant "
-                "checkpointing repeats a forward outside of the model's own (use_reentrant=False shows all)"
-            )
-        return (
-            "the operator never ran in this thread's eager code; the model may come by another overload or operator "
-            "(a Linear runs aten.addmm or aten.mm), or run compiled"
-        )
+        elsewhere = "; the model may come by another overload or operator (a Linear runs aten.addmm or aten.mm), or run"
+        return why_not_seen(entry, "the operator never ran in eager code", f"{elsewhere} compiled")
 
-    def _disarm(self) -> None:
-        """Switch the hooks off in a forked worker: they, and what they write to, are the parent's."""
-        for operator in self.overrides.values():
-            operator.armed = False
+
+def _run(original: Callable[..., Any], keys: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(keys, *args, **kwargs)
 
 
 class _Said:
@@ -322,9 +247,6 @@ def _warn_of_compiling(what: str) -> None:
             HooklineWarning,
             stacklevel=caller_stacklevel(),
         )
-
-
-operators: Final = Operators()
 
 
 class Patch(Override):
@@ -365,25 +287,7 @@ class Patch(Override):
         cls = self.place.func
         cls.__bases__ = tuple(base for base in cls.__bases__ if base is not self._base)
 
-
-class FunctionClasses(Overrides):
-    """All hooks on ``autograd.Function`` classes."""
-
-    def __init__(self) -> None:
-        super().__init__(Patch)
-
     def why_silent(self, entry: HookAtSite) -> str:
         """Return what is known of functions that are never seen."""
-        known = not_called(entry) or why_left_alone(entry)
-        if known is not None:
-            return known
         past = "" if _torch.APPLY_IS_PYTHON else ", or by an `apply` that was kept before the hook was attached"
-        if entry.attachment.kind.is_gradient:
-            return (
-                f"it was not applied{past}, or no backward pass came through its outputs; reentrant checkpointing "
-                "repeats a forward outside of the model's own (use_reentrant=False shows all)"
-            )
-        return f"it was not applied in the forwards of the model{past}"
-
-
-function_classes: Final = FunctionClasses()
+        return why_not_seen(entry, f"it was not applied{past}")

@@ -89,7 +89,7 @@ class FunctionSite:
             return None
         outermost: nn.Module | None = self._outermost
         if outermost is None:
-            outermost = _torch.running_modules()[1]
+            outermost = _outermost_running()
         return _name_in(outermost, self.owner) or ""
 
     def locate(self) -> None:
@@ -97,11 +97,15 @@ class FunctionSite:
         if self.owner is not None:
             for each in (self, *(self._others or {}).values()):
                 if each._outermost is None:
-                    each._outermost = _torch.running_modules()[1]
+                    each._outermost = _outermost_running()
 
     def __repr__(self) -> str:
         where = f" in {self.module!r}" if self.owner is not None else ""
         return f"<{self.name}{where}, call {self.call}>"
+
+
+def _outermost_running() -> nn.Module | None:
+    return next(reversed(_torch.all_running()), None)
 
 
 _NAMES: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()

@@ -29,9 +29,9 @@ from hookline.sites.kinds import MODULE, OPTIMIZER, Kind
 from hookline.sites.modules.module_hooks import LOCK, existing_hooks, hooks_of_module, sweep
 from hookline.sites.modules.registration_hooks import hook_registrations_everywhere
 from hookline.sites.modules.torch_hooks import FirstPreHook, LastPreHook, TorchHook
-from hookline.sites.optimizers.optimizer_hooks import hook_optimizers_everywhere
+from hookline.sites.optimizers import hook_optimizers_everywhere
+from hookline.sites.parameters import attach_to_parameters, select_parameters
 from hookline.sites.targets import select, without_scripted
-from hookline.sites.tensors.parameter_hooks import attach_to_parameters, select_parameters
 from hookline.sites.wrappers import clean_modules, is_wrapper_type, unwrap
 
 if TYPE_CHECKING:

@@ -9,14 +9,14 @@ parameter keeps them, in its `ModuleHooks` like any other.
 
 A hook is on a name, not on the tensor that happened to be there: FSDP2, ``load_state_dict(assign=True)`` and a plain
 ``module.weight = …`` put another parameter in its place. At the start of each forward of the model every hooked name is
-checked, which takes 0.2 µs, and the hooks move where it is another.
+looked at, and the hooks move where it is another.
 """
 
 from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hookline.errors import NoMatchError, TargetError, UnhookableError
-from hookline.messages import nearest_names
+from hookline.messages import listed, nearest_names
 from hookline.sites import _torch
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import HookAtSite, HookContainer
 from hookline.sites.modules.module_hooks import LOCK, counter_of, existing_hooks, hooks_of_module, sweep
 from hookline.sites.site_info import Site
-from hookline.sites.targets import as_list, check_model, describe, named_modules, select, spelled_matcher
+from hookline.sites.targets import as_list, check_model, describe, is_nothing, named_modules, select, spelled_matcher
 from hookline.sites.wrappers import Place, parameter_place, unwrap, walk
 
 if TYPE_CHECKING:
@@ -39,40 +39,46 @@ if TYPE_CHECKING:
 
 _Owners: TypeAlias = Iterable[tuple[nn.Module, str]]
 """The modules that have a leaf, and what each calls it."""
-_Row: TypeAlias = "tuple[Callable[[], nn.Module | None], str, Callable[[], Any], _HookAtLeaf]"
 
 
 class _HookAtLeaf(HookAtSite):
     """One hook on one leaf; the modules that own the leaf keep it."""
 
-    __slots__ = ("__weakref__", "hooks", "owners", "places", "shard")
+    __slots__ = ("__weakref__", "owners", "places", "shard")
 
-    def __init__(self, attachment: Attachment, name: str, counter: ForwardCounter, owners: _Owners) -> None:
-        super().__init__(attachment, name, None, counter)
+    container: LeafHook
+
+    def __init__(
+        self, attachment: Attachment, name: str, leaf: Tensor, counter: ForwardCounter, owners: _Owners
+    ) -> None:
+        super().__init__(attachment, name, LeafHook.of(leaf), counter)
         self.places = tuple((weakref.ref(module), key) for module, key in owners)
         self.owners = tuple(dict.fromkeys(module for module, _ in self.places))
-        self.shard: Callable[[], Any] | None = None
+        self.shard: Callable[[], Any] = _no_shard
         """What FSDP2 knows of the parameter, if it is one of its."""
-        self.hooks: Callable[[], Any] = lambda: None
-        """The dictionary of the leaf's hooks, by which it is known: an id would be another leaf's after its death."""
+        self.container.take(self)
 
-    def sit_on(self, leaf: Tensor) -> None:
-        """Go onto a leaf, and off the one before; under LOCK."""
-        own = (hook for hook in _torch.leaf_hooks_of(leaf) if isinstance(hook, LeafHook))
-        torch_hook = next(own, None) or LeafHook(leaf)
-        if self.container is not None:
-            self.container.let_go(self)
-        self.container, self.hooks = torch_hook, torch_hook.hooks_of_leaf
-        torch_hook.take(self)
-
-    def row(self) -> _Row:
-        """Return where to look whether it still is the right leaf."""
-        return (*self.places[0], self.hooks, self)
+    def move(self, leaf: Tensor) -> None:
+        """Go onto another leaf; under LOCK."""
+        self.container.let_go(self)
+        self.container = LeafHook.of(leaf)
+        self.container.take(self)
 
     def is_on(self, leaf: Tensor | None) -> bool:
-        """Return whether that is the leaf."""
-        hooks = self.hooks()
+        """Return whether that is the leaf, known by its dictionary: an id would be another's after its death."""
+        hooks = self.container.hooks_of_leaf()
         return leaf is not None and hooks is not None and _torch.leaf_hooks(leaf) is hooks
+
+    def is_in_place(self) -> bool:
+        """Return whether the hook's name still means its leaf."""
+        owner, key = self.places[0]
+        module, hooks = owner(), self.container.hooks_of_leaf()
+        if module is not None and hooks is not None:
+            leaf = module._parameters.get(key)
+            if leaf is not None and _torch.leaf_hooks(leaf) is hooks:
+                return True
+        shard = self.shard()
+        return shard is not None and self.is_on(_torch.sharded_parameter(shard))
 
     def leaf_now(self, shards: _torch.Shards) -> Tensor | None:
         """Return what is at the hook's name by now; None if nothing is."""
@@ -97,6 +103,10 @@ class _HookAtLeaf(HookAtSite):
         return Site(self.name, module, self.attachment.kind, call, step)
 
 
+def _no_shard() -> None:
+    """Stand for what FSDP2 knows of a parameter that is none of its."""
+
+
 class LeafHook(HookContainer):
     """Called by torch when a leaf has its gradient; runs the hooks of ours on that leaf."""
 
@@ -109,16 +119,18 @@ class LeafHook(HookContainer):
         # A weak reference to the leaf itself would forbid torch.utils.swap_tensors; its hooks live as long as it does.
         self.hooks_of_leaf: Callable[[], Any] = self._handle.hooks_dict_ref
 
+    @classmethod
+    def of(cls, leaf: Tensor) -> LeafHook:
+        """Return the one on that leaf; under LOCK."""
+        return next((hook for hook in _torch.leaf_hooks_of(leaf) if isinstance(hook, cls)), None) or cls(leaf)
+
     def __call__(self, leaf: Tensor) -> None:
         entries = self.entries
         if not entries:
             self._handle.remove()  # the modules are gone that had the leaf; torch goes through a copy
         for entry in entries:
             entry.count()
-            if entry.simple:
-                entry.hook(leaf)
-            else:
-                entry.call(leaf, (), entry.leaf_site() if entry.attachment.wants_site else None)
+            entry.call(leaf, (), entry.leaf_site() if entry.attachment.wants_site else None)
 
     @property
     def entries(self) -> tuple[_HookAtLeaf, ...]:
@@ -144,8 +156,9 @@ class LeafHook(HookContainer):
             if module_hooks is not None:
                 module_hooks.discard(entry)
         leaves = entry.counter.leaves
-        if isinstance(leaves, _Leaves) and leaves.discard(entry):
-            entry.counter.leaves = None
+        if isinstance(leaves, _Leaves):
+            leaves.pop(entry, None)
+            entry.counter.leaves = leaves or None
 
     def _hold(self, entries: Iterable[_HookAtLeaf]) -> None:
         ranked = sorted(entries, key=lambda entry: entry.attachment.rank)
@@ -157,56 +170,20 @@ class LeafHook(HookContainer):
         return self.hooks_of_leaf() is not None
 
 
-class _Leaves:
+class _Leaves(dict[_HookAtLeaf, None]):
     """The hooks that were put on parameters through one counter; called when a forward begins."""
-
-    __slots__ = ("_entries", "_rows")
-
-    def __init__(self) -> None:
-        self._entries: dict[_HookAtLeaf, None] = {}
-        self._rows: tuple[_Row, ...] | None = None
-        """What to look at in each forward, made when hooks have come, gone or moved."""
 
     def __call__(self) -> None:
         """Move every hook whose name has another parameter now."""
-        rows = self._rows
-        if rows is None:
-            with LOCK:
-                rows = self._rows = tuple(entry.row() for entry in self._entries)
-        lost = []
-        for owner, key, hooks, entry in rows:
-            module = owner()
-            leaf = None if module is None else module._parameters.get(key)
-            own = hooks()
-            # not entry.is_on(leaf), without the call: this is done for every parameter at every forward.
-            if leaf is None or own is None or _torch.leaf_hooks(leaf) is not own:
-                shard = None if entry.shard is None else entry.shard()
-                if shard is None or not entry.is_on(_torch.sharded_parameter(shard)):
-                    lost.append(entry)
-        if lost:
-            self._follow(lost)
-
-    def _follow(self, lost: list[_HookAtLeaf]) -> None:
-        if _torch.in_functional_call():
+        lost = [entry for entry in tuple(self) if not entry.is_in_place()]
+        if not lost or _torch.in_functional_call():
             return
         with LOCK:
             shards = _torch.fsdp_shards()
             for entry in lost:
                 leaf = entry.leaf_now(shards)
-                if leaf is not None and not entry.is_on(leaf) and _is_trained(leaf) and entry in self._entries:
-                    entry.sit_on(leaf)
-                    self._rows = None
-
-    def add(self, entry: _HookAtLeaf) -> None:
-        """Add one more hook to follow; under LOCK."""
-        self._entries[entry] = None
-        self._rows = None
-
-    def discard(self, entry: _HookAtLeaf) -> bool:
-        """Return one less; whether that was the last; under LOCK."""
-        self._entries.pop(entry, None)
-        self._rows = None
-        return not self._entries
+                if leaf is not None and not entry.is_on(leaf) and _is_trained(leaf) and entry in self:
+                    entry.move(leaf)
 
 
 def _is_trained(leaf: Tensor) -> bool:
@@ -220,15 +197,14 @@ def hook_leaf(attachment: Attachment, name: str, leaf: Tensor, counter: ForwardC
     """Put an attachment on one leaf, for as long as one of its owners lives, or the leaf if it has none; under LOCK."""
     # TorchScript modules keep no hooks.
     able = [(module, key) for module, key in owners if not isinstance(module, torch.jit.ScriptModule)]
-    entry = _HookAtLeaf(attachment, name, counter, able)
-    entry.sit_on(leaf)
+    entry = _HookAtLeaf(attachment, name, leaf, counter, able)
     attachment.entries[entry] = None
     for module in filter(None, (owner() for owner in entry.owners)):
         hooks_of_module(module).add(entry)
     if entry.places:
         if not isinstance(counter.leaves, _Leaves):
             counter.leaves = _Leaves()
-        counter.leaves.add(entry)
+        counter.leaves[entry] = None
 
 
 def parameter_entries(module: nn.Module) -> Iterator[HookAtSite]:
@@ -250,7 +226,7 @@ def attach_to_parameters(attachment: Attachment, model: nn.Module, chosen: list[
     """Put an attachment on all of those parameters, or, if one of them refuses, on none."""
     lazy = [item.name for item in chosen if is_lazy(item.parameter)]
     if lazy:
-        raise UnhookableError(f"{_listed(lazy)}: lazy, so not there yet; attach after the first forward.")
+        raise UnhookableError(f"{listed(lazy)}: lazy, so not there yet; attach after the first forward.")
     with LOCK:
         sweep()
         handle = HookHandle(attachment)
@@ -289,7 +265,7 @@ def select_parameters(
     gradients come to, and those that they do not come to are left out.
     """
     check_model(model)
-    everything, places = _named_parameters(model)
+    everything, places = named_parameters(model)
     names: set[str] = set()
     for item in as_list(target):
         found = _matching(model, everything, places, item)
@@ -304,14 +280,12 @@ def select_parameters(
         if each.name in names and id(each.parameter) not in unwanted:
             kept.setdefault(id(each.parameter), each)
     if not kept:
-        raise NoMatchError(
-            f"{'The model' if target is None else _described(target)} has parameters in this {_kind(model)}, "
-            f"but exclude={_described(exclude)} takes all of them away."
-        )
+        what = "The model" if target is None else describe(target)
+        raise NoMatchError(f"{what} has parameters, but exclude={describe(exclude)} takes all of them away.")
     return _trainable(list(kept.values())) if trained else list(kept.values())
 
 
-def _named_parameters(model: nn.Module) -> tuple[list[NamedParameter], list[Place]]:
+def named_parameters(model: nn.Module) -> tuple[list[NamedParameter], list[Place]]:
     """Return every name of every parameter, and the places of all modules and parameters."""
     found: list[NamedParameter] = []
     places: list[Place] = []
@@ -336,10 +310,11 @@ def _matching(model: nn.Module, everything: list[NamedParameter], places: list[P
         modules = {name for name, _ in select(model, item)}
     except NoMatchError:
         return found
-    return found | {each.name for each in everything if _is_below(each.name, modules)}
+    return found | {each.name for each in everything if is_below(each.name, modules)}
 
 
-def _is_below(name: str, modules: set[str]) -> bool:
+def is_below(name: str, modules: Container[str]) -> bool:
+    """Return whether a parameter of that name belongs to one of the modules, or to one inside."""
     while name:
         name = name.rpartition(".")[0]
         if name in modules:
@@ -349,7 +324,7 @@ def _is_below(name: str, modules: set[str]) -> bool:
 
 def _unwanted(model: nn.Module, everything: list[NamedParameter], places: list[Place], exclude: Any) -> set[int]:
     """Return the ids of the parameters that ``exclude`` means, by any of their names; it may mean none."""
-    if exclude is None or (isinstance(exclude, list) and not exclude):
+    if is_nothing(exclude):
         return set()
     names: set[str] = set().union(*(_matching(model, everything, places, item) for item in as_list(exclude)))
     return {id(each.parameter) for each in everything if each.name in names}
@@ -360,16 +335,16 @@ def _trainable(found: list[NamedParameter]) -> list[NamedParameter]:
     trainable = [item for item in found if item.parameter.requires_grad]
     if not trainable:
         raise UnhookableError(
-            f"{_listed([item.name for item in found])}: no gradient is accumulated there, because requires_grad is "
+            f"{listed([item.name for item in found])}: no gradient is accumulated there, because requires_grad is "
             "False; set requires_grad_() first."
         )
     return trainable
 
 
 def _no_match(model: nn.Module, everything: list[NamedParameter], item: Any) -> Exception:
-    kind = _kind(model)
+    kind = type(unwrap(model)).__name__
     if isinstance(item, Tensor):
-        return TargetError(f"{_described(item)} is not a parameter of this {kind}; it belongs to another model.")
+        return TargetError(f"T{describe(item)[1:]} is not a parameter of this {kind}; it belongs to another model.")
     try:
         select(model, item)
         return NoMatchError(f"{'The model' if item is None else describe(item)} has no parameter in this {kind}.")
@@ -381,20 +356,3 @@ def _no_match(model: nn.Module, everything: list[NamedParameter], item: Any) -> 
     near = nearest_names(text, names)
     hint = f"nearest: {', '.join(map(repr, near))}" if near else "it has none"
     return NoMatchError(f"No parameter or module matches {describe(item)} in this {kind}; {hint}.")
-
-
-def _kind(model: nn.Module) -> str:
-    return type(unwrap(model)).__name__
-
-
-def _described(target: Any) -> str:
-    """Return the target as a user would write it; not all numbers of a tensor."""
-    if isinstance(target, Tensor):
-        return f"The given {type(target).__name__} of shape {tuple(target.shape)}"
-    if isinstance(target, list | tuple):
-        return "[" + ", ".join(map(_described, target)) + "]"
-    return describe(target)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -6,7 +6,7 @@ that leave them towards their inputs. Nothing else in the model is touched.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, linalg
@@ -16,11 +16,11 @@ from hookline.sites.attach import attach, new_attachment
 from hookline.sites.handle import HandleSet, HookHandle
 from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import Kind
-from hookline.sites.targets import Named, named_modules, select
-from hookline.sites.tensors.parameter_hooks import NamedParameter, attach_to_parameters
+from hookline.sites.parameters import NamedParameter, attach_to_parameters, is_below, named_parameters
+from hookline.sites.targets import select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import nn
 
@@ -91,25 +91,15 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _hook_parameters(model: nn.Module, target: Any, hook: Hook, name: str) -> HookHandle:
-    """Hook the parameters that gradients come to; none is no error here."""
-    chosen = [
-        NamedParameter(f"{path}.{key}" if path else key, parameter, module)
-        for path, module in _below(model, target)
-        for key, parameter in module._parameters.items()
-        if parameter is not None and parameter.requires_grad
-    ]
-    unique: dict[int, NamedParameter] = {}
-    for item in chosen:
-        unique.setdefault(id(item.parameter), item)
+def _hook_parameters(model: nn.Module, target: Target, hook: Hook, name: str) -> HookHandle:
+    """Hook the parameters of the named modules that gradients come to, each once; none is no error here."""
+    modules = {name for name, _ in select(model, target)}
+    chosen: dict[int, NamedParameter] = {}
+    for each in named_parameters(model)[0]:
+        if each.parameter.requires_grad and is_below(each.name, modules):
+            chosen.setdefault(id(each.parameter), each)
     attachment = new_attachment(hook, Kind.PARAM_GRAD, AttachOptions(name=name))
-    return attach_to_parameters(attachment, model, list(unique.values()))
-
-
-def _below(model: nn.Module, target: Any) -> Iterator[Named]:
-    """Return the named modules and everything below them."""
-    for name, module in select(model, target):
-        yield from ((f"{name}.{below}".strip("."), inner) for below, inner in named_modules(module))
+    return attach_to_parameters(attachment, model, list(chosen.values()))
 
 
 def _clamp(bound: float) -> Callable[[Tensor], Tensor]:

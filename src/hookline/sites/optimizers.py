@@ -1,0 +1,388 @@
+"""Attach hooks to an optimizer: around its step, and on saving and loading its state.
+
+Users call `attach_optimizer`; ``attach_everywhere`` puts a hook on every optimizer. An optimizer with
+hooks of ours has a `_TorchHook` of each kind in torch's own dictionaries, which runs them in our order.
+
+Accelerate, Lightning, DeepSpeed and others keep torch's optimizer in an attribute of theirs, and some of these wrappers
+are subclasses of ``torch.optim.Optimizer`` that were never set up as one. Whoever is handed an optimizer (``watch``,
+``attached``, the loops) finds the one whose steps are the steps by `unwrap_optimizer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hookline.errors import HookReturnError, HookSignatureError, UnhookableError
+from hookline.messages import type_name
+from hookline.sites import _torch
+from hookline.sites.attach import new_attachment
+from hookline.sites.handle import HookHandle
+from hookline.sites.hook_at_site import NO_MODEL, AttachOptions, HookAtSite, HookContainer, OrderGroup
+from hookline.sites.kinds import OPTIMIZER, Kind
+from hookline.sites.modules.module_hooks import LOCK
+from hookline.sites.site_info import OptimizerSite
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from hookline.hook_types import Hook
+    from hookline.sites.hook_at_site import Attachment
+
+_INNER: Final = ("optimizer", "_optimizer", "optim", "_optim", "base_optimizer", "inner_optimizer", "wrapped_optimizer")
+"""Attributes that wrappers keep the inner optimizer in; the first that holds one is taken."""
+_DEEPEST: Final = 8
+"""More wrappers than that around one optimizer are a ring."""
+_STEP_KINDS: Final = (Kind.STEP_PRE, Kind.STEP_POST)
+_STATES_TO_REPLACE: Final = (Kind.STATE_DICT_POST, Kind.LOAD_STATE_DICT_PRE)
+"""The kinds whose hooks may return another state dict."""
+
+
+def attach_optimizer(
+    optimizer: Optimizer,
+    hook: Hook,
+    *,
+    on: str | Kind = Kind.STEP_POST,
+    prepend: bool = False,
+    observe: bool = False,
+    name: str | None = None,
+    profile: bool = False,
+) -> HookHandle:
+    """Put a hook on an optimizer.
+
+    Recipe::
+
+        def hook(optimizer, args, kwargs, *, site):
+            print(site.step, optimizer.param_groups[0]["lr"])
+
+
+        with hookline.attach_optimizer(optimizer, hook, on="step_post"):
+            loss.backward()
+            optimizer.step()
+
+    Args:
+        optimizer: A ``torch.optim.Optimizer``, or a wrapper that keeps one (Accelerate's, Lightning's, DeepSpeed's):
+            the hook is put on the one inside, is called with it, and fires for the steps that this one makes.
+        hook: Called as its kind says: ``(optimizer, args, kwargs)`` around a step, where ``args[0]`` is the
+            optimizer; ``(optimizer)`` or ``(optimizer, state_dict)`` on saving and loading. Where it declares a
+            keyword-only ``site``, it gets an `OptimizerSite`.
+        on: ``step_pre`` (may return ``(args, kwargs)`` for the step), ``step_post``, ``state_dict_pre``,
+            ``state_dict_post`` and ``load_state_dict_pre`` (may return another state dict), or
+            ``load_state_dict_post``.
+        prepend: Run before the hooks of ours that are there already.
+        observe: Ignore the return value, and run after all edits (``step_pre``).
+        name: A name for reports; the function's own by default.
+        profile: Measure what the hook costs, for ``handle.report().cost_us``.
+
+    One step fires its hooks once, also where ``step`` calls ``super().step()``; a step that raises has no
+    ``step_post``; a step that a ``GradScaler`` skips fires nothing, or is marked (`OptimizerSite.found_inf`).
+
+    Raises:
+        UnhookableError: if it is no optimizer, or wraps one in an attribute that is not known.
+        KindError, OptionError, HookSignatureError: before anything is attached.
+    """
+    kind = Kind.parse(on, OPTIMIZER)
+    if isinstance(hook, Optimizer) and callable(optimizer):
+        raise HookSignatureError("The arguments are swapped: write attach_optimizer(optimizer, hook).")
+    optimizer = checked_optimizer(optimizer)
+    options = AttachOptions(prepend=prepend, observe=observe, name=name, profile=profile)
+    attachment = new_attachment(hook, kind, options, site_type=OPTIMIZER)
+    with LOCK:
+        _drop_unused()
+        hooks = _existing_hooks(optimizer) or _OptimizerHooks()
+        hooks.add(attachment, optimizer)
+        return HookHandle(attachment)
+
+
+def hook_optimizers_everywhere(attachment: Attachment) -> HookHandle:
+    """Put an attachment of a step kind on every optimizer there is and will be."""
+    with LOCK:
+        _drop_unused()
+        _EVERYWHERE.add(attachment)
+        return HookHandle(attachment)
+
+
+def optimizer_entries(optimizer: Optimizer) -> tuple[HookAtSite, ...]:
+    """Return the hooks of ours on the optimizer itself, or inside it; those on every optimizer are on none in
+    particular.
+    """
+    optimizer = unwrap_optimizer(optimizer)
+    hooks = _existing_hooks(optimizer) if takes_hooks(optimizer) else None
+    return () if hooks is None else hooks.entries
+
+
+def optimizer_entries_everywhere() -> tuple[HookAtSite, ...]:
+    """Return the hooks of ours on every optimizer."""
+    return _EVERYWHERE.entries
+
+
+class _OptimizerHooks(HookContainer):
+    """All hooks of ours on one optimizer, which has a `_TorchHook` of each kind while there are any."""
+
+    __slots__ = ("__weakref__", "_handles", "entries", "step")
+
+    def __init__(self) -> None:
+        self.entries: tuple[HookAtSite, ...] = ()
+        self.step = -1
+        """The newest step, counted from 0 since the first hook came on."""
+        self._handles: dict[Kind, RemovableHandle] = {}
+        _ALL.add(self)
+
+    def run(self, kind: Kind, optimizer: Optimizer, given: tuple[Any, ...]) -> Any:
+        """Run the hooks of one kind, those on every optimizer too; return what torch wants returned."""
+        if kind in _STEP_KINDS and _torch.is_inner_step(optimizer):
+            return None
+        if kind is Kind.STEP_PRE:
+            self.step += 1
+        if len(self._handles) < len(_REGISTER):
+            self.register(optimizer, kind)
+        values = given
+        hooks = (*_EVERYWHERE.entries, *self.entries)
+        due = [entry for entry in hooks if entry.attachment.kind is kind]
+        for entry in sorted(due, key=lambda entry: entry.attachment.rank):
+            entry.count()
+            site = self._site(kind, optimizer) if entry.attachment.wants_site else None
+            result = entry.call(optimizer, values, site)
+            if result is not None and entry.attachment.order_group is OrderGroup.EDIT:
+                values = _edited(values, result, optimizer, entry)
+        if values is given:
+            return None
+        return values if kind is Kind.STEP_PRE else values[0]
+
+    def _site(self, kind: Kind, optimizer: Optimizer) -> OptimizerSite:
+        found_inf = getattr(optimizer, "found_inf", None)
+        found_inf = found_inf if isinstance(found_inf, Tensor) else None
+        return OptimizerSite(type(optimizer).__name__, optimizer, kind, self.step, found_inf)
+
+    def alive(self) -> bool:
+        """Return whether the optimizer is still there: it owns the dictionaries that torch's handles point to."""
+        return any(handle.hooks_dict_ref() is not None for handle in self._handles.values())
+
+    def add(self, attachment: Attachment, optimizer: Optimizer) -> None:
+        """Put a hook on; under LOCK."""
+        entry = HookAtSite(attachment, type(optimizer).__name__, self, NO_MODEL)
+        attachment.entries[entry] = None
+        self.entries += (entry,)
+        self.register(optimizer, attachment.kind)
+
+    def register(self, optimizer: Optimizer, wanted: Kind) -> None:
+        """Have torch call us for every kind; one whose hooks torch is walking can wait, unless it is ``wanted``."""
+        with LOCK:
+            for kind, register in _REGISTER.items():
+                hooks = _torch.optimizer_hooks(optimizer, kind)
+                handle = self._handles.get(kind)
+                is_there = handle is not None and handle.id in hooks
+                if not is_there and (kind is wanted or not _torch.being_walked(hooks)):
+                    self._handles[kind] = register(optimizer, _TorchHook(self, kind))
+
+    def discard(self, entry: HookAtSite) -> None:
+        """Take a hook off."""
+        self.entries = tuple(other for other in self.entries if other is not entry)
+        _drop_unused()
+
+    def tidy(self) -> None:
+        """Let go of torch's hooks if nothing needs them; under LOCK."""
+        if not self.entries and not _EVERYWHERE.entries:
+            self.step = -1
+            self._handles = {kind: handle for kind, handle in self._handles.items() if not _take_off(handle)}
+
+
+class _TorchHook:
+    """What torch calls, for one optimizer and kind."""
+
+    __slots__ = ("__weakref__", "_kind", "hooks")
+
+    def __init__(self, hooks: _OptimizerHooks, kind: Kind) -> None:
+        self.hooks = hooks
+        self._kind = kind
+
+    @_torch.untraced  # an optimizer imports the compiler anyhow
+    def __call__(self, optimizer: Optimizer, *given: Any) -> Any:
+        return self.hooks.run(self._kind, optimizer, given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # torch leaves hooks out when it copies an optimizer; a subclass that does not, copies one that does nothing.
+        return _get_idle_hook, ()
+
+
+class _OptimizersEverywhere(HookContainer):
+    """The hooks on every optimizer, and the process-wide hook of torch's that shows us each optimizer.
+
+    They run among the optimizer's own: torch would run process-wide ones after these when a step is over. When torch
+    calls here, it has not begun with the optimizer's own, so that those which are added are in time.
+    """
+
+    __slots__ = ("_handle", "entries")
+
+    def __init__(self) -> None:
+        self.entries: tuple[HookAtSite, ...] = ()
+        self._handle: RemovableHandle | None = None
+
+    def add(self, attachment: Attachment) -> None:
+        """Put a hook on; under LOCK."""
+        entry = HookAtSite(attachment, "(every optimizer)", self, NO_MODEL)
+        attachment.entries[entry] = None
+        self.entries += (entry,)
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(self._meet)
+
+    @_torch.untraced
+    def _meet(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.entries and _existing_hooks(optimizer) is None and not _torch.is_inner_step(optimizer):
+            _OptimizerHooks().register(optimizer, Kind.STEP_PRE)
+
+    def discard(self, entry: HookAtSite) -> None:
+        """Take a hook off."""
+        self.entries = tuple(other for other in self.entries if other is not entry)
+        _drop_unused()
+
+    def tidy(self) -> None:
+        """Let go of torch's hook if nothing needs it; under LOCK."""
+        if not self.entries and self._handle is not None and _take_off(self._handle):
+            self._handle = None
+
+
+def _take_off(handle: RemovableHandle) -> bool:
+    """Take a hook out of torch's dictionary, unless torch is walking it; return whether it is out.
+
+    One that is not does nothing meanwhile, and goes with the next change.
+    """
+    hooks = handle.hooks_dict_ref()
+    if hooks is not None and handle.id in hooks and _torch.being_walked(hooks):
+        return False
+    handle.remove()
+    return True
+
+
+def _drop_unused() -> None:
+    """Take off what nothing needs any more; under LOCK."""
+    for hooks in tuple(_ALL):
+        hooks.tidy()
+    _EVERYWHERE.tidy()
+
+
+def _existing_hooks(optimizer: Optimizer) -> _OptimizerHooks | None:
+    """Return the hooks on an optimizer, found through whichever torch hook of ours it carries."""
+    for kind in OPTIMIZER.args:
+        for hook in tuple(_torch.optimizer_hooks(optimizer, kind).values()):
+            if isinstance(hook, _TorchHook):
+                return hook.hooks
+    return None
+
+
+def _edited(values: tuple[Any, ...], result: Any, optimizer: Optimizer, entry: HookAtSite) -> tuple[Any, ...]:
+    """Return the arguments to go on with, after a hook that returned ``result``."""
+    kind = entry.attachment.kind
+    if kind is Kind.STEP_PRE:
+        match result:
+            case (tuple() as args, dict()) if type(result) is tuple and args and args[0] is optimizer:
+                return result
+        wanted = "(new_args, new_kwargs), a tuple that begins with the optimizer and a dict"
+    elif kind in _STATES_TO_REPLACE:
+        if isinstance(result, dict):
+            return (result,)
+        wanted = "a state dict"
+    else:
+        return values
+    raise HookReturnError(
+        f"{kind.value} hook {entry.attachment.name!r} on {type(optimizer).__name__} must return None or {wanted}, "
+        f"but got {_shown(result)}."
+    )
+
+
+def _shown(value: Any) -> str:
+    """Return a value in an error, without the numbers of the tensors that may be in it."""
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))}{',' if len(value) == 1 else ''})"
+    return repr(value) if isinstance(value, int | float | str) else type_name(value)
+
+
+def _get_idle_hook() -> Any:
+    return _idle_hook
+
+
+def _idle_hook(optimizer: Optimizer, *given: Any) -> None:
+    """Do nothing, in the copy of an optimizer."""
+
+
+_REGISTER: Final[dict[Kind, Callable[[Optimizer, Any], RemovableHandle]]] = {
+    Kind.STEP_PRE: Optimizer.register_step_pre_hook,
+    Kind.STEP_POST: Optimizer.register_step_post_hook,
+    Kind.STATE_DICT_PRE: Optimizer.register_state_dict_pre_hook,
+    Kind.STATE_DICT_POST: Optimizer.register_state_dict_post_hook,
+    Kind.LOAD_STATE_DICT_PRE: Optimizer.register_load_state_dict_pre_hook,
+    Kind.LOAD_STATE_DICT_POST: Optimizer.register_load_state_dict_post_hook,
+}
+_ALL: Final[WeakSet[_OptimizerHooks]] = WeakSet()
+"""Those of all optimizers; weak, because torch's dictionaries hold them."""
+_EVERYWHERE: Final = _OptimizersEverywhere()
+
+
+# -- wrappers --------------------------------------------------------------------------------------------------------
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside all wrappers of `optimizer`; `optimizer` itself if there is none inside."""
+    found = optimizer
+    for _ in range(_DEEPEST):
+        inner = _inside(found)
+        if inner is None:
+            return found
+        found = inner
+    return optimizer
+
+
+def takes_hooks(optimizer: Any) -> bool:
+    """Return whether torch keeps hooks of every kind for `optimizer`."""
+    return isinstance(optimizer, Optimizer) and all(
+        _torch.takes_optimizer_hooks(optimizer, kind) for kind in OPTIMIZER.args
+    )
+
+
+def _inside(wrapper: Any) -> Any:
+    """Return what `wrapper` keeps and hands its steps to; None of an optimizer that makes its steps itself."""
+    own = getattr(wrapper, "__dict__", None)
+    # A learning-rate scheduler keeps an optimizer too, and an engine of DeepSpeed is a module: both are no optimizer.
+    is_optimizer = all(callable(getattr(wrapper, name, None)) for name in ("step", "zero_grad"))
+    if own is None or not is_optimizer or isinstance(wrapper, type | nn.Module):
+        return None
+    is_hooked_itself = takes_hooks(wrapper)
+    for name in _INNER:
+        inner = own.get(name)
+        if inner is None or inner is wrapper or not (isinstance(inner, Optimizer) or takes_hooks(_inside(inner))):
+            continue
+        if not is_hooked_itself or (takes_hooks(inner) and _share_hooks(wrapper, inner)):
+            return inner
+    return None
+
+
+def _share_hooks(wrapper: Any, inner: Any) -> bool:
+    """Return whether both have the same dictionary of hooks: Lightning's wrapper copies its optimizer's attributes."""
+    return _torch.optimizer_hooks(wrapper, "step_pre") is _torch.optimizer_hooks(inner, "step_pre")
+
+
+def checked_optimizer(given: Any) -> Optimizer:
+    """Return the optimizer that `given` is or wraps; raise unless torch can call hooks on it."""
+    optimizer = unwrap_optimizer(given)
+    if not isinstance(optimizer, Optimizer):
+        raise UnhookableError(
+            f"attach_optimizer takes a torch.optim.Optimizer, got {type_name(given)}.{_optimizer_inside(given)}"
+        )
+    if not takes_hooks(optimizer):
+        raise UnhookableError(
+            f"{type(optimizer).__name__} has no place for hooks: it wraps an optimizer without being set up as one "
+            f"itself.{_optimizer_inside(given) or ' Pass the optimizer inside it.'}"
+        )
+    return optimizer
+
+
+def _optimizer_inside(wrapper: Any) -> str:
+    """Return the sentence that names the attribute of `wrapper` with an optimizer in it; nothing if there is none."""
+    own = {} if isinstance(wrapper, type) else getattr(wrapper, "__dict__", {})
+    names = [name for name, value in own.items() if isinstance(value, Optimizer)]
+    return f" Pass the optimizer inside it: its .{names[0]}." if names else ""

@@ -1,1 +1,0 @@
-"""Put hooks on an optimizer's step and state."""

@@ -1,0 +1,553 @@
+"""Attach hooks to gradients of tensors, to nodes of the autograd graph and to what it keeps for the backward.
+
+Users call `attach_tensor`, `attach_node` and `saved_tensors`. Each is torch's own verb (``register_hook``,
+``register_multi_grad_hook``, ``register_prehook``, ``saved_tensors_hooks``), given a `_GraphHook` that counts, checks
+and tells the site; leaves that accumulate go to ``parameters``.
+
+What torch is given belongs to the graph, and goes with it. It refers to the attachment, the attachment to its entry,
+and the entry to torch's handle alone: no ring, so that everything is freed exactly when torch alone would free it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, ParamSpec, Self, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, register_multi_grad_hook, saved_tensors_hooks
+from torch.utils.hooks import unserializable_hook
+
+from hookline.errors import HookReturnError, HookSignatureError, OptionError, ScopeError, TargetError, UnhookableError
+from hookline.messages import type_name
+from hookline.sites import _torch
+from hookline.sites.attach import new_attachment
+from hookline.sites.handle import HookHandle
+from hookline.sites.hook_at_site import NO_MODEL, Attachment, AttachOptions, HookAtSite, HookContainer, OrderGroup
+from hookline.sites.kinds import NODE, SAVED, TENSOR, Kind, SiteType
+from hookline.sites.modules.module_hooks import LOCK
+from hookline.sites.parameters import hook_leaf
+from hookline.sites.signature import check_hook, hook_name
+from hookline.sites.site_info import Site
+from hookline.tables import OFF
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from hookline.hook_types import Hook
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_UNPACK: Final = SiteType("scope", "saved_tensors", {Kind.SAVED_TENSORS: ("packed",)})
+
+
+def attach_tensor(
+    tensor: Tensor | Iterable[Tensor],
+    hook: Hook,
+    *,
+    on: str | Kind = Kind.GRAD,
+    mode: Literal["all", "any"] = "all",
+    observe: bool = False,
+    name: str | None = None,
+    profile: bool = False,
+) -> HookHandle:
+    """Put a hook on the gradient of a tensor.
+
+    Recipe::
+
+        hidden = model.encoder(x)
+        with hookline.attach_tensor(hidden, lambda grad: grad.clamp(-1, 1)):
+            model.decoder(hidden).sum().backward()
+
+    Args:
+        tensor: A tensor that needs a gradient, or several: then the hook watches their gradients together, and its
+            return value is ignored.
+        hook: ``hook(grad)``, once in each backward pass that reaches the tensor; what it returns, unless None,
+            replaces the gradient and needs its shape and dtype. ``grad`` is None if only other outputs of the same
+            operation were used. For several tensors: ``hook(grads)``, a tuple with None where no gradient came. A
+            hook that declares a keyword-only ``site`` gets one.
+        on: ``"grad"``, or ``"param_grad"``: ``hook(tensor)`` when a backward pass has accumulated into the ``.grad``
+            of a leaf; on several leaves, it is called for each.
+        mode: For several tensors: ``"all"`` calls the hook once per backward pass, when the last of the gradients
+            that this pass reaches is there; ``"any"`` calls ``hook(grad)`` with the first that comes.
+        observe: Ignore the return value, and run after all edits of ours of the tensor's gradient.
+        name: A name for ``site`` and reports; by default the shape of the tensor and the name of the function.
+        profile: Measure what the hook costs, for ``handle.report().cost_us``.
+
+    The hook sits on the tensor as it is now: if it is changed in place later, it sees the gradient of the value before.
+    Neither hook nor handle keeps a tensor or a graph alive, but for a hook on several: as torch's own, it keeps their
+    graph until it is removed.
+
+    Inside a function that ``torch.compile`` compiles, a hook on one tensor is part of the graph, as with
+    ``tensor.register_hook``: what comes back is torch's own handle, which counts nothing and has no report, and the
+    hook is given no ``site``. Several tensors, and ``profile=True``, break the graph there.
+
+    Raises:
+        UnhookableError: if no gradient will come: not a tensor, none needed, or ``param_grad`` on a computed tensor.
+        KindError, OptionError, TargetError, HookSignatureError: before anything is attached.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return _attach(tensor, hook, on, mode, observe=observe, name=name, profile=profile)
+    if isinstance(tensor, Tensor) and tensor.requires_grad and not profile:
+        if on == "grad":
+            return tensor.register_hook(_watching(hook) if observe else hook)  # type: ignore[no-any-return, no-untyped-call]
+        if on == "param_grad":
+            return tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return, no-untyped-call]
+    return _attach_between_graphs(tensor, hook, on, mode, observe=observe, name=name, profile=profile)
+
+
+def _attach(
+    tensor: Tensor | Iterable[Tensor],
+    hook: Hook,
+    on: str | Kind,
+    mode: str,
+    *,
+    observe: bool,
+    name: str | None,
+    profile: bool,
+) -> HookHandle:
+    kind = Kind.parse(on, TENSOR)
+    if mode not in ("all", "any"):
+        raise OptionError(f"mode= is 'all' or 'any', got {mode!r}.")
+    if isinstance(hook, Tensor) and callable(tensor):
+        raise HookSignatureError("The arguments are swapped: write attach_tensor(tensor, hook).")
+    options = AttachOptions(observe=observe, name=name, profile=profile)
+    attachment = new_attachment(hook, kind, options, site_type=TENSOR)
+    tensors = [tensor] if isinstance(tensor, Tensor) else _as_tensors(tensor)
+    if mode == "any":
+        if kind is Kind.PARAM_GRAD:
+            raise OptionError("mode='any' goes with on='grad'; a param_grad hook is called for each leaf.")
+        tensors = [one for one in tensors if one.requires_grad] or tensors
+    _check_gradient(tensors)
+    if kind is Kind.PARAM_GRAD:
+        return _hook_leaves(attachment, tensors, name)
+    if isinstance(tensor, Tensor):
+        return _hook_graph(attachment, name or _described(tensor), tensor.register_hook)
+    register = functools.partial(_register_first if mode == "any" else _register_together, tensors)
+    return _hook_graph(attachment, name or f"{len(tensors)} tensors", register)
+
+
+_attach_between_graphs: Final = _torch.untraced(_attach)
+"""For what no graph can carry: the compiler ends one graph before it and begins another after it."""
+
+
+def _watching(hook: Hook) -> Hook:
+    """Return the hook without its return value, for code that is being compiled."""
+
+    def watch(grad: Any) -> None:
+        hook(grad)
+
+    return watch
+
+
+def _register_first(tensors: list[Tensor], hook: _GraphHook) -> RemovableHandle:
+    return register_multi_grad_hook(tensors, hook.see, mode="any")
+
+
+def _register_together(tensors: list[Tensor], hook: _GraphHook) -> RemovableHandle:
+    return register_multi_grad_hook(tensors, lambda grads: hook.see(tuple(grads)), mode="all")
+
+
+def _hook_leaves(attachment: Attachment, leaves: list[Tensor], name: str | None) -> HookHandle:
+    """Attach to all of the leaves, each once, or, if one of them is none, to none."""
+    computed = next((tensor for tensor in leaves if not tensor.is_leaf), None)
+    if computed is not None:
+        raise UnhookableError(
+            f"Only leaves accumulate a gradient; this {_described(computed)} was computed "
+            f"({type(computed.grad_fn).__name__}). Use on='grad'."
+        )
+    with LOCK:
+        for index, leaf in {id(leaf): (index, leaf) for index, leaf in enumerate(leaves)}.values():
+            own_name = name or _described(leaf) if len(leaves) == 1 else f"{name or 'tensors'}[{index}]"
+            hook_leaf(attachment, own_name, leaf, NO_MODEL)
+        return HookHandle(attachment)
+
+
+def _as_tensors(given: Any) -> list[Tensor]:
+    if isinstance(given, nn.Module | Mapping | str) or not isinstance(given, Iterable):
+        hint = "; for the parameters of a module: attach(module, hook, on='param_grad')"
+        raise UnhookableError(
+            f"attach_tensor takes a tensor or a list of tensors, got {type_name(given)}"
+            f"{hint if isinstance(given, nn.Module) else ''}."
+        )
+    tensors = list(given)
+    if not tensors:
+        raise TargetError("attach_tensor was given no tensors.")
+    for index, one in enumerate(tensors):
+        if not isinstance(one, Tensor):
+            raise UnhookableError(f"attach_tensor takes tensors; the one at {index} is {type_name(one)}.")
+    return tensors
+
+
+def _check_gradient(tensors: list[Tensor]) -> None:
+    for index, tensor in enumerate(tensors):
+        if not tensor.requires_grad:
+            which = f"The {_described(tensor)}" if len(tensors) == 1 else f"Of {len(tensors)} tensors, that at {index}"
+            raise UnhookableError(
+                f"{which} needs no gradient, so there is none to hook: call requires_grad_() before the forward, or "
+                "take a tensor that was computed, with gradients enabled, from one that needs them."
+            )
+
+
+def _described(tensor: Tensor) -> str:
+    return f"tensor {tuple(tensor.shape)}"
+
+
+def attach_node(
+    node: Any,
+    hook: Hook,
+    *,
+    on: str | Kind = "pre",
+    observe: bool = False,
+    name: str | None = None,
+    profile: bool = False,
+) -> HookHandle:
+    """Put a hook on a node of the autograd graph.
+
+    Recipe::
+
+        loss = model(x).square().mean()
+        with hookline.attach_node(loss.grad_fn, lambda grad_inputs, grad_outputs: print(grad_inputs), on="post"):
+            loss.backward()
+
+    Args:
+        node: A node (``tensor.grad_fn``), an edge (``torch.autograd.graph.get_gradient_edge``), or a tensor, which
+            stands for the node that its gradient goes to: the one that computed it, or for a leaf the one that
+            accumulates into its ``.grad``.
+        hook: With ``on="pre"``: ``hook(grad_outputs)``, before the node runs; it may return other ``grad_outputs``.
+            With ``on="post"``: ``hook(grad_inputs, grad_outputs)``, after it; it may return other ``grad_inputs``.
+            Both are tuples; in what is returned, None takes a gradient away. A hook that declares a keyword-only
+            ``site`` gets one.
+        on: ``"pre"`` or ``"post"``.
+        observe: Ignore the return value, and run after all edits at the node.
+        name: A name for ``site`` and reports; by default the node's and the function's own.
+        profile: Measure what the hook costs, for ``handle.report().cost_us``.
+
+    The order around a tensor: hooks of the tensor, ``retain_grad``, node ``pre``, the node (for a leaf: accumulate,
+    then its ``param_grad`` hooks), node ``post``. On a leaf, ``grad_inputs`` of the post hook is ``()``.
+
+    A handle keeps no graph alive, with one exception: torch makes the accumulating node of a leaf anew whenever
+    nobody holds it, without its hooks, so hookline holds it, and with it the leaf, until the hook is removed.
+
+    Raises:
+        UnhookableError: if there is no node.
+        KindError, HookSignatureError: before anything is attached.
+    """
+    kind = Kind.parse(on, NODE)
+    if callable(node) and (isinstance(hook, Tensor) or hasattr(hook, "next_functions")):
+        raise HookSignatureError("The arguments are swapped: write attach_node(node, hook).")
+    attachment = new_attachment(hook, kind, AttachOptions(observe=observe, name=name, profile=profile), site_type=NODE)
+    found = _node_of(node)
+    register = found.register_prehook if kind is Kind.NODE_PRE else found.register_hook
+    handle = _hook_graph(attachment, name or type(found).__name__, register)
+    if hasattr(found, "variable"):  # it accumulates into a leaf
+        _HELD[attachment] = found
+        attachment.on_remove = lambda attachment: _HELD.pop(attachment, None)
+    return handle
+
+
+_HELD: Final[dict[Attachment, Any]] = {}
+"""The accumulating nodes of leaves that carry hooks."""
+
+
+def _node_of(given: Any) -> Any:
+    if isinstance(given, GradientEdge):
+        return given.node
+    if isinstance(given, Tensor):
+        if not given.requires_grad:
+            raise UnhookableError(
+                f"The {_described(given)} needs no gradient, so it has no node: pass one that was computed, with "
+                "gradients enabled, from tensors that need them."
+            )
+        return get_gradient_edge(given).node
+    if not hasattr(given, "register_prehook") or not hasattr(given, "next_functions"):
+        what = "None, as the grad_fn of a tensor that was not computed" if given is None else repr(given)
+        raise UnhookableError(
+            f"attach_node takes a node of the autograd graph, got {what}; pass the grad_fn of a tensor that was "
+            "computed from ones that need gradients, or the tensor itself."
+        )
+    return given
+
+
+# -- what torch is given ---------------------------------------------------------------------------------------------
+
+
+class _InGraph(HookContainer):
+    """The place of a hook in a graph: torch's own handle."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, handle: RemovableHandle) -> None:
+        self._handle = handle
+
+    def discard(self, entry: HookAtSite) -> None:
+        """Take the hook off."""
+        self._handle.remove()
+
+    def alive(self) -> bool:
+        """Return whether the graph is still there."""
+        handles = getattr(self._handle, "handles", (self._handle,))  # one for each of several tensors
+        return any(handle.hooks_dict_ref() is not None for handle in handles)
+
+
+class _HookInGraph(HookAtSite):
+    """One hook on one tensor, node or scope; its attachment keeps it, and is kept by what torch is given."""
+
+    __slots__ = ("_attachment",)
+
+    def __init__(self, attachment: Attachment, name: str, container: HookContainer) -> None:
+        super().__init__(attachment, name, container, NO_MODEL)
+        attachment.entries[self] = None
+
+    @property
+    def attachment(self) -> Attachment:
+        """The attachment; whoever asks comes from there, so it is alive."""
+        return cast(Attachment, self._attachment())
+
+    @attachment.setter
+    def attachment(self, attachment: Attachment) -> None:
+        self._attachment = weakref.ref(attachment)
+
+    def run(self, value: Any, *more: Any) -> Any:
+        """Call the hook, with whatever options it has."""
+        self.count()
+        return self.call(value, more, self.site_of(self.fired - 1) if self.attachment.wants_site else None)
+
+    def site_of(self, call: int) -> Site:
+        """Return the `Site` of a firing; there is no module."""
+        none: Any = None
+        return Site(self.name, none, self.attachment.kind, call)
+
+
+@unserializable_hook
+class _GraphHook:
+    """One hook of ours, as torch calls it with gradients."""
+
+    __slots__ = ("__weakref__", "attachment", "entry")
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+        self.entry: _HookInGraph = cast(_HookInGraph, None)
+
+    @property
+    def edits(self) -> bool:
+        """Return whether what the hook returns goes on in the place of what it was shown."""
+        return self.attachment.order_group is OrderGroup.EDIT
+
+    def __call__(self, value: Any, *more: Any) -> Any:
+        result = self.entry.run(value, *more)
+        if result is None or not self.edits:
+            return None
+        return (
+            _fitting_all(result, value, self.entry)
+            if isinstance(value, tuple)
+            else _fitting(result, value, self.entry, "the return value")
+        )
+
+    def see(self, value: Any) -> None:
+        """Run the hook where nothing can be replaced."""
+        self.entry.run(value)
+
+
+def _hook_graph(attachment: Attachment, name: str, register: Callable[[_GraphHook], RemovableHandle]) -> HookHandle:
+    """Register a hook with torch; our observers stay behind our edits."""
+    with LOCK:
+        hook = _GraphHook(attachment)
+        handle = register(hook)
+        hook.entry = _HookInGraph(attachment, name, _InGraph(handle))
+        if hook.edits:
+            _move_observers_back(handle)
+        return HookHandle(attachment)
+
+
+def _move_observers_back(handle: RemovableHandle) -> None:
+    hooks: Any = handle.hooks_dict_ref() if hasattr(handle, "hooks_dict_ref") else {}  # several tensors have many
+    for number, other in list(hooks.items()):
+        if isinstance(other, _GraphHook) and not other.edits:
+            hooks[number] = hooks.pop(number)  # torch goes by insertion, which move_to_end() leaves as it was
+
+
+def _fitting_all(new: Any, old: tuple[Tensor | None, ...], entry: HookAtSite) -> tuple[Tensor | None, ...]:
+    """Return the new gradients of a node, if they can stand in for the old ones; None takes one away."""
+    if isinstance(new, Tensor) and len(old) == 1:
+        new = (new,)
+    if not isinstance(new, tuple | list) or len(new) != len(old):
+        got = f"{len(new)} values" if isinstance(new, tuple | list) else type_name(new)
+        raise _misfit(entry, f"expected None or a tuple of {len(old)}, got {got}")
+    pairs = enumerate(zip(new, old, strict=True))
+    return tuple(None if one is None else _fitting(one, was, entry, f"entry {index}") for index, (one, was) in pairs)
+
+
+def _fitting(new: Any, old: Tensor | None, entry: HookAtSite, what: str) -> Tensor:
+    if not isinstance(new, Tensor):
+        raise _misfit(entry, f"{what} is {type_name(new)}, not a tensor or None")
+    if old is None:
+        raise _misfit(entry, f"{what} is for a gradient that did not come in this pass (None), so it cannot be given")
+    if _looks(new) != _looks(old):
+        raise _misfit(entry, f"{what} is {_looks(new)}, the gradient is {_looks(old)}")
+    return new
+
+
+def _looks(tensor: Tensor) -> str:
+    layout = "" if tensor.layout == torch.strided else f", {tensor.layout}"
+    return f"{tuple(tensor.shape)}, {tensor.dtype}{layout}, on {tensor.device}"
+
+
+def _misfit(entry: HookAtSite, what: str) -> HookReturnError:
+    attachment = entry.attachment
+    return HookReturnError(f"{attachment.kind.value} hook {attachment.name!r} on {entry.name!r}: {what}.")
+
+
+# -- saved tensors ---------------------------------------------------------------------------------------------------
+
+
+def saved_tensors(pack: Hook, unpack: Hook, *, name: str | None = None) -> SavedTensors:
+    """Decide how tensors are kept for the backward pass.
+
+    Recipe::
+
+        def pack(tensor):  # indices and masks are kept as well
+            return tensor.dtype, tensor.half() if tensor.is_floating_point() else tensor
+
+
+        with hookline.saved_tensors(pack, lambda packed: packed[1].to(packed[0])) as scope:
+            loss = model(x).square().mean()
+        loss.backward()
+        print(scope.packed, scope.unpacked)
+
+    Args:
+        pack: ``pack(tensor)``, called for each tensor that an operation inside the block keeps; it returns whatever
+            is to be kept instead. A computed tensor comes detached, leaves come as they are; neither may be changed in
+            place.
+        unpack: ``unpack(packed)``, called with that for each use in a backward pass, wherever and in whatever
+            thread it runs; it returns a tensor. Each of the two that declares a keyword-only ``site`` gets one.
+        name: A name for reports; the name of ``pack`` by default.
+
+    Of nested scopes, also torch's own, the innermost is asked. Nothing happens until the scope is entered.
+
+    Raises:
+        HookSignatureError: before anything is attached.
+    """
+    attachment = new_attachment(pack, Kind.SAVED_TENSORS, AttachOptions(name=name), site_type=SAVED)
+    wants_site = check_hook(unpack, Kind.SAVED_TENSORS, site_type=_UNPACK)
+    return SavedTensors(attachment, unpack, wants_site=wants_site)
+
+
+class SavedTensors(HookHandle):
+    """A pair of functions that pack and unpack what autograd keeps; made by `saved_tensors`.
+
+    A scope can be entered again, also inside itself and in several threads at once, and decorates a function::
+
+        @hookline.saved_tensors(pack, unpack)
+        def forward(x): ...
+
+    Leaving the block ends the packing; so does ``remove()``, at once, for good and in all threads. What was packed
+    is unpacked whenever it is needed. As with torch's own, blocks have to be left in the reverse order of entering.
+    """
+
+    def __init__(self, attachment: Attachment, unpack: Hook, *, wants_site: bool) -> None:
+        super().__init__(attachment)
+        self._pair = _Pair(attachment, unpack, wants_site)
+        self._scope = saved_tensors_hooks(self._pair.pack, self._pair.unpack)
+
+    def __enter__(self) -> Self:
+        if self.removed:
+            raise ScopeError(f"saved_tensors {self.name!r} was removed; make a new one.")
+        self._scope.__enter__()
+        self._pair.blocks.count(1)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if not self._pair.blocks.alive():
+            raise ScopeError(f"saved_tensors {self.name!r} is left, but was not entered.")
+        self._scope.__exit__(*exc_info)
+        self._pair.blocks.count(-1)
+
+    def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
+        """Run the function inside the scope, until that is removed."""
+
+        @functools.wraps(function)
+        def scoped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            if self.removed:
+                return function(*args, **kwargs)
+            with self:
+                return function(*args, **kwargs)
+
+        return scoped
+
+    def _state(self) -> str:
+        """Return whether it packs now: in a block that was entered, in whatever thread."""
+        return (
+            super()._state() if self.removed or self._pair.blocks.alive() else f"{OFF} until a `with` block enters it"
+        )
+
+    @property
+    def packed(self) -> int:
+        """The number of tensors that were packed."""
+        return self._pair.entry.fired
+
+    @property
+    def unpacked(self) -> int:
+        """The number of times one was unpacked."""
+        return self._pair.unpacked
+
+
+class _Unpacked(NamedTuple):
+    """A tensor that autograd wanted to keep in a block whose scope was removed inside of it."""
+
+    tensor: Tensor
+
+
+class _Blocks(HookContainer):
+    """How many blocks have entered a scope and not left it, in all threads."""
+
+    __slots__ = ("_open",)
+
+    def __init__(self) -> None:
+        self._open = 0
+
+    def count(self, change: int) -> None:
+        """Add ``change`` to the number."""
+        with LOCK:
+            self._open += change
+
+    def discard(self, entry: HookAtSite) -> None:
+        """Do nothing: open blocks see that the attachment is removed."""
+
+    def alive(self) -> bool:
+        """Return whether one is open."""
+        return self._open > 0
+
+
+class _Pair:
+    """The two functions of a scope, as torch calls them; kept by the graphs that were made in it."""
+
+    def __init__(self, attachment: Attachment, unpack: Hook, wants_site: bool) -> None:
+        self._attachment = attachment
+        self._unpack = unpack
+        self._wants_site = wants_site
+        self.blocks = _Blocks()
+        self.entry = _HookInGraph(attachment, "saved tensors", self.blocks)
+        self.unpacked = 0
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what to keep of the tensor."""
+        # torch hands an operation's own output over; kept as it is, it would keep the node that keeps it, for good.
+        tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        return _Unpacked(tensor) if self._attachment.removed else self.entry.run(tensor)
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Return the tensor again; raise if the user's function gives none."""
+        if type(packed) is _Unpacked:
+            return packed.tensor
+        self.unpacked += 1
+        options = {"site": self.entry.site_of(self.unpacked - 1)} if self._wants_site else {}
+        tensor = self._unpack(packed, **options)
+        if not isinstance(tensor, Tensor):
+            raise HookReturnError(
+                f"unpack function {hook_name(self._unpack)!r} of saved_tensors {self._attachment.name!r} must return "
+                f"a tensor, but got {type_name(tensor)}."
+            )
+        return tensor

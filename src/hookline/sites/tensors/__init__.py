@@ -1,1 +1,0 @@
-"""Put hooks on tensors, parameters, graph nodes and saved tensors."""
