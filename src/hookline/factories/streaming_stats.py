@@ -250,8 +250,6 @@ class Streaming:
             self.engine.take(module.watched, tensor)
         else:  # what is noted would be read when the memory has other numbers
             self.engine.take_found([(module.watched, [tensor], 1, None)])
-        if module.watched.beside:
-            self.engine.units.take(module.watched, tensor)
 
     def take_gathered(self, gathered: Gathered) -> None:
         """Add the statistics of tensors that are copied together."""

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import HooklineWarning
+from hookline.observe.watch.hooks import ModuleStatsHook
 from hookline.observe.watch.pending_tensors import Note, PendingTensors
 from hookline.observe.watch.stat_columns import Layout
 from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
-from hookline.observe.watch.watch_hooks import ModuleStatsHook
 
 
 class Seen:

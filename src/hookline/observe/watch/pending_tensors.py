@@ -32,7 +32,6 @@ from hookline.observe.watch.device_streams import streams_of
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
-    from hookline.observe.watch.stat_rows import ExponentBins
     from hookline.observe.watch.stats_engine import WatchedPlace
 
 __all__ = ["Note", "PendingTensors", "limit_of"]
@@ -70,7 +69,7 @@ class Note(NamedTuple):
 
 _note: Final[Callable[[tuple[Any, ...]], Note]] = functools.partial(tuple.__new__, Note)
 """Return a tuple as a `Note`, without a call of Python's."""
-_Kept: TypeAlias = "tuple[int, WatchedPlace | ExponentBins, Tensor, Any, int, int]"
+_Kept: TypeAlias = "tuple[int, WatchedPlace, Tensor, Any, int, int]"
 """Stream, place, tensor, its scale, and the versions of both."""
 
 
@@ -97,12 +96,12 @@ class PendingTensors:
         self._task = -1
         self._last: int | None = None
         """The stream that last added to rows."""
-        self._stays: dict[WatchedPlace | ExponentBins, bool] = {}
+        self._stays: dict[WatchedPlace, bool] = {}
         """For each place that is known: whether its tensors stay unchanged until the pass is over."""
         self._checks: deque[tuple[WatchedPlace, Tensor, int]] = deque()
         self._checked = 0
         """The bytes of tensors that were seen for the first time."""
-        self.lost: dict[WatchedPlace | ExponentBins, int] = {}
+        self.lost: dict[WatchedPlace, int] = {}
         """How many firings were not reduced because their tensor was changed first."""
 
     def __len__(self) -> int:
@@ -144,20 +143,6 @@ class PendingTensors:
         elif task != self._task or task is None:
             self._await_end()
         return True
-
-    def note_again(self, bins: ExponentBins, tensor: Tensor, scale: Any = None) -> bool:
-        """Count the tensor that was noted last in ``bins`` as well; return False if it is another one.
-
-        What compiled code shows was not noted: its memory is soon used again, and no version tells.
-        """
-        try:
-            last = self._notes[-1]
-        except IndexError:
-            return False
-        if last[2] is tensor and last[3] is scale:
-            self._notes.append((last[0], bins, *last[2:]))
-            return True
-        return False
 
     def flush(self) -> None:
         """Reduce all notes, and compare versions: a pass is over, or numbers are asked for."""
@@ -239,7 +224,7 @@ class PendingTensors:
             _torch.queue_end_of_backward(self.flush)
         self._task = task
 
-    def _lose(self, place: WatchedPlace | ExponentBins) -> None:
+    def _lose(self, place: WatchedPlace) -> None:
         self._stays[place] = False
         place.deferred = None
         count = self.lost[place] = self.lost.get(place, 0) + 1

@@ -54,7 +54,7 @@ class DeclaredShards(NamedTuple):
     """Names of modules of whose activations each rank has a part."""
 
     @classmethod
-    def of(cls, model: nn.Module, replicated: Target, sharded: Target) -> DeclaredShards:
+    def of(cls, model: nn.Module, replicated: Target = None, sharded: Target = None) -> DeclaredShards:
         """Return the names of the modules that the two targets select."""
         chosen = [[] if target is None else select(model, target) for target in (replicated, sharded)]
         return cls(*(frozenset(name for name, _ in each) for each in chosen))

@@ -167,9 +167,6 @@ class ExponentBins:
 
     def __init__(self) -> None:
         self.kept: Tensor | None = None
-        self.deferred: Any = None
-        self.silent = ""
-        """As of the place that it is kept for; tensors on a GPU wait for both."""
 
     def on(self, device: torch.device) -> Tensor:
         """Return the bins on a device, where a kernel counts."""

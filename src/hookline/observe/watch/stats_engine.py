@@ -53,7 +53,7 @@ _PARTIAL: Final = (
 class WatchedPlace:
     """One place in a model, and one kind of what flows through it."""
 
-    __slots__ = ("at_once", "beside", "bins", "deferred", "kind", "name", "placed", "rows", "silent", "unread")
+    __slots__ = ("at_once", "beside", "deferred", "kind", "name", "placed", "rows", "silent", "unread")
 
     def __init__(self, name: str, kind: str, beside: tuple[AliveUnits | ExponentBins, ...] = ()) -> None:
         self.name = name
@@ -67,8 +67,6 @@ class WatchedPlace:
         self.rows: dict[torch.device, StatRow] = {}
         self.beside = beside
         """The statistics that are kept per unit."""
-        self.bins = next((one for one in beside if isinstance(one, ExponentBins)), None)
-        """The one of them that a kernel counts."""
         self.placed: Placed | None = None
         """How its tensors lie on a mesh, if they are distributed (DTensor)."""
         self.silent = ""
@@ -110,9 +108,10 @@ class WatchedPlace:
         """Warn once that the place cannot be measured; the run goes on."""
         if not self.silent:
             self.silent = f"{type(error).__name__}: {error}"
+            what = f", {tensor.dtype}, shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else ""
             warnings.warn(
-                f"The statistics of {self.label!r} ({type(tensor).__name__}, {tensor.dtype}, shape "
-                f"{tuple(tensor.shape)}) could not be taken: {self.silent}. The run goes on; exclude= leaves it out.",
+                f"The statistics of {self.label!r} ({type(tensor).__name__}{what}) could not be taken: "
+                f"{self.silent}. The run goes on; exclude= leaves it out.",
                 HooklineWarning,
                 stacklevel=caller_stacklevel(),
             )
@@ -194,10 +193,9 @@ class StatsEngine:
         device = local.device
         if device.type in _READ_ON_HOST:
             measure(local.cpu(), self.layout, self.row(place, _CPU), 1.0 if scale is None else factor_of(scale))
-        elif self._kernel(device) is None:
-            with torch.no_grad():
-                self.take_vector(place, summarize(local, self.layout.with_details), scale)
-        elif place.at_once:
+            if place.beside:
+                self.units.take_all([Note(place, local, scale)])
+        elif place.at_once or self._kernel(device) is None:
             self._take_notes(device, [Note(place, local, scale)])
         else:
             self._pending_on(device).take(place, local, scale)
@@ -211,7 +209,7 @@ class StatsEngine:
         for place, tensor, scale in tensors:
             try:
                 local = place.numbers_in(tensor)
-                if local is not None and local.device.type != "cpu" and self._kernel(local.device) is not None:
+                if local is not None and local.device.type not in _READ_ON_HOST:
                     notes.setdefault(local.device, []).append(Note(place, local, scale))
                 else:
                     self.take(place, tensor, scale)
@@ -291,7 +289,7 @@ class StatsEngine:
 
     def _take_notes(self, device: torch.device, notes: Sequence[Note]) -> None:
         if self.layout.by_unit:
-            notes = self.units.take_noted(device, notes)
+            self.units.take_all(notes)
         kernel = self._kernel(device)
         if kernel is not None:
             try:

@@ -22,8 +22,6 @@ from hookline.messages import counted, short_repr
 from hookline.observe.watch.bad_order import CalledPlace, CallOrder, name_doubts
 from hookline.observe.watch.local_gradients import LOCAL_GRADIENT
 from hookline.observe.watch.watch import Watch, watch
-from hookline.sites import _torch
-from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
 from hookline.sites.optimizers.optimizer_hooks import attach_optimizer
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Target
     from hookline.observe.watch.stats_engine import WatchedPlace
-    from hookline.sites.hook_at_site import StandIn
 
 __all__ = ["StepAlarm", "Trouble", "alarm"]
 
@@ -148,7 +145,7 @@ def alarm(
         model, target, on=on, stats=["norm", "nonfinite"], exclude=exclude, optimizer=optimizer, scaler=scaler
     )
     try:
-        return StepAlarm(model, watched, optimizer, spike)
+        return StepAlarm(watched, optimizer, spike)
     except BaseException:
         watched.remove(quiet=True)
         raise
@@ -161,7 +158,7 @@ class StepAlarm(ShownAsTable):
     Comes off by ``alarm.remove()``, or at the end of a ``with`` block.
     """
 
-    def __init__(self, model: nn.Module, watched: Watch, optimizer: Optimizer | None, spike: float | None) -> None:
+    def __init__(self, watched: Watch, optimizer: Optimizer | None, spike: float | None) -> None:
         self.troubles: list[Trouble] = []
         """What this rank has found, the first first; at most 1,000."""
         self._watch = watched
@@ -178,12 +175,9 @@ class StepAlarm(ShownAsTable):
         self._marks: list[_Mark] = []
         self._add_mark()
         self._removed = False
-        self._part: nn.Module | None = None
-        """The part whose calls are the micro-batches, where the model's own forward is not called."""
-        self._handles = HandleSet([attach(model, self._begin_forward, on="forward_pre", observe=True, name="alarm")])
-        self._rules = watched._rules
-        self._rules.find_counter()  # there is one by now, whatever is watched
-        self._rules.on_part = self._follow
+        self._handles = HandleSet()
+        self._passes = watched._passes
+        self._passes.on_forward = self._begin_forward
         self._by_optimizer = optimizer is not None
         if optimizer is not None:
             inner = unwrap_optimizer(optimizer)
@@ -257,25 +251,11 @@ class StepAlarm(ShownAsTable):
 
     # -- at forwards and steps -------------------------------------------------------------------------------
 
-    def _begin_forward(self, module: nn.Module, args: Any) -> None:
-        """Begin a micro-batch, if the forward counts."""
-        # What activation checkpointing repeats was counted the first time.
-        if _torch.in_recomputation() or _torch.graph_task_id() != -1:
-            return
-        if module is self._part and _torch.times_running(self._watch.model):
-            return  # a forward of the model has begun it
-        if self._rules.counts_forward():
-            if len(self._marks) > _APART and not all(self._rules.counter.mode()):
-                self._marks.pop()
-            self._add_mark()
-
-    def _follow(self, stand_in: StandIn) -> None:
-        """Take calls of `stand_in` for micro-batches; the first of them is under way."""
-        part = stand_in.module()
-        if part is not None and self._part is None:
-            self._part = part
-            self._handles.add(attach(part, self._begin_forward, on="forward_pre", observe=True, name="alarm"))
-            self._add_mark()
+    def _begin_forward(self) -> None:
+        """Begin a micro-batch, with a forward that counts."""
+        if len(self._marks) > _APART and not all(self._passes.counter.mode()):
+            self._marks.pop()
+        self._add_mark()
 
     def _end_step(self, *args: Any) -> None:
         """Compare the copies of the step that is over."""

@@ -45,37 +45,21 @@ class UnitStats:
         self.kernels: dict[torch.device, ExponentKernel | None] = {}
         """By device; None where torch does the work."""
 
-    def take(self, place: WatchedPlace, tensor: Tensor, scale: Any = None) -> None:
-        """Add a tensor; its numbers are divided by ``scale`` first."""
-        self.take_all([(place, tensor, scale)])
-
-    def take_all(self, tensors: Iterable[tuple[WatchedPlace, Tensor, Any]]) -> None:
-        """Add several, each with its place and scale; one that cannot be read costs neither the run nor the rest."""
-        notes: dict[torch.device, list[Note]] = {}
-        for place, tensor, scale in tensors:
-            deferred, bins, others = place.deferred, place.bins, place.beside
+    def take_all(self, notes: Iterable[Note]) -> None:
+        """Add the tensors of several places; one that cannot be read costs neither the run nor the rest."""
+        by_kernel: dict[torch.device, list[Note]] = {}
+        for note in notes:
+            place, tensor, scale = note
             try:
-                if deferred is not None and bins is not None and deferred.note_again(bins, tensor, scale):
-                    others = tuple(one for one in others if one is not bins)
-                local = place.numbers_in(tensor) if others else None
-                if local is None:
-                    continue
-                if bins is not None and bins in others and self._kernel(local.device) is not None:
-                    notes.setdefault(local.device, []).append(Note(bins, local, scale))
-                    others = tuple(one for one in others if one is not bins)
-                self._take_here(others, local, scale)
+                for statistic in place.beside:
+                    if isinstance(statistic, ExponentBins) and self._kernel(tensor.device) is not None:
+                        by_kernel.setdefault(tensor.device, []).append(Note(statistic, tensor, scale))
+                    else:
+                        self._take_here(statistic, tensor, scale)
             except Exception as error:
                 place.give_up(tensor, error)
-        for device, some in notes.items():
+        for device, some in by_kernel.items():
             self._count(device, some)
-
-    def take_noted(self, device: torch.device, notes: Sequence[Note]) -> Sequence[Note]:
-        """Count those of the notes of a GPU that are for bins; return the others."""
-        counted = [note for note in notes if isinstance(note.place, ExponentBins)]
-        if not counted:
-            return notes
-        self._count(device, counted)
-        return [note for note in notes if not isinstance(note.place, ExponentBins)]
 
     def read(self, places: Iterable[WatchedPlace]) -> dict[WatchedPlace, list[list[float]]]:
         """Return for each place a list for each statistic, empty if there is nothing."""
@@ -85,13 +69,10 @@ class UnitStats:
             found[place][at] = values
         return found
 
-    def _take_here(self, statistics: Sequence[AliveUnits | ExponentBins], tensor: Tensor, scale: Any) -> None:
+    def _take_here(self, statistic: AliveUnits | ExponentBins, tensor: Tensor, scale: Any) -> None:
         """Add a tensor by operations of torch."""
-        if statistics:
-            with torch.no_grad(), self._lock:
-                numbers = tensor.detach() if scale is None else tensor.detach() * factor_of(scale)
-                for statistic in statistics:
-                    statistic.take(numbers)
+        with torch.no_grad(), self._lock:
+            statistic.take(tensor.detach() if scale is None else tensor.detach() * factor_of(scale))
 
     def _count(self, device: torch.device, notes: Sequence[Note]) -> None:
         """Count tensors of one GPU in their bins; where the kernel does not work, by operations of torch."""
@@ -110,7 +91,7 @@ class UnitStats:
                 except Exception as error:  # no compiler for C, for instance
                     self._give_up(device, error)
             for bins, x, scale in same:
-                self._take_here([bins], x, scale)
+                self._take_here(bins, x, scale)
 
     def _kernel(self, device: torch.device) -> ExponentKernel | None:
         if device not in self.kernels:

@@ -17,7 +17,7 @@ from hookline.tables import Table
 
 if TYPE_CHECKING:
     from hookline.observe.watch.stats_engine import StatsEngine
-    from hookline.observe.watch.watch_steps import CountingRules
+    from hookline.observe.watch.steps import Passes
 
 __all__ = ["watch_table"]
 
@@ -25,14 +25,14 @@ _REPORTED: Final = "nothing since the last report or reset: the numbers before i
 
 
 def watch_table(
-    metrics: Mapping[str, Any], engine: StatsEngine, rules: CountingRules, sort: str | None, top: int | None
+    metrics: Mapping[str, Any], engine: StatsEngine, passes: Passes, sort: str | None, top: int | None
 ) -> Table:
     """Return the table of a watch.
 
     Args:
         metrics: Its statistics, by ``"place/statistic"``.
         engine: Where its places are.
-        rules: Which passes count.
+        passes: Which passes count.
         sort: The statistic by which rows are sorted, the largest first and NaN before it; None: as in the model.
         top: How many rows are shown; None for all.
     """
@@ -44,7 +44,7 @@ def watch_table(
         table = _sorted(table, metrics, sort)
     if top is not None and top < 1:
         raise OptionError(f"top= is how many rows are shown, 10 for instance; got {top!r}.")
-    return replace(table, most=top, foot=(*table.foot, *rules.in_words(), *rank_in_words()))
+    return replace(table, most=top, foot=(*table.foot, *passes.in_words(), *rank_in_words()))
 
 
 def _sorted(table: Table, metrics: Mapping[str, Any], sort: str) -> Table:
