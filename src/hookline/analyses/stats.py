@@ -17,7 +17,7 @@ from hookline.analyses._base import Analysis
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import MetricInfo
 from hookline.observe.watch.hooks import checked_kinds
-from hookline.observe.watch.stat_columns import Layout
+from hookline.observe.watch.row import Layout
 from hookline.observe.watch.watch import Watch, watch
 from hookline.when import ReportedSteps, StepSchedule
 

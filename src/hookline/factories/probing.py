@@ -29,7 +29,7 @@ from hookline.factories.served_batch import (
     running,
 )
 from hookline.factories.token_owners import owners_of
-from hookline.observe.watch.stat_columns import Layout, as_metrics
+from hookline.observe.watch.row import Layout, as_metrics
 from hookline.sites import _torch
 
 if TYPE_CHECKING:

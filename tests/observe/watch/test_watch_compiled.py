@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.observe.watch import graph_stats
+from hookline.observe.watch import graph
 from hookline.sites._torch import compiled_code, guards_of
 
 STATS = ("mean", "std", "norm", "rms", "min", "max", "absmax", "zero_fraction", "nonfinite", "over:0.5", "nan")
@@ -301,7 +301,7 @@ def test_after_an_alarm_compiled_code_looks_closer(monkeypatch: pytest.MonkeyPat
 
     The next graph hands the tensor itself over.
     """
-    monkeypatch.setattr(graph_stats, "_BY_ROW", frozenset({"cpu"}))
+    monkeypatch.setattr(graph, "_BY_ROW", frozenset({"cpu"}))
     model = nn.Sequential(nn.Identity(), nn.Identity())
     called = whole(model, "aot_eager")
     bad = torch.ones(2, 64)

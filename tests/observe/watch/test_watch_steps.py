@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.observe.watch.stat_columns import DEFAULT_STATS
+from hookline.observe.watch.row import DEFAULT_STATS
 from hookline.phases import in_phase, phase
 
 # -- steps ---------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 
 from hookline.errors import HooklineWarning, NoMatchError, OptionError
 from hookline.messages import caller_stacklevel, suggest, type_name
-from hookline.observe.watch.graph_handover import GraphHandover
-from hookline.observe.watch.graph_stats import find_in
+from hookline.observe.watch.graph import find_in
+from hookline.observe.watch.handover import GraphHandover
 from hookline.observe.watch.local_gradients import LOCAL_GRADIENT, LocalGradients
 from hookline.sites import _torch
 from hookline.sites.attach import attach_to_modules, new_attachment
@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hookline.hook_types import Target
-    from hookline.observe.watch.stat_columns import Layout
-    from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
+    from hookline.observe.watch.engine import StatsEngine
+    from hookline.observe.watch.place import WatchedPlace
+    from hookline.observe.watch.row import Layout
     from hookline.observe.watch.steps import Passes
     from hookline.sites.compiled.op_schemas import Found, Handed, Share
     from hookline.sites.tensors.parameter_hooks import NamedParameter
@@ -105,20 +106,21 @@ class ModuleStatsHook(Summary):
         if task != -1 and _torch.in_recomputation():  # it was counted the first time
             return
         if self._passes.current().takes:
-            self._take(module, output, None, task)
+            self._take(module, output, task)
             if module is self._model:
                 self._engine.flush()
 
     def backward(self, module: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
         """Take the gradients of a module's output."""
         if self._passes.counts_backward():
-            self._take(module, grads[0] if len(grads) == 1 else grads, self._scale(), _torch.graph_task_id())
+            self._take(module, grads[0] if len(grads) == 1 else grads, _torch.graph_task_id())
 
-    def _take(self, module: nn.Module, value: Any, scale: Any, task: int) -> None:
+    def _take(self, module: nn.Module, value: Any, task: int) -> None:
         place = self._places.get(id(module))
         if place is None:  # a copy of a module takes its hooks along, and goes unwatched
             return
         try:
+            scale = None if self._is_forward else self._scale()
             if place.deferred is not None and place.deferred.note(place, value, scale, task):
                 return
             tensor = value if isinstance(value, Tensor) else main_tensor(value)
@@ -173,11 +175,10 @@ def _no_scale() -> None:
 @functools.cache
 def _maker(layout: Layout, is_gradient: bool) -> Callable[[list[Tensor]], Found | None]:
     """Return what summarizes the main one of several tensors; one per layout, so that compiled code can be reused."""
-    closer = layout.with_details  # here, as the compiler cannot follow a property that is kept
 
     def make(tensors: list[Tensor]) -> Found | None:
         main = main_of(tensors)
-        return None if main is None else find_in(main, layout, is_gradient=is_gradient, closer=closer)
+        return None if main is None else find_in(main, layout, is_gradient=is_gradient)
 
     return make
 

@@ -21,6 +21,7 @@ from hookline.errors import OptionError
 from hookline.messages import counted, short_repr
 from hookline.observe.watch.bad_order import CalledPlace, CallOrder, name_doubts
 from hookline.observe.watch.local_gradients import LOCAL_GRADIENT
+from hookline.observe.watch.row import BAD, FIRES, INF, NAN, SQUARES
 from hookline.observe.watch.watch import Watch, watch
 from hookline.sites.handle import HandleSet
 from hookline.sites.optimizers.optimizer_hooks import attach_optimizer
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hookline.hook_types import Target
-    from hookline.observe.watch.stats_engine import WatchedPlace
+    from hookline.observe.watch.place import WatchedPlace
 
 __all__ = ["StepAlarm", "Trouble", "alarm"]
 
@@ -264,7 +265,7 @@ class StepAlarm(ShownAsTable):
         rows = _on_host(self._marks)
         for (mark, until), before, after in zip(pairwise(self._marks), rows, rows[1:], strict=False):
             change = _difference(before, after)
-            if any(found[:, _FIRES].any() for found in change.values()):
+            if any(found[:, FIRES].any() for found in change.values()):
                 self._ordered_rows = self._ordered_rows or {device: len(found) for device, found in change.items()}
                 self._find(change, micro_batch, mark.batch, CallOrder(until.bad_rows, self._ordered_rows))
                 micro_batch += 1
@@ -289,9 +290,9 @@ class StepAlarm(ShownAsTable):
         found: dict[str, dict[CalledPlace, tuple[float, float]]] = {}
         for place in self._engine.places.values():
             for device, row in place.rows.items():
-                if device in change and row.number < len(change[device]) and change[device][row.number, _FIRES]:
+                if device in change and row.number < len(change[device]) and change[device][row.number, FIRES]:
                     numbers = change[device][row.number]
-                    fires, bad = numbers[[_FIRES, _BAD]].tolist()
+                    fires, bad = numbers[[FIRES, BAD]].tolist()
                     called = CalledPlace(place.label, device, row.number, fires == (bad or 1.0))
                     for what, value, usual in self._judge(place, numbers):
                         found.setdefault(what, {})[called] = value, usual
@@ -312,7 +313,7 @@ class StepAlarm(ShownAsTable):
 
     def _judge(self, place: WatchedPlace, row: NDArray[np.float64]) -> list[tuple[str, float, float]]:
         """Return what is wrong with one place in one micro-batch: what, its value, its usual value."""
-        fires, squares, bad, nan, inf = row[[_FIRES, _SQUARES, _BAD, _NAN, _INF]].tolist()
+        fires, squares, bad, nan, inf = row[[FIRES, SQUARES, BAD, NAN, INF]].tolist()
         if bad:
             # Compiled code on a GPU has not counted them before its graph is made anew; there is at least one.
             return [("NaN", nan or 1.0, 0.0)] if nan or not inf else [("Inf", inf, 0.0)]
@@ -335,8 +336,6 @@ class StepAlarm(ShownAsTable):
 
 
 _WORDS: Final = ("NaN", "Inf", "spike")
-_FIRES, _SQUARES, _BAD, _NAN, _INF = 0, 3, 5, 6, 7
-"""Columns of a row, among those that are added up."""
 
 
 class _UsualNorm:

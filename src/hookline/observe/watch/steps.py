@@ -30,8 +30,8 @@ from hookline.when import StepSchedule
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.observe.watch.budgeted_schedule import BudgetedSchedule
-    from hookline.observe.watch.stats_engine import WatchedPlace
+    from hookline.observe.watch.budget import BudgetedSchedule
+    from hookline.observe.watch.place import WatchedPlace
 
 __all__ = [
     "BY_FORWARD",

@@ -9,20 +9,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from torch import Tensor, nn
 
 from hookline.distributed.ranks import is_distributed
 from hookline.errors import OptionError
-from hookline.messages import type_name
-from hookline.observe.watch.budgeted_schedule import BudgetedSchedule, budgeted
+from hookline.messages import suggest, type_name
+from hookline.observe.watch.budget import Budget, BudgetedSchedule
+from hookline.observe.watch.engine import StatsEngine, StatsSnapshot
 from hookline.observe.watch.hooks import WatchSites, checked_kinds
-from hookline.observe.watch.overhead_budget import Budget
-from hookline.observe.watch.rank_stats import DeclaredShards, RankStats, same_on_ranks
-from hookline.observe.watch.saved_rows import load_rows, saved_rows
-from hookline.observe.watch.stat_columns import Layout
-from hookline.observe.watch.stats_engine import StatsEngine, StatsSnapshot
+from hookline.observe.watch.ranks import DeclaredShards, RankStats, rank_in_words, same_on_ranks
+from hookline.observe.watch.row import Layout, table_of
 from hookline.observe.watch.steps import (
     BY_FORWARD,
     BY_HAND,
@@ -33,7 +32,6 @@ from hookline.observe.watch.steps import (
     Schedule,
     Steps,
 )
-from hookline.observe.watch.watch_table import watch_table
 from hookline.phases import During, validate_phases
 from hookline.sites.roles import with_role
 from hookline.sites.targets import check_model
@@ -49,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["Watch", "watch"]
 
 _layout_of = functools.cache(Layout.of)
+_REPORTED: Final = "nothing since the last report or reset: the numbers before it went to whoever asked, to sinks say"
 
 
 def watch(
@@ -126,7 +125,8 @@ def watch(
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "scale")):
         raise OptionError(f"scaler= takes a torch.amp.GradScaler, got {type_name(scaler)}.")
     layout = _layout_of(stats if stats is None or isinstance(stats, str) else tuple(stats))
-    schedule = StepSchedule.of(every) if budget is None else budgeted(unwrap(model), every, budget)
+    asked = StepSchedule.of(every)
+    schedule = asked if budget is None else BudgetedSchedule(asked, budget)
     found = Watch(unwrap(model), layout, schedule, validate_phases(during), scaler)
     declared = DeclaredShards.of(found.model, replicated, sharded)
     found._ranks = RankStats(found._engine, found.model, same_on_ranks(target, exclude, kinds, layout, every), declared)
@@ -246,7 +246,15 @@ class Watch(ShownAsTable):
 
     def table(self, *, sort: str | None = None, top: int | None = None) -> Table:
         """Return what ``print(watch)`` shows; with ``sort="norm", top=10`` the ten places with the largest norm."""
-        return watch_table(self._engine.to_metrics(self._snapshot()), self._engine, self._passes, sort, top)
+        metrics, places = self._engine.to_metrics(self._snapshot()), self._engine.places.values()
+        table = table_of(metrics, {one.label: one.name for one in places})
+        if not table.header:
+            return Table(title=_REPORTED) if any(place.rows for place in places) else table
+        if sort is not None:
+            table = _sorted(table, metrics, sort)
+        if top is not None and top < 1:
+            raise OptionError(f"top= is how many rows are shown, 10 for instance; got {top!r}.")
+        return replace(table, most=top, foot=(*table.foot, *self._passes.in_words(), *rank_in_words()))
 
     def _table(self) -> Table:
         return self.table()
@@ -286,12 +294,12 @@ class Watch(ShownAsTable):
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run has to know: all that was counted, and the step it is in."""
         steps, during = self._steps.state_dict(), self._passes.during.state_dict()
-        found = {"counted": saved_rows(self._engine), "steps": steps, "during": during}
+        found = {"counted": self._engine.state_dict(), "steps": steps, "during": during}
         return found if self.budget is None else {**found, "budget": self.budget.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` gave."""
-        load_rows(self._engine, state["counted"])
+        self._engine.load_state_dict(state["counted"])
         if self.budget is not None and "budget" in state:
             self.budget.load_state_dict(state["budget"])
         self._steps.load_state_dict(state["steps"])
@@ -315,8 +323,6 @@ class Watch(ShownAsTable):
             return
         self._removed = True
         self._leave_optimizers()
-        if self.budget is not None:
-            self.budget.leave()
         # That one module of many was never called is in the report; that none was is worth a warning.
         excused = self._passes.in_parts or not self._steps.is_due
         seen = excused or any(report.fired for report in self._sites.handles.report())
@@ -375,6 +381,20 @@ class Watch(ShownAsTable):
             if place.kind not in ("", "param"):
                 place.empty()
         self._steps.restart()
+
+
+def _sorted(table: Table, metrics: Mapping[str, Any], sort: str) -> Table:
+    names = list(table.header[1:])
+    if sort not in names:
+        raise OptionError(f"sort={sort!r} is no column of this watch{suggest(sort, names) or '.'} {', '.join(names)}.")
+
+    def key(row: Any) -> tuple[int, float]:
+        value = metrics.get(f"{row[0]}/{sort}" if row[0] else sort)
+        if value is None:
+            return 2, 0.0
+        return (1, -float(value)) if value == value else (0, 0.0)
+
+    return replace(table, rows=sorted(table.rows, key=key), rest=f" more, none with a larger {sort}")
 
 
 def _nothing_watched() -> Watch:

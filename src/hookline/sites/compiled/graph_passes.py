@@ -1,6 +1,6 @@
 """Arrange in the compiler's graphs what they hand over: few operators, each reduction where its tensor is made.
 
-`hand_over_late` of ``graph_stats`` calls `arrange` while a graph is traced. Inductor then calls `_arrange_joint` with
+`hand_over_late` of ``observe.watch.graph`` calls `arrange` while a graph is traced. Inductor then calls `_arrange_joint` with
 the graph of forward and backward, before it divides that, and `_arrange_side` with either side afterwards.
 
 Before the division ours come last in the forward: the compiler decides what to keep for the backward by the order of

@@ -20,21 +20,21 @@ import functools
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from hookline.errors import HooklineWarning
 from hookline.messages import caller_stacklevel
-from hookline.observe.watch.device_streams import streams_of
+from hookline.observe.watch.place import Note
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
-    from hookline.observe.watch.stats_engine import WatchedPlace
+    from hookline.observe.watch.place import WatchedPlace
 
-__all__ = ["Note", "PendingTensors", "limit_of"]
+__all__ = ["PendingTensors", "Streams", "limit_of", "streams_of"]
 
 _CPU: Final = torch.device("cpu")
 _STRIDED: Final = torch.strided
@@ -55,16 +55,6 @@ def limit_of(device: torch.device) -> int:
     if device.type != "cuda":
         return _LEAST
     return max(torch.cuda.get_device_properties(device).total_memory // _SHARE, _LEAST)
-
-
-class Note(NamedTuple):
-    """A tensor that was seen at a place."""
-
-    place: Any
-    """A `WatchedPlace`; for a histogram, its `ExponentBins`."""
-    tensor: Tensor
-    scale: Any = None
-    """Divide its numbers by this."""
 
 
 _note: Final[Callable[[tuple[Any, ...]], Note]] = functools.partial(tuple.__new__, Note)
@@ -250,3 +240,48 @@ def _without_numbers(tensor: Tensor) -> Tensor:
 
 def _version_of(scale: Any) -> int:
     return scale._version if isinstance(scale, Tensor) and not scale.is_inference() else 0
+
+
+# -- streams of a device -------------------------------------------------------------------------------------
+
+
+class Streams:
+    """The streams of a device, by number; this class is for a device that has none."""
+
+    now: Callable[[], int] = staticmethod(lambda: 0)
+    """Return the current stream."""
+
+    def on(self, number: int) -> AbstractContextManager[Any]:
+        """Return a block whose work is put on stream ``number``."""
+        return nullcontext() if number == self.now() else self._on_other(number)
+
+    def _on_other(self, number: int) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def join(self, number: int) -> None:
+        """Make the current stream wait for stream ``number``."""
+
+
+class _CudaStreams(Streams):
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.now = _torch.current_stream_of(torch.cuda.current_device() if device.index is None else device.index)
+
+    def _on_other(self, number: int) -> AbstractContextManager[Any]:
+        context: Any = torch.cuda.stream
+        return cast(AbstractContextManager[Any], context(self._stream(number)))
+
+    def join(self, number: int) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream(number))
+
+    def _stream(self, number: int) -> torch.cuda.Stream:
+        other: Any = torch.cuda.ExternalStream
+        # Given 0, ExternalStream would be any stream.
+        return (
+            cast(torch.cuda.Stream, other(number, self._device)) if number else torch.cuda.default_stream(self._device)
+        )
+
+
+def streams_of(device: torch.device) -> Streams:
+    """Return the streams of a device."""
+    return _CudaStreams(device) if device.type == "cuda" else Streams()
