@@ -133,14 +133,22 @@ def reduce_on_device(tensor: Tensor, layout: Layout, scale: Any = None) -> Tenso
     ones = torch.ones((), dtype=_WIDE, device=tensor.device)
     if not count:
         return torch.tensor((1.0, *layout.empty[1:]), dtype=_WIDE, device=tensor.device)
-    finite, nan = numbers.isfinite(), numbers.isnan().sum()
-    bad = count - finite.sum()
-    norm = torch.linalg.vector_norm(numbers, dtype=_WIDE)
-    low, high = torch.where(finite, numbers, math.inf).amin(), torch.where(finite, numbers, -math.inf).amax()
+    nothing = ones * 0
+    total = squares = zeros = nan = bad = nothing
+    if layout.moments:
+        total, squares = numbers.sum(dtype=_WIDE), torch.linalg.vector_norm(numbers, dtype=_WIDE).square()
+    if layout.zeros:
+        zeros = (numbers == 0).sum()
+    finite = numbers.isfinite()
+    if layout.moments or layout.extremes:
+        nan, bad = numbers.isnan().sum(), count - finite.sum()
+    kept = [nothing - math.inf] * len(layout.kept)
+    if layout.extremes:
+        low, high = torch.where(finite, numbers, math.inf).amin(), torch.where(finite, numbers, -math.inf).amax()
+        kept = [-numbers.amin(), numbers.amax(), -low, high]
     over = [(numbers.abs() > threshold).sum() for threshold in layout.thresholds]
-    added = [ones, ones * count, numbers.sum(dtype=_WIDE), norm * norm, (numbers == 0).sum(), bad > 0, nan, bad - nan]
-    kept = [-numbers.amin(), numbers.amax(), -low, high]
-    return torch.stack([each.to(_WIDE) for each in (*added, *over, *kept)])
+    added = [ones, ones * count, total, squares, zeros, bad > 0, nan, bad - nan, *over]
+    return torch.stack([each.to(_WIDE) for each in (*added, *kept)])
 
 
 def factor_of(scale: Any) -> float:
