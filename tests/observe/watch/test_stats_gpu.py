@@ -431,7 +431,7 @@ def test_a_compiled_model_tells_what_an_eager_one_does(mode: str) -> None:
         watch.remove()
     (eager, times), (compiled_, compiled_times) = found
     assert times == compiled_times
-    assert set(times.values()) == {8}
+    assert {count for place, count in times.items() if "param" not in place} == {8}
     for key, value in eager.items():
         scale = abs(eager[key.rpartition("/")[0] + "/absmax"])
         assert compiled_[key] == pytest.approx(value, rel=1e-3, abs=1e-4 * scale), key

@@ -161,7 +161,9 @@ class Steps:
         self.what = BY_FORWARD
         """What a step is, in words: `BY_FORWARD`, `BY_OPTIMIZER` or `BY_HAND`."""
         self.last_look: int | None = None
-        """The newest step that is over and was due."""
+        """The newest step that has come to its end and was due."""
+        self.reached = 0
+        """How many steps have come to their end: their optimizer steps, or has."""
         self.has_begun = False
         """Whether a forward has begun that is a step."""
         self._set(0)
@@ -177,9 +179,14 @@ class Steps:
         """Whether hooks are to be on now. Forwards begin too late to put them on: those are passed over instead."""
         return self.is_due or self.what is BY_FORWARD
 
+    def reach_end(self) -> None:
+        """Note that the optimizer makes the step under way; other hooks on it may report before it is over."""
+        self.reached = self.count + 1
+        self.last_look = self.count if self.is_due else self.last_look
+
     def advance(self) -> None:
         """Count one more step."""
-        self.last_look = self.count if self.is_due else self.last_look
+        self.reach_end()
         self._set(self.count + 1)
 
     def begin_forward(self, is_training: bool) -> None:
@@ -193,6 +200,7 @@ class Steps:
         """Count from 0 again: what came before was no training, or another kind of step from now on."""
         self.what = what or self.what
         self.has_begun = False
+        self.reached, self.last_look = 0, None
         self._set(0)
 
     def take_back(self) -> None:
@@ -207,6 +215,7 @@ class Steps:
         """Go on from what ``state_dict`` gave."""
         known = {what: what for what in (BY_FORWARD, BY_OPTIMIZER, BY_HAND)}
         self.what, self.has_begun = known[state["what"]], state["begun"]
+        self.reached = state["count"]
         self._set(state["count"])
 
 

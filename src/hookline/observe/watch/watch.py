@@ -221,7 +221,7 @@ class Watch(ShownAsTable):
     def steps_since_look(self) -> int | None:
         """How many steps are over since the last one that it looked at; None before the first."""
         look = self._steps.last_look
-        return None if look is None else self.steps - 1 - look
+        return None if look is None else self._steps.reached - 1 - look
 
     @property
     def step_is(self) -> str:
@@ -362,6 +362,7 @@ class Watch(ShownAsTable):
 
     def _before_step(self, optimizer: Optimizer) -> None:
         self._passes.during.note_step()
+        self._steps.reach_end()
         if self._passes.counts_now():
             scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales by itself, later
             self._sites.parameters.read_gradients(scale, of=optimizer)
