@@ -31,7 +31,7 @@ from hookline.observe.watch.kernel import (
     readable,
 )
 from hookline.observe.watch.pending import PendingTensors
-from hookline.observe.watch.place import DeviceRows, StatRow
+from hookline.observe.watch.place import DeviceRows, Note, StatRow
 from hookline.observe.watch.reduce import reduce_on_device
 from hookline.observe.watch.row import Layout
 from hookline.observe.watch.units import ExponentBins
@@ -397,7 +397,7 @@ def test_counts_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_histograms_wait_with_the_rows_and_are_counted_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noted twice, counted by one launch at the flush; what was not noted for its row is counted at once."""
+    """Noted once, counted by one launch at the flush; what was not noted for its row is counted at once."""
     monkeypatch.setattr(kernels, "_TILE", 64)
     engine, plain = StatsEngine(COUNTED), StatsEngine(COUNTED)
     rows = engine._kernels[CPU] = _kernel(COUNTED)
@@ -412,22 +412,20 @@ def test_histograms_wait_with_the_rows_and_are_counted_in_one_launch(monkeypatch
         some = [torch.randn(40) * (step + 1) for _ in places]
         for place, x in zip(places, some, strict=True):
             pending.take(place, x)
-            engine.units.take(place, x)
-            plain.units.take(plain.place(place.name, "forward"), x)
-        assert len(pending) == (6 if step else 0)
+            plain.take(plain.place(place.name, "forward"), x)
+        assert len(pending) == (3 if step else 0)
         engine.flush()
     assert len(launches) == 3 + 1 + 1  # the first tensor of each place is reduced at once
     changed = torch.ones(4)
     pending.take(places[0], changed)
-    engine.units.take(places[0], changed)
-    changed.mul_(2)  # then both are lost, and say so
-    engine.units.take(places[1], torch.ones(4))  # not noted: counted now
-    plain.units.take(plain.place("b", "forward"), torch.ones(4))
+    changed.mul_(2)  # then it is lost, and says so
+    engine.units.take_all([Note(places[1], torch.ones(4))])  # not noted: counted now
+    plain.take(plain.place("b", "forward"), torch.ones(4))
     assert len(launches) == 6
     found = engine.snapshot().beside
     for place, theirs in plain.snapshot().beside.items():
         assert found[engine.place(place.name, "forward")] == theirs
-    assert pending.lost == {places[0]: 1, places[0].bins: 1}
+    assert pending.lost == {places[0]: 1}
 
 
 def test_where_the_kernels_cannot_be_compiled_torch_counts_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,8 +453,6 @@ def test_where_the_kernels_cannot_be_compiled_torch_counts_and_says_so_once(monk
                 place.deferred = pending
                 pending._stays[place] = True
                 assert pending.note(place, x)
-                for each in (engine, plain):
-                    each.units.take(each.place(name, "forward"), x)
                 plain.take(plain.place(name, "forward"), x)
             engine.flush()
     assert [str(each.message) for each in said if "no C compiler" in str(each.message)] == [
