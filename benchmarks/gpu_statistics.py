@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hookline as hl
-from hookline.observe.watch.stat_columns import Layout
-from hookline.observe.watch.stat_kernel import Kernel, KernelInput, Tuning, readable
-from hookline.observe.watch.stat_rows import DeviceRows
+from hookline.observe.watch.kernel import Kernel, KernelInput, Tuning, readable
+from hookline.observe.watch.place import DeviceRows
+from hookline.observe.watch.row import Layout
 
 __all__ = ["gpu_compiled", "gpu_eager", "gpu_kernel"]
 

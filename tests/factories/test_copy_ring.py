@@ -16,8 +16,8 @@ import hookline as hl
 from hookline.factories import activation_stats, copy_ring, nan_alarm, small_tensors
 from hookline.factories import streaming_stats as streaming
 from hookline.factories.copy_ring import SLOTS, CopyRing
-from hookline.observe.watch.device_streams import Streams
-from hookline.observe.watch.stats_engine import StatsEngine
+from hookline.observe.watch.engine import StatsEngine
+from hookline.observe.watch.pending import Streams
 from hookline.sites import _torch
 from hookline.sites.compiled import graph_passes
 
@@ -37,7 +37,6 @@ class HostCalls:
         def counted_all(engine: StatsEngine, tensors: Any) -> None:
             self.reduced.append(len(tensors))
             take_all(engine, tensors)
-            self.at_once -= len(tensors)  # each goes on through `take`, as there is no kernel
 
         def counted(engine: StatsEngine, place: Any, tensor: Tensor, scale: Any = None) -> None:
             self.at_once += 1

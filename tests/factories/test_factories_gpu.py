@@ -30,7 +30,7 @@ from hookline.factories import (
     steer,
 )
 from hookline.factories.request_notes import RequestNotes, noting
-from hookline.observe.watch.stat_kernel import Kernel
+from hookline.observe.watch.kernel import Kernel
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hookline.factories import activation_stats, nan_alarm
 from hookline.factories import streaming_stats as streaming
-from hookline.observe.watch.stats_engine import StatsEngine
+from hookline.observe.watch.engine import StatsEngine
 from hookline.sites import _torch
 
 STATS = ["mean", "std", "norm", "min", "max", "absmax", "zero_fraction", "over:1", "nonfinite", "nan", "inf"]

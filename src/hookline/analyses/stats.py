@@ -16,9 +16,9 @@ from torch import nn
 from hookline.analyses._base import Analysis
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import MetricInfo
-from hookline.observe.watch.stat_columns import Layout
+from hookline.observe.watch.hooks import checked_kinds
+from hookline.observe.watch.row import Layout
 from hookline.observe.watch.watch import Watch, watch
-from hookline.observe.watch.watch_hooks import checked_kinds
 from hookline.when import ReportedSteps, StepSchedule
 
 _EVERY: Final = 10
@@ -33,8 +33,7 @@ class StatsHook(Analysis):
     Metrics are ``{layer}/{kind}/{stat}``; those of the whole model have no layer in front. A step is one of the
     optimizer, with all batches that it has. Gradients of parameters are as the optimizer sees them: of the whole step,
     unscaled, and after clipping; ``norms`` has their length before it. What is reported is of the steps looked at since
-    the last report, of which ``looked_at`` is the newest. In a loop of your own around `HookManager.fire` a step is one
-    forward of the model.
+    the last report, of which ``looked_at`` is the newest.
 
     Args:
         targets: Which modules, and parameters below them; as in ``hookline.watch``.
@@ -65,7 +64,6 @@ class StatsHook(Analysis):
         self.every = StepSchedule.of(_EVERY if every is None else every)
         self._takes_reports = every is None
         self._watch: Watch | None = None
-        self._optimizers: Sequence[Any] = ()
         self._state_to_load: Mapping[str, Any] = {}
 
     def describe_metrics(self) -> list[MetricInfo]:
@@ -91,19 +89,10 @@ class StatsHook(Analysis):
         if self._takes_reports:
             self.every = ReportedSteps(reports=reports)
 
-    def count_steps_of(self, optimizers: Sequence[Any]) -> None:
-        """Count steps of these optimizers, now or when training starts; the loops and hosts call it."""
-        self._optimizers = optimizers
-        if self._watch is not None:
-            self._watch.count_steps_of(optimizers)
-
     def start(self, model: nn.Module) -> None:
         """Attach the watch."""
-        optimizers = self._optimizers
         self.finish()
         self._watch = watch(model, self.targets, on=self.on, stats=self.stats, every=self.every, exclude=self.exclude)
-        if optimizers:
-            self._watch.count_steps_of(optimizers)
         if self._state_to_load:
             self._watch.load_state_dict(self._state_to_load)
         self._state_to_load = {}
@@ -112,7 +101,7 @@ class StatsHook(Analysis):
         """Remove the watch."""
         if self._watch is not None:
             self._watch.remove(quiet=True)
-        self._watch, self._optimizers = None, ()
+        self._watch = None
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Report what was counted, and reset."""

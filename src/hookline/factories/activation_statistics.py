@@ -18,7 +18,7 @@ from hookline.errors import OptionError
 from hookline.factories.factory_hook import checked_options, choice, path, tried_by, whole, yes_or_no
 from hookline.factories.served_batch import STAGES, only_in_stage
 from hookline.factories.streaming_stats import StreamedModule, Streaming, StreamingObserver
-from hookline.observe.watch.stat_columns import Layout, as_metrics, table_of
+from hookline.observe.watch.row import Layout, as_metrics, table_of
 
 if TYPE_CHECKING:
     from hookline.records.log import LineFile

@@ -20,8 +20,8 @@ from hookline.factories.factory_hook import checked_options, choice, tried_by, w
 from hookline.factories.served_batch import shape_of
 from hookline.factories.streaming_stats import Gathered, StreamedModule, Streaming, StreamingObserver
 from hookline.observe.tokens import current_tokens
-from hookline.observe.watch.stat_columns import Layout
-from hookline.observe.watch.stats_engine import StatsEngine
+from hookline.observe.watch.engine import StatsEngine
+from hookline.observe.watch.row import BAD, INF, NAN, Layout
 from hookline.sites import _torch
 
 __all__ = ["NanAlarm", "nan_alarm"]
@@ -33,8 +33,6 @@ _OPTIONS: Final = {"every": 1, "action": "log"}
 _CPU: Final = torch.device("cpu")
 _PAUSE: Final = 0.1
 """Seconds between two reads of a GPU's counts: each is a small launch and a copy."""
-_BAD, _NAN, _INF = 5, 6, 7
-"""The columns of a row that are added up: firings with something in them, NaN, infinities."""
 _MOST_NAMES: Final = 4
 """Requests that a line names."""
 
@@ -119,8 +117,8 @@ class NanAlarm(StreamingObserver[_AlarmModule]):
         if not super()._take(seen, tensor, gathered):
             return False
         row = seen.watched.rows.get(_CPU)
-        if row is not None and row.cells is not None and row.cells[row.start + _BAD] and not seen.was_logged:
-            self._log(seen, row.cells[row.start + _NAN], row.cells[row.start + _INF], _running_requests())
+        if row is not None and row.cells is not None and row.cells[row.start + BAD] and not seen.was_logged:
+            self._log(seen, row.cells[row.start + NAN], row.cells[row.start + INF], _running_requests())
         if self._raises:
             self._check_now(seen)
         return True
@@ -136,8 +134,8 @@ class NanAlarm(StreamingObserver[_AlarmModule]):
         self._streaming.engine.flush()
         for row in seen.watched.rows.values():
             cells = row.added.tolist()
-            if cells[_BAD]:
-                words = _words(seen, cells[_NAN], cells[_INF]) + _running_requests()
+            if cells[BAD]:
+                words = _words(seen, cells[NAN], cells[INF]) + _running_requests()
                 raise NonFiniteError(f"{words}. Look at what goes into it.")
 
     def _read_gpus(self) -> None:
@@ -158,8 +156,8 @@ class NanAlarm(StreamingObserver[_AlarmModule]):
 
     def _read(self, sent: _RowsOnTheWay) -> None:
         for seen, cells in sent.by_module().items():
-            if cells[_BAD] and not seen.was_logged:
-                self._log(seen, cells[_NAN], cells[_INF])
+            if cells[BAD] and not seen.was_logged:
+                self._log(seen, cells[NAN], cells[INF])
 
     def _log(self, seen: _AlarmModule, nan: float, inf: float, requests: str = "") -> None:
         seen.was_logged = True

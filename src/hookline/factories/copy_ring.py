@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from hookline.observe.watch.device_streams import streams_of
-from hookline.observe.watch.pending_tensors import Note, limit_of
+from hookline.observe.watch.pending import limit_of, streams_of
+from hookline.observe.watch.place import Note
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
-    from hookline.observe.watch.stats_engine import StatsEngine
+    from hookline.observe.watch.engine import StatsEngine
 
 __all__ = ["SHARE", "SLOT_KINDS", "CopyRing"]
 

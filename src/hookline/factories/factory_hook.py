@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from hookline.errors import OptionError
 from hookline.messages import suggest
-from hookline.observe.watch.stat_columns import table_of
+from hookline.observe.watch.row import table_of
 from hookline.tables import Table
 
 if TYPE_CHECKING:

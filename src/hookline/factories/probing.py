@@ -20,7 +20,7 @@ from hookline.factories.probe_heads import ProbeHead
 from hookline.factories.request_notes import current_notes
 from hookline.factories.served_batch import STAGES, log_unknown, measurable, only_in_stage, request_names, running
 from hookline.observe.tokens import Tokens
-from hookline.observe.watch.stat_columns import Layout, as_metrics
+from hookline.observe.watch.row import Layout, as_metrics
 from hookline.sites import _torch
 
 if TYPE_CHECKING:

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from hookline.observe.watch.cpu_stats import add, measure, reduce
+from hookline.observe.watch.reduce import reduce
+from hookline.observe.watch.row import BAD
 
 if TYPE_CHECKING:
-    from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
+    from hookline.observe.watch.engine import StatsEngine
+    from hookline.observe.watch.place import WatchedPlace
 
 __all__ = ["SmallTensors"]
 
@@ -60,11 +62,11 @@ class SmallTensors:
         row = engine.row(place, _CPU)
         for tensors in by_dtype.values():
             found = reduce(torch.cat([tensor.view(-1) for tensor in tensors]), engine.layout)
-            if found.bad:  # the number of firings with bad values counts as well
+            if found[BAD]:  # the number of firings with bad values counts as well
                 for tensor in tensors:
-                    measure(tensor, engine.layout, row)
+                    row.merge(reduce(tensor, engine.layout))
                 continue
-            add(found, row, engine.layout, 1.0)
+            row.merge(found)
             self.fires += len(tensors) - 1
 
     def forget(self) -> None:

@@ -24,9 +24,10 @@ from hookline.factories.copy_ring import SHARE, SLOT_KINDS, CopyRing
 from hookline.factories.factory_hook import ByModule, Observer
 from hookline.factories.served_batch import output_tensor, without_padding
 from hookline.factories.small_tensors import SmallTensors
-from hookline.observe.watch.graph_stats import hand_over_late
-from hookline.observe.watch.pending_tensors import Note, PendingTensors, limit_of
-from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
+from hookline.observe.watch.engine import StatsEngine
+from hookline.observe.watch.graph import hand_over_late
+from hookline.observe.watch.pending import PendingTensors, limit_of
+from hookline.observe.watch.place import Note, WatchedPlace
 from hookline.sites import _torch
 from hookline.sites.compiled.op_schemas import Summary
 from hookline.sites.per_site_hook import PerSiteHook
@@ -35,8 +36,8 @@ from hookline.tree import main_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.observe.watch.stat_columns import Layout
-    from hookline.observe.watch.stat_rows import StatRow
+    from hookline.observe.watch.place import StatRow
+    from hookline.observe.watch.row import Layout
     from hookline.sites.compiled.op_schemas import Found, Handed
     from hookline.sites.site_info import Site
 
@@ -250,8 +251,6 @@ class Streaming:
             self.engine.take(module.watched, tensor)
         else:  # what is noted would be read when the memory has other numbers
             self.engine.take_found([(module.watched, [tensor], 1, None)])
-        if module.watched.beside:
-            self.engine.units.take(module.watched, tensor)
 
     def take_gathered(self, gathered: Gathered) -> None:
         """Add the statistics of tensors that are copied together."""

@@ -156,8 +156,6 @@ class Follow:
         optimizers = _unwrapped(optimizer)
         host.tells_phase = False
         host.begin_run(model, optimizers[0], run_context=run_context, **parts)
-        for hook in host.manager.hooks.values():
-            hook.count_steps_of(optimizers)
         self._loop = FollowedLoop(host, model, optimizers, parts.get("scaler"))
         try:
             self._loop.attach(parts.get("loader"))

@@ -167,9 +167,6 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
             config=getattr(pl_module, "hparams", None),
             run_context=self._run_context(trainer),
         )
-        # All of them: with manual optimization there may be several.
-        for hook in self.manager.hooks.values() if trainer.optimizers else ():
-            hook.count_steps_of(trainer.optimizers)
         self._handles = [optimizer.register_step_post_hook(self._note_step) for optimizer in trainer.optimizers]
         if not is_automatic:
             listener = Listener(self._note_backward, _do_nothing, _do_nothing)

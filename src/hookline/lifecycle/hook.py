@@ -7,7 +7,7 @@ A `TrackerHook` makes a hook of a tracker or watch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -138,9 +138,6 @@ class TrainingHook:
     def set_run_context(self, **context: Any) -> None:
         """Learn which run follows (``strategy=``, ``output_dir=``, …)."""
 
-    def count_steps_of(self, optimizers: Sequence[Any]) -> None:
-        """Learn which optimizers make the steps of the run."""
-
     def take_scaler(self, scaler: Any) -> None:
         """Learn what scales the losses of the run, and so its gradients; None if nothing does."""
 
@@ -255,11 +252,6 @@ class TrackerHook(TrainingHook):
                 f"The watch {self.name!r} is on a {type(watched).__name__} that has no module of the "
                 f"{type(model).__name__} that is trained: it may never fire. Next: hookline.watch(model) with that one."
             )
-
-    def count_steps_of(self, optimizers: Sequence[Any]) -> None:
-        """Let a watch count the steps of the run's optimizers, unless it was given its own."""
-        if hasattr(self.tracker, "count_steps_of"):
-            self.tracker.count_steps_of(optimizers)
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Return what was counted since the last time."""

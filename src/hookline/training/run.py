@@ -347,12 +347,10 @@ class Run:
     @contextmanager
     def written_at_the_end(self) -> Iterator[None]:
         """Start hooks, and at the end finish them and write everything that they returned, however the block ends."""
-        hooks, optimizer = self.manager.hooks.values(), self.experiment.optimizer
+        hooks = self.manager.hooks.values()
         try:
             for hook in hooks:
                 hook.take_scaler(self.experiment.scaler)
-                if optimizer is not None:
-                    hook.count_steps_of([optimizer])
             self.manager.hooks.start(self.model, self.ranks)
             yield
         except BaseException as error:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.observe.watch.stat_columns import Layout
+from hookline.observe.watch.row import Layout
 
 __all__ = ["DTYPES", "LAYOUTS", "assert_close", "reference"]
 

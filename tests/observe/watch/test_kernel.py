@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hookline as hl
-from hookline.observe.watch import stat_kernel as kernel
-from hookline.observe.watch.stat_columns import Layout
-from hookline.observe.watch.stat_kernel import KernelInput, Tuning
-from hookline.observe.watch.stat_rows import DeviceRows
-from hookline.observe.watch.stats_engine import StatsEngine
+from hookline.observe.watch import kernel
+from hookline.observe.watch.engine import StatsEngine
+from hookline.observe.watch.kernel import KernelInput, Tuning
+from hookline.observe.watch.place import DeviceRows
+from hookline.observe.watch.row import Layout
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not _HAS_TRITON, reason="needs Triton")

@@ -13,10 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import HooklineWarning
-from hookline.observe.watch.pending_tensors import Note, PendingTensors
-from hookline.observe.watch.stat_columns import Layout
-from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
-from hookline.observe.watch.watch_hooks import ModuleStatsHook
+from hookline.observe.watch.engine import StatsEngine
+from hookline.observe.watch.hooks import ModuleStatsHook
+from hookline.observe.watch.pending import PendingTensors
+from hookline.observe.watch.place import Note, WatchedPlace
+from hookline.observe.watch.row import Layout
+from hookline.observe.watch.steps import Passes, Steps
+from hookline.phases import During
+from hookline.when import StepSchedule
 
 
 class Seen:
@@ -168,7 +172,7 @@ def test_a_view_counts_for_all_that_it_holds() -> None:
 
 def test_places_become_known_though_nobody_says_that_a_pass_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluating without an end: what is remembered of first firings has a bound, and the oldest is looked at."""
-    monkeypatch.setattr("hookline.observe.watch.pending_tensors._MOST_CHECKS", 3)
+    monkeypatch.setattr("hookline.observe.watch.pending._MOST_CHECKS", 3)
     seen = Seen()
     pending = PendingTensors(seen)
     clean, changed = _place("clean"), _place("changed")
@@ -295,7 +299,7 @@ def test_two_threads_that_are_first_note_in_one_place(monkeypatch: pytest.Monkey
             others[0] = engine._pending.setdefault(torch.device("cpu"), others[0])
         return PendingTensors(*args, **options)
 
-    monkeypatch.setattr("hookline.observe.watch.stats_engine.PendingTensors", make)
+    monkeypatch.setattr("hookline.observe.watch.engine.PendingTensors", make)
     assert engine._pending_on(torch.device("cpu")) is others[0]
     assert list(engine._pending.values()) == others
 
@@ -307,7 +311,8 @@ def test_an_error_on_the_short_way_costs_its_numbers_and_not_the_run() -> None:
         raise RuntimeError("no scale")
 
     module, engine = nn.Linear(1, 1), StatsEngine(Layout.of(None))
-    hook = ModuleStatsHook(engine, [("a", module)], "backward", lambda: True, scale=fails)
+    passes = Passes(module, During(frozenset({"train"})), Steps(StepSchedule()))
+    hook = ModuleStatsHook(engine, module, [("a", module)], "backward", passes, fails)
     engine.place("a", "backward").deferred = PendingTensors(Seen())
     with pytest.warns(HooklineWarning, match="no scale"):
         hook.backward(module, (torch.ones(1),))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.observe.watch.stat_columns import DEFAULT_STATS
+from hookline.observe.watch.row import DEFAULT_STATS
 
 
 def seen_by_torch(model: nn.Module, names: list[str]) -> tuple[dict[str, list[Tensor]], list[Any]]:
@@ -221,16 +221,6 @@ def test_gradient_accumulation_reads_parameters_once_per_optimizer_step():
         optimizer.step()
     assert_close(of(watch.to_metrics(), "2.weight/param_grad"), reference([expected], DEFAULT_STATS))
     assert watch.report()["fired"] == {"2/backward": 3, "2.weight/param_grad": 1, "2.bias/param_grad": 1}
-
-
-def test_without_an_optimizer_parameters_are_read_after_each_backward():
-    """Accumulated so far, as .grad then is."""
-    model = make_model()
-    with hl.watch(model, "0.weight", on="param_grad") as watch:
-        model(batch(0)).sum().backward()
-        first = model[0].weight.grad.clone()
-        model(batch(1)).sum().backward()
-    assert_close(of(watch.to_metrics(), "0.weight/param_grad"), reference([first, model[0].weight.grad], DEFAULT_STATS))
 
 
 def scaled_run(scaler: Any, watch_scaler: bool, fused: bool = False) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
-from hookline.observe.watch.stat_columns import DEFAULT_STATS
+from hookline.observe.watch.row import DEFAULT_STATS
 from hookline.phases import in_phase, phase
 
 # -- steps ---------------------------------------------------------------------------------------------------
@@ -33,19 +35,68 @@ def test_with_every_only_due_steps_are_counted_and_other_steps_carry_no_hooks():
     }
 
 
-def test_without_an_optimizer_a_step_is_a_forward_of_the_model():
-    """Forwards in evaluation mode do not count once the model has trained."""
+def test_an_optimizer_that_was_not_given_makes_the_steps_too():
+    """From its first step on, with all batches of it; between steps that are due nothing is on the modules."""
+    model, others = make_model(), make_model()
+    optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, others))
+    grads = []
+    with hl.watch(model, "#", every=2) as watch:
+        for step in range(4):
+            optimizer.zero_grad()
+            for micro in range(3):
+                model(batch(3 * step + micro)).square().sum().backward()
+            train(others, other, 1)  # holds no parameter of the model
+            grads += [model[0].weight.grad.clone()] if step % 2 == 0 else []
+            optimizer.step()
+            has_hooks = any(module._forward_hooks for module in model)
+            assert has_hooks is (step % 2 == 1)
+        assert (watch.steps, watch.step_is) == (4, "the optimizer's step")
+        report = watch.report()
+    assert (report["fired"]["0/forward"], report["fired"]["0/backward"]) == (6, 6)
+    assert_close(of(watch.to_metrics(), "0.weight/param_grad"), reference(grads, DEFAULT_STATS))
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_the_optimizer_that_was_met_last_ends_a_step():
+    """Gradients of each are read at its own step, in the steps that are due."""
     model = make_model()
-    with hl.watch(model, "#", on=("forward", "backward"), every=2) as watch:
-        for step in range(5):
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2]))
+    grads: dict[str, list[Tensor]] = {"0": [], "2": []}
+    with hl.watch(model, "#", every=2) as watch:
+        for step in range(4):
+            model.zero_grad()
             model(batch(step)).sum().backward()
-            model.eval()
-            with torch.no_grad():
-                model(batch(step))
-            model.train()
-        assert watch.step_is == "one forward of the model"
-    assert watch.report()["fired"]["0/backward"] == 3
+            for name, seen in grads.items():
+                seen += [model.get_submodule(name).weight.grad.clone()] if step % 2 == 0 else []
+            first.step()
+            second.step()
     assert watch.steps == 4
+    for name, seen in grads.items():
+        assert_close(of(watch.to_metrics(), f"{name}.weight/param_grad"), reference(seen, DEFAULT_STATS))
+
+
+def test_a_watch_that_is_gone_hears_of_no_optimizer():
+    """The hooks on every optimizer keep neither it nor its model."""
+    model = make_model()
+    optimizer = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    watch = hl.watch(model, on="param_grad")
+    gone = weakref.ref(model)
+    del model, watch
+    gc.collect()
+    assert gone() is None
+    optimizer.step()
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_before_an_optimizer_has_stepped_gradients_are_those_that_are_there():
+    """As parameters are; forwards in training belong to one step."""
+    model = make_model()
+    with hl.watch(model, "0", on=("forward", "param_grad"), every=2) as watch:
+        for step in range(3):
+            model(batch(step)).sum().backward()
+            found = of(watch.to_metrics(), "0.weight/param_grad")
+            assert_close(found, reference([model[0].weight.grad], DEFAULT_STATS))
+    assert (watch.steps, watch.report()["fired"]["0/forward"]) == (0, 3)
 
 
 def test_a_model_that_only_evaluates_has_steps_too():
@@ -134,46 +185,17 @@ def test_a_closure_is_read_after_the_step_that_calls_it():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_without_an_optimizer_a_repeated_forward_is_no_step(reentrant: bool):
+def test_a_repeated_forward_is_counted_once(reentrant: bool):
     """Whole model checkpointed, every second step: forwards, gradients and parameters of those steps, once each."""
     model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with hl.watch(model, "0", every=2) as watch:
         for step in range(6):
             checkpoint(model, batch(step).requires_grad_(), use_reentrant=reentrant).sum().backward()
+            optimizer.step()
     fired = watch.report()["fired"]
-    assert watch.steps == 5
-    assert (fired["0/forward"], fired["0/backward"]) == (3, 3)
-    if not reentrant:  # there the model's own gradients come in the inner pass
-        assert fired["0.weight/param_grad"] == 3
-
-
-def test_reentrant_checkpoints_inside_do_not_have_parameters_read_early():
-    """Once per backward pass, when it is over."""
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(checkpoint(self.first, x, use_reentrant=True))
-
-    model = Two()
-    with hl.watch(model, "*", on="param_grad") as watch:
-        for step in range(3):
-            model(batch(step).requires_grad_()).sum().backward()
-    assert set(watch.report()["fired"].values()) == {3}
-
-
-def test_without_an_optimizer_steps_that_are_not_due_carry_no_hooks():
-    """Neither on modules nor on parameters; one hook on the model tells when a step begins."""
-    model = make_model()
-    with hl.watch(model, "#", every=1000):
-        for step in range(3):
-            model(batch(step)).sum().backward()
-        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model)
-        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
-        assert len(hl.attached(model)) == 1
+    assert watch.steps == 6
+    assert (fired["0/forward"], fired["0/backward"], fired["0.weight/param_grad"]) == (3, 3, 3)
 
 
 def test_what_is_not_training_is_left_out_unless_asked_for():
@@ -253,8 +275,10 @@ def test_steps_counted_by_hand_stay_so() -> None:
     _, _, watch = _made({"every": 2})
     watch.step()
     watch.step()
-    _, _, resumed = _made({"every": 2})
+    _, optimizer, resumed = _made({"every": 2})
     resumed.load_state_dict(watch.state_dict())
     assert (resumed.steps, resumed.step_is) == (2, watch.step_is)
+    optimizer.step()
+    assert resumed.steps == 2
     for each in (watch, resumed):
         each.remove(quiet=True)

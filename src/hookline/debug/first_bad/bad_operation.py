@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hookline.messages import short_repr
 from hookline.observe.watch.bad_order import name_doubts
-from hookline.observe.watch.cpu_stats import reduce
-from hookline.observe.watch.stat_columns import Layout
+from hookline.observe.watch.reduce import reduce
+from hookline.observe.watch.row import Layout
 from hookline.tables import ShownAsTable, Table
 from hookline.training.experiment import MicroBatches
 
@@ -69,18 +69,20 @@ def stored_numbers(tensor: Tensor) -> Tensor:
 
 def summarize_tensor(name: str, tensor: Tensor) -> TensorSummary:
     """Return the figures of a tensor; reads all of it, and waits for its device."""
-    found = reduce(stored_numbers(tensor.detach()).cpu(), _LAYOUT)
-    is_clean = found.size > 0 and not found.bad
-    has_finite = found.finite_low <= found.finite_high
+    row = reduce(stored_numbers(tensor.detach()).cpu(), _LAYOUT)
+    found = dict(zip(_LAYOUT.names, row, strict=True))
+    low, high = -found["-finite_min"], found["finite_max"]
+    is_clean = found["count"] > 0 and not found["bad"]
+    has_finite = low <= high
     return TensorSummary(
         name,
         tuple(tensor.shape),
         str(tensor.dtype).removeprefix("torch."),
-        found.nan,
-        found.inf,
-        found.finite_low if has_finite else None,
-        found.finite_high if has_finite else None,
-        found.sum / found.size if is_clean else None,
+        int(found["nan"]),
+        int(found["inf"]),
+        low if has_finite else None,
+        high if has_finite else None,
+        found["sum"] / found["count"] if is_clean else None,
     )
 
 

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from hookline.debug.first_bad.bad_operation import count_batches, describe_batch, find_ids, name_batch, name_first
 from hookline.debug.first_bad.flight_file import Streams, write_flight
-from hookline.debug.first_bad.step_reader import BAD, StepReader, StepRows
+from hookline.debug.first_bad.step_reader import StepReader, StepRows
 from hookline.distributed.ranks import this_rank
 from hookline.errors import HooklineError, OptionError
 from hookline.lifecycle.hook import TrainingHook
+from hookline.observe.watch.row import BAD
 from hookline.observe.watch.watch import Watch, watch
 from hookline.phases import phase
 from hookline.report.minutes_before import FLIGHT_FILE
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Target
     from hookline.lifecycle.context import RunDataContext
-    from hookline.observe.watch.stats_engine import WatchedPlace
+    from hookline.observe.watch.place import WatchedPlace
     from hookline.training.run import RunStep
 
 __all__ = ["FlightRecorder"]

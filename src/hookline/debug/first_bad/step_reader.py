@@ -9,26 +9,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hookline.observe.watch.bad_order import CalledPlace, CallOrder, FirstCalls
+from hookline.observe.watch.row import BAD, FIRES
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from hookline.observe.watch.stats_engine import WatchedPlace
+    from hookline.observe.watch.place import WatchedPlace
     from hookline.observe.watch.watch import Watch
 
-__all__ = ["BAD", "FIRES", "StepReader", "StepRows", "copy_to_host"]
-
-
-FIRES: Final = 0
-BAD: Final = 5
-"""The columns of a row that count firings, and those with NaN or infinity."""
+__all__ = ["StepReader", "StepRows", "copy_to_host"]
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from hookline.debug.trace.trace_sites import TraceSites, TraceStepNumbers
 from hookline.distributed.ranks import rank_count, this_rank
 from hookline.errors import OptionError
 from hookline.messages import nearest_names, parse_size, suggest
-from hookline.observe.watch.watch_steps import OptimizerSteps
+from hookline.observe.watch.steps import OptimizerSteps
 from hookline.sites.optimizers import unwrap_optimizer
 from hookline.sites.targets import check_model, name_matcher
 from hookline.sites.wrappers import unwrap
@@ -130,7 +130,7 @@ class Trace:
         self, targets: Target, exclude: Target, optimizer: Any, tensors: bool | str | Sequence[str] = False
     ) -> None:
         if optimizer is not None:
-            self._steps = OptimizerSteps(StepSchedule(), optimizer, self._sites.read_gradients, self._advance)
+            self._steps = OptimizerSteps(optimizer, self._sites.read_gradients, self._advance)
             given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
             self._sites.optimizers = tuple(map(unwrap_optimizer, given))
         self._sites.put_on(targets, exclude)

@@ -17,7 +17,7 @@ from hookline.debug.trace.trace_record import RowTable
 from hookline.debug.trace.trace_recorder import TraceMoment, TraceRecorder
 from hookline.debug.trace.trace_rows import rows_of
 from hookline.errors import NoMatchError
-from hookline.observe.watch.watch_steps import BackwardPasses
+from hookline.sites import _torch
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
 from hookline.sites.parameters import select_parameters
@@ -160,8 +160,7 @@ class TraceSites:
         self.names = [*(name for name, _ in chosen), *(item.name for item in named)]
         self._hook(modules)
         if named and "param_grad" in self._kinds and self.numbers.by_forward:
-            passes = BackwardPasses(self._model, named, self._end_pass)
-            self._add(passes.begin, "backward_pre", [self._model])
+            self._add(self._begin_pass, "backward_pre", [self._model])
             if not modules:  # forwards are steps, and nothing else counts them
                 self._add(self.count_call, "forward", [self._model])
 
@@ -303,6 +302,11 @@ class TraceSites:
                 "was left out: no optimizer of step= has them. Give all optimizers: step=[first, second]",
                 is_left_out=True,
             )
+
+    def _begin_pass(self, module: nn.Module, grads: Any) -> None:
+        # Queued from the end of the pass, so that it comes after DDP, which averages gradients there. A pass inside of
+        # this one, as reentrant checkpointing makes them, ends before.
+        _torch.queue_end_of_backward(lambda: _torch.queue_end_of_backward(self._end_pass))
 
     def _end_pass(self) -> None:
         """Take gradients at the end of a backward pass, when they are as final as they get without an optimizer."""

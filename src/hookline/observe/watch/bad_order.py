@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from hookline.observe.watch.stat_rows import DeviceRows
+    from hookline.observe.watch.place import DeviceRows
 
 __all__ = ["CallOrder", "CalledPlace", "FirstCalls", "name_doubts"]
 

@@ -22,7 +22,8 @@ from hookline.sites.kinds import Kind
 from hookline.sites.tensors import attach_tensor
 
 if TYPE_CHECKING:
-    from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
+    from hookline.observe.watch.engine import StatsEngine
+    from hookline.observe.watch.place import WatchedPlace
     from hookline.sites.handle import HookHandle
     from hookline.sites.parameters import NamedParameter
 

@@ -21,9 +21,8 @@ from hookline.errors import OptionError
 from hookline.messages import counted, short_repr
 from hookline.observe.watch.bad_order import CalledPlace, CallOrder, name_doubts
 from hookline.observe.watch.local_gradients import LOCAL_GRADIENT
+from hookline.observe.watch.row import BAD, FIRES, INF, NAN, SQUARES
 from hookline.observe.watch.watch import Watch, watch
-from hookline.sites import _torch
-from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
 from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
 from hookline.tables import OFF, ON, ShownAsTable, Table
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hookline.hook_types import Target
-    from hookline.observe.watch.stats_engine import WatchedPlace
-    from hookline.sites.hook_at_site import StandIn
+    from hookline.observe.watch.place import WatchedPlace
 
 __all__ = ["StepAlarm", "Trouble", "alarm"]
 
@@ -147,7 +145,7 @@ def alarm(
         model, target, on=on, stats=["norm", "nonfinite"], exclude=exclude, optimizer=optimizer, scaler=scaler
     )
     try:
-        return StepAlarm(model, watched, optimizer, spike)
+        return StepAlarm(watched, optimizer, spike)
     except BaseException:
         watched.remove(quiet=True)
         raise
@@ -160,7 +158,7 @@ class StepAlarm(ShownAsTable):
     Comes off by ``alarm.remove()``, or at the end of a ``with`` block.
     """
 
-    def __init__(self, model: nn.Module, watched: Watch, optimizer: Optimizer | None, spike: float | None) -> None:
+    def __init__(self, watched: Watch, optimizer: Optimizer | None, spike: float | None) -> None:
         self.troubles: list[Trouble] = []
         """What this rank has found, the first first; at most 1,000."""
         self._watch = watched
@@ -177,12 +175,9 @@ class StepAlarm(ShownAsTable):
         self._marks: list[_Mark] = []
         self._add_mark()
         self._removed = False
-        self._part: nn.Module | None = None
-        """The part whose calls are the micro-batches, where the model's own forward is not called."""
-        self._handles = HandleSet([attach(model, self._begin_forward, on="forward_pre", observe=True, name="alarm")])
-        self._rules = watched._rules
-        self._rules.find_counter()  # there is one by now, whatever is watched
-        self._rules.on_part = self._follow
+        self._handles = HandleSet()
+        self._passes = watched._passes
+        self._passes.on_forward = self._begin_forward
         self._by_optimizer = optimizer is not None
         if optimizer is not None:
             inner = unwrap_optimizer(optimizer)
@@ -256,25 +251,11 @@ class StepAlarm(ShownAsTable):
 
     # -- at forwards and steps -------------------------------------------------------------------------------
 
-    def _begin_forward(self, module: nn.Module, args: Any) -> None:
-        """Begin a micro-batch, if the forward counts."""
-        # What activation checkpointing repeats was counted the first time.
-        if _torch.in_recomputation() or _torch.graph_task_id() != -1:
-            return
-        if module is self._part and _torch.times_running(self._watch.model):
-            return  # a forward of the model has begun it
-        if self._rules.counts_forward():
-            if len(self._marks) > _APART and not all(self._rules.counter.mode()):
-                self._marks.pop()
-            self._add_mark()
-
-    def _follow(self, stand_in: StandIn) -> None:
-        """Take calls of `stand_in` for micro-batches; the first of them is under way."""
-        part = stand_in.module()
-        if part is not None and self._part is None:
-            self._part = part
-            self._handles.add(attach(part, self._begin_forward, on="forward_pre", observe=True, name="alarm"))
-            self._add_mark()
+    def _begin_forward(self) -> None:
+        """Begin a micro-batch, with a forward that counts."""
+        if len(self._marks) > _APART and not all(self._passes.counter.mode()):
+            self._marks.pop()
+        self._add_mark()
 
     def _end_step(self, *args: Any) -> None:
         """Compare the copies of the step that is over."""
@@ -283,7 +264,7 @@ class StepAlarm(ShownAsTable):
         rows = _on_host(self._marks)
         for (mark, until), before, after in zip(pairwise(self._marks), rows, rows[1:], strict=False):
             change = _difference(before, after)
-            if any(found[:, _FIRES].any() for found in change.values()):
+            if any(found[:, FIRES].any() for found in change.values()):
                 self._ordered_rows = self._ordered_rows or {device: len(found) for device, found in change.items()}
                 self._find(change, micro_batch, mark.batch, CallOrder(until.bad_rows, self._ordered_rows))
                 micro_batch += 1
@@ -308,9 +289,9 @@ class StepAlarm(ShownAsTable):
         found: dict[str, dict[CalledPlace, tuple[float, float]]] = {}
         for place in self._engine.places.values():
             for device, row in place.rows.items():
-                if device in change and row.number < len(change[device]) and change[device][row.number, _FIRES]:
+                if device in change and row.number < len(change[device]) and change[device][row.number, FIRES]:
                     numbers = change[device][row.number]
-                    fires, bad = numbers[[_FIRES, _BAD]].tolist()
+                    fires, bad = numbers[[FIRES, BAD]].tolist()
                     called = CalledPlace(place.label, device, row.number, fires == (bad or 1.0))
                     for what, value, usual in self._judge(place, numbers):
                         found.setdefault(what, {})[called] = value, usual
@@ -331,7 +312,7 @@ class StepAlarm(ShownAsTable):
 
     def _judge(self, place: WatchedPlace, row: NDArray[np.float64]) -> list[tuple[str, float, float]]:
         """Return what is wrong with one place in one micro-batch: what, its value, its usual value."""
-        fires, squares, bad, nan, inf = row[[_FIRES, _SQUARES, _BAD, _NAN, _INF]].tolist()
+        fires, squares, bad, nan, inf = row[[FIRES, SQUARES, BAD, NAN, INF]].tolist()
         if bad:
             # Compiled code on a GPU has not counted them before its graph is made anew; there is at least one.
             return [("NaN", nan or 1.0, 0.0)] if nan or not inf else [("Inf", inf, 0.0)]
@@ -354,8 +335,6 @@ class StepAlarm(ShownAsTable):
 
 
 _WORDS: Final = ("NaN", "Inf", "spike")
-_FIRES, _SQUARES, _BAD, _NAN, _INF = 0, 3, 5, 6, 7
-"""Columns of a row, among those that are added up."""
 
 
 class _UsualNorm:

@@ -1,7 +1,8 @@
 """Arrange in the compiler's graphs what they hand over: few operators, each reduction where its tensor is made.
 
-`hand_over_late` of ``graph_stats`` calls `arrange` while a graph is traced. Inductor then calls `_arrange_joint` with
-the graph of forward and backward, before it divides that, and `_arrange_side` with either side afterwards.
+`hand_over_late` of ``observe.watch.graph`` calls `arrange` while a graph is traced. Inductor then calls
+`_arrange_joint` with the graph of forward and backward, before it divides that, and `_arrange_side` with either side
+afterwards.
 
 Before the division ours come last in the forward: the compiler decides what to keep for the backward by the order of
 the forward, and what comes behind an operator that it cannot join with others is not to be computed again. What was

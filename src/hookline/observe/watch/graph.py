@@ -1,14 +1,11 @@
-"""Find statistics of a tensor on its own device by operations of torch, which compiled code takes into its graph.
+"""Say what compiled code hands over of a tensor.
 
-Watch hooks leave `find_in` in compiled graphs; the engine calls `summarize` on devices without a kernel, and adds what
-either has found to rows. Nothing waits for the device. The operations are few, since every watched module has them in
-the graph twice: what follows from a handful of numbers is left to `as_numbers` (on the CPU) and `as_columns`. Sums are
-formed in float64, so neither a mean far from zero nor squares too large for float32 spoil the variance.
+Watch hooks leave `find_in` in compiled graphs; `GraphHandover` takes what it has found. On a CPU that is the tensor.
 
 On a GPU the compiler would make a launch of its own for the last step of every sum, six per tensor, and those take
 longer than reading it. So the graph finds the same for rows of up to 1024 numbers, while it computes them (21 µs for
 nine outputs of a GPT-2 block on an H200, 1.4 ms with all six launches). It writes that into one buffer for each
-statistic, and one launch of ours (`graph_handover`) adds up what it has found in all tensors of a pass. Wider tensors,
+statistic, and one launch of ours (`GraphHandover`) adds up what it has found in all tensors of a pass. Wider tensors,
 and gradients of 16 bits, our kernel reads itself, many in one launch: see `_is_read_whole`.
 """
 
@@ -20,16 +17,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from hookline.observe.watch.cpu_stats import Numbers
 from hookline.sites import _torch
 from hookline.sites.compiled.graph_passes import arrange
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from hookline.observe.watch.stat_columns import Layout
+    from hookline.observe.watch.row import Layout
 
-__all__ = ["add_up", "as_columns", "as_numbers", "find_in", "hand_over_late", "summarize"]
+__all__ = ["find_in", "hand_over_late", "row_of_parts"]
 
 _WIDE: Final = torch.float64
 _LONGEST: Final = 1024
@@ -39,105 +35,34 @@ _BY_ROW: Final = frozenset({"cuda"})
 _IN_ROWS: Final = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
-def summarize(tensor: Tensor, layout: Layout) -> Tensor:
-    """Return what is found in a tensor, in the order of ``layout.graph_outputs``, as float64. Can be traced."""
-    numbers = _as_float(tensor.detach())
-    count = numbers.numel()
-    if count == 0:
-        return torch.zeros(len(layout.graph_outputs), dtype=_WIDE, device=tensor.device)
-    found = [torch.full((), count, dtype=_WIDE, device=tensor.device)]
-    if layout.moments:
-        norm = torch.linalg.vector_norm(numbers, dtype=_WIDE)
-        found += [numbers.sum(dtype=_WIDE), norm * norm]
+def row_of_parts(parts: list[Tensor], each: int, layout: Layout, scale: Any = None) -> Tensor:
+    """Return the row of a tensor from what was found ``by row``, in rows of ``each`` numbers; without a kernel."""
+    found = iter(parts)
+    size = parts[0].numel() * each
+    nothing = torch.zeros((), dtype=_WIDE, device=parts[0].device)
+    total, squares = (next(found).sum(), next(found).sum()) if layout.moments else (nothing, nothing)
+    low, high = nothing + math.inf, nothing - math.inf
     if layout.extremes:
-        found += [numbers.amin(), numbers.amax()]
-    if layout.zeros:
-        found.append((numbers == 0).sum())
-    if layout.details:
-        finite = numbers.isfinite()
-        found += [numbers.isnan().sum(), finite.sum()]
-        found += [torch.where(finite, numbers, math.inf).amin(), torch.where(finite, numbers, -math.inf).amax()]
-    found += [(numbers.abs() > threshold).sum() for threshold in layout.thresholds]
-    return torch.stack([each.to(_WIDE) for each in found])
+        lows, highs = next(found), next(found)
+        low, high = (lows.amin().to(_WIDE), highs.amax().to(_WIDE)) if size else (low, high)
+    zeros = next(found).sum() if layout.zeros else nothing
+    factor = 1.0 if scale is None else 1.0 / torch.as_tensor(scale, dtype=_WIDE, device=nothing.device)
+    ends = (low, high) if layout.extremes and size else (total, squares)
+    good = ends[0].isfinite() & ends[1].isfinite()
+    # Of a place with something else than numbers, the rest was not looked at.
+    finite = [torch.where(good, end, nothing - math.inf) for end in (-low, high)]
+    added = [nothing + 1, nothing + size, total * factor, squares * factor * factor, zeros, ~good, nothing, nothing]
+    return torch.stack([*(end.to(_WIDE) for end in added), *(end * factor for end in (-low, high, *finite))])
 
 
-def add_up(parts: list[Tensor], each: int, layout: Layout) -> Tensor:
-    """Return what `summarize` would have found, from ``parts`` found in rows of ``each`` numbers."""
-    if not parts[0].numel():
-        return torch.zeros(len(layout.graph_outputs), dtype=_WIDE, device=parts[0].device)
-    kinds = [name for name in layout.graph_outputs if name != "size"]
-    ends = {"low": torch.amin, "high": torch.amax}
-    size = torch.full((), parts[0].numel() * each, dtype=_WIDE, device=parts[0].device)
-    return torch.stack(
-        [size, *(ends.get(name, torch.sum)(part).to(_WIDE) for name, part in zip(kinds, parts, strict=True))]
-    )
-
-
-def _as_float(tensor: Tensor) -> Tensor:
-    if tensor.dtype in (torch.float32, torch.float64):
-        return tensor
-    if tensor.is_floating_point():
-        return tensor.float()
-    return tensor.abs().to(_WIDE) if tensor.is_complex() else tensor.to(_WIDE)
-
-
-def as_numbers(vector: Tensor, layout: Layout) -> Numbers:
-    """Return the vector of `summarize` as plain numbers; for the CPU, where that is no transfer."""
-    cells = dict(zip(layout.graph_outputs, vector.tolist(), strict=True))
-    size = int(cells["size"])
-    if not size:
-        return Numbers()
-    total, squares = cells.get("sum", 0.0), cells.get("squares", 0.0)
-    low, high = cells.get("low", math.inf), cells.get("high", -math.inf)
-    bad = not all(map(math.isfinite, (low, high) if layout.extremes else (total, squares)))
-    nan, inf, finite_low, finite_high = 0, 0, low, high
-    if layout.details:
-        nan, inf = int(cells["nan"]), size - int(cells["finite"]) - int(cells["nan"])
-        finite_low, finite_high = cells["finite_low"], cells["finite_high"]
-    elif bad:  # the rest was not looked at
-        finite_low, finite_high = math.inf, -math.inf
-    over = tuple(int(cells[name]) for name in layout.over)
-    return Numbers(
-        size, total, squares, int(cells.get("zeros", 0)), low, high, bad, nan, inf, finite_low, finite_high, over
-    )
-
-
-def as_columns(vector: Tensor, layout: Layout, scale: Any = None) -> Tensor:
-    """Return what one firing adds to a row, on its device; numbers are divided by ``scale``, not thresholds."""
-    cells = dict(zip(layout.graph_outputs, vector, strict=True))
-    size = cells["size"]
-    nothing, some = torch.zeros_like(size), size > 0
-    total, squares = cells.get("sum", nothing), cells.get("squares", nothing)
-    low, high = cells.get("low", nothing + math.inf), cells.get("high", nothing - math.inf)
-    good = low.isfinite() & high.isfinite() if layout.extremes else total.isfinite() & squares.isfinite()
-    nan, inf, finite_low, finite_high = nothing, nothing, low, high
-    if layout.details:
-        nan, inf = cells["nan"], size - cells["finite"] - cells["nan"]
-        finite_low, finite_high = cells["finite_low"], cells["finite_high"]
-    factor = 1.0 if scale is None else 1.0 / torch.as_tensor(scale, dtype=_WIDE, device=vector.device)
-    over = [cells[name] for name in layout.over]
-    bad = (~good).to(_WIDE)
-    added = [nothing + 1, size, total * factor, squares * factor * factor, cells.get("zeros", nothing), bad, nan, inf]
-    kept = torch.stack([-low, high, -finite_low, finite_high]) * factor
-    known = torch.stack([some, some, some & (good | layout.details), some & (good | layout.details)])
-    return torch.cat([torch.stack([*added, *over]), torch.where(known, kept, -math.inf)])
-
-
-# -- in compiled code, by row --------------------------------------------------------------------------------
-
-
-def find_in(
-    tensor: Tensor, layout: Layout, *, is_gradient: bool = False, closer: Layout | None = None
-) -> tuple[list[Tensor], int]:
+def find_in(tensor: Tensor, layout: Layout, *, is_gradient: bool = False) -> tuple[list[Tensor], int]:
     """Return what a graph hands over of a tensor, and how many numbers each entry of that covers. Can be traced.
 
-    0 means all of them, by one vector; 1 means that it is the tensor itself, unread. ``closer`` is the layout for the
-    vector: it counts NaN and Inf, as eager code does. By row that would take four more buffers, so that layout is taken
-    only once something was not finite.
+    1 means that it is the tensor itself, unread.
     """
     numbers = tensor.detach()
     if numbers.device.type not in _BY_ROW:
-        return [summarize(tensor, closer or layout)], 0
+        return [numbers], 1
     if numbers.dim() > 3:
         numbers = numbers.flatten(2)  # images: a row is one channel of one image
     each = _row_length(numbers, layout, is_gradient)

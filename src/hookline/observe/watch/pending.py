@@ -20,22 +20,21 @@ import functools
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from hookline.errors import HooklineWarning
 from hookline.messages import caller_stacklevel
-from hookline.observe.watch.device_streams import streams_of
+from hookline.observe.watch.place import Note
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
-    from hookline.observe.watch.stat_rows import ExponentBins
-    from hookline.observe.watch.stats_engine import WatchedPlace
+    from hookline.observe.watch.place import WatchedPlace
 
-__all__ = ["Note", "PendingTensors", "limit_of"]
+__all__ = ["PendingTensors", "Streams", "limit_of", "streams_of"]
 
 _CPU: Final = torch.device("cpu")
 _STRIDED: Final = torch.strided
@@ -58,19 +57,9 @@ def limit_of(device: torch.device) -> int:
     return max(torch.cuda.get_device_properties(device).total_memory // _SHARE, _LEAST)
 
 
-class Note(NamedTuple):
-    """A tensor that was seen at a place."""
-
-    place: Any
-    """A `WatchedPlace`; for a histogram, its `ExponentBins`."""
-    tensor: Tensor
-    scale: Any = None
-    """Divide its numbers by this."""
-
-
 _note: Final[Callable[[tuple[Any, ...]], Note]] = functools.partial(tuple.__new__, Note)
 """Return a tuple as a `Note`, without a call of Python's."""
-_Kept: TypeAlias = "tuple[int, WatchedPlace | ExponentBins, Tensor, Any, int, int]"
+_Kept: TypeAlias = "tuple[int, WatchedPlace, Tensor, Any, int, int]"
 """Stream, place, tensor, its scale, and the versions of both."""
 
 
@@ -97,12 +86,12 @@ class PendingTensors:
         self._task = -1
         self._last: int | None = None
         """The stream that last added to rows."""
-        self._stays: dict[WatchedPlace | ExponentBins, bool] = {}
+        self._stays: dict[WatchedPlace, bool] = {}
         """For each place that is known: whether its tensors stay unchanged until the pass is over."""
         self._checks: deque[tuple[WatchedPlace, Tensor, int]] = deque()
         self._checked = 0
         """The bytes of tensors that were seen for the first time."""
-        self.lost: dict[WatchedPlace | ExponentBins, int] = {}
+        self.lost: dict[WatchedPlace, int] = {}
         """How many firings were not reduced because their tensor was changed first."""
 
     def __len__(self) -> int:
@@ -144,20 +133,6 @@ class PendingTensors:
         elif task != self._task or task is None:
             self._await_end()
         return True
-
-    def note_again(self, bins: ExponentBins, tensor: Tensor, scale: Any = None) -> bool:
-        """Count the tensor that was noted last in ``bins`` as well; return False if it is another one.
-
-        What compiled code shows was not noted: its memory is soon used again, and no version tells.
-        """
-        try:
-            last = self._notes[-1]
-        except IndexError:
-            return False
-        if last[2] is tensor and last[3] is scale:
-            self._notes.append((last[0], bins, *last[2:]))
-            return True
-        return False
 
     def flush(self) -> None:
         """Reduce all notes, and compare versions: a pass is over, or numbers are asked for."""
@@ -239,7 +214,7 @@ class PendingTensors:
             _torch.queue_end_of_backward(self.flush)
         self._task = task
 
-    def _lose(self, place: WatchedPlace | ExponentBins) -> None:
+    def _lose(self, place: WatchedPlace) -> None:
         self._stays[place] = False
         place.deferred = None
         count = self.lost[place] = self.lost.get(place, 0) + 1
@@ -265,3 +240,48 @@ def _without_numbers(tensor: Tensor) -> Tensor:
 
 def _version_of(scale: Any) -> int:
     return scale._version if isinstance(scale, Tensor) and not scale.is_inference() else 0
+
+
+# -- streams of a device -------------------------------------------------------------------------------------
+
+
+class Streams:
+    """The streams of a device, by number; this class is for a device that has none."""
+
+    now: Callable[[], int] = staticmethod(lambda: 0)
+    """Return the current stream."""
+
+    def on(self, number: int) -> AbstractContextManager[Any]:
+        """Return a block whose work is put on stream ``number``."""
+        return nullcontext() if number == self.now() else self._on_other(number)
+
+    def _on_other(self, number: int) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def join(self, number: int) -> None:
+        """Make the current stream wait for stream ``number``."""
+
+
+class _CudaStreams(Streams):
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.now = _torch.current_stream_of(torch.cuda.current_device() if device.index is None else device.index)
+
+    def _on_other(self, number: int) -> AbstractContextManager[Any]:
+        context: Any = torch.cuda.stream
+        return cast(AbstractContextManager[Any], context(self._stream(number)))
+
+    def join(self, number: int) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream(number))
+
+    def _stream(self, number: int) -> torch.cuda.Stream:
+        other: Any = torch.cuda.ExternalStream
+        # Given 0, ExternalStream would be any stream.
+        return (
+            cast(torch.cuda.Stream, other(number, self._device)) if number else torch.cuda.default_stream(self._device)
+        )
+
+
+def streams_of(device: torch.device) -> Streams:
+    """Return the streams of a device."""
+    return _CudaStreams(device) if device.type == "cuda" else Streams()

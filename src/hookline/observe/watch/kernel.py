@@ -1,8 +1,9 @@
 """Add the statistics of many tensors on a GPU to their rows, in two launches.
 
-The engine calls it. `triton_reduce` reads each tensor once, `triton_merge` adds what it found to rows. Nothing waits
-for the device and nothing comes back from it; one small table goes up through pinned memory, and for a single tensor
-not even that, so a single one may be taken while a CUDA graph is recorded.
+The engine calls it. The programs in `triton_programs` read each tensor once, and add what they found to rows. Nothing
+waits for the device and nothing comes back from it; one small table goes up through pinned memory, and for a single
+tensor not even that, so a single one may be taken while a CUDA graph is recorded. Training takes the same memory at
+each step: where all tensors lie as they lay once, the table is on the device already, and nothing is worked out.
 
 The number of chunks of a tensor depends on its size alone: its numbers are the same to the last bit whichever tensors
 it is taken together with, and in every run.
@@ -12,34 +13,46 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from hookline.observe.watch.device_streams import streams_of
-from hookline.observe.watch.kernel_tables import (
-    ALIGNMENT,
-    FIELDS,
-    JOBS,
-    Group,
-    KernelTable,
-    KernelTables,
-    Tuning,
-    Use,
-    in_parts,
-)
-from hookline.observe.watch.readable_numbers import HALVES, READ, readable
+from hookline.observe.watch.pending import streams_of
+from hookline.observe.watch.reduce import flat_view
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
-    from hookline.observe.watch.stat_columns import Layout
-    from hookline.observe.watch.stat_rows import StatRow
+    from hookline.observe.watch.place import StatRow
+    from hookline.observe.watch.row import Layout
 
-__all__ = ["FoundByRow", "Kernel", "KernelInput", "Tuning", "is_available", "kernel_types", "program_named", "readable"]
+__all__ = [
+    "READ",
+    "ExponentInput",
+    "ExponentKernel",
+    "FoundByRow",
+    "Kernel",
+    "KernelInput",
+    "KernelTables",
+    "Tuning",
+    "is_available",
+    "kernel_input",
+    "kernel_types",
+    "program_named",
+    "readable",
+]
 
+JOBS: Final = 256
+"""How many tensors fit one launch: a program finds its own by looking at the table in one go, two entries a thread."""
+FIELDS: Final = 6
+"""Of a job: first program, number of programs, address, size, tiles per program, address of the scale or 0."""
+ALIGNMENT: Final = 16
+"""The bytes that a thread reads at a time."""
+_TABLES: Final = 64
+"""How many tables are remembered: a step of GPT-2 with 300 modules has about 20."""
 _OVERS: Final = 4
 """How many thresholds one launch counts; each four more take one more launch that reads the tensors again."""
 _OVER_AT: Final = 8
@@ -48,6 +61,145 @@ _FOLDED: Final = 32768
 _FOLDED_AT_A_TIME: Final = 8192
 _FOLDING_WARPS: Final = 16
 """Rows that one program adds up, at a time, and by how many warps; more rows are divided among several."""
+_TILE: Final = 4096
+"""Numbers that a program takes at a time: 16 a thread."""
+_COUNTING_WARPS: Final = 8
+"""Per program. 100 million numbers in bfloat16 on an H200 take 0.375 ms, by four warps 0.389, by 16 0.564."""
+_LEAST_TILES: Final = 4
+_MOST_PROGRAMS: Final = 2048
+"""At least so many tiles a program, at most so many programs a tensor: each ends with up to 256 atomic additions."""
+HALVES: Final = frozenset({torch.bfloat16, torch.float16})
+READ: Final = frozenset(
+    {
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """Return the numbers of any tensor as one contiguous tensor of a dtype that is read; copy only if needed."""
+    dtype = tensor.dtype
+    if dtype in READ and tensor.is_contiguous() and not tensor.is_neg():
+        return tensor  # where it lies and how many there are is all that counts
+    # A kernel knows the first address alone: `sum` gives an expanded gradient, all of whose numbers are one in memory.
+    flat = flat_view(tensor.detach()).contiguous()
+    if dtype in READ:
+        return flat
+    if dtype is torch.bool:
+        return flat.view(torch.uint8)
+    if dtype.is_complex:
+        return flat.abs()
+    return flat.float() if dtype.is_floating_point else flat.double()
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The division of work, by device; none of it changes a number by more than rounding."""
+
+    warps: int = 4
+    """Per program."""
+    threads: int = 128
+    """Per program: 32 per warp. Each reads 16 bytes at a time."""
+    least_tiles: int = 4
+    """A tile is what a program reads at a time (8 KiB for four warps). Fewer, and starting programs takes the time."""
+    most_programs: int = 2048
+    """For one tensor. More, and merging their slots takes long."""
+    merged: int = 256
+    """How many slots a merging program takes at a time."""
+
+    def width(self, element_size: int) -> int:
+        """Return how many numbers a program reads by one instruction."""
+        return max(self.threads * ALIGNMENT // element_size, 32)
+
+    def division(self, size: int, element_size: int) -> tuple[int, int]:
+        """Return how many programs read a tensor of ``size`` numbers, and how many tiles each."""
+        num_tiles = -(-size // (4 * self.width(element_size)))
+        tiles = max(self.least_tiles, -(-num_tiles // self.most_programs))
+        return -(-num_tiles // tiles), tiles
+
+
+_Job: TypeAlias = tuple[int, int, int, torch.dtype]
+"""One tensor to read: its address and size, the address of its scale or 0, its type."""
+Use: TypeAlias = tuple[int, int, int, torch.dtype, int]
+"""The same with the address of the row that its numbers go to."""
+Group: TypeAlias = tuple[torch.dtype, bool]
+"""Tensors of one type, aligned or not, are read by the same launch."""
+
+
+class KernelTable(NamedTuple):
+    """Which tensors are read, and which rows their numbers go to."""
+
+    uploaded: Tensor
+    """On the device: jobs, then uses."""
+    parts: list[tuple[Group, int, int, int, int]]
+    """For each launch: its group, first job, number of jobs, first slot, number of programs."""
+    size: int
+    """How many numbers the jobs take; the uses come after them."""
+    uses: int
+    slots: int
+
+
+class KernelTables:
+    """The tables of one kernel; ``upload`` puts numbers on its device."""
+
+    def __init__(self, tuning: Tuning, upload: Callable[[list[int]], Tensor]) -> None:
+        self.division = functools.lru_cache(maxsize=4096)(tuning.division)
+        self._upload = upload
+        self._known: dict[tuple[Any, ...], KernelTable] = {}
+        """By all that they were made for; the latest comes last."""
+
+    def of(self, uses: Sequence[Use], stream: int) -> KernelTable:
+        """Return the table of these tensors, for launches on one stream."""
+        key = stream, *uses
+        table = self._known.pop(key, None) or self.new(uses)
+        self._known[key] = table
+        if len(self._known) > _TABLES:
+            with suppress(StopIteration, KeyError, RuntimeError):  # another thread was faster
+                del self._known[next(iter(self._known))]
+        return table
+
+    def new(self, all_uses: Sequence[Use]) -> KernelTable:
+        """Work out who reads what, and put it on the device."""
+        groups: dict[Group, dict[_Job, list[int]]] = {}
+        for address, size, at, dtype, row in all_uses:
+            jobs = groups.setdefault((dtype, address % ALIGNMENT == 0), {})
+            # Several places often see the same tensor: it is read once.
+            jobs.setdefault((address, size, at, dtype), []).append(row)
+        return self.of_groups(groups)
+
+    def of_groups(self, groups: dict[Group, dict[_Job, list[int]]]) -> KernelTable:
+        """Return a new table of tensors by group, each with the addresses of its rows."""
+        table: list[int] = []
+        uses: list[int] = []
+        parts: list[tuple[Group, int, int, int, int]] = []
+        slot = number = 0
+        for group, jobs in groups.items():
+            size_of_one = group[0].itemsize
+            for some in in_parts(list(jobs.items()), JOBS):
+                begin, first = number, slot
+                for (address, size, scale, _), rows in some:
+                    programs, tiles = self.division(size, size_of_one)
+                    table += (slot, programs, address, size, tiles, scale)
+                    for row in rows:
+                        uses += (row, number)
+                    slot += programs
+                    number += 1
+                parts.append((group, begin, len(some), first, slot - first))
+        return KernelTable(self._upload(table + uses), parts, len(table), len(uses) // 2, slot)
+
+
+def in_parts(whole: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    """Yield slices of at most ``size`` items."""
+    for start in range(0, len(whole), size):
+        yield whole[start : start + size]
 
 
 class KernelInput(NamedTuple):
@@ -335,8 +487,7 @@ def kernel_types() -> dict[torch.dtype, tuple[Any, Any]]:
 @functools.cache
 def program_named(name: str) -> Any:
     """Return a program in Triton."""
-    module = {"reduce_chunks": "triton_reduce", "count_exponents": "triton_bins"}.get(name, "triton_merge")
-    return getattr(importlib.import_module(f"hookline.observe.watch.{module}"), name)
+    return getattr(importlib.import_module("hookline.observe.watch.triton_programs"), name)
 
 
 _Either = TypeVar("_Either", KernelInput, FoundByRow)
@@ -354,3 +505,64 @@ def _rounds(items: Sequence[_Either]) -> Iterable[Sequence[_Either]]:
             rounds.append([])
         rounds[number].append(item)
     return rounds
+
+
+# -- histograms ----------------------------------------------------------------------------------------------
+
+
+class ExponentInput(NamedTuple):
+    """A tensor, and the bins that its numbers are counted in."""
+
+    flat: Tensor
+    """As `readable` gives it."""
+    bins: Tensor
+    scale: Any = None
+    """Divide the numbers by this."""
+
+
+class ExponentKernel(Kernel):
+    """Adds to bins how many numbers have which exponent."""
+
+    def count(self, items: Sequence[ExponentInput]) -> None:
+        """Count each tensor in its bins, on the current stream; all are of one type."""
+        with self._on_device():
+            # A table would have to be the same in each replay of a CUDA graph.
+            for some in in_parts(items, 1 if _torch.capturing() else JOBS):
+                if len(some) == 1:
+                    self._count_one(some[0])
+                else:
+                    self._count_many(some)
+
+    def _count_one(self, item: ExponentInput) -> None:
+        flat, bins, scale = item
+        divisor = self._scale(scale)
+        programs, share = _division(flat.numel())
+        at = 0 if divisor is None else divisor.data_ptr()
+        arguments = (0, 0, bins.data_ptr(), flat.data_ptr(), flat.numel(), share, at)
+        self._launch("count_exponents", (flat.dtype, True), (programs, 1, 1), arguments, _COUNTING_WARPS)
+
+    def _count_many(self, items: Sequence[ExponentInput]) -> None:
+        table: list[int] = []
+        divisors: dict[int, Tensor] = {}
+        first = 0
+        for flat, bins, scale in items:
+            if scale is not None and id(scale) not in divisors:
+                divisors[id(scale)] = self._as_divisor(scale)
+            programs, share = _division(flat.numel())
+            at = 0 if scale is None else divisors[id(scale)].data_ptr()
+            table += (first, bins.data_ptr(), flat.data_ptr(), flat.numel(), share, at)
+            first += programs
+        uploaded = self._upload(table)
+        arguments = (uploaded.data_ptr(), len(items), 0, 0, 0, 0, 0)
+        self._launch("count_exponents", (items[0].flat.dtype, False), (first, 1, 1), arguments, _COUNTING_WARPS)
+        del divisors, uploaded
+
+    def _program(self, name: str, key: Any) -> tuple[Any, tuple[Any, ...]]:
+        dtype, single = key
+        return program_named(name), (kernel_types()[dtype][0], single, JOBS, _TILE)
+
+
+def _division(size: int) -> tuple[int, int]:
+    """Return how many programs count a tensor, and how many numbers each."""
+    share = _TILE * max(_LEAST_TILES, -(-size // (_TILE * _MOST_PROGRAMS)))
+    return -(-size // share), share

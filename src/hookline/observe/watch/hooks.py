@@ -19,14 +19,14 @@ from torch.nn.parameter import is_lazy
 
 from hookline.errors import HooklineWarning, NoMatchError, OptionError
 from hookline.messages import caller_stacklevel, suggest, type_name
-from hookline.observe.watch.graph_handover import GraphHandover
-from hookline.observe.watch.graph_stats import find_in
+from hookline.observe.watch.graph import find_in
+from hookline.observe.watch.handover import GraphHandover
 from hookline.observe.watch.local_gradients import LOCAL_GRADIENT, LocalGradients
-from hookline.observe.watch.watch_steps import BackwardPasses, CountingRules, ForwardSteps
 from hookline.sites import _torch
-from hookline.sites.attach import attach_to_modules
+from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.compiled.op_schemas import Summary
 from hookline.sites.handle import HandleSet
+from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import Kind
 from hookline.sites.parameters import select_parameters
 from hookline.sites.targets import Named, select, without_scripted
@@ -38,8 +38,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hookline.hook_types import Target
-    from hookline.observe.watch.stat_columns import Layout
-    from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
+    from hookline.observe.watch.engine import StatsEngine
+    from hookline.observe.watch.place import WatchedPlace
+    from hookline.observe.watch.row import Layout
+    from hookline.observe.watch.steps import Passes
     from hookline.sites.compiled.op_schemas import Found, Handed, Share
     from hookline.sites.parameters import NamedParameter
 
@@ -47,11 +49,8 @@ __all__ = ["MODULE_KINDS", "ModuleStatsHook", "ParameterReader", "WatchSites", "
 
 _DEFAULT_KINDS: Final = ("forward", "backward", "param", "param_grad")
 _KINDS: Final = (*_DEFAULT_KINDS, LOCAL_GRADIENT)
-MODULE_KINDS: Final[dict[str, tuple[Kind, str, str]]] = {
-    "forward": (Kind.FORWARD, "forward", "beside"),
-    "backward": (Kind.BACKWARD_PRE, "backward", "beside_backward"),
-}
-"""For each kind: the kind of hook, its method, and its method for what is kept per unit."""
+MODULE_KINDS: Final = {"forward": Kind.FORWARD, "backward": Kind.BACKWARD_PRE}
+"""The kinds that hooks on modules see."""
 
 
 def checked_kinds(on: str | Iterable[str] | None) -> list[str]:
@@ -65,24 +64,32 @@ def checked_kinds(on: str | Iterable[str] | None) -> list[str]:
 
 
 class ModuleStatsHook(Summary):
-    """Adds up the statistics of what modules return, or of the gradients of that."""
+    """Adds up the statistics of what modules return, or of the gradients of that.
+
+    Args:
+        engine: Where they are added up.
+        sites: The modules by name.
+        kind: ``"forward"`` or ``"backward"``.
+        passes: Which passes count.
+        scale: Returns what the gradients of this moment are multiplied by, if anything.
+    """
 
     def __init__(
         self,
         engine: StatsEngine,
+        model: nn.Module,
         sites: list[tuple[str, nn.Module]],
         kind: str,
-        is_due: Callable[[], bool],
-        scale: Callable[[], Tensor | None] | None = None,
+        passes: Passes,
+        scale: Callable[[], Tensor | None],
     ) -> None:
         self._engine = engine
-        self._is_due = is_due
+        self._model = model
+        self._passes = passes
         self._scale = scale
         self._is_forward = kind == "forward"
         self._places = {id(module): engine.place(name, kind) for name, module in sites}
         """By the identity of modules that carry the hook, which live as long as it is on them."""
-        self._model = next((id(module) for name, module in sites if not name), None)
-        """The model itself, if it carries the hook: when it returns, a forward is over."""
         self._use(engine.layout)
 
     def _use(self, layout: Layout) -> None:
@@ -96,52 +103,41 @@ class ModuleStatsHook(Summary):
     def forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Take the output of a module."""
         task = _torch.graph_task_id()
-        # A forward that activation checkpointing repeats was counted the first time.
-        if not self._is_due() or (task != -1 and _torch.in_recomputation()):
+        if task != -1 and _torch.in_recomputation():  # it was counted the first time
             return
-        place = self._places.get(id(module))
-        if place is None:
-            return
-        try:
-            noted = place.deferred is not None and place.deferred.note(place, output, None, task)
-        except Exception as error:  # a watch must not end the run
-            place.give_up(output, error)
-            noted = True
-        if not noted:
-            self._take(module, output, self._engine.take)
-        if id(module) == self._model:
-            self._engine.flush()
+        if self._passes.current().takes:
+            self._take(module, output, task)
+            if module is self._model:
+                self._engine.flush()
 
     def backward(self, module: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
         """Take the gradients of a module's output."""
-        if not self._is_due():
-            return
+        if self._passes.counts_backward():
+            self._take(module, grads[0] if len(grads) == 1 else grads, _torch.graph_task_id())
+
+    def _take(self, module: nn.Module, value: Any, task: int) -> None:
         place = self._places.get(id(module))
-        if place is not None and place.deferred is not None and len(grads) == 1:
-            try:
-                scale = self._scale() if self._scale is not None else None
-                if place.deferred.note(place, grads[0], scale, _torch.graph_task_id()):
-                    return
-            except Exception as error:
-                place.give_up(grads[0], error)
+        if place is None:  # a copy of a module takes its hooks along, and goes unwatched
+            return
+        try:
+            scale = None if self._is_forward else self._scale()
+            if place.deferred is not None and place.deferred.note(place, value, scale, task):
                 return
-        self._take(module, grads, self._engine.take)
-
-    def beside(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Take the output of a module for what is kept per unit."""
-        if self._is_due() and not _torch.in_recomputation():
-            self._take(module, output, self._engine.units.take)
-
-    def beside_backward(self, module: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
-        """Take the gradients of a module's output for what is kept per unit."""
-        if self._is_due():
-            self._take(module, grads, self._engine.units.take)
+            tensor = value if isinstance(value, Tensor) else main_tensor(value)
+            if tensor is not None:
+                self._engine.take(place, tensor, scale)
+            elif self._is_forward and not place.silent:  # of gradients, none may have come
+                place.silent = f"there is no tensor in its output, {type_name(value)}"
+                text = f"{place.label!r} cannot be watched: {place.silent}. Watch a module inside it, or leave it out "
+                warnings.warn(f"{text}(exclude=).", HooklineWarning, stacklevel=caller_stacklevel())
+        except Exception as error:  # a watch must not end the run
+            place.give_up(value, error)
 
     def receive(self, items: Sequence[Handed]) -> None:
-        """Take the summaries that compiled code has made."""
-        if not self._is_due() or (self._is_forward and _torch.in_recomputation()):
+        """Take what compiled code has found."""
+        if not self._counts_graph():
             return
-        places, scale = self._places, self._scale() if self._scale is not None else None
+        places, scale = self._places, self._scale()
         known = [(places[id(module)], found, each, scale) for _, module, found, each in items if id(module) in places]
         try:
             self._engine.take_found(known)
@@ -153,42 +149,36 @@ class ModuleStatsHook(Summary):
         """Return what takes the summaries of one operator in a graph: rows and launches are worked out once."""
         places = self._places
         shares = [(places[id(module)], share) for _, module, share in sites if id(module) in places]
-        return functools.partial(self._take_handed, GraphHandover(self._engine, shares))
+        handover = GraphHandover(self._engine, shares)
 
-    def _take_handed(self, handover: GraphHandover, found: list[Tensor]) -> None:
-        if not self._is_due() or (self._is_forward and _torch.in_recomputation()):
-            return
-        try:
-            handover.take(found, self._scale() if self._scale is not None else None)
-        except Exception as error:
-            for place, share in handover.shares:
-                place.give_up(share.of(found)[0], error)
+        def take(found: list[Tensor]) -> None:
+            if self._counts_graph():
+                try:
+                    handover.take(found, self._scale())
+                except Exception as error:
+                    for place, share in shares:
+                        place.give_up(share.of(found)[0], error)
 
-    def _take(self, module: nn.Module, value: Any, take: Callable[[WatchedPlace, Tensor, Any], None]) -> None:
-        place = self._places.get(id(module))
-        if place is None:  # a copy of a module takes its hooks along, and goes unwatched
-            return
-        tensor = value if isinstance(value, Tensor) else main_tensor(value)
-        if tensor is None:
-            if self._is_forward and not place.silent:  # of gradients, none may have come
-                place.silent = f"there is no tensor in its output, {type_name(value)}"
-                text = f"{place.label!r} cannot be watched: {place.silent}. Watch a module inside it, or leave it out "
-                warnings.warn(f"{text}(exclude=).", HooklineWarning, stacklevel=caller_stacklevel())
-            return
-        try:
-            take(place, tensor, self._scale() if self._scale is not None else None)
-        except Exception as error:
-            place.give_up(tensor, error)
+        return take
+
+    def _counts_graph(self) -> bool:
+        """Return whether what compiled code hands over counts."""
+        if not self._is_forward:
+            return self._passes.counts_backward()
+        return not _torch.in_recomputation() and self._passes.current().takes
+
+
+def _no_scale() -> None:
+    return None
 
 
 @functools.cache
 def _maker(layout: Layout, is_gradient: bool) -> Callable[[list[Tensor]], Found | None]:
     """Return what summarizes the main one of several tensors; one per layout, so that compiled code can be reused."""
-    closer = layout.with_details  # here, as the compiler cannot follow a property that is kept
 
     def make(tensors: list[Tensor]) -> Found | None:
         main = main_of(tensors)
-        return None if main is None else find_in(main, layout, is_gradient=is_gradient, closer=closer)
+        return None if main is None else find_in(main, layout, is_gradient=is_gradient)
 
     return make
 
@@ -226,34 +216,28 @@ class ParameterReader:
 
     def read_values(self) -> None:
         """Take the parameters as they are now, in the place of those taken before."""
-        found: list[tuple[WatchedPlace, Tensor, Any]] = []
-        with self._engine.lock:
-            for slot in self._values:
-                value = slot.current()
-                if value is not None:
-                    slot.place.empty()
-                    found.append((slot.place, value, None))
-            self._take_all(found)
+        self._take([(slot.place, slot.current(), None) for slot in self._values], instead=True)
 
-    def read_gradients(self, scale: Any, of: Optimizer | None = None) -> None:
-        """Add the gradients as they are now; of the parameters of one optimizer alone, if given."""
+    def read_gradients(self, scale: Any, of: Optimizer | None = None, *, instead: bool = False) -> None:
+        """Add the gradients as they are now, or take them `instead` of those before; those `of` an optimizer alone."""
         own = None if of is None else {id(each) for group in of.param_groups for each in group["params"]}
-        found: list[tuple[WatchedPlace, Tensor, Any]] = []
+        found: list[tuple[WatchedPlace, Tensor | None, Any]] = []
         for slot in self._gradients:
             value = slot.current()
-            if value is not None and value.grad is not None and (own is None or id(value) in own):
-                found.append((slot.place, value.grad, scale))
-        self._take_all(found)
+            if own is None or id(value) in own:
+                found.append((slot.place, None if value is None else value.grad, scale))
+        self._take(found, instead=instead)
 
     def forget_gradients(self) -> None:
         """Drop all gradients that were read."""
         for slot in self._gradients:
             slot.place.empty()
 
-    def _take_all(self, items: list[tuple[WatchedPlace, Tensor, Any]]) -> None:
-        self._engine.take_all(items)
-        if self._engine.layout.by_unit:
-            self._engine.units.take_all(items)
+    def _take(self, items: list[tuple[WatchedPlace, Tensor | None, Any]], *, instead: bool) -> None:
+        with self._engine.lock:
+            for place, _, _ in items if instead else ():
+                place.empty()
+            self._engine.take_all([(place, value, scale) for place, value, scale in items if value is not None])
 
 
 class WatchSites:
@@ -262,41 +246,36 @@ class WatchSites:
     Args:
         model: The model.
         engine: Where the hooks add up.
-        rules: Which passes count.
+        passes: Which passes count.
         scaler: The ``GradScaler`` in use, or None.
         name: The name of the hooks.
     """
 
-    def __init__(self, model: nn.Module, engine: StatsEngine, rules: CountingRules, scaler: Any, name: str) -> None:
+    def __init__(self, model: nn.Module, engine: StatsEngine, passes: Passes, scaler: Any, name: str) -> None:
         self._model = model
         self._engine = engine
-        self._rules = rules
+        self._passes = passes
         self._scaler = scaler
         self._name = name
         self._chosen: list[Named] = []
         self.hooks: dict[str, ModuleStatsHook] = {}
         self.handles = HandleSet()
-        self.parameters: ParameterReader | None = None
-        self.passes: BackwardPasses | None = None
+        self.parameters = ParameterReader(engine, [], [])
         self._local: LocalGradients | None = None
         self._is_on = False
         self._looks_closer = False
 
-    def choose(
-        self, target: Target, exclude: Target, kinds: list[str], end_pass: Callable[[], None], *, lenient: bool
-    ) -> None:
+    def choose(self, target: Target, exclude: Target, kinds: list[str], *, lenient: bool) -> None:
         """Select modules and parameters; with ``lenient`` it is enough that either answers to ``target``."""
         modules = [kind for kind in kinds if kind in MODULE_KINDS]
         if modules:
             self._chosen = self._choose_modules(target, exclude, lenient=lenient)
             modules = modules if self._chosen else []
-        rules = self._rules
         for kind in modules:
-            is_due, scale = (rules.take_output, None) if kind == "forward" else (rules.counts_backward, self.scale)
-            scale = None if self._scaler is None else scale
-            self.hooks[kind] = ModuleStatsHook(self._engine, self._chosen, kind, is_due, scale)
+            scale = self.scale if kind == "backward" else _no_scale
+            self.hooks[kind] = ModuleStatsHook(self._engine, self._model, self._chosen, kind, self._passes, scale)
         if set(kinds) - set(MODULE_KINDS):
-            self._choose_parameters(target, exclude, kinds, end_pass, required=not modules)
+            self._choose_parameters(target, exclude, kinds, required=not modules)
 
     def _choose_modules(self, target: Target, exclude: Target, *, lenient: bool) -> list[Named]:
         try:
@@ -306,9 +285,7 @@ class WatchSites:
                 raise
             return []  # parameters may answer to it
 
-    def _choose_parameters(
-        self, target: Target, exclude: Target, kinds: list[str], end_pass: Callable[[], None], *, required: bool
-    ) -> None:
+    def _choose_parameters(self, target: Target, exclude: Target, kinds: list[str], *, required: bool) -> None:
         try:
             chosen = select_parameters(self._model, target, exclude=exclude, trained=False)
         except KeyError:
@@ -318,8 +295,6 @@ class WatchSites:
         values = chosen if "param" in kinds else []
         gradients = chosen if "param_grad" in kinds else []
         self.parameters = ParameterReader(self._engine, values, gradients)
-        if gradients:
-            self.passes = BackwardPasses(self._model, gradients, end_pass)
         if LOCAL_GRADIENT in kinds:
             self._local = LocalGradients(self._model, self._engine, chosen, self._take_local)
 
@@ -331,27 +306,23 @@ class WatchSites:
         if self._local is not None:
             self._local.switch(on)
         if not on:
+            self._passes.switch(False)
             self.handles.remove(quiet=True)
             self.handles = HandleSet()
             return
-        for kind, hook in self.hooks.items():
-            self._hook_modules(kind, hook)
-        self._rules.find_counter()
-        if self.passes is not None and isinstance(self._rules.steps, ForwardSteps):
-            attachment = self._rules.new_attachment(self.passes.begin, Kind.BACKWARD_PRE, self._name)
-            self.handles.add(attach_to_modules(attachment, self._model, [("", self._model)]))
-
-    def _hook_modules(self, kind: str, hook: ModuleStatsHook) -> None:
         layout = self._engine.layout
-        as_kind, call, beside = MODULE_KINDS[kind]
-        attachment = self._rules.new_attachment(getattr(hook, call), as_kind, self._name)
-        # A graph does not know the scale of the moment, so it could not tell what is over a threshold.
-        if kind == "forward" or self._scaler is None or not layout.thresholds:
-            attachment.summary = hook
-        self.handles.add(attach_to_modules(attachment, self._model, self._chosen))
-        if layout.by_unit:
-            more = self._rules.new_attachment(getattr(hook, beside), as_kind, f"{self._name} by unit")
-            self.handles.add(attach_to_modules(more, self._model, self._chosen))
+        for kind, hook in self.hooks.items():
+            call = hook.forward if kind == "forward" else hook.backward
+            options = AttachOptions(observe=True, name=self._name)
+            attachment = new_attachment(call, MODULE_KINDS[kind], options)
+            # What is kept per unit needs the tensor. A graph does not know the scale of the moment, so it could not
+            # tell what is over a threshold.
+            is_scaled = kind == "backward" and self._scaler is not None
+            if not layout.by_unit and not (is_scaled and layout.thresholds):
+                attachment.summary = hook
+            self.handles.add(attach_to_modules(attachment, self._model, self._chosen))
+        if self.hooks or self._local is not None:
+            self._passes.switch(True)
 
     def look_closer(self, rows: NDArray[np.float64]) -> None:
         """Count NaN and Inf in compiled code from now on, if it has found something that is not finite by row."""
@@ -373,18 +344,15 @@ class WatchSites:
 
     def remove(self, *, quiet: bool) -> None:
         """Take everything off; warn, unless ``quiet``, if nothing fired."""
-        if self.passes is not None:
-            self.passes.unhook_parameters()
+        self._passes.switch(False)
         if self._local is not None:
             self._local.switch(False)
         self.handles.remove(quiet=quiet)
 
     def _take_local(self, place: WatchedPlace, gradient: Tensor) -> None:
         """Take a gradient of a parameter, as the backward pass under way made it."""
-        if not self._rules.counts_backward():
-            return
-        try:
-            self._engine.take(place, gradient, self.scale())
-            self._engine.units.take(place, gradient, self.scale())
-        except Exception as error:  # a watch must not end the run
-            place.give_up(gradient, error)
+        if self._passes.counts_backward():
+            try:
+                self._engine.take(place, gradient, self.scale())
+            except Exception as error:  # a watch must not end the run
+                place.give_up(gradient, error)

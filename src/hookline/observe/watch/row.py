@@ -1,17 +1,16 @@
-"""Say which statistics a watch keeps, and turn the columns of its rows into metrics and a table.
+"""Say which statistics a watch keeps, merge rows of them, and turn rows into metrics and a table.
 
 `Watch`, `StatsEngine` and the reducers ask a `Layout` for the columns; ``activation_stats`` and ``nan_alarm`` do, too.
 
-A row holds one float64 number per column. The first columns are added up, the others keep the largest number (so a
-minimum is kept negated). Both rules are the same for a CPU loop, a kernel and a compiled graph, and rows of several
-processes are merged by them.
+A row holds one float64 number per column. The first columns are added up, of the others the largest number is kept (so
+a minimum is kept negated): blocks of a tensor, calls, devices and ranks are all merged by these two rules.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -25,7 +24,24 @@ from hookline.tables import Table
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["DEFAULT_STATS", "Layout", "MetricTable", "as_metrics", "table_of"]
+__all__ = [
+    "BAD",
+    "COUNT",
+    "DEFAULT_STATS",
+    "FIRES",
+    "INF",
+    "NAN",
+    "SQUARES",
+    "SUM",
+    "ZEROS",
+    "Layout",
+    "as_metrics",
+    "larger",
+    "merge",
+    "merge_into",
+    "metrics_of",
+    "table_of",
+]
 
 DEFAULT_STATS: Final = ("mean", "std", "norm", "rms", "min", "max", "absmax", "zero_fraction", "nonfinite")
 _MOMENTS: Final = frozenset({"mean", "std", "norm", "rms"})
@@ -35,6 +51,9 @@ _BY_UNIT: Final = frozenset({"dead_fraction", "histogram"})
 _NAMES: Final = (*DEFAULT_STATS, *sorted(_DETAILS), *sorted(_BY_UNIT))
 _OVER: Final = "over:"
 _ADDED: Final = ("fires", "count", "sum", "squares", "zeros", "bad", "nan", "inf")
+FIRES, COUNT, SUM, SQUARES, ZEROS, BAD, NAN, INF = range(len(_ADDED))
+"""The first columns: firings, numbers, their sum, that of their squares, zeros, firings with something that is not
+finite, NaN, infinities."""
 _KEPT: Final = ("-min", "max", "-finite_min", "finite_max")
 
 
@@ -94,22 +113,15 @@ class Layout:
         """The columns for thresholds."""
         return tuple(map(_over_name, self.thresholds))
 
-    @cached_property
-    def graph_outputs(self) -> tuple[str, ...]:
-        """The numbers that `graph_stats` finds in a tensor; the columns follow from them."""
-        return (
-            "size",
-            *(("sum", "squares") if self.moments else ()),
-            *(("low", "high") if self.extremes else ()),
-            *(("zeros",) if self.zeros else ()),
-            *(("nan", "finite", "finite_low", "finite_high") if self.details else ()),
-            *self.over,
-        )
-
     @property
     def fits_one_read(self) -> bool:
         """Whether a compiled graph on a GPU can reduce rows of the tensor to all columns in one read."""
         return (self.moments or self.extremes) and not self.details and not self.thresholds
+
+    @cached_property
+    def empty(self) -> tuple[float, ...]:
+        """The row of nothing."""
+        return (0.0,) * len(self.added) + (-math.inf,) * len(_KEPT)
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -154,124 +166,84 @@ def _over_name(threshold: float) -> str:
 
 # -- metrics -------------------------------------------------------------------------------------------------
 
-_Cells = Mapping[str, float]
 _NOISE: Final = 1e-14
 """A variance below this share of the squared mean is rounding in float64, not spread."""
+_AFTER_NONFINITE: Final = ("nonfinite", "nan", "inf", "finite_min", "finite_max")
 
 
-def as_metrics(cells: _Cells, layout: Layout) -> dict[str, float]:
-    """Return the statistics of one row by name; nothing if nothing was counted.
+def as_metrics(cells: Mapping[str, float], layout: Layout) -> dict[str, float]:
+    """Return the statistics of one row, given by the names of its columns; nothing if nothing was counted."""
+    return metrics_of(np.array([[cells[name] for name in layout.names]]), layout, [""])
+
+
+def metrics_of(rows: NDArray[np.float64], layout: Layout, prefixes: Sequence[str]) -> dict[str, float]:
+    """Return the statistics of every row that has counted something, by its prefix and their name.
 
     Once something was not finite, its counts and the extremes of the rest are reported whether asked for or not.
     """
-    if not cells["count"]:
-        return {}
+    count, bad = rows[:, COUNT], rows[:, BAD]
     names = [name for name in layout.stats if name not in layout.by_unit]
-    if cells["bad"]:
-        # On a GPU, compiled code counts NaN and Inf once its graph is made anew; until then there is none to report.
-        is_counted = cells["nan"] + cells["inf"] > 0
-        names += [name for name in _AFTER_NONFINITE if name not in names and (is_counted or name == "nonfinite")]
-    found = {name: _FORMULAS[name](cells) if name in _FORMULAS else cells[name] / cells["count"] for name in names}
-    return {name: value for name, value in found.items() if value is not None}
+    more = [name for name in _AFTER_NONFINITE if name not in names] if bad.any() else []
+    is_there = np.repeat((count > 0)[:, None], len(names) + len(more), axis=1)
+    # On a GPU, compiled code counts NaN and Inf once its graph is made anew; until then there is none to report.
+    is_counted = rows[:, NAN] + rows[:, INF] > 0
+    for column, name in enumerate(more, len(names)):
+        is_there[:, column] &= (bad > 0) & (is_counted | (name == "nonfinite"))
+    with np.errstate(all="ignore"):
+        found = [_values(name, dict(zip(layout.names, rows.T, strict=True))) for name in (*names, *more)]
+    for column, name in enumerate((*names, *more)):
+        if name in ("finite_min", "finite_max"):
+            is_there[:, column] &= np.isfinite(found[column])  # else no finite number was seen
+    keys = [prefix + name for prefix in prefixes for name in (*names, *more)]
+    values = np.stack(found, axis=1).reshape(-1).tolist() if found else []
+    return {key: value for key, value, there in zip(keys, values, is_there.reshape(-1).tolist(), strict=True) if there}
 
 
-class MetricTable:
-    """Turns many rows into metrics at once; `as_metrics` does one.
-
-    With 1,000 rows it takes 2 ms where `as_metrics` takes 15.
-
-    Args:
-        layout: The columns and the statistics.
-        prefixes: The beginning of the names of the metrics of each row.
-    """
-
-    def __init__(self, layout: Layout, prefixes: Sequence[str]) -> None:
-        self._layout = layout
-        self._prefixes = prefixes
-        self._names = [name for name in layout.stats if name not in layout.by_unit]
-        self._keys = [f"{prefix}{name}" for prefix in prefixes for name in self._names]
-        self._is_simple = _DETAILS.isdisjoint(self._names)  # of the others, a row may have none
-
-    def metrics(self, rows: NDArray[np.float64]) -> dict[str, Any]:
-        """Return the metrics of every row that has counted something."""
-        count, bad = (rows[:, self._layout.names.index(name)] for name in ("count", "bad"))
-        is_plain = (count > 0) & (bad == 0) & self._is_simple
-        values = self._values(rows)
-        if is_plain.all():
-            return dict(zip(self._keys, values.reshape(-1).tolist(), strict=True))
-        metrics: dict[str, Any] = {}
-        width = len(self._names)
-        for index, (plain, row) in enumerate(zip(is_plain.tolist(), values.tolist(), strict=True)):
-            if plain:
-                metrics.update(zip(self._keys[index * width : (index + 1) * width], row, strict=True))
-            else:
-                cells = dict(zip(self._layout.names, rows[index].tolist(), strict=True))
-                prefix = self._prefixes[index]
-                metrics.update({prefix + name: value for name, value in as_metrics(cells, self._layout).items()})
-        return metrics
-
-    def _values(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return one column for each statistic, by the formulas below."""
-        cells = dict(zip(self._layout.names, rows.T, strict=True))
-        count = cells["count"]
-        with np.errstate(all="ignore"):
+def _values(name: str, cells: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Return one statistic of every row, given the columns."""
+    count = cells["count"]
+    match name:
+        case "mean":
+            return cells["sum"] / count
+        case "std":
             mean = cells["sum"] / count
             variance = cells["squares"] / count - mean * mean
             spread = np.where(variance > _NOISE * mean * mean, np.sqrt(variance), 0.0)
-            found: dict[str, Callable[[], NDArray[np.float64]]] = {
-                "mean": lambda: mean,
-                "std": lambda: np.where(np.isnan(variance), np.nan, spread),
-                "rms": lambda: np.sqrt(cells["squares"] / count),
-                "norm": lambda: np.sqrt(cells["squares"] / cells["fires"]),
-                "min": lambda: -cells["-min"],
-                "max": lambda: cells["max"],
-                "absmax": lambda: np.maximum(cells["-min"], cells["max"]) + 0.0,
-                "zero_fraction": lambda: cells["zeros"] / count,
-                "nonfinite": lambda: cells["bad"],
-            }
-            columns = [
-                found[name]() if name in found else cells[name] / count if name in cells else np.zeros_like(count)
-                for name in self._names
-            ]
-        return np.stack(columns, axis=1) if columns else np.zeros((len(rows), 0))
+            return np.where(np.isnan(variance), np.nan, spread)
+        case "rms":
+            return np.sqrt(cells["squares"] / count)
+        case "norm":
+            return np.sqrt(cells["squares"] / cells["fires"])
+        case "min" | "finite_min":
+            return -cells[f"-{name}"]
+        case "absmax":
+            return np.maximum(cells["-min"], cells["max"]) + 0.0
+        case "zero_fraction":
+            return cells["zeros"] / count
+        case "nonfinite":
+            return cells["bad"]
+        case "max" | "finite_max" | "nan" | "inf":
+            return cells[name]
+        case _:
+            return cells[name] / count  # over a threshold
 
 
-def _mean(cells: _Cells) -> float:
-    return cells["sum"] / cells["count"]
+def merge(one: Sequence[float], other: Sequence[float], num_added: int) -> list[float]:
+    """Return two rows as one."""
+    both = list(zip(one, other, strict=True))
+    return [a + b for a, b in both[:num_added]] + [larger(a, b) for a, b in both[num_added:]]
 
 
-def _std(cells: _Cells) -> float:
-    mean = _mean(cells)
-    variance = cells["squares"] / cells["count"] - mean * mean
-    if variance != variance:
-        return math.nan
-    return math.sqrt(variance) if variance > _NOISE * mean * mean else 0.0
+def larger(one: float, other: float) -> float:
+    """Return the larger number; NaN if either is."""
+    return one if one != one or one > other else other
 
 
-def _root(value: float) -> float:
-    return math.sqrt(value) if value >= 0 else math.nan
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # no finite number was seen
-
-
-_FORMULAS: Final[dict[str, Callable[[_Cells], float | None]]] = {
-    "mean": _mean,
-    "std": _std,
-    "rms": lambda cells: _root(cells["squares"] / cells["count"]),
-    "norm": lambda cells: _root(cells["squares"] / cells["fires"]),
-    "min": lambda cells: -cells["-min"],
-    "max": lambda cells: cells["max"],
-    "absmax": lambda cells: max(cells["-min"], cells["max"]) + 0.0 if cells["max"] == cells["max"] else math.nan,
-    "zero_fraction": lambda cells: cells["zeros"] / cells["count"],
-    "nonfinite": lambda cells: cells["bad"],
-    "nan": lambda cells: cells["nan"],
-    "inf": lambda cells: cells["inf"],
-    "finite_min": lambda cells: _finite(-cells["-finite_min"]),
-    "finite_max": lambda cells: _finite(cells["finite_max"]),
-}
-_AFTER_NONFINITE: Final = ("nonfinite", "nan", "inf", "finite_min", "finite_max")
+def merge_into(rows: NDArray[np.float64], index: Any, found: NDArray[np.float64], num_added: int) -> None:
+    """Merge rows into some of a table."""
+    rows[index, :num_added] += found[:, :num_added]
+    with np.errstate(invalid="ignore"):
+        rows[index, num_added:] = np.maximum(rows[index, num_added:], found[:, num_added:])  # of NaN and a number, NaN
 
 
 _SINCE: Final = "since the last reset, in the unit of the tensors"

@@ -19,8 +19,8 @@ from hookline.distributed.exchange import Exchange, Reduced
 from hookline.distributed.ranks import gather_objects, is_distributed, rank_count, rank_names, this_rank
 from hookline.distributed.shards import Placed, activation_shard, parameter_shard, tensor_parallel_ranks
 from hookline.errors import RankError
-from hookline.observe.watch.stat_columns import MetricTable
-from hookline.observe.watch.stat_rows import AliveUnits, ExponentBins
+from hookline.observe.watch.row import FIRES, SQUARES, SUM, metrics_of
+from hookline.observe.watch.units import BY_UNIT, AliveUnits, ExponentBins
 from hookline.sites.targets import select
 
 if TYPE_CHECKING:
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hook_types import Target
-    from hookline.observe.watch.stat_columns import Layout
-    from hookline.observe.watch.stats_engine import StatsEngine, StatsSnapshot, WatchedPlace
+    from hookline.observe.watch.engine import StatsEngine, StatsSnapshot
+    from hookline.observe.watch.place import WatchedPlace
+    from hookline.observe.watch.row import Layout
 
 __all__ = ["DeclaredShards", "RankStats", "rank_in_words", "same_on_ranks"]
 
 _PARAMETERS: Final = ("param", "param_grad")
 _LOCAL: Final = "param_grad_local"
-_BESIDE: Final[dict[str, type[AliveUnits | ExponentBins]]] = {each.name: each for each in (AliveUnits, ExponentBins)}
-_BY_UNIT: Final = "\x1f"
+_UNITS: Final = "\x1f"
 """Stands between a label and what is kept per unit; no name of a module has it."""
 _SEVERAL_STAGES: Final = "ranks hold different parts of this module (stages of a pipeline), so there is no one output"
 _SPLIT_UNITS: Final = (
@@ -54,7 +54,7 @@ class DeclaredShards(NamedTuple):
     """Names of modules of whose activations each rank has a part."""
 
     @classmethod
-    def of(cls, model: nn.Module, replicated: Target, sharded: Target) -> DeclaredShards:
+    def of(cls, model: nn.Module, replicated: Target = None, sharded: Target = None) -> DeclaredShards:
         """Return the names of the modules that the two targets select."""
         chosen = [[] if target is None else select(model, target) for target in (replicated, sharded)]
         return cls(*(frozenset(name for name, _ in each) for each in chosen))
@@ -81,12 +81,12 @@ class RankStats:
         self._model = model
         self._options = options
         self._declared = declared or DeclaredShards(frozenset(), frozenset())
-        self._group: tuple[int, ...] | None = None
-        self._parts: dict[WatchedPlace, _CachedPart] = {}
-        self._last: _LastParts | None = None
+        self._parts: tuple[list[tuple[WatchedPlace, Placed | None]], list[NamedPart]] = [], []
+        """The parts of places as they lay on their meshes, as long as they stay the same."""
+        self._known: set[WatchedPlace] = set()
+        """Places that have had numbers to compare with those of other ranks."""
         self._widths: dict[str, int] = {}
         self._checked: Agreed | None = None
-        self._rows: _ReducedRows | None = None
         self.left_out: dict[str, str] = {}
         """Why the statistics of a place are not reduced over ranks, by its label."""
 
@@ -103,7 +103,7 @@ class RankStats:
         added, kept = snapshot.rows[:, :num_added], snapshot.rows[:, num_added:]
         # Firings are not added: one process would have fired once, on the whole batch.
         kept = np.concatenate([kept, snapshot.rows[:, :1]], axis=1)
-        more_parts, more_added, more_kept = self._beside(snapshot)
+        more_parts, more_added, more_kept = self._beside(snapshot, parts)
         reduced = self._exchange.reduce(
             [*parts, *more_parts],
             np.concatenate([added.reshape(-1), *more_added]),
@@ -131,25 +131,16 @@ class RankStats:
     # -- what this rank holds --------------------------------------------------------------------------------
 
     def _parts_of(self, snapshot: StatsSnapshot) -> list[NamedPart]:
-        """Return the part of each place; the same list as long as nothing has changed, which takes 40 µs to see."""
-        places, state = snapshot.places, [place.placed for place in snapshot.places]
-        if self._last is None or self._last.places != places or self._last.state != state:
-            parts = [self._part(place, row) for place, row in zip(places, snapshot.rows, strict=True)]
-            is_final = all(cached.is_final for cached in self._parts.values())
-            self._last = _LastParts(places, state, parts) if is_final else None
-            return parts
-        return self._last.parts
-
-    def _part(self, place: WatchedPlace, row: NDArray[np.float64]) -> NamedPart:
-        cached = self._parts.get(place)
-        if cached is not None and cached.placed is place.placed and cached.is_final:
-            return cached.part
+        """Return the part of each place; the same list as long as nothing has changed."""
         layout = self._engine.layout
-        shard = self._shard(place, row)
-        is_final = not isinstance(shard, SameIfEqual) or shard.is_known
-        part = NamedPart(place.label, len(layout.added), len(layout.kept) + 1, shard)
-        self._parts[place] = _CachedPart(part, place.placed, is_final)
-        return part
+        state = [(place, place.placed) for place in snapshot.places]
+        parts = self._parts[1]
+        if self._parts[0] != state or any(isinstance(part.shard, SameIfEqual) for part in parts):
+            sizes = len(layout.added), len(layout.kept) + 1
+            pairs = zip(snapshot.places, snapshot.rows, strict=True)
+            parts = [NamedPart(place.label, *sizes, self._shard(place, row)) for place, row in pairs]
+            self._parts = state, parts
+        return parts
 
     def _shard(self, place: WatchedPlace, row: NDArray[np.float64]) -> Hashable:
         if place.kind == _LOCAL:
@@ -158,7 +149,7 @@ class RankStats:
             return "replicated" if place.placed is None else parameter_shard(place.placed)
         if place.name in self._declared.sharded:
             return None
-        group = self._tensor_parallel()
+        group = self._group
         if place.name in self._declared.replicated:
             return ("group", group or tuple(range(rank_count())))
         if place.placed is not None:
@@ -166,34 +157,35 @@ class RankStats:
         if not group:
             return None
         # Zeros are equal on all ranks, whatever they hold: a layer that begins with zeros is compared again later.
-        cells = dict(zip(self._engine.layout.names, row, strict=False))
-        numbers = [cells[name] for name in ("sum", "squares", "-min", "max")]
-        is_known = any(number and abs(number) != math.inf for number in numbers)  # what is not kept stays -inf
-        return SameIfEqual(group, is_known, hashlib.sha256(row.tobytes()).digest()[:8])
+        kept = len(self._engine.layout.added)
+        if any(number and abs(number) != math.inf for number in (row[SUM], row[SQUARES], row[kept], row[kept + 1])):
+            self._known.add(place)  # what is not kept stays -inf
+        return SameIfEqual(group, place in self._known, hashlib.sha256(row.tobytes()).digest()[:8])
 
-    def _tensor_parallel(self) -> tuple[int, ...]:
-        if self._group is None:
-            self._group = tensor_parallel_ranks(self._model)
-        return self._group
+    @cached_property
+    def _group(self) -> tuple[int, ...]:
+        """The tensor-parallel group of this rank."""
+        return tensor_parallel_ranks(self._model)
 
     def _beside(
-        self, snapshot: StatsSnapshot
+        self, snapshot: StatsSnapshot, of_places: list[NamedPart]
     ) -> tuple[list[NamedPart], list[NDArray[np.float64]], list[NDArray[np.float64]]]:
         """Return what is kept per unit, as parts and their numbers; histograms are added."""
         parts: list[NamedPart] = []
         added: list[NDArray[np.float64]] = []
         kept: list[NDArray[np.float64]] = []
+        shards = dict(zip(snapshot.places, [part.shard for part in of_places], strict=True))
         for place, found in snapshot.beside.items():
             for one, values in zip(place.beside, found, strict=True):
-                label = f"{place.label}{_BY_UNIT}{one.name}"
+                label = f"{place.label}{_UNITS}{one.name}"
                 width = self._widths[label] = len(values) or self._widths.get(label, 0)
                 if not width:
                     continue
                 numbers = np.array(values or [0.0] * width)
-                shard = self._parts[place].part.shard
+                shard = shards[place]
                 if one.name == AliveUnits.name:
                     # The width is part of the name: ranks whose units differ are found out, and not mixed.
-                    parts.append(NamedPart(f"{label}{_BY_UNIT}{width}", 0, width, shard))
+                    parts.append(NamedPart(f"{label}{_UNITS}{width}", 0, width, shard))
                     kept.append(numbers)
                 else:
                     parts.append(NamedPart(label, width, 0, shard))
@@ -205,7 +197,7 @@ class RankStats:
     def _check(self, agreed: Agreed) -> None:
         """Raise if a rank lacks modules that the others have; note the places that cannot be reduced."""
         self.left_out = {}
-        inner = _without_containers({label for label in agreed.holdings if _kind(label) and _BY_UNIT not in label})
+        inner = _without_containers({label for label in agreed.holdings if _kind(label) and _UNITS not in label})
         labels: dict[tuple[int, ...], set[str]] = {}
         for label, held in agreed.holdings.items():
             if label in inner:
@@ -220,26 +212,36 @@ class RankStats:
         self._checked = agreed
 
     def _metrics(self, reduced: Reduced) -> dict[str, Any]:
-        if self._rows is None or self._rows.agreed is not reduced.agreed:
-            self._rows = _ReducedRows(reduced.agreed, self._engine.layout, self.left_out)
-        metrics = self._rows.metrics(reduced)
-        for label in self._rows.by_unit:
-            place, _, statistic = label.partition(_BY_UNIT)
-            self._add_beside(metrics, f"{place}/" if place else "", statistic, reduced, label)
+        holdings, layout = reduced.agreed.holdings, self._engine.layout
+        labels = [label for label in holdings if label.partition(_UNITS)[0] not in self.left_out]
+        places = [label for label in labels if _UNITS not in label]
+        added = _rows(reduced.added, [holdings[label].added.start for label in places], len(layout.added))
+        kept = _rows(reduced.kept, [holdings[label].kept.start for label in places], len(layout.kept) + 1)
+        # Each rank's own gradient is a firing; of anything else, one process would have fired once on the whole batch.
+        is_local = np.array([_kind(label) == _LOCAL for label in places], dtype=bool)
+        added[:, FIRES] = np.where(is_local, added[:, FIRES], kept[:, -1])
+        rows = np.concatenate([added, kept[:, :-1]], axis=1)
+        metrics: dict[str, Any] = dict(metrics_of(rows, layout, [f"{label}/" if label else "" for label in places]))
+        for label in labels:
+            place, _, statistic = label.partition(_UNITS)
+            name = statistic.partition(_UNITS)[0]
+            if name == ExponentBins.name:
+                values = reduced.added[holdings[label].added]
+            elif name != AliveUnits.name:
+                continue
+            elif holdings[label].shards > 1 and self._group:
+                self.left_out[f"{place}/{name}"] = _SPLIT_UNITS
+                continue
+            else:
+                values = reduced.kept[holdings[label].kept]
+            metrics[f"{place}/{name}" if place else name] = BY_UNIT[name].as_metric(values.tolist())
         return metrics
 
-    def _add_beside(self, metrics: dict[str, Any], prefix: str, statistic: str, reduced: Reduced, label: str) -> None:
-        held = reduced.agreed.holdings[label]
-        name = statistic.partition(_BY_UNIT)[0]
-        if name == ExponentBins.name:
-            values = reduced.added[held.added]
-        elif held.shards > 1 and self._tensor_parallel():
-            self.left_out[label.partition(_BY_UNIT)[0] + "/dead_fraction"] = _SPLIT_UNITS
-            return
-        else:
-            values = reduced.kept[held.kept]
-        if name == ExponentBins.name or values.size:
-            metrics[prefix + name] = _BESIDE[name].as_metric(values.tolist())
+
+def _rows(numbers: NDArray[np.float64], starts: list[int], width: int) -> NDArray[np.float64]:
+    """Return the rows of ``width`` numbers that begin at ``starts``."""
+    found: NDArray[np.float64] = numbers[np.array(starts, dtype=np.int64).reshape(-1, 1) + np.arange(width)]
+    return found
 
 
 def rank_in_words() -> list[str]:
@@ -267,46 +269,6 @@ def _comparable(target: Any) -> Any:
     if isinstance(target, list | tuple):
         return [_comparable(each) for each in target]
     return type(target).__name__
-
-
-class _ReducedRows:
-    """Finds the rows of places in the buffers that all ranks agreed on."""
-
-    def __init__(self, agreed: Agreed, layout: Layout, left_out: Mapping[str, str]) -> None:
-        self.agreed = agreed
-        labels = [label for label in agreed.holdings if label.partition(_BY_UNIT)[0] not in left_out]
-        self.by_unit = [label for label in labels if _BY_UNIT in label]
-        """What is kept per unit."""
-        places = [label for label in labels if _BY_UNIT not in label]
-        held = [agreed.holdings[label] for label in places]
-        self._added = _positions([each.added.start for each in held], len(layout.added))
-        self._kept = _positions([each.kept.start for each in held], len(layout.kept) + 1)
-        # Each rank's own gradient is a firing; of anything else, one process would have fired once on the whole batch.
-        self._by_rank = np.array([_kind(label) == _LOCAL for label in places], dtype=bool)
-        self._table = MetricTable(layout, [f"{label}/" if label else "" for label in places])
-
-    def metrics(self, reduced: Reduced) -> dict[str, Any]:
-        """Return the metrics of all places."""
-        rows = np.concatenate([reduced.added[self._added], reduced.kept[self._kept]], axis=1)
-        rows[:, 0] = np.where(self._by_rank, rows[:, 0], rows[:, -1])
-        return self._table.metrics(rows[:, :-1])
-
-
-def _positions(starts: list[int], width: int) -> NDArray[np.int64]:
-    return np.array(starts, dtype=np.int64).reshape(-1, 1) + np.arange(width)
-
-
-class _LastParts(NamedTuple):
-    places: list[WatchedPlace]
-    state: list[Placed | None]
-    parts: list[NamedPart]
-
-
-class _CachedPart(NamedTuple):
-    part: NamedPart
-    placed: Placed | None
-    is_final: bool
-    """Whether it stays the same for as long as the placement does."""
 
 
 def _kind(label: str) -> str:

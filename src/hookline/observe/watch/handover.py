@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.observe.watch.stat_kernel import Kernel, is_available, program_named, readable
+from hookline.observe.watch.kernel import Kernel, is_available, program_named, readable
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from hookline.observe.watch.stat_rows import StatRow
-    from hookline.observe.watch.stats_engine import StatsEngine, WatchedPlace
+    from hookline.observe.watch.engine import StatsEngine
+    from hookline.observe.watch.place import StatRow, WatchedPlace
     from hookline.sites.compiled.op_schemas import Share
 
 __all__ = ["AddressTable", "GraphHandover", "GraphKernel", "RowTable"]
