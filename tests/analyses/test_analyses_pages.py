@@ -18,8 +18,6 @@ from hookline.analyses import BUILT_IN
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES, PICTURES = DOCS / "analyses", DOCS / "pictures" / "analyses"
 HEADINGS = ["Metrics", "Options", "When it misleads", "Cost"]
-_LARGEST = 60 * 1024
-_AXES = ("epoch", "step", "layer", "k", "a;")
 _ROW = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 _BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -87,17 +85,6 @@ def test_a_page_is_whole_and_short(name: str) -> None:
     assert before.rpartition("![")[2], "the picture has no description"
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_a_picture_is_a_small_light_svg_with_axes(name: str) -> None:
-    """Up to 60 KB, a white ground, and a mark that the axes have names (matplotlib writes each text as a comment)."""
-    picture = PICTURES / f"{name}.svg"
-    assert 2_000 < picture.stat().st_size <= _LARGEST
-    text = picture.read_text(encoding="utf-8")
-    assert "fill: #ffffff" in text
-    texts = re.findall(r"<!-- (.*?) -->", text)
-    assert any(words.startswith(_AXES) for words in texts), "no axis has a name"
-
-
 def test_the_index_leads_to_every_page() -> None:
     """In its tables, each once."""
     text = _text("README")
@@ -133,13 +120,3 @@ def test_options_are_read_from_docstrings_with_lines_that_go_on(tables: Any) -> 
     """The text of an option is all of its lines, and those of the next are not in it."""
     said = tables._documented("What.\n\nArgs:\n    one: First\n        goes on, ``x``.\n    two: Second.\n\nMore.\n")
     assert said == {"one": "First goes on, `x`.", "two": "Second."}
-
-
-def test_places_in_a_picture_are_rounded_and_nothing_else() -> None:
-    """Coordinates to hundredths; the scale of a letter and texts stay as they are."""
-    rounded = _script("draw_analyses").rounded
-    given = '<path d="M 1.23456 -7.0\nL 8.999999 3" transform="scale(0.015625)"/><!-- 0.12345 -->  \n<use x="9.8765"/>'
-    assert (
-        rounded(given)
-        == '<path d="M 1.23 -7.0\nL 8.99 3" transform="scale(0.015625)"/><!-- 0.12345 -->\n<use x="9.87"/>'
-    )

@@ -15,8 +15,6 @@ from hookline.engines.vllm.step_rows import (
     table_after_model,
     table_of_step,
 )
-from hookline.factories import activation_stats, steer
-from hookline.factories.batch_rows import current_batch, current_rows, serving
 
 
 def runner(names, starts, computed, prompts):
@@ -90,11 +88,6 @@ def test_the_table_behind_the_model_has_one_row_for_each_request():
     assert table.request_ids == ("a", "b")
 
 
-def test_positions_in_three_rows_are_left_out():
-    rows = rows_of_runner(runner(*MIXED))
-    assert table_of_step(rows, ("a", "b"), {"positions": torch.zeros(3, 7)}).positions is None
-
-
 def test_the_book_counts_what_came_from_the_cache():
     book = RequestBook()
     begun, ended = book.note(scheduled([new_request("a-00000001", 70, 64, {"hookline": {"x": 1}})]))
@@ -112,44 +105,3 @@ def test_the_book_counts_what_came_from_the_cache():
 )
 def test_a_request_is_called_as_the_client_called_it(inside, outside):
     assert client_id(inside) == outside
-
-
-def steered(config, table, tokens=8):
-    hook = steer({"vector": [1.0, 1.0], **config})
-    with serving(table):
-        result = hook(torch.nn.Identity(), (), torch.zeros(tokens, 2))
-    return None if result is None else result[:, 0].tolist()
-
-
-def test_steering_one_request_of_a_mixed_step():
-    table = mixed_table()
-    assert steered({"requests": ["a"]}, table) == [1.0] + [0.0] * 7
-    assert steered({"requests": ["b"]}, table) == [0.0] + [1.0] * 6 + [0.0]
-    assert steered({"requests": ["b"], "positions": "last"}, table) == [0.0] * 6 + [1.0, 0.0]
-    assert steered({"requests": ["c"]}, table) == [0.0] * 8
-
-
-def test_steering_one_stage_of_a_mixed_step():
-    table = mixed_table()
-    assert steered({"phase": "decode"}, table) == [1.0] + [0.0] * 7
-    assert steered({"phase": "prefill"}, table) == [0.0] + [1.0] * 6 + [0.0]
-    assert steered({"phase": "decode", "requests": ["b"]}, table) == [0.0] * 8
-
-
-def test_statistics_of_one_stage_and_without_padding():
-    values = torch.tensor([[9.0], *[[1.0]] * 6, [1000.0]])
-    found = {}
-    for stage in ("decode", "prefill", "both"):
-        hook = activation_stats({"phase": stage})
-        with serving(mixed_table()):
-            hook(torch.nn.Identity(), (), values)
-        metrics = hook.to_metrics()
-        found[stage] = next(value for name, value in metrics.items() if name.endswith("mean"))
-    assert found == pytest.approx({"decode": 9.0, "prefill": 1.0, "both": 15.0 / 7})
-
-
-def test_a_flat_table_is_no_padded_one():
-    with serving(mixed_table()):
-        assert current_rows() is None
-        assert current_batch() is not None
-    assert current_batch() is None

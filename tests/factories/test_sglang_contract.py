@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from helpers_factories import Batch, Decoder, first_layers, register_like_sglang
+from helpers_factories import Batch, Decoder, first_layers
 from torch import Tensor
 
 import hookline as hl
@@ -35,23 +35,6 @@ def hidden_states(model: Decoder, batch: Batch) -> list[tuple[Tensor, Tensor]]:
         hidden, residual = layer.forward(batch.positions, hidden, batch, residual)
         found.append((hidden, residual))
     return found
-
-
-def test_all_observers_load_by_path_and_leave_the_output_alone(tmp_path: Path) -> None:
-    """Every observer on every layer: the model computes what it computed without."""
-    torch.manual_seed(0)
-    model = Decoder()
-    with torch.inference_mode():
-        before = model(extend())
-        configs = {"activation_stats": {}, "nan_alarm": {}, "log_shapes": {}, "record_mean": {}}
-        configs["export"] = {"folder": str(tmp_path)}
-        common = {"target_modules": ["layers.*"]}
-        specs = [
-            {**common, "name": name, "hook_factory": f"hookline.factories:{name}", "config": config}
-            for name, config in configs.items()
-        ]
-        register_like_sglang(model, specs)
-        assert torch.equal(model(extend()), before)
 
 
 def test_statistics_keep_the_layers_apart_without_being_told_where_they_are() -> None:
@@ -105,16 +88,6 @@ def test_export_copies_what_the_engine_overwrites(tmp_path: Path) -> None:
         ("second", (22,), (1,)),
     ]
     assert all(each.tensor.shape == (1, 8) for each in records)
-
-
-def test_tokens_of_nobody_knows_whom_are_written_whole(tmp_path: Path) -> None:
-    """Four tokens for two requests, as speculative decoding has them, and no lengths: no request is guessed."""
-    hook = export({"folder": str(tmp_path)})
-    batch = Batch(torch.arange(4), torch.arange(4), torch.tensor([4, 3]), torch.tensor([4, 7]))
-    hook(torch.nn.Identity(), (batch,), torch.ones(4, 8))
-    hook.close()
-    (record,) = read_export(tmp_path)
-    assert (record.request, record.tokens, record.tensor.shape) == (None, (0, 1, 2, 3), (4, 8))
 
 
 def test_steer_changes_the_last_token_of_each_request() -> None:

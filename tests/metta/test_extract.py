@@ -55,21 +55,6 @@ def test_a_key_passes_over_what_it_cannot_find(output):
     assert hl.metta.build_extractor("hidden")(output) is None
 
 
-def test_a_function_is_used_as_it_is():
-    """The very same object."""
-
-    def last(output):
-        return output[-1]
-
-    assert hl.metta.build_extractor(last) is last
-
-
-@pytest.mark.parametrize("spec", [None, 3, 1.5, [], (), ("a", 1)])
-def test_anything_else_stands_for_no_extractor(spec):
-    """None, as in Metta."""
-    assert hl.metta.build_extractor(spec) is None
-
-
 def test_a_tracker_with_an_extractor_that_is_none_is_not_attached_and_says_so():
     """The builder warns with component and value, and gives no hook."""
     context = hl.metta.ComponentContext()

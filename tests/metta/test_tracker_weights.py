@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -57,50 +54,6 @@ def test_saturation_at_the_bias(activation, threshold):
             f"activations/{activation}/saturation/fraction": 2 / 3,
             f"activations/{activation}/saturation/active_fraction": 1 / 3,
         }
-    )
-
-
-def test_a_layer_without_bias_is_not_saturated():
-    """Its bias counts as zero, where both functions are steepest."""
-    stats = hl.metta.compute_saturated_activation_stats(nn.Linear(2, 3, bias=False), "tanh")
-    assert stats["activations/tanh/saturated_fraction/root"] == 0.0
-    assert stats["activations/tanh/saturation/total_neurons"] == 3.0
-
-
-def test_weights_that_are_no_numbers_count_as_zero():
-    """A row of NaN and infinities is dead, a row with one more is not."""
-    layer = nn.Linear(3, 2)
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([[math.nan, math.inf, -math.inf], [math.nan, 1.0, 0.0]]))
-    assert hl.metta.compute_dead_neuron_stats(layer)["weights/dead_neurons/root"] == 0.5
-
-
-def test_names_are_those_without_wrappers_and_with_slashes():
-    """A compiled model has the names of the model in it."""
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
-    plain = hl.metta.compute_dead_neuron_stats(model)
-    assert "weights/dead_neurons/0/0" in plain
-    assert hl.metta.compute_dead_neuron_stats(torch.compile(model, backend="eager")) == plain
-
-
-def test_half_precision_weights_are_judged_in_float32():
-    """All weights zero, the threshold 1e-9: in float16 that is zero too, and zero is not below it."""
-    layer = nn.Linear(10, 1).half()
-    with torch.no_grad():
-        layer.weight.zero_()
-    assert hl.metta.compute_dead_neuron_stats(layer, 1e-9)["weights/dead_neurons/root"] == 1.0
-
-
-@pytest.mark.parametrize("make", [lambda: nn.Conv2d(1, 1, 1), nn.Sequential, lambda: nn.LazyLinear(3)])
-def test_a_model_without_linear_weights_has_no_statistics(make):
-    """A convolution, nothing, a layer that has no shape yet."""
-    assert hl.metta.compute_dead_neuron_stats(make()) == {}
-
-
-def test_thresholds_may_be_numpys():
-    """A float32 is a number."""
-    assert hl.metta.compute_dead_neuron_stats(two_layers(), np.float32(1e-6)) == hl.metta.compute_dead_neuron_stats(
-        two_layers()
     )
 
 
