@@ -23,15 +23,15 @@ SLOW = tuple((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").sp
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out slow files before they are imported: a few of them import transformers and Lightning, for 15 s."""
-    path = collection_path.relative_to(config.rootpath).as_posix()
+    path = collection_path.relative_to(Path(__file__).parent.parent).as_posix()
     return True if path in SLOW and config.getoption("markexpr") == "not slow" else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of `SLOW`, before pytest chooses by marks."""
+    """Mark the tests of `SLOW`, and those marked ``variant``, before pytest chooses by marks."""
     for item in items:
-        if item.nodeid.startswith(SLOW):
+        if item.nodeid.startswith(SLOW) or item.get_closest_marker("variant") is not None:
             item.add_marker(pytest.mark.slow)
 
 
@@ -44,8 +44,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Ctrl-C raises, also where whoever started the tests has it ignored, as a shell does in the background.
 
-    Workers inherit the folder of `helpers_warm`, so that one process imports torch for all of them.
+    Workers inherit the folder of `helpers_warm`, so that one process imports torch for all of them. A test or a slow
+    file that is named on the command line runs, slow or not.
     """
+    if config.option.markexpr == "not slow" and any("::" in each or each.endswith(SLOW) for each in config.args):
+        config.option.markexpr = ""
     if SHARED not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="hookline-warm-", ignore_cleanup_errors=True)
         os.environ[SHARED] = folder.name

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers_interventions import cosine
+from helpers_analyses import cos
 from torch import nn
 
 import hookline as hl
@@ -66,7 +66,7 @@ def test_figures_by_hand():
     along = (UPDATE @ G) / (G @ G) * G
     assert fire(*by_hand()) == pytest.approx(
         {
-            "momentum_grad_cossim": cosine(M, G),
+            "momentum_grad_cossim": cos(M, G),
             "amplification_ratio": np.linalg.norm(UPDATE) / np.linalg.norm(0.1 * G),
             "update_deflection": np.linalg.norm(UPDATE - along) / np.linalg.norm(UPDATE),
             "effective_lr_cv": RATES.std(ddof=1) / RATES.mean(),
@@ -83,11 +83,11 @@ def test_all_probe_and_solution_figures_appear():
     found = fire(model, optimizer, reference, target_grad=target)
     way, probe = np.array([1.0, -1.0, 0.0]), np.array([1.0, 0.5, -1.0])
     for prefix, aim in (("solution", way), ("probe", probe)):
-        assert found[f"momentum_{prefix}_cossim"] == pytest.approx(cosine(M, aim), rel=1e-5, abs=1e-6)
-        assert found[f"update_{prefix}_cossim"] == pytest.approx(cosine(UPDATE, aim), rel=1e-5, abs=1e-6)
-        assert found[f"grad_{prefix}_cossim"] == pytest.approx(cosine(G, aim), rel=1e-5, abs=1e-6)
+        assert found[f"momentum_{prefix}_cossim"] == pytest.approx(cos(M, aim), rel=1e-5, abs=1e-6)
+        assert found[f"update_{prefix}_cossim"] == pytest.approx(cos(UPDATE, aim), rel=1e-5, abs=1e-6)
+        assert found[f"grad_{prefix}_cossim"] == pytest.approx(cos(G, aim), rel=1e-5, abs=1e-6)
         assert found[f"optimizer_{prefix}_amplification"] == pytest.approx(
-            cosine(UPDATE, aim) - cosine(G, aim), rel=1e-5, abs=1e-6
+            cos(UPDATE, aim) - cos(G, aim), rel=1e-5, abs=1e-6
         )
     hook = AdamDynamicsHook()
     assert found.keys() == {info.name for info in hook.describe_metrics()}

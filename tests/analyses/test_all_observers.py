@@ -15,12 +15,12 @@ from helpers_analyses import (
     OBSERVERS,
     OPTIONS,
     context,
-    left_by,
     made,
     new_manager,
     random_grads,
     token_experiment,
 )
+from helpers_loops import left_by
 from helpers_training import differences
 from torch import nn
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers_interventions import by_step, cosine, rich_experiment
+from helpers_analyses import by_step, cos
+from helpers_loops import rich_experiment
 from torch import nn
 
 import hookline as hl
@@ -75,7 +76,7 @@ def expected(step: int, reference: np.ndarray | None = None) -> dict[str, float]
         "content_norm": np.linalg.norm(content),
         "observed_grad_norm": np.linalg.norm(g_b),
         "entanglement_energy_ratio": (bent @ bent) / (g_b @ g_b),
-        "entanglement_content_cossim": cosine(bent, content),
+        "entanglement_content_cossim": cos(bent, content),
         "rayleigh_quotient": g_a @ product / (g_a @ g_a),
         "amplification_ratio": np.linalg.norm(product) / np.linalg.norm(g_a),
         "edge_of_stability": 2 * ETA * np.linalg.norm(product) / np.linalg.norm(g_a),
@@ -86,18 +87,18 @@ def expected(step: int, reference: np.ndarray | None = None) -> dict[str, float]
         found[f"entanglement_energy_ratio/{name}"] = (bent[part] @ bent[part]) / (g_b[part] @ g_b[part])
         if reference is not None:
             way = (reference - path[step + 1])[part]  # seen from where the run is
-            found[f"entanglement_cossim_to_solution/{name}"] = cosine(-bent[part], way)
-            found[f"content_cossim_to_solution/{name}"] = cosine(-content[part], way)
+            found[f"entanglement_cossim_to_solution/{name}"] = cos(-bent[part], way)
+            found[f"content_cossim_to_solution/{name}"] = cos(-content[part], way)
     if reference is not None:
-        found["entanglement_cossim_to_solution"] = cosine(-bent, reference - path[step + 1])
-        found["content_cossim_to_solution"] = cosine(-content, reference - path[step + 1])
+        found["entanglement_cossim_to_solution"] = cos(-bent, reference - path[step + 1])
+        found["content_cossim_to_solution"] = cos(-content, reference - path[step + 1])
     return found
 
 
 def coherence(step: int) -> float:
     data, path = descent()
     now, last = (data[n] @ data[n - 1] @ path[n - 1] for n in (step, step - 1))
-    return cosine(now, last)
+    return cos(now, last)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_content_is_the_gradient_of_the_batch_before_the_step_before(loop):
         assert metrics["content_norm"] == pytest.approx(np.linalg.norm(before), rel=1e-10)
         assert metrics["content_norm/tail"] == pytest.approx(np.linalg.norm(before[2:]), rel=1e-10)
         way = 1.0 - path[step + 1]
-        assert metrics["content_cossim_to_solution"] == pytest.approx(cosine(-before, way), rel=1e-8)
+        assert metrics["content_cossim_to_solution"] == pytest.approx(cos(-before, way), rel=1e-8)
         assert metrics["observed_grad_norm"] == pytest.approx(np.linalg.norm(seen), rel=1e-10)
         assert abs(np.linalg.norm(seen) / np.linalg.norm(before) - 1) > 1e-2  # the control: they are not the same
 
@@ -246,7 +247,7 @@ def test_the_way_to_a_solution():
 
 
 def with_dropout(method: str) -> dict[str, float]:
-    experiment = rich_experiment()
+    experiment = rich_experiment(evaluate=None)
     experiment.model.double()
     experiment.loader = [(x.double(), y) for x, y in experiment.loader]
     experiment.model[2] = nn.Tanh()  # has a curvature to speak of

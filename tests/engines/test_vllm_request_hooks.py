@@ -132,10 +132,10 @@ def test_an_allowed_prefix_lets_other_factories_in():
 
 
 def test_a_prefix_does_not_let_in_what_its_module_has_imported(model):
-    """`request_options` is imported here, and may not be named through this module; a factory of its own may."""
+    """`table_of_step` is imported here, and may not be named through this module; a factory of its own may."""
     hooks = request_hooks(model)
     with pytest.raises(NotAllowedError, match="comes from"):
-        begin(hooks, "b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:request_options"}], (__name__,))
+        begin(hooks, "b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:table_of_step"}], (__name__,))
     begin(hooks, "b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:own_factory"}], (__name__,))
     hooks.clear()
 

@@ -50,20 +50,6 @@ def test_an_unknown_component_is_a_key_error_in_the_words_of_the_source():
     hl.assert_no_hooks(policy)
 
 
-def test_two_registrations_are_two_handles():
-    """Distinct RemovableHandles; both hooks fire, in order, until each is removed."""
-    policy, seen = two(), []
-    handles = [
-        policy.register_component_hook_rule(component_name="head", hook=lambda *_, n=n: seen.append(n)) for n in "ab"
-    ]
-    assert all(isinstance(handle, RemovableHandle) for handle in handles)
-    assert handles[0] is not handles[1]
-    policy(torch.ones(1, 3))
-    handles[0].remove()
-    policy(torch.ones(1, 3))
-    assert seen == ["a", "b", "b"]
-
-
 def test_a_forward_hook_gets_module_inputs_and_output_and_changes_nothing():
     """What it returns is ignored."""
     policy, seen, x = two(), [], torch.ones(1, 3)

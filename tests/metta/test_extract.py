@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict
-
 import pytest
 import torch
 
@@ -28,16 +26,6 @@ class LikeATensorDict:
                 found = found[part]
             return found
         return self.values[key]
-
-
-@pytest.mark.parametrize(
-    "output",
-    [X, {"hidden": X}, OrderedDict(hidden=X), UserDict(hidden=X), LikeATensorDict(hidden=X)],
-    ids=["tensor", "dict", "OrderedDict", "Mapping", "TensorDict"],
-)
-def test_a_key_finds_its_tensor(output):
-    """In anything that has keys; an output that is a tensor is meant itself."""
-    assert hl.metta.build_extractor("hidden")(output) is X
 
 
 def test_a_tuple_is_the_key_of_a_nested_tensordict():

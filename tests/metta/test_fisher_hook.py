@@ -32,33 +32,6 @@ def blended(*gradients: torch.Tensor) -> float:
     return pytest.approx(mean, rel=1e-5)
 
 
-def test_a_first_layer_has_this_steps_gradient_at_each_step():
-    """With zero_grad(set_to_none=True): (1-β)g₁², then g₂, though its input needs no gradient."""
-    policy, state, _ = tracked(nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.5)
-    gradients = []
-    for scale in (1.0, 3.0):
-        optimizer.zero_grad(set_to_none=True)
-        (policy(torch.ones(2, 3)).square().sum() * scale).backward()
-        gradients.append(policy.c.weight.grad.clone())
-        optimizer.step()
-        assert trace(state) == blended(*gradients)
-    assert not torch.equal(*gradients)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False, None], ids=["none", "zeros", "accumulated"])
-def test_each_micro_batch_counts_for_itself(set_to_none):
-    """g and then 2g, whatever becomes of .grad between: the update is β(1-β)g² + (1-β)(2g)², never (3g)²."""
-    policy, state, _ = tracked(nn.Linear(3, 2))
-    x = torch.tensor([[1.0, 2.0, 3.0]])
-    policy(x).sum().backward()
-    once = policy.c.weight.grad.clone()
-    if set_to_none is not None:
-        policy.zero_grad(set_to_none=set_to_none)
-    policy(2 * x).sum().backward()
-    assert trace(state) == blended(once, 2 * once)
-
-
 def test_a_component_that_is_called_twice_has_one_gradient():
     """Of both calls together; a backward hook would fire for the first before it is there."""
     policy, state, _ = tracked(nn.Linear(3, 3))

@@ -60,19 +60,6 @@ def test_the_order_is_that_of_the_source_whatever_the_order_in_the_context():
     ]
 
 
-def test_metrics_are_reported_once_and_trackers_start_anew():
-    """The second epoch has only what came after the first."""
-    context, sink = full_context(), Noting()
-    reporter = hl.metta.StatsReporter(context, sinks=[sink])
-    first = reporter.on_epoch_end(0)
-    assert first["activations/relu/c/0"] == 1.0
-    assert reporter.on_epoch_end(1) == {}
-    context.model_metrics["relu_activation_state"].update("c", torch.zeros(2))
-    assert reporter.on_epoch_end(2) == {"activations/relu/c/0": 0.0, "activations/relu/c/1": 0.0}
-    assert [epoch for _, epoch, _ in sink.taken] == [0, 1, 2]
-    assert sink.taken[0] == (first, 0, "POST_EPOCH")
-
-
 def test_a_tracker_of_ones_own_is_reported_after_the_others():
     """Anything with to_metrics and reset; what has neither is passed over."""
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers_threads import in_threads
-from torch import Tensor
+from torch import Tensor, nn
 
 import hookline as hl
 
@@ -46,33 +46,6 @@ def marked(*shape: int, at: tuple[int, ...] | None = None, dtype: torch.dtype = 
     return tensor
 
 
-def test_relu_counts_what_is_above_zero_by_unit():
-    """[[1,0,-1],[2,0,3]] and then [1,1,1]: 3 of 3, 1 of 3, 2 of 3."""
-    state = hl.metta.ReLUActivationState()
-    state.update("c", torch.tensor([[1.0, 0.0, -1.0], [2.0, 0.0, 3.0]]))
-    state.update("c", torch.tensor([1.0, 1.0, 1.0]))
-    assert state.to_metrics() == {
-        "activations/relu/c/0": 1.0,
-        "activations/relu/c/1": 1 / 3,
-        "activations/relu/c/2": 2 / 3,
-    }
-
-
-def test_tanh_is_saturated_strictly_beyond_the_threshold():
-    """[[.95,.96],[-.99,0]] at 0.95: one of two each, 2 of 4 in the component and altogether."""
-    state = hl.metta.SaturatedActivationState("tanh", 0.95)
-    state.update("c", torch.tensor([[0.95, 0.96], [-0.99, 0.0]]))
-    metrics = state.to_metrics()
-    assert metrics["activations/tanh/saturated_fraction/c/0"] == 0.5
-    assert metrics["activations/tanh/saturated_fraction/c/1"] == 0.5
-    for prefix in ("activations/tanh/saturation/c", "activations/tanh/saturation"):
-        sums = [
-            metrics[f"{prefix}/{name}"]
-            for name in ("total_neurons", "saturated_neurons", "fraction", "active_fraction")
-        ]
-        assert sums == [4.0, 2.0, 0.5, 0.5]
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_the_threshold_itself_is_not_saturated_in_any_type(dtype):
     """0.05 and 0.95 are not, 0.04 and 0.97 are: 1 - 0.95 is not quite 0.05, and float16 rounds 0.95 up."""
@@ -82,13 +55,6 @@ def test_the_threshold_itself_is_not_saturated_in_any_type(dtype):
     if dtype is torch.float32:  # just beyond the thresholds, and just within
         state.update("d", torch.tensor([0.0499, 0.951, 0.0501, 0.949]))
         assert units(state, key, "d") == [1.0, 1.0, 0.0, 0.0]
-
-
-def test_gradients_through_a_relu_count_above_1e_8():
-    """[[1e-9,1],[0,-1]]: none of the first unit, all of the second."""
-    state = hl.metta.ReLUGradientFlowState()
-    state.update("c", torch.tensor([[1e-9, 1.0], [0.0, -1.0]]))
-    assert state.to_metrics() == {"gradient_flow/relu/c/0": 0.0, "gradient_flow/relu/c/1": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -151,19 +117,6 @@ def test_what_cannot_be_counted_changes_nothing(counting, nothing):
     before = state.to_metrics()
     state.update("c", nothing)
     assert state.to_metrics() == before != {}
-
-
-def test_reset_starts_at_zero_and_keeps_the_component(counting):
-    """After reset there are no metrics, the component is known, and counting goes on with its options."""
-    make, key = counting
-    state = make()
-    state.register_component("c", unit_dim=0)
-    state.update("c", marked(2, 3, at=(0, 0)))
-    state.reset()
-    assert state.to_metrics() == {}
-    assert state.has_component("c")
-    state.update("c", marked(2, 3, at=(1, 0)))
-    assert units(state, key) == pytest.approx([0, 1 / 3])
 
 
 def test_counts_are_exact_past_2_to_the_24():
@@ -257,3 +210,12 @@ def test_a_forgotten_component_can_be_registered_anew():
     state.register_component("c", saturation_threshold=0.6)
     state.update("c", torch.tensor([0.55]))
     assert state.to_metrics()["activations/tanh/saturation/c/fraction"] == 0.0
+
+
+@pytest.mark.parametrize("threshold", [0, -1.0, float("nan"), "1e-6"])
+def test_a_threshold_of_weights_that_is_not_above_zero_is_refused(threshold):
+    """The message has the value."""
+    with pytest.raises(hl.errors.OptionError, match="threshold= must be a number above 0, got " + repr(threshold)):
+        hl.metta.compute_dead_neuron_stats(nn.Linear(1, 1), threshold)
+    with pytest.raises(hl.errors.OptionError, match="derivative_threshold= .* got " + repr(threshold)):
+        hl.metta.compute_saturated_activation_stats(nn.Linear(1, 1), "tanh", threshold)

@@ -64,6 +64,7 @@ def test_a_run_that_cannot_be_judged_is_not_said_to_be_well(visit: Visit, tmp_pa
     assert "Nothing unusual" not in text
 
 
+@pytest.mark.slow
 def test_the_map_opens_at_the_layer_of_the_first_anomaly_and_the_last_steps_are_folded(
     visit: Visit, tmp_path: Path
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_search_narrows_the_metrics_and_finds_those_of_layers(visit: Visit, ma
     assert page.inner_text("#search-result") == "0 of 40 metrics"
 
 
+@pytest.mark.slow
 def test_smoothing_draws_a_moving_average_beside_the_curve(visit: Visit, made: Path) -> None:
     """Unsmoothed, the curve is what was recorded; smoothed, the average is drawn, the curve stays behind it."""
     page = visit(made / "small.html").load()
@@ -137,6 +139,7 @@ def test_the_map_has_the_value_of_each_layer_at_each_step(visit: Visit, made: Pa
     assert page.evaluate("document.querySelector('#map').layout.yaxis.ticktext[11]") == "layers.11.mlp"
 
 
+@pytest.mark.slow
 def test_the_slider_goes_through_the_statistics_by_keyboard(visit: Visit, made: Path) -> None:
     """An arrow key shows the next one; norms over several decades are coloured by their logarithm, told as they are."""
     page = visit(made / "small.html").load()
@@ -153,6 +156,7 @@ def test_the_slider_goes_through_the_statistics_by_keyboard(visit: Visit, made: 
     assert trace["z"][5][7] == pytest.approx(math.log10(stat_at(5, 7, "norm")), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_click_on_the_map_shows_the_curve_of_that_layer(visit: Visit, made: Path) -> None:
     """The row under the mouse is the row of the curve; the list beside it does the same by keyboard."""
     page = visit(made / "small.html").load()
@@ -172,6 +176,7 @@ class Square(torch.nn.Module):
         return x * x
 
 
+@pytest.mark.slow
 def test_the_first_bad_operation_stands_above_all_anomalies(visit: Visit, tmp_path: Path) -> None:
     """Step, operator, module and line of what the hook found, of a real run; without the hook, how to find them."""
     data = [(torch.full((2, 4), 1e30 if step == 3 else 1.0), torch.zeros(2, 1)) for step in range(6)]
@@ -224,6 +229,7 @@ def test_anomalies_come_first_and_open_their_plot(visit: Visit, made: Path) -> N
     assert page.evaluate("document.querySelector('#row-plot').layout.shapes[0].x0") == 70
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_marked_on_the_map_and_on_the_curve(visit: Visit, made: Path) -> None:
     """In a colour of its own on the map; as crosses where the curve has a gap."""
     page = visit(made / "ill.html").load()
@@ -236,6 +242,7 @@ def test_what_is_not_finite_is_marked_on_the_map_and_on_the_curve(visit: Visit, 
     assert crosses["x"] == list(range(80, 100))
 
 
+@pytest.mark.slow
 def test_light_and_dark_follow_the_system_and_the_switch(visit: Visit, made: Path) -> None:
     """The system's choice at first, the reader's afterwards, in plots as well as in text."""
     page = visit(made / "small.html", color_scheme="dark").load()
@@ -279,6 +286,7 @@ def test_two_runs_lie_over_each_other(visit: Visit, made: Path) -> None:
     until(page, "location.hash.includes('base=0')")
 
 
+@pytest.mark.slow
 def test_distributions_are_shown_over_time_and_at_one_moment(visit: Visit, made: Path) -> None:
     """Counts by bin as shares on the map, as counts at the moment of the slider."""
     page = visit(made / "small.html").load()
@@ -298,6 +306,7 @@ def test_distributions_are_shown_over_time_and_at_one_moment(visit: Visit, made:
     assert bars["y"] == pytest.approx([8.25 - k for k in range(8)], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_everything_that_can_be_chosen_is_reached_by_the_tab_key(visit: Visit, made: Path) -> None:
     """And has a name that a screen reader can say."""
     page = visit(made / "small.html").load()
@@ -369,6 +378,7 @@ def test_a_run_without_records_or_in_the_middle_of_one_has_a_page(visit: Visit, 
     assert len(drawn(page, CARD.format("train/loss"))[0]["y"]) == 200
 
 
+@pytest.mark.slow
 def test_a_long_curve_is_thinned_until_it_is_looked_at_closely(visit: Visit, tmp_path: Path) -> None:
     """A peak of one step is drawn whatever the width; between the ends of a zoom there is every point."""
     log = RecordLog(tmp_path / "records.jsonl")
@@ -388,6 +398,7 @@ def test_a_long_curve_is_thinned_until_it_is_looked_at_closely(visit: Visit, tmp
     assert [x for x in trace["x"] if 12_300 <= x <= 12_400] == list(range(12_300, 12_401))
 
 
+@pytest.mark.slow
 def test_200_layers_over_2000_steps_are_drawn_whole(visit: Visit, tmp_path: Path) -> None:
     """Every layer has its row, and the file stays below 7 MB, 2 of which are plotly."""
     path = write_report([large_run(tmp_path / "large")])

@@ -66,6 +66,7 @@ def test_two_hundred_requests_at_random_moments_with_random_cancels(tiny) -> Non
             assert answer.finished.states is None
 
 
+@pytest.mark.slow
 def test_sixty_four_threads_submit_at_once(tiny) -> None:
     """Who finds the queue full asks again; nobody is lost, told twice, or told on another thread than the engine's."""
     model, tokenizer = tiny
