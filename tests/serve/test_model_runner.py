@@ -14,7 +14,6 @@ from hookline.sglang.server_args import ServerArgs
 from hookline.testing.model_hooks import HOOK_CALLS
 
 FACTORY = "hookline.testing.model_hooks:dummy_hook_factory"
-LINE = "enable_hooks=True but no 'hooks' specified in server_args"
 
 
 def small() -> nn.Sequential:
@@ -40,14 +39,6 @@ def log(caplog):
 
 
 # -- the settings ----------------------------------------------------------------------------------------------
-
-
-def test_hooks_are_off_unless_they_are_enabled():
-    """The defaults of SGLang's server."""
-    args = ServerArgs()
-    assert (args.enable_hooks, args.hooks, args.forward_hooks, args.others) == (False, None, None, {})
-    assert ServerArgs(hooks=[spec("0")]).hook_specs() == []
-    assert ServerArgs(enable_hooks=True, hooks=[spec("0")]).hook_specs() == [spec("0")]
 
 
 def test_forward_hooks_need_no_switch_and_come_after():
@@ -92,17 +83,6 @@ def test_initialize_attaches_once(log):
     hl.assert_no_hooks(runner.model, foreign=True)
 
 
-@pytest.mark.parametrize("hooks", [None, []])
-def test_enabled_and_nothing_to_attach_is_one_line(log, hooks):
-    """Word for word, and the model works."""
-    runner = ModelRunner(small(), ServerArgs(enable_hooks=True, hooks=hooks))
-    runner.initialize()
-    runner.initialize()
-    assert log("WARNING") == [LINE]
-    assert calls(runner.model) == []
-    assert len(runner.hook_handles) == 0
-
-
 def test_hooks_can_be_registered_beside_the_settings():
     """Each call has its own handles; the runner has all of them."""
     runner = ModelRunner(small(), ServerArgs(forward_hooks=[spec("0", tag="a")]))
@@ -139,20 +119,6 @@ def test_closing_takes_hooks_off_and_has_them_write():
     runner.close()
     assert closed == [0]  # when nothing could be shown to it any more
     hl.assert_no_hooks(runner.model, foreign=True)
-
-
-def test_settings_that_fail_attach_nothing_and_may_be_mended():
-    """All or nothing; then the second try counts."""
-    args = ServerArgs(enable_hooks=True, hooks=[spec("0"), spec("1", hook_factory="no_such_package:f")])
-    runner = ModelRunner(small(), args)
-    with pytest.raises(ModuleNotFoundError):
-        runner.initialize()
-    hl.assert_no_hooks(runner.model, foreign=True)
-    assert len(runner.hook_handles) == 0
-    args.hooks[1]["hook_factory"] = FACTORY
-    runner.initialize()
-    assert calls(runner.model) == ["t", "t"]
-    runner.hook_handles.remove()
 
 
 def test_strict_and_allow_are_handed_on(log):
