@@ -22,7 +22,7 @@ LAYERS := $(BIN)/lint-imports --no-logo
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-vllm test-sglang check bench bench-peers bench-growth torture mutants docs site release-check notebooks clean
+.PHONY: help setup run test test-slow test-vllm test-sglang check bench bench-peers bench-growth torture mutants docs site release-check notebooks clean
 # `make -j` must not mix the output of check, docs and the tests.
 .NOTPARALLEL:
 
@@ -64,13 +64,16 @@ run: setup ## set up, then train the embedded experiment with hooks; leaves reco
 
 # pytest loads the plugins that the tests use, not all that are installed here: one second less in every process. Named
 # this way they also leave src as it is, where pytest would look for asserts.
-test: export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
-test: export PYTEST_PLUGINS := xdist.plugin,pytest_timeout,pytest_rerunfailures,_hypothesis_pytestplugin,hookline.testing.pytest_plugin
-# Types and layers keep one core busy for a minute, so they are checked beside the tests; what they said comes last.
-test: setup lint docs ## set up, then lint, types, layers, links and all tests
-	@{ $(TYPES) && $(LAYERS); } >$(VENV)/checks.log 2>&1 & checks=$$!; \
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS); tests=$$?; \
-	wait $$checks; checks=$$?; [ $$checks = 0 ] || cat $(VENV)/checks.log; exit $$(( tests ? tests : checks ))
+test test-slow: export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
+test test-slow: export PYTEST_PLUGINS := xdist.plugin,pytest_timeout,pytest_rerunfailures,_hypothesis_pytestplugin,hookline.testing.pytest_plugin
+test test-slow: export OMP_NUM_THREADS ?= 1
+TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20
+
+test: setup check docs ## set up, then lint, types, layers, links and the quick tests
+	@$(TESTS) $(ARGS)
+
+test-slow: setup ## the other tests: builds of site and wheel, Chromium, compilers, processes, full products of options
+	@$(TESTS) -m slow $(ARGS)
 
 check: lint ## lint, format, types, layers
 	@$(TYPES)

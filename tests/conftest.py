@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,53 +17,38 @@ from helpers_warm import SHARED
 if TYPE_CHECKING:
     from hookline.lifecycle.registry import HookRegistry
 
-# Here tests wait for servers, browsers, threads and processes of their own, on machines that may be busy. One that
-# fails runs a second time, and pytest lists it as RERUN: look at it. All other tests have one try.
-WITH_PROCESSES = (
-    "tests/cli/",
-    "tests/distributed/",
-    "tests/integrations/",
-    "tests/report/",
-    "tests/serve/",
-    "tests/sinks/",
-    "tests/training/ranks/",
-)
+SLOW = tuple((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").split())
+"""What `make test-slow` runs besides the tests that are marked ``slow``: whole files, and tests by name."""
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--full-products``: every combination of the axes of a ``product`` marker, and every ``variant``."""
-    parser.addoption("--full-products", action="store_true", help="run every combination, not only every pair")
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out slow files before they are imported: a few of them import transformers and Lightning, for 15 s."""
+    path = collection_path.relative_to(Path(__file__).parent.parent).as_posix()
+    return True if path in SLOW and config.getoption("markexpr") == "not slow" else None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that may run twice; leave out the cases that are marked ``variant``.
-
-    Variants are other signals, seeds and numbers of ranks of long tests.
-    """
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of `SLOW`, and those marked ``variant``, before pytest chooses by marks."""
     for item in items:
-        if item.path.relative_to(config.rootpath).as_posix().startswith(WITH_PROCESSES):
-            item.add_marker(pytest.mark.flaky(reruns=1))
-    if config.getoption("--full-products"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("variant") is not None]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item.get_closest_marker("variant") is None]
+        if item.nodeid.startswith(SLOW) or item.get_closest_marker("variant") is not None:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make the cases of ``@pytest.mark.product(kind=KINDS, mode=MODES)``."""
+    """Make the cases of ``@pytest.mark.product(kind=KINDS, mode=MODES)``; beyond every pair of values they are slow."""
     for mark in metafunc.definition.iter_markers("product"):
-        strength = mark.args[0] if mark.args else 2
-        found = cases(mark.kwargs, strength, full=metafunc.config.getoption("--full-products"))
-        metafunc.parametrize(tuple(mark.kwargs), found)
+        metafunc.parametrize(tuple(mark.kwargs), cases(mark.kwargs, mark.args[0] if mark.args else 2))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Ctrl-C raises, also where whoever started the tests has it ignored, as a shell does in the background.
 
-    Workers inherit the folder of `helpers_warm`, so that one process imports torch for all of them.
+    Workers inherit the folder of `helpers_warm`, so that one process imports torch for all of them. A test or a slow
+    file that is named on the command line runs, slow or not.
     """
+    if config.option.markexpr == "not slow" and any("::" in each or each.endswith(SLOW) for each in config.args):
+        config.option.markexpr = ""
     if SHARED not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="hookline-warm-", ignore_cleanup_errors=True)
         os.environ[SHARED] = folder.name

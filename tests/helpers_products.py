@@ -1,7 +1,7 @@
-"""Turn ``@pytest.mark.product(...)`` into test cases: every pair of values by default, every combination on request.
+"""Turn ``@pytest.mark.product(...)`` into test cases: every combination, of which those that make every pair are quick.
 
 `conftest` calls `cases`. A product of five options has hundreds of cases and finds hardly more than its pairs do, so
-``make test`` runs pairs, and ``make test ARGS=--full-products`` all of it.
+``make test`` runs pairs, and ``make test-slow`` the rest.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from typing import Any
 import pytest
 
 
-def cases(axes: Mapping[str, Collection[Any]], strength: int, *, full: bool) -> list[Any]:
+def cases(axes: Mapping[str, Collection[Any]], strength: int) -> list[Any]:
     """Return the parameter sets of ``axes``, each axis a list of values or a dict from id to value.
 
-    ``strength=1`` has every value at least once, 2 every pair of values; ``full`` every combination.
+    Unmarked are as many as have every value at least once (``strength=1``), or every pair of values (2).
     """
     named = [
         list(axis.items()) if isinstance(axis, Mapping) else [(None, value) for value in axis] for axis in axes.values()
     ]
     places = [range(len(axis)) for axis in named]
-    rows = list(product(*places)) if full or len(places) <= strength else _covering(places, strength)
-    return [_case([axis[place] for axis, place in zip(named, row, strict=True)]) for row in rows]
+    rows = list(product(*places))
+    quick = rows if len(places) <= strength else _covering(places, strength)
+    return [
+        _case([axis[place] for axis, place in zip(named, row, strict=True)], () if row in quick else pytest.mark.slow)
+        for row in rows
+    ]
 
 
 def _covering(places: list[range], strength: int) -> list[tuple[int, ...]]:
@@ -37,11 +41,11 @@ def _covering(places: list[range], strength: int) -> list[tuple[int, ...]]:
     return [tuple(row) for row in AllPairs([list(axis) for axis in places])]
 
 
-def _case(chosen: list[tuple[str | None, Any]]) -> Any:
+def _case(chosen: list[tuple[str | None, Any]], marks: Any) -> Any:
     """Return one parameter set, with an id where every value has one."""
     ids = [_id(name, value) for name, value in chosen]
     values = [value for _, value in chosen]
-    return pytest.param(*values, id="-".join(ids)) if all(ids) else pytest.param(*values)
+    return pytest.param(*values, id="-".join(ids) if all(ids) else None, marks=marks)
 
 
 def _id(name: str | None, value: Any) -> str:

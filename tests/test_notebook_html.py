@@ -15,8 +15,7 @@ from test_tables import Cells, model_and_data
 from torch import nn
 
 import hookline as hl
-from hookline.notebook_html import TreeLine, folding_tree, picture, shade_style
-from hookline.tables import Table
+from hookline.notebook_html import picture, shade_style
 
 ZERO, BAD = 127, 255
 """Places in the palette of a picture."""
@@ -54,14 +53,6 @@ def test_ten_thousand_modules_fold_into_a_small_tree() -> None:
     assert sum(hidden) + 400 == len(found)
 
 
-def test_a_small_tree_is_open_and_a_large_one_is_folded() -> None:
-    """So that one sees a small model at once, and of a large one its first level."""
-    small = folding_tree({"a": TreeLine("A"), "a.b": TreeLine("B")}, "m")
-    assert (small.count("<details open>"), small.count("<details>")) == (2, 0)
-    large = folding_tree({f"a{number}.b": TreeLine("B") for number in range(30)}, "m")
-    assert (large.count("<details open>"), large.count("<details>")) == (1, 30)
-
-
 def test_a_tree_has_shapes_hooks_and_what_was_observed_beside_each_module() -> None:
     """A watch, a cache, a profile and a receipt, each at its own module, in the tree and in the table."""
     model, x = model_and_data()
@@ -87,36 +78,11 @@ def test_a_tree_has_shapes_hooks_and_what_was_observed_beside_each_module() -> N
     ]
 
 
-def test_a_lazy_module_has_no_shape_yet() -> None:
-    """It is shown all the same."""
-    assert "weight of no shape yet" in hl.find(nn.Sequential(nn.LazyLinear(2)))._repr_html_()
-
-
 def test_a_picture_has_a_pixel_for_each_number() -> None:
     """From the lowest place of the palette to the highest, zero in the middle, and one place for NaN and Inf."""
     html = picture([[-1.0, 0.0, 1.0], [math.nan, -math.inf, 5.0]], '"quoted" <b>')
     assert pixels(html) == [[0, ZERO, 2 * ZERO], [BAD, BAD, 2 * ZERO]]
     assert 'alt="&quot;quoted&quot; &lt;b&gt;" width="48" height="32"' in html
-
-
-def test_a_heat_map_of_a_large_tensor_shows_the_strongest_of_each_part() -> None:
-    """One number among many is seen, whatever its sign; NaN too; and the picture stays small."""
-    values = torch.full((3, 640, 1200), 1e-6)
-    values[0, 320, 600] = -2.0
-    values[0, 0, 1199] = math.nan
-    html = hl.observe.HeatMap(values, title="<b>")._repr_html_()
-    drawn = pixels(html)
-    assert (len(drawn), len(drawn[0])) == (64, 120)
-    assert [(row, column) for row in range(64) for column in range(120) if drawn[row][column] == 0] == [(32, 60)]
-    assert drawn[0][119] == BAD
-    assert len(html) < 5_000
-    assert "&lt;b&gt; · (3, 640, 1200), [0]" in html
-
-
-def test_of_a_huge_tensor_some_rows_and_columns_are_read() -> None:
-    """No more than a million numbers come to the host, and the words say so."""
-    shown = str(hl.observe.HeatMap(torch.zeros(1).expand(1 << 14, 1 << 14)))
-    assert shown == "(16384, 16384), one in 16 of its rows and columns · 0 to 0"
 
 
 @pytest.mark.parametrize(
@@ -146,12 +112,6 @@ def test_what_cannot_be_drawn_is_an_error_that_says_so(values: torch.Tensor) -> 
     """A cache that holds it says what it is instead."""
     with pytest.raises(hl.errors.OptionError, match="takes real numbers"):
         hl.observe.HeatMap(values)
-
-
-def test_names_of_a_heat_map_have_to_fit() -> None:
-    """One for each row and column, or none."""
-    with pytest.raises(hl.errors.OptionError, match=r"columns= has 1 names, and the heat map has 2 columns\."):
-        hl.observe.HeatMap([[1, 2]], columns=["a"])
 
 
 def test_a_heat_map_with_names_is_a_table_of_numbers() -> None:
@@ -209,42 +169,6 @@ def opacity(style: str) -> float:
     return float(re.findall(r"[\d.]+", style)[3])
 
 
-@pytest.mark.parametrize(
-    ("values", "drawn", "marks"),
-    [([0.0, 2.0, 4.0], [127, 191, 254], ["0", "2", "4"]), ([-4.0, -2.0], [0, 64], ["-4", "-2", "0"])],
-)
-def test_a_side_of_zero_that_no_number_is_on_has_no_place_in_the_legend(
-    values: list[float], drawn: list[int], marks: list[str]
-) -> None:
-    """The colours of the numbers are the same."""
-    found = hl.observe.HeatMap([values])
-    assert pixels(found._repr_html_()) == [pytest.approx(drawn, abs=1)]
-    assert [text for text, _ in legend_of(found)] == marks
-
-
-def test_a_heat_map_of_zeros_has_no_colours() -> None:
-    """And so no legend."""
-    for found in (hl.observe.HeatMap([[0.0, 0.0]]), hl.observe.HeatMap([[math.nan]], rows=["a"])):
-        assert "colours" not in found._repr_html_()
-
-
-@pytest.mark.parametrize(
-    "limits", [{"vmin": 1, "vmax": 1}, {"vmin": 2, "vmax": 0}, {"vmax": math.nan}, {"vmin": "low"}]
-)
-def test_limits_that_make_no_sense_are_refused(limits: dict[str, Any]) -> None:
-    """The end below has to be below."""
-    with pytest.raises(hl.errors.OptionError, match="vm"):
-        hl.observe.HeatMap([[1.0]], **limits)
-
-
-def test_cells_are_shaded_by_column_and_a_column_without_differences_is_not() -> None:
-    """Thousands have commas; words and empty cells have no shade."""
-    table = Table(("n", "a", "b"), [("x", "1,000", "3"), ("y", "-500", "3"), ("z", "", "3")], (1, 2), heat="column")
-    assert table.shares() == [[None, 1.0, None], [None, -0.5, None], [None, None, None]]
-    assert table.html().count("background-color") == 2
-    assert "background-color" not in Table(("a",), [("1",), ("2",)], (0,)).html()
-
-
 def test_a_captured_module_shows_outputs_and_gradients_or_why_not() -> None:
     """A tensor that was changed in place since is not drawn: what is there now is not what flowed."""
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
@@ -268,26 +192,3 @@ def test_a_cache_draws_some_modules_and_lists_the_rest() -> None:
     assert cache._repr_html_().count("step 0, call 0: output · (2,) · complex64") == 12
     assert cache["3"]._repr_html_().count("<img") == 11
     assert "… and 2 more calls" in cache["3"]._repr_html_()
-
-
-def test_a_tree_opens_where_something_was_observed() -> None:
-    """Of a model of many modules, only the branches around the watched ones; a stranger's watch is told."""
-    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.ReLU())) for _ in range(30)))
-    model = nn.ModuleDict({"blocks": blocks})
-    with hl.capture(model, "blocks.3.0") as cache:
-        blocks(torch.ones(1, 2))
-    plain, beside = hl.find(model)._repr_html_(), hl.find(model).beside(cache)._repr_html_()
-    opened = [text.count("<details open>") for text in (plain, beside)]
-    assert opened == [1, 3]  # the model; with the cache also blocks and blocks.3
-    with hl.capture(blocks, "3.0") as strange:
-        blocks(torch.ones(1, 2))
-    found = hl.find(model).beside(strange)
-    assert "nothing was observed at these sites" in str(found)
-    assert "nothing was observed at these sites" in found._repr_html_()
-    assert "nothing was observed" not in str(hl.find(model).beside(cache)) + plain
-
-
-def test_a_heat_map_of_words_says_what_it_takes() -> None:
-    """An error of ours in the place of NumPy's and torch's."""
-    with pytest.raises(hl.errors.OptionError, match="takes numbers in rows, got a str"):
-        hl.observe.HeatMap("abc")

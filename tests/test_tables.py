@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from html.parser import HTMLParser
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 import hookline as hl
-from hookline.tables import ShownAsTable, Table, number_text
+from hookline.tables import number_text
 
 
 class Cells(HTMLParser):
@@ -168,35 +167,6 @@ def test_whatever_ends_a_cell_has_html_with_cells_and_a_text_without_addresses()
         assert "<b>" not in html, name
 
 
-def test_a_plan_and_a_report_end_a_cell_as_tables():
-    """What a notebook shows is what ``print`` does, and not the fields of a dataclass."""
-    manager, _, _ = trained()
-    assert repr(manager.plan) == str(manager.plan)
-    assert repr(manager.plan).splitlines()[0].split() == ["point", "hook", "does", "when", "needs"]
-    model, x = model_and_data()
-    with hl.attach(model, "#", ignore) as handle:
-        model(x)
-    assert repr(handle.report()).splitlines() == [
-        "ignore (forward): matched 3, attached 0, fired 3, last at step 0",
-        "site  fired  last step  µs each",
-        "────  ─────  ─────────  ───────",
-        "0         1          0        –",
-        "1         1          0        –",
-        "2         1          0        –",
-    ]
-
-
-def test_receipts_are_a_tuple_still():
-    """Who unpacks or compares them sees no difference."""
-    model, _ = model_and_data()
-    with hl.HandleSet([hl.attach(model, "0", ignore)]) as handles:
-        (receipt,) = handles.report()
-        assert handles.report() == (receipt,)
-        assert isinstance(handles.report(), tuple)
-    assert hl.HandleSet().report() == ()
-    assert repr(hl.HandleSet().report()) == "no hooks"
-
-
 @pytest.mark.parametrize(
     "switch_on",
     [
@@ -224,67 +194,3 @@ def test_what_was_left_on_says_so_and_how_to_take_it_off(switch_on: Any):
     for text in (repr(thing), thing._repr_html_()):
         assert ".remove()" not in text
         assert "off" in text
-
-
-def test_saved_tensors_are_off_until_the_block_is_entered():
-    """The scope packs nothing before, so it does not say that it is on."""
-    scope = hl.saved_tensors(lambda tensor: tensor, lambda packed: packed)
-    assert "off until" in repr(scope)
-    with scope:
-        assert repr(scope).endswith("on, .remove() takes it off>")
-    assert "off until" in repr(scope)
-    scope.remove()
-    assert repr(scope).endswith("; off>")
-
-
-def test_a_handle_whose_model_is_gone_is_off():
-    """Nothing carries the hook any more."""
-    model, _ = model_and_data()
-    handle = hl.attach(model, "0", ignore)
-    del model
-    gc.collect()  # modules point at one another
-    assert repr(handle).endswith("off: what it was on is gone>")
-
-
-def test_an_experiment_says_what_it_is_made_of():
-    """Model, optimizer and batches; a loader without a length, or none, is no matter."""
-    model, x = model_and_data()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert repr(hl.Experiment(model, sgd, [x, x])) == "<Experiment of Sequential, SGD, 2 batches>"
-    assert repr(hl.Experiment(model)) == "<Experiment of Sequential, no loader>"
-    assert repr(hl.Experiment(model, sgd, iter([x]))) == "<Experiment of Sequential, SGD, a loader without a length>"
-
-
-def test_a_tool_says_whether_its_hooks_are_on():
-    """Before a run and in its block."""
-    tool = hl.metta.TrainTool()
-    tool.add_training_hook("actor_mlp", hl.metta.attach_relu_activation_hooks())
-    assert repr(tool) == "<TrainTool, hooks: 1 on actor_mlp; off until .invoke() or .attached()>"
-    trainer = tool.invoke()
-    with tool.attached(policy=trainer.policy, trainer=trainer):
-        assert repr(tool) == "<TrainTool, hooks: 1 on actor_mlp; 1 on, they come off when the run ends>"
-
-
-def test_a_long_table_is_cut_in_html_and_whole_in_text():
-    """A notebook keeps its outputs: 500 rows, and a line that says how to see the rest."""
-    table = Table(("n",), [(str(n),) for n in range(501)])
-    assert "… and 1 more rows" in table.html()
-    assert table.html().count("<td") == 500
-    assert table.text().splitlines()[-1] == "500"
-
-
-def test_values_are_short():
-    """Four digits of a number, how much is in a container, the beginning of a long text."""
-    assert [number_text(value) for value in (1 / 3, 7, [1, 2], {"a": 1}, "x" * 61)] == [
-        "0.3333",
-        "7",
-        "list of 2",
-        "dict of 1",
-        "x" * 60 + "…",
-    ]
-
-
-def test_a_subclass_has_to_say_what_is_shown():
-    """One that does not is told when it is shown."""
-    with pytest.raises(NotImplementedError):
-        str(ShownAsTable())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,18 @@ from torch.utils.data import DataLoader, TensorDataset
 import hookline as hl
 from hookline import analyses
 from hookline.analyses._vectors import singular_values_of
+from hookline.records.sink import StepSeries
 
 __all__ = [
     "CLASSES",
     "INTERVENTIONS",
     "OBSERVERS",
     "TokenModel",
+    "by_epoch",
+    "by_step",
     "context",
     "cos",
     "flat",
-    "left_by",
     "made",
     "new_manager",
     "random_grads",
@@ -89,20 +92,6 @@ def token_experiment(**options: Any) -> hl.Experiment:
     )
 
 
-def left_by(experiment: hl.Experiment) -> dict[str, Tensor]:
-    """Weights, buffers, gradients, optimizer and random streams."""
-    left = {f"weight {name}": value.clone() for name, value in experiment.model.state_dict().items()}
-    for name, parameter in experiment.model.named_parameters():
-        left[f"grad {name}"] = torch.zeros(()) if parameter.grad is None else parameter.grad.clone()
-        state = experiment.optimizer.state[parameter]
-        left |= {f"{key} {name}": torch.as_tensor(value).clone() for key, value in state.items()}
-    left["mode"] = torch.tensor([module.training for module in experiment.model.modules()])
-    left["torch"] = torch.get_rng_state()
-    left["numpy"] = torch.from_numpy(np.random.rand(4))
-    left["python"] = torch.tensor([random.random()], dtype=torch.float64)
-    return left
-
-
 def made(name: str, **options: Any) -> Any:
     """A built-in hook by its name, with options that give it something to do in `TokenModel`."""
     options = OPTIONS.get(name, {}) | options
@@ -140,9 +129,33 @@ def flat(tensors: dict[str, Tensor]) -> np.ndarray:
     return np.concatenate([tensors[name].detach().double().numpy().ravel() for name in kept])
 
 
-def cos(one: np.ndarray, other: np.ndarray) -> float:
-    """Of the angle between two vectors."""
-    return float(one.ravel() @ other.ravel() / np.linalg.norm(one) / np.linalg.norm(other))
+def cos(one: Any, other: Any) -> float:
+    """Of the angle between two vectors, in float64; 0 if one of them has no length."""
+    one, other = np.asarray(one, np.float64).ravel(), np.asarray(other, np.float64).ravel()
+    lengths = np.linalg.norm(one) * np.linalg.norm(other)
+    return float(one @ other / lengths) if lengths else 0.0
+
+
+def by_step(sink: hl.sinks.MemorySink, hook: str) -> dict[int, dict[str, float]]:
+    """What a hook said at single steps."""
+    found: dict[int, dict[str, float]] = defaultdict(dict)
+    for record in sink.records:
+        for key, series in record.metrics.items():
+            if key.startswith(f"{hook}/"):
+                assert isinstance(series, StepSeries)
+                for step, value in zip(series.steps, series, strict=True):
+                    found[step][key.removeprefix(f"{hook}/")] = value
+    return dict(found)
+
+
+def by_epoch(sink: hl.sinks.MemorySink, hook: str) -> dict[int, dict[str, float]]:
+    """What a hook said when epochs were over."""
+    found: dict[int, dict[str, float]] = {}
+    for record in sink.records:
+        metrics = {k.removeprefix(f"{hook}/"): v for k, v in record.metrics.items() if k.startswith(f"{hook}/")}
+        if metrics:
+            found[record.epoch] = metrics
+    return found
 
 
 def singular_values(matrix: Tensor) -> np.ndarray:

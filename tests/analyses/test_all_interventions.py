@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_analyses import INTERVENTIONS, made
-from helpers_interventions import by_step, left_by, rich_experiment
+from helpers_analyses import INTERVENTIONS, by_step, made
+from helpers_loops import left_by, rich_experiment
 from helpers_training import differences
 from torch import Tensor, nn
 
@@ -43,7 +43,11 @@ def target_gradient(model: nn.Module, step: int) -> dict[str, Tensor]:
 
 def trained(loop: str, *hooks: hl.TrainingHook, **options: Any) -> tuple[dict[str, Tensor], Any, hl.HookManager | None]:
     """Train 25 steps through dropout and BatchNorm; what is left, what was reported, and the manager."""
-    experiment, sink, manager = rich_experiment(target_gradient=target_gradient), hl.sinks.MemorySink(), None
+    experiment, sink, manager = (
+        rich_experiment(target_gradient=target_gradient, evaluate=None),
+        hl.sinks.MemorySink(),
+        None,
+    )
     if hooks:
         reference = {name: p.detach() + 1.0 for name, p in experiment.model.named_parameters()}
         manager = hl.HookManager(hooks=list(hooks), sinks=[sink], reference_weights=reference, **options)

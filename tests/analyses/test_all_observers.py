@@ -6,8 +6,6 @@ import copy
 import functools
 import math
 import re
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -17,14 +15,13 @@ from helpers_analyses import (
     OBSERVERS,
     OPTIONS,
     context,
-    left_by,
     made,
     new_manager,
     random_grads,
     token_experiment,
 )
+from helpers_loops import left_by
 from helpers_training import differences
-from helpers_waiting import PATIENCE
 from torch import nn
 
 import hookline as hl
@@ -357,24 +354,6 @@ def test_neither_the_order_of_hooks_nor_offloading_their_state_changes_a_metric(
     assert one.latest == other.latest
 
 
-def test_the_gradient_is_made_flat_once_per_firing(monkeypatch):
-    """However many hooks want it; and what was shared is gone with the context."""
-    from hookline.analyses import _values
-
-    made_flat = []
-    real = _values.flat_vector_or_none
-    monkeypatch.setattr(_values, "flat_vector_or_none", lambda tensors: made_flat.append(1) or real(tensors))
-    model = token_experiment().model
-    ctx = context(model, accumulated_grads=random_grads(model, 1))
-    for name in ("norms", "consecutive", "variance", "subspace_gradient_info"):
-        made(name).compute(ctx)
-    assert len(made_flat) == 1
-    assert len(_values._VALUES) >= 1
-    before = len(_values._VALUES)
-    del ctx
-    assert len(_values._VALUES) == before - 1
-
-
 # -- by name -------------------------------------------------------------------------------------------------
 
 
@@ -396,14 +375,3 @@ def test_all_built_ins_are_known_by_name(own_registry):
     assert "FourierHook" in dir(analyses)
     with pytest.raises(AttributeError, match="NoSuchHook"):
         analyses.NoSuchHook
-
-
-def test_listing_the_built_ins_takes_no_torch():
-    """In a process of its own."""
-    code = (
-        "import sys, hookline.analyses as a\n"
-        "from hookline.lifecycle.registry import HookRegistry\n"
-        "assert set(HookRegistry.known()) >= set(a.BUILT_IN) and len(a.BUILT_IN) >= 25\n"
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)

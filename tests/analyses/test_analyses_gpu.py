@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_analyses import OBSERVERS, context, left_by, made, new_manager, random_grads, token_experiment
+from helpers_analyses import OBSERVERS, context, made, new_manager, random_grads, token_experiment
+from helpers_loops import left_by
 from helpers_training import differences
 
 import hookline as hl

@@ -14,7 +14,6 @@ import hookline as hl
 from hookline.analyses import (
     AttentionHook,
     ConsecutiveHook,
-    FourierHook,
     HessianHook,
     SubspaceGradientInfoHook,
     VarianceHook,
@@ -93,20 +92,6 @@ def test_attention_of_gpt2_is_found():
     thirds = np.split(model.attn["c_attn"].weight.detach().double().numpy(), 3, axis=1)
     spectra = [np.linalg.svd(third, compute_uv=False) for third in thirds]
     assert found["sv_concentration"] == pytest.approx(np.mean([s[0] / s.sum() for s in spectra]), rel=1e-5)
-
-
-def test_a_tied_decoder_is_no_hidden_layer():
-    """Its rows are the embedding's; the hidden layer is c_fc, whose weight lies the other way round."""
-    torch.manual_seed(0)
-    model = Decoder()
-    found = FourierHook().compute(context(model))
-    assert "decoder_peak_frequency" not in found
-    table, weight = (x.detach().double().numpy() for x in (model.wte.weight, model.mlp["c_fc"].weight))
-    power = np.abs(np.fft.rfft(weight.T @ table.T, axis=1)[:, 1 : 23 // 2 + 1]) ** 2
-    power /= power.sum(1, keepdims=True)
-    assert float(found["neuron_fourier_top1"]) == pytest.approx(power.max(1).mean(), rel=1e-4)
-    del model.mlp
-    assert "neuron_fourier_top1" not in FourierHook().compute(context(model))
 
 
 def test_hessian_of_half_precision_is_not_rounded_away():

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers_interventions import by_epoch, cosine
+from helpers_analyses import by_epoch, cos
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -79,7 +79,7 @@ def split(g: np.ndarray, cf: np.ndarray) -> dict[str, float]:
         "content_component_norm": np.linalg.norm(content),
         "ordering_component_norm": np.linalg.norm(ordering),
         "ordering_fraction": (ordering @ ordering) / (g @ g),
-        "ordering_alignment": cosine(g, cf),
+        "ordering_alignment": cos(g, cf),
     }
 
 
@@ -128,9 +128,9 @@ def test_the_way_to_a_solution_and_past_energies():
         content = (g @ cf) / (cf @ cf) * cf
         parts = {"content": -content, "ordering": content - g, "cf": -cf}
         for part, vector in parts.items():
-            assert found[epoch][f"{part}_grad_cossim_to_solution"] == pytest.approx(cosine(vector, way), rel=1e-8)
+            assert found[epoch][f"{part}_grad_cossim_to_solution"] == pytest.approx(cos(vector, way), rel=1e-8)
             assert found[epoch][f"{part}_grad_cossim_to_solution/weight"] == pytest.approx(
-                cosine(vector[WEIGHT], way[WEIGHT]), rel=1e-8
+                cos(vector[WEIGHT], way[WEIGHT]), rel=1e-8
             )
         for part, window in windows.items():
             window.append(parts[part])
@@ -157,7 +157,7 @@ def test_the_validator_against_numpy(k):
     everything = np.mean(rows, 0)
     lengths = [np.linalg.norm(mean) for mean in means]
     way = 1.0 - made.start[0].ravel()
-    aims = [cosine(-mean, way) for mean in means]
+    aims = [cos(-mean, way) for mean in means]
     whole = np.linalg.norm(everything)
     assert found[0] == pytest.approx(
         {
@@ -167,9 +167,9 @@ def test_the_validator_against_numpy(k):
             "k_content_norm_mean": np.mean(lengths),
             "kp1_norm_strictly_lower": float(whole < min(lengths)),
             "norm_convergence_gap": (np.mean(lengths) - whole) / whole,
-            "k_to_kp1_cossim_mean": np.mean([cosine(mean, everything) for mean in means]),
-            "k_to_kp1_cossim_min": min(cosine(mean, everything) for mean in means),
-            "kp1_cossim_to_solution": cosine(-everything, way),
+            "k_to_kp1_cossim_mean": np.mean([cos(mean, everything) for mean in means]),
+            "k_to_kp1_cossim_min": min(cos(mean, everything) for mean in means),
+            "kp1_cossim_to_solution": cos(-everything, way),
             "k_cossim_to_solution_mean": np.mean(aims),
             "k_cossim_to_solution_std": np.std(aims),
             "k_cossim_to_solution_spread": max(aims) - min(aims),
@@ -177,53 +177,3 @@ def test_the_validator_against_numpy(k):
         rel=1e-8,
         abs=1e-12,
     )
-
-
-@pytest.mark.parametrize(
-    "hook", [CounterfactualHook(k=2), CounterfactualValidatorHook(k=2)], ids=lambda hook: hook.name
-)
-def test_zero_gradients_divide_nothing(hook):
-    model = nn.Linear(2, 1)
-    data = TensorDataset(torch.ones(4, 2))
-    experiment = hl.Experiment(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        DataLoader(data, 2),
-        lambda m, batch: (m(batch[0]) * 0).sum(),
-    )
-    sink = hl.sinks.MemorySink()
-    reference = {"weight": model.weight.detach() + 1.0}
-    manager = hl.HookManager(hooks=[hook], sinks=[sink], reference_weights=reference)
-    hl.epoch_loop(experiment, epochs=2, manager=manager)
-    found = by_epoch(sink, hook.name)
-    assert len(found) == 2
-    assert all(value == 0.0 for metrics in found.values() for value in metrics.values())
-
-
-def test_it_fires_every_epoch_at_first_and_then_at_snapshots():
-    hook = CounterfactualHook(k=1)
-    made = Regression()
-    sink = hl.sinks.MemorySink()
-    manager = hl.HookManager(hooks=[hook], sinks=[sink])
-    hl.epoch_loop(made.experiment, epochs=62, manager=manager, snapshot_every=10)
-    assert sorted(by_epoch(sink, "counterfactual")) == [*range(50), 50, 60]
-
-
-def test_the_validator_is_for_debugging():
-    assert CounterfactualValidatorHook.debug
-    assert issubclass(CounterfactualValidatorHook, hl.lifecycle.DebugInterventionHook)
-    assert not CounterfactualHook.debug
-
-
-def test_the_window_goes_on_after_a_checkpoint_and_not_into_another_run():
-    hook = CounterfactualHook(k=1)
-    reference = {"weight": torch.ones(2, 3)}
-    run(hook, epochs=3, reference_weights=reference)
-    resumed = CounterfactualHook(k=1)
-    resumed.load_state_dict(hook.state_dict())
-    assert [len(window) for window in resumed.get_state_tensors().values()] == [3, 3]
-    for part, window in hook.get_state_tensors().items():
-        assert all(map(torch.equal, window, resumed.get_state_tensors()[part]))
-    hook.reset()
-    assert [len(window) for window in hook.get_state_tensors().values()] == [0, 0]
-    assert not hook.reference_weights

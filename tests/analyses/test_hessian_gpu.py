@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers_interventions import by_epoch, by_step
+from helpers_analyses import by_epoch, by_step
 from torch import nn
 
 import hookline as hl

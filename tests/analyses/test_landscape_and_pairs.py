@@ -60,15 +60,6 @@ def test_a_random_line_is_as_long_as_each_parameter_and_the_same_for_a_step():
     assert not torch.equal(hook._line(6, model_ctx, {"x": model.x})["x"], line["x"])
 
 
-def test_without_a_direction_there_is_no_line():
-    """Zero gradients, none at all."""
-    model, ctx, model_ctx = parts()
-    model.x.grad.zero_()
-    assert LossLandscapeHook().intervene(ctx, model_ctx) is None
-    model.x.grad = None
-    assert LossLandscapeHook().intervene(ctx, model_ctx) is None
-
-
 def test_a_pair_of_steps_is_two_steps_by_hand():
     """SGD with momentum, that has moved before: the plain step, and one of three times the rate."""
     model, ctx, model_ctx = parts(lambda p: torch.optim.SGD([q for q in p if q.requires_grad], lr=0.05, momentum=0.9))

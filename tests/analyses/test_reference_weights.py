@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from helpers_analyses import token_experiment
 from safetensors.torch import save_file
 
 import hookline as hl
-from hookline import checkpoint_file
-from hookline.errors import CheckpointError
 from hookline.lifecycle.reference import read_weights
 
 
@@ -41,14 +38,3 @@ def test_files_of_others(tmp_path):
     torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "checkpoint.pt")
     for name in ("weights.safetensors", "weights.pt", "checkpoint.pt"):
         assert same(read_weights(tmp_path / name), model)
-
-
-def test_what_is_not_there_is_said(tmp_path):
-    """An empty folder, a checkpoint without a model, and nothing."""
-    with pytest.raises(CheckpointError, match="has no checkpoints"):
-        read_weights(tmp_path)
-    checkpoint_file.write(tmp_path / "odd.pt", {"0": torch.ones(1)})
-    with pytest.raises(CheckpointError, match="no weights where they should be"):
-        read_weights(tmp_path / "odd.pt")
-    with pytest.raises(FileNotFoundError):
-        read_weights(tmp_path / "none.pt")

@@ -7,10 +7,8 @@ import math
 import pytest
 import torch
 from helpers_analyses import made, token_experiment
-from torch import nn
 
 import hookline as hl
-from hookline.errors import NoMatchError
 
 
 def run(hook, loop=hl.epoch_loop, experiment=None, **length):
@@ -40,15 +38,6 @@ def test_statistics_are_those_of_a_watch_by_hand():
     assert {name: sink.latest[f"stats/{name}"] for name in expected} == expected
 
 
-def test_names_and_summaries_fit_a_page_and_a_console():
-    """By layer, kind and statistic; a few figures with two parts."""
-    sink, _ = run(made("stats"))
-    assert sink.latest["stats/nonfinite"] == 0
-    layers = [value for name, value in sink.latest.items() if name.endswith("/param/absmax")]
-    assert sink.latest["stats/max_param"] == pytest.approx(max(layers))
-    assert all(name.count("/") in (1, 2, 3) for name in sink.latest if name.startswith("stats/"))
-
-
 def test_only_what_was_asked_for_is_looked_at():
     """Modules, kinds and statistics, as lists or with commas; as options of a command line are."""
     sink, _ = run(made("stats", targets="hidden", on="forward, param", stats="mean,norm", every=1))
@@ -57,14 +46,6 @@ def test_only_what_was_asked_for_is_looked_at():
     assert found == {"stats/hidden/forward/mean", "stats/hidden/forward/norm", "stats/looked_at"} | parameters
     sink, _ = run(made("stats", exclude="attention*"))
     assert not any("attention" in name for name in sink.latest)
-
-
-def test_a_target_that_is_not_there_is_an_error_that_names_what_is():
-    """When training starts; nothing stays attached."""
-    experiment = token_experiment()
-    with pytest.raises(NoMatchError, match="hiden"):
-        run(made("stats", targets="hiden", on="forward"), experiment=experiment)
-    hl.assert_no_hooks(experiment.model)
 
 
 def test_only_due_steps_count_and_evaluation_does_not():
@@ -80,12 +61,6 @@ def test_only_due_steps_count_and_evaluation_does_not():
     hook = Fires(every=2)
     run(hook)
     assert hook.seen == [3, 2]
-
-
-def test_the_step_loop_reports_at_snapshots():
-    """Of the steps since the last one."""
-    sink, _ = run(made("stats", every=1), hl.step_loop, steps=9, snapshot_every=4)
-    assert len(sink.series("stats/forward/mean")) == 3
 
 
 def test_nan_is_told_by_the_layer_that_had_it():
@@ -106,13 +81,3 @@ def test_whatever_ends_the_run_takes_the_watch_off():
     with pytest.raises(ZeroDivisionError):
         run(made("stats"), experiment=experiment)
     hl.assert_no_hooks(experiment.model)
-
-
-def test_in_a_loop_that_starts_nothing_it_begins_at_the_first_report():
-    """From then on it counts."""
-    model, hook = nn.Linear(2, 2), made("stats", every=1)
-    ctx = hl.RunDataContext(hl.HookPoint.POST_EPOCH, 0, model=model)
-    assert hook.compute(ctx) is None
-    model(torch.ones(1, 2)).sum().backward()
-    assert "forward/mean" in hook.compute(ctx)
-    hook.finish()

@@ -12,7 +12,6 @@ from helpers_analyses import context, cos, flat, made, random_grads, token_exper
 from torch import nn
 
 import hookline as hl
-from hookline.errors import HooklineWarning
 
 POST_STEP, POST_EPOCH, SNAPSHOT = hl.HookPoint.POST_STEP, hl.HookPoint.POST_EPOCH, hl.HookPoint.SNAPSHOT
 
@@ -49,23 +48,6 @@ def test_batch_dynamics_against_all_pairs_of_gradients(model):
     assert found["top1_variance"] == pytest.approx(shares[0], rel=1e-4)
 
 
-def test_batch_dynamics_keeps_its_gradients_and_begins_its_means_anew(model):
-    """After a report, lags are of the steps since; the window goes on, and its products stay right."""
-    hook = made("batch_dynamics", max_lag=4, lags=[1, 2], windows=[4])
-    grads = [random_grads(model, seed) for seed in range(9)]
-    for grad in grads[:6]:
-        step(hook, model, grad)
-    hook.compute(context(model, POST_EPOCH))
-    for grad in grads[6:]:
-        step(hook, model, grad)
-    found = hook.compute(context(model, POST_EPOCH))
-    rows = np.stack([flat(grad) for grad in grads])
-    assert found["lag_2"] == pytest.approx(np.mean([cos(rows[t], rows[t - 2]) for t in (6, 7, 8)]), rel=1e-4)
-    newest = rows[-4:]
-    expected = np.linalg.norm(newest.sum(0)) / np.linalg.norm(newest, axis=1).sum()
-    assert found["efficiency_4"] == pytest.approx(expected, rel=1e-4)
-
-
 def test_batch_dynamics_is_right_wherever_reports_fall(model):
     """45 steps, 24 kept, multiplied 16 at a time; reports after 7, 20, 21 and 45 of them."""
     hook = made("batch_dynamics", max_lag=8, lags=[1, 3, 8], windows=[8])
@@ -89,32 +71,6 @@ def test_batch_dynamics_is_right_wherever_reports_fall(model):
         start = end
 
 
-def test_batch_dynamics_of_gradients_that_agree_cancel_or_vanish(model):
-    """One line; back and forth; none at all, which is not compared."""
-    one, zero = random_grads(model, 1), {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    found = {}
-    for label, signs in {"agree": [1, 1, 1, 1], "cancel": [1, -1, 1, -1], "vanish": [1, 0, 0, 1]}.items():
-        hook = made("batch_dynamics", max_lag=4, lags=[1, 3], windows=[4])
-        for sign in signs:
-            step(hook, model, {name: sign * grad for name, grad in one.items()} if sign else zero)
-        found[label] = hook.compute(context(model, POST_EPOCH))
-    assert found["agree"]["lag_1"] == pytest.approx(1) == found["agree"]["efficiency_4"]
-    assert found["agree"]["effective_rank"] == pytest.approx(1, abs=1e-3)
-    assert found["cancel"]["lag_1"] == pytest.approx(-1)
-    assert found["cancel"]["efficiency_4"] == pytest.approx(0, abs=1e-3)
-    assert "lag_1" not in found["vanish"]
-    assert found["vanish"]["lag_3"] == pytest.approx(1)
-
-
-def test_batch_dynamics_of_a_large_model_says_what_it_would_take():
-    """50 gradients of a billion weights, and 16 to spare, are 246 GiB; nothing is allocated."""
-    hook = made("batch_dynamics")
-    vector = torch.empty(10**9, device="meta")
-    with pytest.warns(HooklineWarning, match=r"would keep 66 gradients in 245\.9 GiB"):
-        assert not hook.add_to_window(hook.window, vector, "max_lag", hook.max_gib)
-    assert hook.compute(context(nn.Linear(1, 1), POST_STEP)) is None
-
-
 # -- path_length, parameter_delta ----------------------------------------------------------------------------
 
 
@@ -135,15 +91,6 @@ def test_path_length_on_a_known_path():
         assert found["path_length"].item() == pytest.approx(way)
         assert found["net_displacement"].item() == pytest.approx(distance)
         assert found["path_efficiency"].item() == pytest.approx(efficiency)
-
-
-def test_path_length_begins_where_it_is_first_shown_the_model_if_nobody_starts_it():
-    """In a loop of the user's own."""
-    model, hook = nn.Linear(2, 1), made("path_length")
-    hook.compute(context(model, POST_STEP))
-    with torch.no_grad():
-        model.bias += 2.0  # biases count
-    assert hook.compute(context(model, SNAPSHOT))["path_length"].item() == pytest.approx(2.0)
 
 
 def test_parameter_delta_since_the_last_report():
@@ -195,39 +142,7 @@ def test_training_diagnostics_against_the_same_numbers(model):
     assert hook.compute(context(model, POST_EPOCH)) is None
 
 
-def test_training_diagnostics_of_few_steps_and_of_none_that_vary(model):
-    """One step has no spread; equal losses have no correlation; zero weights no ratio."""
-    hook = made("training_diagnostics")
-    step(hook, model, random_grads(model, 1), loss=2.0)
-    assert set(hook.compute(context(model, POST_EPOCH))) == {
-        "loss_mean",
-        "grad_norm_mean",
-        "grad_norm_max",
-        "update_ratio_mean",
-        "weight_norm",
-    }
-    for _ in range(4):
-        step(hook, model, None, loss=0.0)
-    assert set(hook.compute(context(model, POST_EPOCH))) == {"loss_mean", "loss_std", "weight_norm"}
-    empty = nn.Linear(2, 2)
-    nn.init.zeros_(empty.weight)
-    nn.init.zeros_(empty.bias)
-    step(hook, empty, random_grads(empty, 1))
-    assert "update_ratio_mean" not in hook.compute(context(empty, POST_EPOCH))
-
-
 # -- training_metrics ----------------------------------------------------------------------------------------
-
-
-def test_training_metrics_are_what_the_loop_knows():
-    """What is not there is absent; an evaluation that comes with the context is taken over as it is."""
-    hook = made("training_metrics")
-    found = hook.compute(context(loss=1.5, train_acc=0.25, lr=0.1))
-    assert found == {"loss": 1.5, "perplexity": math.exp(1.5), "train_acc": 0.25, "learning_rate": 0.1}
-    assert hook.compute(context()) == {}
-    ctx = context(loss=0.0, val_acc=1.0)
-    vars(ctx)["eval_metrics"] = {"val_loss": 3.0}
-    assert hook.compute(ctx) == {"val_loss": 3.0, "loss": 0.0, "perplexity": 1.0, "val_acc": 1.0}
 
 
 def test_the_loss_of_a_long_run_has_few_points_and_each_is_the_mean_since_the_last():
@@ -246,26 +161,6 @@ def test_the_loss_of_a_long_run_has_few_points_and_each_is_the_mean_since_the_la
     for (before, _), (step, found) in itertools.pairwise(points):
         assert found["loss"] == pytest.approx(np.mean(losses[before + 1 : step + 1]))
         assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-
-
-def test_a_loss_that_is_no_number_is_in_the_point_that_follows():
-    hook, found = made("training_metrics", dense_steps=2), {}
-    for step in range(17):
-        loss = torch.tensor(math.nan if step == 11 else 1.0, dtype=torch.bfloat16)
-        found[step] = hook.compute(context(None, POST_STEP, step=step, loss=loss))
-    shown = {step: float(metrics["loss"]) for step, metrics in found.items() if metrics}
-    assert {step for step, loss in shown.items() if math.isnan(loss)} == {16}
-    assert list(shown) == [0, 1, 2, 4, 8, 16]
-
-
-def test_an_evaluation_is_never_left_out_and_comes_once():
-    hook = made("training_metrics", dense_steps=4)
-    for step in range(8):
-        ctx = context(None, POST_STEP, step=step, loss=1.0)
-        if step == 7:  # which has no point of its own
-            vars(ctx)["eval_metrics"] = {"val_loss": 3.0}
-        found = hook.compute(ctx)
-    assert found == {"val_loss": 3.0}
 
 
 @pytest.mark.parametrize("stop", [None, 22])

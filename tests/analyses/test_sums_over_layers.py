@@ -83,46 +83,6 @@ def test_fisher_information_has_every_parameter_once(targets):
     assert found["max"] == pytest.approx(max(values.max() for values in wanted.values()), rel=1e-5)
 
 
-def test_a_layer_that_holds_others_has_what_those_do_not():
-    """The innermost of the layers that were chosen; and all of it, if there is no other."""
-    model, batches = nested()
-    found, passes = told(FisherInformationHook(targets="attention,block,block.2"), model, batches)
-    wanted = fisher_of(passes)
-    params = {name.removesuffix("/trace") for name in found if name.endswith("/trace") and name != "trace"}
-    assert params == {
-        *(f"fisher_info/attention/attention.{part}" for part in ("in_proj_weight", "in_proj_bias")),
-        *(f"fisher_info/attention/attention.out_proj.{part}" for part in ("weight", "bias")),
-        *(f"fisher_info/block/block.0.{part}" for part in ("weight", "bias")),
-        *(f"fisher_info/block.2/block.2.{part}" for part in ("weight", "bias")),
-    }
-    whole = sum(values.sum() for name, values in wanted.items() if name.startswith(("attention.", "block.")))
-    assert found["trace"] == pytest.approx(whole, rel=1e-5)
-
-
-def test_a_layer_called_model_and_the_model_itself():
-    """Both are reported as ``model``, and nothing is lost or counted twice."""
-
-    class Inner(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(2.0))
-
-        def forward(self, x):
-            return x * self.scale
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model, self.shift = Inner(), nn.Parameter(torch.tensor(1.0))
-
-        def forward(self, x):
-            return self.model(x) + self.shift
-
-    found, passes = told(FisherInformationHook(), Outer(), [torch.randn(4) for _ in range(2)])
-    whole = sum(values.sum() for values in fisher_of(passes).values())
-    assert found["trace"] == pytest.approx(whole, rel=1e-5)
-
-
 def small_loss(scale):
     return lambda model, x: model(x).square().mean() * scale
 
@@ -154,24 +114,6 @@ def test_dead_and_blocked_do_not_depend_on_the_size_of_the_loss(scale):
         assert all(value == 0.0 for name, value in passed.items() if name.startswith("gradient_flow/relu/"))
 
 
-def test_a_parameter_far_below_the_others_is_dead():
-    """Its mean of squares is 1e-7 of theirs, then 1e-5."""
-    for size, dead in ((1e-7, 1), (1e-5, 0)):
-        model = nn.ModuleDict({"a": nn.Linear(1, 3, bias=False), "b": nn.Linear(1, 3, bias=False)})
-        model.forward = lambda x, model=model, size=size: model["a"](x) + size**0.5 * model["b"](x)
-        found, _ = told(FisherInformationHook(), model, [torch.ones(2, 1)], lambda model, x: model(x).sum())
-        assert (found["dead_count"], found["dead_fraction"]) == (dead, dead / 2)
-
-
-def test_without_any_gradient_everything_is_dead_and_blocked():
-    """Zeros are no more than a share of zero."""
-    model, batches = units(dead=0)
-    nothing = small_loss(0.0)
-    assert told(FisherInformationHook(), model, batches, nothing)[0]["dead_fraction"] == 1.0
-    assert told(GradientFlowHook(), model, batches, nothing)[0]["blocked_fraction"] == 1.0
-    assert told(ReLUGradientFlowHook(), model, batches, nothing)[0]["blocked_fraction"] == 1.0
-
-
 def test_what_relus_let_through_against_numpy():
     """The sums by a millionth of the layer's mean in each pass, the units by 1e-8."""
     torch.manual_seed(2)
@@ -197,25 +139,3 @@ def test_what_relus_let_through_against_numpy():
     assert found["blocked_units"] == (~passed).all(0).sum()
     for unit in range(4):
         assert found[f"gradient_flow/relu/1/{unit}"] == pytest.approx(absolute.mean(0)[unit])
-
-
-def test_gradient_flow_has_the_output_projection_of_an_attention():
-    """Nobody calls ``out_proj``; the gradient of what it gives out is that of the attention's output."""
-    model, batches = nested()
-    seen = []
-
-    def loss(model, x):
-        value = model(x).square().mean()
-        seen.append(model.attended)
-        return value
-
-    found, _ = told(GradientFlowHook(), model, batches, loss)
-    flow = np.zeros(8)
-    for attended in seen:
-        flow = 0.95 * flow + 0.05 * np.sqrt((attended.grad.double().numpy().mean(1) ** 2).mean(0))
-    assert found["attention.out_proj/mean"] == pytest.approx(flow.mean(), rel=1e-5)
-    assert found["attention.out_proj/unit_3"] == pytest.approx(flow[3], rel=1e-5)
-    named, _ = told(GradientFlowHook(targets="attention.out_proj"), model, batches, loss)
-    assert named["mean"] == pytest.approx(found["attention.out_proj/mean"])
-    without, _ = told(GradientFlowHook(exclude="attention.out_proj"), model, batches, loss)
-    assert "attention.out_proj/mean" not in without

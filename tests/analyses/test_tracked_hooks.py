@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
-from helpers_analyses import TokenModel, token_experiment
-from helpers_training import differences, plain_step, train
 from torch import nn
 
 import hookline as hl
@@ -20,7 +16,6 @@ from hookline.analyses import (
     SaturatedActivationsHook,
 )
 from hookline.errors import HooklineWarning, OptionError
-from hookline.tree import copied
 
 ALL = {
     "relu_activations": ReLUActivationsHook,
@@ -140,71 +135,6 @@ def test_fisher_information_is_the_running_mean_of_squared_gradients():
     assert got["fisher_information/dead_count"] == 0
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_it_begins_anew_at_each_report_and_leaves_nothing_on_the_model(name):
-    """Weights stand still here, so each epoch says what the first said; in the end the model is as it was."""
-    _, once, *_ = small_run([ALL[name]()])
-    model, twice, *_ = small_run([ALL[name]()], epochs=2)
-    assert once == twice
-    assert once
-    hl.assert_no_hooks(model)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_training_with_it_is_training_without(name):
-    """Bit for bit, through an in-place ReLU, dropout and BatchNorm."""
-    hook, started = ALL[name](**({"targets": "4"} if name == "saturated_activations" else {})), []
-
-    def step(model, x, target):
-        if not started:
-            hook.start(model)
-            started.append(model)
-        plain_step(model, x, target)
-
-    plain = train(plain_step)
-    assert differences(plain, train(step)) == []
-    found = hook.compute(hl.RunDataContext(hl.HookPoint.POST_EPOCH, 0, model=started[0]))
-    hook.finish()
-    assert found
-    assert all(math.isfinite(value) for value in found.values())
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_counts_go_on_after_a_checkpoint(name):
-    """Half of the batches, saved, the other half with another hook: as if one had seen all."""
-    torch.manual_seed(0)
-    model, batches = Small(), [torch.randn(5, 4) for _ in range(6)]
-
-    def told(hook, some, ask=True):
-        hook.start(model)
-        for x in some:
-            model.zero_grad()
-            model(x).square().mean().backward()
-        hook.finish()
-        ctx = hl.RunDataContext(hl.HookPoint.POST_EPOCH, 0, model=model)
-        return (dict(hook.compute(ctx)), hook.finish())[0] if ask else None
-
-    options = {"saturation_threshold": 0.3} if name == "saturated_activations" else {}
-    whole = told(ALL[name](**options), batches)
-    first, second = ALL[name](**options), ALL[name](**options)
-    told(first, batches[:3], ask=False)
-    second.load_state_dict(copied(first.state_dict()))
-    assert told(second, batches[3:]) == whole
-    assert told(ALL[name](**options), batches[3:]) != whole  # the negative control
-
-
-def test_without_units_there_are_sums_alone():
-    """For wide layers; the sums are of all units nevertheless."""
-    _, full, *_ = small_run([GradientFlowHook(), ReLUActivationsHook(), SaturatedActivationsHook()])
-    _, few, *_ = small_run(
-        [kind(per_unit=False) for kind in (GradientFlowHook, ReLUActivationsHook, SaturatedActivationsHook)]
-    )
-    assert few.items() < full.items()
-    assert {name for name in few if name.startswith("activations/relu")} == set()
-    assert "gradient_flow/first/mean" in few
-    assert "gradient_flow/first/unit_0" not in few
-
-
 def test_layers_are_found_or_named():
     """By their kind, by name, without some; a model that has none of the kind is told once."""
     model = nn.Sequential(nn.Linear(2, 2), nn.GELU())
@@ -221,35 +151,3 @@ def test_layers_are_found_or_named():
     hl.assert_no_hooks(model)
     with pytest.raises(OptionError, match="beta"):
         FisherInformationHook(beta=1.0)
-
-
-def test_only_a_hook_with_roots_reports_names_of_its_own():
-    """Another hook that returns such a name has its own in front, as ever."""
-
-    class Plain(hl.TrainingHook):
-        name = "plain"
-        hook_points = frozenset({hl.HookPoint.POST_EPOCH})
-
-        def compute(self, ctx):
-            return {"activations/relu/x": 1.0, "b": 2.0}
-
-    class Rooted(Plain):
-        name = "rooted"
-        roots = ("activations/",)
-
-    sink = hl.sinks.MemorySink()
-    manager = hl.HookManager(hooks=[Plain(), Rooted()], sinks=[sink])
-    manager.fire(hl.HookPoint.POST_EPOCH, hl.RunDataContext(hl.HookPoint.POST_EPOCH, 0))
-    assert sink.latest == {"plain/activations/relu/x": 1.0, "plain/b": 2.0, "activations/relu/x": 1.0, "rooted/b": 2.0}
-
-
-def test_in_a_run_every_parameter_is_in_it_once():
-    """In the loop, with an evaluation in between, and the names that trackers have."""
-    sink = hl.sinks.MemorySink()
-    manager = hl.HookManager(["fisher_information", "gradient_flow"], sinks=[sink])
-    hl.epoch_loop(token_experiment(), epochs=2, manager=manager)
-    parameters = dict(TokenModel().named_parameters())
-    traces = [name for name in sink.latest if name.startswith("fisher_info/") and name.endswith("/trace")]
-    assert len(traces) == len(parameters)
-    assert sink.latest["fisher_information/trace"] == pytest.approx(sum(sink.latest[name] for name in traces))
-    assert sink.latest["gradient_flow/attention.out_proj/mean"] > 0

@@ -11,8 +11,7 @@ from helpers_analyses import P, context, cos, made, random_grads, singular_value
 from torch import nn
 
 import hookline as hl
-from hookline.analyses._vectors import singular_values_of
-from hookline.errors import HooklineWarning, OptionError
+from hookline.errors import OptionError
 
 # -- singular values -----------------------------------------------------------------------------------------
 
@@ -23,24 +22,6 @@ def test_all_singular_values_up_to_512(shape):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     expected = np.linalg.svd(weight.double().numpy().reshape(shape[0], -1), compute_uv=False)
     assert singular_values(weight) == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_largest_singular_values_of_a_large_matrix():
-    """A known spectrum, 600 × 550; it draws nothing from the run's stream, and always finds the same."""
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.linalg.qr(torch.randn(n, 550, generator=generator)).Q for n in (600, 550))
-    expected = 10.0 * 0.97 ** torch.arange(550)
-    weight, before = left * expected @ right.T, torch.get_rng_state()
-    found = singular_values(weight)
-    assert found == pytest.approx(expected[:20].numpy(), rel=1e-3)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert np.array_equal(found, singular_values(weight))
-
-
-def test_singular_values_of_what_has_none():
-    """NaN where something is not finite; nothing where there is nothing."""
-    assert np.isnan(singular_values(torch.tensor([[1.0, math.nan], [0.0, 1.0]]))).all()
-    assert singular_values(torch.zeros(0, 3)).size == 0
 
 
 def test_weight_tracking_of_every_matrix_and_over_all(model):
@@ -65,38 +46,6 @@ def test_weight_tracking_of_every_matrix_and_over_all(model):
     assert found["mean_effective_rank"] == pytest.approx(np.mean(list(ranks.values())), rel=1e-5)
     assert found["mean_grad_weight_align"] == pytest.approx(np.mean(list(aligned.values())), rel=1e-3, abs=1e-6)
     assert not any("bias" in name or "norm.weight" in name for name in found)
-
-
-def test_one_decomposition_serves_all_that_need_it(monkeypatch):
-    """weight_tracking and attention at one firing: projections that are parameters of their own once."""
-
-    class Projected(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(4, 4) for _ in range(3))
-
-    asked = []
-    real = singular_values_of
-    path = "hookline.analyses._values.singular_values_of"
-    monkeypatch.setattr(path, lambda some: asked.extend(some) or real(some))
-    projected = Projected()
-    ctx = context(projected, accumulated_grads=random_grads(projected, 1))
-    made("weight_tracking").compute(ctx)
-    assert "effective_rank" in made("attention").compute(ctx)
-    assert sorted(asked) == ["k_proj.weight", "q_proj.weight", "v_proj.weight"]
-
-
-def test_singular_values_are_those_of_numpy():
-    """Of two sizes, complex ones among them; one that is not finite spoils no other."""
-    draw = torch.Generator().manual_seed(0)
-    matrices = {f"m{number}": torch.randn(5, 3 + number % 2, generator=draw) for number in range(40)}
-    matrices["m7"][0, 0] = torch.inf
-    matrices["m9"] = torch.randn(3, 5, generator=draw, dtype=torch.complex64)
-    found = singular_values_of(matrices)
-    assert list(found) == list(matrices)
-    for name, matrix in matrices.items():
-        wanted = np.linalg.svd(matrix.numpy().astype(np.complex128), compute_uv=False) if name != "m7" else np.nan
-        assert found[name] == pytest.approx(wanted, rel=1e-5, nan_ok=True)
 
 
 # -- attention -----------------------------------------------------------------------------------------------
@@ -168,31 +117,6 @@ def test_attention_sees_training_and_nothing_else_and_leaves_no_hook():
     hook.finish()
 
 
-def test_attention_remembers_no_evaluation_of_a_loop_that_does_not_say_what_it_does():
-    """Neither one before training nor one after it, as mode and gradients tell; where there is no other, it does."""
-    model = token_experiment().model
-    batch, other = torch.tensor([[0, 1], [1, 2], [2, 0]]), torch.zeros(3, 2, dtype=torch.long)
-    found = {}
-    for how in ("evaluation", "training", "both"):
-        hook = made("attention")
-        hook.start(model)
-        for inputs, trains in ((other, False), (batch, True), (other, False)):
-            if how in ("both", "training" if trains else "evaluation"):
-                with torch.set_grad_enabled(trains):
-                    model.train(trains)(inputs)
-        found[how] = float(hook.compute(context(model))["attn_entropy"])
-        hook.finish()
-    assert found["both"] == found["training"] != found["evaluation"]
-
-
-def test_attention_without_any_says_so():
-    """Once."""
-    hook = made("attention")
-    with pytest.warns(HooklineWarning, match="looked for nn.MultiheadAttention"):
-        hook.compute(context(nn.Linear(2, 2)))
-    assert hook.compute(context(nn.Linear(2, 2))) is None
-
-
 # -- fourier -------------------------------------------------------------------------------------------------
 
 
@@ -221,14 +145,6 @@ def test_fourier_finds_a_planted_frequency():
     assert found["freq_powers"] == {13: pytest.approx(0.5, abs=1e-4)}
     assert found["low_freq_power"] == pytest.approx(0, abs=1e-4)
     assert found["stride_harmonic_power"] == pytest.approx(0, abs=1e-4)
-
-
-@pytest.mark.parametrize(("p", "highest"), [(97, 48), (61, 30), (60, 29), (5, 2), (4, 1)])
-def test_fourier_finds_the_highest_frequency_that_has_a_mirror_image(p, highest):
-    """For odd p that is p//2; for even p, p/2 has none and is never the peak."""
-    assert made("fourier").compute(context(Table(waves(p, highest))))["peak_frequency"] == highest
-    if p == 60:
-        assert made("fourier").compute(context(Table(waves(p, 30))))["peak_frequency"] != 30
 
 
 def test_fourier_counts_what_came_and_when():
@@ -285,11 +201,3 @@ def test_fourier_leaves_signs_out_where_it_is_told_how_many_numbers_there_are():
     assert made("fourier").compute(context(table))["peak_power"] < 0.1
     with pytest.raises(OptionError, match="significance_multiplier="):
         made("fourier", significance_multiplier=0)
-
-
-def test_fourier_takes_the_table_of_tokens_and_not_of_positions():
-    """Whichever comes first; or the one that is named."""
-    tables = nn.ModuleDict({"pos_embed": nn.Embedding(4, 2), "tokens": nn.Embedding(30, 2)})
-    tables["tokens"].weight.data = torch.tensor(waves(30, 4), dtype=torch.float32)
-    assert made("fourier").compute(context(tables))["peak_frequency"] == 4
-    assert made("fourier", embedding="pos_embed").compute(context(tables))["peak_frequency"] == 1

@@ -18,7 +18,6 @@ from torch import nn
 
 import hookline as hl
 from hookline.cli.main import main
-from hookline.debug.audit.audited_hook import audited_hooks
 from hookline.debug.audit.run_state import run_state
 from hookline.errors import OptionError
 from hookline.guard.rng import stream_states
@@ -137,19 +136,6 @@ def test_a_hook_that_did_nothing_is_not_certified(silent: Any):
     assert hl.audit(train, CountHook, steps=3).ok
 
 
-def test_steps_of_a_script_with_a_short_lived_first_optimizer_all_count():
-    """A warm-up of one step by another optimizer comes first; hooks of steps see the training after it."""
-
-    def warms_up() -> None:
-        model, _, data = make()
-        steps_before = torch.optim.SGD(model[0].parameters(), lr=0.1)
-        model(torch.randn(5, 4, generator=data)).sum().backward()
-        steps_before.step()
-        steps(model, torch.optim.AdamW(model.parameters()), data)
-
-    assert hl.audit(warms_up, look).steps == STEPS
-
-
 def _less_precise(model: nn.Module) -> None:
     torch.backends.cuda.matmul.allow_tf32 = not torch.backends.cuda.matmul.allow_tf32
 
@@ -249,21 +235,7 @@ def test_two_hooks_that_change_the_run_only_together_are_an_interaction():
     assert "only together with arms" in str(found)
 
 
-def test_a_hook_that_counts_over_trainings_is_no_interaction_with_an_innocent_one():
-    """It draws at its third call of the process, and never again: nobody can be blamed, and why is said."""
-    calls: list[int] = []
-
-    def counts(module: nn.Module, args: Any, output: Any) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            torch.rand(1)
-
-    found = hl.audit(train, [counts, look])
-    assert not found.ok
-    assert found.culprits == []
-    assert "keeps something from one training to the next" in str(found)
-
-
+@pytest.mark.slow
 def test_a_compiled_model_can_be_audited():
     """More steps than the compiler compiles anew: nothing that the audit reads is in the compiled code."""
 
@@ -282,19 +254,6 @@ def test_a_compiled_model_can_be_audited():
     assert hl.audit(train_compiled, [lambda model: hl.attach(model, "0", look, observe=True)]).ok
     (culprit,) = hl.audit(train_compiled, [draw_late]).culprits
     assert culprit.difference.step == 9
-
-
-def test_a_hook_that_raises_is_found_and_shown():
-    """The error is what differs, at the step that was not finished."""
-
-    def fails(*_: Any) -> None:
-        raise ZeroDivisionError("on purpose")
-
-    found = hl.audit(train, [look, at_step(2, fails), "norms"])
-    assert found.first_step == 2
-    assert found.difference.first == "error: ZeroDivisionError: on purpose"
-    assert found.culprits[0].hooks == ("put_on",)
-    assert "raises" in str(found)
 
 
 def test_a_training_that_does_not_repeat_is_said_and_no_hook_is_blamed():
@@ -405,19 +364,6 @@ def test_a_training_may_end_by_sys_exit_and_one_that_fails_so_is_told():
         assert found.difference.first.startswith(first)
 
 
-def test_a_model_that_learns_its_sizes_at_the_first_forward_can_be_audited():
-    """Parameters of LazyLinear have neither shape nor numbers before; negative control: a hook that changes one."""
-
-    def lazy() -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.LazyLinear(6), nn.LazyBatchNorm1d(), nn.Linear(6, 2))
-        steps(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.Generator().manual_seed(1))
-
-    assert hl.audit(lazy, [look]).ok
-    found = hl.audit(lazy, [at_step(2, lambda model, _: model[0].weight.data.mul_(2))])
-    assert "weight 0.weight" in found.difference.names
-
-
 def test_mistakes_are_errors_that_say_what_to_do():
     """No hooks, no steps, a block that can be entered once, what cannot be put on."""
     cases = [
@@ -461,6 +407,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*stays silent")
 def test_the_command_audits_scripts_functions_and_run_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -502,31 +449,3 @@ def test_the_command_audits_scripts_functions_and_run_files(
         assert (code, json.loads(out)["silent"]) == (expected, ["gradient_projection"] if expected else [])
     assert hookline()[0] == 2
     assert hookline("--train", f"{script}:look")[0] == 2
-
-
-def test_an_instrument_may_use_transforms_of_torch_func():
-    """The auditor sees forwards inside of them, whose tensors have no numbers."""
-
-    def curvature(model: nn.Module) -> Any:
-        def look(module: nn.Module, args: Any, output: Any) -> None:
-            handle.remove()
-            module.eval()
-            weights = dict(module.named_parameters())
-            torch.func.grad(lambda w: torch.func.functional_call(module, w, args).sum())(weights)
-            module.train()
-
-        handle = model.register_forward_hook(look)
-        return handle
-
-    assert hl.audit(train, [curvature, at_step(3, lambda *_: None)]).ok
-
-
-def test_a_watch_that_is_on_a_model_already_is_refused() -> None:
-    """A copy of it watches nothing, so that an audit would vouch for what was never on."""
-    with hl.watch(nn.Linear(4, 2)) as watch, pytest.raises(hl.errors.OptionError, match="lambda model"):
-        hl.audit(lambda: None, [watch])
-
-
-def test_a_lambda_is_listed_by_what_it_calls() -> None:
-    (hook,) = audited_hooks([lambda model: hl.watch(model)], by_training=False)
-    assert hook.name == "lambda: hl.watch"

@@ -12,9 +12,8 @@ from helpers_compared import captured, gpt2
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.debug import FusedRule, RenameRule, packed_rows, padded_rows
+from hookline.debug import FusedRule, packed_rows, padded_rows
 from hookline.debug.compare.compare import compare
-from hookline.debug.compare.name_rules import DEFAULT_RULES
 from hookline.debug.compare.run_values import RunValue, RunValues
 from hookline.debug.compare.unshard_values import join_ranks
 from hookline.debug.trace.trace_record import MeshPlacement
@@ -40,41 +39,6 @@ def test_dicts_caches_and_files_are_compared_by_name(tmp_path: Path) -> None:
     assert str(found).startswith(f"{len(found.values)} values compared")
     with pytest.raises(CompareError, match="an int"):
         compare({"x": _random(2)}, 3)  # type: ignore[arg-type]
-
-
-def test_missing_and_extra_sites_are_listed_and_make_the_runs_differ() -> None:
-    """The rest is compared, and nothing is blamed."""
-    x = _random(2, 3)
-    for a, b in (({"a": x, "b": x}, {"a": x}), ({"a": x}, {"a": x, "b": x})):
-        found = compare(a, b)
-        assert (found.ok, found.blame, len(found.values)) == (False, None, 1)
-        assert found.only_a + found.only_b == ["b output"]
-        assert "b output" in found.headline[1]
-
-
-def test_a_kind_that_one_trace_was_not_asked_for_is_no_difference(tmp_path: Path) -> None:
-    """It is listed. A gradient that was asked for and does not come is one."""
-    model = nn.Linear(2, 2)
-    for name, kinds, is_trained in (
-        ("all", ("output", "output_grad"), True),
-        ("outputs", "output", True),
-        ("lost", ("output", "output_grad"), False),
-    ):
-        with hl.trace(model, to=tmp_path / name, kinds=kinds):
-            loss = model(torch.ones(1, 2)).sum()
-            loss.backward() if is_trained else None
-    found = compare(tmp_path / "all", tmp_path / "outputs")
-    assert (found.ok, found.only_a) == (True, ["(the model) output_grad"])
-    assert not compare(tmp_path / "all", tmp_path / "lost").ok
-
-
-def test_runs_without_a_site_in_common_cannot_be_compared() -> None:
-    """The error shows names of both, and how to make them equal; a rule does."""
-    a, b = {"encoder.x": _random(2)}, {"decoder.y": _random(2)}
-    with pytest.raises(CompareError, match=r"'encoder\.x'.*'decoder\.y'.*RenameRule"):
-        compare(a, b)
-    rules = [RenameRule("^encoder.x$", "one"), RenameRule("^decoder.y$", "one")]
-    assert compare(a, b, rules=rules).ok
 
 
 def test_a_prefix_that_one_model_has_more_is_taken_off_and_said() -> None:
@@ -194,19 +158,6 @@ def test_parts_of_ranks_are_put_together_by_dims_over_one_axis_and_two() -> None
     assert torch.allclose(value.read(), whole)
 
 
-def test_parts_of_ranks_are_put_together_by_placements_and_copies_stay_apart() -> None:
-    """Uneven shards too; a rank whose copy differs must not vanish in a joined one."""
-    whole = _random(5, 4)
-    places = [MeshPlacement(("Shard(0)",), ("dp",), (2,), (rank,), (5, 4)) for rank in (0, 1)]
-    run = _run("A", [_part(part, rank, placements=places[rank]) for rank, part in enumerate((whole[:3], whole[3:]))])
-    (value,), _ = join_ranks(run)
-    assert value.read is not None
-    assert torch.equal(value.read(), whole)
-    copies = [MeshPlacement(("Replicate()",), ("dp",), (2,), (rank,), (5, 4)) for rank in (0, 1)]
-    kept, _ = join_ranks(_run("A", [_part(whole, rank, placements=copies[rank]) for rank in (0, 1)]))
-    assert [value.rank for value in kept] == [0, 1]
-
-
 @pytest.mark.parametrize(
     ("operation", "whole"), [("sum", 7.0), ("avg", 3.5), ("max", 4.0), ("min", 3.0), ("product", 12.0)]
 )
@@ -218,38 +169,8 @@ def test_partial_results_of_ranks_are_reduced_by_their_operation(operation: str,
     assert value.read().tolist() == [whole] * 3
 
 
-def test_parts_that_cannot_be_put_together_are_said_and_not_compared() -> None:
-    """A reduction that nobody knows, and a rank that is not there."""
-    odd = [_partial(torch.ones(3), rank, "_NormPartial(2)") for rank in (0, 1)]
-    joined, (note,) = join_ranks(_run("A", odd))
-    assert not joined
-    assert "_NormPartial(2)" in note
-    three = [
-        _part(torch.ones(3), rank, placements=MeshPlacement(("Shard(0)",), (), (3,), (rank,), (9,))) for rank in (0, 2)
-    ]
-    joined, (note,) = join_ranks(_run("A", three))
-    assert not joined
-    assert "[1]" in note
-
-
 def _partial(tensor: Tensor, rank: int, placement: str) -> RunValue:
     return _part(tensor, rank, placements=MeshPlacement((placement,), ("tp",), (2,), (rank,), tuple(tensor.shape)))
-
-
-def test_shards_of_one_dimension_over_two_of_the_mesh_are_put_together() -> None:
-    """The outer one was cut first; a strided one last, also where the parts are not of one size."""
-    whole = _random(9, 2)
-    plain = whole.split([2, 2, 1, 0, 1, 1, 1, 1])  # of 5 and of 4 rows
-    for placements, shape, parts in (
-        (("Shard(0)", "Shard(0)"), (2, 4), plain),
-        (("StridedShard(0, 2)", "Shard(0)"), (4, 2), [plain[rank % 2 * 4 + rank // 2] for rank in range(8)]),
-    ):
-        places = [MeshPlacement(placements, (), shape, divmod(rank, shape[1]), (9, 2)) for rank in range(8)]
-        full = [_part(part, rank, placements=places[rank]) for rank, part in enumerate(parts)]
-        (value,), _ = join_ranks(_run("A", full))
-        assert value.read is not None
-        assert value.shape == (9, 2)
-        assert torch.equal(value.read(), whole)
 
 
 class Twice(nn.Module):
@@ -286,19 +207,6 @@ def test_a_site_that_is_called_more_often_in_one_run_is_compared_in_order_and_ne
     found = compare(a, b)
     assert not found.ok
     assert not found.blamed  # which call it is cannot be known, so nothing is blamed
-
-
-def test_a_shape_that_differs_is_a_difference_and_has_its_reason() -> None:
-    """The others are compared; CI does not pass."""
-    found = compare({"a": _random(2, 3), "b": _random(2)}, {"a": _random(2, 4), "b": _random(2)})
-    assert not found.ok
-    assert found.blame is None
-    assert "its shape is (2, 3) in A and (2, 4) in B" in found.summary
-
-
-def test_default_rules_can_be_extended() -> None:
-    """They are a plain tuple."""
-    assert compare({"x": _random(2)}, {"y": _random(2)}, rules=[*DEFAULT_RULES, RenameRule("^y$", "x")]).ok
 
 
 def test_megatrons_order_of_queries_keys_and_values_is_taken_apart() -> None:

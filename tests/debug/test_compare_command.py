@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import nn
 
 from hookline.cli.main import main
-from hookline.debug import PrecisionChecker
-from hookline.debug.compare.compare import compare
 
 
 @pytest.fixture
@@ -72,24 +69,6 @@ def test_folders_of_arrays_are_compared_with_the_same_exit_codes(
     assert "words.npy was left out" in capsys.readouterr().out
     (tmp_path / "empty").mkdir()
     assert main(["compare", "a", "empty"]) == 2
-
-
-def test_folders_of_precision_checks_are_compared_by_module_call_and_rank(tmp_path: Path) -> None:
-    """The names of their files say the kind too, and the first wrong module is blamed."""
-    for name, factor in (("a", 1.0), ("b", 1.5)):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-        with torch.no_grad():
-            model[1].weight *= factor
-        with PrecisionChecker(model, f"level=1,path={tmp_path / name},save_tensors=true"):
-            model(torch.ones(2, 4)).sum().backward()
-    (a,), (b,) = ([*(tmp_path / name).iterdir()] for name in "ab")
-    assert compare(a, a).ok
-    for one, other in ((a, b), (a / "rank_0", b / "rank_0")):
-        found = compare(one, other)
-        assert (found.ok, found.blame) == (False, "1")
-        assert {value.kind for value in found.values} == {"output", "output_grad"}
-        assert found.only_a == found.only_b == []
 
 
 def test_json_has_everything_and_the_page_is_one_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

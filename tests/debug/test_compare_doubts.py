@@ -15,7 +15,6 @@ from hookline.debug.compare.compare import compare
 from hookline.debug.compare.comparison import Comparison
 from hookline.debug.compare.tensor_errors import tensor_errors
 from hookline.debug.trace.start_trace import trace
-from hookline.when import StepSchedule
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
 
@@ -76,51 +75,6 @@ def test_what_a_trace_left_out_is_told_and_not_called_the_same(tmp_path: Path) -
     sparse = compare(*(_traced(model, tmp_path / f"s{place}") for place, model in enumerate(models)))
     assert not sparse.ok
     assert len(sparse.left_out) >= 2
-
-
-def test_notes_of_users_decide_nothing(tmp_path: Path) -> None:
-    """Whatever words are in them; they are shown."""
-    model = _layers(1)
-    for name in "ab":
-        with trace(model, to=tmp_path / name, kinds="output") as running, torch.no_grad():
-            running.note("batch 7 was left out by the sampler, whose budget is spent")
-            model(X)
-    found = compare(tmp_path / "a", tmp_path / "b")
-    assert found.ok
-    assert any("by the sampler" in note for note in found.notes)
-
-
-def test_sparse_and_nested_tensors_are_compared_in_full() -> None:
-    """Those that are given to compare themselves."""
-    eye = torch.eye(3).to_sparse()
-    assert compare({"x": eye}, {"x": eye.clone()}).ok
-    assert compare({"x": eye}, {"x": eye * 2}).values[0].verdict == "wrong"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nested tensors are a prototype
-        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-        assert compare({"x": nested}, {"x": nested * 2}).values[0].verdict == "wrong"
-
-
-class Heads(nn.Module):
-    """Two projections of one input, and one of their product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.o(self.k(x) * self.v(x))  # type: ignore[no-any-return]
-
-
-def test_a_second_bug_with_equal_inputs_does_not_follow_from_the_first(tmp_path: Path) -> None:
-    """Two weights are swapped: both modules are blamed, what comes after follows."""
-    swapped = Heads()
-    swapped.k.weight, swapped.v.weight = swapped.v.weight, swapped.k.weight
-    found = compare(_traced(Heads(), tmp_path / "a"), _traced(swapped, tmp_path / "b"))
-    assert [blame.module for blame in found.blamed] == ["k", "v"]
-    after = {value.site: value.follows for value in found.values if value.kind == "output"}
-    assert after == {"k": "", "v": "", "o": "k", "": "k"}
 
 
 def _verdict(a: Tensor, b: Tensor) -> str:
@@ -189,27 +143,6 @@ def test_one_wrong_row_or_channel_is_found_in_a_large_tensor(tmp_path: Path) -> 
     assert "of one row or channel" in found.summary
 
 
-def test_rows_that_cancel_are_rounding(tmp_path: Path) -> None:
-    """A token that is large at first, and small at the end, keeps the rounding of the large one."""
-
-    def grow(x: Tensor) -> Tensor:
-        x[0] *= 1e4
-        return x
-
-    def shrink(x: Tensor) -> Tensor:
-        x[0] -= x[0].mean(-1, keepdim=True)
-        return x
-
-    torch.manual_seed(1)
-    model: Any = nn.Sequential(
-        Changed(lambda x: grow(x + 1)), nn.Linear(16, 16), Changed(shrink), nn.LayerNorm(16), nn.Linear(16, 16)
-    )
-    model[1].weight.data = torch.eye(16) + 1e-3 * model[1].weight.data
-    half = copy.deepcopy(model).bfloat16()
-    found = _of(model, half, tmp_path, X, X.bfloat16())
-    assert not any(value.verdict == "wrong" for value in found.values)
-
-
 def test_a_coarse_side_branch_does_not_hide_errors_in_float32(tmp_path: Path) -> None:
     """It is the same to the bit in both runs, so no later value has its rounding."""
 
@@ -266,80 +199,6 @@ def test_rounding_that_grows_with_depth_is_not_blamed(tmp_path: Path) -> None:
 
     found = _of(Deep(), Deep().double(), tmp_path, X, X.double())
     assert found.blame is None
-
-
-def test_nan_at_another_place_is_unsure_by_fingerprints(tmp_path: Path) -> None:
-    """Counts and norms are the same, hashes are not."""
-
-    def spoil(place: int) -> Any:
-        return Changed(lambda x: x.index_fill(1, torch.tensor([place]), float("nan")))
-
-    ones = torch.ones(1, 6)
-    found = _of(spoil(0), spoil(1), tmp_path, ones, tensors=False, kinds="output")
-    assert (found.values[0].verdict, found.ok) == ("unsure", False)
-    assert _of(spoil(0), spoil(0), tmp_path, ones, tensors=False, kinds="output").ok
-
-
-def test_a_noise_run_of_the_dtype_of_b_is_the_floor(tmp_path: Path) -> None:
-    """A right run in bfloat16 shows its rounding: a smaller bug than the model of rounding sees is found."""
-    right, wrong = _layers(3), _layers(3)
-    wrong[1].weight.data *= 1.03
-    a = _traced(right, tmp_path / "a")
-    good = _traced(_layers(3).bfloat16(), tmp_path / "good", X.bfloat16())
-    exact = _traced(_layers(3).double(), tmp_path / "exact", X.double())
-    b = _traced(wrong.bfloat16(), tmp_path / "b", X.bfloat16())
-    assert compare(a, b).ok
-    assert compare(a, good, noise=[exact, good]).ok
-    assert compare(a, b, noise=[exact, good]).blame == "1"
-
-
-def test_noise_is_found_whatever_names_and_steps_b_has(tmp_path: Path) -> None:
-    """The noise run has those of A: a prefix more than B, and steps that B does not have."""
-    values = {f"layers.{place}": torch.randn(64, generator=torch.Generator().manual_seed(place)) for place in range(4)}
-    a = {f"model.{name}": value for name, value in values.items()}
-    noise = {name: value * (1 + 1e-3) for name, value in a.items()}
-    b = {name: value * (1 - 1e-3) for name, value in values.items()}
-    found = compare(a, b, noise=noise)
-    assert found.ok, found.summary
-    assert {round(value.floor, 4) for value in found.values} == {1e-3}
-    runs = []
-    for name, first, factor in (("a", 0, 1.0), ("noise", 0, 1 + 1e-3), ("b", 1, 1 - 1e-3)):
-        model = _layers(2)
-        model[1].weight.data *= factor
-        schedule = StepSchedule(warmup=first)
-        runs.append(_traced(model, tmp_path / name, times=first + 1, every=schedule))
-    found = compare(runs[0], runs[2], noise=runs[1])
-    assert found.ok, found.summary
-
-
-def test_what_has_no_partner_is_told_shortly(tmp_path: Path) -> None:
-    """Other shapes are in the headline, with the leaf; dozens of other call counts are a few lines."""
-    pair = {"x": (torch.ones(3), torch.ones(3)), "y": torch.ones(2)}
-    found = compare(pair, {"x": (torch.ones(3), torch.ones(4)), "y": torch.ones(2)})
-    assert found.headline[-1] == "The runs differ: 1 values could not be compared."
-    assert found.headline[1].startswith("First divergence: x (output 1, step 0, call 0): wrong, its shape is (3,) in A")
-    assert found.blame == "x"
-    assert "x (output 1, step 0, call 0)" in found.summary
-    same = compare({"x": torch.ones(3)}, {"x": torch.ones(3) + 1e-7})
-    assert "would not be seen" in same.summary
-    twice = nn.Sequential(*(Twice(layer, count=2) for layer in _layers(5)))
-    once = nn.Sequential(*(Twice(layer, count=1) for layer in _layers(5)))
-    notes = _of(once, twice, tmp_path).notes
-    assert sum("compared in order" in note for note in notes) == 3
-    assert any("more sites and steps" in note for note in notes)
-
-
-class Twice(nn.Module):
-    """Calls a layer some times."""
-
-    def __init__(self, layer: nn.Module, count: int) -> None:
-        super().__init__()
-        self.layer, self.count = layer, count
-
-    def forward(self, x: Tensor) -> Any:
-        for _ in range(self.count):
-            y = self.layer(x)
-        return y
 
 
 def test_no_bound_allows_nan_in_one_run_alone() -> None:

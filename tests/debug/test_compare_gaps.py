@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +47,3 @@ def test_a_module_that_is_given_the_same_has_the_rounding_of_one_operation(tmp_p
     (value,) = [value for value in found.values if value.site == "6" and value.kind == "output"]
     assert (found.ok, found.blame, value.verdict) == (False, None, "unsure")
     assert "given the same to the bit" in value.doubt
-
-
-def test_a_repeated_run_that_is_equal_to_the_bit_measures_no_noise(tmp_path: Path) -> None:
-    """The floor is then the modelled one, or that of the other noise runs; a note says so."""
-    right = _layers()
-    nudged = copy.deepcopy(right)
-    nudged[2].weight.data *= 1 + 4e-7
-    a, b = _traced(right, tmp_path / "a"), _traced(nudged, tmp_path / "b")
-    repeated = _traced(right, tmp_path / "repeated")
-    exact = _traced(_layers().double(), tmp_path / "exact", X.double())
-    alone, measured = compare(a, b, noise=repeated), compare(a, b, noise=exact)
-    assert [value.floor for value in alone.values] == [value.floor for value in compare(a, b).values]
-    assert any("is A to the bit" in note for note in alone.notes)
-    both = compare(a, b, noise=[exact, repeated])
-    assert [value.floor for value in both.values] == [value.floor for value in measured.values]

@@ -16,7 +16,6 @@ from torch.nn.utils import parametrizations, prune
 import hookline as hl
 from hookline.cli.main import main
 from hookline.debug import doctor
-from hookline.debug.diagnose import diagnosis
 
 
 class Net(nn.Module):
@@ -88,51 +87,6 @@ def test_hooks_of_the_process_are_listed_too() -> None:
     assert doctor(model).hooks == []
 
 
-def test_sites_that_never_fire_are_found_without_a_run() -> None:
-    """By the code around them; one that is called and lends its weights as well is not among them."""
-    silent = {site.name: site.reason for site in doctor(Net()).silent}
-    assert set(silent) == {"attn.out_proj", "borrowed", "direct", "layers"}
-    assert "never calls it; hook MultiheadAttention itself" in silent["attn.out_proj"]
-    assert "uses its weights in a function" in silent["borrowed"]
-    assert ".forward() directly" in silent["direct"]
-    assert "hook its children" in silent["layers"]
-
-
-def _twin(*, is_silent: bool) -> nn.Module:
-    """Return one of two classes with one name, between which Python's search by name does not tell."""
-    if not is_silent:
-
-        class Twin(nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                return x
-
-    else:
-
-        class Twin(nn.Module):  # type: ignore[no-redef]
-            def __init__(me) -> None:
-                super().__init__()
-                me.direct, me.linear, me.called = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-                nn.init.zeros_(me.called.weight)
-
-            def forward(me, x: Tensor) -> Tensor:
-                x = F.linear(me.direct.forward(x), me.linear.weight)
-                return me.called(x) @ me.called.weight
-
-    class Heir(Twin):
-        """Has the forward of its base."""
-
-    return Heir()
-
-
-def test_the_source_is_that_of_the_class_itself_and_of_the_forward_it_inherits() -> None:
-    """Not of another class of that name, and whatever the methods call ``self``."""
-    assert doctor(_twin(is_silent=False)).silent == []
-    silent = {site.name: site.reason for site in doctor(_twin(is_silent=True)).silent}
-    assert set(silent) == {"direct", "linear"}
-    assert ".forward() directly" in silent["direct"]
-    assert "uses its weights in a function" in silent["linear"]
-
-
 def test_with_sample_inputs_the_uncalled_are_found_and_the_model_is_put_back() -> None:
     """Buffers and random numbers too; what the forward raises is said."""
     model = Net().train()
@@ -175,19 +129,6 @@ def test_a_hook_where_none_fires_is_a_problem_with_the_reason() -> None:
     assert any("nothing holds its handle" in note for note in found.notes)
 
 
-def test_a_model_that_hooks_itself_is_no_problem() -> None:
-    """It keeps no handle, on purpose; a note says so."""
-
-    class Own(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(2, 2)
-            self.register_forward_pre_hook(lambda module, args: None)
-
-    found = doctor(Own())
-    assert found.problems == []
-    assert len(found.notes) == 1
-
-
 def test_the_fused_path_of_a_transformer_is_a_note() -> None:
     """Hooks on its children fire, but switch the fused code off."""
     layer = nn.TransformerEncoderLayer(4, 2, batch_first=True).eval()
@@ -212,44 +153,6 @@ def test_code_that_was_compiled_without_guards_is_named() -> None:
         handle.remove(quiet=True)
         torch.compiler.reset()
     assert doctor(model).silent == []
-
-
-def test_accelerates_replaced_forward_is_named() -> None:
-    """It keeps its hook in an attribute, and puts a forward of its own on the instance."""
-    hooks = pytest.importorskip("accelerate.hooks")
-    model = nn.Linear(2, 2)
-    hooks.add_hook_to_module(model, hooks.ModelHook())
-    (found,) = doctor(model).hooks
-    assert (found.kind, found.owner, found.name) == ("forward replaced", "accelerate", "ModelHook")
-
-
-def test_the_cost_is_estimated_from_the_calls(monkeypatch) -> None:
-    """What one hook costs here, ours or torch's, times how often its module is called; without hooks nothing."""
-    block = nn.Identity()
-    model = nn.Sequential(block, nn.Identity(), block)
-    assert doctor(model).cost_us == 0
-    assert "no hook is called" in doctor(model).cost_text()
-    with hl.attach(model, "*", look), block.register_forward_hook(look):
-        assert doctor(model).cost_us >= 0  # measured
-        monkeypatch.setattr(diagnosis, "_microseconds", lambda *, ours: 2.0 if ours else 0.5)
-        found = doctor(model, torch.ones(1))
-        assert found.cost_us == (1 + 2 + 1) * 2.0 + 2 * 0.5
-        assert doctor(model).cost_us == 3 * 2.0 + 0.5
-    assert "of the sample forward" in found.cost_text()
-
-
-def test_a_forward_that_somebody_replaced_is_listed() -> None:
-    """Also one that says it is the original's wrapper."""
-    model = nn.Linear(2, 2)
-    original = model.forward
-
-    @functools.wraps(original)
-    def louder(x: Tensor) -> Tensor:
-        return 2 * original(x)
-
-    model.forward = louder  # type: ignore[method-assign]
-    (found,) = doctor(model).hooks
-    assert found.kind == "forward replaced"
 
 
 def test_an_examined_run_keeps_every_bit() -> None:

@@ -60,6 +60,7 @@ def test_both_ways_and_torch_agree(name):
         assert fingerprint_on_cpu(value.contiguous(), TABLES).hash == found.hash
 
 
+@pytest.mark.slow
 def test_the_programs_for_gpus_find_the_same(tmp_path: Path) -> None:
     """Hash to the bit, numbers and sketch up to rounding, in Triton's interpreter: one process for all of them."""
     pytest.importorskip("triton")
@@ -69,18 +70,6 @@ def test_the_programs_for_gpus_find_the_same(tmp_path: Path) -> None:
         [sys.executable, str(file)], env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.stdout == "all agree\n", done.stderr[-3000:]
-
-
-def test_a_bit_a_swap_and_another_shape_change_the_hash():
-    """Single changes anywhere show."""
-    value = torch.randn(300, 77)
-    known = fingerprint_on_cpu(value, TABLES).hash
-    for place in (0, 11_111, 23_099):
-        other = value.clone()
-        other.view(torch.int32).view(-1)[place] ^= 1
-        assert fingerprint_on_cpu(other, TABLES).hash != known
-    assert fingerprint_on_cpu(value[torch.randperm(300)], TABLES).hash != known
-    assert fingerprint_on_cpu(value.t(), TABLES).hash != known
 
 
 @pytest.mark.parametrize("kind", ["all", "one row", "one column", "a bias", "a constant"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,6 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.debug import find_bad_operations
-from hookline.debug.first_bad.kept_steps import KeptSteps
-from hookline.debug.first_bad.state_marks import StateMarks
-from hookline.guard.guard import Guard
 
 PLANTED = {
     "forward": (log_of_negative, "aten.log.default", "NaN", "forward"),
@@ -79,56 +75,6 @@ def test_a_loop_that_is_only_followed_has_its_forward_and_backward_run_again(giv
             assert report.operation.module == "layers.7.gate"
 
 
-def test_a_gradient_of_a_weight_alone_is_found_in_the_step_before() -> None:
-    """No output is bad, nor a gradient of one: the next forward is, by its weights; the step before is named."""
-
-    class Slope(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            ctx.save_for_backward(x, weight)
-            return x * weight
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-            x, weight = ctx.saved_tensors
-            return grad * weight, (grad * x).sum(0) * (torch.zeros(3).log() if Slope.is_bad else 1)
-
-        is_bad = False
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return Slope.apply(x, self.weight)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(Scaled(), nn.Linear(3, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(number: int) -> Tensor:
-        Slope.is_bad = number == 3
-        optimizer.zero_grad()
-        loss = model(torch.full((2, 3), 1.0 + number)).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    for every in (1, 16):
-        torch.manual_seed(0)
-        for parameter in model.parameters():
-            nn.init.ones_(parameter)
-        with find_bad_operations(model, optimizer, step_fn=step, every=every) as check:
-            for number in range(6):
-                check.step(number)
-        (report,) = check.reports
-        assert report.step == 4
-        assert report.operation is not None
-        assert (report.operation.operator, report.operation.module) == ("aten.log.default", "0")
-        assert report.operation.where == "backward"
-
-
 class Logarithm(nn.Module):
     """Has none for large numbers."""
 
@@ -136,6 +82,7 @@ class Logarithm(nn.Module):
         return (1e12 - x.abs()).log()
 
 
+@pytest.mark.slow
 def test_autocast_and_compiled_models_are_checked_and_the_second_run_is_eager() -> None:
     """Under autocast the overflow is that of its type; of compiled code the report says that the second run was not."""
     run = Run(lambda x: (x * 1e5).half().float() * 0 + x)
@@ -298,20 +245,6 @@ def test_the_run_is_the_same_to_the_last_bit_with_the_check_and_two_second_runs(
     ]
     assert all(report.is_same for report in reports)
     assert differences(bare, watched) == []
-
-
-def test_a_second_run_that_is_not_undone_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: from the state of now, and without the guard, the second run is one more step."""
-
-    @contextmanager
-    def unprotected(*args: Any, **options: Any) -> Any:
-        yield None
-
-    monkeypatch.setattr(Guard, "protecting", unprotected)
-    monkeypatch.setattr(KeptSteps, "back_to", lambda self, number, run: self.get(number))
-    monkeypatch.setattr(StateMarks, "difference", lambda self, model: "")  # which would notice
-    found = differences(_bare(), _train(checked=True)[0])
-    assert any(name.startswith("parameter.") for name in found)
 
 
 def infinite_constant(x: Tensor) -> Tensor:

@@ -26,37 +26,6 @@ def _stepping(model: nn.Module, of_loss: Callable[[Tensor], Tensor] = lambda los
     return optimizer, step
 
 
-def test_a_number_given_with_the_batch_is_reported_once() -> None:
-    """The weights are NaN from then on: counted, not run again."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    optimizer, step = _stepping(model)
-    with find_bad_operations(model, optimizer, step_fn=step) as check:
-        for number in range(6):
-            check.step(torch.full((2, 3), float("nan") if number == 1 else 1.0))
-    assert [(report.step, report.verdict) for report in check.reports] == [(1, "given")]
-    assert check.bad_steps == 5
-
-
-def test_an_infinite_input_that_reaches_the_loss_is_reported() -> None:
-    """Only what reaches neither the loss nor a gradient is taken as meant."""
-    model = nn.Sequential(nn.Linear(3, 1))
-    optimizer, step = _stepping(model)
-    with find_bad_operations(model, optimizer, step_fn=step) as check:
-        check.step(torch.full((2, 3), float("inf")))
-    assert check.meant == []
-    assert len(check.reports) == check.bad_steps == 1
-
-
-def test_outside_of_the_model_is_said_in_english() -> None:
-    """A loss function has no module."""
-    model = nn.Sequential(nn.Linear(3, 1))
-    optimizer, step = _stepping(model, lambda loss: (loss * 0 - 1).log())
-    with find_bad_operations(model, optimizer, step_fn=step) as check:
-        check.step(torch.ones(2, 3))
-    headline = check.reports[0].headline()
-    assert headline.endswith("torch.Tensor.log, outside of the model")
-
-
 def test_a_step_with_sparse_gradients_is_run_again() -> None:
     """What torch cannot do is told in one line, without the list of all its backends."""
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))

@@ -152,21 +152,6 @@ def test_a_signal_that_the_run_survives_may_come_at_any_moment(tmp_path: Path, m
     assert read_flight(path).steps[-1]["statistics"]
 
 
-def test_a_loss_that_stays_at_a_new_level_is_written_once(tmp_path: Path) -> None:
-    """Twice the loss is a spike where the noise is a hundredth; forty steps there are the same one."""
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    noise = 0.02 * np.random.default_rng(0).standard_normal(100)
-    with FlightRecorder(to=tmp_path / "flight.json").recording(model, optimizer) as recorder:
-        for number, extra in enumerate(noise):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            recorder.note(loss=(4.18 if number >= 60 else 2.04) + float(extra))
-    (reason,) = recorder.written
-    assert "a loss spike" in reason
-    assert "step 60" in reason
-
-
 def _train(hooks: list[Any]) -> dict[str, Tensor]:
     experiment = Steps()
     hl.step_loop(experiment, steps=20, manager=hl.HookManager(hooks=hooks), snapshot_every=0)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 from helpers_waiting import PATIENCE
+from helpers_warm import run_warm
 
-import hookline.testing.leaked_hooks  # noqa: F401  # pytester drops modules that its tests import first
-
-pytest_plugins = ["pytester"]
+PLUGIN = "hookline.testing.pytest_plugin"
 
 _TESTS = """
 import pytest
@@ -78,25 +77,28 @@ def test_does_not_ask():
 """
 
 
-@pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired")
-def test_a_test_that_leaves_hooks_fails_and_says_which(pytester: pytest.Pytester) -> None:
+def test_a_test_that_leaves_hooks_fails_and_says_which(tmp_path: Path) -> None:
     """Of hookline, of torch, on a model, everywhere, on a function; a test that failed already has one error."""
-    pytester.makepyfile(_TESTS)
-    result = pytester.runpytest_inprocess("-p", "hookline.testing.pytest_plugin", "-p", "no:cacheprovider", "-q")
-    result.assert_outcomes(passed=8, failed=1, errors=5)
-    text = result.stdout.str()
+    (tmp_path / "test_leaks.py").write_text(_TESTS)
+    options = ["-p", PLUGIN, "-p", "no:cacheprovider", "-q", "-W", "ignore::hookline.errors.HookNeverFired"]
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    done = run_warm(
+        [sys.executable, "-m", "pytest", *options, "test_leaks.py"],
+        env={**own, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    text = done.stdout
+    assert "1 failed, 8 passed, 5 errors" in text, text
     for name in ("ours", "torchs", "one_on_its_own_model", "one_everywhere", "a_function_hook"):
         assert f"ERROR at teardown of test_leaves_{name}" in text
     assert "1 hook is left: look (forward) on 0.0, from " in text
-    assert "_leaves_hooks_fails_and_says_which.py:" in text
+    assert "test_leaks.py:" in text
     assert "ERROR at teardown of test_fails_by_itself" not in text
 
 
 def test_the_plugin_is_an_entry_point_that_imports_no_torch() -> None:
     """pytest loads it in every project where hookline is installed."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    name = "hookline.testing.pytest_plugin"
-    assert project["project"]["entry-points"]["pytest11"] == {name: name}
-    code = f"import sys, {name}; print('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert project["project"]["entry-points"]["pytest11"] == {PLUGIN: PLUGIN}
+    code = f"import sys, {PLUGIN}; print('torch' in sys.modules or 'numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stdout.strip() == "False"

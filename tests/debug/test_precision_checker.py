@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import warnings
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers_training import differences, plain_step, train
-from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.debug.precision.precision_checker import PrecisionChecker
-from hookline.debug.precision.precision_config import PrecisionConfig
 from hookline.debug.precision.tensor_numbers import hash_of, local_copy, measure
 
 
@@ -84,21 +79,6 @@ def test_every_dtype_is_measured_by_its_own_numbers() -> None:
     assert local_copy(torch.empty(3, device="meta")) is None
 
 
-def test_statistics_are_of_the_finite_values_and_the_bad_ones_are_counted() -> None:
-    """Of a tensor without any there is no minimum; of an empty one all is zero."""
-    inf, nan = float("inf"), float("nan")
-    numbers = measure(torch.tensor([1.0, nan, 3.0, inf, -inf, 5.0, 7.0]))
-    assert (numbers.minimum, numbers.maximum, numbers.mean, numbers.nan, numbers.inf) == (1, 7, 4, 1, 2)
-    assert numbers.more
-    bad = measure(torch.tensor([nan, inf]))
-    assert np.isnan([bad.minimum, bad.maximum, bad.mean]).all()
-    assert (bad.nan, bad.inf) == (1, 1)
-    empty = measure(torch.empty(0, 3))
-    assert (empty.minimum, empty.maximum, empty.mean, empty.first) == (0, 0, 0, ())
-    large = measure(torch.full((4,), 1.5e308, dtype=torch.float64))
-    assert large.mean == pytest.approx(1.5e308)
-
-
 def test_a_hash_with_a_tolerance_is_one_for_nearly_equal_values_of_any_dtype() -> None:
     """Rounded to multiples of the tolerance; NaN and -0.0 have one form each."""
     x = torch.tensor([0.1, -2.5003, 7.0, 0.0])
@@ -133,18 +113,6 @@ def test_a_config_that_is_not_understood_says_what_is(text: str, says: str) -> N
         PrecisionChecker(mlp(), text)
 
 
-def test_keywords_go_before_the_string_and_spaces_do_not_matter() -> None:
-    """Both forms have the same keys."""
-    text = " level = 2 , save_tensors = npy,md5_tolerance=1e-3 "
-    config = PrecisionConfig.make(text, {"level": 0, "check_inf": False})
-    assert config == PrecisionConfig(level=0, save_tensors="npy", md5_tolerance=1e-3, check_inf=False)
-    assert PrecisionConfig.make({"save_tensors": False, "level": 1}, {}) == PrecisionConfig()
-    with pytest.raises(TypeError, match="has no 'levle'"):
-        PrecisionChecker(mlp(), levle=1)
-    with pytest.raises(hl.errors.TargetError, match="config='level=1'"):
-        PrecisionChecker("level=1")  # type: ignore[arg-type]
-
-
 def test_the_hooks_come_off_and_init_twice_does_not_double(tmp_path) -> None:
     """Each call is one line, however often `init` was called; after `remove`, none."""
     model = mlp()
@@ -166,26 +134,6 @@ def test_the_hooks_come_off_and_init_twice_does_not_double(tmp_path) -> None:
     hl.assert_no_hooks(model, foreign=True)
 
 
-def test_a_second_check_in_the_same_second_has_a_folder_of_its_own(tmp_path) -> None:
-    """No log is shared by two."""
-    model = mlp()
-    folders = []
-    for _ in range(3):
-        with PrecisionChecker(model, path=tmp_path) as checker:
-            model(torch.ones(1, 4))
-        folders.append(checker.folder)
-    assert len(set(folders)) == 3
-    assert all(len(list(folder.iterdir())) == 1 for folder in folders if folder)
-
-
-def test_nothing_is_written_before_something_is_checked(tmp_path) -> None:
-    """No folder, no file."""
-    with PrecisionChecker(mlp(), path=tmp_path / "never") as checker:
-        pass
-    assert checker.folder is None
-    assert not (tmp_path / "never").exists()
-
-
 def test_context_is_in_every_line_and_reset_forgets_it(tmp_path) -> None:
     """Micro-batch, layer, the layer's name, iteration; a layer's number comes from the name if none is set."""
     model = nn.ModuleDict({"layers": nn.Sequential(mlp(), mlp())})
@@ -202,25 +150,6 @@ def test_context_is_in_every_line_and_reset_forgets_it(tmp_path) -> None:
         checker.set_iteration(None)
     starts = [line.partition(" layers")[0] for line in lines(checker)]
     assert starts == ["[GAS-0] [L-1]", "[I-7] [GAS-2] [L-5] decoder", "[GAS-0] [L-1]"]
-
-
-def test_a_thread_that_set_nothing_is_where_the_last_one_that_did_is(tmp_path) -> None:
-    """The backward of CUDA runs in a thread of its own; a thread with a state of its own keeps it."""
-    model = mlp()
-    with PrecisionChecker(model, path=tmp_path) as checker:
-        checker.set_gas(3)
-
-        def work(gas: int | None) -> None:
-            if gas is not None:
-                checker.set_gas(gas)
-            model[0](torch.ones(1, 4))
-
-        for gas in (None, 4):
-            thread = threading.Thread(target=work, args=(gas,))
-            thread.start()
-            thread.join(PATIENCE)
-        model[0](torch.ones(1, 4))
-    assert [record.context.split()[0] for record in checker.records] == ["[GAS-3]", "[GAS-4]", "[GAS-3]"]
 
 
 def test_a_gradient_is_checked_once_and_a_recomputed_forward_is_not_checked_again(tmp_path) -> None:
@@ -241,36 +170,6 @@ def test_a_gradient_is_checked_once_and_a_recomputed_forward_is_not_checked_agai
     found = [record.stem for record in checker.records if record.name == "inner.0"]
     assert found == ["inner.0_0_forward", "inner.0_0_backward"]
     assert not any(record.index for record in checker.records)
-
-
-def test_structures_are_numbered_by_place_and_files_replace_older_ones(tmp_path) -> None:
-    """A None in between moves no other; the second tensor's file ends in ``_t``, and bfloat16 is written as float32."""
-
-    class Pair(nn.Module):
-        def forward(self, x: Tensor) -> dict[str, object]:
-            return {"a": x.bfloat16(), "b": None, "c": (x + 1, "text")}
-
-    model = Pair()
-    with PrecisionChecker(model, path=tmp_path, save_tensors=True) as checker:
-        for value in (1.0, 2.0):
-            checker.reset_counters()
-            model(torch.full((2,), value))
-    assert checker.folder is not None
-    files = {path.name: np.load(path) for path in (checker.folder / "rank_0").iterdir()}
-    assert sorted(files) == ["Pair_0_forward.npy", "Pair_0_forward_t2.npy"]
-    assert files["Pair_0_forward.npy"].dtype == np.float32
-    assert files["Pair_0_forward_t2.npy"].tolist() == [3.0, 3.0]
-    assert "tensor[2]" in lines(checker)[1]
-
-
-def test_a_name_with_odd_letters_is_a_file_of_its_own(tmp_path) -> None:
-    """A ModuleDict takes any key but a dot."""
-    model = nn.ModuleDict({"a/b": nn.Identity(), "a_b": nn.Identity(), "..x".replace(".", ""): nn.Identity()})
-    with PrecisionChecker(model, path=tmp_path, save_tensors=True) as checker:
-        for module in model.values():
-            module(torch.ones(1))
-    assert checker.folder is not None
-    assert len(list((checker.folder / "rank_0").iterdir())) == 3
 
 
 def test_one_module_may_have_options_of_its_own(tmp_path) -> None:
@@ -295,31 +194,6 @@ def test_one_module_may_have_options_of_its_own(tmp_path) -> None:
     hl.assert_no_hooks(model, foreign=True)
 
 
-def test_functions_may_be_checked_alone(tmp_path) -> None:
-    """What they take and give, in the forward and in the backward."""
-    model = mlp()
-    with PrecisionChecker(model, path=tmp_path) as checker:
-        checker.register_for_function(F.relu, name="relu")
-        model(torch.ones(1, 4)).sum().backward()
-    found = [record.stem for record in checker.records if "@" in record.name]
-    stages = ("forward_input", "forward", "backward", "backward_input")
-    assert found == [f"1@relu_0_{stage}" for stage in stages]
-    assert hl.attached() == []
-
-
-def test_level_2_has_no_lines_of_functions_that_only_ask(tmp_path) -> None:
-    """``size`` and its like take a tensor and give none."""
-
-    class Asks(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            assert x.dim() == x.ndim
-            return x.view(x.size(0), -1).exp()
-
-    with PrecisionChecker(model := Asks(), path=tmp_path, level=2) as checker:
-        model(torch.ones(1, 4))
-    assert {record.name for record in checker.records} == {"torch.Tensor.view", "torch.Tensor.exp", "Asks"}
-
-
 def test_abort_on_error_ends_the_backward_too_and_the_line_is_written(tmp_path) -> None:
     """The error names the module."""
     model = mlp()
@@ -341,6 +215,7 @@ def test_without_a_model_every_module_of_the_process_is_checked(tmp_path) -> Non
     assert hl.attached() == []
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_checked_too(tmp_path) -> None:
     """In one graph, by the numbers of the eager run; functions are not seen in there, which is said."""
     torch.compiler.reset()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ import hookline as hl
 from hookline.debug import RowKey, read_trace
 from hookline.debug.trace.start_trace import bytes_of_budget, trace
 from hookline.debug.trace.trace_recorder import TraceRecorder
-from hookline.errors import HooklineWarning, OptionError, TraceError
+from hookline.errors import OptionError, TraceError
 
 
 class Block(nn.Module):
@@ -217,111 +215,6 @@ def test_forwards_without_gradients_are_steps_and_are_written_at_once(tmp_path):
     running.remove()
     hl.assert_no_hooks(model, foreign=True)
     assert read_trace(tmp_path / "t").problems == ()
-
-
-def test_what_is_paused_counts_no_step_and_its_gradients_are_not_traced(tmp_path):
-    """A run with evaluations has the steps of one without, whatever ends a step."""
-    for number, step_ in enumerate(("forward", "manual")):
-        model = nn.Sequential(nn.Linear(2, 2))
-        with trace(model, to=tmp_path / str(number), kinds=("output", "output_grad"), step=step_) as running:
-            for _ in range(2):
-                model(torch.ones(1, 2)).sum().backward()
-                with running.paused():
-                    loss = model(torch.ones(1, 2)).sum()
-                    if step_ == "manual":
-                        running.step()
-                loss.backward()
-                if step_ == "manual":
-                    running.step()
-        records = read_trace(tmp_path / str(number)).records
-        found = [(each.kind, each.step, each.call, each.micro_batch) for each in records if not each.site]
-        assert found == [(kind, step, 0, 0) for step in (0, 1) for kind in ("output", "output_grad")]
-
-
-def test_gradients_of_forwards_that_are_forgotten_begin_no_steps(tmp_path):
-    """They are left out, and that is said."""
-    model = nn.Linear(2, 2)
-    kinds = ("output", "output_grad")
-    with pytest.warns(HooklineWarning, match="were left out"), trace(model, to=tmp_path, kinds=kinds):
-        sum(model(torch.ones(1, 2)).sum() for _ in range(300)).backward()
-    folder = read_trace(tmp_path)
-    assert folder.steps == tuple(range(300))
-    grads = [each.step for each in folder.records if each.kind == "output_grad"]
-    assert len(grads) > 200
-    assert sorted(grads) == list(range(300 - len(grads), 300))
-    assert any("left out" in note and "Gradients" in note for note in folder.notes)
-
-
-class DataWriter(nn.Module):
-    """Changes what it is given without a trace in its version, as a kernel does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.data.mul_(2)
-        return x
-
-
-def test_a_fingerprint_is_of_the_numbers_that_are_there(tmp_path):
-    """The very tensor comes again, and other numbers are in it."""
-    model = nn.Sequential(nn.Linear(3, 3), DataWriter())
-    with trace(model, to=tmp_path, kinds="output", tensors=True):
-        model(torch.ones(2, 3))
-    folder = read_trace(tmp_path)
-    for record in folder.records:
-        assert record.fingerprint.norm == pytest.approx(float(folder.tensor(record).norm()), rel=1e-5)
-    first, second, _ = folder.records
-    assert second.fingerprint.norm == pytest.approx(2 * first.fingerprint.norm, rel=1e-5)
-
-
-def test_steps_by_hand_number_micro_batches(tmp_path):
-    """``step()`` ends a step and reads gradients; nothing else does."""
-    model, _ = made()
-    with trace(model, ["head"], to=tmp_path, step="manual", kinds=("output", "param_grad")) as running:
-        for count in (3, 1):
-            for _ in range(count):
-                model(torch.randn(4, 6)).sum().backward()
-            running.step()
-    records = read_trace(tmp_path).records
-    found = [(each.kind, each.step, each.call, each.micro_batch) for each in records if each.site == "head"]
-    assert found == [("output", 0, 0, 0), ("output", 0, 1, 1), ("output", 0, 2, 2), ("output", 1, 0, 0)]
-    assert [each.step for each in records if each.site == "head.weight"] == [0, 1]
-
-
-def test_a_budget_ends_tensors_first_and_is_told_once(tmp_path):
-    """With room for a few tensors, fingerprints go on; with none left, the trace ends; a warning and a note say so."""
-    model, _ = made()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with trace(model, to=tmp_path, tensors=True, budget="64KB", kinds="output"):
-            for _ in range(60):
-                model(torch.randn(32, 6))
-                torch.set_grad_enabled(False)
-    torch.set_grad_enabled(True)
-    folder = read_trace(tmp_path)
-    stored = [each.tensor is not None for each in folder.records]
-    assert stored[0]
-    assert not stored[-1]
-    assert len(stored) - stored.index(False) > 10
-    assert len(folder.notes) == len(told) == 2
-    assert "no room for more tensors" in folder.notes[0]
-    assert "is spent" in folder.notes[1]
-    size = sum(each.stat().st_size for each in tmp_path.rglob("*") if each.is_file())
-    assert size < 1.25 * 64_000
-
-
-def test_nan_and_inf_are_counted_and_leave_the_rest_readable(tmp_path):
-    """Numbers that are none count apart; norm, mean and sketch are of the others."""
-    model = nn.Identity()
-    clean = torch.randn(50)
-    dirty = torch.cat([clean, torch.tensor([math.nan, math.inf, -math.inf])])
-    with trace(model, to=tmp_path, kinds="output"):
-        model(torch.cat([clean, torch.zeros(3)]))
-        model(dirty)
-        model(torch.full((3,), math.nan))
-    one, two, three = (each.fingerprint for each in read_trace(tmp_path).records)
-    assert (two.nan, two.inf, two.is_finite, one.is_finite) == (1, 2, False, True)
-    assert (two.norm, two.mean, two.absmax, two.sketch) == (one.norm, one.mean, one.absmax, one.sketch)
-    assert two.hash != one.hash
-    assert (three.nan, three.norm) == (3, 0.0)
 
 
 def test_wrong_options_say_what_to_do(tmp_path):

@@ -71,19 +71,6 @@ def test_what_is_written_is_read_back(tmp_path):
     assert rows.keys == (RowKey("a", 0), RowKey("a", 1), None, RowKey("b", 5))
 
 
-def test_tables_of_rows_know_packed_and_pooled_tensors():
-    """The keys fit the shape of a tensor, or there are none."""
-    packed = RowTable("packed", ("a", "b"), (), (2, 1), (7, 0))
-    found = packed.keys_for((3, 8))
-    assert found is not None
-    assert found.keys == (RowKey("a", 7), RowKey("a", 8), RowKey("b", 0))
-    pooled = packed.keys_for((2, 8))
-    assert pooled is not None
-    assert pooled.keys == (RowKey("a", None), RowKey("b", None))
-    assert packed.keys_for((5, 8)) is None
-    assert ROWS.keys_for(()) is None
-
-
 def test_damage_is_told_and_the_rest_is_read(tmp_path):
     """A cut line, a line that is no JSON and a missing end are problems; the other records are there."""
     writer = TraceWriter(tmp_path, 0, HEAD)
@@ -120,11 +107,3 @@ def test_what_is_no_trace_is_refused(tmp_path):
     (tmp_path / "t" / "trace.json").write_text(json.dumps({**head, "version": 99}))
     with pytest.raises(TraceError, match="version 99"):
         read_trace(tmp_path / "t")
-
-
-def test_distance_is_of_sketches_of_one_size():
-    """The distance is the norm of the difference of sketches; NaN where there is none."""
-    one, two = (Fingerprint(4, 0, 5, 4, 0, 0, 1, sketch) for sketch in ((3.0, 4.0), (0.0, 0.0)))
-    assert one.distance(two) == 5.0
-    assert one.rms == 2.5
-    assert np.isnan(one.distance(Fingerprint(5, 0, 5, 4, 0, 0, 1, (3.0, 4.0))))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,15 +117,3 @@ def test_wrong_options_of_the_factory_say_what_to_do(tmp_path):
     with pytest.raises(OptionError, match=r"no option 'tensor'.*'tensors'"):
         trace_outputs({"folder": str(tmp_path / "t"), "tensor": True})
     assert not (tmp_path / "t").exists()
-
-
-def test_names_of_tensors_that_no_module_has_are_told(tmp_path: Path) -> None:
-    """When the hook is closed, with the names there are; nothing is said of names that were found."""
-    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    for tensors, text in ((["0", "head"], r"tensors=\['head'\] matched no module"), (["0"], None)):
-        hook = trace_outputs({"folder": str(tmp_path / str(len(tensors))), "tensors": tensors})
-        handle = hl.attach(net, ["0", "1"], hook, observe=True)
-        net(torch.ones(1, 2))
-        handle.remove()
-        with pytest.warns(hl.errors.HooklineWarning, match=text) if text else nullcontext():
-            hook.close()

@@ -104,21 +104,6 @@ def test_a_trigger_in_a_loop_of_ones_own_and_options_that_cannot_work() -> None:
             on_trigger(options.pop("when"), **options)
 
 
-def test_what_was_switched_on_before_a_function_raised_is_off_again() -> None:
-    """The hook is finished, the watch removed, and the trigger is not on."""
-
-    def fail(model: nn.Module) -> None:
-        raise ValueError("no room")
-
-    model, counted = nn.Linear(2, 1), Counted()
-    trigger = on_trigger("nan", do=[counted, lambda model: hl.watch(model, on="forward"), fail])
-    trigger.start(model)
-    with pytest.raises(ValueError, match="no room"):
-        trigger.step(float("nan"))
-    assert (counted.started, trigger.is_on) == (0, False)
-    hl.assert_no_hooks(model)
-
-
 def _train(hooks: list[Any]) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = House().train()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from helpers_ranks import run_ranks
 from torch import nn
 
 import hookline as hl
-from hookline.errors import OptionError
 
 SCENARIOS = Path(__file__).with_name("gradient_scenarios.py")
 
@@ -101,22 +99,6 @@ def test_without_ranks_local_gradients_are_the_gradients():
     hl.assert_no_hooks(model, foreign=True)
 
 
-def test_local_gradients_follow_the_schedule_and_frozen_parameters_have_none():
-    """Hooks are on in due steps only; a parameter without gradients is silent."""
-    model = small()
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = hl.watch(model, on="param_grad_local", optimizer=optimizer, every=2)
-    for _ in range(4):
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    assert watch.report()["fired"] == {
-        **{"0.weight/param_grad_local": 0, "0.bias/param_grad_local": 0},
-        **{"2.weight/param_grad_local": 2, "2.bias/param_grad_local": 2},
-    }
-    watch.remove()
-
-
 def test_an_alarm_in_one_process_counts_steps_by_hand_and_comes_off():
     """NaN in the second step; the table has it, the metrics count it, resetting forgets it."""
     model = small()
@@ -151,32 +133,6 @@ def test_evaluations_between_steps_are_no_micro_batches():
         assert {(each.step, each.micro_batch) for each in alarm.troubles} == {(0, 2)}
 
 
-def live_tensors() -> int:
-    gc.collect()
-    return sum(type(each) is torch.Tensor for each in gc.get_objects())
-
-
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("gradients", [True, False])
-def test_an_alarm_holds_no_copy_for_each_forward_of_an_evaluation(trained, gradients):
-    """Before there was training too, where it is not known yet that it is an evaluation."""
-    model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with hl.observe.alarm(model, optimizer=optimizer) as alarm:
-        if trained:
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-        model.eval()
-        with torch.set_grad_enabled(gradients):
-            held = [[model(torch.ones(2, 4)).sum() for _ in range(100)] and live_tensors() for _ in range(3)]
-        assert held[1] == held[2]
-        model.train()
-        for part in range(70):
-            model(torch.full((2, 4), float("inf") if part == 68 else 1.0)).sum().backward()
-        optimizer.step()
-    assert {(each.step, each.micro_batch) for each in alarm.troubles} == {(int(trained), 68)}
-
-
 def test_where_parts_of_the_model_are_called_their_calls_are_micro_batches():
     """As Lightning calls ``training_step``: the model's own forward is not called."""
     model = small()
@@ -208,17 +164,3 @@ def test_norms_that_stay_high_are_one_spike_and_then_the_usual_ones():
             model(torch.full((2, 4), size)).sum().backward()
             alarm.step()
     assert [(each.step, each.what) for each in alarm.troubles] == [(6, "spike"), (18, "spike"), (82, "spike")]
-
-
-def test_an_alarm_says_what_is_wrong_with_its_options():
-    """A spike below 1, a step by hand beside an optimizer."""
-    model = small()
-    with pytest.raises(OptionError, match="spike="):
-        hl.observe.alarm(model, spike=0.5)
-    hl.assert_no_hooks(model, foreign=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    alarm = hl.observe.alarm(model, optimizer=optimizer)
-    with pytest.raises(OptionError, match="not both"):
-        alarm.step()
-    alarm.remove(quiet=True)
-    hl.assert_no_hooks(model, foreign=True)

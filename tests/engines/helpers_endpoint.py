@@ -19,7 +19,6 @@ BEARER = {"Authorization": f"Bearer {TOKEN}"}
 STATS = {"target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:activation_stats"}
 WANTED = {"layers": ["model.norm"]}
 ASKED = {"hidden_states": WANTED}
-HOOKED = {"name": "stats", "matched": ["model.layers.0"], "rows": 9, "errors": 0, "last_error": None, "metrics": {}}
 
 
 def hook(rank: int, **values: Any) -> dict[str, Any]:

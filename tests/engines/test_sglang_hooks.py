@@ -169,20 +169,6 @@ def test_a_hook_that_raises_is_switched_off_and_the_engine_goes_on(attached: Any
     assert not hooks.needs_eager  # the one that is off needs no step without graphs
 
 
-def test_a_probe_that_would_stop_answers_is_refused(attached: Any, caplog: Any) -> None:
-    """Nobody reads flags here: a probe that flags counts, and says so."""
-    head = {"layers": [{"weight": [[1.0] * 8], "bias": [0.0]}]}
-    spec = {"target_modules": LAYERS, "hook_factory": "hookline.factories:probe"}
-    runner, hooks = attached(
-        *({**spec, "name": action, "config": {"head": head, "action": action}} for action in ("stop", "flag"))
-    )
-    assert [live.name for live in hooks.list()] == ["flag"]
-    assert "'stop' is not attached" in caplog.text
-    assert "tokens are counted" in caplog.text
-    runner.run(_steps()[0])
-    assert all(live.fired for live in hooks.list())
-
-
 def breaks(config: dict[str, Any]) -> Any:
     """A factory whose hook raises."""
 
@@ -243,24 +229,6 @@ def test_forwards_run_eagerly_while_a_hook_is_on(attached: Any) -> None:
     assert runner_patches._unless_hooked(True, SimpleNamespace(), object()) is None
 
 
-def test_a_capture_does_not_record_hooks_unless_it_is_asked_to(attached: Any, caplog: Any) -> None:
-    """In the block of a capture no hook fires; with ``in_graph`` it does, and the log says what that means."""
-
-    def capture(*, model_runner: Any) -> str:
-        model_runner.model(*[torch.arange(2)] * 3)
-        return "captured"
-
-    def fired(**options: Any) -> tuple[int, Any]:
-        runner, hooks = attached(STATS, **options)
-        assert runner_patches._around_capture(capture, model_runner=runner) == "captured"
-        return hooks.list()[0].fired, runner_patches._unless_hooked(True, SimpleNamespace(model_runner=runner))
-
-    assert fired() == (0, False)
-    assert "CUDA graphs record" not in caplog.text
-    assert fired(in_graph=True) == (2, None)
-    assert "CUDA graphs record" in caplog.text
-
-
 # -- the plugin ------------------------------------------------------------------------------------------------
 
 
@@ -283,14 +251,6 @@ def test_the_plugin_does_nothing_unless_it_is_asked(monkeypatch: pytest.MonkeyPa
     assert (len(read.specs), read.in_graph, read.report) == (1, False, tmp_path)
 
 
-def test_a_draft_model_gets_no_hooks_and_an_engine_without_hooks_runs_as_before(attached: Any) -> None:
-    """Speculation's small model is not the one that the file means."""
-    draft = Runner()
-    draft.is_draft_worker = True
-    assert attached(STATS, runner=draft)[1] is None
-    assert torch.equal(draft.run(_steps()[0]), Runner().run(_steps()[0]))
-
-
 def test_a_report_has_the_hooks_and_their_metrics(attached: Any, tmp_path: Path, caplog: Any) -> None:
     """A file for each worker, named by machine and device; a folder that cannot be made is told once."""
     caplog.set_level(logging.INFO)
@@ -307,40 +267,3 @@ def test_a_report_has_the_hooks_and_their_metrics(attached: Any, tmp_path: Path,
     blocked.write_report()
     blocked.write_report()
     assert caplog.text.count("the report cannot be written") == 1
-
-
-def test_a_report_that_cannot_be_written_does_not_end_a_forward(attached: Any, tmp_path: Path, caplog: Any) -> None:
-    """A hook of a stranger gives a word as a metric: the answer is there, and the log says it once."""
-    odd = {"name": "odd", "target_modules": LAYERS, "hook_factory": f"{__name__}:quiet", "config": {"metric": "word"}}
-    runner, hooks = attached(odd, report=tmp_path / "reports")
-    hooks.steps = 99
-    assert torch.equal(runner.run(_steps()[0]), Runner().run(_steps()[0]))
-    assert hooks.steps == 100
-    hooks.write_report()
-    assert caplog.text.count("the report cannot be written: TypeError") == 1
-
-
-def quiet(config: dict[str, Any]) -> Any:
-    """A factory whose hook does nothing, and gives a metric."""
-    return Quiet(config["metric"])
-
-
-class Quiet:
-    def __init__(self, metric: Any) -> None:
-        self._metric = metric
-
-    def __call__(self, module: Any, inputs: Any, output: Any) -> None:
-        """Do nothing."""
-
-    def to_metrics(self) -> dict[str, Any]:
-        return {"odd": self._metric}
-
-
-def test_a_metric_that_is_no_number_is_null_in_a_report(attached: Any, tmp_path: Path) -> None:
-    """JSON has no NaN."""
-    given = {"metric": float("inf")}
-    spec = {"name": "quiet", "target_modules": LAYERS, "hook_factory": f"{__name__}:quiet", "config": given}
-    _, hooks = attached(spec, report=tmp_path)
-    hooks.write_report()
-    (file,) = tmp_path.iterdir()
-    assert json.loads(file.read_text())["hooks"][0]["metrics"] == {"odd": None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 from helpers_vllm_worker import PROMPTS, STATS, Engine, Worker
 from torch import nn
 
-from hookline.engines.vllm import VllmHooks, extension, request_flags, request_states, step_rows, worker_hooks
+from hookline.engines.vllm import VllmHooks, request_states, worker_hooks
 from hookline.errors import HookNameError, OptionError
 from hookline.factories.probe_heads import ProbeHead
-from hookline.factories.request_notes import set_notes
 
 STEER = {
     "target_modules": ["layers.1"],
@@ -149,25 +147,6 @@ def test_flags_come_from_all_workers(context):
         )
 
 
-def test_an_error_behind_a_step_is_told_and_the_engine_lives_on(context, monkeypatch, caplog):
-    engine = Engine(Worker(context))
-    hooks = VllmHooks(engine)
-    plain = engine.step(BOTH)
-
-    def fail(self, table):
-        raise RuntimeError("lost")
-
-    monkeypatch.setattr(request_flags.RequestFlags, "end_step", fail)
-    try:
-        asked = {"hidden_states": {"layers": ["layers.0"]}}
-        assert torch.equal(engine.step(BOTH, {"a-00000001": asked, "b-00000002": None}), plain)
-    finally:
-        set_notes(None)
-    assert "could not be read" in caplog.text
-    with pytest.raises(OptionError, match="lost"):
-        hooks.states("a")
-
-
 def test_a_step_whose_rows_cannot_be_read_fails_the_states_of_running_requests(context, monkeypatch):
     engine = Engine(Worker(context))
     hooks = VllmHooks(engine)
@@ -184,60 +163,6 @@ def test_a_step_whose_rows_cannot_be_read_fails_the_states_of_running_requests(c
     assert not context.skip_compiled  # nobody waits for states any more
     with pytest.raises(OptionError, match="moved"):
         hooks.states("a")
-
-
-def test_a_hook_that_is_switched_off_lets_the_engine_run_compiled(context):
-    engine = Engine(Worker(context))
-    hooks = VllmHooks(engine)
-    hooks.add({**STEER, "target_modules": ["tail"], "config": {"vector": [1.0] * 7}})
-    eager = []
-    for _ in range(2):
-        engine.step(BOTH)
-        eager.append(context.skip_compiled)
-    assert hooks.list()[0]["off"]
-    assert eager == [True, False]
-
-
-@pytest.mark.parametrize("graphs", ["PIECEWISE", "FULL"])
-def test_hooks_are_not_put_into_cuda_graphs(context, graphs, tmp_path, monkeypatch, caplog):
-    file = tmp_path / "hooks.json"
-    file.write_text('[{"target_modules": ["layers.#"], "hook_factory": "hookline.factories:activation_stats"}]')
-    worker = Worker(context, hooks=str(file), in_graph=True)
-    worker.vllm_config.compilation_config.cudagraph_mode = graphs
-    monkeypatch.delenv("VLLM_DISABLE_COMPILE_CACHE", raising=False)
-    if graphs == "FULL":
-        with pytest.raises(OptionError, match="enforce-eager"):
-            extension._start(worker)
-        return
-    extension._start(worker)
-    assert "in_graph is left out" in caplog.text
-    worker.compile_or_warm_up_model()
-    assert VllmHooks(Engine(worker)).list()[0]["way"] == "on_demand"
-    assert "VLLM_DISABLE_COMPILE_CACHE" not in os.environ
-
-
-def test_ids_without_a_random_end_stay_whole(context, monkeypatch):
-    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
-    engine = Engine(Worker(context))
-    hooks = VllmHooks(engine)
-    names = {"run-deadbeef": 2, "run-cafebabe": 2}
-    for name in names:
-        monkeypatch.setitem(PROMPTS, name, 2)
-    engine.step(names, {name: {"hidden_states": {"layers": ["layers.0"]}} for name in names})
-    for name in names:
-        assert hooks.states(name).states["layers.0"].positions == [0, 1]
-
-
-def test_a_step_that_cannot_be_booked_is_logged_once(context, caplog, monkeypatch):
-    engine = Engine(Worker(context))
-
-    def fail(self, scheduled):
-        raise RuntimeError("other")
-
-    monkeypatch.setattr(step_rows.RequestBook, "note", fail)
-    for _ in range(3):
-        engine.step(BOTH)
-    assert sum("could not be read" in record.message for record in caplog.records) == 1
 
 
 def ends(eos=1, stop=(), every=()):
@@ -274,15 +199,6 @@ def test_a_probe_that_stops_ends_the_answer_of_its_request_alone(context, reques
     assert not engine.workers[0].__dict__["_hookline_hooks"].ends._ids
 
 
-def test_two_probes_of_one_name_are_two_flags(context):
-    engine = Engine(Worker(context), Worker(context, rank=1))
-    hooks = VllmHooks(engine)
-    for _ in range(2):
-        hooks.add(probe())
-    engine.step(BOTH, dict.fromkeys(BOTH))
-    assert [flag["tokens"] for flag in hooks.flags("a")] == [3, 3]
-
-
 @pytest.mark.parametrize("kind", ["sampler", "drafts", "stages"])
 def test_an_engine_that_cannot_end_answers_refuses_to_stop(context, kind):
     worker = Worker(context)
@@ -301,9 +217,3 @@ def test_an_engine_that_cannot_end_answers_refuses_to_stop(context, kind):
             hooks.states("a")
     assert hooks.list() == []
     hooks.add(probe())
-
-
-@pytest.mark.parametrize("head", [{}, {"layers": 3}, {"layers": [{"weight": [1.0], "bias": "x"}]}, {"layers": []}, 3])
-def test_a_head_that_is_no_data_of_a_head_is_refused(context, head):
-    with pytest.raises(OptionError, match=r"head|matrices"):
-        VllmHooks(Engine(Worker(context))).add(probe(head=head))

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_endpoint import ASKED, BEARER, HOOKED, STATS, TOKEN, WANTED, Server, Workers, hook, states
+from helpers_endpoint import ASKED, BEARER, STATS, TOKEN, WANTED, Server, Workers, hook
 
 from hookline.engines.vllm import worker_calls
-from hookline.engines.vllm.asked_hooks import read_request
 from hookline.engines.vllm.endpoint_plugin import endpoint_settings
 from hookline.engines.vllm.worker_calls import WorkerCalls
 from hookline.errors import OptionError
@@ -128,16 +127,6 @@ def test_a_hook_that_is_refused_for_want_of_time_is_not_attached_later(monkeypat
     assert workers.of("hookline_remove") == [("h1",)]
 
 
-def test_an_engine_without_the_extension_is_told_what_to_start_it_with(server: Server) -> None:
-    """The endpoint plugin alone is not enough."""
-    server.workers.answers["hookline_list"] = Exception("CPUWorker has no attribute 'hookline_list'")
-    answer = server.ask("GET", "/hooks")
-    assert (answer.status_code, "HOOKLINE_VLLM=1" in answer.text) == (503, True)
-    server.workers.answers["hookline_metrics"] = RuntimeError("gone")
-    page = server.ask("GET", "/metrics")
-    assert (page.status_code, "vllm_requests 5" in page.text, 'hook="h1"' in page.text) == (200, True, False)
-
-
 def test_a_request_without_hooks_passes_untouched(server: Server) -> None:
     """The body that vLLM sees is the client's, and no worker is asked."""
     before = len(server.workers.calls)
@@ -165,39 +154,6 @@ def test_hidden_states_come_with_the_answer(server: Server, path: str, id: str) 
     assert (found["shape"], choice["hooks"]["tokens_not_computed"]) == ([1, 2], 4)
     assert int(answer.headers["content-length"]) == len(answer.content)
     assert not server.workers.of("hookline_drop_states")
-
-
-def test_hooks_of_one_request_go_to_the_workers(server: Server) -> None:
-    """Also without hidden states; what they did comes back in the choice."""
-    server.workers.answers["hookline_take_states"] = states(1.0, states={}, hooks=[HOOKED])
-    answer = server.ask("POST", "/v1/completions", json={"prompt": "w5", "hooks": {"hooks": [STATS]}})
-    assert json.loads(server.bodies[0]["vllm_xargs"]["hookline"]) == {
-        "hooks": [{**STATS, "on_error": "disable", "config": {}}],
-        "answers": 1,
-    }
-    found = answer.json()["choices"][0]["hooks"]
-    assert (found["hidden_states"], [each["rows"] for each in found["hooks"]]) == ({}, [9])
-
-
-def test_the_cache_is_bypassed_with_a_salt_of_its_own(server: Server) -> None:
-    """Both spellings, hooks and vllm_xargs, ask for the same."""
-    wanted = {"hidden_states": {**WANTED, "bypass_cache": True}}
-    server.ask("POST", "/v1/completions", json={"prompt": "w5", "hooks": wanted})
-    server.ask("POST", "/v1/completions", json={"prompt": "w5", "vllm_xargs": {"hookline": json.dumps(wanted)}})
-    salts = [body["cache_salt"] for body in server.bodies]
-    assert (salts, len(set(salts))) == (server.names, 2)
-
-
-def test_every_choice_has_an_id_of_its_own() -> None:
-    """As vLLM makes them of the prompt's place and, for several answers, the answer's number."""
-    asked = {"hooks": ASKED, "prompt": [[5, 6], [7]], "n": 2}
-    found = read_request(json.dumps(asked).encode())
-    assert found is not None
-    ids = [f"cmpl-{found.name}-{place}" for place in range(2)]
-    assert found.keys == (f"0_{ids[0]}", f"1_{ids[0]}", f"0_{ids[1]}", f"1_{ids[1]}")
-    one = read_request(json.dumps({"hooks": ASKED, "prompt": [5, 6]}).encode())
-    assert one is not None
-    assert one.keys == (f"cmpl-{one.name}-0",)
 
 
 def test_a_stream_ends_each_choice_with_its_states(server: Server) -> None:
@@ -255,24 +211,6 @@ def test_hooks_of_a_request_that_are_not_valid_are_told(server: Server, hooks: A
     answer = server.ask("POST", "/v1/completions", json={"prompt": "w5", "hooks": hooks})
     assert (answer.status_code, words in answer.json()["error"]["message"]) == (400, True), answer.text
     assert not server.bodies
-
-
-def test_a_client_that_goes_gets_what_vllm_says_and_leaves_nothing_behind(server: Server) -> None:
-    """To a request that was cancelled vLLM answers 200 and null, which has no choices."""
-    answer = server.ask("POST", "/v1/completions", json={"prompt": "gone", "hooks": ASKED})
-    assert (answer.status_code, answer.json()) == (200, None)
-    assert len(server.workers.of("hookline_drop_states")) == 1
-
-
-def test_what_is_not_for_us_is_left_to_vllm() -> None:
-    """Bodies that are no JSON, no object, or have no hooks; two spellings at once are refused."""
-    for content in (b'{"hooks"', b'["hooks"]', b'{"prompt": "hooks"}', b'{"hooks": null}'):
-        assert read_request(content) is None
-    both = {"hooks": ASKED, "vllm_xargs": {"hookline": json.dumps(ASKED)}}
-    with pytest.raises(Refused, match="one of the two"):
-        read_request(json.dumps(both).encode())
-    with pytest.raises(Refused, match="no JSON"):
-        read_request(b'{"vllm_xargs": {"hookline": "{"}}')
 
 
 def test_settings_come_from_the_engines_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hookline.engines.vllm import engine_options, merge_added, merge_hooks, merge_metrics
+from hookline.engines.vllm import engine_options, merge_added, merge_hooks
 from hookline.engines.vllm.engine_facts import EngineFacts, choose_way
 from hookline.engines.vllm.general_plugin import register, with_hooks
 from hookline.engines.vllm.start_options import EXTENSION, StartOptions
-from hookline.errors import NoMatchError, OptionError
+from hookline.errors import OptionError
 
 
 def hook(rank, sites, **others):
@@ -56,23 +56,6 @@ def test_an_error_in_one_worker_switches_off_and_counts():
     assert (merged["errors"], merged["off"], merged["last_error"]) == (1, True, "boom")
 
 
-def test_errors_of_workers_keep_their_class():
-    everywhere = [{"rank": rank, "error": {"type": "NoMatchError", "message": "none"}} for rank in (0, 1)]
-    with pytest.raises(NoMatchError, match="none"):
-        merge_added(everywhere)
-    foreign = [{"rank": 0, "hooks": []}, {"rank": 1, "error": {"type": "ZeroDivisionError", "message": "by zero"}}]
-    with pytest.raises(OptionError, match="ZeroDivisionError: by zero"):
-        merge_added(foreign)
-
-
-def test_metrics_that_differ_are_kept_by_rank():
-    answers = [
-        {"rank": 0, "metrics": {"h1": {"mean": 1.0, "n": 2.0}}},
-        {"rank": 1, "metrics": {"h1": {"mean": 3.0, "n": 2.0}}},
-    ]
-    assert merge_metrics(answers) == {"h1": {"mean": 1.0, "n": 2.0, "rank1/mean": 3.0}}
-
-
 def facts(*, compiled=True, graphs="none", version="0.32.0", runner="V1"):
     return EngineFacts(version, compiled, graphs, runner, 0, 0, 1, 0, 1)
 
@@ -87,42 +70,6 @@ def test_the_way_to_fire():
     for before in (False, True):
         with pytest.raises(OptionError, match="enforce-eager"):
             choose_way(facts(graphs="full"), before_compiling=before)
-
-
-def test_an_extension_without_a_module_is_refused():
-    with pytest.raises(OptionError, match="dotted path"):
-        engine_options(combine_with="Foo")
-
-
-@pytest.mark.parametrize("value", ["0", "false", "False", "off", "no", ""])
-def test_the_plugin_can_be_switched_off(monkeypatch, value):
-    class EngineArgs:
-        def create_engine_config(self):
-            return None
-
-    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", SimpleNamespace(EngineArgs=EngineArgs))
-    monkeypatch.delenv("HOOKLINE_VLLM_HOOKS", raising=False)
-    monkeypatch.setenv("HOOKLINE_VLLM", value)
-    register()
-    assert not hasattr(EngineArgs.create_engine_config, "_hookline_wraps")
-
-
-def test_an_unknown_version_is_told():
-    assert not facts().notes
-    assert not facts(version="0.32.0+cpu").notes
-    assert "this is 0.99" in facts(version="0.99").notes[0]
-    assert len(facts(graphs="piecewise", runner="V2").notes) == 2
-
-
-@pytest.mark.parametrize(("rank", "tp", "pp"), [(0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)])
-def test_facts_of_a_worker(rank, tp, pp):
-    mode = SimpleNamespace(name="FULL_AND_PIECEWISE", has_full_cudagraphs=lambda: True)
-    config = SimpleNamespace(
-        compilation_config=SimpleNamespace(mode=3, cudagraph_mode=mode),
-        parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=2),
-    )
-    found = EngineFacts.of(SimpleNamespace(vllm_config=config, rank=rank, use_v2_model_runner=True))
-    assert (found.tp_rank, found.pp_rank, found.is_compiled, found.graphs, found.runner) == (tp, pp, True, "full", "V2")
 
 
 def test_options_of_the_start(tmp_path):

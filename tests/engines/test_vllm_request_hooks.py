@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from hookline.engines.vllm.engine_live_hooks import EngineLiveHooks
-from hookline.engines.vllm.request_options import request_options
 from hookline.engines.vllm.step_rows import StepRow, table_of_step
 from hookline.errors import NoMatchError, NotAllowedError, OptionError
 from hookline.observe.tokens import serving
@@ -61,12 +60,6 @@ def test_an_edit_changes_the_rows_of_its_request_alone(model):
     assert (found[0]["rows"], found[0]["errors"], found[0]["name"]) == (3, 0, "steer")
     assert not hooks.is_active
     assert all(torch.equal(one, other) for one, other in zip(run(model), (plain, zeros), strict=True))
-    assert not model[0]._forward_hooks
-
-
-def test_an_edit_that_observe_would_ignore_is_refused(model):
-    with pytest.raises(OptionError, match="steer edits values"):
-        begin(request_hooks(model), "b", [STEER | {"observe": True}])
     assert not model[0]._forward_hooks
 
 
@@ -151,10 +144,10 @@ def test_an_allowed_prefix_lets_other_factories_in():
 
 
 def test_a_prefix_does_not_let_in_what_its_module_has_imported(model):
-    """`request_options` is imported here, and may not be named through this module; a factory of its own may."""
+    """`table_of_step` is imported here, and may not be named through this module; a factory of its own may."""
     hooks = request_hooks(model)
     with pytest.raises(NotAllowedError, match="comes from"):
-        begin(hooks, "b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:request_options"}], (__name__,))
+        begin(hooks, "b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:table_of_step"}], (__name__,))
     begin(hooks, "b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:own_factory"}], (__name__,))
     hooks.clear()
 
@@ -168,18 +161,6 @@ def test_a_module_that_is_not_there_attaches_nothing(model):
     with pytest.raises(NoMatchError):
         begin(hooks, "a", [STEER, {**STEER, "target_modules": ["7"]}], None)
     assert not hooks.is_active
-    assert not model[0]._forward_hooks
-
-
-def test_hooks_in_the_options_of_a_request():
-    assert request_options({"hooks": [STEER]}).hooks == (STEER,)
-    with pytest.raises(OptionError):
-        request_options({"hooks": STEER})
-
-
-def test_a_request_has_64_hooks_at_most(model):
-    with pytest.raises(OptionError, match="64"):
-        begin(request_hooks(model), "a", [STEER] * 65)
     assert not model[0]._forward_hooks
 
 

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from hookline.engines.vllm.layer_sources import Shard, find_sources, shard_of, stream_of
 from hookline.engines.vllm.merge_states import join_columns, merge_states, request_answer
 from hookline.engines.vllm.request_options import StatesPlan, request_options
 from hookline.engines.vllm.request_states import RequestStates
 from hookline.engines.vllm.step_rows import BookedRequest, StepRow
-from hookline.errors import HookNameError, NoMatchError, OptionError
+from hookline.errors import HookNameError, OptionError
 
 D = 4
 
@@ -132,18 +131,6 @@ def test_each_request_gets_its_own_rows_and_no_other(model, tokens):
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_an_answer_can_be_saved(model, tokens, tmp_path):
-    from safetensors.torch import load_file
-
-    states = opened(model, "a", positions=[1, 3])
-    run(states, model, STEPS[0], tokens)
-    found = request_answer(merge_states([answer(states, "a")]))
-    found.save(tmp_path / "a.safetensors")
-    read = load_file(tmp_path / "a.safetensors")
-    assert torch.equal(read["layers.1"], found.states["layers.1"].values)
-    assert read["positions/layers.1"].tolist() == [1, 3]
-
-
 def test_observers_change_no_bit(model, tokens):
     def outputs(states):
         found = []
@@ -207,15 +194,6 @@ def test_a_request_that_is_put_off_and_run_again_has_each_position_once(model, t
     assert states.take("a")["states"]["layers.0"]["positions"] == list(range(7))
 
 
-def test_padding_behind_the_tokens_is_left_out(model, tokens):
-    states = opened(model, "a")
-    states.begin_step([StepRow("a", 0, 3, 6)])
-    with torch.no_grad():
-        model(torch.cat([tokens["a"][:3], torch.full((5, D), 1e9)]))
-    states.end_step()
-    assert states.take("a")["states"]["layers.0"]["shape"] == [3, D]
-
-
 def test_inputs_and_parts_of_fused_projections(model, tokens):
     states = RequestStates(model, tp_size=1, most_bytes=1 << 20)
     asked = StatesPlan.read({"layers": ["layers.1.k_proj", "layers.0.qkv_proj"]})
@@ -232,17 +210,6 @@ def test_inputs_and_parts_of_fused_projections(model, tokens):
     normed = 2 * alone(model, tokens, "a", 0)[:6]
     expected = torch.nn.functional.linear(normed, model.layers[1].qkv_proj.weight, model.layers[1].qkv_proj.bias)
     torch.testing.assert_close(found["layers.1.k_proj"].values, expected[:, 4:6].detach())
-
-
-def test_a_norm_gives_the_first_of_its_pair(model):
-    x, y = torch.ones(2, D), torch.full((2, D), 3.0)
-    assert stream_of(model.layers[0].norm, (x, y)) is x
-    assert torch.equal(stream_of(model.layers[0], (x, y)), x + y)
-    assert stream_of(model.layers[0].qkv_proj, (x, None)) is x
-    rotary = nn.Identity()
-    assert stream_of(rotary, (x, y)) is x
-    assert torch.equal(stream_of(model.layers[0].norm, ((torch.arange(2), x, y), {})), x + y)
-    assert torch.equal(stream_of(model.layers[0], ((torch.arange(2), x), {"residual": None})), x)
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
@@ -268,27 +235,6 @@ def test_columns_of_several_workers_are_put_together(ranks, replicas):
     assert torch.equal(join_columns(cut, sizes, (1, replicas, replicas)), torch.cat([q, k, v], 1))
     assert torch.equal(join_columns(cut, sizes, (1, replicas, replicas), 1), k)
     assert torch.equal(join_columns([q, q], (8,), ()), q)
-
-
-def test_which_tensors_are_cut():
-    fused = QKVParallelLinear(D, 8)
-    assert shard_of(fused, "output", 2) == Shard((4, 2, 2), (1, 1, 1))
-    assert shard_of(nn.Linear(D, D), "output", 2) is None
-    row = type("RowParallelLinear", (nn.Module,), {"input_is_parallel": True, "input_size_per_partition": 3})()
-    assert shard_of(row, "input", 2) == Shard((3,), (1,))
-    assert shard_of(row, "output", 2) is None
-
-
-def test_what_cannot_be_had_is_told_to_the_one_who_asked(model, tokens):
-    states = opened(model, "a")
-    states.open("b", booked("b"), plan(layers=["nope"]))
-    states.open("c", booked("c"), plan(layers=["layers"]))
-    run(states, model, [StepRow("a", 0, 6, 6), StepRow("b", 0, 6, 6), StepRow("c", 0, 6, 6)], tokens)
-    with pytest.raises(NoMatchError, match="nope"):
-        states.take("b")
-    with pytest.raises(OptionError, match="a container is never called"):
-        states.take("c")
-    assert len(states.take("a")["states"]["layers.0"]["positions"]) == 6
 
 
 def test_a_budget_fails_the_request_that_exceeds_it(model, tokens):
@@ -345,21 +291,3 @@ def test_what_a_request_may_say():
     ):
         with pytest.raises(OptionError):
             request_options(wrong)
-
-
-@pytest.mark.parametrize("window", [[5, -4], [-1, 3], [0, -6], [2, -9]])
-def test_a_window_that_ends_before_it_starts_is_refused(model, tokens, window):
-    """Which of the two comes first is known when the length of the prompt is: 6 tokens here."""
-    states = opened(model, "a", window=window)
-    run(states, model, STEPS[0], tokens)
-    with pytest.raises(OptionError, match="no position"):
-        states.take("a")
-
-
-def test_names_that_select_nothing_are_refused(model):
-    with pytest.raises(NoMatchError):
-        find_sources(model, ["layers.0.o_proj"], "output")
-    assert [source.name for source in find_sources(model, ["layers.#.v_proj"], "output")] == [
-        "layers.0.v_proj",
-        "layers.1.v_proj",
-    ]

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers_vllm_worker import PROMPTS, STATS, Engine, Model, Worker
+from helpers_vllm_worker import PROMPTS, STATS, Engine, Worker
 from torch import nn
 
-import hookline
 from hookline.engines.vllm import VllmHooks, extension
-from hookline.errors import HookNameError, HookNeverFired, NoMatchError, NotAllowedError, OptionError
+from hookline.errors import HookNameError, NoMatchError, NotAllowedError, OptionError
 from hookline.factories.probe_heads import ProbeHead
 
 
@@ -32,13 +31,6 @@ def test_hooks_come_and_go_on_demand(context):
     assert hooks.describe()[0]["eager_steps"] == 1
     with pytest.raises(HookNameError):
         hooks.remove("h1")
-
-
-def test_an_eager_engine_stays_as_it_is(context):
-    engine = Engine(Worker(context, compiled=False))
-    assert VllmHooks(engine).add(STATS)["way"] == "eager"
-    engine.step(PROMPTS)
-    assert not context.skip_compiled
 
 
 def test_workers_agree_on_ids_also_after_errors(context):
@@ -169,49 +161,6 @@ def test_wrong_options_of_a_request_harm_nobody(context):
     for key, text in (("a", "os:system"), ("b", "JSON")):
         with pytest.raises(PermissionError if key == "a" else OptionError, match=text):
             hooks.states(key)
-
-
-def test_an_engine_that_is_built_otherwise_lives_on(context, monkeypatch, caplog):
-    base = type("Other", (Worker,), {})
-    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=base))
-    extension.watch_loading()
-    worker = base(context)
-    context.workers.clear()
-    del worker.vllm_config.compilation_config
-    assert worker.load_model() == "loaded"
-    assert "built otherwise" in caplog.text
-    with pytest.raises(OptionError, match="built otherwise"):
-        VllmHooks(Engine(worker)).add(STATS)
-
-
-class TorchCompileWithNoGuardsWrapper:
-    """A stand-in for vLLM's base class of models that it compiles."""
-
-
-class CompiledModel(TorchCompileWithNoGuardsWrapper, Model):
-    def forward(self, input_ids, positions):
-        return input_ids * 2  # as compiled code does, which calls none of its modules
-
-
-@pytest.mark.parametrize("do_not_compile", [False, True])
-def test_a_hook_that_comes_by_hand_and_too_late_is_told_the_true_cause(do_not_compile):
-    model = CompiledModel()
-    model.do_not_compile = do_not_compile
-    handle = hookline.attach(model, "layers.0", lambda module, args, output: None)
-    model(torch.ones(2), torch.arange(2))
-    with pytest.warns(HookNeverFired) as warned:
-        handle.remove()
-    assert ("hookline.engines.vllm" in str(warned[0].message)) is not do_not_compile
-
-
-def test_a_step_that_cannot_be_read_is_logged_and_run(context, caplog):
-    engine = Engine(Worker(context))
-    VllmHooks(engine).add(STATS)
-    context.attn_metadata = {}
-    model = engine.workers[0].get_model()
-    model(input_ids=torch.ones(2), positions=torch.arange(2))  # the runner has no batch
-    model(input_ids=torch.ones(2), positions=torch.arange(2))
-    assert sum("could not be read" in record.message for record in caplog.records) == 1
 
 
 def test_hooks_of_the_start_wait_for_the_warm_up(context, tmp_path, monkeypatch):

@@ -22,7 +22,6 @@ __all__ = [
     "Wrapped",
     "exported",
     "first_layers",
-    "register_like_sglang",
 ]
 
 WIDTH = 8
@@ -68,18 +67,6 @@ class Decoder(nn.Module):
         for layer in self.layers:
             hidden, residual = layer(batch.positions, hidden, batch, residual)
         return hidden + residual
-
-
-def register_like_sglang(model: nn.Module, specs: list[dict[str, Any]]) -> None:
-    """Per spec: make the hook, match names by fnmatch, and register it on each module; handles are thrown away."""
-    from hookline.specs import resolve_callable
-
-    modules = dict(model.named_modules())
-    for spec in specs:
-        hook = resolve_callable(spec["hook_factory"])(spec.get("config") or {})
-        for name, module in modules.items():
-            if any(fnmatch.fnmatch(name, pattern) for pattern in spec["target_modules"]):
-                module.register_forward_hook(hook)
 
 
 def first_layers(model: nn.Module, hook: Any, pattern: str = "layers.*") -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,10 @@ import torch
 from helpers_factories import PADDED
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import hookline as hl
-from hookline.errors import HooklineWarning, HookSignatureError, OptionError, TargetError
-from hookline.factories import ActivationDataset, export, export_activations, export_run, serving, train_probe
+from hookline.errors import HookSignatureError, OptionError
+from hookline.factories import ActivationDataset, export, export_activations, serving, train_probe
 from hookline.specs.apply_specs import hooks_of
 
 SEQUENCES = [[3, 1, 4], [1, 5, 9, 2, 6], [5], [3, 5, 8, 9], [7, 9], [3, 2, 3, 8]]
@@ -135,35 +134,6 @@ def test_a_spec_exports_inputs_before_the_forward(tmp_path: Path) -> None:
     assert not torch.equal(numbers[0], expected)
 
 
-@pytest.mark.parametrize("more", [{"phase": "decode"}, {"add_residual": True}, {"inputs": "yes"}])
-def test_options_that_do_not_go_with_inputs_are_refused(tmp_path: Path, more: dict[str, Any]) -> None:
-    """Before anything is written."""
-    with pytest.raises(OptionError, match="inputs"):
-        export({"folder": str(tmp_path / "none"), "inputs": True, **more})
-    assert not (tmp_path / "none").exists()
-
-
-def test_a_role_stands_for_a_target(tmp_path: Path) -> None:
-    """The same modules as by name, and the same errors as of ``capture``."""
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=8, vocab_size=16, bos_token_id=0, eos_token_id=0)
-    model = GPT2LMHeadModel(config).eval()
-    sequences = [[1, 2, 3], [4, 5]]
-    export_activations(model, role="mlp", sequences=sequences, folder=tmp_path / "role")
-    export_activations(model, "transformer.h.#.mlp", sequences, folder=tmp_path / "name")
-    for module in ("transformer.h.0.mlp", "transformer.h.1.mlp"):
-        assert items(tmp_path / "role", module) == items(tmp_path / "name", module)
-    for wrong in ({"role": "mpl"}, {"role": "mlp", "targets": "lm_head"}, {"inputs": 1, "targets": "lm_head"}):
-        with pytest.raises((TargetError, OptionError)) as by_capture:
-            hl.capture(model, **wrong)
-        options = {"target" if key == "targets" else key: value for key, value in wrong.items()}
-        with pytest.raises(type(by_capture.value)) as told:
-            export_activations(model, sequences=sequences, folder=tmp_path / "none", **options)
-        assert str(told.value) == str(by_capture.value)
-    with pytest.raises(OptionError, match="needs sequences="):
-        export_activations(model, role="mlp", folder=tmp_path / "none")
-    assert not (tmp_path / "none").exists()
-
-
 class Positions(nn.Module):
     """A causal model that takes no mask: each token sees the mean of those before it, and its position."""
 
@@ -207,21 +177,6 @@ def test_activations_of_a_batch_are_those_of_each_sequence_alone(tmp_path: Path,
         torch.testing.assert_close(mine, cache[module].output[0])
 
 
-def test_sequences_of_many_lengths_do_not_wait_for_ever() -> None:
-    """A stream that never repeats a length is run as it comes, with a bounded number in memory."""
-    taken = 0
-
-    def stream() -> Iterator[tuple[str, list[int]]]:
-        nonlocal taken
-        for number in range(200):
-            taken += 1
-            yield f"sequence-{number}", [0] * (number + 1)
-
-    seen = [(taken, batch) for batch in export_run._batches(stream(), 2)]
-    assert seen[0][0] == export_run._WAITING * 2
-    assert [name for _, batch in seen for name, _ in batch] == [f"sequence-{number}" for number in range(200)]
-
-
 @pytest.mark.parametrize(
     ("sequences", "options"),
     [
@@ -245,15 +200,6 @@ def test_other_data_does_not_continue_a_dataset(
     assert (with_more.sequences, with_more.skipped) == (1, len(SEQUENCES))
 
 
-def test_the_last_tokens_alone_are_continued_too(tmp_path: Path) -> None:
-    """And all positions of the same sequences do not continue them."""
-    for count in (3, len(SEQUENCES)):
-        export_activations(Reader(), "layers.1", SEQUENCES[:count], folder=tmp_path, positions="last")
-    assert len(ActivationDataset(tmp_path)) == len(SEQUENCES)
-    with pytest.raises(OptionError, match="other positions"):
-        export_activations(Reader(), "layers.1", SEQUENCES, folder=tmp_path)
-
-
 def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
     """A second one is told who is there; afterwards the folder is free."""
     model = Reader()
@@ -269,14 +215,6 @@ def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
     assert len(refused) == 1
     assert export_activations(model, "layers.1", SEQUENCES, folder=tmp_path).skipped == 1
     assert not list(tmp_path.glob("*.lock")) + list(tmp_path.glob(".*"))
-
-
-def test_a_budget_counts_what_is_written_alone(tmp_path: Path) -> None:
-    """A long and a short sequence need room for their own tokens."""
-    run = export_activations(
-        Reader(), "layers.1", [[1] * 30, [2]], folder=tmp_path, batch_size=2, max_bytes=31 * WIDTH * 4
-    )
-    assert (run.sequences, run.is_full, run.written_bytes) == (2, False, 31 * WIDTH * 4)
 
 
 @pytest.mark.parametrize("budget", [1, 200, 500])
@@ -347,21 +285,6 @@ def test_an_export_of_a_served_model_is_read_by_request(tmp_path: Path) -> None:
         assert found[0]["activation"].tolist() == [20.0, 21.0, 22.0, 23.0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"folder": "nowhere"}, "no such folder"),
-        ({}, "several modules"),
-        ({"module": "layer.1"}, r"no module 'layer.1'; it has 'layers.0', 'layers.1'"),
-    ],
-)
-def test_mistakes_of_readers_say_what_there_is(tmp_path: Path, arguments: dict[str, Any], says: str) -> None:
-    """The folder, and the modules that are in it."""
-    export_activations(Reader(), "layers.#", SEQUENCES[:1], folder=tmp_path)
-    with pytest.raises(OptionError, match=says):
-        ActivationDataset(**{"folder": tmp_path, **arguments})
-
-
 def test_mistakes_of_writers_are_told_before_or_instead_of_a_run(tmp_path: Path) -> None:
     """A folder that is in use, a sequence without tokens, a size of nothing, a module that is not there."""
     model = Reader()
@@ -378,33 +301,3 @@ def test_mistakes_of_writers_are_told_before_or_instead_of_a_run(tmp_path: Path)
     with pytest.raises(KeyError, match="nearest"):
         export_activations(model, "layer.1", SEQUENCES, folder=tmp_path / "other")
     hl.assert_no_hooks(model, foreign=True)
-
-
-def test_a_folder_that_somebody_has_changed_is_told(tmp_path: Path) -> None:
-    """A lost file ends a resume, a broken line of the index also a reader."""
-    export_activations(Reader(), "layers.1", SEQUENCES, folder=tmp_path)
-    [shard] = tmp_path.glob("*.safetensors")
-    [index] = tmp_path.glob("*.jsonl")
-    shard.rename(tmp_path / "elsewhere")
-    with pytest.raises(OptionError, match=r"in the index, and lost"):
-        export_activations(Reader(), "layers.1", SEQUENCES, folder=tmp_path)
-    (tmp_path / "elsewhere").rename(shard)
-    index.write_bytes(b"{broken\n" + index.read_bytes())
-    for act in (
-        lambda: ActivationDataset(tmp_path),
-        lambda: export_activations(Reader(), "layers.1", SEQUENCES, folder=tmp_path),
-    ):
-        with pytest.raises(OptionError, match="has a broken line"):
-            act()
-
-
-def test_other_weights_do_not_continue_a_dataset(tmp_path: Path) -> None:
-    """One changed parameter is enough; dropout that works is told as well."""
-    export_activations(Reader(), "layers.#", SEQUENCES, folder=tmp_path)
-    other = Reader()
-    with torch.no_grad():
-        other.layers[1].bias += 1
-    with pytest.raises(OptionError, match="other weights"):
-        export_activations(other, "layers.#", SEQUENCES, folder=tmp_path)
-    with pytest.warns(HooklineWarning, match=r"call model\.eval\(\) first"):
-        export_activations(nn.Sequential(Reader(), nn.Dropout()), "0", [], folder=tmp_path / "dropout")

@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers_factories import Batch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import hookline as hl
 from hookline.factories import Tokens, activation_stats, export, read_export, serving, steer
@@ -61,24 +60,6 @@ def test_decode_steers_the_rows_of_the_chosen_requests() -> None:
 def test_last_of_tokens_in_a_row_is_the_last_of_each_request() -> None:
     """positions="last" alone, on a module that is shown the batch flat."""
     assert steered({"vector": [1.0] * 4, "positions": "last"}, torch.zeros(6, 4), TWO) == [0, 0, 1, 0, 0, 1]
-
-
-@pytest.mark.parametrize(
-    ("positions", "first", "then"),
-    [("all", 2 * 3 * 5, 2 * 3 * (5 + 1 + 1)), ("last", 2 * 3, 2 * 3 * 3)],
-)
-def test_a_steer_for_everybody_counts_its_tokens_too(positions: str, first: int, then: int) -> None:
-    """Two blocks of a GPT-2, three rows of five tokens; in generate(), with a key-value cache, one more token each."""
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=16, vocab_size=16, bos_token_id=0, eos_token_id=0)
-    model, ids = GPT2LMHeadModel(config).eval(), torch.arange(1, 16).reshape(3, 5)
-    hook = steer({"vector": [1.0] * 8, "positions": positions})
-    assert hook.to_metrics() == {"steered_tokens": 0}
-    with hl.attach(model, "transformer.h.#", hook), torch.no_grad():
-        model(ids)
-        assert hook.to_metrics() == {"steered_tokens": first}
-        mask = torch.ones_like(ids)
-        model.generate(ids, attention_mask=mask, min_new_tokens=3, max_new_tokens=3, do_sample=False, pad_token_id=0)
-    assert hook.to_metrics() == {"steered_tokens": first + then}
 
 
 @pytest.mark.parametrize(
@@ -177,16 +158,6 @@ def test_statistics_of_one_phase() -> None:
 MODULE = nn.Identity()
 
 
-def test_an_observer_of_a_phase_that_nobody_tells_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    """And counts nothing."""
-    hook = activation_stats({"phase": "decode"})
-    hook(MODULE, (), torch.ones(2))
-    hook(MODULE, (), torch.ones(2))
-    assert hook.to_metrics() == {}
-    assert len(caplog.messages) == 1
-    assert caplog.messages[0].startswith("activation_stats is for some phase")
-
-
 def test_export_of_one_phase(tmp_path: Path) -> None:
     """Through hookline, with every counting the calls of that phase."""
     model, hook = nn.Sequential(nn.Linear(4, 4)), export({"folder": str(tmp_path), "phase": "decode"})
@@ -199,10 +170,3 @@ def test_export_of_one_phase(tmp_path: Path) -> None:
         ("exp-1", "decode", (3,)),
         ("other", "decode", (1,)),
     ] * 2
-
-
-@pytest.mark.parametrize("value", ["r1", [], [""], [3]])
-def test_requests_are_a_list_of_names(value: Any) -> None:
-    """Said when the hook is made."""
-    with pytest.raises(hl.errors.OptionError, match="requests is a list of names"):
-        steer({"vector": [1.0], "requests": value})

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.factories import activation_stats, copy_ring, nan_alarm, small_tensors
+from hookline.factories import activation_stats, copy_ring, small_tensors
 from hookline.factories import streaming_stats as streaming
-from hookline.factories.copy_ring import SLOTS, CopyRing
+from hookline.factories.copy_ring import CopyRing
 from hookline.observe.watch.engine import StatsEngine
 from hookline.observe.watch.pending import Streams
 from hookline.sites import _torch
-from hookline.sites.compiled import graph_passes
 
 STATS = ["mean", "std", "norm", "min", "max", "absmax", "zero_fraction", "over:1", "nonfinite", "nan", "inf"]
 CPU = torch.device("cpu")
@@ -112,21 +111,6 @@ def check(hook: Any, want: dict[str, Tensor]) -> None:
             assert found[f"{name}/absmax"] == numbers.abs().max()
 
 
-@pytest.mark.parametrize("bad", [False, True])
-def test_a_decoding_step_is_one_copy_a_layer_and_few_reductions(calls: HostCalls, bad: bool) -> None:
-    """Forty forwards of three layers: what the first two need, and from then on a reduction every eight forwards."""
-    model, hook = Layered(), activation_stats({"stats": STATS})
-    given = inputs(40) if bad else [x.nan_to_num(0.5, 0.5, 0.5) for x in inputs(40)]
-    with hl.attach(model, "layers.#", hook, observe=True):
-        decode(model, given[:3])
-        begun = calls.at_once
-        decode(model, given[3:])
-    assert calls.at_once == begun  # nothing is reduced by itself
-    assert calls.reduced[1:] == [3 * SLOTS] * 4  # the first is of what was copied before there were slots
-    check(hook, reference(model, given))
-    assert [cells["fires"] for cells in hook.read().values()] == [40] * 3
-
-
 def test_reading_reduces_what_waits_and_reset_drops_it(calls: HostCalls) -> None:
     """Numbers are complete at any moment, and begin anew."""
     model, hook = Layered(), activation_stats({"stats": STATS})
@@ -142,60 +126,11 @@ def test_reading_reduces_what_waits_and_reset_drops_it(calls: HostCalls) -> None
     check(hook, reference(model, given[10:]))
 
 
-def test_compiled_code_hands_all_layers_over_by_one_call(calls: HostCalls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One operator and one copy for a forward, whose memory the graph uses again; the numbers are those of the model.
-
-    The control: with no tensor small enough to wait, every layer is handed over by itself.
-    """
-    torch._dynamo.reset()
-    model, given = Layered(), [x.nan_to_num(0.5, 0.5, 0.5) for x in inputs(20)]
-    handed: list[int] = []
-    receive = streaming._Outputs.receive
-    monkeypatch.setattr(
-        streaming._Outputs, "receive", lambda self, items: (handed.append(len(items)), receive(self, items))[1]
-    )
-    with torch.inference_mode():
-        bare = torch.compile(model, fullgraph=True)(given[0])
-    hook = activation_stats({"stats": STATS})
-    with hl.attach(model, "layers.#", hook, observe=True) as handle:
-        compiled = torch.compile(model, fullgraph=True)
-        decode(compiled, given)
-        with torch.inference_mode():
-            assert torch.equal(compiled(given[0]), bare)
-        assert handle.report().fired == 63
-    assert handed == [3] * 21
-    assert calls.together == [3] * 19  # the first forward makes rows, the second shows that the shape stays
-    check(hook, reference(model, [*given, given[0]]))
-    monkeypatch.setattr(graph_passes, "_SMALL", 0)
-    torch._dynamo.reset()
-    handed.clear()
-    with hl.attach(model, "layers.#", activation_stats({}), observe=True):
-        # Of another shape: a graph that was made with the other limit may lie on the disk.
-        decode(torch.compile(model, fullgraph=True), [torch.ones(7, 1, 16)])
-    assert handed == [1] * 3
-    torch._dynamo.reset()
-
-
 def ring_of(monkeypatch: pytest.MonkeyPatch, limit: int) -> tuple[CopyRing, StatsEngine]:
     monkeypatch.setattr(copy_ring, "limit_of", lambda device: limit * copy_ring.SHARE)
     monkeypatch.setattr(copy_ring, "_SMALL_SHARE", 1)
     engine = activation_stats({"stats": STATS})._streaming.engine
     return CopyRing(engine, CPU), engine
-
-
-def test_slots_are_bounded_by_bytes_and_follow_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two modules fit, a third does not; another shape takes the place of the one before when it comes twice."""
-    ring, engine = ring_of(monkeypatch, 2 * SLOTS * 64)
-    one, two = torch.ones(16), torch.full((8,), 2.0)
-    assert [ring.keep(name, one) for name in "aabbcc"] == [False, True, False, True, False, False]
-    assert [ring.keep("a", two) for _ in range(3)] == [False, True, True]
-    assert ring._bytes == SLOTS * (64 + 32)
-    assert [ring.keep("c", two) for _ in range(3)] == [False, True, True]
-    assert ring._bytes == 2 * SLOTS * 64
-    assert not ring.keep("d", torch.ones(1 << 20))
-    ring.flush()
-    sums = {name: sum(cells["sum"] for place, cells in engine.read().items() if place.name == name) for name in "abcd"}
-    assert sums == {"a": 16 + 32, "b": 16, "c": 32, "d": 0}
 
 
 class _TwoStreams(Streams):
@@ -240,12 +175,3 @@ def test_nothing_is_kept_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPat
     assert not ring.keep("a", torch.ones(4))
     ring.flush()
     assert len(ring) == 1
-
-
-def test_the_alarm_counts_in_slots_too(calls: HostCalls) -> None:
-    """Of forty forwards, the firings with something in them."""
-    model, hook = Layered(), nan_alarm({})
-    with hl.attach(model, "layers.#", hook, observe=True):
-        decode(model, inputs(40))
-    found = hook.to_metrics()
-    assert {found[f"layers.{number}/nonfinite"] for number in range(3)} == {2.0}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -93,12 +92,6 @@ def test_what_is_not_by_token_is_separated_by_row(tmp_path: Path) -> None:
     assert all(torch.equal(each.tensor, row) for each, row in zip(records, want, strict=True))
 
 
-def test_what_has_no_rows_is_written_whole(tmp_path: Path) -> None:
-    """A tensor that has nothing to do with the batch's shape belongs to no request."""
-    (record,), _ = exported(tmp_path, torch.ones(5, 7), rows=PADDED)
-    assert (record.request, record.phase, record.tensor.shape) == (None, "prefill", (5, 7))
-
-
 def test_what_changes_in_place_later_is_written_as_it_was(tmp_path: Path) -> None:
     """The copy is made in the call."""
     hook, x = export({"folder": str(tmp_path)}), torch.ones(3, 4)
@@ -106,33 +99,6 @@ def test_what_changes_in_place_later_is_written_as_it_was(tmp_path: Path) -> Non
     x.zero_()
     hook.close()
     assert next(read_export(tmp_path)).tensor.eq(1).all()
-
-
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.uint8)
-
-
-def test_dtypes_of_all_widths_share_a_shard(tmp_path: Path) -> None:
-    """Odd sizes between them do not spoil what comes after; empty tensors and single numbers too."""
-    tensors = [torch.arange(count).to(dtype) for dtype in DTYPES for count in (3, 1, 0)]
-    tensors += [torch.tensor(2.5), torch.ones(2, 3).t(), torch.ones(4).to(torch.bfloat16)[1:2]]
-    records, metrics = exported(tmp_path, *reversed(tensors))
-    assert metrics["shards"] == 1
-    for record, tensor in zip(records, reversed(tensors), strict=True):
-        assert record.tensor.dtype is tensor.dtype
-        assert torch.equal(record.tensor, tensor)
-    data = next(tmp_path.glob("*.safetensors")).read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    for line in (json.loads(line) for line in (tmp_path / "index-000.jsonl").read_text().splitlines()):
-        entry = header[line["key"]]
-        width = {"F64": 8, "I64": 8, "F32": 4, "F16": 2, "BF16": 2}.get(entry["dtype"], 1)
-        assert entry["data_offsets"][0] % width == 0  # so that a reader in any language may map it
-
-
-def test_what_cannot_be_written_is_counted(tmp_path: Path) -> None:
-    """No tensor, numbers of a kind that the format has not, a tensor without numbers."""
-    _, metrics = exported(tmp_path, None, torch.ones(2, dtype=torch.complex64), torch.ones(2, device="meta"))
-    assert metrics["unread"] == 3
-    assert list(tmp_path.iterdir()) == []  # and no file was made for nothing
 
 
 def test_shards_end_at_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,38 +167,6 @@ def test_a_disk_that_fails_ends_the_export_and_not_the_run(
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_folder_that_cannot_be_made_ends_the_export_and_not_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Such as one below a file."""
-    (tmp_path / "file").write_text("")
-    _, metrics = exported(tmp_path / "file" / "states", torch.ones(3))
-    assert metrics["errors"] == 1
-    assert "NotADirectoryError" in caplog.text
-
-
-def test_a_shard_is_completed_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without close(): what came is readable after some seconds."""
-    monkeypatch.setattr("hookline.factories.export_queue._FLUSH_SECONDS", 0.0)
-    hook = export({"folder": str(tmp_path)})
-    hook(nn.Identity(), (), torch.ones(3))
-    until(lambda: len(list(read_export(tmp_path))) == 1 if tmp_path.exists() else False)
-    hook(nn.Identity(), (), torch.ones(4))
-    until(lambda: len(list(read_export(tmp_path))) == 2)
-    hook.close()
-
-
-def test_two_hooks_share_a_folder(tmp_path: Path) -> None:
-    """Each has files of its own, and read_export gives all of them."""
-    hooks = [export({"folder": str(tmp_path)}) for _ in range(2)]
-    for value, hook in enumerate(hooks):
-        hook(nn.Identity(), (), torch.full((2,), float(value)))
-    for hook in hooks:
-        hook.close()
-    assert sorted(each.tensor[0].item() for each in read_export(tmp_path)) == [0.0, 1.0]
-    assert len(list(tmp_path.glob("index-*.jsonl"))) == 2
-
-
 def test_two_threads_export_side_by_side(tmp_path: Path) -> None:
     """Each forward's rows are its own: a thread never gets another's requests."""
     hook, module = export({"folder": str(tmp_path)}), nn.Identity()
@@ -250,23 +184,6 @@ def test_two_threads_export_side_by_side(tmp_path: Path) -> None:
     for each in records:
         assert each.request == f"r{each.tokens[0]}"
         assert each.tensor.eq(each.tokens[0]).all()
-
-
-def test_a_hook_that_nobody_has_is_closed(tmp_path: Path) -> None:
-    """What it took is written when it is collected."""
-    hook = export({"folder": str(tmp_path)})
-    hook(nn.Identity(), (), torch.ones(3))
-    del hook
-    gc.collect()
-    assert len(list(read_export(tmp_path))) == 1
-
-
-def test_closed_hooks_take_no_more(tmp_path: Path) -> None:
-    """They may still be called, and count what they do not write."""
-    hook = export({"folder": str(tmp_path)})
-    hook.close()
-    hook(nn.Identity(), (), torch.ones(3))
-    assert hook.to_metrics()["dropped"] == 1
 
 
 def test_a_half_written_line_is_not_read(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,62 +17,6 @@ from torch import nn
 import hookline as hl
 from hookline.factories import Tokens, export, read_export, serving
 from hookline.factories.export_files import Shards
-
-
-def test_a_relative_folder_stays_where_it_was_when_the_process_moves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files go to where the path pointed when the hook was made."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hookline.factories.export_files.SHARD_BYTES", 1)
-    hook = export({"folder": "states"})
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    for _ in range(2):
-        hook(nn.Identity(), (), torch.ones(3))
-    hook.close()
-    assert len(list(read_export(tmp_path / "states"))) == 2
-    assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_names_of_any_letters_come_back(tmp_path: Path) -> None:
-    """Slashes, umlauts, quotes, another script; nothing of them is a path."""
-    hook, names = export({"folder": str(tmp_path)}), ["a/../b", "schicht.größe", 'say "x"', "层.0", "#", "…" * 300]
-    for name in names:
-        module = nn.Identity()
-        module.prefix = name
-        hook(module, (), torch.ones(2))
-    hook.close()
-    assert [each.module for each in read_export(tmp_path)] == names
-    assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".jsonl"}
-
-
-def test_a_folder_that_is_removed_ends_the_export_and_counts_what_was_lost(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What lay in the open shard was not written after all."""
-    monkeypatch.setattr("hookline.factories.export_files.SHARD_BYTES", 1000)
-    hook, module = export({"folder": str(tmp_path / "states")}), nn.Identity()
-    stuck = threading.Event()
-    queue, real = hook._queue, Shards.add
-
-    def add(self: Shards, *args: Any) -> None:
-        assert stuck.wait(PATIENCE)
-        real(self, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Shards, "add", add)
-        for _ in range(5):  # three to a shard
-            hook(module, (), torch.ones(100))
-        while queue._shards is None:
-            threading.Event().wait(0.005)
-        shutil.rmtree(tmp_path / "states")
-        stuck.set()
-        hook.close()
-    metrics = hook.to_metrics()
-    assert (metrics["written_tensors"], metrics["written_bytes"], metrics["shards"]) == (0, 0, 0)
-    assert (metrics["dropped"], metrics["dropped_bytes"], metrics["errors"]) == (5, 2000, 1)
-    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("nap", [0.0, 0.2])
@@ -158,10 +101,3 @@ def test_a_forked_process_exports_nothing_and_leaves_the_files_alone(tmp_path: P
     hook(module, (), torch.ones(3))
     hook.close()
     assert [each.call for each in read_export(tmp_path)] == [0, 1]
-
-
-def test_a_tensor_that_is_read_negated_is_written_as_it_reads(tmp_path: Path) -> None:
-    """As the imaginary part of a conjugate is: its memory has the other sign."""
-    output = torch.full((2,), 3j).conj().imag
-    assert output.is_neg()
-    assert [each.tensor.tolist() for each in exported(tmp_path, output)[0]] == [[-3.0, -3.0]]

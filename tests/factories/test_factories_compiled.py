@@ -80,10 +80,10 @@ def attach(model: nn.Module, folder: Path, observe: bool = False) -> tuple[dict[
     ("when", "mode", "observe"),
     [
         ("before", torch.inference_mode, False),
-        pytest.param("after", torch.inference_mode, False, marks=pytest.mark.variant),
+        pytest.param("after", torch.inference_mode, False, marks=pytest.mark.slow),
         ("after", torch.inference_mode, True),
         ("before", torch.no_grad, True),
-        pytest.param("after", torch.no_grad, False, marks=pytest.mark.variant),
+        pytest.param("after", torch.no_grad, False, marks=pytest.mark.slow),
     ],
 )
 def test_compiled_and_eager_tell_the_same(when: str, mode: Any, observe: bool, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,7 +29,6 @@ from hookline.factories import (
     steer,
 )
 from hookline.factories.request_notes import RequestNotes, noting
-from hookline.observe.watch.kernel import Kernel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -110,64 +108,6 @@ def test_statistics_and_means_are_those_of_torch(mode: Any) -> None:
         assert torch.allclose(vectors[name].double(), want.mean(0).cpu(), atol=1e-4)
 
 
-@pytest.mark.parametrize("factory", [activation_stats, nan_alarm])
-def test_inference_mode_launches_for_many_layers_and_forwards_at_once(
-    factory: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After the first forwards, a copy a layer, and two launches for four layers of eight forwards, prepared once."""
-    model, hook, taken, prepared = model_of(), factory({}), [], []
-    take, prepare = Kernel.take, Kernel.prepare
-    monkeypatch.setattr(Kernel, "take", lambda kernel, items: (taken.append(len(items)), take(kernel, items))[1])
-    monkeypatch.setattr(
-        Kernel, "prepare", lambda kernel, items: (prepared.append(len(items)), prepare(kernel, items))[1]
-    )
-    monkeypatch.setattr("hookline.factories.alarm._PAUSE", 1e9)
-    hook._next = 1e18  # the alarm does not look in between
-    x = torch.randn(2, 64, device="cuda", dtype=torch.bfloat16)
-    x[0, 0] = torch.nan
-    with hl.attach(model, "#", hook), torch.inference_mode():
-        for _ in range(42):
-            model(x)
-    assert taken[:4] == [1, 1, 1, 1]
-    assert sum(taken) == 8  # the first forward one by one, the second from clones
-    assert prepared == [32]
-    assert hook.to_metrics()["0/nonfinite"] == 42
-    assert prepared == [32]  # forty forwards are five times eight
-
-
-def kernels_of(call: Any) -> int:
-    """Return how many kernels and copies a call launches."""
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    # torch 2.11 warns, once, that a profile is of its own block alone.
-    with warnings.catch_warnings(action="ignore"), profile(activities=[ProfilerActivity.CUDA]) as run:
-        call()
-        torch.cuda.synchronize()
-    return sum(event.count for event in run.key_averages() if event.device_type.name == "CUDA")
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_decoding_step_launches_a_copy_a_layer_or_one_for_all(compiled: bool) -> None:
-    """Over eight forwards, counted by the profiler: eager a copy for each of four layers, compiled one for all."""
-    model, hook = model_of().eval(), activation_stats({})
-    x = torch.randn(2, 64, device="cuda", dtype=torch.bfloat16)
-    call = torch.compile(model) if compiled else model
-
-    def forwards(count: int) -> None:
-        with torch.inference_mode():
-            for _ in range(count):
-                call(x)
-
-    forwards(2)
-    bare = kernels_of(lambda: forwards(8))
-    with hl.attach(model, "#", hook, observe=True):
-        forwards(2 + 16)
-        more = kernels_of(lambda: forwards(8)) - bare
-    assert more <= (8 if compiled else 32) + 2 + (8 if compiled else 0)  # the graph writes outputs that it would fuse
-    assert hook.read()["0"]["fires"] == 26
-
-
 def test_the_alarm_comes_a_forward_later_without_waiting(caplog: pytest.LogCaptureFixture) -> None:
     """A NaN in one forward is logged in one of the next, once."""
     model, hook = model_of(), nan_alarm()
@@ -187,31 +127,6 @@ def test_the_alarm_comes_a_forward_later_without_waiting(caplog: pytest.LogCaptu
         until(go_on)
     assert [message.split()[0] for message in caplog.messages] == ["0", "1", "2", "3"]
     assert "64 NaN" in caplog.messages[0]
-
-
-@pytest.mark.parametrize("factory", [activation_stats, nan_alarm, record_mean])
-def test_metrics_of_many_modules_are_one_transfer(factory: Any) -> None:
-    """However many there are, who asks waits for the device once."""
-    model, hook = model_of(), factory({})
-    with hl.attach(model, "*", hook), torch.inference_mode():
-        for _ in range(6):
-            model(torch.randn(2, 64, device="cuda", dtype=torch.bfloat16))
-    hook.to_metrics()
-    with warnings.catch_warnings(record=True) as waits:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        hook.to_metrics()
-        torch.cuda.set_sync_debug_mode("default")
-    assert len([each for each in waits if "called a synchronizing" in str(each.message)]) == 1
-
-
-def test_the_alarm_that_raises_raises_in_the_same_forward() -> None:
-    """Which is what the waiting is for."""
-    module = nn.Identity()
-    module.register_forward_hook(nan_alarm({"action": "raise"}))
-    module(torch.ones(4, device="cuda"))
-    with pytest.raises(hl.errors.NonFiniteError, match="1 NaN"):
-        module(torch.tensor([1.0, torch.nan], device="cuda"))
 
 
 def test_export_is_what_the_forward_gave_out_though_it_is_changed_at_once(tmp_path: Path) -> None:
@@ -284,28 +199,6 @@ def test_a_cuda_graph_can_be_captured_under_them(mode: Any, tmp_path: Path) -> N
         hook.close()
     assert hooks[2].tokens() == {"Linear.0": 6}
     assert len(list(read_export(tmp_path))) == 3
-
-
-def test_a_hook_that_first_fires_in_a_capture_leaves_it_whole() -> None:
-    """Nothing can be made ready there: such a forward is not counted, the graph is recorded, later forwards count."""
-    hooks = [activation_stats({"stats": ["mean"]}), nan_alarm()]
-    module, x = nn.Linear(8, 8, device="cuda"), torch.randn(2, 8, device="cuda")
-    with torch.inference_mode():
-        module(x)
-        torch.cuda.synchronize()
-        for hook in hooks:
-            module.register_forward_hook(hook)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = module(x)
-        graph.replay()
-        torch.cuda.synchronize()
-        want = module.forward(x)
-        assert torch.allclose(out, want)
-        assert hooks[0].to_metrics() == {}
-        module(x)
-    assert hooks[0].to_metrics()["Linear.0/mean"] == pytest.approx(want.mean().item(), abs=1e-5)
-    assert hooks[1].to_metrics()["Linear.0/nonfinite"] == 0
 
 
 def test_scores_and_choices_are_those_of_the_cpu() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 import warnings
 import weakref
@@ -22,7 +20,6 @@ import hookline as hl
 from hookline import factories
 from hookline.errors import HooklineWarning
 from hookline.factories import Tokens, current_tokens, serving
-from hookline.sites.signature import changes_in_place, may_return_value, what_it_reads
 
 OBSERVERS: dict[str, dict[str, Any]] = {
     "activation_stats": {"stats": ["mean", "std", "absmax", "zero_fraction", "nan", "dead_fraction"]},
@@ -103,22 +100,6 @@ def test_observers_return_nothing_and_keep_no_output(name: str, tmp_path: Path) 
     assert kept() is None
 
 
-@pytest.mark.parametrize("name", [*OBSERVERS, "steer"])
-def test_a_model_under_plain_hooks_can_be_copied_and_pickled(name: str, tmp_path: Path) -> None:
-    """Observers stay behind: the copy tells nobody anything. An edit is part of what the copy computes."""
-    hook, model, x = made(name, tmp_path), nn.Sequential(nn.Linear(3, 3)), torch.ones(2, 3)
-    model[0].register_forward_hook(hook)
-    want = model(x)
-    before = hook.to_metrics()
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(twin(x), want)
-    hook.close()
-    if name != "export":  # whose thread may have been at work meanwhile
-        assert hook.to_metrics() == before
-    else:
-        assert hook.to_metrics()["written_tensors"] == 1
-
-
 def test_activation_checkpointing_is_counted_once(tmp_path: Path) -> None:
     """What the backward pass repeats was counted the first time, by all of them; the control sees it twice."""
     from torch.utils.checkpoint import checkpoint
@@ -157,15 +138,3 @@ def test_rows_are_those_of_the_innermost_forward_of_this_thread() -> None:
             assert current_tokens() is None
     assert current_tokens() is None
     assert elsewhere == [None]
-
-
-@pytest.mark.parametrize(
-    ("name", "reads"),
-    [("activation_stats", "o"), ("nan_alarm", "o"), ("record_mean", "o"), ("log_shapes", "ao"), ("export", "ao")],
-)
-def test_compiled_code_sees_that_observers_only_look(name: str, reads: str, tmp_path: Path) -> None:
-    """By their code: they return nothing, change nothing in place, and have no more kept for them than they look at."""
-    hook = made(name, tmp_path)
-    assert not may_return_value(hook)
-    assert not changes_in_place(hook)
-    assert what_it_reads(hook, with_kwargs=False) == reads

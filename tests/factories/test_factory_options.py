@@ -100,11 +100,6 @@ def test_values_that_mean_nothing_are_refused(name: str, config: Any, message: s
         getattr(factories, name)(config)
 
 
-def test_null_means_the_default() -> None:
-    """As in specs: a key with null is as if it were left out."""
-    factories.activation_stats({"stats": None, "every": None, "file": None}).close()
-
-
 def test_a_file_of_steer_has_to_have_the_key(tmp_path: Path) -> None:
     """The message lists what there is; with one tensor the key may be left out."""
     file = tmp_path / "vectors.safetensors"
@@ -118,17 +113,3 @@ def test_a_file_of_steer_has_to_have_the_key(tmp_path: Path) -> None:
     file.write_bytes(b"not one")
     with pytest.raises(hl.errors.OptionError, match="cannot be read"):
         factories.steer({"file": str(file)})
-
-
-def test_a_folder_of_export_may_not_be_a_file(tmp_path: Path) -> None:
-    """Said when the hook is made."""
-    (tmp_path / "states").write_text("")
-    with pytest.raises(hl.errors.OptionError, match="is a file, and folder has to be a folder"):
-        factories.export({"folder": str(tmp_path / "states")})
-
-
-def test_unknown_names_of_the_package_are_attribute_errors() -> None:
-    """So that resolve_callable says what it always says."""
-    with pytest.raises(AttributeError, match="no attribute 'stats'"):
-        hl.specs.resolve_callable("hookline.factories:stats")
-    assert set(FACTORIES) <= set(dir(factories))

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.analyses import MoeRoutingHook
-from hookline.errors import HooklineWarning, OptionError
 from hookline.factories import moe_routing, serving
 
 
@@ -97,15 +96,6 @@ def test_the_weights_of_chosen_experts_are_no_logits(told: dict[str, Any], is_tu
     analysis.finish()
 
 
-def test_a_router_that_cannot_be_read_is_told_once() -> None:
-    """Chosen experts of an unknown number, and their weights: no figure would be right."""
-    hook, router = moe_routing({}), ChosenAlone()
-    with pytest.warns(HooklineWarning, match=r"no chosen experts of a known number.*num_experts"):
-        hook(router, (), router(torch.tensor([[5, 7]] * 6)))
-    hook(router, (), router(torch.tensor([[5, 7]] * 6)))  # a second warning would be an error
-    assert hook.to_metrics() == {}
-
-
 def test_tokens_without_finite_logits_are_no_choices() -> None:
     """NaN and infinity are counted apart, and change no other figure; an expert at -inf is only left out."""
     bad = torch.tensor([[torch.nan, 1, 2, 3], [torch.inf, 1, 2, 3], [-torch.inf] * 4])
@@ -130,21 +120,6 @@ def test_padding_of_a_served_batch_is_not_counted() -> None:
     assert hook.to_metrics()[f"{name}/tokens"] == 4
     spread = expected(real, real.topk(1).indices.tolist())["router_entropy"]
     assert hook.to_metrics()[f"{name}/router_entropy"] == pytest.approx(spread, rel=1e-6)
-
-
-def test_a_router_that_does_not_say_its_number_is_counted_by_one_and_told_once() -> None:
-    """The warning names the option; an attribute of the router is enough."""
-    hook, gate = moe_routing({}), nn.Identity()
-    with pytest.warns(HooklineWarning, match=r"does not say how many.*top_k="):
-        hook(gate, (), LOGITS)
-    hook(gate, (), LOGITS)  # a second warning would be an error
-    gate = nn.Identity()
-    gate.top_k = 2
-    told = moe_routing({})
-    told(gate, (), LOGITS)
-    assert set(told.to_metrics().values()) != set(hook.to_metrics().values())
-    with pytest.raises(OptionError, match="top_k is a whole number from 1 on"):
-        moe_routing({"top_k": 0})
 
 
 def mixtral() -> Any:
@@ -184,46 +159,3 @@ def test_the_routers_of_a_mixtral_are_found_and_counted_alike_by_factory_and_ana
     assert found == pytest.approx({**wanted, **summary}, rel=1e-6)
     analysis.finish()
     hl.assert_no_hooks(model, foreign=True)
-
-
-def nudge(module: nn.Module, args: Any, output: Any) -> Any:
-    """Change the weights of experts by a thousandth."""
-    logits, scores, chosen = output
-    return logits, scores * 1.001, chosen
-
-
-def trained(hook: MoeRoutingHook | None, *, edits: bool = False) -> list[Tensor]:
-    """Train a Mixtral for three steps; return its weights, and the state of the random stream."""
-    model = mixtral().train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if hook is not None:
-        hook.start(model)
-    control = hl.attach(model, "role:router", nudge) if edits else None
-    for _ in range(3):
-        logits = model(IDS).logits
-        (logits.square().mean() + torch.rand(()) * logits.mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if hook is not None:
-        hook.finish()
-    if control is not None:
-        control.remove()
-    return [*(each.detach() for each in model.parameters()), torch.get_rng_state()]
-
-
-def test_training_under_the_analysis_ends_bit_for_bit_the_same() -> None:
-    """Weights and random stream; evaluations are not counted. Negative control: an edit is seen by the comparison."""
-    plain, hook = trained(None), MoeRoutingHook()
-    watched = trained(hook)
-    assert all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))
-    state = hook.get_state_tensors()["counts"]
-    assert {float(row[-1]) for row in state.values()} == {3.0 * IDS.numel()}
-    assert not all(torch.equal(one, other) for one, other in zip(plain, trained(None, edits=True), strict=True))
-
-
-def test_a_model_without_experts_turns_the_analysis_off() -> None:
-    """It says what it looked for, and how to name others."""
-    hook, model = MoeRoutingHook(), nn.Sequential(nn.Linear(2, 2))
-    with pytest.warns(HooklineWarning, match="looked for routers of experts"):
-        hook.start(model)
-    assert hook.compute(hl.RunDataContext(hl.HookPoint.POST_EPOCH, 0, model=model)) is None

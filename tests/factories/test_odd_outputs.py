@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +55,3 @@ def test_no_output_stops_a_run(name: str, kind: str, tmp_path: Path) -> None:
         assert metrics["written_tensors"] == (4 if kind in ("float8", "bool", "expanded", "single") else 0)
         assert metrics["written_tensors"] + metrics["unread"] == 4
         assert metrics["errors"] == 0
-
-
-def test_what_is_nested_is_shown_by_its_count(caplog: pytest.LogCaptureFixture) -> None:
-    """Its tensors have sizes of their own."""
-    factories.log_shapes({"level": "warning"})(nn.Identity(), (), ODD["nested"]())
-    assert caplog.messages == ["Identity.0: output (2,) float32 cpu"]
-
-
-def test_ten_thousand_modules_without_names_are_told_apart_in_reasonable_time() -> None:
-    """Of one class, one call each: 0.5 s; with a search for a free name from the first on, 15."""
-    hook, modules, output = factories.log_shapes({}), [nn.Identity() for _ in range(10_000)], torch.ones(3)
-    modules[5].prefix = "Identity.7"  # which somebody else would have got
-    begin = time.process_time()
-    for module in modules:
-        hook(module, (), output)
-    names = {key.rpartition("/")[0] for key in hook.to_metrics()}
-    assert len(names) == 10_000
-    assert time.process_time() - begin < 5.0

@@ -52,15 +52,6 @@ def test_training_leaves_random_streams_alone_and_repeats_itself(tmp_path: Path)
     assert (loaded.threshold, loaded.facts, loaded.width) == (0.7, head.facts, 6)
 
 
-def test_rows_of_captured_activations_may_be_left_out() -> None:
-    """(batch, tokens, features) with a label for each token; -100 is no label."""
-    labels = HALVES.reshape(40, 10).clone()
-    labels[:, 0] = -100
-    head = train_probe(POINTS.reshape(40, 10, 6), labels, held_out=0.0)
-    assert head.facts["rows"] == 360
-    assert head.scores(POINTS.reshape(40, 10, 6)).shape == (40, 10)
-
-
 @pytest.mark.parametrize(
     ("activations", "labels", "says"),
     [
@@ -184,13 +175,6 @@ def test_training_under_a_probe_ends_bit_for_bit_the_same() -> None:
     assert differences(plain, train(by_steering)) != []
 
 
-def test_a_probe_on_the_wrong_module_is_an_error_with_both_widths() -> None:
-    """One that should stop answers must not pass all of them."""
-    model, hook = nn.Linear(4, 4), probe({"head": head_for(0), "action": "stop"})
-    with hl.attach(model, hook), pytest.raises(OptionError, match=r"for 8 features.*\(2, 4\).*put it on the module"):
-        model(torch.ones(2, 4))
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_token_without_a_score_is_flagged(value: float) -> None:
     """NaN or infinity in an activation does not let a token pass; its neighbours keep their scores."""
@@ -204,26 +188,6 @@ def test_a_token_without_a_score_is_flagged(value: float) -> None:
     assert hook.to_metrics()["Identity.0/flagged"] == 1
     with pytest.raises(OptionError, match="have NaN"):
         ProbeHead([(torch.full((1, 8), value), torch.zeros(1))])
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"held_out": 1.0}, "held_out is a share"),
-        ({"held_out": -1}, "held_out is a share"),
-        ({"hidden": -1}, "hidden is a whole number from 0"),
-        ({"hidden": 2.5}, "hidden is a whole number from 0"),
-        ({"threshold": float("nan")}, "threshold is a finite number"),
-        ({"threshold": 1.0}, "between 0 and 1"),
-        ({"weight_decay": float("nan")}, "weight_decay is a finite number"),
-        ({"weight_decay": -1.0}, "weight_decay is 0 or more"),
-        ({"labels": ["a"] * len(POINTS)}, "labels are 0 and 1"),
-    ],
-)
-def test_options_of_training_are_checked(options: dict[str, Any], says: str) -> None:
-    """Each is told before anything is computed."""
-    with pytest.raises(OptionError, match=says):
-        train_probe(POINTS, **{"labels": HALVES, **options})
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.integrations.backward_losses import BackwardLosses
-from hookline.integrations.loader_passes import LoaderPasses
 
 POST_STEP = hl.HookPoint.POST_STEP
 
@@ -61,23 +58,6 @@ def test_a_batch_that_the_loop_skips_after_its_backward_is_no_part_of_a_step(cle
     assert [ctx.loss for ctx in steps] == losses
     assert [ctx.batch_idx for ctx in steps] == [1, 2, 4, 5, 6]
     assert all(torch.equal(ctx.batch_data[0], x) for ctx, x in zip(steps, batches, strict=True))
-
-
-def test_a_zero_grad_of_other_gradients_forgets_nothing() -> None:
-    loop, other, seen = Loop(), nn.Linear(2, 2), Seen()
-    parts: list[float] = []
-    with loop.follow([seen], loader=loop.loader):
-        for number, batch in enumerate(loop.loader):
-            loss = loop.loss_fn(loop.model, batch) / 2
-            loss.backward()
-            parts.append(float(loss.detach()))
-            nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3)  # changes them, and is no reason either
-            other.zero_grad()
-            if number % 2:
-                loop.optimizer.step()
-                loop.optimizer.zero_grad()
-    losses = [ctx.loss for ctx in seen.contexts if ctx.hook_point is POST_STEP]
-    assert losses == pytest.approx([sum(parts[first : first + 2]) for first in (0, 2, 4)])
 
 
 class Marked(torch.Tensor):
@@ -133,20 +113,6 @@ def test_steps_at_which_no_hook_is_due_are_counted_and_change_nothing_of_the_oth
     every, seldom = train(seldom=False), train(seldom=True)
     assert len(every[0]) == 12
     assert seldom == every
-
-
-def test_an_iterator_of_a_followed_loader_is_copied_as_its_own() -> None:
-    class Batches:
-        def __iter__(self) -> Any:
-            return iter([1, 2, 3])
-
-    batches = Batches()
-    passes = LoaderPasses(batches, lambda each: None)
-    iterator = iter(batches)
-    next(iterator)
-    assert list(copy.copy(iterator)) == [2, 3]
-    assert list(copy.deepcopy(iterator)) == list(pickle.loads(pickle.dumps(iterator)))
-    passes.remove()
 
 
 def test_the_loss_of_another_model_is_no_part_of_a_step() -> None:

@@ -13,7 +13,7 @@ from helpers_training import differences
 from torch import nn
 
 import hookline as hl
-from hookline.errors import HooklineWarning, LifecycleError, OptionError
+from hookline.errors import LifecycleError, OptionError
 from hookline.integrations import HostRun
 from hookline.phases import known_phase
 from hookline.sinks import MemorySink
@@ -186,64 +186,6 @@ def test_steps_after_the_last_snapshot_are_reported_at_the_end(fails: bool) -> N
     assert run.manager.global_step == 6
 
 
-def test_a_run_that_ends_with_a_snapshot_or_without_steps_reports_nothing_more() -> None:
-    hook = noting("SNAPSHOT")
-    model = nn.Linear(2, 1)
-    for steps, asked in ((0, False), (5, False), (6, True)):
-        run = HostRun([hook], loop="step", snapshot_every=4)
-        run.begin_run(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for _ in range(steps):
-            run.begin_step()
-            run.end_step(loss=1.0)
-        if asked:  # the host has asked for it
-            run.take_snapshot()
-        run.end_run()
-    assert [ctx.step for ctx in hook.contexts] == [0, 4, 0, 4, 5]
-
-
-def test_a_hook_that_raises_at_the_last_report_hides_no_other_error() -> None:
-    """Without another error it comes through; specs and hooks come off in both cases."""
-
-    class Raises(hl.TrainingHook):
-        hook_points = {hl.HookPoint.SNAPSHOT}
-
-        def compute(self, ctx: hl.RunDataContext) -> None:
-            if ctx.step == 1:
-                raise ValueError("a bad day")
-
-    for error in (None, KeyError("of the loop")):
-        run = HostRun([Raises()], loop="step", snapshot_every=4)
-        model = nn.Linear(2, 1)
-        run.begin_run(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for _ in range(2):
-            run.begin_step()
-            run.end_step(loss=1.0)
-        if error is None:
-            with pytest.raises(ValueError, match="a bad day"):
-                run.end_run()
-        else:
-            run.end_run(error)
-        assert not run.is_running
-
-
-def test_several_batches_make_one_step() -> None:
-    """Gradient accumulation: one step, whose batch is all of them."""
-    hook = noting("POST_STEP")
-    model = nn.Linear(2, 1)
-    run = HostRun([hook])
-    run.begin_run(model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2)
-    run.begin_epoch(0)
-    for _ in range(3):
-        run.begin_step(batch="first")
-        run.add_batch("second")
-        run.end_step(loss=1.0)
-    run.end_epoch()
-    run.end_run()
-    assert [ctx.step for ctx in hook.contexts] == [0, 1, 2]
-    assert [tuple(ctx.batch_data) for ctx in hook.contexts] == [("first", "second")] * 3
-    assert [ctx.batch_idx for ctx in hook.contexts] == [0, 2, 4]
-
-
 def test_the_scaler_of_the_host_is_put_back() -> None:
     """Interventions train with the host's scaler; its scale, its count and the weights are as without them."""
 
@@ -269,20 +211,6 @@ def test_the_scaler_of_the_host_is_put_back() -> None:
         return {**left_by(experiment), "scale": torch.tensor(scaler.get_scale())}
 
     assert differences(train(), train(Elsewhere(), Remembers())) == []
-
-
-def test_the_host_counts_the_steps() -> None:
-    """Schedules go by the host's number of a step, also where it begins late or leaves some out."""
-    hook = noting("POST_STEP", step_schedule=hl.StepSchedule("stride", stride=10))
-    model = nn.Linear(2, 1)
-    run = HostRun([hook])
-    run.begin_run(model, torch.optim.SGD(model.parameters(), lr=0.1), step=5)
-    run.begin_epoch(0)
-    for step in (5, 6, 10, 19, 20, 21):
-        run.begin_step(step)
-        run.end_step()
-    run.end_run()
-    assert [ctx.step for ctx in hook.contexts] == [10, 20]
 
 
 def test_phases_are_told_and_left() -> None:
@@ -340,23 +268,6 @@ def test_what_is_missing_is_said() -> None:
         HostRun(["norms"], manager=hl.HookManager())
     with pytest.raises(LifecycleError, match="has no format"):
         run.load_state_dict({})
-
-
-def test_a_hook_that_requires_more_is_left_out_with_a_warning() -> None:
-    """``requires`` is held against what the host has, and what the user says it has."""
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    needs = noting("POST_STEP", requires={"environment"})
-    run = HostRun([needs])
-    with pytest.warns(HooklineWarning, match="requires environment"):
-        run.begin_run(model, optimizer)
-    run.end_run()
-    told = HostRun([needs], capabilities={"environment"})
-    told.begin_run(model, optimizer)
-    told.begin_step()
-    told.end_step()
-    told.end_run()
-    assert needs.points == ["POST_STEP"]
 
 
 def test_a_run_file_serves_a_host(tmp_path: Any) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
 from hookline.cli.main import main
-from hookline.errors import LifecycleError, OptionError
+from hookline.errors import OptionError
 from hookline.testing.model_hooks import HOOK_CALLS
 
 L = pytest.importorskip("lightning")
@@ -180,66 +179,6 @@ def test_the_run_is_the_same_to_the_last_bit(case: str, tmp_path: Path) -> None:
     assert nested_differences(nudged, plain) != []
 
 
-@pytest.mark.parametrize(("case", "steps"), [("plain", 7), ("accumulated", 3), ("manual", 7)])
-def test_the_points_come_in_order_with_batch_loss_and_evaluation(case: str, steps: int, tmp_path: Path) -> None:
-    seen = Seen()
-    fit(tmp_path, [seen], max_epochs=2, **RUNS[case])
-    expected: list[tuple[str, int, int | None]] = []
-    for epoch in range(2):
-        first = epoch * steps
-        expected.append(("PRE_EPOCH", epoch, first - 1 if first else None))
-        for step in range(first, first + steps):
-            expected += [("PRE_STEP", epoch, step), ("POST_STEP", epoch, step)]
-        expected += [("POST_EPOCH", epoch, first + steps - 1), ("SNAPSHOT", epoch, first + steps - 1)]
-    assert seen.places() == expected
-    for ctx in seen.contexts:
-        if ctx.hook_point is POINTS.POST_STEP:
-            assert ctx.loss > 0
-            assert ctx.batch_data is not None
-        if ctx.hook_point is POINTS.POST_EPOCH:
-            assert ctx.loss > 0
-            assert ctx.eval_metrics["val_loss"] > 0
-    rates = [ctx.lr for ctx in seen.contexts if ctx.hook_point is POINTS.POST_EPOCH]
-    assert case == "manual" or rates == [5e-3, 2.5e-3]
-
-
-@pytest.mark.parametrize(("fails", "steps"), [(False, [0, 4, 6]), (True, [0, 4, 5])])
-def test_the_steps_after_the_last_snapshot_are_reported_at_the_end(
-    fails: bool, steps: list[int], tmp_path: Path
-) -> None:
-    """Of seven steps, in a run that counts them; also where the last of them fails."""
-
-    class Fails(L.Callback):
-        def on_before_backward(self, trainer: Any, *_: Any) -> None:
-            if fails and trainer.global_step == 6:
-                raise ValueError("a bad day")
-
-    seen = Seen()
-    callback = HooklineCallback([seen], sinks=[], loop="step", snapshot_every=4)
-    with pytest.raises(ValueError, match="a bad day") if fails else nullcontext():
-        fit(tmp_path, callbacks=[callback, Fails()], max_epochs=1)
-    assert [step for point, _, step in seen.places() if point == "SNAPSHOT"] == steps
-
-
-def test_interventions_train_whatever_training_step_calls_its_arguments(tmp_path: Path) -> None:
-    class Short(Net):
-        def training_step(self, b: Any, i: int) -> Tensor:  # type: ignore[override]
-            return self.loss(b)
-
-    class One(Net):
-        def training_step(self, batch: Any) -> Tensor:  # type: ignore[override]
-            return self.loss(batch)
-
-    class Any_(Net):
-        def training_step(self, *given: Any) -> Tensor:
-            assert given[1:] == (0,) or given[1] > 0
-            return self.loss(given[0])
-
-    for module in (Short, One, Any_):
-        _, callback = fit(tmp_path, [TrainsAnEpoch()], module=module, max_epochs=1)
-        assert callback.manager.hooks.fired["trains"] > 2
-
-
 def test_a_watch_counts_training_and_not_validation(tmp_path: Path) -> None:
     counts: list[int] = []
 
@@ -265,22 +204,6 @@ def test_hooks_go_on_from_lightnings_own_checkpoint(every: int, tmp_path: Path) 
     _, resumed = fit(tmp_path, _stateful(), max_epochs=2, checkpoint=str(file))
     ours, theirs = resumed.manager.get_hook("counting"), callback.manager.get_hook("counting")
     assert (ours.count, resumed.manager.global_step) == (theirs.count, callback.manager.global_step) == (16, 13)
-
-
-def test_a_checkpoint_that_is_saved_after_training_has_the_state_of_its_end(tmp_path: Path) -> None:
-    class SavesLast(L.Callback):
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            trainer.save_checkpoint(tmp_path / "last.ckpt")
-
-    last = str(tmp_path / "last.ckpt")
-    for hooks, told in ((_stateful(), 0), ((), 1)):
-        fit(tmp_path, hooks, max_epochs=1, callbacks=[SavesLast()])
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            _, resumed = fit(tmp_path, _stateful(), max_epochs=2, checkpoint=last)
-        assert sum("so hooks begin anew" in str(one.message) for one in caught) == told
-        assert resumed.manager.get_hook("counting").count == (8 if told else 16)
-        assert resumed.manager.global_step == 13
 
 
 def _stateful() -> list[Any]:
@@ -328,39 +251,6 @@ def test_a_trainer_may_have_two_callbacks_but_not_one_twice(tmp_path: Path) -> N
     trainer.callbacks.append(one)  # as configure_callbacks() of a module may do
     with pytest.raises(OptionError, match="twice"):
         one.on_train_start(trainer, Net())
-
-
-def test_without_sinks_metrics_are_lines_in_the_folder_of_the_run(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    callback = HooklineCallback(["norms"])
-    trainer = L.Trainer(
-        default_root_dir=tmp_path, max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, callbacks=[callback],
-    )  # fmt: skip
-    trainer.fit(Net(), *_data())
-    callback.close()
-    assert "norms/total_norm" in (tmp_path / "hookline" / "trainer.jsonl").read_text()
-
-
-def test_an_error_in_the_module_ends_the_run_and_comes_through(tmp_path: Path) -> None:
-    class Fails(Net):
-        def on_train_epoch_end(self) -> None:
-            raise ZeroDivisionError
-
-    torch.manual_seed(0)
-    seen = Seen()
-    with pytest.raises(ZeroDivisionError):
-        fit(tmp_path, [seen], module=Fails)
-    assert seen.places()[-1][0] == "SNAPSHOT"
-
-
-def test_what_makes_no_sense_is_refused() -> None:
-    with pytest.raises(OptionError, match="no hooks"):
-        HooklineCallback()
-    with pytest.raises(OptionError, match="report_to="):
-        HooklineCallback(["norms"], report_to="wandb")
-    with pytest.raises(LifecycleError, match="has been trained yet"):
-        FabricCallback(["norms"]).manager
 
 
 # -- Fabric ----------------------------------------------------------------------------------------------------

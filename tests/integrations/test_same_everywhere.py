@@ -10,21 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import accelerate
-import lightning
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from helpers_hosts import metrics_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 import hookline as hl
-from hookline.integrations.accelerate import follow
-from hookline.integrations.fabric import FabricCallback
-from hookline.integrations.lightning import HooklineCallback as LightningCallback
-from hookline.integrations.transformers import HooklineCallback
 from hookline.sinks import MemorySink
 
 POINTS = hl.HookPoint
@@ -126,6 +119,9 @@ def by_epoch_loop(parts: Parts, folder: Path) -> None:
 
 def by_trainer(parts: Parts, folder: Path) -> None:
     """The Trainer of Hugging Face."""
+    import transformers
+
+    from hookline.integrations.transformers import HooklineCallback
 
     class InOrder(transformers.Trainer):
         def _get_train_sampler(self, dataset: Any = None) -> Any:
@@ -144,6 +140,10 @@ def by_trainer(parts: Parts, folder: Path) -> None:
 
 def by_accelerate(parts: Parts, folder: Path) -> None:
     """A loop that Accelerate has prepared."""
+    import accelerate
+
+    from hookline.integrations.accelerate import follow
+
     accelerator = accelerate.Accelerator(cpu=True)
     model, optimizer, loader = accelerator.prepare(parts.model, parts.optimizer, parts.loader)
     with follow(
@@ -173,6 +173,9 @@ def by_bare_loop(parts: Parts, folder: Path) -> None:
 
 def by_lightning(parts: Parts, folder: Path) -> None:
     """The Trainer of Lightning."""
+    import lightning
+
+    from hookline.integrations.lightning import HooklineCallback
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -186,7 +189,7 @@ def by_lightning(parts: Parts, folder: Path) -> None:
         def configure_optimizers(self) -> Any:
             return parts.optimizer
 
-    callback = LightningCallback(parts.hooks, sinks=[parts.sink])
+    callback = HooklineCallback(parts.hooks, sinks=[parts.sink])
     trainer = lightning.Trainer(
         default_root_dir=folder, max_epochs=EPOCHS, accelerator="cpu", logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[callback],
@@ -196,6 +199,10 @@ def by_lightning(parts: Parts, folder: Path) -> None:
 
 def by_fabric(parts: Parts, folder: Path) -> None:
     """A loop with Lightning Fabric."""
+    import lightning
+
+    from hookline.integrations.fabric import FabricCallback
+
     loss_fn = lambda model, batch: model(**batch)["loss"]  # noqa: E731
     callback = FabricCallback(parts.hooks, sinks=[parts.sink], loss_fn=loss_fn)
     fabric = lightning.Fabric(accelerator="cpu", devices=1, callbacks=[callback])

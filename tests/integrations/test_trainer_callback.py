@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from helpers_trainer import left_by_trainer, make_trainer, tiny_gpt2, tokens
 from helpers_training import differences
 
 import hookline as hl
-from hookline.errors import HooklineWarning, OptionError
+from hookline.errors import HooklineWarning
 from hookline.integrations.transformers import STATE_FILE, HooklineCallback
 from hookline.phases import known_phase
 from hookline.sinks import MemorySink
@@ -91,44 +89,6 @@ def test_the_run_of_a_trainer_stays_the_same(tmp_path: Path) -> None:
     assert "evaluation_loop" not in vars(hooked)
 
 
-@pytest.mark.parametrize(("fails", "steps"), [(False, [0, 7, 14, 19]), (True, [0, 7, 14, 16])])
-def test_the_steps_after_the_last_snapshot_are_reported_at_the_end(
-    fails: bool, steps: list[int], tmp_path: Path
-) -> None:
-    """Of twenty steps, in a run that counts them; also where step 17 fails."""
-    hook = noting("SNAPSHOT")
-    callback = HooklineCallback([hook], sinks=[], loop="step", snapshot_every=7)
-    trainer = make_trainer(tmp_path, callback)
-
-    def fail(*_: Any) -> None:
-        if fails and trainer.state.global_step == 17:
-            raise ValueError("a bad day")
-
-    trainer.model.register_forward_pre_hook(fail)
-    with pytest.raises(ValueError, match="a bad day") if fails else nullcontext():
-        trainer.train()
-    assert [ctx.step for ctx in hook.contexts] == steps
-
-
-def test_a_callback_that_does_change_the_run_is_seen(tmp_path: Path) -> None:
-    """The negative control: one bit of one weight at one step."""
-
-    class Meddles(hl.TrainingHook):
-        hook_points = {POINTS.POST_STEP}
-        step_schedule = hl.StepSchedule("stride", stride=100)
-
-        def compute(self, ctx: hl.RunDataContext) -> None:
-            with torch.no_grad():
-                ctx.model.transformer.wte.weight[3, 0] *= 1 + 2**-22
-
-    bare = make_trainer(tmp_path)
-    bare.train()
-    expected = left_by_trainer(bare)
-    changed = make_trainer(tmp_path, HooklineCallback([Meddles()], sinks=[]))
-    changed.train()
-    assert "weight transformer.wte.weight" in differences(expected, left_by_trainer(changed))
-
-
 def test_points_contexts_and_phases(tmp_path: Path) -> None:
     """Points come in the order of `HookPoint`; contexts have batch, loss, evaluation; evaluation is a phase."""
     phases: list[Any] = []
@@ -176,8 +136,8 @@ def test_accumulated_batches_give_the_numbers_of_one_large_batch(tmp_path: Path)
 @pytest.mark.parametrize(
     ("stop", "strategy"),
     [
-        pytest.param(10, "steps", marks=pytest.mark.variant),
-        pytest.param(10, "epoch", marks=pytest.mark.variant),
+        pytest.param(10, "steps", marks=pytest.mark.slow),
+        pytest.param(10, "epoch", marks=pytest.mark.slow),
         (13, "steps"),
     ],
 )
@@ -226,13 +186,6 @@ def test_metrics_go_to_the_trainers_logger(tmp_path: Path) -> None:
     assert not (tmp_path / "hookline").exists()
 
 
-def test_without_sinks_metrics_are_in_the_output_folder(tmp_path: Path) -> None:
-    """Nothing is lost by leaving sinks= out."""
-    make_trainer(tmp_path, HooklineCallback(["norms"]), num_train_epochs=1).train()
-    text = (tmp_path / "hookline" / "trainer.jsonl").read_text()
-    assert "norms/total_norm" in text
-
-
 def test_a_run_file_says_which_hooks_and_sinks(tmp_path: Path) -> None:
     """The file that ``hookline run`` takes: its hooks and sinks are those of the Trainer's run."""
     (tmp_path / "run.yaml").write_text("experiment: mod_arithmetic\nhooks: [norms]\nsinks: {csv: true}\n")
@@ -240,72 +193,6 @@ def test_a_run_file_says_which_hooks_and_sinks(tmp_path: Path) -> None:
     header = (tmp_path / "hookline" / "trainer.csv").read_text().splitlines()[0]
     assert "norms/total_norm" in header
     assert "training_metrics/loss" in header
-
-
-def test_one_callback_for_two_runs(tmp_path: Path) -> None:
-    """Trained twice, hooks begin anew: the second run gives the metrics of the first."""
-    sink = MemorySink()
-    callback = HooklineCallback([Sums()], sinks=[sink])
-    model = tiny_gpt2()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    trainer = make_trainer(tmp_path, callback, model=model, num_train_epochs=1)
-    trainer.train()
-    first = metrics_of(sink)
-    sink.clear()
-    model.load_state_dict(before)
-    make_trainer(tmp_path, callback, model=model, num_train_epochs=1).train()
-    assert metrics_of(sink) == first
-
-
-def test_a_second_trainer_goes_on_with_the_folder_of_the_first(tmp_path: Path) -> None:
-    """As one does in a notebook: when a Trainer has ended, its log may be written by another."""
-    for records in (1, 2):
-        make_trainer(tmp_path, HooklineCallback([Sums()], sinks=[MemorySink()]), num_train_epochs=1).train()
-        written = (tmp_path / "hookline" / "records.jsonl").read_text().count('"POST_EPOCH"')
-        assert written >= records
-
-
-def test_mistakes_are_said(tmp_path: Path) -> None:
-    """The class in place of an object, one callback twice, an unknown report_to, an option that is spelt wrongly."""
-    with pytest.raises(OptionError, match="an object and not the class"):
-        make_trainer(tmp_path, HooklineCallback)
-    twice = HooklineCallback(["norms"])
-    with pytest.raises(OptionError, match="twice"):
-        make_trainer(tmp_path, twice, twice).train()
-    with pytest.raises(OptionError, match="'sinks' or 'trainer'"):
-        HooklineCallback(["norms"], report_to="wandb")
-    with pytest.raises(OptionError, match=r"here\. Did you mean 'snapshot_every'\? There are: ") as found:
-        HooklineCallback(["norms"], snapshot_evry=4)
-    named = str(found.value).rpartition(": ")[2].rstrip(".").split(", ")
-    assert {"snapshot_every", "loop", "run_file", "report_to"} <= set(named)
-
-
-def test_a_log_makes_a_page_and_lines_of_json_are_answered_with_how(tmp_path: Path, capsys: Any) -> None:
-    """What the error of `hookline report` says is tried: the option, and the command."""
-    from hookline.cli.main import main
-
-    log = tmp_path / "hooks" / "records.jsonl"
-    make_trainer(tmp_path / "out", HooklineCallback(["norms"], log=log), num_train_epochs=1).train()
-    (lines,) = (tmp_path / "out").rglob("*.jsonl")
-    assert main(["report", str(lines)]) == 2
-    said = capsys.readouterr().err
-    assert "log='FOLDER/records.jsonl'" in said
-    assert "then: hookline report FOLDER." in said
-    make_trainer(tmp_path / "usual", HooklineCallback(["norms"]), num_train_epochs=1).train()
-    for folder in (log.parent, tmp_path / "usual" / "hookline"):
-        assert main(["report", str(folder)]) == 0
-        assert (folder / "report.html").exists()
-        assert {"norms/total_norm", "norms/grad_norm", "training_metrics/loss"} <= set(hl.load_run(folder).latest)
-        facts = json.loads((folder / "run.json").read_text())
-        assert facts["status"] == "finished"
-        assert {"command", "versions", "model", "optimizer"} <= set(facts)
-
-
-def test_a_second_callback_is_refused(tmp_path: Path) -> None:
-    """A checkpoint has one file for the state of hooks."""
-    trainer = make_trainer(tmp_path, HooklineCallback([noting()]), HooklineCallback(["norms"]))
-    with pytest.raises(OptionError, match="2 HooklineCallbacks"):
-        trainer.train()
 
 
 @pytest.mark.parametrize("policy", ["raise", "warn", "disable"])

@@ -34,7 +34,7 @@ def test_under_ddp_the_run_stays_the_same_and_names_are_plain(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own, at a graph break
-@pytest.mark.variant
+@pytest.mark.slow
 def test_a_compiled_model_has_plain_names_and_the_same_numbers(tmp_path: Path) -> None:
     """The Trainer compiles the model, hooks see the one inside; by torch's eager backend no number changes."""
 

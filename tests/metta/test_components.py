@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 
 import pytest
@@ -31,17 +30,6 @@ def test_a_policy_runs_its_components_in_order():
     ]
 
 
-def test_the_first_component_takes_whatever_the_policy_is_given():
-    """Several arguments and keyword arguments."""
-
-    class Scaled(nn.Module):
-        def forward(self, x, y, *, by):
-            return (x + y) * by
-
-    policy = hl.metta.PolicyAutoBuilder(OrderedDict(scaled=Scaled(), same=nn.Identity()))
-    assert policy(torch.ones(1), torch.ones(1), by=3).item() == 6.0
-
-
 def test_a_policy_may_be_told_how_to_run():
     """forward(components, *args): here both components on the same input."""
     policy = hl.metta.PolicyAutoBuilder(
@@ -60,20 +48,6 @@ def test_an_unknown_component_is_a_key_error_in_the_words_of_the_source():
             register(component_name="actor", hook=print)
         assert isinstance(error.value, hl.errors.NoMatchError)
     hl.assert_no_hooks(policy)
-
-
-def test_two_registrations_are_two_handles():
-    """Distinct RemovableHandles; both hooks fire, in order, until each is removed."""
-    policy, seen = two(), []
-    handles = [
-        policy.register_component_hook_rule(component_name="head", hook=lambda *_, n=n: seen.append(n)) for n in "ab"
-    ]
-    assert all(isinstance(handle, RemovableHandle) for handle in handles)
-    assert handles[0] is not handles[1]
-    policy(torch.ones(1, 3))
-    handles[0].remove()
-    policy(torch.ones(1, 3))
-    assert seen == ["a", "b", "b"]
 
 
 def test_a_forward_hook_gets_module_inputs_and_output_and_changes_nothing():
@@ -126,17 +100,6 @@ def test_any_model_is_a_policy_by_the_names_of_its_modules():
     assert [id(p) for p in policy.parameters()] == [id(p) for p in model.parameters()]
 
 
-def test_names_of_a_wrapped_model_are_those_without_the_wrapper():
-    """A compiled model, a compiled block."""
-    block = torch.compile(nn.Sequential(nn.Linear(3, 3)), backend="eager")
-    model = torch.compile(nn.Sequential(OrderedDict(block=block)), backend="eager")
-    policy, seen = hl.metta.PolicyAutoBuilder.of(model), []
-    assert list(policy.components) == ["block", "block.0"]
-    policy.register_component_hook_rule(component_name="block.0", hook=lambda *_: seen.append("fired"))
-    model(torch.ones(1, 3))
-    assert seen == ["fired"]
-
-
 @pytest.mark.parametrize(
     "replace",
     [
@@ -161,22 +124,7 @@ def test_a_component_that_is_replaced_is_the_one_that_runs(replace, told):
     assert seen == [new, new]
 
 
-def test_a_component_that_is_compiled_in_place_runs_compiled():
-    """policy.head = torch.compile(policy.head): the compiled one runs, its hook fires."""
-    policy, compiled, seen = two(), [], []
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return graph.forward
-
-    policy.head = torch.compile(policy.head, backend=backend)
-    policy.register_component_hook_rule(component_name="head", hook=lambda *_: seen.append("fired"))
-    with torch.no_grad():
-        policy(torch.ones(1, 3))
-    assert len(compiled) == 1
-    assert seen == ["fired"]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", [None, lambda components, x: components["head"](components["actor_mlp"](x))])
 def test_a_compiled_policy_runs_what_replaced_a_component(forward):
     """In one graph; the code of the old one is not used for the new one."""
@@ -185,59 +133,6 @@ def test_a_compiled_policy_runs_what_replaced_a_component(forward):
     model(x)
     policy.head = nn.Linear(4, 2)
     assert torch.equal(model(x), policy.head(policy.actor_mlp(x)))
-
-
-def test_a_module_of_a_model_that_is_replaced_takes_the_hooks():
-    """of(model), then another module in its place: hooks that are registered from then on fire there."""
-    model, new, seen = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2))), nn.Linear(4, 5), []
-    policy = hl.metta.PolicyAutoBuilder.of(model)
-    model[1][0] = new
-    assert policy.components["1.0"] is model[1][0] is new
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        handle = policy.register_component_hook_rule(component_name="1.0", hook=lambda module, *_: seen.append(module))
-        model(torch.ones(1, 3))
-        handle.remove()
-    assert seen == [new]
-
-
-def test_components_are_changed_where_they_live_and_not_by_their_names():
-    """Deleted from the policy, one is gone from what runs; the mapping itself takes nothing."""
-    policy, x = two(), torch.ones(1, 3)
-    with pytest.raises(TypeError, match="does not support item assignment"):
-        policy.components["head"] = nn.Linear(4, 2)
-    del policy.head
-    assert dict(policy.components) == {"actor_mlp": policy.actor_mlp}
-    assert torch.equal(policy(x), policy.actor_mlp(x))
-
-
-def test_children_that_are_no_components_do_not_run():
-    """A loss that was set on the policy is a child like any other."""
-    policy, x = two(), torch.ones(1, 3)
-    policy.loss = nn.Linear(9, 9)
-    assert "loss" not in policy.components
-    assert torch.equal(policy(x), policy.head(policy.actor_mlp(x)))
-
-
-def test_a_policy_without_components_says_so_when_it_is_called():
-    """An error, not None; with forward= it may well have none."""
-    with pytest.raises(hl.errors.OptionError, match="This policy has no components to run"):
-        hl.metta.PolicyAutoBuilder({})(torch.ones(1))
-    assert hl.metta.PolicyAutoBuilder({}, forward=lambda components, x: x + 1)(1) == 2
-
-
-def test_a_subclass_may_be_made_of_a_model_whatever_its_init_takes():
-    """of(model) does not run it."""
-
-    class Own(hl.metta.PolicyAutoBuilder):
-        def __init__(self, width):
-            super().__init__({"only": nn.Linear(width, width)})
-
-    policy = Own.of(nn.Sequential(nn.Linear(3, 2)))
-    assert type(policy) is Own
-    assert list(policy.components) == ["0"]
-    assert policy(torch.ones(1, 3)).shape == (1, 2)
-    assert list(Own(2).components) == ["only"]
 
 
 def test_a_component_that_never_runs_is_told_of():
@@ -268,46 +163,3 @@ def test_a_hook_that_attaches_itself_is_asked_where():
     policy(torch.ones(1, 3)).sum().backward()
     assert asked == [(policy, policy.head)]
     assert isinstance(handle, RemovableHandle)
-
-
-@pytest.mark.parametrize("name", ["a.b", "", "forward", "components", 3])
-def test_a_name_that_no_child_can_have_is_refused(name):
-    """With the way to use dotted names."""
-    with pytest.raises(hl.errors.OptionError, match=r"A component cannot be called .*PolicyAutoBuilder.of\(model\)"):
-        hl.metta.PolicyAutoBuilder({name: nn.Linear(1, 1)})
-
-
-def test_a_component_that_is_no_module_is_refused():
-    """With its name and what it is."""
-    with pytest.raises(hl.errors.OptionError, match=r"Component 'actor' has to be an nn\.Module, got a function"):
-        hl.metta.PolicyAutoBuilder({"actor": lambda x: x})
-
-
-def test_a_model_in_place_of_components_is_refused():
-    """With the way to use a model."""
-    with pytest.raises(hl.errors.OptionError, match=r"got a Linear; .* PolicyAutoBuilder.of\(model\)"):
-        hl.metta.PolicyAutoBuilder(nn.Linear(1, 1))
-
-
-def test_a_module_dict_holds_components():
-    """As good as any dict."""
-    assert list(hl.metta.PolicyAutoBuilder(nn.ModuleDict({"a": nn.Linear(1, 1)})).components) == ["a"]
-
-
-def test_a_context_starts_empty_and_shows_what_it_has():
-    """model_metrics is a plain dict of its own."""
-    one, other = hl.metta.ComponentContext(), hl.metta.ComponentContext()
-    assert type(one.model_metrics) is dict
-    one.model_metrics["relu_activation_state"] = hl.metta.ReLUActivationState()
-    assert other.model_metrics == {}
-    assert repr(one) == "<ComponentContext with relu_activation_state>"
-
-
-def test_a_policy_loads_what_it_saved():
-    """state_dict() is that of its components; with hooks on, and no warning."""
-    policy, other = two(), two()
-    policy.register_component_hook_rule(component_name="head", hook=lambda *_: None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        other.load_state_dict(policy.state_dict())
-    assert torch.equal(other.head.weight, policy.head.weight)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict
-
 import pytest
 import torch
 
@@ -30,16 +28,6 @@ class LikeATensorDict:
         return self.values[key]
 
 
-@pytest.mark.parametrize(
-    "output",
-    [X, {"hidden": X}, OrderedDict(hidden=X), UserDict(hidden=X), LikeATensorDict(hidden=X)],
-    ids=["tensor", "dict", "OrderedDict", "Mapping", "TensorDict"],
-)
-def test_a_key_finds_its_tensor(output):
-    """In anything that has keys; an output that is a tensor is meant itself."""
-    assert hl.metta.build_extractor("hidden")(output) is X
-
-
 def test_a_tuple_is_the_key_of_a_nested_tensordict():
     """("a", "b") is looked up as one key."""
     assert hl.metta.build_extractor(("a", "b"))(LikeATensorDict(a=LikeATensorDict(b=X))) is X
@@ -53,21 +41,6 @@ def test_a_tuple_is_the_key_of_a_nested_tensordict():
 def test_a_key_passes_over_what_it_cannot_find(output):
     """A missing key, a value that is no tensor, an output without keys: None."""
     assert hl.metta.build_extractor("hidden")(output) is None
-
-
-def test_a_function_is_used_as_it_is():
-    """The very same object."""
-
-    def last(output):
-        return output[-1]
-
-    assert hl.metta.build_extractor(last) is last
-
-
-@pytest.mark.parametrize("spec", [None, 3, 1.5, [], (), ("a", 1)])
-def test_anything_else_stands_for_no_extractor(spec):
-    """None, as in Metta."""
-    assert hl.metta.build_extractor(spec) is None
 
 
 def test_a_tracker_with_an_extractor_that_is_none_is_not_attached_and_says_so():

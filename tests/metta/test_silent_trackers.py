@@ -111,22 +111,6 @@ def test_one_warning_names_component_tracker_and_remedy(component: str, builder:
     assert re.search(why, text), text
 
 
-def test_a_tracker_that_yields_later_or_has_yielded_says_nothing() -> None:
-    """Also in an epoch in which nothing came by."""
-    quiet = OrderedDict(first=nn.Linear(4, 4), second=nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    for name, make in BACKWARD.items():
-        assert run("second", make(), "backward", quiet) == [], name
-    assert run("second", hl.metta.attach_relu_activation_hooks(), "forward", quiet) == []
-    assert run("second", hl.metta.attach_relu_activation_hooks(), "forward", quiet, steps=0) == []
-
-
-def test_a_tracker_whose_phase_never_comes_says_so() -> None:
-    """In a loop of one's own that only trains, during="intervention" counts nothing."""
-    quiet = OrderedDict(first=nn.Linear(4, 4))
-    (text,) = run("first", hl.metta.attach_relu_activation_hooks(during="intervention"), "forward", quiet)
-    assert "every pass so far was outside of during=('intervention')" in text
-
-
 def test_an_evaluation_in_a_loop_of_ones_own_does_not_count_for_trackers() -> None:
     """As it comes before training, in the middle and without gradients: the numbers are those of training alone."""
     counted = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import pytest
 import torch
 from torch import nn
 
@@ -61,38 +60,6 @@ def test_the_order_is_that_of_the_source_whatever_the_order_in_the_context():
     ]
 
 
-def test_metrics_are_reported_once_and_trackers_start_anew():
-    """The second epoch has only what came after the first."""
-    context, sink = full_context(), Noting()
-    reporter = hl.metta.StatsReporter(context, sinks=[sink])
-    first = reporter.on_epoch_end(0)
-    assert first["activations/relu/c/0"] == 1.0
-    assert reporter.on_epoch_end(1) == {}
-    context.model_metrics["relu_activation_state"].update("c", torch.zeros(2))
-    assert reporter.on_epoch_end(2) == {"activations/relu/c/0": 0.0, "activations/relu/c/1": 0.0}
-    assert [epoch for _, epoch, _ in sink.taken] == [0, 1, 2]
-    assert sink.taken[0] == (first, 0, "POST_EPOCH")
-
-
-def test_epochs_are_counted_if_nobody_does():
-    """From nought, or from the last that was given."""
-    sink = Noting()
-    reporter = hl.metta.StatsReporter(hl.metta.ComponentContext(), sinks=[sink])
-    for epoch in (None, None, 7, None):
-        reporter.on_epoch_end(epoch)
-    assert [epoch for _, epoch, _ in sink.taken] == [0, 1, 7, 8]
-
-
-def test_something_else_under_the_key_of_a_tracker_is_passed_over():
-    """A string, a tracker of another kind: no metrics, no error, and it stays."""
-    context = hl.metta.ComponentContext()
-    other = hl.metta.ReLUActivationState()
-    other.update("c", torch.ones(1))
-    context.model_metrics |= {"relu_activation_state": "text", "fisher_information_state": other}
-    assert hl.metta.StatsReporter(context).on_epoch_end() == {}
-    assert context.model_metrics["fisher_information_state"] is other
-
-
 def test_a_tracker_of_ones_own_is_reported_after_the_others():
     """Anything with to_metrics and reset; what has neither is passed over."""
 
@@ -122,18 +89,6 @@ def test_a_sink_that_fails_does_not_keep_the_others_from_theirs(caplog):
     assert "Failing could not take the metrics of epoch 3" in caplog.text
     assert "disk full" in caplog.text
     assert context.model_metrics["gradient_flow_state"].to_metrics() == {}
-
-
-def test_a_sink_cannot_change_what_the_next_one_gets():
-    """Each has a dictionary of its own."""
-
-    class Greedy(Noting):
-        def emit(self, metrics, epoch, hook_point):
-            metrics.clear()
-
-    sink = Noting()
-    metrics = hl.metta.StatsReporter(full_context(), sinks=[Greedy(), sink]).on_epoch_end()
-    assert sink.taken[0][0] == metrics != {}
 
 
 class Faulty:
@@ -168,46 +123,3 @@ def test_a_tracker_that_cannot_be_read_does_not_keep_the_others_from_being_repor
     assert faulty.resets == 0
     assert caplog.text.count("'faulty' could not be read at the end of epoch 0") == 1
     assert caplog.text.count("RuntimeError: no to_metrics") == 1
-
-
-def test_a_tracker_that_cannot_be_reset_does_not_keep_the_others_from_it(caplog):
-    """Its metrics have gone out with all others; it is logged once."""
-    context, sink, own = full_context(), Noting(), Faulty(None)
-    context.model_metrics = {"faulty": Faulty("reset"), **context.model_metrics, "own": own}
-    reporter = hl.metta.StatsReporter(context, sinks=[sink])
-    with caplog.at_level(logging.ERROR, logger="hookline"):
-        metrics = reporter.on_epoch_end()
-        reporter.on_epoch_end()
-    assert sink.taken[0][0] == metrics
-    assert "own/value" in metrics
-    assert own.resets == 2
-    assert context.model_metrics["relu_activation_state"].to_metrics() == {}
-    assert caplog.text.count("'faulty' could not be reset at the end of epoch 0") == 1
-
-
-def test_weights_that_cannot_be_read_do_not_keep_trackers_from_being_reported(caplog):
-    """A policy that is none."""
-    with caplog.at_level(logging.ERROR, logger="hookline"):
-        metrics = hl.metta.StatsReporter(full_context(), policy="no model").on_epoch_end()
-    assert "activations/relu/c/0" in metrics
-    assert "'policy' could not be read" in caplog.text
-
-
-def test_trackers_are_reset_when_the_sinks_have_their_metrics():
-    """A sink that is interrupted loses nothing: the next report has it all."""
-
-    class Interrupted:
-        def emit(self, metrics, epoch, hook_point):
-            raise KeyboardInterrupt
-
-    context = full_context()
-    with pytest.raises(KeyboardInterrupt):
-        hl.metta.StatsReporter(context, sinks=[Interrupted()]).on_epoch_end()
-    assert "activations/relu/c/0" in hl.metta.StatsReporter(context).on_epoch_end()
-
-
-def test_the_sinks_of_hookline_take_the_metrics():
-    """MemorySink, as it is."""
-    sink = hl.sinks.MemorySink()
-    hl.metta.StatsReporter(full_context(), sinks=[sink]).on_epoch_end(4)
-    assert sink.series("activations/relu/c/0") == [(4, 1.0)]

@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("trackers_distributed.py")
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-@pytest.mark.variant
+@pytest.mark.slow
 def test_a_wrapped_policy_has_the_numbers_of_a_plain_one_in_each_process(tmp_path):
     """Two processes, different data: activations and gradients are local, before anybody averages or shards them."""
     done = run_warm(

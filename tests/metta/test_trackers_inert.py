@@ -37,7 +37,7 @@ def test_training_with_all_trackers_twice_ends_with_the_same_bits():
     assert metrics == train(make_tool(*BUILDERS))[1]
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_compiled_training_with_all_trackers_ends_with_the_same_bits():
     """Under aot_eager, in one graph, each registered twice; the numbers are those of once in an eager run."""
     left, metrics = train(make_tool(*BUILDERS, times=2), steps=3, compiled=True)

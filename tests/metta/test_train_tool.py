@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -34,17 +33,6 @@ def noting(events: list[str], label: str):
     return builder
 
 
-def test_nothing_is_attached_until_there_is_a_policy():
-    """Adding stores name and builder, and calls neither builder nor policy."""
-    tool, events = hl.metta.TrainTool(), []
-    builder = noting(events, "a")
-    tool.add_training_hook("actor_mlp", builder)
-    tool.add_training_backward_hook("actor_mlp", builder)
-    assert tool._training_hooks == [("actor_mlp", builder)]
-    assert tool._training_backward_hooks == [("actor_mlp", builder)]
-    assert tool._active_policy_hooks == tool._active_policy_backward_hooks == events == []
-
-
 def test_forward_hooks_are_made_first_then_backward_hooks_in_the_order_they_were_added():
     """Whatever order the two kinds came in; and they fire."""
     tool, events, policy = hl.metta.TrainTool(), [], make_policy()
@@ -58,20 +46,6 @@ def test_forward_hooks_are_made_first_then_backward_hooks_in_the_order_they_were
     events.clear()
     policy(torch.ones(1, 3)).sum().backward()
     assert events == ["second", "first", "backward"]
-
-
-def test_clearing_takes_every_hook_off():
-    """The lists are empty, the builders stay, the policy is as it was."""
-    tool, events, policy = hl.metta.TrainTool(), [], make_policy()
-    tool.add_training_hook("actor_mlp", noting(events, "a"))
-    tool.add_training_backward_hook("actor_mlp", hl.metta.attach_fisher_information_hooks())
-    tool._register_policy_hooks(policy=policy, trainer=new_trainer())
-    policy(torch.ones(1, 3)).sum().backward()
-    tool._clear_policy_hooks()
-    tool._clear_policy_hooks()
-    assert tool._active_policy_hooks == tool._active_policy_backward_hooks == []
-    assert len(tool._training_hooks) == 1
-    hl.assert_no_hooks(policy, foreign=True)
 
 
 def test_registering_clears_what_an_earlier_policy_had():
@@ -88,30 +62,6 @@ def test_registering_clears_what_an_earlier_policy_had():
     assert events == []
     new(torch.ones(1, 3))
     assert events == ["a"]
-
-
-def test_an_unknown_component_is_passed_over_with_a_warning():
-    """Which names it and those there are; the others are attached."""
-    tool, events, policy = hl.metta.TrainTool(), [], make_policy()
-    for add in (tool.add_training_hook, tool.add_training_backward_hook):
-        add("actor", noting(events, "unknown"))
-        add("actor_mlp", noting(events, "known"))
-    text = "Component 'actor' not found in policy, so its hook is not attached; there are: 'actor_mlp', 'critic_head'."
-    with pytest.warns(hl.HooklineWarning) as caught:
-        tool._register_policy_hooks(policy=policy, trainer=new_trainer())
-    assert [str(each.message) for each in caught] == [text, text]
-    assert caught[0].filename == __file__
-    assert events == ["built known for actor_mlp"] * 2
-
-
-def test_a_builder_that_gives_none_attaches_nothing():
-    """No handle, no warning: that is how a builder says no."""
-    tool, policy = hl.metta.TrainTool(), make_policy()
-    tool.add_training_hook("actor_mlp", lambda name, context: None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tool._register_policy_hooks(policy=policy, trainer=new_trainer())
-    assert tool._active_policy_hooks == []
 
 
 def test_a_model_without_components_is_warned_of_and_left_alone():
@@ -152,41 +102,3 @@ def test_if_a_builder_raises_nothing_stays_attached():
         tool._register_policy_hooks(policy=policy, trainer=new_trainer())
     assert tool._active_policy_hooks == tool._active_policy_backward_hooks == []
     hl.assert_no_hooks(policy)
-
-
-def test_an_exception_in_training_takes_the_hooks_off():
-    """The block ends by an error: it comes out, and nothing stays attached."""
-    tool, policy = hl.metta.TrainTool(), make_policy()
-    tool.add_training_hook("actor_mlp", hl.metta.attach_relu_activation_hooks())
-    tool.add_training_backward_hook("actor_mlp", hl.metta.attach_fisher_information_hooks())
-
-    def train():
-        with tool.attached(policy=policy, trainer=new_trainer()):
-            policy(torch.ones(1, 3))
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        train()
-    hl.assert_no_hooks(policy, foreign=True)
-    assert tool._active_policy_hooks == []
-
-
-def test_a_handle_that_cannot_be_removed_does_not_keep_the_others_on(caplog):
-    """It is logged; all others come off, and the lists are empty."""
-
-    class Stuck:
-        def remove(self):
-            raise RuntimeError("stuck")
-
-    tool, policy = hl.metta.TrainTool(), make_policy()
-    tool.add_training_hook("actor_mlp", hl.metta.attach_relu_activation_hooks())
-    tool.add_training_backward_hook("critic_head", hl.metta.attach_gradient_flow_hooks())
-    tool._register_policy_hooks(policy=policy, trainer=new_trainer())
-    tool._active_policy_hooks.insert(0, Stuck())
-    with caplog.at_level(logging.WARNING, logger="hookline"):
-        tool._clear_policy_hooks()
-    hl.assert_no_hooks(policy)
-    assert tool._active_policy_hooks == tool._active_policy_backward_hooks == []
-    [record] = [record for record in caplog.records if record.name.startswith("hookline")]
-    assert "could not be removed" in record.getMessage()
-    assert "stuck" in record.exc_text

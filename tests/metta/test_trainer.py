@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers_loops import noting
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import hookline as hl
 
@@ -88,13 +87,6 @@ def test_any_model_is_taken_by_its_dotted_names():
     hl.assert_no_hooks(model, foreign=True)
 
 
-def test_a_dataset_is_cut_into_batches():
-    """Shuffled, 32 at a time."""
-    data = TensorDataset(torch.randn(80, 3), torch.randn(80, 1))
-    trainer = hl.metta.TrainTool(policy=make_policy(), data=data, epochs=2).invoke()
-    assert trainer.result.steps == 6
-
-
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_however_training_ends_the_hooks_come_off_and_sinks_are_flushed(error):
     """It comes out as it is."""
@@ -133,37 +125,3 @@ def test_hooks_over_time_run_as_well():
     tool.invoke()
     assert sink.series("noting/seen") == [(0, 1), (1, 2)]
     assert hook.contexts[0].val_acc == 1.0
-
-
-def test_a_policy_without_data_is_refused():
-    """With what to do about it."""
-    with pytest.raises(hl.errors.OptionError, match=r"no data to train.*Give TrainTool data="):
-        hl.metta.TrainTool(policy=make_policy()).invoke()
-
-
-def test_a_run_can_be_repeated():
-    """Each with a trainer of its own; hooks are on once, and those over time start anew."""
-    hook = noting("POST_STEP")
-    tool = hl.metta.TrainTool(policy=make_policy(), data=make_data(), hooks=[hook])
-    tool.add_training_hook("actor_mlp", hl.metta.attach_relu_activation_hooks())
-    first, second = tool.invoke(), tool.invoke()
-    assert first is not second
-    assert first.metrics[0].keys() == second.metrics[0].keys()
-    assert [ctx.step for ctx in hook.contexts] == [0, 1, 2, 3] * 2
-
-
-def test_the_end_of_an_epoch_may_be_told_to_others_too():
-    """After the trackers were reported, which it does not replace."""
-    told = []
-    trainer = hl.metta.TrainTool(
-        epochs=2, on_epoch_end=lambda epoch, metrics: told.append((epoch, sorted(metrics)))
-    ).invoke()
-    assert told == [(0, ["loss"]), (1, ["loss"])]
-    assert len(trainer.metrics) == 2
-
-
-@pytest.mark.parametrize("policy", [3, lambda: 3])
-def test_a_policy_is_a_module(policy):
-    """Or what makes one."""
-    with pytest.raises(hl.errors.OptionError, match=r"policy= is an nn\.Module, .* got an int"):
-        hl.metta.TrainTool(policy=policy).invoke()

@@ -27,7 +27,7 @@ def planted(mutant: dict[str, str], package: Path) -> None:
 
 def killer(tests: list[str], source: Path) -> str | None:
     """Return the first test that fails with the package of ``source``; None if all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--reruns", "0", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--reruns", "0", "-m", "", *tests]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(source)}, capture_output=True, text=True, check=False
     )

@@ -170,16 +170,6 @@ def test_a_bias_in_front_of_a_normalization_has_not_vanished() -> None:
     assert [s["metric"] for s in finding["sights"]] == ["w/b.weight/param_grad/norm", "w/b.bias/param_grad/norm"]
 
 
-def test_what_could_be_judged_is_counted() -> None:
-    """Of each kind; a curve of a few points is said to be too short, so that silence is not taken for health."""
-    curves = {"train/loss": 30, "eval/val_loss": 5, "eval/val_acc": 30, "h/grad_norm": 3, "h/other": 30}
-    series = RunSeries([Curve(name, np.arange(size), np.ones(size)) for name, size in curves.items()])
-    looked = count_judged({}, series, {})
-    assert looked == {"kinds": [["loss", 1], ["accuracy", 1], ["gradient norm", 0]], "short": 2, "why": ""}
-    (line,) = tell_findings([], looked)
-    assert line.startswith("Nothing unusual")
-
-
 @pytest.mark.parametrize(
     ("curves", "why"),
     [

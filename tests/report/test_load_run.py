@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -122,57 +119,6 @@ def test_a_name_at_several_moments_or_ranks_is_told_apart(tmp_path):
     assert loaded.to_pandas().loc[0].tolist() == [0.0, 1.0, 7.0, 2.0, 3.0]
 
 
-def test_without_the_package_the_error_has_the_line_that_installs_it(run, monkeypatch):
-    """And the way that needs none."""
-    for package in ("pandas", "polars"):
-        monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(
-            hl.errors.MissingPackageError, match=rf"pip install {package}\. Without it: .*run\.series\(name\)"
-        ):
-            getattr(hl.load_run(run), f"to_{package}")()
-
-
-def test_a_table_of_polars_is_made_of_columns_of_one_type(tmp_path, monkeypatch):
-    """Missing is null and NaN stays NaN; what has several types is text. Seen through a stand-in for the package."""
-    polars = types.ModuleType("polars")
-    for name in ("Int64", "Float64", "Boolean", "String"):
-        setattr(polars, name, name)
-    polars.List = lambda dtype: f"List({dtype})"
-    polars.Series = lambda name, values, dtype: (name, (values, dtype))
-    polars.DataFrame = dict
-    monkeypatch.setitem(sys.modules, "polars", polars)
-    log = write(
-        tmp_path,
-        at(0, 0, num=1.5, big=2**80, whole=1, flag=True, text="x", list=[1, 2.0], mixed=[[1], "a"], odd="x"),
-        at(1, 1, num=math.nan, whole=2, flag=False, text="y", list=[], odd=2.5),
-        at(2, 2, whole=3),
-    )
-    made = hl.load_run(log).to_polars()
-    values, dtype = made.pop("num")
-    assert (values[0], math.isnan(values[1]), values[2], dtype) == (1.5, True, None, "Float64")
-    assert made == {
-        "step": ([0, 1, 2], "Int64"),
-        "epoch": ([0, 1, 2], "Int64"),
-        "big": ([2.0**80, None, None], "Float64"),
-        "whole": ([1, 2, 3], "Int64"),
-        "flag": ([True, False, None], "Boolean"),
-        "text": (["x", "y", None], "String"),
-        "list": ([[1.0, 2.0], [], None], "List(Float64)"),
-        "mixed": (['[[1],"a"]', None, None], "String"),
-        "odd": (['"x"', "2.5", None], "String"),
-    }
-
-
-def test_it_shows_itself(run):
-    """As text and in a notebook; names of others are escaped there."""
-    loaded = hl.load_run(run)
-    assert repr(loaded) == "<LoadedRun digits / default, finished, 3 records, 6 metrics, steps -1 to 3>"
-    shown = re.sub(r' style="[^"]*"', "", loaded._repr_html_())
-    assert "<td>norms/total</td><td>4</td><td>4 steps, 0 to 3</td>" in shown
-    nasty = write(run.parent / "nasty", at(0, 0, **{"<b>": 1.0}))
-    assert ">&lt;b&gt;</td>" in hl.load_run(nasty)._repr_html_()
-
-
 # -- what became of it -----------------------------------------------------------------------------------------
 
 
@@ -194,16 +140,6 @@ def test_of_a_step_that_was_recorded_twice_the_newest_counts(tmp_path):
     )
     assert [each.tolist() for each in loaded.series("m/x")] == [[0, 1, 2], [1.0, 5.0, 3.0]]
     assert len(loaded) == 4
-
-
-def test_a_run_without_records_is_one(tmp_path):
-    """It has settings, and says what is missing."""
-    (tmp_path / "run.json").write_text(json.dumps(facts()))
-    loaded = hl.load_run(tmp_path)
-    assert bool(loaded)
-    assert (len(loaded), loaded.metrics, loaded.settings["seed"]) == (0, [], 7)
-    assert loaded.to_pandas().empty
-    assert "records.jsonl" in loaded.remarks[0]
 
 
 # -- which runs ------------------------------------------------------------------------------------------------

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_page import CARD, cards, drawn, page_width, slide, until
+from helpers_page import CARD, cards, drawn, slide, until
 from helpers_report import STATISTICS, large_run, loss_at, small_run, stat_at
-from helpers_waiting import PATIENCE
 
 import hookline as hl
 from hookline.records.log import RecordLog
 from hookline.records.sink import Record, StepSeries
-from hookline.report.report_page import write_page, write_report
+from hookline.report.report_page import write_report
 
 Visit = Callable[..., Any]
 
@@ -54,15 +53,6 @@ def test_the_browser_holds_the_page_to_asking_for_nothing(visit: Visit, made: Pa
     opened.complaints.clear()
 
 
-def test_no_button_of_a_plot_sends_anything_away(visit: Visit, made: Path) -> None:
-    """plotly has one that does; the page has six that do not."""
-    page = visit(made / "small.html").load()
-    drawn(page, "#map")
-    titles = page.eval_on_selector_all("#map .modebar-btn", "all => all.map(one => one.dataset.title)")
-    saved = ["numbers as CSV", "plot as a PNG", "plot as an SVG"]
-    assert sorted(titles) == [*(f"Download {what}" for what in saved), "Pan", "Reset axes", "Zoom"]
-
-
 def test_a_run_that_cannot_be_judged_is_not_said_to_be_well(visit: Visit, tmp_path: Path) -> None:
     """One record of a loss; the words say why."""
     log = RecordLog(tmp_path / "records.jsonl")
@@ -74,6 +64,7 @@ def test_a_run_that_cannot_be_judged_is_not_said_to_be_well(visit: Visit, tmp_pa
     assert "Nothing unusual" not in text
 
 
+@pytest.mark.slow
 def test_the_map_opens_at_the_layer_of_the_first_anomaly_and_the_last_steps_are_folded(
     visit: Visit, tmp_path: Path
 ) -> None:
@@ -101,35 +92,6 @@ def test_the_map_opens_at_the_layer_of_the_first_anomaly_and_the_last_steps_are_
     assert rows.count() == 26
 
 
-def test_a_live_page_loads_itself_anew_and_keeps_what_was_chosen(visit: Visit, tmp_path: Path) -> None:
-    """A second record comes; the scale and the search stay."""
-    log = RecordLog(tmp_path / "records.jsonl")
-    log.append(Record({"train/loss": 1.0, "train/lr": 1.0}, 0, "POST_STEP", 0))
-    path = write_page([tmp_path], live=0.3).path
-    page = visit(path).load("#y=log&find=loss")
-    log.append(Record({"train/loss": 0.25}, 0, "POST_STEP", 1))
-    log.close()
-    write_page([tmp_path])
-    page.wait_for_selector(".card .last:text-is('0.25')", timeout=1000 * PATIENCE)
-    assert page.input_value("#search") == "loss"
-    assert page.is_checked("input[name=y][value=log]")
-
-
-def test_a_curve_that_never_moves_is_shown_at_its_value(visit: Visit, tmp_path: Path) -> None:
-    """Not between -1 and 1. What a watch may cost, and does cost, is at the top."""
-    log = RecordLog(tmp_path / "records.jsonl")
-    took = {"asked": [0.02] * 2, "actual": [0.25, 0.0189], "whole_run": [0.25, 0.11]}
-    budget = {f"budget/watch/{name}": StepSeries(values, [20, 40]) for name, values in took.items()}
-    log.append(Record({"train/lr": StepSeries([0.002] * 50, range(50)), **budget}, 0, "POST_STEP", 49))
-    log.close()
-    page = visit(write_report([tmp_path])).load()
-    drawn(page, CARD.format("train/lr"))
-    low, high = page.evaluate("s => document.querySelector(s)._fullLayout.yaxis.range", CARD.format("train/lr"))
-    assert (low, high) == pytest.approx((0.001, 0.003), rel=1e-4)
-    tiles = " ".join(page.inner_text(".tiles").split()).upper()
-    assert "BUDGET OF WATCH 2 %, TOOK 1.9 %; 11 % OF THE WHOLE RUN" in tiles
-
-
 def test_a_search_narrows_the_metrics_and_finds_those_of_layers(visit: Visit, made: Path) -> None:
     """All words have to match; metrics of single layers come up only when they are looked for."""
     page = visit(made / "small.html").load()
@@ -145,6 +107,7 @@ def test_a_search_narrows_the_metrics_and_finds_those_of_layers(visit: Visit, ma
     assert page.inner_text("#search-result") == "0 of 40 metrics"
 
 
+@pytest.mark.slow
 def test_smoothing_draws_a_moving_average_beside_the_curve(visit: Visit, made: Path) -> None:
     """Unsmoothed, the curve is what was recorded; smoothed, the average is drawn, the curve stays behind it."""
     page = visit(made / "small.html").load()
@@ -166,19 +129,6 @@ def test_smoothing_draws_a_moving_average_beside_the_curve(visit: Visit, made: P
     assert smooth["y"] != pytest.approx(recorded, rel=1e-3)
 
 
-def test_curves_can_be_drawn_over_epochs_and_time_and_by_their_logarithm(visit: Visit, made: Path) -> None:
-    """50 steps are an epoch, 4 a second; the axis is the reader's choice."""
-    page = visit(made / "small.html").load()
-    card = CARD.format("train/loss")
-    drawn(page, card)
-    for axis, last in (("epoch", 4.0), ("time", 50.0), ("step", 199)):
-        page.check(f"input[name=x][value={axis}]", force=True)
-        (trace,) = drawn(page, card)
-        assert trace["x"][-1] == pytest.approx(last)
-    page.check("input[name=y][value=log]", force=True)
-    assert page.evaluate("s => document.querySelector(s).layout.yaxis.type", card) == "log"
-
-
 def test_the_map_has_the_value_of_each_layer_at_each_step(visit: Visit, made: Path) -> None:
     """Rows in the order of the model, columns by step; the first statistic is drawn as it is."""
     page = visit(made / "small.html").load()
@@ -189,6 +139,7 @@ def test_the_map_has_the_value_of_each_layer_at_each_step(visit: Visit, made: Pa
     assert page.evaluate("document.querySelector('#map').layout.yaxis.ticktext[11]") == "layers.11.mlp"
 
 
+@pytest.mark.slow
 def test_the_slider_goes_through_the_statistics_by_keyboard(visit: Visit, made: Path) -> None:
     """An arrow key shows the next one; norms over several decades are coloured by their logarithm, told as they are."""
     page = visit(made / "small.html").load()
@@ -205,6 +156,7 @@ def test_the_slider_goes_through_the_statistics_by_keyboard(visit: Visit, made: 
     assert trace["z"][5][7] == pytest.approx(math.log10(stat_at(5, 7, "norm")), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_click_on_the_map_shows_the_curve_of_that_layer(visit: Visit, made: Path) -> None:
     """The row under the mouse is the row of the curve; the list beside it does the same by keyboard."""
     page = visit(made / "small.html").load()
@@ -224,6 +176,7 @@ class Square(torch.nn.Module):
         return x * x
 
 
+@pytest.mark.slow
 def test_the_first_bad_operation_stands_above_all_anomalies(visit: Visit, tmp_path: Path) -> None:
     """Step, operator, module and line of what the hook found, of a real run; without the hook, how to find them."""
     data = [(torch.full((2, 4), 1e30 if step == 3 else 1.0), torch.zeros(2, 1)) for step in range(6)]
@@ -276,42 +229,7 @@ def test_anomalies_come_first_and_open_their_plot(visit: Visit, made: Path) -> N
     assert page.evaluate("document.querySelector('#row-plot').layout.shapes[0].x0") == 70
 
 
-def test_another_run_to_compare_with_draws_each_plot_in_view_once(visit: Visit, made: Path) -> None:
-    """What is out of view waits until it is seen: drawing is nearly all that such a change costs."""
-    page = visit(made / "two.html").load()
-    drawn(page, "#map")
-    page.evaluate("""() => {
-        window.counts = {};
-        const react = Plotly.react;
-        Plotly.react = (element, ...rest) => {
-            const name = element.id || element.closest("article").dataset.metric;
-            counts[name] = (counts[name] ?? 0) + 1;
-            return react(element, ...rest);
-        };
-    }""")
-    before = page.evaluate("document.querySelector('#map').data[0].z[0][3]")
-    page.select_option("#base", label="digits / stride")
-    until(page, "old => document.querySelector('#map').data[0].z[0][3] !== old", before)
-    counts = page.evaluate("counts")
-    assert {"map", "row-plot"} <= set(counts)
-    assert set(counts.values()) == {1}
-    page.evaluate("scrollTo(0, 0)")
-    until(page, "document.querySelector('#map').getBoundingClientRect().top > innerHeight + 200")
-    page.wait_for_timeout(100)  # the observer tells in the next frame
-    page.evaluate("counts = {}")
-    page.select_option("#base", label="none")
-    assert "map" not in page.evaluate("counts")
-    drawn(page, "#map")
-    until(page, "old => document.querySelector('#map').data[0].z[0][3] === old", before)
-
-
-def test_a_link_to_a_metric_opens_it_when_the_page_is_loaded(visit: Visit, made: Path) -> None:
-    """So that it can be sent to someone."""
-    page = visit(made / "ill.html").load("#open=train%2Floss&step=60")
-    assert page.inner_text("#focus-title") == "train/loss"
-    assert "step 60" in page.inner_text("#focus-text")
-
-
+@pytest.mark.slow
 def test_what_is_not_finite_is_marked_on_the_map_and_on_the_curve(visit: Visit, made: Path) -> None:
     """In a colour of its own on the map; as crosses where the curve has a gap."""
     page = visit(made / "ill.html").load()
@@ -324,6 +242,7 @@ def test_what_is_not_finite_is_marked_on_the_map_and_on_the_curve(visit: Visit, 
     assert crosses["x"] == list(range(80, 100))
 
 
+@pytest.mark.slow
 def test_light_and_dark_follow_the_system_and_the_switch(visit: Visit, made: Path) -> None:
     """The system's choice at first, the reader's afterwards, in plots as well as in text."""
     page = visit(made / "small.html", color_scheme="dark").load()
@@ -338,17 +257,6 @@ def test_light_and_dark_follow_the_system_and_the_switch(visit: Visit, made: Pat
     page.reload()
     page.wait_for_selector("html[data-ready]", state="attached")
     assert page.evaluate(ground) == "rgb(255, 255, 255)"
-
-
-@pytest.mark.parametrize(("name", "width"), [("small.html", 360), ("ill.html", 390), ("two.html", 390)])
-def test_nothing_is_wider_than_a_phone(visit: Visit, made: Path, name: str, width: int) -> None:
-    """The body never scrolls sideways; tables do so by themselves."""
-    page = visit(made / name, width=width, height=800, has_touch=True, is_mobile=True).load()
-    for selector in ("#map", "#row-plot"):
-        drawn(page, selector)
-    assert page_width(page) == width
-    page.evaluate("document.querySelector('h1').textContent = 'x '.repeat(9) + '\\u00a0'.repeat(400)")
-    assert page.evaluate("document.body.style.width = '900px', document.documentElement.scrollWidth") > width  # control
 
 
 def test_two_runs_lie_over_each_other(visit: Visit, made: Path) -> None:
@@ -378,6 +286,7 @@ def test_two_runs_lie_over_each_other(visit: Visit, made: Path) -> None:
     until(page, "location.hash.includes('base=0')")
 
 
+@pytest.mark.slow
 def test_distributions_are_shown_over_time_and_at_one_moment(visit: Visit, made: Path) -> None:
     """Counts by bin as shares on the map, as counts at the moment of the slider."""
     page = visit(made / "small.html").load()
@@ -397,6 +306,7 @@ def test_distributions_are_shown_over_time_and_at_one_moment(visit: Visit, made:
     assert bars["y"] == pytest.approx([8.25 - k for k in range(8)], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_everything_that_can_be_chosen_is_reached_by_the_tab_key(visit: Visit, made: Path) -> None:
     """And has a name that a screen reader can say."""
     page = visit(made / "small.html").load()
@@ -468,6 +378,7 @@ def test_a_run_without_records_or_in_the_middle_of_one_has_a_page(visit: Visit, 
     assert len(drawn(page, CARD.format("train/loss"))[0]["y"]) == 200
 
 
+@pytest.mark.slow
 def test_a_long_curve_is_thinned_until_it_is_looked_at_closely(visit: Visit, tmp_path: Path) -> None:
     """A peak of one step is drawn whatever the width; between the ends of a zoom there is every point."""
     log = RecordLog(tmp_path / "records.jsonl")
@@ -487,6 +398,7 @@ def test_a_long_curve_is_thinned_until_it_is_looked_at_closely(visit: Visit, tmp
     assert [x for x in trace["x"] if 12_300 <= x <= 12_400] == list(range(12_300, 12_401))
 
 
+@pytest.mark.slow
 def test_200_layers_over_2000_steps_are_drawn_whole(visit: Visit, tmp_path: Path) -> None:
     """Every layer has its row, and the file stays below 7 MB, 2 of which are plotly."""
     path = write_report([large_run(tmp_path / "large")])

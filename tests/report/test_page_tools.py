@@ -35,18 +35,7 @@ def _move_to(page: Any, selector: str, share: float, height: float = 0.1) -> Non
     page.mouse.move(box["x"] + share * box["width"], box["y"] + height * box["height"], steps=3)
 
 
-def test_the_mouse_is_told_of_the_nearest_step_wherever_it_is(visit: Visit, made: Path) -> None:
-    """Between two points and far from the curve; the box says which step that is."""
-    page = visit(made / "small.html").load()
-    drawn(page, ACCURACY)  # four points, 50 steps apart
-    _move_to(page, ACCURACY, 0.30, height=0.95)
-    until(page, "s => document.querySelector(s)._hoverdata?.length === 1", ACCURACY)
-    assert _hovered(page, ACCURACY) == [[99, pytest.approx(0.65)]]
-    until(page, "s => document.querySelector(s).querySelector('.hoverlayer').textContent.includes('0.65')", ACCURACY)
-    assert "step 99" in page.locator(f"{ACCURACY} .hoverlayer").text_content()
-
-
-@pytest.mark.variant
+@pytest.mark.slow
 def test_all_curves_show_the_step_under_the_mouse(visit: Visit, made: Path) -> None:
     """The nearest that each of them has; when the mouse leaves, so do they. The address stays as it is."""
     page = visit(made / "small.html").load()
@@ -89,7 +78,7 @@ def test_a_plot_is_saved_under_the_name_of_its_metric(visit: Visit, made: Path) 
     assert b"fill: rgb(255, 255, 255); fill-opacity: 1" in ground
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_the_numbers_of_a_plot_are_saved_as_csv(visit: Visit, made: Path) -> None:
     """Every step with its value, a column for each run or row, whatever the smoothing."""
     page = visit(made / "small.html").load()
@@ -147,32 +136,6 @@ def test_what_was_chosen_is_in_the_address(visit: Visit, made: Path) -> None:
     until(page, "!location.hash.includes('open=') && location.hash.includes('smooth=0.5')")
 
 
-@pytest.mark.variant
-def test_a_link_within_the_page_keeps_what_was_chosen(visit: Visit, made: Path) -> None:
-    """To a section, or to an anomaly; going back closes what was opened and nothing else."""
-    page = visit(made / "ill.html").load()
-    page.check("input[name=y][value=log]", force=True)
-    until(page, "location.hash === '#y=log'")
-    page.click("nav >> text=Layers over steps")
-    until(page, "document.activeElement.id === 'layers'")
-    assert page.evaluate("location.hash") == "#y=log"
-    page.click("a.sight >> text=train/loss")
-    until(page, "location.hash.includes('y=log') && location.hash.includes('open=train')")
-    page.go_back()
-    page.wait_for_selector("#focus:not([open])", state="attached")
-    assert page.is_checked("input[name=y][value=log]")
-
-
-@pytest.mark.variant
-def test_a_link_that_makes_no_sense_is_passed_over(visit: Visit, made: Path) -> None:
-    """The page is as it is without it."""
-    link = "#x=depth&y=&smooth=9&map=99&stat=no&layer=no&hide=7,x&grid=-1&at=99&sort=no&open=no&step=x"
-    page = visit(made / "two.html").load(link)
-    assert [trace["x"][-1] for trace in drawn(page, LOSS)] == [199, 199]
-    assert page.inner_text("#map-statistic-name") == "mean"
-    assert not page.locator("#focus[open]").count()
-
-
 def _paths(pdf: bytes) -> int:
     """How many straight lines there are on all pages of a PDF."""
     total = 0
@@ -192,7 +155,7 @@ def test_the_printed_page_has_every_curve(visit: Visit, made: Path) -> None:
     drawn(page, NORMS)  # and on the screen when it comes into view
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_on_paper_all_plots_are_drawn_light_and_as_wide_as_the_paper(visit: Visit, made: Path) -> None:
     """Nothing beyond 680 pixels, whatever the window; afterwards the page is as it was."""
     page = visit(made / "small.html", width=1600, height=300, color_scheme="dark").load()
@@ -211,45 +174,7 @@ def test_on_paper_all_plots_are_drawn_light_and_as_wide_as_the_paper(visit: Visi
     until(page, "document.querySelector('#map .main-svg').getBoundingClientRect().width > 1000")
 
 
-def test_on_a_phone_every_section_and_every_hook_can_be_read(visit: Visit, made: Path) -> None:
-    """Nothing of them is beyond the edge, and nothing has to be scrolled sideways; sections also on a tablet."""
-    for width in (961, 750, 390):
-        page = visit(made / "small.html", width=width, height=800, has_touch=True, is_mobile=True).load()
-        ends = page.eval_on_selector_all("nav a", "all => all.map(one => one.getBoundingClientRect().right)")
-        assert len(ends) == 6
-        assert max(ends) <= page.locator("nav").evaluate("e => e.getBoundingClientRect().right")
-    cells = "#hook-tables th[scope=row], #hook-tables td"
-    assert max(page.eval_on_selector_all(cells, "all => all.map(one => one.getBoundingClientRect().right)")) <= 390
-    box = page.locator("#hook-tables .scroll")
-    assert box.evaluate("e => e.scrollWidth <= e.clientWidth")
-    assert "Each time: 8.15 ms" in " ".join(
-        page.eval_on_selector_all(
-            "#hook-tables td[data-label]",
-            "all => all.map(e => getComputedStyle(e, '::before').content.replaceAll('\"', '') + e.textContent)",
-        )
-    )
-
-
-@pytest.mark.variant
-def test_one_curve_under_two_names_is_shown_once(visit: Visit, tmp_path: Path) -> None:
-    """Under the loop's own name; the other is told, and found by a search. What differs at one step is two curves."""
-    log = RecordLog(tmp_path / "records.jsonl")
-    for epoch in range(5):
-        both = {"val_acc": epoch / 10, "val_loss": 1.0}
-        metrics = {f"{hook}/{name}": value for hook in ("training_metrics", "eval") for name, value in both.items()}
-        metrics["training_metrics/val_loss"] = 1.0 if epoch < 4 else 2.0
-        log.append(Record(metrics, epoch, "POST_EPOCH", epoch))
-    log.close()
-    page = visit(write_report([tmp_path])).load()
-    assert cards(page) == ["eval/val_loss", "eval/val_acc", "training_metrics/val_loss"]
-    page.fill("#search", "training_metrics acc")
-    until(page, "document.querySelectorAll('article').length === 1")
-    assert cards(page) == ["eval/val_acc"]
-    page.click("button[aria-label='Open eval/val_acc']")
-    assert "training_metrics/val_acc" in page.inner_text("#focus-about")
-
-
-@pytest.mark.variant
+@pytest.mark.slow
 def test_a_dictionary_is_labelled_by_what_its_metric_declares(visit: Visit, tmp_path: Path) -> None:
     """Frequencies, classes; keys of which nothing is known are keys; only a watch's histogram has exponents."""
     log = RecordLog(tmp_path / "records.jsonl")
@@ -304,20 +229,6 @@ def _column(page: Any, name: str) -> list[str]:
     return [row[names.index(name)] for row in rows]
 
 
-def test_a_comparison_has_what_differs_and_what_came_out(visit: Visit, compared: Path) -> None:
-    """Settings that are the same are left out; of accuracies and losses there is the last and the best."""
-    page = visit(compared).load()
-    names = page.eval_on_selector_all(".runs thead th", "all => all.map(one => one.textContent)")
-    assert names == [
-        "run", "status", "strategy", "seed", "lr", "val_acc", "best val_acc", "loss", "best loss",
-        "steps", "duration", "findings",
-    ]  # fmt: skip
-    assert _column(page, "val_acc") == ["0.7", "–", "0.8"]
-    assert _column(page, "best val_acc") == ["0.9", "–", "0.8"]
-    assert _column(page, "lr") == ["0.1", "0.01", "0.001"]
-    assert _column(page, "best loss") == ["0.3333", "0.25", "0.08333"]
-
-
 def _differences(page: Any) -> list[list[str]]:
     rows: list[list[str]] = page.eval_on_selector_all(
         ".differences tr", "all => all.map(row => [...row.children].map(cell => cell.textContent))"
@@ -368,15 +279,6 @@ def test_the_top_of_a_comparison_is_a_short_table_of_what_differs(visit: Visit, 
     assert page_width(visit(tmp_path / "report.html", width=390).load()) <= 390
 
 
-def test_runs_with_the_same_settings_have_no_table_of_what_differs(visit: Visit, tmp_path: Path) -> None:
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "run.json").write_text(json.dumps(facts()))
-    page = visit(write_report(tmp_path)).load()
-    assert _differences(page) == []
-    assert "All settings that are known are the same." in page.inner_text("#head")
-
-
 def test_a_comparison_is_sorted_by_any_column_both_ways(visit: Visit, compared: Path) -> None:
     """Numbers as numbers; runs without a value come last; the address keeps it."""
     opened = visit(compared)
@@ -395,7 +297,7 @@ def test_a_comparison_is_sorted_by_any_column_both_ways(visit: Visit, compared: 
     assert _column(page, "val_acc") == ["0.8", "0.7", "–"]
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_the_legend_hides_a_run_in_all_curves(visit: Visit, compared: Path) -> None:
     """In cards and in the window of one metric; a second press shows it again. The table does the same."""
     page = visit(compared).load()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hookline.records.sink import Record, StepSeries
@@ -83,15 +82,6 @@ def test_lists_and_counts_become_grids_and_other_dictionaries_curves() -> None:
     assert series.words == {"h/word": "ok"}
 
 
-def test_a_list_that_is_longer_than_a_screen_is_averaged_down() -> None:
-    """1,000 places become 256 rows that together have the same mean."""
-    (grid,) = _collected(_record({"h/list": list(range(1000))}, 0)).grids
-    assert grid.values.shape == (256, 1)
-    assert grid.bins[0] == "0–2"
-    assert grid.values[0, 0] == 1.0
-    assert np.all(np.diff(grid.values[:, 0]) > 0)
-
-
 @pytest.mark.parametrize("by_steps", [False, True, "in an older log"])
 def test_the_clock_knows_epochs_and_seconds_unless_the_run_counted_steps(by_steps: bool | str) -> None:
     """In the step loop a record has no epoch; in older logs the step itself."""
@@ -129,10 +119,3 @@ def test_other_hooks_are_placed_by_the_part_that_looks_like_a_layer() -> None:
     assert found["norms/grad/layers.2.weight"] == LayerPlace("norms", "grad", "layers.2.weight")
     assert found["gradient_flow/fc1/norm"] == LayerPlace("gradient_flow", "norm", "fc1")
     assert found["activations/relu/fc1/5"] == LayerPlace("activations/relu", "fc1", "5")
-
-
-def test_names_that_only_share_a_hook_are_no_layers() -> None:
-    """Words are none, two are too few, and what the loop measures is looked at as it is."""
-    names = ["fisher/all/mean", "fisher/all/max", "fisher/all/sum", "h/m/l.0", "h/m/l.1"]
-    names += [f"eval/top/{k}" for k in range(5)]
-    assert layer_places(names) == {}

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import tomllib
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from helpers_report import facts, ill_run, small_run
-from helpers_waiting import PATIENCE
 
-from hookline.errors import MissingPackageError, OptionError
+from hookline.errors import OptionError
 from hookline.records.log import Context, RecordLog
-from hookline.records.sink import Record, StepSeries
+from hookline.records.sink import Record
 from hookline.report import report_page as page
 from hookline.report.loaded_run import load_runs
 from hookline.report.metric_series import Collector
 from hookline.report.report_page import write_report
-from hookline.report.report_runs import distinct_names, find_runs, read_runs
+from hookline.report.report_runs import find_runs, read_runs
 
 
 def test_the_page_lies_beside_the_run_unless_told_otherwise(tmp_path: Path) -> None:
@@ -78,30 +73,6 @@ def test_strategies_in_one_log_are_runs_of_their_own(tmp_path: Path) -> None:
     assert [run.latest["a/x"] for run in load_runs(tmp_path).values()] == [2.0, 2.0]
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    """By where their folders part, or by number."""
-    folders = [small_run(tmp_path / name / "default") for name in ("one", "two")]
-    runs = [run for folder in [*folders, folders[0]] for run in read_runs(folder, Collector)]
-    distinct_names(runs)
-    names = [run.name for run in runs]
-    assert names == [
-        "digits / default (one/default) 1",
-        "digits / default (two/default)",
-        "digits / default (one/default) 2",
-    ]
-    assert list(load_runs(folders)) == ["digits / default (one/default)", "digits / default (two/default)"]
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[1]", '{"status": NaN}', '{"hooks": [], "model": 3, "result": "x", "sink_errors": 1}']
-)
-def test_facts_that_make_no_sense_do_not_stop_the_page(tmp_path: Path, text: str) -> None:
-    """The file may be half written, or somebody else's."""
-    run = small_run(tmp_path)
-    (run / "run.json").write_text(text)
-    assert write_report([run]).exists()
-
-
 def test_a_log_that_is_damaged_in_the_middle_gives_the_rest(tmp_path: Path) -> None:
     """Lines that cannot be read are passed over."""
     run = ill_run(tmp_path)
@@ -121,57 +92,6 @@ def test_what_is_too_much_for_a_page_is_thinned_and_said_so(tmp_path: Path, monk
     assert page._max_points([judged.series], 4000) == 100
     assert "200 points are drawn by 100" in page._run(judged, page.Packer(), 100)["remarks"][-1]
     assert write_report([run], tmp_path / "thin.html").stat().st_size < whole
-
-
-def test_a_log_of_others_with_facts_of_another_form_has_a_page(tmp_path: Path) -> None:
-    """Hooks as a list, in the context of the log; the metric that is a list would ask them what its keys are."""
-    log = RecordLog(tmp_path / "records.jsonl")
-    log.append(Context({"hooks": ["norms"], "model": "mine"}))
-    log.append(Record({"h/list": [1.0, 2.0], "train/loss": 1.0}, 0, "POST_STEP", 0))
-    log.close()
-    assert write_report(tmp_path).exists()
-
-
-@pytest.mark.parametrize(("first", "is_shown"), [(2.3, True), (542.0, False), (-1.0, False)])
-def test_a_perplexity_is_on_the_page_of_a_loss_that_may_be_a_cross_entropy(
-    tmp_path: Path, first: float, is_shown: bool
-) -> None:
-    log = RecordLog(tmp_path / "records.jsonl")
-    metrics = {"t/loss": StepSeries([first] * 9, range(9)), "t/perplexity": StepSeries([9.0] * 9, range(9))}
-    log.append(Record(metrics, 0, "POST_STEP", 8))
-    log.close()
-    (data,) = read_runs(tmp_path, Collector)
-    assert ("t/perplexity" in {curve.name for curve in page.judge(data).series.curves}) is is_shown
-
-
-def test_without_plotly_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no half of a page is left."""
-    run = small_run(tmp_path)
-    page.packed_plotly.cache_clear()
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(MissingPackageError, match=r"Next: pip install plotly\."):
-        write_report([run])
-    assert not (run / "report.html").exists()
-
-
-def test_the_files_of_the_page_are_in_the_package_and_torch_is_not_needed() -> None:
-    """The page is made where only the log is, as well."""
-    for name in ("page.html", "page.css", *page._SCRIPTS):
-        text = (files("hookline.report") / name).read_text(encoding="utf-8")
-        assert "</script" not in text or name == "page.html"
-        assert "http://" not in text.replace("http-equiv", "")
-        assert "https://" not in text
-    code = "import hookline.report.report_page, sys; assert not {'torch', 'plotly'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
-
-
-def test_plotly_is_installed_with_the_package_and_imported_for_a_page_alone() -> None:
-    """`pip install hookline` has the page; importing hookline, or asking for help, does not pay for it."""
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert any(one.startswith("plotly") for one in project["dependencies"])
-    for code in ("import hookline", "from hookline.cli.main import main; main(['--help'])"):
-        tail = "; import sys; assert 'hookline' in sys.modules; assert 'plotly' not in sys.modules"
-        subprocess.run([sys.executable, "-c", code + tail], check=True, timeout=PATIENCE, stdout=subprocess.DEVNULL)
 
 
 def test_facts_of_the_wrong_shape_are_left_out(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ One server for the file, in a thread, with real sockets.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import threading
@@ -20,8 +19,6 @@ from helpers_http import BEARER, served
 from helpers_waiting import PATIENCE, until
 
 import hookline as hl
-from hookline.serve.engine_counts import EngineCount
-from hookline.serve.http.metrics_page import Metrics
 
 PROMPT = "A hook sits at a site"
 OTHER = "The quick brown fox jumps over the lazy dog, twice a day."
@@ -146,23 +143,6 @@ def test_logprobs_are_those_of_the_model(client: httpx.Client, alone: Any) -> No
     assert found["tokens"] == [tokenizer.decode([each]) for each in ids[start:]]
 
 
-def test_a_seed_makes_sampling_repeatable_and_n_answers_differ(client: httpx.Client) -> None:
-    """The same seed gives the same answers; without it they differ; the n answers to a prompt are not copies."""
-    options = {"temperature": 1.5, "max_tokens": 16}
-    first, again = (_complete(client, n=2, seed=5, **options)["choices"] for _ in range(2))
-    assert first == again
-    assert first[0]["text"] != first[1]["text"]
-    assert _complete(client, seed=6, **options)["choices"][0]["text"] != first[0]["text"]
-
-
-def test_an_answer_ends_before_a_stop_text(client: httpx.Client) -> None:
-    """The stop text is not part of the answer, and the reason says so."""
-    text = _complete(client)["choices"][0]["text"]
-    stop = text[3:5]
-    choice = _complete(client, stop=[stop])["choices"][0]
-    assert (choice["text"], choice["finish_reason"]) == (text[: text.index(stop)], "stop")
-
-
 def test_token_ids_come_with_the_answer_if_asked_for(client: httpx.Client, alone: Any) -> None:
     """Whole and in a stream, where a token may have no text yet."""
     expected = _greedy(alone, PROMPT, 8)[len(alone[1].encode(PROMPT)) :]
@@ -193,58 +173,6 @@ def test_hidden_states_come_back_as_the_model_has_them(client: httpx.Client, alo
 
     events = _events(client.post("/v1/completions", json={"prompt": PROMPT, **GREEDY, **_asked(), "stream": True}).text)
     assert events[-1]["choices"][0]["hooks"]["hidden_states"] == whole
-
-
-def test_positions_phase_and_side_choose_which_states(client: httpx.Client, alone: Any) -> None:
-    """Positions count from 0 or from the end of the prompt; decode alone leaves the prompt out."""
-    length = len(alone[1].encode(PROMPT))
-
-    def of(**states: Any) -> Any:
-        choice = _complete(client, **_asked(**states))["choices"][0]
-        return choice["hooks"]["hidden_states"]["model.layers.1"]
-
-    assert of(positions=[0, -1])["positions"] == [0, length - 1]
-    assert of(phase="decode")["positions"] == list(range(length, length + 7))
-    assert of(positions="last", phase="prefill")["positions"] == [length - 1]
-    into = _complete(client, **_asked(of="input"))["choices"][0]["hooks"]["hidden_states"]
-    out = _complete(client, **_asked())["choices"][0]["hooks"]["hidden_states"]
-    assert into["model.layers.1"]["data"] == out["model.layers.0"]["data"]
-    assert into["model.layers.0"]["data"] != out["model.layers.0"]["data"]
-
-
-def test_two_clients_in_one_batch_get_their_own_states(server: Any, client: httpx.Client) -> None:
-    """Padded into one batch over HTTP, each client gets the states of its own tokens, and as many as those are."""
-    prompts = {"short": PROMPT, "long": OTHER}
-    expected = {name: _complete(client, text, **_asked(), max_tokens=24) for name, text in prompts.items()}
-    client.post("/hooks", headers=BEARER, json={
-        "target_modules": ["model.norm"], "hook_factory": "helpers_http:slow", "config": {"seconds": 0.03}
-    }).raise_for_status()  # fmt: skip
-    before = server.engine.counts()
-    found: dict[str, Any] = {}
-
-    def ask(own: httpx.Client, name: str) -> None:
-        found[name] = _complete(own, prompts[name], **_asked(), max_tokens=24)
-
-    with (
-        httpx.Client(base_url=server.url, timeout=PATIENCE) as first,
-        httpx.Client(base_url=server.url, timeout=PATIENCE) as second,
-    ):
-        asking = zip((first, second), prompts, strict=True)
-        threads = [threading.Thread(target=ask, args=pair) for pair in asking]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    forwards = server.engine.counts()["decode_forwards"] - before["decode_forwards"]
-    assert forwards < 40, "the two never ran in one batch"  # apart they take 46
-    for name, answer in expected.items():
-        mine, alone = (each["choices"][0] for each in (found[name], answer))
-        assert mine["text"] == alone["text"]
-        for layer, states in alone["hooks"]["hidden_states"].items():
-            got = mine["hooks"]["hidden_states"][layer]
-            assert got["positions"] == states["positions"]
-            torch.testing.assert_close(_tensor(got), _tensor(states), atol=1e-3, rtol=1e-3)
-    assert found["short"]["choices"][0]["hooks"] != found["long"]["choices"][0]["hooks"]
 
 
 # -- hooks -----------------------------------------------------------------------------------------------------
@@ -288,30 +216,6 @@ def test_modules_are_listed_with_the_width_of_what_they_return(client: httpx.Cli
     assert (hook["id"], hook["fired"], hook["errors"]) == (added["id"], 8, 0)
     assert hook["config"] == {"vector": [0.1] * 4 + [f"… {head['width'] - 4} more"]}
     assert (hook["observe"], hook["every"], hook["on_error"]) == (False, None, "disable")
-
-
-def test_an_edit_that_would_be_ignored_is_refused(client: httpx.Client) -> None:
-    """``observe`` ignores what a hook returns: of `steer` it would leave nothing, though it fires."""
-    config = {"vector": [0.1] * 32}
-    steer = {**STATS, "hook_factory": "hookline.factories:steer", "config": config, "observe": True}
-    refused = client.post("/hooks", headers=BEARER, json=steer)
-    assert refused.status_code == 400
-    assert "steer edits values, and observe=True ignores what a hook returns" in refused.json()["error"]["message"]
-    assert client.post("/hooks", headers=BEARER, json={**steer, "observe": False}).status_code == 201
-
-
-def test_a_hook_that_raises_is_switched_off_and_requests_go_on(client: httpx.Client) -> None:
-    """The request in which it breaks is answered like any other; the hook is off, counted, with its error."""
-    text = _complete(client)["choices"][0]["text"]
-    spec = {**STATS, "hook_factory": "helpers_http:breaks_later", "config": {"after": 5}}
-    client.post("/hooks", headers=BEARER, json=spec).raise_for_status()
-    assert _complete(client)["choices"][0]["text"] == text
-    (hook,) = client.get("/hooks").json()["hooks"]
-    assert (hook["off"], hook["errors"]) == (True, 1)
-    assert "a hook of a stranger broke" in hook["last_error"]
-    assert f'hookline_hook_errors_total{{factory="helpers_http:breaks_later",hook="{hook["id"]}"' in (
-        client.get("/metrics").text
-    )
 
 
 def test_an_export_over_http_lands_in_the_export_folder(server: Any, client: httpx.Client) -> None:
@@ -391,21 +295,6 @@ def _in_one_batch(server: Any, asked: list[str]) -> dict[str, httpx.Response]:
     return answers
 
 
-def test_every_count_of_an_engine_has_a_help_text_on_the_page(server: Any) -> None:
-    """The words are part of the count: there is none that ``/metrics`` could not write, of vLLM's workers neither."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    assert {type(each) for each in server.engine.counts()} == {EngineCount}
-    page = Metrics().page(dict.fromkeys(EngineCount, 1.0), []).decode()
-    families = {each.name: each for each in text_string_to_metric_families(page)}
-    for count in EngineCount:
-        family = families[f"hookline_engine_{count}"]
-        assert family.documentation == count.help
-        assert family.type == ("counter" if count.grows else "gauge")
-    with pytest.raises(TypeError, match="help"):
-        EngineCount.__new_member__(EngineCount, "a count without words")  # type: ignore[attr-defined]
-
-
 def test_metrics_are_prometheus_text_and_count_what_happened(server: Any, client: httpx.Client) -> None:
     """Every line parses; engine, hooks, exports and HTTP are among them, and the counts go up."""
     from prometheus_client.parser import text_string_to_metric_families
@@ -462,15 +351,6 @@ def _hook_samples(client: httpx.Client) -> dict[tuple[str, str, str], float]:
     }
 
 
-def test_whoever_asks_for_metrics_keeps_no_thread_waiting(
-    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process has a handful of threads, which hidden states need; anybody may ask for metrics."""
-    client.post("/hooks", headers=BEARER, json=STATS).raise_for_status()
-    monkeypatch.setattr(asyncio, "to_thread", lambda *_: pytest.fail("a thread was taken"))
-    assert 'hookline_hook_fired_total{factory="hookline.factories:activation_stats"' in client.get("/metrics").text
-
-
 # -- clients that go -------------------------------------------------------------------------------------------
 
 
@@ -497,8 +377,3 @@ def test_a_client_that_goes_away_takes_its_request_out_of_the_engine(
     after = server.engine.counts()
     assert after["requests_running"] == 0
     assert after["answer_tokens"] - before["answer_tokens"] < 150
-
-
-def test_the_model_and_the_health_are_told(client: httpx.Client) -> None:
-    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
-    assert client.get("/health").json() == {"status": "ready"}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,9 +17,7 @@ from helpers_http import TOKEN, served
 from helpers_serve import alone as greedy
 from helpers_serve import states_alone
 from helpers_waiting import PATIENCE
-from pydantic import ValidationError
 
-from hookline.serve.http.request_bodies import ChatBody
 from hookline.serve.load_model import load
 
 if TYPE_CHECKING:  # a second of import, which every process that collects tests would pay
@@ -78,20 +75,6 @@ def test_a_conversation_is_answered_as_generate_answers_the_templated_prompt(cli
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 8)
 
 
-def test_the_answer_of_a_turn_goes_into_the_next_as_the_client_gives_it(client: OpenAI, direct: Any) -> None:
-    """Appending ``choices[0].message`` works; parts are one text; ``developer`` is the template's ``system``."""
-    first = client.chat.completions.create(**GREEDY, extra_body=GO_ON).choices[0].message
-    parts = [{"type": "text", "text": "And"}, {"type": "text", "text": "then?"}]
-    opening = {"role": "developer", "content": "You are a hook."}
-    messages: list[Any] = [opening, TALK[1], first, {"role": "user", "content": parts}]
-    answer = client.chat.completions.create(**{**GREEDY, "messages": messages}, extra_body=GO_ON)
-    plain = [*TALK, {"role": "assistant", "content": first.content}, {"role": "user", "content": "And\nthen?"}]
-    prompt = _prompt(direct[1], plain)
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == len(prompt)
-    assert answer.choices[0].message.content == direct[1].decode(greedy(direct[0], prompt, 8), skip_special_tokens=True)
-
-
 def test_a_stream_of_deltas_adds_up_to_the_whole_answers(client: OpenAI) -> None:
     """Each choice begins with its role and ends with its reason; seeded answers are those of the whole; then usage."""
     options = {**GREEDY, "temperature": 1.0, "seed": 5, "n": 2, "logprobs": True, "top_logprobs": 2}
@@ -113,25 +96,6 @@ def test_a_stream_of_deltas_adds_up_to_the_whole_answers(client: OpenAI) -> None
         assert choice.logprobs is not None
         assert told == choice.logprobs.content
         assert len(told) == 8
-
-
-def test_logprobs_are_those_of_the_model(client: OpenAI, direct: Any) -> None:
-    """Greedy takes the likeliest; its logarithm is the model's; bytes are its text, none for half a character."""
-    model, tokenizer = direct
-    found = (
-        client.chat.completions.create(**GREEDY, extra_body=GO_ON, logprobs=True, top_logprobs=1).choices[0].logprobs
-    )
-    assert found is not None
-    assert found.content is not None
-    prompt = _prompt(tokenizer, TALK)
-    ids = [*prompt, *greedy(model, prompt, 8)]
-    with torch.no_grad():
-        logarithms = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    for place, token in enumerate(found.content, len(prompt)):
-        assert token.token == tokenizer.decode([ids[place]])
-        assert token.logprob == pytest.approx(logarithms[place - 1, ids[place]].item(), abs=1e-4)
-        assert token.top_logprobs[0].token == token.token
-        assert token.bytes == (None if "\ufffd" in token.token else list(token.token.encode()))
 
 
 def test_hidden_states_of_a_chat_come_with_the_answer_and_with_a_stream(client: OpenAI, direct: Any) -> None:
@@ -211,51 +175,3 @@ def test_a_conversation_is_refused_with_the_reason(client: OpenAI, what: str) ->
     message = caught.value.body["message"]  # type: ignore[index]
     assert ("no tool is called here; leave it out" in message) is (what == "has tools")
     assert message.rstrip()
-
-
-def test_another_model_and_a_model_without_a_template_are_told(server: Any, client: OpenAI) -> None:
-    """404 with the name there is; 400 with what to do instead; then the next request is answered."""
-    from openai import BadRequestError, NotFoundError
-
-    with pytest.raises(NotFoundError, match="there is 'tiny'"):
-        client.chat.completions.create(**{**GREEDY, "model": "gpt-5"})
-    tokenizer = server.engine.tokenizer
-    template, tokenizer.chat_template = tokenizer.chat_template, None
-    try:
-        with pytest.raises(BadRequestError, match="--chat-template FILE"):
-            client.chat.completions.create(**GREEDY)
-    finally:
-        tokenizer.chat_template = template
-    assert client.chat.completions.create(**GREEDY).choices
-
-
-def test_a_lone_surrogate_is_refused_and_a_long_conversation_is_answered(server: Any, client: OpenAI) -> None:
-    """Half a character is no text; many messages are rendered outside of the event loop, with the same result."""
-    from openai import BadRequestError
-
-    half = {**GREEDY, "messages": [{"role": "user", "content": "\ud83d"}]}
-    answer = server.client.post(
-        "/v1/chat/completions", content=json.dumps(half), headers={"Content-Type": "application/json"}
-    )
-    assert answer.status_code == 400
-    assert "half a character" in answer.json()["error"]["message"]
-    many: list[Any] = [{"role": "user", "content": "a"}] * 250
-    with pytest.raises(BadRequestError, match="this model takes 256"):
-        client.chat.completions.create(**{**GREEDY, "messages": many})
-
-
-MISTAKES: list[dict[str, Any]] = [
-    {"messages": [1] * 50_000},
-    {"messages": [{"role": "user", "content": [{}] * 50_000}]},
-    {"messages": TALK, "chat_template_kwargs": {str(place): [] for place in range(50_000)}},
-    {"messages": TALK, "metadata": {str(place): 1 for place in range(50_000)}},
-    {"messages": TALK, "logit_bias": {str(place): "a" for place in range(50_000)}},
-]
-
-
-@pytest.mark.parametrize("body", MISTAKES, ids=lambda body: list(body)[-1])
-def test_a_conversation_full_of_mistakes_costs_as_much_as_one(body: dict[str, Any]) -> None:
-    """Lists end at their first mistake, and objects with too many keys are not looked at."""
-    with pytest.raises(ValidationError) as caught:
-        ChatBody.model_validate(body)
-    assert caught.value.error_count() <= 4

@@ -7,10 +7,8 @@ import threading
 import pytest
 import torch
 from helpers_serve import (
-    Answer,
     alone,
     ask,
-    held_back,
     prompts,
     save_seeded,
     small_model,
@@ -18,7 +16,7 @@ from helpers_serve import (
 )
 from helpers_waiting import PATIENCE, until
 
-from hookline.errors import EngineBusy, EngineClosed, OptionError
+from hookline.errors import OptionError
 from hookline.serve.generation_request import Finished, GenerationRequest, StatesWanted, Token
 from hookline.serve.serving_engine import Engine
 
@@ -114,30 +112,6 @@ def test_a_model_that_gives_nan_is_served_with_a_warning(max_batch, caplog) -> N
     engine.close()
 
 
-def test_logits_that_are_infinite_on_purpose_are_served_without_a_warning(caplog) -> None:
-    """A vocabulary of which some tokens are never chosen: they are -inf alone and in a batch."""
-    model = _gpt2()
-    never = torch.tensor([7])
-    with model.lm_head.register_forward_hook(lambda module, args, output: output.index_fill(-1, never, -torch.inf)):
-        engine = started(model)
-        assert ask(engine, (5, 6, 7), max_tokens=5).wait().finished.reason == "length"
-        engine.close()
-    assert "NaN" not in caplog.text
-
-
-def test_nan_that_padding_makes_is_no_reason_to_serve() -> None:
-    """Alone its logits are numbers: in a batch, others would be spoilt."""
-    model = _gpt2()
-
-    def spoil(module, args, kwargs, output):
-        if kwargs["attention_mask"] is not None:  # there is none where nothing is padded
-            output.logits[kwargs["attention_mask"][:, 0] == 0] = float("nan")
-
-    said = "NaN or infinite in one of them alone.*--max-batch 1"
-    with model.register_forward_hook(spoil, with_kwargs=True), pytest.raises(OptionError, match=said):
-        Engine(model)
-
-
 def test_models_that_cannot_be_served_are_refused_when_the_engine_is_made() -> None:
     """No causal model, one that keeps something else than keys and values, one in training mode; odd limits."""
     from transformers import JambaConfig, JambaForCausalLM, MambaConfig, MambaForCausalLM
@@ -166,15 +140,6 @@ def test_models_that_cannot_be_served_are_refused_when_the_engine_is_made() -> N
 
 
 # -- limits --------------------------------------------------------------------------------------------------
-
-
-def test_no_tokens_and_one_token_are_answers_too(engine) -> None:
-    """With 0 the prompt is run and nothing sampled."""
-    nothing = ask(engine, (5, 6), max_tokens=0, states=StatesWanted(("model.layers.0",))).wait()
-    assert nothing.tokens == []
-    assert nothing.finished.reason == "length"
-    assert nothing.finished.states["model.layers.0"].positions == [0, 1]
-    assert len(ask(engine, (5, 6), max_tokens=1).wait().tokens) == 1
 
 
 @pytest.mark.parametrize(
@@ -212,80 +177,7 @@ def test_what_cannot_be_done_is_refused_before_it_runs(engine, options, says) ->
     assert engine.counts()["requests_accepted"] == 0
 
 
-def test_without_a_tokenizer_there_is_no_text(tiny) -> None:
-    """Tokens come all the same; stop texts are refused."""
-    engine = started(tiny[0])
-    assert ask(engine, (5, 6), max_tokens=4).wait().text == ""
-    with pytest.raises(OptionError, match="no tokenizer"):
-        ask(engine, (5,), stop=("x",))
-    engine.close()
-
-
-def test_only_so_many_may_wait(tiny) -> None:
-    """One runs, two wait, the fourth is told to come later; an id may be used again when its request has ended."""
-    engine = started(*tiny, max_batch=1, max_waiting=2)
-    first = ask(engine, (5,), max_tokens=200)
-    until(lambda: first.tokens)
-    held = [ask(engine, (5,), max_tokens=2) for _ in range(2)]
-    with pytest.raises(EngineBusy, match="2 requests are waiting"):
-        ask(engine, (5,))
-    assert engine.counts()["requests_refused"] == 1
-    assert engine.counts()["requests_waiting"] == 2
-    first.ticket.cancel()
-    assert [each.wait().finished.reason for each in held] == ["length"] * 2
-    one, two = Answer(), Answer()
-    engine.submit(GenerationRequest("same", (5,), max_tokens=100, ignore_eos=True), one)
-    with pytest.raises(OptionError, match="'same' is waiting or running"):
-        engine.submit(GenerationRequest("same", (5,)), two)
-    one.wait()
-    engine.submit(GenerationRequest("same", (5,), max_tokens=1), two)
-    assert two.wait().finished.reason == "length"
-    engine.close()
-
-
 # -- coming and going ----------------------------------------------------------------------------------------
-
-
-def test_a_cancelled_request_leaves_and_the_others_stay(tiny, engine) -> None:
-    """The one that runs and the one that waits; who stays gets the answer that it would have had."""
-    model, _ = tiny
-    small = started(*tiny, max_batch=2)
-    stays, goes, waits = (ask(small, each, max_tokens=120) for each in [(5, 6), (7,), (8,)])
-    until(lambda: len(goes.tokens) > 3)
-    waits.ticket.cancel()
-    goes.ticket.cancel()
-    goes.ticket.cancel()
-    assert goes.wait().finished.reason == "cancelled"
-    assert 3 < len(goes.ids) < 120
-    assert goes.finished.completion_tokens == len(goes.ids)
-    assert waits.wait().finished == Finished("cancelled", None, 1, 0)
-    assert stays.wait().finished.reason == "length"
-    small.close()
-    assert stays.ids[:40] == alone(model, (5, 6), 40)
-    stays.ticket.cancel()  # long over: nothing happens
-
-
-def test_a_request_that_is_called_off_when_another_ends_ends_once(tiny) -> None:
-    """From inside the other's last event, in the middle of the turn; a third still gets all that it asked for."""
-    engine = Engine(*tiny)
-    release = held_back(engine)
-    states = StatesWanted(("model.layers.0",))
-    tickets = {}
-
-    def listen(event: Token | Finished) -> None:
-        if isinstance(event, Finished):
-            tickets["second"].cancel()
-
-    engine.submit(GenerationRequest("first", (5, 6), max_tokens=4, ignore_eos=True, states=states), listen)
-    second = ask(engine, (7,), max_tokens=50, states=states)
-    third = ask(engine, (8, 9), max_tokens=20, states=states)
-    tickets["second"] = second.ticket
-    release()
-    assert second.wait().finished.reason == "cancelled"
-    assert third.wait().finished.states["model.layers.0"].positions == list(range(21))
-    until(lambda: engine.counts()["requests_length"] == 2, "both are counted, a moment after their last events")
-    assert engine.counts()["requests_cancelled"] == 1
-    engine.close()
 
 
 def test_a_listener_that_raises_costs_itself_alone(tiny, engine, caplog) -> None:
@@ -321,26 +213,6 @@ def test_acts_are_done_between_forwards_and_their_errors_come_back(tiny, engine)
     assert idle.between(threading.current_thread).result(0) is threading.current_thread()
     engine.close()
     assert engine.between(threading.current_thread).result(0) is threading.current_thread()
-
-
-def test_closing_finishes_what_was_accepted_and_refuses_the_rest(tiny) -> None:
-    """Those that run and those that wait have their whole answers; closing again is harmless."""
-    engine = Engine(*tiny, max_batch=2)
-    with pytest.raises(EngineClosed, match="has not been started"):
-        ask(engine, (5,))
-    engine.start()
-    engine.start()
-    asked = [ask(engine, (5, each), max_tokens=30) for each in range(3, 9)]
-    closing = threading.Thread(target=engine.close)
-    closing.start()
-    until(lambda: engine._is_closing)
-    with pytest.raises(EngineClosed, match="is closing"):
-        ask(engine, (5,))
-    closing.join(PATIENCE)
-    assert [len(each.wait(0).ids) for each in asked] == [30] * 6
-    engine.close()
-    with pytest.raises(EngineClosed, match="does not start again"):
-        engine.start()
 
 
 def test_closing_cancels_what_takes_too_long(tiny) -> None:

@@ -12,7 +12,6 @@ import tracemalloc
 from collections import Counter
 
 import pytest
-import torch
 from helpers_serve import (
     Answer,
     alone,
@@ -67,6 +66,7 @@ def test_two_hundred_requests_at_random_moments_with_random_cancels(tiny) -> Non
             assert answer.finished.states is None
 
 
+@pytest.mark.slow
 def test_sixty_four_threads_submit_at_once(tiny) -> None:
     """Who finds the queue full asks again; nobody is lost, told twice, or told on another thread than the engine's."""
     model, tokenizer = tiny
@@ -131,30 +131,6 @@ def test_closing_under_load_tells_everybody_once(tiny) -> None:
         thread.join(PATIENCE)
     assert refused.is_set()
     assert {answer.wait(0).finished.reason for answer in accepted} == {"length"}
-
-
-def test_the_cache_is_as_long_as_the_longest_row_and_goes_with_the_last(tiny) -> None:
-    """Requests that overlap without end: columns that are padding in all rows are cut off, and nothing is kept."""
-    model, tokenizer = tiny
-    engine = started(model, tokenizer)
-    batch = engine._loop._batch
-    widest = 0
-    previous = Answer()
-    engine.submit(GenerationRequest("r0", (5, 6, 7), max_tokens=12, ignore_eos=True), previous)
-    for number in range(1, 25):
-        answer = Answer()
-        until(lambda previous=previous: len(previous.tokens) > 6)
-        engine.submit(GenerationRequest(f"r{number}", (5, 6, 7), max_tokens=12, ignore_eos=True), answer)
-        widest = max(widest, engine.between(lambda: batch.width).result(PATIENCE))
-        previous = answer
-    previous.wait()
-    assert 0 < widest <= 15
-    until(lambda: engine.counts()["requests_running"] == 0)
-    assert (batch.width, batch._cache, batch.rows) == (0, None, [])
-    gc.collect()
-    kept = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.dim() == 4]
-    engine.close()
-    assert kept == []
 
 
 @pytest.mark.parametrize("moment", ["prefill", "decode"])
@@ -230,7 +206,7 @@ def test_a_forked_process_has_no_engine(engine) -> None:
     assert len(ask(engine, max_tokens=2).wait().tokens) == 2
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_a_program_that_ends_without_closing_flushes_its_hooks(folder, tmp_path) -> None:
     """In the middle of an answer: the exit is clean, and what a hook writes when it is closed is there."""
     program = f"""
@@ -260,7 +236,7 @@ def test_a_program_that_ends_without_closing_flushes_its_hooks(folder, tmp_path)
     assert int((tmp_path / "calls").read_text()) >= 3
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_two_thousand_requests_leave_nothing_behind(engine) -> None:
     """Memory that Python knows of, after 500 and after 2,000 short requests, some with states."""
 

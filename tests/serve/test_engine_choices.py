@@ -9,17 +9,15 @@ import numpy
 import pytest
 import torch
 from helpers_serve import (
-    alone,
     ask,
     prompts,
-    small_model,
     started,
     tiny_tokenizer,
 )
 
 from hookline.serve.generation.request_row import TextStream
 from hookline.serve.generation.sampling import choose
-from hookline.serve.generation_request import Finished, GenerationRequest, StatesWanted
+from hookline.serve.generation_request import Finished, GenerationRequest
 from hookline.serve.serving_engine import Engine
 
 
@@ -68,26 +66,6 @@ def test_every_draw_is_where_double_precision_has_it(temperature, top_k, top_p) 
     assert (begins - 1e-7 <= points).all()
     assert (points <= ends + 1e-7).all()
     assert set(order[places].tolist()) <= set(order[: (line < 1).sum() + 1].tolist())
-
-
-def test_a_draw_can_be_any_token() -> None:
-    """2^-25 of the line is out of reach for a number in single precision."""
-    logits = torch.tensor([0.0, -25 * numpy.log(2)]).unsqueeze(0)
-    request = GenerationRequest("r", (1,), temperature=1.0)
-    assert choose(logits, [request], [Fixed(1 - 2**-27)])[0].id == 1
-    assert choose(logits, [request], [Fixed(0.9)])[0].id == 0
-
-
-def test_log_probabilities_of_drawn_tokens_are_the_models_own() -> None:
-    """Before temperature and cuts, as of those that are the likeliest."""
-    logits = torch.randn(40, 300, generator=torch.Generator().manual_seed(2))
-    requests = [GenerationRequest("r", (1,), temperature=2.0 * (row % 2), top_k=9, logprobs=2) for row in range(40)]
-    found = choose(logits.bfloat16(), requests, [random.Random(row) for row in range(40)])
-    expected = logits.bfloat16().double().log_softmax(-1)
-    assert [each.logprob for each in found] == pytest.approx(
-        [expected[row, each.id].item() for row, each in enumerate(found)], abs=1e-5
-    )
-    assert {each.id == int(expected[row].argmax()) for row, each in enumerate(found)} == {True, False}
 
 
 def test_a_seed_decides_the_answer_whatever_shares_the_batch(tiny, engine) -> None:
@@ -175,15 +153,6 @@ def test_an_answer_to_half_a_character(tokenizer, prompt, answer, text) -> None:
     assert "".join(parts) + stream.rest() == text
 
 
-def test_stop_texts_do_not_begin_in_the_prompt_and_special_tokens_have_no_text(tokenizer) -> None:
-    """The prompt ends in "EN", and the answer begins with "D": that is no "END"; a special token is no letter of it."""
-    stream = TextStream(tokenizer, tokenizer("the EN").input_ids, ("END",))
-    special = tokenizer.bos_token_id
-    ids = [special, *bytes_of(tokenizer, b"D E"), special, *bytes_of(tokenizer, b"ND!")]
-    assert "".join(stream.add(token) for token in ids) == "D "
-    assert stream.met == "END"
-
-
 def test_text_is_that_of_the_whole_answer_and_never_half_a_character(tiny) -> None:
     """Every split of a text with characters of one to four bytes, token by token; and any bytes at all."""
     _, tokenizer = tiny
@@ -251,27 +220,3 @@ def test_an_answer_ends_at_a_stop_text_and_at_the_end_token(tiny, engine) -> Non
     ends.close()
     assert answer.ids == whole.ids[: first + 1]
     assert answer.finished == Finished("stop", None, 3, first + 1)
-
-
-# -- models --------------------------------------------------------------------------------------------------
-
-
-def test_short_numbers_tied_weights_and_several_end_tokens(tokenizer) -> None:
-    """bfloat16, an output layer that is the embedding, ids that no tokenizer has, and two tokens that end an answer."""
-    options = {"vocab_size": 512, "max_position_embeddings": 128, "initializer_range": 0.4, "dtype": "bfloat16"}
-    model = small_model("Llama", tie_word_embeddings=True, **options).bfloat16()
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    # Its own embedding is what such a model says next: turned round, there is something to tell apart.
-    model.model.norm.weight.data = torch.randn(32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    whole = alone(model, (5, 6, 7), 30)
-    ends = sorted({whole[20], whole[25]})
-    model.generation_config.eos_token_id = ends
-    first = min(whole.index(each) for each in ends)
-    engine = started(model, tokenizer)
-    answer = ask(engine, states=StatesWanted(("model.layers.1",)), max_tokens=30, ignore_eos=False).wait()
-    other = ask(engine, range(300, 340), max_tokens=30).wait()
-    engine.close()
-    assert answer.ids == whole[: first + 1]
-    assert answer.finished.reason == "stop"
-    assert answer.finished.states["model.layers.1"].values.dtype == torch.bfloat16
-    assert other.ids == alone(model, tuple(range(300, 340)), 30)

@@ -20,7 +20,7 @@ from helpers_waiting import PATIENCE, until
 import hookline as hl
 from hookline.errors import OptionError
 from hookline.serve.generation import row_batch as batches
-from hookline.serve.generation_request import Finished, StatesWanted
+from hookline.serve.generation_request import StatesWanted
 from hookline.serve.serving_engine import Engine
 
 LAYER = "model.layers.0"
@@ -156,24 +156,6 @@ def test_a_tokenizer_that_raises_ends_the_request_whose_token_it_was(tiny) -> No
     engine.close()
 
 
-def test_the_count_of_tokens_never_falls(engine) -> None:
-    """Read at every event, also at those between leaving the batch and being counted as ended."""
-    seen = []
-    done = threading.Semaphore(0)
-
-    def listen(event) -> None:
-        seen.append(engine.counts()["answer_tokens"])
-        if isinstance(event, Finished):
-            done.release()
-
-    for count in (1, 5, 9, 3):
-        ask(engine, listen=listen, max_tokens=count)
-    for _ in range(4):
-        assert done.acquire(timeout=PATIENCE)
-    assert seen == sorted(seen)
-    assert seen[-1] == 18
-
-
 # -- hooks that are slow to go -------------------------------------------------------------------------------
 
 
@@ -218,28 +200,10 @@ def test_forwards_go_on_while_a_hook_is_flushed(tiny, caplog) -> None:
     assert "Closing hook" in caplog.text
 
 
-def test_a_hook_that_goes_while_all_go_keeps_none_of_them_on(tiny) -> None:
-    """The close of one takes another off, which is next; and closes the engine, which waits for it."""
-
-    class Takes(Slow):
-        def close(self):
-            if engine.hooks.list():
-                engine.hooks.remove(engine.hooks.list()[-1].id)
-            engine.close()
-
-    engine = Engine(*tiny, allow=None)
-    for _ in range(4):
-        engine.hooks.add({"target_modules": [LAYER], "hook_factory": Takes})
-    engine.start()
-    engine.hooks.remove("h2")
-    engine.close()
-    assert engine.hooks.list() == []
-    hl.assert_no_hooks(tiny[0], foreign=True)
-
-
 # -- compiled ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_compiled_for_single_tokens_and_few_times(tiny) -> None:
     """Not when the engine is made, nor for prompts of any length; hooks are on, and count, in both."""
     graphs = []
@@ -272,86 +236,8 @@ def test_a_compiled_model_is_compiled_for_single_tokens_and_few_times(tiny) -> N
             assert each.finished.states[LAYER].positions == list(range(len(prompt) + 8))
 
 
-def test_an_edit_that_raises_is_switched_off_in_a_compiled_model_too(tiny) -> None:
-    """In the forward over the prompt, which is not compiled, and before anything is; the request goes on."""
-
-    def raises(config):
-        def edit(module, inputs, output):
-            if config["raises"]:
-                raise ArithmeticError("enough")
-            return output
-
-        return edit
-
-    model = copy.deepcopy(tiny[0])
-    engine = Engine(torch.compile(model, backend="eager", dynamic=True), tiny[1], allow=None)
-    spec = {"target_modules": [LAYER], "hook_factory": raises, "config": {"raises": True}}
-    live = engine.hooks.add(spec)
-    engine.start()
-    answer = ask(engine, max_tokens=5).wait()
-    engine.close()
-    assert (answer.finished.reason, live.errors, live.off) == ("length", 1, True)
-    assert answer.ids == alone(tiny[0], (5, 6, 7), 5)
-
-
-def test_a_model_of_which_a_part_is_compiled_is_served_with_hooks_on_that_part(tiny) -> None:
-    """Hooks that might edit are called in compiled code too, which inference mode would not let them be."""
-    model = copy.deepcopy(tiny[0])
-    model.model.layers[0].mlp.compile(backend="eager", dynamic=True)
-    shapes = []
-
-    def look(config):
-        def hook(module, inputs, output):
-            shapes.append(tuple(output.shape))
-
-        return hook
-
-    engine = Engine(model, allow=None)
-    engine.hooks.add({"target_modules": ["model.layers.0.mlp.down_proj"], "hook_factory": look})
-    engine.start()
-    answer = ask(engine, (5, 6, 7), max_tokens=6).wait()
-    live = engine.hooks.list()[0]
-    engine.close()
-    assert answer.ids == alone(tiny[0], (5, 6, 7), 6)
-    assert shapes == [(1, 3, 32)] + [(1, 1, 32)] * 5
-    assert (live.errors, live.fired) == (0, 6)
-
-
 def halving(config):
     def halve(module, inputs, output):
         return output * 0.5
 
     return halve
-
-
-# -- the engine's thread -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("started", [True, False])
-def test_three_may_close_at_once(tiny, started) -> None:
-    """Each returns when all is over: hooks are off and closed, those that ran have ended."""
-    engine = Engine(*tiny, allow=None)
-    live = engine.hooks.add({"target_modules": [LAYER], "hook_factory": Slow})
-    if started:
-        engine.start()
-        asked = ask(engine, max_tokens=50)
-    left = []
-    together = threading.Barrier(3)
-
-    def close() -> None:
-        together.wait(PATIENCE)
-        engine.close()
-        left.append(live.hook.closed)
-
-    threads = [threading.Thread(target=close) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    assert live.hook.is_closing.wait(PATIENCE)
-    threads[0].join(0.1)  # none of them comes back before
-    assert left == []
-    live.hook.may_close.set()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert left == [True] * 3
-    if started:
-        assert len(asked.wait(0).tokens) == 50

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
 
 import pytest
 import torch
 from helpers_serve import (
     alone,
     ask,
-    held_back,
     started,
 )
 from helpers_waiting import PATIENCE, until
@@ -25,8 +23,6 @@ from hookline.errors import (
     OptionError,
 )
 from hookline.factories import current_tokens
-from hookline.serve.http.hook_routes import hook_to_json
-from hookline.serve.live_hooks import LiveHooks
 from hookline.serve.serving_engine import Engine
 
 LAYER = "model.layers.0"
@@ -84,13 +80,6 @@ def shared(config):
     return SHARED
 
 
-def halving(config):
-    def halve(module, inputs, output):
-        return output * 0.5
-
-    return halve
-
-
 def nothing(config):
     return None
 
@@ -139,57 +128,6 @@ def test_a_hook_goes_on_and_off_while_requests_run(tiny, engine) -> None:
     engine.hooks.add(spec("counting") | {"name": "stats"})
     with pytest.raises(HookNameError, match=r"No hook has the id 'stats'; there is 'h3' \(stats\)\."):
         engine.hooks.remove("stats")
-
-
-def test_padding_and_rows_are_in_the_table(tiny) -> None:
-    """Two prompts of 2 and 5 tokens in one forward: where each begins, and what is in it."""
-    engine = Engine(*tiny, allow=None)
-    live = engine.hooks.add({"target_modules": [LAYER], "hook_factory": counting}, origin="start")
-    release = held_back(engine)
-    short, long = ask(engine, (5, 6), max_tokens=2), ask(engine, (7, 8, 9, 10, 11), max_tokens=2)
-    release()
-    short.wait()
-    long.wait()
-    prefill, decode = live.hook.tables
-    engine.close()
-    assert prefill.requests == decode.requests == (short.id, long.id)
-    assert (prefill.begins, prefill.firsts, prefill.phase) == ((3, 5), (0, 0), "prefill")
-    assert prefill.ids == (5, 6, 7, 8, 9, 10, 11)
-    assert (decode.begins, decode.firsts) == ((0, 1), (2, 5))
-    assert decode.ids == (short.ids[0], long.ids[0])
-
-
-def test_an_edit_changes_answers_while_it_is_on(tiny, engine) -> None:
-    """As the same edit by hand does, and not after it was removed."""
-    model, _ = tiny
-    plain = alone(model, (5, 6, 7), 20)
-    with model.model.layers[0].register_forward_hook(halving({})):
-        halved = alone(model, (5, 6, 7), 20)
-    live = engine.hooks.add(spec("halving"))
-    edited = ask(engine, max_tokens=20).wait().ids
-    engine.hooks.remove(live.id)
-    assert edited == halved != plain
-    assert ask(engine, max_tokens=20).wait().ids == plain
-
-
-def test_ready_factories_work_on_every_layer(tiny, engine) -> None:
-    """Statistics, an alarm and steering from hookline.factories; what they say is in the metrics."""
-    plain = ask(engine, max_tokens=12).wait().ids
-    stats = engine.hooks.add(
-        {"target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:activation_stats"}
-    )
-    alarm = engine.hooks.add({"target_modules": ["*"], "hook_factory": "hookline.factories:nan_alarm"})
-    assert ask(engine, max_tokens=12).wait().ids == plain
-    assert stats.fired == 24
-    assert stats.errors == alarm.errors == 0
-    metrics = engine.hooks.metrics()
-    assert metrics[stats.id]
-    assert all(isinstance(value, float) for value in metrics[stats.id].values())
-    with pytest.raises(OptionError):
-        engine.hooks.add(
-            {"target_modules": ["*"], "hook_factory": "hookline.factories:nan_alarm", "config": {"evry": 1}}
-        )
-    assert len(engine.hooks.list()) == 2
 
 
 # -- hooks that fail -----------------------------------------------------------------------------------------
@@ -277,16 +215,6 @@ def test_start_up_files_may_name_anything_and_pass_over_what_matches_nothing(eng
     assert [made.closed for made in MADE[before:]] == [0, 1, 0]
 
 
-def test_a_hook_that_two_specs_share_is_closed_with_the_last(engine) -> None:
-    """A factory may give the same object twice."""
-    first, second = engine.hooks.add(spec("shared")), engine.hooks.add(spec("shared", "lm_head"))
-    closed = SHARED.closed
-    engine.hooks.remove(first.id)
-    assert SHARED.closed == closed
-    engine.hooks.remove(second.id)
-    assert SHARED.closed == closed + 1
-
-
 def test_closing_the_engine_flushes_its_hooks_after_the_last_answer(tiny) -> None:
     """Also one whose close raises does not keep the others open."""
     engine = Engine(*tiny, allow=None)
@@ -326,81 +254,3 @@ def test_hooks_come_and_go_under_load(tiny, engine) -> None:
     assert engine.hooks.list() == []
     for number, each in enumerate(asked):
         assert each.ids == alone(tiny[0], (5, 6, 7 + number), 60)
-
-
-# -- configurations ------------------------------------------------------------------------------------------
-
-
-def greedy(config):
-    """A factory that writes into what it is given."""
-    config["layers"].append(len(config["layers"]))
-    return lambda module, inputs, output: None
-
-
-def test_a_factory_that_writes_into_its_configuration_does_not_change_what_is_listed(engine):
-    """Attached twice, what clients see is what was sent."""
-    given = spec("greedy", config={"layers": ["a"]})
-    hooks = [engine.hooks.add(given) for _ in range(2)]
-    assert [hook_to_json(hook)["config"] for hook in engine.hooks.list()] == [{"layers": ["a"]}] * 2
-    assert given["config"] == {"layers": ["a"]}
-    for hook in hooks:
-        engine.hooks.remove(hook.id)
-
-
-class _Three(torch.nn.Sequential):
-    """As few layers as show whether they are handed over together."""
-
-    def __init__(self) -> None:
-        super().__init__(*(torch.nn.Linear(4, 4) for _ in range(3)))
-
-
-def _at_once(act):
-    done = Future()
-    done.set_result(act())
-    return done
-
-
-@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
-def test_statistics_of_a_served_model_take_the_short_way(compiles, monkeypatch, caplog) -> None:
-    """No site is made for a module, and compiled code hands outputs over without a call; calls and errors are counted.
-
-    The control: the metrics are those of the same hook attached by itself.
-    """
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    model, x = _Three(), torch.randn(2, 4)
-    hooks, alone_hook = LiveHooks(model, _at_once, allow=None), hl.factories.activation_stats({"stats": ["mean"]})
-    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
-    with torch.inference_mode():
-        with hl.attach(model, "#", alone_hook):
-            for _ in range(2):
-                model(x)
-        live = hooks.add({"target_modules": ["#"], "hook_factory": "hookline.factories:activation_stats",
-                          "config": {"stats": ["mean"]}})  # fmt: skip
-        received = []
-        if compiles:
-            real = live.handle._attachment.summary._receive
-            live.handle._attachment.summary._receive = lambda items: (received.append(len(items)), real(items))
-        for _ in range(2):
-            call(x)
-    assert live.handle._attachment.wants_site is False
-    assert sum(received) == (6 if compiles else 0)
-    assert live.fired == 6
-    assert live.cost_us > 0
-    assert hooks.metrics()[live.id] == pytest.approx(alone_hook.to_metrics())
-
-    def fail(*args):
-        raise ArithmeticError("enough")
-
-    monkeypatch.setattr(type(live.hook), "_receive" if compiles else "_fire", fail)
-    other = hooks.add({"target_modules": ["#"], "hook_factory": "hookline.factories:activation_stats"})
-    with torch.inference_mode():
-        call(x)
-        call(x)
-    assert other.off
-    assert other.errors == 1
-    assert "enough" in other.last_error
-    assert "on 0" in caplog.text
-    hooks.close()
-    hl.assert_no_hooks(model, foreign=True)
-    torch._dynamo.reset()

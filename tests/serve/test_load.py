@@ -28,15 +28,6 @@ def test_a_model_and_its_tokenizer_come_from_a_folder(folder) -> None:
     assert load(str(folder), dtype="bfloat16", device="cpu")[0].dtype == torch.bfloat16
 
 
-def test_a_model_is_loaded_without_its_tokenizer(folder, tmp_path) -> None:
-    """For prompts of ids: none has to be there."""
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    (copy / "tokenizer.json").unlink()
-    model, tokenizer = load(copy, device="cpu", with_tokenizer=False)
-    assert (type(model).__name__, tokenizer) == ("LlamaForCausalLM", None)
-
-
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [

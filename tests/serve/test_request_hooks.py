@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch
 from helpers_http import BEARER, served
-from helpers_serve import Answer, alone, ask, held_back, small_model, started
+from helpers_serve import Answer, alone, ask, held_back, small_model
 from torch import nn
 
 import hookline as hl
@@ -97,18 +97,6 @@ def test_two_requests_are_steered_each_by_its_own_hook_and_a_third_by_none(tiny:
     assert results[0][0]["matched"] == [LAYER]
 
 
-def test_the_steered_answer_is_that_of_the_request_alone(tiny: Any) -> None:
-    """With the same hook and nothing beside it, and as a hook of the engine does it."""
-    beside = run_together(tiny, (steer(3.0),), (), ())[0]
-    engine = started(*tiny)
-    by_itself = ask(engine, PROMPTS[0], max_tokens=6, hooks=(steer(3.0),)).wait()
-    engine.hooks.add(steer(3.0))
-    of_engine = ask(engine, PROMPTS[0], max_tokens=6).wait()
-    engine.close()
-    assert beside.ids == by_itself.ids == of_engine.ids != alone(tiny[0], PROMPTS[0], 6)
-    assert of_engine.finished.hooks == ()
-
-
 def test_a_hook_is_shown_the_rows_of_its_request_and_no_other(tiny: Any) -> None:
     """Without padding, prompt and answer, inputs and outputs; also of the model itself, whose cache it does not get."""
     engine = Engine(*tiny)
@@ -175,29 +163,6 @@ def test_a_hook_gets_nothing_of_another_request_from_inputs_or_storage() -> None
     KEPT.clear()
 
 
-def doubles_in_place(config: dict[str, Any]) -> Any:
-    def hook(module: Any, args: Any, output: Any) -> None:
-        output.mul_(2)
-
-    return hook
-
-
-def test_a_hook_may_change_its_rows_in_place(tiny: Any, plain: list[Answer]) -> None:
-    """Those of its request, and no other."""
-    engine = Engine(*tiny)
-    release = held_back(engine)
-    spec = {"target_modules": [LAYER], "hook_factory": f"{__name__}:doubles_in_place"}
-    changed, other = Answer(), ask(engine, PROMPTS[0], STATES, max_tokens=1)
-    request = GenerationRequest("mine", PROMPTS[1], max_tokens=1, hooks=(spec,), states=STATES)
-    engine.submit(request, changed, allow=(__name__,))
-    release()
-    changed.wait()
-    other.wait()
-    engine.close()
-    assert torch.equal(states(changed), states(plain[1])[:2] * 2)
-    assert torch.equal(states(other), states(plain[0])[:7])
-
-
 def test_a_probe_of_a_request_ends_its_answer_alone(tiny: Any, plain: list[Answer]) -> None:
     """The head comes as data; the flag is in the answer of the request that brought it."""
     head = ProbeHead([(torch.zeros(1, 32), torch.full((1,), 9.0))]).to_plain()  # finds everything
@@ -223,24 +188,6 @@ def test_a_hook_that_raises_is_switched_off_and_told_and_no_answer_suffers(engin
     assert "a hook of a stranger broke" in first["last_error"]
     assert (second["errors"], second["rows"]) == (0, 7 + 4)
     assert second["metrics"][f"{LAYER}/mean"] is not None
-
-
-def test_a_metric_that_is_no_number_is_none(engine: Any) -> None:
-    """JSON has no NaN, and an answer must not fail for a metric."""
-    hook = {"target_modules": [LAYER], "hook_factory": f"{__name__}:measures_nothing"}
-    answer = Answer()
-    engine.submit(GenerationRequest("r", PROMPTS[0], hooks=(hook,)), answer, allow=(__name__,))
-    assert answer.wait().finished.hooks[0]["metrics"] == {"nothing": None, "one": 1.0}
-
-
-def measures_nothing(config: dict[str, Any]) -> Any:
-    class Hook:
-        def __call__(self, module: Any, args: Any, output: Any) -> None: ...
-
-        def to_metrics(self) -> dict[str, float]:
-            return {"nothing": float("nan"), "one": 1.0}
-
-    return Hook()
 
 
 REFUSED = {
@@ -316,16 +263,6 @@ def test_hooks_are_closed_once_however_the_request_ends(tiny: Any) -> None:
     hl.assert_no_hooks(tiny[0], foreign=True)
 
 
-def test_an_engine_of_compiled_code_says_what_to_do_instead() -> None:
-    """Each such request would have the model compiled again."""
-    model = small_model("Llama")
-    model.forward = torch.compile(model.forward, backend="eager")
-    engine = started(model, max_batch=1)
-    with pytest.raises(OptionError, match=r"compiled code, .* requests=\[...\]"):
-        engine.submit(GenerationRequest("r", (5, 6), hooks=(STATS,)), Answer())
-    engine.close(0.0)
-
-
 # -- over HTTP -------------------------------------------------------------------------------------------------
 
 
@@ -357,15 +294,6 @@ def test_a_body_brings_hooks_as_it_does_on_vllm(client: httpx.Client, tiny: Any)
     assert client.get("/hooks").json() == {"hooks": []}
 
 
-def test_each_answer_of_a_request_has_hooks_of_its_own(client: httpx.Client) -> None:
-    """Prompts and ``n``, and in a stream too."""
-    body = {**BODY, "prompt": [[5, 6], [7, 8, 9]], "n": 2, "hooks": {"hooks": [STATS]}}
-    choices = client.post("/v1/completions", json=body).json()["choices"]
-    assert [each["hooks"]["hooks"][0]["rows"] for each in choices] == [2 + 5, 2 + 5, 3 + 5, 3 + 5]
-    events = client.post("/v1/completions", json={**BODY, "stream": True, "hooks": {"hooks": [STATS]}}).text
-    assert events.count('"rows":12') == 1
-
-
 @pytest.mark.parametrize(
     ("hook", "status", "words"),
     [
@@ -393,15 +321,6 @@ def test_hooks_times_modules_times_answers_are_bounded(client: httpx.Client) -> 
     assert "4096 is the most" in answer.json()["error"]["message"]
 
 
-def test_patterns_are_bounded_in_all_hooks_together(client: httpx.Client) -> None:
-    """Each is held against every module."""
-    many = {**STATS, "target_modules": [f"model.layers.{place}*" for place in range(100)]}
-    for hooks in ({"hooks": [many] * 3}, {"hidden_states": {"layers": [f"*{place}" for place in range(300)]}}):
-        answer = client.post("/v1/completions", json={**BODY, "hooks": hooks})
-        assert answer.status_code == 400
-        assert "256 names and patterns" in answer.json()["error"]["message"]
-
-
 def test_what_token_holders_may_name_is_not_for_requests(folder: Path) -> None:
     """``allow`` is for ``POST /hooks``; a request without the token needs a list of its own."""
     spec = {"target_modules": [LAYER], "hook_factory": "helpers_http:slow"}
@@ -410,9 +329,3 @@ def test_what_token_holders_may_name_is_not_for_requests(folder: Path) -> None:
         with served(folder, settings=settings) as server:
             assert server.client.post("/hooks", json=spec, headers=BEARER).status_code == 201
             assert server.client.post("/v1/completions", json=body).status_code == status
-
-
-def test_more_than_64_hooks_are_refused(client: httpx.Client) -> None:
-    answer = client.post("/v1/completions", json={**BODY, "hooks": {"hooks": [STATS] * 65}})
-    assert answer.status_code == 400
-    assert "64" in answer.json()["error"]["message"]

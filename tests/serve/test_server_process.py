@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import signal
 import socket
@@ -12,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +21,7 @@ from helpers_http import SLOW, TOKEN, ServerProcess
 from helpers_waiting import PATIENCE, until
 
 from hookline.cli.main import main
-from hookline.cli.serve import ServeOptions, _settings, serve
-from hookline.runs.documents import specs_of_file
+from hookline.cli.serve import serve
 
 EXPORT = {"name": "states", "target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:export"}
 
@@ -35,7 +32,7 @@ def _write(path: Path, value: Any) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.variant
+@pytest.mark.slow
 def test_sigterm_under_load_finishes_what_runs_and_loses_no_record(folder: Path, tmp_path: Path) -> None:
     """Hooks of both files are on; after SIGTERM in the middle of eight answers, every one of them is whole, every token
     of them is in the export, every forward in the statistics, and the exit code is 0."""
@@ -125,7 +122,7 @@ sys.exit(not Server(lambda: engine, Settings(drain_s=60)).serve())
 """
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_a_second_signal_leaves_at_once() -> None:
     """After Ctrl-C it drains, here for a minute; another signal ends the process, and the exit code says by what."""
     with ServerProcess(command=["-c", _DRAINS_FOR_A_MINUTE]) as server:
@@ -185,23 +182,6 @@ def test_a_model_without_a_tokenizer_is_served_by_ids(folder: Path, tmp_path: Pa
         assert "served without a tokenizer" in each.json()["error"]["message"]
 
 
-def test_a_file_of_hooks_may_be_switched_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """--hooks takes a list or an object, in JSON, YAML or TOML; ``enable_hooks: false`` holds there too, and nothing is
-    passed over without a word."""
-    assert specs_of_file(_write(tmp_path / "list.json", [EXPORT])) == [EXPORT]
-    assert specs_of_file(_write(tmp_path / "on.json", {"enable_hooks": True, "hooks": [EXPORT]})) == [EXPORT]
-    assert specs_of_file(_write(tmp_path / "bare.json", {"hooks": [EXPORT], "tp_size": 2})) == [EXPORT]
-    forward = {"enable_hooks": False, "hooks": [EXPORT], "forward_hooks": [SLOW]}
-    assert specs_of_file(_write(tmp_path / "newer.json", forward)) == [SLOW]
-    yaml = "hooks:\n- {name: states, target_modules: [model.layers.#], hook_factory: 'hookline.factories:export'}\n"
-    assert specs_of_file(str(_text(tmp_path / "a.yaml", yaml))) == [EXPORT]
-    assert caplog.messages == []
-    assert specs_of_file(_write(tmp_path / "off.json", {"enable_hooks": False, "hooks": [EXPORT]})) == []
-    assert "off.json has no hooks that are switched on" in caplog.messages[-1]
-    assert specs_of_file(_write(tmp_path / "none.json", {"enable_hooks": True})) == []
-    assert caplog.messages[-1] == "enable_hooks=True but no 'hooks' specified in server_args"
-
-
 def test_a_factory_that_cannot_be_found_ends_with_a_sentence(
     said: Callable[..., str], folder: Path, tmp_path: Path
 ) -> None:
@@ -217,22 +197,6 @@ def test_a_factory_that_cannot_be_found_ends_with_a_sentence(
     assert "nearest: 'model.layers.0'" in text
     assert "hook spec 1 ('slow')" in text
     assert "--no-strict" in text
-
-
-def test_without_strict_a_hook_that_matches_nothing_is_passed_over_with_the_nearest_names(
-    engine: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The other hooks of the file are on; a pattern that has no match beside one that has is told of too."""
-    from hookline.serve.http.server import attach_at_start
-
-    with caplog.at_level("WARNING"):
-        typo = {**SLOW, "name": "typo", "target_modules": ["model.layer.0"]}
-        half = {**SLOW, "name": "half", "target_modules": ["model.norm", "model.nrom"]}
-        attach_at_start(engine, [SLOW, typo, half], allow=None, strict=False)
-    assert [hook.name for hook in engine.hooks.list()] == ["slow", "half"]
-    first, *others = caplog.messages
-    assert first == "No modules matched hook spec 'typo' patterns=['model.layer.0']"  # SGLang's own line
-    assert ["nearest: 'model.layers.0'" in others[0], "nearest: 'model.norm'" in others[1]] == [True, True]
 
 
 def test_the_command_checks_its_flags_before_anything_is_loaded(
@@ -273,21 +237,6 @@ def _text(path: Path, text: str) -> Path:
     return path
 
 
-def test_what_the_flags_come_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token may come from three places; on an address that others reach it protects everything."""
-    monkeypatch.setenv("HOOKLINE_SERVE_TOKEN", "of-the-environment")
-    file = _text(tmp_path / "token", "of-the-file\n")
-    model = Path("models/llama")
-    plain = _settings(ServeOptions(), model)
-    assert (plain.model_name, plain.token, plain.protect) == ("llama", "of-the-environment", "hooks")
-    assert plain.allow == ("hookline.factories",)
-    assert _settings(ServeOptions(token_file=str(file)), model).token == "of-the-file"
-    open_one = _settings(ServeOptions(host="0.0.0.0", token="x", allow=("mine",)), model)
-    assert (open_one.protect, open_one.allow) == ("everything", ("mine",))
-    monkeypatch.delenv("HOOKLINE_SERVE_TOKEN")
-    assert _settings(ServeOptions(host="0.0.0.0", without_token=True), model).token is None
-
-
 def test_help_comes_without_torch() -> None:
     """``hookline serve --help`` imports neither torch nor anything of the serve extra."""
     code = (
@@ -299,15 +248,6 @@ def test_help_comes_without_torch() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert "--token-file" in run.stdout
     assert run.stdout.strip().endswith("[]")
-
-
-def test_the_page_names_flags_that_there_are() -> None:
-    """Whatever docs/serving.md says with two hyphens is a flag of the command."""
-    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-    flags = {f"--{each.name.replace('_', '-')}" for each in fields(ServeOptions)} | {"--help"}
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page))
-    assert len(named) > 10
-    assert named <= flags
 
 
 def test_an_engine_that_fails_ends_the_process_with_1(monkeypatch: pytest.MonkeyPatch) -> None:

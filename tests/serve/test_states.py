@@ -84,29 +84,6 @@ def test_positions_count_in_the_sequence(tiny, engine, wanted, positions) -> Non
     assert_own(tiny[0], other)
 
 
-def test_inputs_come_too_and_from_keyword_arguments(tiny, engine) -> None:
-    """The input of a layer is the output of the one before; attention is called by keyword; ids are numbers too."""
-    names = ("model.layers.1", "model.layers.1.self_attn", "model.embed_tokens")
-    answer = ask(engine, range(5, 10), StatesWanted(names, of="input"), max_tokens=3).wait()
-    found = answer.finished.states
-    ran = answer.prompt + answer.ids[:-1]
-    torch.testing.assert_close(found[names[0]].values, states_alone(tiny[0], ran, LAYER), rtol=1e-4, atol=1e-3)
-    normed = states_alone(tiny[0], ran, "model.layers.1.input_layernorm")
-    torch.testing.assert_close(found[names[1]].values, normed, rtol=1e-4, atol=1e-3)
-    assert found[names[2]].values.flatten().tolist() == ran
-
-
-def test_logits_of_every_position_are_there_if_asked_for(tiny, engine) -> None:
-    """Without anybody who looks, only those of the last position are computed."""
-    model, _ = tiny
-    widths = []
-    with model.lm_head.register_forward_hook(lambda module, args, output: widths.append(output.shape[1])):
-        ask(engine, range(5, 12), max_tokens=1).wait()
-        answer = ask(engine, range(5, 12), StatesWanted(("lm_head",)), max_tokens=1).wait()
-    assert widths == [1, 7]
-    assert_own(model, answer, ("lm_head",))
-
-
 def test_observers_are_on_while_somebody_wants_them_and_no_longer(tiny) -> None:
     """One on each module however many want it; after the last the model is as it was found."""
     model, tokenizer = tiny
@@ -182,21 +159,6 @@ def test_the_room_of_states_is_taken_until_they_are_let_go(tiny) -> None:
     engine.close()
 
 
-def test_who_waits_for_room_does_not_keep_the_engine_from_closing(tiny) -> None:
-    """Those who hold it are told nothing; who waits is cancelled when the time is up, or when it is asked for."""
-    engine = started(*tiny, captured_bytes=2560)
-    both = StatesWanted(("model.layers.#",))
-    held, waits, cancelled = Answer(), Answer(), Answer()
-    engine.submit_all([GenerationRequest("a", tuple(range(5, 11)), max_tokens=1, states=both)], [held], hold=True)
-    held.wait()
-    engine.submit(GenerationRequest("b", tuple(range(5, 14)), max_tokens=1, states=both), waits)
-    engine.submit(GenerationRequest("c", tuple(range(5, 14)), max_tokens=1, states=both), cancelled).cancel()
-    assert cancelled.wait().finished.reason == "cancelled"
-    assert waits.finished is None
-    engine.close(0.05)
-    assert waits.wait().finished.reason == "cancelled"
-
-
 def test_experts_give_their_tokens_back_to_whom_they_belong() -> None:
     """The router of a mixture sees all tokens of the batch in one row after the other; padding is left out of them."""
     model = small_model("Mixtral", num_hidden_layers=1, num_key_value_heads=2, num_local_experts=3)
@@ -223,18 +185,6 @@ def test_states_that_turn_out_otherwise_fail_who_asked_and_nobody_else(tiny, eng
     assert "384 numbers of torch.float32 were expected, got 384 of torch.float64" in bad.finished.error
     assert good.finished.reason == "length"
     assert_own(model, good)
-
-
-def test_states_are_copies_for_anybody(tiny, engine) -> None:
-    """Changing them changes nothing else, and autograd takes them, though the model runs in inference mode."""
-    answer = ask(engine, (5, 6, 7), StatesWanted((LAYER,)), max_tokens=4).wait()
-    values = answer.finished.states[LAYER].values
-    assert not values.is_inference()
-    (values.clone().requires_grad_() * 2).sum().backward()
-    values.zero_()
-    again = ask(engine, (5, 6, 7), StatesWanted((LAYER,)), max_tokens=4).wait()
-    assert again.ids == answer.ids
-    assert_own(tiny[0], again)
 
 
 def test_somebody_else_running_the_model_is_not_mistaken_for_the_engine(tiny, engine) -> None:

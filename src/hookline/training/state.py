@@ -38,7 +38,7 @@ from hookline.training.experiment import (
     items_of,
     object_of,
 )  # fmt: skip
-from hookline.tree import copied, rebuilt
+from hookline.tree import rebuilt
 
 __all__ = ["GuardedState", "RunState", "generator_states", "set_generators", "set_streams", "streams", "unwrapped"]
 
