@@ -74,11 +74,11 @@ def test_what_cannot_be_is_told(tmp_path, text, said):
 
 def test_everything_that_is_wrong_is_told_at_once(tmp_path):
     """In both lists."""
-    text = {"enable_hooks": 3, "hooks": [{"nme": 1}, SPEC, {"every": -1, "sees": "x"}], "forward_hooks": {}}
+    text = {"enable_hooks": 3, "hooks": [{"nme": 1}, SPEC, {"every": -1, "on_error": "x"}], "forward_hooks": {}}
     with pytest.raises(ConfigError) as caught:
         server_settings(read(tmp_path, text))
     places = [line.partition(" at ")[2].partition(":")[0] for line in str(caught.value).splitlines()]
-    assert places == ["$.enable_hooks", "$.hooks[0].nme", "$.hooks[2].every", "$.hooks[2].sees", "$.forward_hooks"]
+    assert places == ["$.enable_hooks", "$.hooks[0].nme", "$.hooks[2].every", "$.hooks[2].on_error", "$.forward_hooks"]
 
 
 @pytest.mark.parametrize(("text", "said"), [("", "is empty"), ("null", "is empty"), ("[]", "a list"), ('"x"', "text")])
@@ -96,7 +96,7 @@ def test_no_hooks_are_no_mistake(tmp_path, text):
 
 def test_all_that_a_spec_may_say_is_taken(tmp_path):
     """Null is left out by whoever makes the spec."""
-    whole = SPEC | {"name": None, "config": None, "on": "backward", "observe": True, "every": 3, "sees": "raw"}
+    whole = SPEC | {"name": None, "config": None, "on": "backward", "observe": True, "every": 3}
     whole |= {"exclude": "x.*", "enabled": False, "on_error": "disable", "target_modules": "x"}
     assert read_specs(read(tmp_path, [whole])) == [whole]
 

@@ -20,9 +20,8 @@ from hookline.sites.functions.function_mode import unbound_attachments
 from hookline.sites.functions.function_overrides import function_classes, operators
 from hookline.sites.handle import HookHandle
 from hookline.sites.modules.attach_everywhere import attachments_everywhere
-from hookline.sites.modules.module_hooks import existing_hooks, sweep
+from hookline.sites.modules.module_hooks import Slot, drop_stale, existing_hooks, sweep
 from hookline.sites.modules.registration_hooks import registration_entries_everywhere
-from hookline.sites.modules.torch_hooks import TorchHook, drop_stale
 from hookline.sites.optimizers.optimizer_hooks import optimizer_entries, optimizer_entries_everywhere
 from hookline.sites.optimizers.optimizer_wrappers import unwrap_optimizer
 from hookline.sites.roles import with_role
@@ -247,7 +246,7 @@ def _foreign_hooks(module: nn.Module) -> Iterator[str]:
     hooks = [(attribute.strip("_").removesuffix("_hooks"), hook) for attribute, _, hook in _torch.hooks_of(module)]
     hooks += [("parameter", hook) for hook in _torch.parameter_hooks_of(module)]
     for where, hook in hooks:
-        if not isinstance(hook, TorchHook | LeafHook):
+        if not isinstance(hook, Slot | LeafHook):
             home = getattr(hook, "__module__", None) or type(hook).__module__
             yield f"foreign {home}.{hook_name(hook)} ({where})"
 

@@ -319,8 +319,6 @@ def test_a_kind_that_functions_do_not_have_is_refused(kind: Any, says: str) -> N
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"sees": "raw"}, hl.errors.OptionError),
-        ({"sees": "cooked", "observe": True}, hl.errors.OptionError),
         ({"within": "model"}, hl.errors.TargetError),
         ({"within": nn.Linear}, hl.errors.TargetError),
         ({"exclude": "", "on": "forward"}, hl.errors.TargetError),

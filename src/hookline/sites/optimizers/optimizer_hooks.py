@@ -22,8 +22,7 @@ from hookline.sites.attach import new_attachment
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import AttachOptions, ForwardCounter, HookAtSite, HookContainer, OrderGroup
 from hookline.sites.kinds import OPTIMIZER, Kind
-from hookline.sites.modules.module_hooks import LOCK
-from hookline.sites.modules.torch_hooks import StaleHook
+from hookline.sites.modules.module_hooks import LOCK, StaleHook
 from hookline.sites.optimizers.optimizer_wrappers import checked_optimizer, takes_hooks, unwrap_optimizer
 from hookline.sites.site_info import OptimizerSite
 
