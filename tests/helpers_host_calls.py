@@ -11,11 +11,9 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from torch import nn
 
 import hookline as hl
 from hookline.sites import _torch
-from hookline.sites.compiled import recompile_guard
 from hookline.sites.modules import module_hooks
 
 _OURS = str(Path(hl.__file__).parent)
@@ -43,16 +41,7 @@ def counting() -> Iterator[Counter[str]]:
 
 @contextmanager
 def unaffected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forget what other tests have done: where something is compiled, hooks are prepared for that, each kind of hook
-    that was used once is swept with the others, and once a hooked model was copied, modules are searched for copies.
-    """
-    # The first hook of a process begins to watch for compilations, and the last one that goes ends it: three calls that
-    # are made or not, as a model of another test is gone or not. This one is here all the time.
-    kept = nn.Linear(1, 1)
-    handle = hl.attach(kept, "", lambda module, args, output: None)
+    """Forget what other tests have done: each kind of hook that was used once is swept with the others."""
     monkeypatch.setattr(module_hooks, "ON_SWEEP", [])
-    monkeypatch.setattr(module_hooks, "COPIES", set())
     monkeypatch.setattr(_torch, "compiled_code", list)
-    monkeypatch.setattr(recompile_guard._WATCH, "compiled", False)
     yield
-    handle.remove(quiet=True)

@@ -45,7 +45,6 @@ __all__ = [
 FORWARD = ["forward_pre", "forward"]
 GRADIENT = ["backward_pre", "backward"]
 CALL = [*FORWARD, *GRADIENT]
-REGISTER = ["register_module", "register_parameter", "register_buffer"]
 STATE = ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
 STEP = ["step_pre", "step_post"]
 
@@ -238,8 +237,6 @@ class OnModule(Place):
         return type(self)(self.kind, duplicate(self.model))
 
     def foreign(self, hook: Any) -> Any:
-        if self.kind in REGISTER:
-            return getattr(torch_module, f"register_module_{self.kind[9:]}_registration_hook")(hook)
         if self.kind == "param_grad":
             return self.layer.weight.register_post_accumulate_grad_hook(hook)
         names = {"backward": "full_backward", "backward_pre": "full_backward_pre"}
@@ -291,7 +288,7 @@ class WithinAModel(OnModule):
         torch.manual_seed(0)
         super().__init__(kind, nn.Sequential(nn.Linear(2, 2, bias=False)) if model is None else model)
         self.called = self.layer
-        self.late = kind in ("param_grad", "full_backward")  # torch's own hook, once it is on, runs what is on then
+        self.late = kind == "param_grad"
 
     def put(self, hook: Any, **options: Any) -> hl.HookHandle:
         return hl.attach_everywhere(hook, within=self.layer, **options)
@@ -305,7 +302,6 @@ class Everywhere(OnModule):
     def __init__(self, kind: str, model: nn.Module | None = None) -> None:
         super().__init__(kind, model)
         self.called = self.layer
-        self.late = kind == "full_backward"
 
     def put(self, hook: Any, **options: Any) -> hl.HookHandle:
         return hl.attach_everywhere(hook, **options)
@@ -531,9 +527,9 @@ class OnSavedTensors(Place):
 
 
 _KINDS: list[tuple[type[Place], list[str]]] = [
-    (OnModule, [*CALL, "full_backward", *STATE, *REGISTER]),
+    (OnModule, [*CALL, "full_backward", *STATE]),
     (OnParameter, ["param_grad"]),
-    (Everywhere, [*CALL, "full_backward", *REGISTER]),
+    (Everywhere, [*CALL, "full_backward"]),
     (OnFunction, CALL),
     (OnOperator, CALL),
     (OnClass, CALL),
@@ -552,7 +548,7 @@ _VARIANTS: list[tuple[type[Place], list[str]]] = [
     (WithKwargs, FORWARD),
     (AlwaysCalled, ["forward"]),
     (OfOneContext, CALL),
-    (WithinAModel, [*CALL, "full_backward", *STATE, *REGISTER, "param_grad"]),
+    (WithinAModel, [*CALL, "full_backward", *STATE, "param_grad"]),
 ]
 
 

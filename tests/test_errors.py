@@ -150,20 +150,6 @@ BAD = {
         ValueError,
         r"observe.*'state_dict_pre'.*goes with",
     ),
-    "sees without observe": (
-        ("*", hook),
-        {"sees": "raw"},
-        hl.errors.OptionError,
-        ValueError,
-        r"sees='raw'.*observe=True",
-    ),
-    "sees of another value": (
-        ("*", hook),
-        {"observe": True, "sees": "rare"},
-        hl.errors.OptionError,
-        ValueError,
-        r"'edited' or 'raw', got 'rare'",
-    ),
     "a hook that is not callable": (("*", "print"), {}, hl.errors.HookSignatureError, TypeError, r"callable.*'print'"),
     "a hook that is None": (("*", None), {}, hl.errors.HookSignatureError, TypeError, r"callable.*None"),
     "a hook that takes too little": (

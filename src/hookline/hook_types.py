@@ -23,7 +23,6 @@ __all__ = [
     "ModulePreHook",
     "Predicate",
     "Scope",
-    "Sees",
     "Target",
 ]
 
@@ -55,5 +54,3 @@ Target: TypeAlias = (
 """What ``attach`` and ``find`` select by (``hookline.sites.targets``); a parameter with ``on="param_grad"`` alone."""
 
 Scope: TypeAlias = Literal["process", "context"]
-Sees: TypeAlias = Literal["edited", "raw"]
-"""Whether an observer is shown a value after all edits of its site, or before them."""

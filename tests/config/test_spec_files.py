@@ -86,7 +86,7 @@ def test_no_hooks_are_no_mistake(tmp_path, text):
 
 def test_all_that_a_spec_may_say_is_taken(tmp_path):
     """Null is left out by whoever makes the spec."""
-    whole = SPEC | {"name": None, "config": None, "on": "backward", "observe": True, "every": 3, "sees": "raw"}
+    whole = SPEC | {"name": None, "config": None, "on": "backward", "observe": True, "every": 3}
     whole |= {"exclude": "x.*", "enabled": False, "on_error": "disable", "target_modules": "x"}
     assert read_specs(read(tmp_path, [whole])) == [whole]
 

@@ -48,13 +48,13 @@ def test_global_and_local_hooks_of_every_kind_fire_in_the_documented_order(backw
     assert events == expected
 
 
-def test_forward_observers_see_what_downstream_sees_and_raw_ones_what_there_was():
-    """An observer attached before an edit sees the edited value; sees="raw" the unedited one."""
+def test_forward_observers_see_what_downstream_sees_and_prepended_hooks_what_there_was():
+    """An observer attached before an edit sees the edited value; a hook in front of it the unedited one."""
     module, seen, x = Scale(5.0), {}, torch.ones(2)
     hl.attach(module, lambda m, args: seen.update(pre=args[0]), on="forward_pre", observe=True)
-    hl.attach(module, lambda m, args: seen.update(raw_pre=args[0]), on="forward_pre", observe=True, sees="raw")
+    hl.attach(module, lambda m, args: seen.update(raw_pre=args[0]), on="forward_pre", prepend=True)
     hl.attach(module, lambda m, args, out: seen.update(post=out), observe=True)
-    hl.attach(module, lambda m, args, out: seen.update(raw_post=out), observe=True, sees="raw")
+    hl.attach(module, lambda m, args, out: seen.update(raw_post=out), prepend=True)
     hl.attach(module, lambda m, args: args[0] + 1, on="forward_pre")
     hl.attach(module, lambda m, args, out: out * 100)
     output = module(x)
@@ -65,13 +65,13 @@ def test_forward_observers_see_what_downstream_sees_and_raw_ones_what_there_was(
     assert torch.equal(output, (x + 1) * 500)
 
 
-def test_gradient_observers_see_edited_gradients_and_raw_ones_what_came():
+def test_gradient_observers_see_edited_gradients_and_prepended_hooks_what_came():
     """The same for gradients: backward_pre edits reach the backward, backward edits reach upstream."""
     module, seen, x = Scale(5.0), {}, leaf(2)
     hl.attach(module, lambda m, go: seen.update(pre=go[0]), on="backward_pre", observe=True)
-    hl.attach(module, lambda m, go: seen.update(raw_pre=go[0]), on="backward_pre", observe=True, sees="raw")
+    hl.attach(module, lambda m, go: seen.update(raw_pre=go[0]), on="backward_pre", prepend=True)
     hl.attach(module, lambda m, gi, go: seen.update(post=(gi[0], go[0])), on="backward", observe=True)
-    hl.attach(module, lambda m, gi, go: seen.update(raw=(gi[0], go[0])), on="backward", observe=True, sees="raw")
+    hl.attach(module, lambda m, gi, go: seen.update(raw=(gi[0], go[0])), on="backward", prepend=True)
     hl.attach(module, lambda m, go: (go[0] * 2,), on="backward_pre")
     hl.attach(module, lambda m, gi, go: (gi[0] * 100,), on="backward")
     module(x).sum().backward()

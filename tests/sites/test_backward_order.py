@@ -162,7 +162,7 @@ def test_our_edits_come_before_the_hooks_of_others_and_our_observers_after() -> 
     hl.attach(module, watch(log, "observer"), on="backward_pre", observe=True)
     hl.attach(module, watch(log, "full"), on="full_backward")
     hl.attach(module, edit(log, "pre a"), on="backward_pre")
-    hl.attach(module, watch(log, "raw"), on="backward_pre", observe=True, sees="raw")
+    hl.attach(module, watch(log, "raw"), on="backward_pre", prepend=True)
     module(torch.zeros(1, requires_grad=True)).sum().backward()
     shown = [(name, grads[0][0]) for name, grads in log]
     assert shown[:4] == [("raw", 1.0), ("pre a", 1.0), ("pre b", 0.5), ("observer", 1.5)]

@@ -733,7 +733,6 @@ def test_tasks_leave_nothing_behind():
     [
         ("typo", Seen().hook, {}),
         ("same", lambda: None, {}),
-        ("same", Seen().hook, {"sees": "raw"}),
     ],
     ids=["no match", "bad hook", "bad option"],
 )

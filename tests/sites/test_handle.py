@@ -20,11 +20,10 @@ from torch.utils.hooks import RemovableHandle
 
 import hookline as hl
 from hookline.sites._torch import HOOK_DICTS, parameter_hooks_of
-from hookline.sites.gradients.output_calls import tap_output
+from hookline.sites.gradients.backward_call import tap_output
 from hookline.sites.modules import module_hooks as tables
 
 RUN_KINDS = ["forward_pre", "forward", "backward_pre", "backward", "full_backward"]
-REGISTERING = ["register_module", "register_parameter", "register_buffer"]
 GLOBAL_DICTS = [
     torch_module._global_module_registration_hooks,
     torch_module._global_parameter_registration_hooks,
@@ -148,19 +147,6 @@ def test_hooks_come_and_go_in_another_thread_while_the_model_runs(kind, observe)
 
 
 # -- weak to the model ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", REGISTERING)
-def test_a_model_that_goes_with_its_hooks_on_leaves_nothing_in_the_process(kind):
-    """torch's dictionaries of registration hooks, which know no module, are empty at the next registration."""
-    model = make_model()
-    hl.attach(model, "*", ignore, on=kind)
-    exercise(model)
-    assert sorted(map(len, GLOBAL_DICTS)) == [0, 0, 1]
-    del model
-    gc.collect()
-    exercise(make_model())
-    assert GLOBAL_DICTS == [{}, {}, {}]
 
 
 def test_a_model_goes_after_a_forward_that_raised():
@@ -385,3 +371,36 @@ def test_a_call_of_a_thread_that_was_overtaken_keeps_no_hook_from_firing():
     linear(x).sum().backward()
     second.remove()
     assert fired == ["first", "second"]
+
+
+def test_a_hook_on_a_shallow_copy_leaves_those_of_the_original_on():
+    """Both have the same dictionaries of torch's, so they share all hooks, also when the original is gone."""
+    original, fired = nn.Linear(2, 2), []
+    hl.attach(original, lambda *args: fired.append("first"), observe=True)
+    twin = copy.copy(original)
+    hl.attach(twin, lambda *args: fired.append("second"), observe=True)
+    original(torch.ones(1, 2))
+    assert fired == ["first", "second"]
+    del original
+    gc.collect()
+    third = hl.attach(twin, lambda *args: fired.append("third"), observe=True)
+    twin(torch.ones(1, 2))
+    assert fired == ["first", "second", "first", "second", "third"]
+    assert third.report().fired == 1
+    for handle in hl.attached(twin):
+        handle.remove(quiet=True)
+    assert_no_trace(twin)
+
+
+def test_a_forward_hook_of_others_on_a_part_called_alone_is_passed_from_the_second_call_on():
+    """Called through its model, it is noticed at once."""
+    for through_model in (False, True):
+        model, seen = nn.Sequential(nn.Linear(2, 2)), []
+        with hl.attach(
+            model, "0", lambda module, args, output, seen=seen: seen.append(output.sum().item()), observe=True
+        ):
+            model[0].register_forward_hook(lambda module, args, output: output * 0)
+            for _ in range(2):
+                (model if through_model else model[0])(torch.ones(1, 2))
+        assert seen[1] == 0
+        assert (seen[0] == 0) is through_model

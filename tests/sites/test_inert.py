@@ -94,7 +94,6 @@ def _all_together(model: nn.Module) -> hl.HandleSet:
 
 HOOKINGS: dict[str, Hooking] = {
     **{f"observe {kind}": _one(kind, observe=True) for kind in OBSERVABLE},
-    **{f"raw {kind}": _one(kind, observe=True, sees="raw") for kind in ("forward", "backward", "register_buffer")},
     **{f"plain {kind}": _one(kind) for kind in ALL_KINDS},
     "observe all kinds": _all(OBSERVABLE, observe=True),
     "plain all kinds": _all(ALL_KINDS),

@@ -45,9 +45,9 @@ def test_every_kind_belongs_to_something_and_nothing_has_others():
 
 
 def test_every_kind_is_held_to_the_promises_of_all():
-    """The conformance tests have a place for each; a new kind needs an adapter there."""
+    """The conformance tests have a place for each but torch's own registration hooks; a new kind needs one there."""
     tested = {site.values[0].args[0] for site in SITES}
-    assert {NODE.aliases.get(kind, kind) for kind in tested} == {kind.value for kind in Kind}
+    assert {NODE.aliases.get(kind, kind) for kind in tested} == {kind.value for kind in Kind} - REGISTERING
 
 
 @pytest.mark.parametrize(

@@ -96,23 +96,6 @@ def test_compiled_code_can_be_forgotten(compiler):
     assert _Own.forward.__code__ not in _torch.compiled_code()
 
 
-def test_compilations_are_announced(compiler):
-    """Before anything is traced, also after a reset, until that is ended; and then torch has its own list again."""
-    seen = []
-    told = _torch.Compilations(lambda: seen.append("begin"))
-    told.start()
-    assert told.is_on()
-    torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
-    assert seen == ["begin"]
-    compiler.reset()
-    assert told.is_on()
-    told.stop()
-    told.stop()
-    assert type(sys.modules["torch._dynamo.callback"].callback_handler.start_callbacks) is list
-    torch.compile(lambda x: x + 2, backend="eager")(torch.zeros(1))
-    assert seen == ["begin"]
-
-
 def test_a_module_knows_that_it_was_compiled(compiler):
     """By ``module.compile()``; a wrapper is another matter."""
     model = nn.Linear(1, 1)

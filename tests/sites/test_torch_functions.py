@@ -222,7 +222,7 @@ def test_the_backward_hooks_of_one_call_are_a_variable_of_torchs_frame():
     found = []
 
     def hook(*args: object) -> None:
-        found.append(_torch.backward_hooks_of_call())
+        found.append(_torch.backward_hooks_of_call(2))
 
     module = nn.Sigmoid()
     module.register_forward_hook(hook)

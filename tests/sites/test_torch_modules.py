@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
-from torch.utils.hooks import RemovableHandle
 
 import hookline
 from hookline.sites import _torch
@@ -56,42 +55,43 @@ def test_hook_dictionaries_are_ordered_dictionaries():
     [
         ("_forward_pre_hooks", "register_forward_pre_hook", {"with_kwargs": True}),
         ("_forward_hooks", "register_forward_hook", {"with_kwargs": True}),
+        ("_forward_hooks", "register_forward_hook", {}),
+        ("_backward_hooks", "register_full_backward_hook", {}),
+        ("_state_dict_pre_hooks", "register_state_dict_pre_hook", {}),
+        ("_load_state_dict_pre_hooks", "register_load_state_dict_pre_hook", {}),
+        ("_load_state_dict_post_hooks", "register_load_state_dict_post_hook", {}),
     ],
 )
-def test_add_torch_hook_does_what_torchs_own_registration_does(attribute, register, options):
-    """Same dictionaries, same values, an id that torch never gives; dropping leaves nothing."""
+def test_put_hook_does_what_torchs_own_registration_does(attribute, register, options):
+    """Same dictionaries, same kinds of values; another hook under the id takes its place; dropping leaves nothing."""
 
     def hook(*args: object) -> None:
         """Does nothing."""
 
     theirs, ours = nn.Identity(), nn.Identity()
-    handle = getattr(theirs, register)(hook, **options)
-    next_id = RemovableHandle.next_id
-    hook_id = _torch.add_torch_hook(ours, attribute, hook, first=False)
-    assert hook_id < 0 <= handle.id
-    assert RemovableHandle.next_id == next_id
+    getattr(theirs, register)(hook, **options)
+    for given in (print, hook):
+        _torch.put_hook(ours, attribute, -1, given, **options)
+    assert [each[2] for each in _torch.hooks_of(ours)] == [each[2] for each in _torch.hooks_of(theirs)] == [hook]
+    assert getattr(ours, _torch.FULL_BACKWARD_FLAG) is getattr(theirs, _torch.FULL_BACKWARD_FLAG)
     for name in (attribute, *_torch.HOOK_DICTS[attribute]):
-        assert list(getattr(theirs, name).values()) == list(getattr(ours, name).values())
-        assert list(getattr(ours, name)) in ([hook_id], [])
+        assert list(map(type, getattr(theirs, name).values())) == list(map(type, getattr(ours, name).values()))
+        assert list(getattr(ours, name)) in ([-1], [])
     for _ in range(2):
-        _torch.drop_hook(ours, attribute, hook_id)
+        _torch.drop_hook(ours, attribute, -1)
         for name in (attribute, *_torch.HOOK_DICTS[attribute]):
             assert not getattr(ours, name)
 
 
-def test_a_torch_hook_is_placed_first_or_last():
+def test_a_hook_is_placed_first_or_last():
     """Either end of the queue, whatever is there."""
     module = nn.Identity()
     module.register_forward_hook(print)
-    last = _torch.add_torch_hook(module, "_forward_hooks", len, first=False)
-    first = _torch.add_torch_hook(module, "_forward_hooks", repr, first=True)
-    ids = list(module._forward_hooks)
-    assert ids[0] == first
-    assert ids[-1] == last
-    _torch.place_first(module._forward_hooks, last)
-    assert next(iter(module._forward_hooks)) == last
-    _torch.place_last(module._forward_hooks, last)
-    assert list(module._forward_hooks)[-1] == last
+    _torch.put_hook(module, "_forward_hooks", -1, len)
+    _torch.place_first(module._forward_hooks, -1)
+    assert next(iter(module._forward_hooks)) == -1
+    _torch.place_last(module._forward_hooks, -1)
+    assert list(module._forward_hooks)[-1] == -1
 
 
 def test_hooks_of_lists_every_dictionary_and_unwraps():

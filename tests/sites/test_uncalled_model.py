@@ -55,6 +55,7 @@ def test_steps_and_calls_are_counted_by_the_part_that_is_called_first() -> None:
         ("head", 3, 0),
     ]
     hl.assert_no_hooks(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_calls_inside_of_the_first_part_belong_to_one_step() -> None:

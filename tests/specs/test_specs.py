@@ -66,8 +66,6 @@ def test_a_dictionary_becomes_a_spec_and_null_is_left_out():
         ({"every": 0}, "every: expected greater than or equal to 1, got 0."),
         ({"every": True}, "every: expected a valid integer"),
         ({"every": 2, "on": "state_dict_pre"}, "every counts forwards"),
-        ({"sees": "all"}, "sees: expected 'edited' or 'raw'"),
-        ({"sees": "raw"}, "add observe=True"),
         ({"on_error": "ignore"}, "on_error: expected 'raise', 'warn' or 'disable'"),
         ({"observe": True, "on": "param_grad"}, "observe= does not go with"),
         ("layers.*", "A hook spec is an object"),
@@ -222,14 +220,14 @@ def test_other_kinds():
     hl.assert_no_hooks(model, foreign=True)
 
 
-def test_raw_and_edited():
+def test_an_observer_is_shown_what_a_later_spec_has_edited():
     model, seen = small(), {}
 
     def keep(config):
         return lambda m, i, output: seen.__setitem__(config["as"], output.clone())
 
     specs = [
-        HookSpec("raw", ["0"], keep, {"as": "raw"}, observe=True, sees="raw"),
+        HookSpec("raw", ["0"], keep, {"as": "raw"}),
         HookSpec("late", ["0"], keep, {"as": "edited"}, observe=True),
         HookSpec("edit", ["0"], lambda c: lambda m, i, output: output + 1.0),
     ]

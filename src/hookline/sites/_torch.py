@@ -125,30 +125,24 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
 # -- hooks of modules and tensors: sites.modules, sites.gradients, sites.find, debug.diagnose ----------------------
 
 
-def add_torch_hook(module: nn.Module, attribute: str, torch_hook: Any, *, first: bool) -> int:
-    """Register a forward hook that takes keyword arguments, at either end of its queue; return its id.
+def put_hook(module: nn.Module, attribute: str, hook_id: int, hook: Any, *, with_kwargs: bool = False) -> None:
+    """Put a hook under an id of our own into one of the module's dictionaries, in the place of the one that is there.
 
-    What ``register_forward_hook`` does, without the handle, which costs more than all the rest together. Ids of ours
-    are negative, so that none is ever one of torch's: to count torch's on would change its class each time, and throw
-    away what Python remembers of that class and of our handles.
+    What torch's own verbs do, without the handle, which costs more than all the rest together, and changes a class of
+    torch's each time. Of load_state_dict pre-hooks torch keeps a wrapper that adds the module.
     """
     hooks: OrderedDict[int, Any] = getattr(module, attribute)
-    hook_id = -_next_hook_id()
-    hooks[hook_id] = torch_hook
-    getattr(module, HOOK_DICTS[attribute][0])[hook_id] = True
-    if len(hooks) > 1:
-        (place_first if first else place_last)(hooks, hook_id)
-    return hook_id
-
-
-def hand_kwargs(module: nn.Module, attribute: str, hook_id: int, *, wanted: bool) -> None:
-    """Let torch call one of our hooks with keyword arguments, or without."""
-    with_kwargs: dict[int, bool] = getattr(module, HOOK_DICTS[attribute][0])
-    if wanted is not (hook_id in with_kwargs):
-        if wanted:
-            with_kwargs[hook_id] = True
-        else:
-            del with_kwargs[hook_id]
+    options = HOOK_DICTS[attribute]
+    if with_kwargs and options:  # before another thread's call comes to the hook
+        getattr(module, options[0])[hook_id] = True
+    if attribute == "_backward_hooks" and hook_id not in hooks:
+        handle = module.register_full_backward_hook(hook)  # which refuses some modules
+        hooks[hook_id] = hooks.pop(handle.id)
+    else:
+        is_wrapped = attribute == "_load_state_dict_pre_hooks"
+        hooks[hook_id] = module_py._WrappedHook(hook, module) if is_wrapped else hook
+    if not with_kwargs and options:
+        getattr(module, options[0]).pop(hook_id, None)
 
 
 _next_hook_id: Final = itertools.count(1).__next__
@@ -210,14 +204,6 @@ def caller() -> nn.Module | None:
     return module if isinstance(module, nn.Module) else None
 
 
-def queue_id(depth: int) -> int:
-    """Return a number of the running queue of hooks, another for each module call: torch runs each in its own frame.
-
-    ``depth`` is how many calls above this one torch's own frame is.
-    """
-    return id(sys._getframe(depth + 1))
-
-
 def has_backward_hooks(module: nn.Module) -> bool:
     """Return whether torch itself calls backward hooks for the module, its own or global ones."""
     # Looked up at each call: torch's own tests put other dictionaries in the place of the global ones.
@@ -245,14 +231,14 @@ def is_global_pre_hook(hook_id: int) -> bool:
     return hook_id in module_py._global_forward_pre_hooks
 
 
-def backward_hooks_of_call() -> Any:
+def backward_hooks_of_call(depth: int) -> Any:
     """Return the ``BackwardHook`` that torch has made for the module call whose forward hook asks; None if there is
     none.
 
-    It is a variable of the frame that calls that forward hook, and its ``user_pre_hooks`` are a list of this call alone
-    (torch 2.11 to 2.13).
+    It is a variable of the frame that calls that forward hook, ``depth`` calls above this one, and its
+    ``user_pre_hooks`` are a list of this call alone (torch 2.11 to 2.13).
     """
-    found = variable_of_caller("bw_hook", 2)
+    found = variable_of_caller("bw_hook", depth)
     return found if hasattr(found, "user_pre_hooks") else None
 
 
@@ -455,8 +441,7 @@ def called_by_us(depth: int) -> bool:
 
 
 _WIRING: Final = frozenset(
-    f"hookline.sites.gradients.{name}"
-    for name in ("backward_call", "call_gradients", "gradient_tensors", "tensor_taps")
+    f"hookline.sites.gradients.{name}" for name in ("backward_call", "call_gradients", "tensor_taps")
 )
 
 
@@ -1111,43 +1096,6 @@ def forget_compiled(code: CodeType) -> None:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether ``module.compile()`` was called."""
     return getattr(module, "_compiled_call_impl", None) is not None
-
-
-class Compilations:
-    """Calls ``on_begin`` whenever a compilation begins."""
-
-    def __init__(self, on_begin: Callable[[], None]) -> None:
-        self._on_begin = on_begin
-
-    def __call__(self, *args: Any) -> None:
-        self._on_begin()
-
-    def is_on(self) -> bool:
-        """Return whether it will be called."""
-        handler = sys.modules.get("torch._dynamo.callback")
-        return handler is not None and self in handler.callback_handler.start_callbacks
-
-    def start(self) -> None:
-        """Ask torch to call this from now on."""
-        handler = sys.modules["torch._dynamo.callback"].callback_handler
-        if not isinstance(handler.start_callbacks, _Callbacks):
-            handler.start_callbacks = _Callbacks(handler.start_callbacks)
-        handler.start_callbacks.append(self)  # as register_start_callback does (torch 2.11 to 2.13)
-
-    def stop(self) -> None:
-        """Ask torch to call this no more."""
-        handler = sys.modules.get("torch._dynamo.callback")
-        if handler is not None and self in (callbacks := handler.callback_handler.start_callbacks):
-            callbacks.remove(self)
-            handler.callback_handler.start_callbacks = [*callbacks]
-
-
-class _Callbacks(list[Any]):
-    """The callbacks of torch at the begin of a compilation; ``torch.compiler.reset()`` must not clear ours."""
-
-    def clear(self) -> None:
-        """Forget all but ours."""
-        self[:] = [each for each in self if isinstance(each, Compilations)]
 
 
 def in_compiled_code() -> bool:

@@ -8,41 +8,36 @@ from __future__ import annotations
 
 import re
 import warnings
-import weakref
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack, overload
 
-import torch
 from torch import nn
 
 from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError
-from hookline.sites import _torch
 from hookline.sites.compiled import op_runtime  # noqa: F401  # runs behind the operators
 from hookline.sites.compiled.trace_hooks import call_by_name
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import (
     Attachment,
     AttachOptions,
-    ForwardCounter,
     HookAtSite,
     OrderGroup,
-    StandIn,
     close_context,
     open_context,
 )
 from hookline.sites.kinds import MODULE, REGISTRATION_KINDS, Kind, SiteType
 from hookline.sites.modules.module_hooks import LOCK, counter_of, hooks_of_module, sweep
-from hookline.sites.modules.registration_hooks import hold_registrations
+from hookline.sites.modules.registration_hooks import register_with_torch
 from hookline.sites.parameters import attach_to_parameters, select_parameters
 from hookline.sites.per_site_hook import PerSiteHook
 from hookline.sites.receipt import parameter_versions
 from hookline.sites.roles import with_role
 from hookline.sites.signature import HookTraits, changes_in_place, check_observe, examine_hook, hook_name
 from hookline.sites.targets import Named, check_model, describe, select, without_scripted
-from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
+from hookline.sites.wrappers import WRAPPER_KEYS, unwrap
 
 if TYPE_CHECKING:
-    from hookline.hook_types import Hook, Scope, Sees, Target
+    from hookline.hook_types import Hook, Scope, Target
 
 _MISSING: Any = object()
 _PLAIN: Final = AttachOptions()
@@ -58,7 +53,6 @@ class AttachKeywords(TypedDict, total=False):
     with_kwargs: bool
     always_call: bool
     observe: bool
-    sees: Sees
     name: str | None
     exclude: Target
     strict: bool
@@ -83,7 +77,6 @@ def attach(
     with_kwargs: bool = False,
     always_call: bool = False,
     observe: bool = False,
-    sees: Sees = "edited",
     name: str | None = None,
     exclude: Target = None,
     strict: bool = True,
@@ -115,8 +108,6 @@ def attach(
         with_kwargs: Hand over the keyword arguments of the call as well (forward kinds).
         always_call: Run the forward hook however the call ends, with ``output=None`` if it was cut short.
         observe: Ignore the return value, and run after all edits of the site.
-        sees: What an observer is shown: the value ``"edited"`` by other hooks, as downstream will see it, or
-            ``"raw"``.
         name: A name for reports; the function's own by default.
         exclude: Modules to leave out, in the same grammar as ``target``.
         strict: Raise if nothing matches; with False, warn and return a handle on nothing.
@@ -138,7 +129,6 @@ def attach(
         with_kwargs=with_kwargs,
         always_call=always_call,
         observe=observe,
-        sees=sees,
         name=name,
         profile=profile,
         scope=scope,
@@ -231,7 +221,7 @@ def attach_to_modules(attachment: Attachment, model: nn.Module, chosen: list[Nam
             handle.remove()
             raise
         if attachment.kind in REGISTRATION_KINDS:
-            hold_registrations(attachment)
+            register_with_torch(attachment)
         return handle
 
 
@@ -267,38 +257,3 @@ def add_entries(attachment: Attachment, model: nn.Module, chosen: list[Named]) -
         entry = HookAtSite(attachment, name, module_hooks, counter)
         attachment.entries[entry] = None
         module_hooks.add(entry)
-
-
-def _count_by_part(counter: ForwardCounter) -> None:
-    """Let the outermost part of the model that runs now begin the steps of ``counter``, this call being the first.
-
-    Called when a hook fires and no forward of its model has begun: Lightning calls ``training_step``, others call
-    ``encode``; the modules inside are called, the model is not. Do nothing where the model itself is running, or no
-    part of it is: a hook that came on in the middle of a forward has its first step with the next one.
-    """
-    model = counter.model()
-    if model is None:
-        return
-    names = {id(module): name for name, module, *_ in walk(model)}
-    running = [module for module in _torch.all_running() if id(module) in names]
-    if not running or any(module is model for module in running):
-        return
-    part = unwrap(running[-1])
-
-    def begin_step(called: nn.Module, args: Any) -> None:
-        whole = counter.model()
-        if whole is not None and not _torch.times_running(whole):
-            _begin_by_part(counter)
-
-    handle = attach(part, begin_step, on="forward_pre", observe=True, sees="raw", prepend=True, name="step counter")
-    handle._attachment.on_remove = lambda attachment: counter.drop_stand_in()  # a rollback may take it off
-    counter.stand_in = StandIn(names[id(running[-1])], weakref.ref(part), lambda: handle.remove(quiet=True))
-    _begin_by_part(counter)
-
-
-def _begin_by_part(counter: ForwardCounter) -> None:
-    # Gradients may be off around a frozen part, which says nothing of the model: there its mode decides.
-    counter.begin(counter.training_now() or torch.is_grad_enabled(), by_part=True)
-
-
-ForwardCounter.on_uncalled = _count_by_part

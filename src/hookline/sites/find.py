@@ -19,9 +19,8 @@ from hookline.sites import _torch
 from hookline.sites.functions.function_mode import unbound_attachments
 from hookline.sites.handle import HookHandle
 from hookline.sites.modules.attach_everywhere import attachments_everywhere
-from hookline.sites.modules.module_hooks import existing_hooks, sweep
+from hookline.sites.modules.module_hooks import Slot, drop_stale, existing_hooks, sweep
 from hookline.sites.modules.registration_hooks import registration_entries_everywhere
-from hookline.sites.modules.torch_hooks import TorchHook, drop_stale
 from hookline.sites.optimizers import optimizer_entries, optimizer_entries_everywhere, unwrap_optimizer
 from hookline.sites.parameters import LeafHook, parameter_entries
 from hookline.sites.roles import with_role
@@ -244,7 +243,7 @@ def _foreign_hooks(module: nn.Module) -> Iterator[str]:
     hooks = [(attribute.strip("_").removesuffix("_hooks"), hook) for attribute, _, hook in _torch.hooks_of(module)]
     hooks += [("parameter", hook) for hook in _torch.parameter_hooks_of(module)]
     for where, hook in hooks:
-        if not isinstance(hook, TorchHook | LeafHook):
+        if not isinstance(hook, Slot | LeafHook):
             home = getattr(hook, "__module__", None) or type(hook).__module__
             yield f"foreign {home}.{hook_name(hook)} ({where})"
 

@@ -14,13 +14,12 @@ import weakref
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import torch
 
 from hookline.errors import HooklineWarning, OptionError
 from hookline.sites import _torch
-from hookline.sites.compiled import recompile_guard
 from hookline.sites.kinds import KINDS_OF_OPTION, MODULE
 from hookline.sites.site_info import Site
 
@@ -97,13 +96,6 @@ class _ThreadForward(threading.local):
         return self._repeated[1]
 
 
-class KeepsPlaces(Protocol):
-    """The hooks of a module, as their counter knows them."""
-
-    def keep_places(self) -> None:
-        """Put our edits before, and our observers after, hooks that others have registered since."""
-
-
 class StandIn(NamedTuple):
     """The part whose calls begin the steps of a model whose own forward is not called."""
 
@@ -111,8 +103,6 @@ class StandIn(NamedTuple):
     """Its name in the model."""
     module: Callable[[], nn.Module | None]
     """The module, unless it is gone."""
-    remove: Callable[[], None]
-    """Stop its calls from beginning steps."""
 
 
 class ForwardCounter:
@@ -121,7 +111,7 @@ class ForwardCounter:
     __slots__ = ("_counter", "here", "hooked", "leaves", "model", "stand_in", "step", "users")
 
     on_uncalled: ClassVar[Callable[[ForwardCounter], None]]
-    """Looks for a part that stands in for the model; set by ``attach``, which is above this file."""
+    """Looks for a part that stands in for the model; set by ``module_hooks``, which is above this file."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self.model: Callable[[], nn.Module | None] = weakref.ref(model) if model is not None else lambda: None
@@ -130,8 +120,8 @@ class ForwardCounter:
         """The newest forward of any thread."""
         self.users = 0
         """How many attachments go through this model."""
-        self.hooked: set[KeepsPlaces] = set()
-        """The hooks of the modules that were attached to through this model."""
+        self.hooked: set[Any] = set()
+        """The `ModuleHooks` of the modules that were attached to through this model."""
         self.leaves: Callable[[], None] | None = None
         """Moves hooks on parameters to the ones that replaced them; there while there are such hooks."""
         self.stand_in: StandIn | None = None
@@ -158,9 +148,13 @@ class ForwardCounter:
             hooks.keep_places()
         if self.leaves is not None:
             self.leaves()
-        recompile_guard.check_compiler()
         if _torch.capturing():
             _warn_captured(self.model())
+
+    def begin_by_part(self) -> None:
+        """Begin a forward with the call of a part that stands in for the model."""
+        # Gradients may be off around a frozen part, which says nothing of the model: there its mode decides.
+        self.begin(self.training_now() or torch.is_grad_enabled(), by_part=True)
 
     def mode(self) -> tuple[bool, bool]:
         """Return whether the forward that is under way began in training mode, and whether gradients were on then.
@@ -182,10 +176,6 @@ class ForwardCounter:
         """Let the calls of a part of the model begin steps, where the part is called and the model is not."""
         if self.stand_in is None and _torch.graph_task_id() == -1:
             self.on_uncalled()
-
-    def drop_stand_in(self) -> None:
-        """Look for another part at the next firing: calls of this one begin no steps any more."""
-        self.stand_in, self.here.step = None, -1
 
     def moment(self, key: Hashable) -> tuple[int, int]:
         """Count one more call of ``key``; return the step of this thread and how many calls were before it."""
@@ -225,15 +215,13 @@ class _WarnedCaptured:
 class OrderGroup(IntEnum):
     """The order among the hooks of one kind at one site."""
 
-    RAW = 0
-    """Observers that asked for what there was before any edit."""
     EDIT = 1
     """Hooks whose return value counts, in the order they were attached."""
     OBSERVE = 2
     """Observers of the value that goes on."""
 
 
-_RAW, _EDIT, _OBSERVE = OrderGroup  # looking a member up by its class takes as long as three calls
+_EDIT, _OBSERVE = OrderGroup  # looking a member up by its class takes as long as three calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +232,6 @@ class AttachOptions:
     with_kwargs: bool = False
     always_call: bool = False
     observe: bool = False
-    sees: str = "edited"
     name: str | None = None
     profile: bool = False
     scope: str = "process"
@@ -254,10 +241,6 @@ class AttachOptions:
         for option, kinds in KINDS_OF_OPTION.items():
             if getattr(self, option) and kind not in kinds:
                 kind.check_option(option)
-        if self.sees not in ("edited", "raw"):
-            raise OptionError(f"sees= is 'edited' or 'raw', got {self.sees!r}.")
-        if self.sees == "raw" and not self.observe:
-            raise OptionError("sees='raw' is for observers: add observe=True, or leave sees= out.")
         if self.scope not in ("process", "context"):
             raise OptionError(f"scope= is 'process' or 'context', got {self.scope!r}.")
         if self.scope == "context" and not kind.is_call:
@@ -267,7 +250,7 @@ class AttachOptions:
     @property
     def order_group(self) -> OrderGroup:
         """The order group of a hook with these options."""
-        return _EDIT if not self.observe else _RAW if self.sees == "raw" else _OBSERVE
+        return _OBSERVE if self.observe else _EDIT
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -76,6 +76,8 @@ class Kind(StrEnum):
     SAVED_TENSORS = "saved_tensors"
     """When autograd keeps a tensor for the backward pass, and when it takes it out again."""
 
+    __hash__ = str.__hash__  # that of enums is a call of Python, at each look into a dictionary of kinds
+
     @classmethod
     def parse(cls, value: str | Kind, site_type: SiteType | None = None) -> Kind:
         """Return the kind of that name or alias that ``site_type`` (a module) has; a `KindError` with suggestions
@@ -99,7 +101,7 @@ class Kind(StrEnum):
     @property
     def is_gradient(self) -> bool:
         """Return whether it is built on our own gradient observation."""
-        return self in (Kind.BACKWARD_PRE, Kind.BACKWARD)
+        return self in GRADIENT_KINDS
 
     @property
     def is_registration(self) -> bool:
@@ -109,7 +111,7 @@ class Kind(StrEnum):
     @property
     def is_call(self) -> bool:
         """Return whether it is about the calls of a module: its forward, or what becomes of it in the backward."""
-        return self in (Kind.FORWARD_PRE, Kind.FORWARD, Kind.BACKWARD_PRE, Kind.BACKWARD)
+        return self in CALL_KINDS
 
     @property
     def is_state(self) -> bool:
@@ -212,6 +214,8 @@ NODE: Final = SiteType(
 SAVED: Final = SiteType("scope", "saved_tensors", {Kind.SAVED_TENSORS: ("tensor",)})
 SITE_TYPES: Final = (MODULE, FUNCTION, OPTIMIZER, TENSOR, NODE, SAVED)
 
+GRADIENT_KINDS: Final = (Kind.BACKWARD_PRE, Kind.BACKWARD)
+CALL_KINDS: Final = (Kind.FORWARD, Kind.FORWARD_PRE, *GRADIENT_KINDS)
 _STATE: Final = frozenset(
     {Kind.STATE_DICT_PRE, Kind.STATE_DICT_POST, Kind.LOAD_STATE_DICT_PRE, Kind.LOAD_STATE_DICT_POST}
 )

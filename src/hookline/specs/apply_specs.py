@@ -159,7 +159,7 @@ def _prepare(
     made.append(hook)
     kind, site_type = spec.kind_and_site_type
     called = _with_options(hook, spec, wants_site=check_hook(hook, kind, site_type=site_type))
-    options = AttachOptions(observe=spec.observe, sees=spec.sees or "edited", name=spec.name or hook_name(hook))
+    options = AttachOptions(observe=spec.observe, name=spec.name or hook_name(hook))
     attachment = new_attachment(called, kind, options, site_type=site_type)
     attachment.turns = called.calls if isinstance(called, _ScheduledHook) else None
     sites = find_sites(model, spec, strict=strict)

@@ -127,8 +127,6 @@ class HookSpec:
     """Ignore what the hook returns, and run it after all edits."""
     every: Annotated[StrictInt, Field(ge=1)] | None = None
     """Run it in every n-th forward of the model only: the first, number n, number 2n, …"""
-    sees: Literal["edited", "raw"] | None = None
-    """What an observer is shown: ``"edited"`` (the default), or ``"raw"``."""
     exclude: _Patterns = ()
     """Names or globs to leave out."""
     enabled: StrictBool = True
@@ -150,8 +148,6 @@ class HookSpec:
     def __post_init__(self) -> None:
         """Raise for an option that does not go with the others."""
         kind, _ = self.kind_and_site_type
-        if self.sees == "raw" and not self.observe:
-            raise OptionError("sees='raw' is for observers: add observe=True, or leave sees out.")
         if self.every is not None and not (kind.is_call or kind is Kind.PARAM_GRAD):
             raise OptionError(f"every counts forwards of the model, and on={self.on!r} does not go by those.")
         if self.observe:

@@ -273,7 +273,7 @@ def test_an_edit_leaves_the_output_itself_alone():
     model, x = made()
     raw = []
     expected = model.layers[0](x)
-    hl.attach(model, "layers.0", lambda m, args, output: raw.append(output), observe=True, sees="raw")
+    hl.attach(model, "layers.0", lambda m, args, output: raw.append(output), prepend=True)
     with hl.patch(model, {"layers.0": hl.edits.ablate(index=0)}):
         model(x)
     assert torch.equal(raw[0], expected)

@@ -46,7 +46,7 @@ def test_a_hook_that_takes_itself_off_keeps_no_other_from_running(compile_it: bo
     def plain(module, args, output):
         log.append("plain")
 
-    first = hl.attach(model, "layers.0", raw, observe=True, sees="raw")
+    first = hl.attach(model, "layers.0", raw, prepend=True)
     others = [hl.attach(model, "layers.0", hook) for hook in (_double, plain, _double)]
     run(x), run(x)
     assert log == ["raw", "plain", "plain"]

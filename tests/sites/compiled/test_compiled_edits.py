@@ -186,7 +186,7 @@ def test_observers_and_edits_of_one_site_keep_their_order(kind: str) -> None:
                 hl.attach(model, "layers.0", double, on=kind),
                 hl.attach(model, "layers.0", noting("plain"), on=kind),
                 hl.attach(model, "layers.0", double, on=kind),
-                hl.attach(model, "layers.0", noting("raw"), on=kind, observe=True, sees="raw"),
+                hl.attach(model, "layers.0", noting("raw"), on=kind, prepend=True),
             ]
         )
 

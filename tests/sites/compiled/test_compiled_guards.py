@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.sites import _torch
-from hookline.sites.compiled import recompile_guard
 
 
 def count_guards(model: nn.Module) -> int:
@@ -69,19 +68,13 @@ def gradients_of(model: nn.Module, run: Callable[[Tensor], Tensor], skipped: boo
 
 
 @pytest.mark.parametrize("skipped", [False, True])
-def test_gradients_are_the_same_with_a_pre_hook_and_without(skipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager calls where nothing was ever compiled, eager ones beside compiled code, and compiled ones."""
+def test_gradients_are_the_same_with_a_pre_hook_and_without(skipped: bool) -> None:
+    """Eager calls, and compiled ones."""
     model = make_model(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(recompile_guard._WATCH, "compiled", False)
-        expected = gradients_of(model, model, skipped)
-    torch.compile(torch.nn.Identity(), backend="eager")(torch.ones(1))
-    beside = gradients_of(model, model, skipped)
+    expected = gradients_of(model, model, skipped)
     compiled = gradients_of(model, torch.compile(model, backend="aot_eager"), skipped)
-    assert len(expected) == 7
-    for found in (beside, compiled):
-        assert len(found) == len(expected)
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert len(expected) == len(compiled) == 7
+    assert all(torch.equal(one, other) for one, other in zip(compiled, expected, strict=True))
 
 
 def test_a_hook_that_a_pre_hook_attaches_begins_with_the_next_call() -> None:

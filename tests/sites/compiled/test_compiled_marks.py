@@ -257,30 +257,6 @@ def _run(text: str) -> str:
     return done.stdout.strip()
 
 
-def test_hookline_does_not_load_the_compiler_and_its_finder_goes_with_the_last_hook() -> None:
-    """Neither importing it does, nor attaching, calling and removing; the import path is put back.
-
-    What is compiled after the last hook has gone is plain torch, and found late as ever.
-    """
-    out = _run("""
-        path = list(sys.meta_path)
-        import hookline.sites.attach
-        print("torch._dynamo" in sys.modules, sys.meta_path == path)
-        model = Model()
-        with hl.attach(model, "*", note, observe=True), hl.attach(model, "*", note, on="backward", observe=True):
-            model(x).sum().backward()
-            print("torch._dynamo" in sys.modules, len(fired), len(sys.meta_path) - len(path))
-        print("torch._dynamo" in sys.modules, sys.meta_path == path)
-        run = torch.compile(model, backend="aot_eager", fullgraph=True)
-        run(x)
-        print(len(fired))
-        with hl.attach(model, "linear", note, observe=True):
-            run(x)
-        print(len(fired))
-    """)
-    assert out.splitlines() == ["False True", "False 4 1", "False True", "4", "5"]
-
-
 def test_hooks_attached_before_the_compiler_is_loaded_fire() -> None:
     """Another instance of the class is compiled first, then the hooked one: it fires, forward and gradient."""
     out = _run("""

@@ -114,7 +114,7 @@ def everything(model: nn.Module) -> list[Any]:
     return [
         *hooks(targets)(model),
         *hooks(targets, returning, observe=True)(model),
-        *hooks(targets, returning, observe=True, sees="raw", bare=True)(model),
+        *hooks(targets, returning, observe=True, bare=True)(model),
         *(hl.attach(model, "*", noting([], kind), on=kind) for kind in KINDS),
     ]
 

@@ -255,7 +255,7 @@ def test_an_input_that_is_read_and_then_changed_is_edited_once(make: Callable[[T
     weights, model = torch.arange(1.0, 7.0).view(2, 3), Around(read_and_change)
     for hook, factor in ((lambda m, grads, _: None, 5.0), (lambda m, grads, _: (grads[0] * 10,), 50.0)):
         w = fresh(2, 3)
-        with hl.attach(model, watch, on="backward", observe=True, sees="raw"), hl.attach(model, hook, on="backward"):
+        with hl.attach(model, watch, on="backward", prepend=True), hl.attach(model, hook, on="backward"):
             (model(make(w)) * weights).sum().backward()
         torch.testing.assert_close(seen.pop(), weights * 5)
         torch.testing.assert_close(w.grad, weights * factor)

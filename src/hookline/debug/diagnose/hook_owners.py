@@ -24,8 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from hookline.sites import _torch
 from hookline.sites.find import attached
 from hookline.sites.handle import HookHandle
-from hookline.sites.modules.module_hooks import existing_hooks
-from hookline.sites.modules.torch_hooks import TorchHook
+from hookline.sites.modules.module_hooks import Slot, existing_hooks
 from hookline.sites.parameters import LeafHook, parameter_entries
 from hookline.sites.signature import hook_name
 from hookline.sites.wrappers import walk
@@ -148,7 +147,7 @@ def _our_owner(hook: Any) -> str:
 
 def _foreign(name: str, module: nn.Module, held: HeldHandles) -> Iterator[FoundHook]:
     for attribute, hook_id, hook in _torch.hooks_of(module):
-        if not isinstance(hook, TorchHook) and not _is_ours(hook):
+        if not isinstance(hook, Slot) and not _is_ours(hook):
             kind = attribute.strip("_").removesuffix("_hooks")
             has_handle = held.has_torchs(getattr(module, attribute), hook_id)
             yield FoundHook(name, kind, hook_name(hook), owner_of(hook), where_of(hook), has_handle)

@@ -24,8 +24,7 @@ from hookline.serve.generation.sampling import ChosenToken
 from hookline.serve.generation_request import GenerationRequest
 from hookline.sites import _torch
 from hookline.sites.modules.call_guard import CallGuard
-from hookline.sites.modules.module_hooks import LOCK
-from hookline.sites.modules.torch_hooks import TorchHook
+from hookline.sites.modules.module_hooks import LOCK, Slot
 from hookline.sites.targets import select
 from hookline.sites.wrappers import unwrap
 from hookline.tree import main_tensor
@@ -64,7 +63,7 @@ def hooks_suspended(model: nn.Module) -> Iterator[None]:
 def _take_hooks(module: nn.Module) -> Iterator[tuple[dict[int, Any], list[tuple[int, Any]]]]:
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         items = list(hooks.items())
-        ours = [hook_id for hook_id, hook in items if isinstance(hook, TorchHook)]
+        ours = [hook_id for hook_id, hook in items if isinstance(hook, Slot)]
         if ours:
             for hook_id in ours:
                 del hooks[hook_id]

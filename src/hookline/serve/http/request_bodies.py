@@ -124,8 +124,6 @@ class HookBody(_RequestBody):
     """Ignore what the hook returns."""
     every: Count | None = None
     """Run it in every n-th forward of the model."""
-    sees: Literal["edited", "raw"] | None = None
-    """What an observer is shown."""
     exclude: Text | Annotated[list[Text], Field(max_length=1024, fail_fast=True)] | None = None
     """Modules to leave out."""
     enabled: Literal[True] | None = None

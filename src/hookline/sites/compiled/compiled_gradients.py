@@ -22,9 +22,8 @@ from torch import Tensor
 from hookline import tree
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
-from hookline.sites.gradients.backward_call import end_of
+from hookline.sites.gradients.backward_call import GradientHooks, end_of
 from hookline.sites.gradients.call_gradients import GradientCall
-from hookline.sites.gradients.gradient_hooks import GradientHooks
 from hookline.sites.hook_at_site import next_order
 
 if TYPE_CHECKING:
@@ -37,10 +36,7 @@ GRADIENTS: Final = "gradients"
 _STANDS_FOR_HOOKS: Final[Any] = (object(),)
 _CALLS: Final = "hookline_calls"
 _SERIAL: Final = "hookline_serial"
-_WIRING: Final = (
-    *("gradients.backward_call", "gradients.call_gradients", "gradients.gradient_hooks", "gradients.gradient_tensors"),
-    *("gradients.tensor_taps", "_torch"),
-)
+_WIRING: Final = (*("gradients.backward_call", "gradients.call_gradients", "gradients.tensor_taps", "_torch"),)
 
 
 def plan_of(hooks: GradientHooks) -> str:

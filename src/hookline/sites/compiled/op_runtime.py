@@ -20,9 +20,9 @@ from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.compiled.compiled_gradients import GRADIENTS, What
 from hookline.sites.compiled.op_schemas import Handed, hooks_with_key
 from hookline.sites.compiled.value_layout import rebuild
-from hookline.sites.gradients.gradient_tensors import checked
+from hookline.sites.gradients.tensor_taps import checked
 from hookline.sites.hook_at_site import OrderGroup, next_order, open_contexts
-from hookline.sites.modules.torch_hooks import BY_SLOT, run_one_post, run_one_pre
+from hookline.sites.modules.module_hooks import run_one_post, run_one_pre
 from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
@@ -69,43 +69,45 @@ def _token(*args: Any) -> Tensor:
 @ops.behind(ops.BEGIN, _token)
 def _begin(key: Tensor, serial: int, gradients: bool) -> Tensor:
     module_hooks: ModuleHooks | None = hooks_with_key(key)
-    if module_hooks is not None and module_hooks.counter is not None:
-        module_hooks.counter.begin(gradients)
+    if module_hooks is not None:
+        module_hooks.begin_forward(gradients)
     return _token()
 
 
-_VARIES: Final = frozenset("TIFs")
-_ONLY_OUTPUT: Final = "((){}T)"
+_ONLY_OUTPUT: Final = "('(',('(',),('{',),'T',)"
+_NOTHING: Final[dict[str, Any]] = {"('(',('(',),('{',),)": ((), {}), "('(',('(',),('{',),None,)": ((), {}, None)}
+"""What hooks that look at nothing are shown before a call, and after it."""
 
 
 class _Shown:
     """One step of a compiled call, read from its text: a group of observers, or a hook that edits."""
 
-    __slots__ = ("_class", "_constant", "_layout", "_prefix", "_steps", "grad", "place")
+    __slots__ = ("_layout", "_place", "_slot", "_steps", "grad")
 
     def __init__(self, text: str) -> None:
-        _, slot, self._steps, place, grad, self._layout = text.split("|", 5)
-        self._class, self._prefix = BY_SLOT[slot], f"{self._steps}/"
-        self.place = int(place)
-        self._constant = None if _VARIES & set(self._layout) or not self._layout else rebuild(self._layout, [], (), ())
-        """For hooks that look at nothing."""
+        _, self._slot, steps, place, grad, self._layout = text.split("|", 5)
+        self._steps, self._place = f"{steps}/", int(place)
         self.grad = grad == "g"
         """Whether gradients were enabled around the call: inside a compiled forward they never are."""
 
     def entries(self, module_hooks: ModuleHooks) -> tuple[HookAtSite, ...]:
-        """Return the hooks that are on now."""
-        torch_hook = module_hooks.torch_hook(self._class)
-        return () if torch_hook is None else torch_hook.group(self._prefix, self.place)
+        """Return the observers that are on now."""
+        slot = module_hooks.slot_for(self._slot, self._steps)
+        if slot is None:
+            return ()
+        if slot is module_hooks.replaced:
+            return tuple(entry for entry in slot.groups[self._place] if not entry.attachment.removed)
+        return slot.groups[self._place]
 
     def hook_at(self, module_hooks: ModuleHooks) -> HookAtSite | None:
         """Return the hook that edits at this place, or is handed a summary."""
-        torch_hook = module_hooks.torch_hook(self._class)
-        return None if torch_hook is None else torch_hook.hook_at(self._steps, self.place)
+        slot = module_hooks.slot_for(self._slot, self._steps)
+        return None if slot is None else slot.steps[self._place]
 
     def values(self, tensors: list[Tensor], numbers: Sequence[int], reals: Sequence[Tensor]) -> Any:
         """Return arguments, keyword arguments, and after the forward the output."""
-        if self._constant is not None:
-            return self._constant
+        if self._layout in _NOTHING:
+            return _NOTHING[self._layout]
         if self._layout == _ONLY_OUTPUT:
             return (), {}, tensors[0]
         return rebuild(self._layout, tensors, numbers, reals)
@@ -115,12 +117,7 @@ _shown: Final = functools.lru_cache(maxsize=4096)(_Shown)
 
 
 @ops.behind(ops.FIRE, _nothing)
-def _fire(key: Tensor, what: str, tensors: list[Tensor]) -> None:
-    _fire_with(key, what, tensors, (), ())
-
-
-@ops.behind(ops.FIRE_WITH, _nothing)
-def _fire_with(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[int], reals: Sequence[Tensor]) -> None:
+def _fire(key: Tensor, what: str, tensors: list[Tensor], numbers: Sequence[int], reals: Sequence[Tensor]) -> None:
     module_hooks: ModuleHooks | None = hooks_with_key(key)
     shown = _shown(what)
     entries = shown.entries(module_hooks) if module_hooks is not None else ()

@@ -6,8 +6,7 @@ drop them, because they are declared to have side effects. Each is given the key
 on at that moment count, so removal takes effect at once.
 
 ``begin``  a model's forward begins; whether with gradients on, which the graph itself cannot see when it runs
-``fire``   observers of a forward: the structure as a text (``value_layout``), the tensors beside it (each further
-           argument costs half a microsecond a call, so numbers, which are rare, have an operator of their own)
+``fire``   observers of a forward: the structure as a text (``value_layout``), tensors and numbers beside it
 ``count``  a hook that edits, and is therefore part of the graph itself, has run
 ``sink``   a summary that the graph has made for a hook, in the forward or the backward
 ``sinks``  many of them in one call: on an H200 each ``sink`` takes 95 µs of the host, next to a launch of 9 µs
@@ -123,17 +122,18 @@ def keep_maker(summary: Summary) -> int:
 
 # A number would be a constant of the graph, and twelve blocks would need twelve graphs; a tensor is one of its inputs.
 _NUMBERS: Final = itertools.count()
-_BY_KEY: Final[dict[int, weakref.ref[Any]]] = {}
+_CPU: Final = torch.device("cpu")
+_BY_KEY: Final[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 
 
 def new_key(hooks: Any) -> Tensor:
     """Return a key for the hooks of a module; good for as long as these live."""
     number = next(_NUMBERS)
-    _BY_KEY[number] = weakref.ref(hooks, lambda _, by_key=_BY_KEY: by_key.pop(number, None))  # type: ignore[misc]
+    _BY_KEY[number] = hooks
     if not torch.is_inference_mode_enabled():
-        return torch.tensor(number, device="cpu")
+        return torch.scalar_tensor(number, dtype=torch.int64, device=_CPU)
     with torch.inference_mode(False):  # the key is an ordinary tensor
-        return torch.tensor(number, device="cpu")
+        return torch.scalar_tensor(number, dtype=torch.int64, device=_CPU)
 
 
 class HookChanges:
@@ -144,15 +144,13 @@ class HookChanges:
 
 def hooks_with_key(key: Tensor) -> Any:
     """Return the `ModuleHooks` of that key, unless they are gone."""
-    ref = _BY_KEY.get(int(key))
-    return None if ref is None else ref()
+    return _BY_KEY.get(int(key))
 
 
 _LIBRARY: Final[Any] = torch.library.Library("hookline", "DEF")  # type: ignore[no-untyped-call]
 _SCHEMAS: Final = {
     "begin": "(Tensor key, int serial, bool gradients) -> Tensor",
-    "fire": "(Tensor key, str what, Tensor[] tensors) -> ()",
-    "fire_with": "(Tensor key, str what, Tensor[] tensors, SymInt[] numbers, Tensor[] reals) -> ()",
+    "fire": "(Tensor key, str what, Tensor[] tensors, SymInt[] numbers, Tensor[] reals) -> ()",
     "count": "(Tensor key, str what) -> ()",
     "sink": "(Tensor key, str what, Tensor[] found, int each) -> ()",
     "sinks": "(Tensor[] keys, str what, Tensor[] found, int[] numbers, int[] each) -> ()",
@@ -175,7 +173,6 @@ def _define(name: str) -> Any:
 
 BEGIN: Final = _define("begin")
 FIRE: Final = _define("fire")
-FIRE_WITH: Final = _define("fire_with")
 COUNT: Final = _define("count")
 SINK: Final = _define("sink")
 SINKS: Final = _define("sinks")

@@ -1,7 +1,7 @@
 """Leave operators in the graph while the compiler traces a hook of ours, and editing hooks as they are.
 
-The torch hooks of a module call `run_pre` and `run_post`. Everything in there is traced, so it reads as little as
-possible: each attribute it reads becomes a guard. `CompiledSteps` says in its ``recipe`` what is to happen, in order:
+The slots of a module call `run_pre` and `run_post`. Everything in there is traced, so it reads as little as possible:
+each attribute it reads becomes a guard. The ``recipe`` of a slot says what is to happen, in order:
 "w" for hooks that only watch, which one operator runs all together, "e" for a hook that edits, whose own code becomes
 part of the graph, "s" for one that receives a summary, which the graph makes; then what the observers read, the plan
 for gradients (`plan_of`), whether the model counts its forwards here, and the numbers of the summaries.
@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,104 +33,46 @@ if TYPE_CHECKING:
 
     from hookline.sites.hook_at_site import HookAtSite
 
-_Steps: TypeAlias = "tuple[HookAtSite | None, ...]"
-"""The steps of compiled code: run an editing hook, make a summary for a hook, or (None) run a group of observers."""
-_Groups: TypeAlias = "tuple[tuple[HookAtSite, ...], ...]"
-"""For each step, the hooks of the group."""
-NO_STEPS: Final[tuple[_Steps, _Groups, str]] = ((), (), "")
-_ONE_GROUP: Final[_Steps] = (None,)
 
+class Slot(Protocol):
+    """What of a slot is read while the compiler traces (``modules.module_hooks``)."""
 
-class CompiledSteps:
-    """The hooks at one end of a queue, as compiled code comes to them; base of what torch calls."""
-
-    __slots__ = (
-        *("__weakref__", "_before", "entries", "groups", "hook_id", "key", "module_hooks", "plan", "reads", "recipe"),
-        *("steps", "ticks"),
-    )
-
-    slot: ClassVar[str] = ""
-    """Its name in compiled graphs."""
-    entries: tuple[HookAtSite, ...]
-    key: Tensor | None
-    plan: str
-    """What compiled calls have to know of the gradient hooks."""
-    ticks: str
-    """Whether each call is counted here as a forward of the model: "t"."""
-    reads: str
+    slot: ClassVar[str]
+    key: Tensor
     recipe: str
-    steps: _Steps
-    groups: _Groups
-    _before: tuple[str, _Steps, _Groups] | None
-
-    def prepare(self) -> None:
-        """Divide the hooks into the steps of compiled code."""
-        entries = self.entries
-        if not entries:
-            self.steps, self.groups, self.reads = NO_STEPS
-        elif len(entries) == 1 and _is_called(entries[0]):
-            self.steps, self.groups, self.reads = _ONE_GROUP, (entries,), entries[0].attachment.reads
-        else:
-            self.steps, self.groups = _in_steps(entries)
-            watching = [entry for group in self.groups for entry in group]
-            self.reads = "".join(sorted(set().union(*[entry.attachment.reads for entry in watching])))
-        self.write_recipe()
-
-    def write_recipe(self) -> None:
-        """Write in one text what a compiled call does here: every single attribute that it reads becomes a guard."""
-        if self.key is None:
-            return
-        steps = "".join(
-            ["w" if step is None else "e" if step.attachment.summary is None else "s" for step in self.steps]
-        )
-        # The number of each summary, since to ask the hook itself for it would be three guards, and one in Python.
-        summaries = [None if step is None else step.attachment.summary for step in self.steps]
-        numbers = ",".join("" if each is None else str(ops.keep_maker(each)) for each in summaries)
-        self.recipe = f"{steps}/{self.reads}/{self.plan}/{self.ticks}/{numbers}"
-
-    def group(self, prefix: str, place: int) -> tuple[HookAtSite, ...]:
-        """Return the observers at one step of a compiled call whose recipe begins with ``prefix``: steps and slash."""
-        if self.recipe.startswith(prefix):  # `_as_compiled`, without the call: this is the hot path
-            self._before = None
-            return self.groups[place]
-        _, groups, live = self._as_compiled(prefix[:-1])
-        return groups[place] if live else tuple(entry for entry in groups[place] if not entry.attachment.removed)
-
-    def hook_at(self, steps: str, place: int) -> HookAtSite | None:
-        """Return the hook at that step which edits, or receives a summary."""
-        return self._as_compiled(steps)[0][place]
-
-    def _as_compiled(self, steps: str) -> tuple[_Steps, _Groups, bool]:
-        """Return the steps and groups that the running call was compiled for, and whether these are the current ones.
-
-        Its own hooks may have changed them.
-        """
-        if self.recipe.startswith(f"{steps}/"):
-            self._before = None
-            return self.steps, self.groups, True
-        if self._before is not None and self._before[0].startswith(f"{steps}/"):
-            return self._before[1], self._before[2], False
-        return (None,) * len(steps), ((),) * len(steps), False
+    steps: tuple[HookAtSite | None, ...]
 
 
-def _is_called(entry: HookAtSite) -> bool:
-    """Return whether compiled code has an operator call the hook."""
-    return entry.attachment.by_name is None and entry.attachment.summary is None
+CompiledSteps: TypeAlias = tuple[tuple[Any, ...], tuple[tuple[Any, ...], ...], str]
+"""The steps of compiled code (an editing hook, one that gets a summary, or None for observers), for each step the
+observers that it runs all together, and the recipe: all of it in one text, since each attribute that is read becomes a
+guard."""
 
 
-def _in_steps(entries: tuple[HookAtSite, ...]) -> tuple[_Steps, _Groups]:
+def compiled_steps(entries: tuple[HookAtSite, ...], plan: str, ticks: str) -> CompiledSteps:
+    """Return how compiled code runs the hooks of a slot."""
     steps: list[HookAtSite | None] = []
-    groups: list[list[HookAtSite]] = []
+    groups: list[tuple[HookAtSite, ...]] = []
+    letters, numbers, reads = "", [], set[str]()
     for entry in entries:
-        if not _is_called(entry):
+        attachment = entry.attachment
+        if attachment.by_name is not None or attachment.summary is not None:
             steps.append(entry)
-            groups.append([])
-        elif steps and steps[-1] is None:
-            groups[-1].append(entry)
+            groups.append(())
+            letters += "e" if attachment.summary is None else "s"
+            # Its number, since to ask the hook itself for it would be three guards, and one in Python.
+            numbers.append("" if attachment.summary is None else str(ops.keep_maker(attachment.summary)))
+            continue
+        reads.update(attachment.reads)
+        if letters[-1:] == "w":
+            groups[-1] += (entry,)
         else:
             steps.append(None)
-            groups.append([entry])
-    return tuple(steps), tuple(map(tuple, groups))
+            groups.append((entry,))
+            letters += "w"
+            numbers.append("")
+    recipe = f"{letters}/{''.join(sorted(reads))}/{plan}/{ticks}/{','.join(numbers)}"
+    return tuple(steps), tuple(groups), recipe
 
 
 @_torch.constant_while_tracing
@@ -170,10 +112,8 @@ class _Said:
     vectorized = False
 
 
-def run_pre(hook: CompiledSteps, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+def run_pre(hook: Slot, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Trace the pre-hooks; return the arguments to go on with, if they are others."""
-    if hook.key is None:  # we were not told that something is being compiled; at its next forward the counter sees it
-        return None
     changed = False
     steps, reads, plan, ticks, numbers = hook.recipe.split("/")
     if ticks and not _without_operators():
@@ -201,10 +141,8 @@ def run_pre(hook: CompiledSteps, module: nn.Module, args: Any, kwargs: Any) -> t
     return (args, kwargs) if changed else None
 
 
-def run_post(hook: CompiledSteps, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+def run_post(hook: Slot, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
     """Trace the forward hooks; return the output to go on with."""
-    if hook.key is None:
-        return output
     steps, reads, plan, _, numbers = hook.recipe.split("/")
     for place, step in enumerate(steps):
         if step == "w":
@@ -226,24 +164,18 @@ def run_post(hook: CompiledSteps, module: nn.Module, args: Any, kwargs: Any, out
     return output
 
 
-def _fire(
-    hook: CompiledSteps, steps: str, place: int, reads: str, args: Any, kwargs: Any, output: tuple[Any, ...]
-) -> None:
+def _fire(hook: Slot, steps: str, place: int, reads: str, args: Any, kwargs: Any, output: tuple[Any, ...]) -> None:
     if _without_operators():
         return
     parts = Parts()
-    text = describe(args, parts) if "a" in reads else "()"
-    text += describe(kwargs, parts) if "k" in reads else "{}"
-    if output:
-        text += describe(output[0], parts) if "o" in reads else "N"
-    what = f"{_serial()}|{hook.slot}|{steps}|{place}|{'g' if torch.is_grad_enabled() else ''}|({text})"
-    if parts.numbers or parts.reals:
-        ops.FIRE_WITH(hook.key, what, parts.tensors, parts.numbers, parts.reals)
-    else:
-        ops.FIRE(hook.key, what, parts.tensors)
+    if output and "o" not in reads:
+        output = (None,)
+    layout = describe((args if "a" in reads else (), kwargs if "k" in reads else {}, *output), parts)
+    what = f"{_serial()}|{hook.slot}|{steps}|{place}|{'g' if torch.is_grad_enabled() else ''}|{layout}"
+    ops.FIRE(hook.key, what, parts.tensors, parts.numbers, parts.reals)
 
 
-def _summarize(hook: CompiledSteps, steps: str, place: int, numbers: str, value: Any) -> None:
+def _summarize(hook: Slot, steps: str, place: int, numbers: str, value: Any) -> None:
     if _without_operators():
         return
     tensors: list[Tensor] = []
@@ -253,9 +185,7 @@ def _summarize(hook: CompiledSteps, steps: str, place: int, numbers: str, value:
         ops.SINK(hook.key, f"{_serial()}|{hook.slot}|{steps}|{place}||", *found)
 
 
-def _edit(
-    hook: CompiledSteps, steps: str, place: int, entry: HookAtSite, module: nn.Module, args: tuple[Any, ...]
-) -> Any:
+def _edit(hook: Slot, steps: str, place: int, entry: HookAtSite, module: nn.Module, args: tuple[Any, ...]) -> Any:
     if not _without_operators():
         ops.COUNT(hook.key, f"{_serial()}|{hook.slot}|{steps}|{place}||")
     attachment = entry.attachment
@@ -276,9 +206,7 @@ def _refuse_scoped(name: str) -> None:
     )
 
 
-def _enter_gradients(
-    hook: CompiledSteps, plan: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Any] | None:
+def _enter_gradients(hook: Slot, plan: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """Watch the gradients of the inputs; return the arguments to go on with, if they are others."""
     places, tensors, names = _places(plan, args, kwargs)
     passed = ops.ENTER(hook.key, f"{plan}|{places}|{names}", tensors)
@@ -288,7 +216,7 @@ def _enter_gradients(
     return substitute(args, passed, used), substitute(kwargs, passed, used)
 
 
-def _leave_gradients(hook: CompiledSteps, plan: str, output: Any) -> Any:
+def _leave_gradients(hook: Slot, plan: str, output: Any) -> Any:
     """Watch the gradients of the outputs; return the output to go on with."""
     if isinstance(output, tuple | list):
         places, tensors, names = _places(plan, output, {})

@@ -3,22 +3,27 @@
 `describe` runs while the compiler traces: it takes arguments or an output apart with nothing but what can be traced.
 `rebuild` runs when the compiled graph does, and puts the same structure together around the tensors of that run.
 
+The text is a literal of Python: 'T', 'I' and 'F' stand for the next tensor, integer and real number, a tuple begins
+with what it is: a text ('s'), a tuple, list or dict by its bracket, an object of a class ('M' named tuple, 'D' mapping,
+'C' dataclass) or one that no graph can carry ('O').
+
     >>> import torch
     >>> parts = Parts()
     >>> text = describe({"a": torch.ones(1), "b": (2, None)}, parts)
     >>> text
-    '{s1:aTs1:b(IN)}'
+    "('{',('s','a'),'T',('s','b'),('(','I',None,),)"
     >>> rebuild(text, parts.tensors, parts.numbers, parts.reals)
     {'a': tensor([1.]), 'b': (2, None)}
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -52,50 +57,42 @@ class Parts:
 
 def describe(value: Any, parts: Parts) -> str:
     """Return the structure of ``value``; what varies goes into ``parts``, in order. To be traced."""
-    if isinstance(value, Tensor):
-        return _describe_tensor(value, parts)
-    if value is None:
-        return "N"
-    if isinstance(value, bool):
-        return "t" if value else "f"
+    if value is None or isinstance(value, bool):
+        return str(value)
+    if isinstance(value, str):
+        return f"('s',{value!r})"
     if isinstance(value, int):
         parts.numbers.append(value)
-        return "I"
+        return "'I'"
     if isinstance(value, float):
         parts.reals.append(torch.ones((), dtype=torch.float64, device="cpu") * value)  # as torch keeps a scale a number
-        return "F"
-    if isinstance(value, str):
-        return f"s{len(value)}:{value}"
-    return _describe_container(value, parts)
+        return "'F'"
+    if isinstance(value, Tensor):
+        local = _torch.local_tensor(value)
+        if local is not None:
+            parts.tensors.append(local)
+            return "'T'"
+    elif isinstance(value, tuple):
+        return _listed("'('" if type(value) is tuple else _named("M", type(value)), list(value), parts)
+    elif isinstance(value, list):
+        return _listed("'['", value, parts)
+    elif isinstance(value, Mapping):
+        items = [part for item in value.items() for part in item]
+        return _listed("'{'" if type(value) is dict else _named("D", type(value)), items, parts)
+    elif is_record(value):
+        items = []
+        for field in dataclasses.fields(value):
+            items += [field.name, getattr(value, field.name)]
+        return _listed(_named("C", type(value)), items, parts)
+    return _listed(_named("O", type(value)), [], parts)
 
 
-def _describe_tensor(value: Tensor, parts: Parts) -> str:
-    local = _torch.local_tensor(value)
-    if local is None:
-        return _named("O", type(value))
-    parts.tensors.append(local)
-    return "T"
-
-
-def _describe_container(value: Any, parts: Parts) -> str:
-    if isinstance(value, tuple):
-        inside = "".join([describe(item, parts) for item in value])
-        return f"({inside})" if type(value) is tuple else _named("M", type(value)) + f"({inside})"
-    if isinstance(value, list):
-        return "[" + "".join([describe(item, parts) for item in value]) + "]"
-    if isinstance(value, Mapping):
-        inside = "".join([describe(key, parts) + describe(item, parts) for key, item in value.items()])
-        return "{" + inside + "}" if type(value) is dict else _named("D", type(value)) + "{" + inside + "}"
-    if is_record(value):
-        fields = [field.name for field in dataclasses.fields(value)]
-        inside = "".join([describe(name, parts) + describe(getattr(value, name), parts) for name in fields])
-        return _named("C", type(value)) + "{" + inside + "}"
-    return _named("O", type(value))
+def _listed(what: str, items: list[Any], parts: Parts) -> str:
+    return f"({what},{''.join([describe(item, parts) + ',' for item in items])})"
 
 
 def _named(letter: str, cls: type) -> str:
-    name = _name_of(cls)
-    return f"{letter}{len(name)}:{name}"
+    return f"'{letter}',{_name_of(cls)!r}"
 
 
 _CLASSES: Final[dict[str, type]] = {}
@@ -159,92 +156,41 @@ def substitute(value: Any, tensors: list[Tensor], used: list[None]) -> Any:
     return value
 
 
-_Maker: TypeAlias = Callable[[list[Any]], Any]
+_read: Final = functools.lru_cache(maxsize=1024)(ast.literal_eval)
 
 
 def rebuild(text: str, tensors: list[Tensor], numbers: Iterable[int], reals: Iterable[Tensor]) -> Any:
     """Return the value that `describe` has described."""
-    if text == "T":
-        return tensors[0]
-    streams = [iter(tensors), iter(numbers), (real.item() for real in reals)]
-    return _maker(text)(streams)
+    streams = {"T": iter(tensors), "I": iter(numbers), "F": (real.item() for real in reals)}
+    return _made(_read(text), streams)
 
 
-@functools.lru_cache(maxsize=1024)
-def _maker(text: str) -> _Maker:
-    """Return what makes the value; the text is read once."""
-    maker, end = _read(text, 0)
-    assert end == len(text), f"{text!r} ends at {end}"
-    return maker
-
-
-_ATOMS: Final[dict[str, Any]] = {"N": None, "t": True, "f": False}
-_STREAMS: Final[dict[str, int]] = {"T": 0, "I": 1, "F": 2}
-_CLOSING: Final[dict[str, str]] = {"(": ")", "[": "]", "{": "}"}
-
-
-def _read(text: str, start: int) -> tuple[_Maker, int]:
-    """Return the maker of the value that begins at ``start``, and where the next one does."""
-    letter = text[start]
-    if letter in _ATOMS:
-        atom = _ATOMS[letter]
-        return lambda streams: atom, start + 1
-    if letter in _STREAMS:
-        stream = _STREAMS[letter]
-        return lambda streams: next(streams[stream]), start + 1
-    if letter in _CLOSING:
-        items, end = _read_items(text, start)
-        return _PLAIN[letter](items), end
-    colon = text.index(":", start)
-    end = colon + 1 + int(text[start + 1 : colon])
-    word = text[colon + 1 : end]
+def _made(node: Any, streams: dict[str, Iterator[Any]]) -> Any:
+    """Return the value of one node of the text."""
+    if isinstance(node, str):
+        return next(streams[node])
+    if not isinstance(node, tuple):
+        return node
+    letter, *rest = node
     if letter == "s":
-        return lambda streams: word, end
+        return rest[0]
     if letter == "O":
-        return lambda streams: Unseen(word.replace(":", ".")), end
-    items, end = _read_items(text, end)
-    return _of_class(letter, word, items), end
-
-
-def _read_items(text: str, start: int) -> tuple[list[_Maker], int]:
-    closing = _CLOSING[text[start]]
-    items: list[_Maker] = []
-    at = start + 1
-    while text[at] != closing:
-        item, at = _read(text, at)
-        items.append(item)
-    return items, at + 1
-
-
-def _make_tuple(items: list[_Maker]) -> _Maker:
-    return lambda streams: tuple([make(streams) for make in items])
-
-
-def _make_list(items: list[_Maker]) -> _Maker:
-    return lambda streams: [make(streams) for make in items]
-
-
-def _make_dict(items: list[_Maker]) -> _Maker:
-    keys, values = items[::2], items[1::2]
-    return lambda streams: {key(streams): value(streams) for key, value in zip(keys, values, strict=True)}
-
-
-_PLAIN: Final[dict[str, Callable[[list[_Maker]], _Maker]]] = {"(": _make_tuple, "[": _make_list, "{": _make_dict}
-
-
-def _of_class(letter: str, name: str, items: list[_Maker]) -> _Maker:
-    """Return the maker of a named tuple, a mapping or a dataclass; where that cannot be made, of the plain thing."""
-    plain = _make_tuple(items) if letter == "M" else _make_dict(items)
-    cls = _class_called(name)
-
-    def make(streams: list[Any]) -> Any:
-        value = plain(streams)
+        return Unseen(rest[0].replace(":", "."))
+    if letter not in _BRACKETS:
+        value = _made(("(" if letter == "M" else "{", *rest[1:]), streams)
         try:
-            return _construct(letter, cls, value)
+            return _construct(letter, _class_called(rest[0]), value)
         except Exception:  # whatever the constructor of somebody's class may raise
             return value
+    items = [_made(item, streams) for item in rest]
+    return _BRACKETS[letter](items)
 
-    return make
+
+_BRACKETS: Final[dict[str, Callable[[list[Any]], Any]]] = {
+    "(": tuple,
+    "[": list,
+    "{": lambda items: dict(zip(items[::2], items[1::2], strict=True)),
+}
 
 
 def _construct(letter: str, cls: Any, value: Any) -> Any:

@@ -36,7 +36,7 @@ from hookline.sites.targets import describe
 from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
-    from hookline.hook_types import Hook, Sees
+    from hookline.hook_types import Hook
     from hookline.sites.hook_at_site import Attachment
 
 
@@ -49,7 +49,6 @@ def attach_function(
     exclude: Any = None,
     prepend: bool = False,
     observe: bool = False,
-    sees: Sees = "edited",
     name: str | None = None,
     strict: bool = True,
     profile: bool = False,
@@ -82,7 +81,6 @@ def attach_function(
         exclude: Functions to leave out, in the same grammar as ``target``.
         prepend: Run before the hooks of ours that are there already.
         observe: Ignore the return value, and run after all edits.
-        sees: What an observer is shown: ``"edited"``, or ``"raw"``.
         name: A name for reports; the hook's own by default.
         strict: Raise if nothing matches; with False, warn and return a handle on nothing.
         profile: Measure what the hook costs, for ``handle.report().cost_us``.
@@ -102,7 +100,7 @@ def attach_function(
     attachment = new_attachment(
         hook,
         Kind.parse(on, FUNCTION),
-        AttachOptions(prepend=prepend, observe=observe, sees=sees, name=name, profile=profile),
+        AttachOptions(prepend=prepend, observe=observe, name=name, profile=profile),
         site_type=FUNCTION,
         everywhere=within is None,
     )

@@ -20,8 +20,8 @@ from hookline.errors import HookReturnError
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.functions.function_site import FunctionSite
+from hookline.sites.gradients.backward_call import GradientHooks
 from hookline.sites.gradients.call_gradients import GradientCall
-from hookline.sites.gradients.gradient_hooks import GradientHooks
 from hookline.sites.hook_at_site import NO_MODEL, OrderGroup, next_order
 from hookline.sites.kinds import Kind
 from hookline.sites.site_info import Site

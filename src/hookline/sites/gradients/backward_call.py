@@ -1,32 +1,152 @@
-"""Collect the gradients of one call in a backward pass, and fire its gradient hooks.
+"""Keep the gradient hooks of a module or function, collect the gradients of a call, and fire them.
 
-``call_gradients`` adds the part that runs before and after the forward. The tensor hooks of ``tensor_taps`` call
-`BackwardCall` in the backward pass; it calls the user's hooks.
+`ModuleHooks` and `FunctionHooks` derive from `GradientHooks`. ``call_gradients`` adds the part that runs before and
+after the forward. The tensor hooks of ``tensor_taps`` call `BackwardCall` in the backward pass, or `OutputCall` where
+all hooks observe one output; these call the user's hooks.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookline.sites import _torch
 from hookline.sites.functions.function_site import FunctionSite
-from hookline.sites.gradients.gradient_tensors import checked
-from hookline.sites.hook_at_site import OrderGroup, open_contexts
+from hookline.sites.gradients.tensor_taps import Tap, behind, checked
+from hookline.sites.hook_at_site import HookContainer, OrderGroup, open_contexts
 from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads
-    from hookline.sites.gradients.gradient_hooks import GradientHooks
-    from hookline.sites.gradients.gradient_tensors import Window
-    from hookline.sites.hook_at_site import HookAtSite
+    from hookline.sites.gradients.tensor_taps import Window
+    from hookline.sites.hook_at_site import ForwardCounter, HookAtSite
 
 _EDIT: Final = OrderGroup.EDIT  # looking an enum member up by its class costs 0.2 µs
 _NONE: Final[frozenset[int]] = frozenset()
+USE_INPUT_ONCE: Final = frozenset(
+    {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm}
+    | {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GELU, nn.Tanh, nn.Sigmoid, nn.Softmax}
+)
+"""Classes that read their one input once, and write elsewhere."""
+
+
+Began: TypeAlias = tuple[int, int, int]
+"""How a call began: its thread, when, as `next_order` counts, and the number of the next graph node there."""
+thread: Final[Callable[[], int]] = get_ident
+"""Return the number of this thread."""
+
+
+class OutputCall:
+    """The observers of what comes to a module's output, for all its calls while they stay the same."""
+
+    __slots__ = ("entries", "order")
+
+    def __init__(self, entries: tuple[HookAtSite, ...]) -> None:
+        self.entries = entries
+        """The observers; it is for these alone, and another is made when they change."""
+        self.order = max(entry.attachment.order for entry in entries)
+        """When the last of them came; it takes part in calls that began later."""
+
+    def take_output(self, module: Any, grad: Tensor | None) -> Tensor | None:
+        """Fire with the gradient of the output of ``module``; return it."""
+        for entry in self.entries:
+            if not entry.attachment.removed:
+                entry.fired += 1
+                entry.last_step = entry.counter.step
+                entry.hook(module, (grad,))
+        return grad
+
+
+def tap_output(hooks: GradientHooks, began: Began, module: Any, output: Any) -> bool:
+    """Watch one output that the call has made; return False, and do nothing, where that takes more than a tap."""
+    call, entries = hooks.output_call, hooks.backward_pre
+    if call is None or call.entries is not entries:  # another thread may have changed the hooks, also just now
+        if not entries:
+            return True
+        call = hooks.output_call = OutputCall(entries)
+    if call.order > began[1] or began[0] != get_ident() or not isinstance(output, Tensor):
+        return False
+    node = output.grad_fn
+    if node is None:
+        return not output.requires_grad
+    shape = None
+    if output._base is not None:
+        output, shape = behind(output)
+        if shape is None:
+            return False
+        node = output.grad_fn
+    if not _torch.is_own_output(node, began[2], module):
+        return False
+    _torch.only_hook(output, node, Tap).append((call, module, shape))
+    return True
+
+
+class GradientHooks(HookContainer):
+    """The gradient hooks of one module or function, and what a call has to know of them."""
+
+    # Defaults of the class, not set one by one for each of ten thousand modules.
+    backward_pre: tuple[HookAtSite, ...] = ()
+    backward: tuple[HookAtSite, ...] = ()
+    """The live hooks, in the order they run."""
+    has_gradients = False
+    edits_gradients = False
+    """Whether a hook may return gradients of inputs, which then have to go in as aliases."""
+    edits_outputs = False
+    """The same for the gradients of outputs, which pass a gate if there are several."""
+    watches_inputs = False
+    observes_outputs = False
+    """Whether all hooks observe the gradients of outputs, and can be called straight."""
+    output_call: OutputCall | None = None
+    """What fires them then; made by the first call."""
+    uses_input_once = False
+    """Whether the module is one of `USE_INPUT_ONCE`."""
+    tells_sites = False
+    """Whether a hook declares ``site``."""
+    tells_contexts = False
+    """Whether a hook is for the calls of one context alone."""
+    plan = ""
+    """The same in letters, for calls that are compiled (`plan_of`)."""
+    clock: Callable[[], Any] | None = None
+    """Called whenever a gradient has gone to an input, if a hook asks when that was."""
+    entered = -1
+    """When the latest call that gradient hooks take part in began."""
+    began: Began | None = None
+    """The same of a call whose gradient hooks observe its output alone, until it is over."""
+    begins_late = False
+    """Whether no pre-hook notes when a call begins: its one forward hook does all (`ModuleHooks`)."""
+    calls_seen = 0
+    """How often there was a call while there were gradient hooks."""
+
+    def set_gradient_hooks(self, pre: tuple[HookAtSite, ...], post: tuple[HookAtSite, ...]) -> None:
+        """Replace the hooks, for the calls that are under way too."""
+        self.backward_pre, self.backward = pre, post
+        self.has_gradients = bool(pre or post)
+        self.edits_outputs = any(map(_may_edit, pre))
+        self.edits_gradients = any(map(_may_edit, post))
+        self.watches_inputs = bool(post)
+        self.observes_outputs = bool(pre) and not post and all(entry.simple and not _edits(entry) for entry in pre)
+        self.output_call = None
+        self.tells_sites = any(entry.attachment.wants_site for entry in (*pre, *post))
+        self.tells_contexts = any(entry.attachment.context is not None for entry in (*pre, *post))
+        self.clock = next((entry.attachment.clock for entry in post if entry.attachment.clock is not None), None)
+
+    def gradient_moments(self) -> dict[ForwardCounter, tuple[int, int]]:
+        """Return step and call number of the call that begins now, for each model whose hooks declare ``site``."""
+        entries = (*self.backward_pre, *self.backward)
+        return {counter: counter.moment(self) for counter in {e.counter for e in entries if e.attachment.wants_site}}
+
+
+def _edits(entry: HookAtSite) -> bool:
+    return entry.attachment.order_group is _EDIT
+
+
+def _may_edit(entry: HookAtSite) -> bool:
+    return entry.attachment.may_edit and _edits(entry)
 
 
 class BackwardCall:

@@ -1,7 +1,7 @@
 """Watch or edit the gradients of a module's inputs and outputs, without disturbing anything else.
 
-The torch hooks of a module and the hooks of a function call `GradientCall.enter` before a call and `leave` after it.
-`BackwardCall` fires the hooks in the backward pass.
+The slots of a module and the hooks of a function make a `GradientCall` for each call: `enter` before it, `leave` after
+it. `BackwardCall` fires the hooks in the backward pass.
 
 Three facts of autograd carry this file. It runs ready nodes in falling order of their sequence number, and accumulates
 into leaves at once. So when the producer of an input runs, everything the module made has run and its parameters have
@@ -40,24 +40,24 @@ from torch import Tensor
 from hookline import tree
 from hookline.sites import _torch
 from hookline.sites.functions.function_site import FunctionSite
-from hookline.sites.gradients.backward_call import BackwardCall
-from hookline.sites.gradients.gradient_tensors import (
+from hookline.sites.gradients.backward_call import BackwardCall, Began, thread
+from hookline.sites.gradients.tensor_taps import (
     IndexedTensor,
     Taken,
     accumulator,
     as_arguments,
     behind,
     distinct,
+    join,
     names,
+    pass_gate,
+    tap,
     tensors,
 )
-from hookline.sites.gradients.output_calls import thread
-from hookline.sites.gradients.tensor_taps import join, pass_gate, tap
 
 if TYPE_CHECKING:
     from hookline.hook_types import Grads
-    from hookline.sites.gradients.gradient_hooks import Began
-    from hookline.sites.gradients.gradient_tensors import Window
+    from hookline.sites.gradients.tensor_taps import Window
 
 _NO_CUTS: Final[dict[int, Any]] = {}
 

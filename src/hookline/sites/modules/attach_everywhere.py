@@ -26,9 +26,17 @@ from hookline.sites.gradients.call_gradients import CallState, CallStateArgs
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import MODULE, OPTIMIZER, Kind
-from hookline.sites.modules.module_hooks import LOCK, existing_hooks, hooks_of_module, sweep
-from hookline.sites.modules.registration_hooks import hook_registrations_everywhere
-from hookline.sites.modules.torch_hooks import FirstPreHook, LastPreHook, TorchHook
+from hookline.sites.modules.module_hooks import (
+    FIRST_PRE,
+    LAST_PRE,
+    LOCK,
+    Row,
+    Slot,
+    existing_hooks,
+    hooks_of_module,
+    sweep,
+)
+from hookline.sites.modules.registration_hooks import register_with_torch
 from hookline.sites.optimizers import hook_optimizers_everywhere
 from hookline.sites.parameters import attach_to_parameters, select_parameters
 from hookline.sites.targets import select, without_scripted
@@ -37,7 +45,7 @@ from hookline.sites.wrappers import clean_modules, is_wrapper_type, unwrap
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from hookline.hook_types import Hook, Sees, Target
+    from hookline.hook_types import Hook, Target
     from hookline.sites.hook_at_site import Attachment
 
 
@@ -51,7 +59,6 @@ def attach_everywhere(
     with_kwargs: bool = False,
     always_call: bool = False,
     observe: bool = False,
-    sees: Sees = "edited",
     name: str | None = None,
     profile: bool = False,
 ) -> HookHandle:
@@ -77,7 +84,6 @@ def attach_everywhere(
             with_kwargs=with_kwargs,
             always_call=always_call,
             observe=observe,
-            sees=sees,
             name=name,
             profile=profile,
         ),
@@ -99,7 +105,8 @@ def attach_everywhere(
     if exclude is not None:
         raise OptionError("exclude= selects by name, and names need a model: give within= as well.")
     if attachment.kind.is_registration:
-        return hook_registrations_everywhere(attachment)
+        register_with_torch(attachment)
+        return HookHandle(attachment)
     return _EVERYWHERE.add(attachment)
 
 
@@ -138,7 +145,7 @@ class _ModulesEverywhere:
     def _first_sight(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """Hook a module, and all below it, before its call gets to its forward."""
         if is_dynamo_compiling():
-            if not _has_torch_hook(module):
+            if not _has_slot(module):
                 _warn_compiled(type(module))
             return None
         inner = unwrap(module)
@@ -150,16 +157,12 @@ class _ModulesEverywhere:
         if isinstance(module, torch.fx.GraphModule) and _torch.in_compiled_code():
             self._made_by_compiler.add(module)
             return None
-        torch_hooks = (FirstPreHook, LastPreHook)
-        had = [module_hooks is not None and module_hooks.torch_hook(slot) is not None for slot in torch_hooks]
+        before = {row: row.slot_on(module) for row in (FIRST_PRE, LAST_PRE)}
         with LOCK:
             self._cover(module)
         if inner is not module:
             return None  # a wrapper: the call of what it wraps is still to come
-        fresh = [
-            hooks_of_module(module).torch_hook(slot) for slot, old in zip(torch_hooks, had, strict=True) if not old
-        ]
-        return _run_now([torch_hook for torch_hook in fresh if torch_hook is not None], module, args)
+        return _run_now(_take_part(module, before), module, args)
 
     def _cover(self, model: nn.Module) -> None:
         reachable = [named for named in clean_modules(model) if not isinstance(named[1], torch.jit.ScriptModule)]
@@ -171,10 +174,26 @@ class _ModulesEverywhere:
             hooks_of_module(module).covered = self.generation
 
 
-def _has_torch_hook(module: nn.Module) -> bool:
+def _has_slot(module: nn.Module) -> bool:
     """Return whether a module carries hooks of ours; to be traced."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return any(isinstance(hook, TorchHook) for hook in hooks)
+    return any(isinstance(hook, Slot) for hook in hooks)
+
+
+def _take_part(module: nn.Module, before: dict[Row, Slot | None]) -> list[Slot]:
+    """Let new pre-hooks take part in the call that torch is about to make; return the slots it does not know of.
+
+    It goes through a list of the slots that were there ``before``.
+    """
+    fresh: list[Slot] = []
+    for row, known in before.items():
+        slot = row.slot_on(module)
+        if slot is not None and known is None:
+            fresh.append(slot)
+        elif slot is not None and known is not None and known is not slot:
+            known.become(slot)
+            getattr(module, row.hooks)[row.hook_id] = known
+    return fresh
 
 
 @_torch.constant_while_tracing
@@ -204,14 +223,14 @@ def _carries(module: nn.Module, attachment: Attachment) -> bool:
     )
 
 
-def _run_now(torch_hooks: list[TorchHook], module: nn.Module, args: tuple[Any, ...]) -> Any:
+def _run_now(slots: list[Slot], module: nn.Module, args: tuple[Any, ...]) -> Any:
     """Run pre-hooks that came too late for the list torch is going through."""
-    if not torch_hooks:
+    if not slots:
         return None
     given = args
     kwargs = _torch.kwargs_of_call()
-    for torch_hook in torch_hooks:
-        result = torch_hook(module, args, kwargs)
+    for slot in slots:
+        result = slot(module, args, kwargs)
         if result is None:
             continue
         args, named = result

@@ -1,7 +1,7 @@
 """Wrap the calls of one module: run ``always_call`` hooks however a call ends, and leave what was entered around it.
 
 `ModuleHooks` puts a `CallGuard` in the place of the module's ``_call_impl`` (the method behind ``module(...)``) while
-it has such hooks. `HookedModule` is the part of `ModuleHooks` that this file and ``torch_hooks`` know.
+it has such hooks.
 """
 
 from __future__ import annotations
@@ -10,23 +10,19 @@ import threading
 import warnings
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.compiler import is_dynamo_compiling
 
-from hookline.errors import HooklineWarning, HookReturnError
+from hookline.errors import HooklineWarning
 from hookline.sites import _torch
-from hookline.sites.gradients.gradient_hooks import GradientHooks
-from hookline.sites.kinds import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-    from torch import Tensor, nn
+    from torch import nn
 
-    from hookline.sites.hook_at_site import ForwardCounter, HookAtSite
-
-_T = TypeVar("_T")
+    from hookline.sites.hook_at_site import HookAtSite
 
 
 class AroundCall(Protocol):
@@ -40,72 +36,6 @@ class AroundCall(Protocol):
 
     def entries(self) -> Iterator[HookAtSite]:
         """Return one entry of each hook that it is there for."""
-
-
-class HookedModule(GradientHooks):
-    """The hooks of one module, as the hooks that torch calls see them."""
-
-    # Defaults of the class, not set one by one for each of ten thousand modules.
-    guard: CallGuard | None = None
-    calls_always = False
-    """Whether there are hooks that run however a call ends."""
-    around: AroundCall | None = None
-    """What is entered before each call of the module and left after it; if it is there, it counts the forwards."""
-    counter: ForwardCounter | None = None
-    """Set while hooks are attached with this module as the model."""
-    key: Tensor | None = None
-    """By which compiled code finds the hooks; there is none before anything is compiled."""
-    _receivers: dict[Any, Any] | None = None
-    _module: Callable[[], nn.Module | None]
-    _by_kind: dict[Kind, tuple[HookAtSite, ...]]
-    _torch_hooks: dict[Any, Any]
-
-    @property
-    def receivers(self) -> dict[Any, Any]:
-        """What takes the summaries of compiled graphs whose first key is that of this module, by their text."""
-        if self._receivers is None:
-            self._receivers = {}
-        return self._receivers
-
-    def module(self) -> nn.Module | None:
-        """Return the module, unless it is gone."""
-        return self._module()
-
-    def alive(self) -> bool:
-        """Return whether the module is still there."""
-        return self._module() is not None
-
-    def hooks_of_kind(self, kind: Kind) -> tuple[HookAtSite, ...]:
-        """Return the live hooks of one kind, in the order they run."""
-        return self._by_kind.get(kind, ())
-
-    def entries(self) -> Iterator[HookAtSite]:
-        """Return every hook on the module."""
-        for hooks in self._by_kind.values():
-            yield from hooks
-
-    def always_called(self) -> list[HookAtSite]:
-        """Return the forward hooks that run however the call ends."""
-        return [entry for entry in self.hooks_of_kind(Kind.FORWARD) if entry.attachment.options.always_call]
-
-    def torch_hook(self, slot: type[_T]) -> _T | None:
-        """Return the torch hook of that class, if the module has one."""
-        return self._torch_hooks.get(slot)
-
-    def sync_guard(self, module: nn.Module) -> None:
-        """Wrap the whole call while there are hooks that run however it ends, or something around it."""
-        self.calls_always = bool(self.always_called())
-        if self.around is not None or self.calls_always:
-            if self.guard is None:
-                self.guard = module.__dict__[_torch.CALL_IMPL] = CallGuard(self, module)
-        elif self.guard is not None:
-            if module.__dict__.get(_torch.CALL_IMPL) is self.guard:
-                del module.__dict__[_torch.CALL_IMPL]
-            self.guard = None
-
-    def keep_places(self) -> None:
-        """Put our edits before, and our observers after, hooks that others have registered since."""
-        raise NotImplementedError
 
 
 class _Attempt:
@@ -125,15 +55,8 @@ class _Attempts(threading.local):
         self.stack: list[_Attempt] = []
 
 
-COPIES: Final[set[str]] = set()
-"""What of ours was copied or unpickled with a model in this process; while that is nothing, no module has such."""
-
-
 class StaleCallGuard:
     """Stands for the guard in a copied or unpickled model; removes itself at the first call, and passes that on."""
-
-    def __init__(self) -> None:
-        COPIES.add("guard")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = _torch.caller()
@@ -152,7 +75,7 @@ class CallGuard:
 
     __slots__ = ("__weakref__", "_attempts", "_module", "_module_hooks")
 
-    def __init__(self, module_hooks: HookedModule, module: nn.Module) -> None:
+    def __init__(self, module_hooks: Any, module: nn.Module) -> None:
         self._module_hooks = module_hooks
         self._module: weakref.ref[Any] = weakref.ref(module)  # of this very class, which the compiler knows
         self._attempts = _Attempts()
@@ -222,17 +145,3 @@ class CallGuard:
 
 _torch.leave_to_python(CallGuard.__call__, CallGuard._attempt, StaleCallGuard.__call__, below=False)
 _torch.leave_to_python(CallGuard._clean_up, _Attempt.__init__, _torch.caller)
-
-
-def new_arguments(entry: HookAtSite, result: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that a pre-hook's return value asks for."""
-    if not entry.attachment.options.with_kwargs:
-        return result if isinstance(result, tuple) else (result,), kwargs
-    if isinstance(result, tuple) and len(result) == 2:
-        args, named = result
-        if isinstance(args, tuple) and isinstance(named, dict):
-            return args, named
-    raise HookReturnError(
-        f"forward_pre hook {entry.attachment.name!r} on {entry.name!r} takes kwargs, so it must return None or "
-        f"(new_args, new_kwargs), a tuple and a dict, but got {result!r}."
-    )

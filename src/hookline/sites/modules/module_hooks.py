@@ -1,337 +1,723 @@
-"""Keep all hooks of ours on one module.
+"""Keep the hooks of one module, and what torch calls for them: slots in torch's own dictionaries.
 
-``attach`` and the other verbs add entries and remove them; `RegisteredHooks` tells torch. A module
-without hooks has none of ours in torch's dictionaries.
+The verbs add entries to a `ModuleHooks` and take them off. For each end of a queue that has entries it puts one `Slot`
+into torch's dictionary, under an id that is the same on every module. A slot is never changed: a hook that comes or
+goes puts another in its place. So the order in the queue stays, and a firing that is under way, which goes by a
+snapshot that torch has taken, runs the hooks that were on when it began.
+
+A module without hooks has no slots, and no `ModuleHooks`: only its slots refer to it, so that a hook which refers to
+its own model does not keep that alive.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
+import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
-from hookline.errors import UnhookableError
+from hookline.errors import HookReturnError, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.compiled import recompile_guard
+from hookline.sites.compiled.compiled_gradients import plan_of
 from hookline.sites.compiled.op_schemas import HookChanges, new_key
-from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup
-from hookline.sites.kinds import Kind
-from hookline.sites.modules.call_guard import COPIES
-from hookline.sites.modules.registered_hooks import GRADIENT_KINDS, RegisteredHooks, Slot, split_queue
-from hookline.sites.modules.registered_hooks import LOCK as LOCK
-from hookline.sites.modules.torch_hooks import (
-    CALLED_FROM_ELSEWHERE,
-    LEFT_BEHIND,
-    OTHERS,
-    QUEUES,
-    FirstForwardHook,
-    FirstPreHook,
-    LastForwardHook,
-    LastPreHook,
-    StateHook,
-    TorchHook,
-    drop_left_behind,
-    drop_stale,
-)
+from hookline.sites.compiled.trace_hooks import compiled_steps, run_post, run_pre
+from hookline.sites.gradients.backward_call import USE_INPUT_ONCE, GradientHooks, tap_output, thread
+from hookline.sites.gradients.call_gradients import CallState, GradientCall
+from hookline.sites.gradients.tensor_taps import run_before_torch
+from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup, StandIn, next_order
+from hookline.sites.kinds import CALL_KINDS, GRADIENT_KINDS, REGISTRATION_KINDS, Kind
+from hookline.sites.modules.call_guard import CallGuard, StaleCallGuard
+from hookline.sites.wrappers import unwrap, walk
 
 if TYPE_CHECKING:
     from hookline.sites.hook_at_site import Attachment
+    from hookline.sites.modules.call_guard import AroundCall
 
-# Weak, so that a hook which refers to its own model does not keep it alive: the torch hooks on the module hold these.
-_HOOKED: dict[int, weakref.ref[ModuleHooks]] = {}
-# Looking an enum member up by its class costs 0.2 µs, ten times over for every module that is hooked.
-_SCRIPTED: Final = torch.jit.ScriptModule
-_FORWARD: Final = Kind.FORWARD
-_FORWARD_PRE: Final = Kind.FORWARD_PRE
-_FULL_BACKWARD: Final = Kind.FULL_BACKWARD
-_IS_ALWAYS_CALLED: Final = operator.attrgetter("attachment.options.always_call")
-_LAST_ONLY: Final = frozenset({LastPreHook, LastForwardHook})
-_OBSERVE: Final = OrderGroup.OBSERVE
-_FORWARD_KINDS: Final = (Kind.FORWARD, Kind.FORWARD_PRE)
-_DICTS_OF_SLOT: Final = {slot: (name, _torch.HOOK_DICTS[name][0]) for slot, (name, _) in QUEUES.items()}
-"""The two of torch's dictionaries that `_torch.add_torch_hook` writes to."""
-_Position: TypeAlias = tuple[dict[int, Any], int, bool]
-"""One of torch's dictionaries, the id of our torch hook in it, and whether that has to be first or last."""
+LOCK: Final = threading.RLock()
+"""Held while hooks come or go; firing takes no lock, slots are replaced whole."""
 ON_SWEEP: Final[list[Callable[[], None]]] = []
 """Called by `sweep`."""
+# Looking an enum member up by its class costs 0.2 µs.
+_FORWARD, _FORWARD_PRE = Kind.FORWARD, Kind.FORWARD_PRE
+_EDIT, _OBSERVE = OrderGroup.EDIT, OrderGroup.OBSERVE
+_HOOK_DICTS_OF: Final = operator.itemgetter(*_torch.HOOK_DICTS)
+_Entries = tuple[HookAtSite, ...]
 
 
-class ModuleHooks(RegisteredHooks):
+# -- what torch calls ----------------------------------------------------------------------------------------------
+
+
+_CONTENTS: Final = ("entries", "groups", "guard", "key", "made", "module_hooks", "plan", "recipe", "steps", "ticks")
+
+
+class Slot:
+    """Our hooks of one module at one end of one of torch's queues; base of all that we register on modules."""
+
+    __slots__ = ("__weakref__", *_CONTENTS)
+
+    slot: ClassVar[str] = ""
+    """Its name in compiled graphs."""
+
+    def __init__(self, module_hooks: Any, entries: _Entries, plan: str = "", ticks: str = "") -> None:
+        self.module_hooks = module_hooks
+        self.entries = entries
+        self.key: torch.Tensor = module_hooks.key
+        """By which compiled code finds the hooks."""
+        self.guard: CallGuard | None = module_hooks.guard
+        self.made = next_order()
+        """When; hooks that were attached later are not in it."""
+        self.plan = plan
+        """What compiled calls have to know of the gradient hooks (`plan_of`); empty if there are none."""
+        self.ticks = ticks
+        """Whether each call begins a forward of a model here: "t"."""
+        self.steps, self.groups, self.recipe = compiled_steps(entries, plan, ticks)
+
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        raise NotImplementedError
+
+    def become(self, other: Slot) -> None:
+        """Take over everything of ``other``, which has replaced it: for a slot that torch is about to call."""
+        for name in _CONTENTS:
+            setattr(self, name, getattr(other, name))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copied or pickled model carries no hooks of ours, only this, which takes itself off.
+        return StaleHook, (isinstance(self, StateSlot),)
+
+
+class FirstPreSlot(Slot):
+    """First of a module's forward pre-hooks: begins the model's forwards, runs edits."""
+
+    __slots__ = ()
+    slot = "first_pre"
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
+        if is_dynamo_compiling():
+            return _handed_back(more, run_pre(self, module, args, more[0] if more else {}))
+        if self.ticks:
+            self.module_hooks.begin_forward()
+        given = more[0] if more else {}
+        new_args, kwargs = args, given
+        for entry in self.entries:
+            result = run_one_pre(entry, module, new_args, kwargs)
+            if result is not None:
+                new_args, kwargs = _new_arguments(entry, result, kwargs)
+                if self.guard is not None:
+                    self.guard.note(new_args, kwargs, None)
+        return None if new_args is args and kwargs is given else _handed_back(more, (new_args, kwargs))
+
+
+class LastPreSlot(Slot):
+    """Last of a module's forward pre-hooks: observers, then the inputs' gradients."""
+
+    __slots__ = ()
+    slot = "last_pre"
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
+        if is_dynamo_compiling():
+            return _handed_back(more, run_pre(self, module, args, more[0] if more else {}))
+        for entry in self.entries:
+            run_one_pre(entry, module, args, more[0] if more else {})
+        module_hooks = self.module_hooks
+        if len(module._forward_pre_hooks) > 1:
+            module_hooks.keep_places()
+        if not self.plan or not torch.is_grad_enabled():
+            return None
+        # A gradient hook that a pre-hook of this call has put on begins with the next.
+        is_current = module._forward_pre_hooks.get(LAST) is self
+        order = module_hooks.entered = next_order() if is_current else self.made
+        module_hooks.began = None
+        if not more:  # torch hands keyword arguments to the slot that is there now
+            return None
+        if module_hooks.observes_outputs:
+            module_hooks.began = thread(), order, _torch.sequence_number()
+            return None
+        return GradientCall(module_hooks, module, order).enter(args, more[0])
+
+
+class FirstForwardSlot(Slot):
+    """First of a module's forward hooks: edits."""
+
+    __slots__ = ()
+    slot = "first_forward"
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
+        given = output = more[-1]  # a default value for it would be two guards more
+        if is_dynamo_compiling():
+            return run_post(self, module, args, _kwargs_in(more), output)
+        guard = self.guard
+        if guard is not None:
+            guard.note(args, _kwargs_in(more), output)
+        for entry in self.entries:
+            if entry.simple:  # run_one_post, without the call: this is the hot path
+                entry.fired += 1
+                entry.last_step = entry.counter.step
+                result = entry.hook(module, args, output)
+            else:
+                result = run_one_post(entry, module, args, _kwargs_in(more), output)
+            if result is not None:
+                output = result
+                if guard is not None:
+                    guard.note(args, _kwargs_in(more), output)
+        return None if output is given else output
+
+
+class LastForwardSlot(Slot):
+    """Last of a module's forward hooks: observers, then the outputs' gradients."""
+
+    __slots__ = ()
+    slot = "last_forward"
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *more: Any) -> Any:
+        output = more[-1]
+        if is_dynamo_compiling():
+            return run_post(self, module, args, _kwargs_in(more), output)
+        for entry in self.entries:
+            if entry.simple:  # the same
+                entry.fired += 1
+                entry.last_step = entry.counter.step
+                entry.hook(module, args, output)
+            else:
+                run_one_post(entry, module, args, _kwargs_in(more), output)
+        is_alone = len(module._forward_hooks) == 1
+        if not is_alone:
+            self.module_hooks.keep_places()
+        if not self.plan or not self.module_hooks.has_gradients:
+            return None
+        kwargs = more[0] if len(more) == 2 else {}  # _kwargs_in, without the call
+        return self._leave_gradients(module, args, kwargs, output, is_alone=is_alone)
+
+    def _leave_gradients(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any, *, is_alone: bool
+    ) -> Any:
+        """Watch the gradients of the output; return another in its place, if one has to go on."""
+        module_hooks = self.module_hooks
+        module_hooks.calls_seen += 1
+        if not torch.is_grad_enabled():
+            return None
+        began, module_hooks.began = module_hooks.began, None
+        late = module_hooks.begins_late and began is None
+        if late and is_alone:  # so the output is of this call, whenever that began
+            began = thread(), next_order(), 0
+        if began is not None and tap_output(module_hooks, began, module, output):
+            return None
+        state = kwargs if isinstance(kwargs, CallState) else getattr(args, "state", None)
+        if state is None:
+            call = GradientCall(module_hooks, module, next_order() if late else module_hooks.entered)
+            state = call.enter(args, dict(kwargs))[1] if late else call.enter_late(began, args, kwargs)
+        watched = state.call.leave(output, state)
+        if module_hooks.backward_pre and _torch.has_backward_hooks(module):
+            hooks = _torch.backward_hooks_of_call(3)
+            if hooks is not None:
+                run_before_torch(state.call, hooks, output, state.index_of)
+        return None if watched is output else watched
+
+
+class FullBackwardSlot(Slot):
+    """torch's own full backward hook. It notes at the forward what it will call, so hooks may be off by then."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, grad_input: Any, grad_output: Any) -> Any:
+        given = grad_input
+        for entry in [entry for entry in self.entries if not entry.attachment.removed]:
+            entry.count()
+            result = entry.call(module, (grad_input, grad_output))
+            if result is not None and entry.attachment.order_group is _EDIT:
+                grad_input = result
+        return None if grad_input is given else grad_input
+
+
+class StateSlot(Slot):
+    """Saving and loading. Return values mean nothing, and torch allows none."""
+
+    # torch asks its state_dict post-hooks for this attribute.
+    __slots__ = ()
+    _from_public_api = True
+
+    running: ClassVar[int] = 0
+    """How many calls are under way, in all threads: torch may be walking a dictionary of state hooks."""
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        StateSlot.running += 1
+        try:
+            for entry in self.entries:
+                entry.count()
+                entry.call(module, args)
+        finally:
+            StateSlot.running -= 1
+
+
+class AnchorSlot(StateSlot):
+    """Keeps the `ModuleHooks` alive of a module whose hooks torch calls from elsewhere; does nothing."""
+
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        return None
+
+
+class StaleHook:
+    """Stands for a slot in a copy of a hooked model; does nothing, and removes itself at the first forward."""
+
+    __slots__ = ("__weakref__", "_from_public_api", "in_walk")
+
+    def __init__(self, in_walk: bool) -> None:
+        self._from_public_api = True
+        self.in_walk = in_walk
+        """Whether torch calls it while walking the live dictionary, which then must not change."""
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        if not self.in_walk and not is_dynamo_compiling():
+            drop_stale(module)
+
+
+def run_one_pre(entry: HookAtSite, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one forward pre-hook; return what it returns."""
+    if entry.simple:
+        entry.count()
+        return entry.hook(module, args)
+    if not entry.is_due():
+        return None
+    entry.count()
+    return entry.call(module, (args, kwargs) if entry.attachment.options.with_kwargs else (args,))
+
+
+def run_one_post(entry: HookAtSite, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """Run one forward hook; return what it returns."""
+    if entry.simple:
+        entry.count()
+        return entry.hook(module, args, output)
+    if not entry.is_due():
+        return None
+    entry.count()
+    options = entry.attachment.options
+    if options.always_call and entry.container.guard is not None:
+        entry.container.guard.note_ran(entry)
+    return entry.call(module, (args, kwargs, output) if options.with_kwargs else (args, output))
+
+
+def _kwargs_in(more: tuple[Any, ...]) -> Any:
+    """Return the keyword arguments before the output, if torch hands them to the slot.
+
+    It looks that up while it fires, so a slot that was replaced may be called without those it asked for.
+    """
+    return more[0] if len(more) == 2 else {}
+
+
+def _handed_back(more: tuple[Any, ...], new: tuple[Any, Any] | None) -> Any:
+    """Return what a pre-hook has to return to torch, which has handed it keyword arguments (``more``) or not."""
+    return new[0] if new is not None and not more else new
+
+
+def _new_arguments(entry: HookAtSite, result: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that a pre-hook's return value asks for."""
+    if not entry.attachment.options.with_kwargs:
+        return result if isinstance(result, tuple) else (result,), kwargs
+    if isinstance(result, tuple) and len(result) == 2:
+        args, named = result
+        if isinstance(args, tuple) and isinstance(named, dict):
+            return args, named
+    raise HookReturnError(
+        f"forward_pre hook {entry.attachment.name!r} on {entry.name!r} takes kwargs, so it must return None or "
+        f"(new_args, new_kwargs), a tuple and a dict, but got {result!r}."
+    )
+
+
+# -- where torch keeps each of them --------------------------------------------------------------------------------
+
+FIRST: Final = -1
+LAST: Final = -2
+"""The ids of our slots in torch's dictionaries. Torch's own are not negative."""
+
+
+class Row(NamedTuple):
+    """What there is one slot of at most for each module."""
+
+    make: type[Slot]
+    hooks: str
+    """Torch's dictionary."""
+    hook_id: int
+
+    def slot_on(self, module: nn.Module) -> Slot | None:
+        """Return the slot that the module has there."""
+        hooks = module.__dict__.get(self.hooks)
+        if not hooks:  # nearly always; and a module may be half made
+            return None
+        found = hooks.get(self.hook_id)
+        if found is not None and not isinstance(found, Slot):
+            found = getattr(found, "hook", None)  # torch keeps load_state_dict pre-hooks in a wrapper
+        return found if isinstance(found, Slot) else None
+
+
+FIRST_PRE: Final = Row(FirstPreSlot, "_forward_pre_hooks", FIRST)
+LAST_PRE: Final = Row(LastPreSlot, "_forward_pre_hooks", LAST)
+FIRST_FORWARD: Final = Row(FirstForwardSlot, "_forward_hooks", FIRST)
+LAST_FORWARD: Final = Row(LastForwardSlot, "_forward_hooks", LAST)
+_CALL_ROWS: Final = {row.make.slot: row for row in (LAST_FORWARD, FIRST_FORWARD, FIRST_PRE, LAST_PRE)}
+"""The slots around a call, by their names in compiled graphs."""
+_ANCHOR: Final = Row(AnchorSlot, "_load_state_dict_post_hooks", FIRST)
+_KIND_ROWS: Final[dict[Kind, Row]] = {
+    Kind.FULL_BACKWARD: Row(FullBackwardSlot, "_backward_hooks", LAST),
+    Kind.STATE_DICT_PRE: Row(StateSlot, "_state_dict_pre_hooks", LAST),
+    Kind.STATE_DICT_POST: Row(StateSlot, "_state_dict_hooks", LAST),
+    Kind.LOAD_STATE_DICT_PRE: Row(StateSlot, "_load_state_dict_pre_hooks", LAST),
+    Kind.LOAD_STATE_DICT_POST: Row(StateSlot, "_load_state_dict_post_hooks", LAST),
+    **dict.fromkeys((Kind.PARAM_GRAD, *REGISTRATION_KINDS), _ANCHOR),
+}
+"""The slots of the other kinds."""
+_ROWS: Final = tuple(dict.fromkeys((*_CALL_ROWS.values(), *_KIND_ROWS.values())))
+
+# Where only what is inside a module is compiled, the compiler meets the module's own hooks as functions to compile.
+for _class in (*(row.make for row in _ROWS), StaleHook):
+    _torch.leave_to_python(_class.__call__)
+
+
+# -- the hooks of one module ---------------------------------------------------------------------------------------
+
+
+class ModuleHooks(GradientHooks):
     """The hooks of one module."""
 
-    _positions: tuple[_Position, ...] | None = None
+    guard: CallGuard | None = None
+    calls_always = False
+    """Whether there are hooks that run however a call ends."""
+    around: AroundCall | None = None
+    """What is entered before each call of the module and left after it; if it is there, it counts the forwards."""
+    counter: ForwardCounter | None = None
+    """Set while hooks are attached with this module as the model."""
+    stands_in_for: tuple[ForwardCounter, ...] = ()
+    """The counters of models whose own forward is not called: calls of this part of them begin their steps."""
     covered = -1
     """Up to which generation of process-wide hooks the module has them all."""
+    replaced: Slot | None = None
+    """A slot with several steps that a hook has replaced in the middle of compiled code, which goes on with it."""
+    _full_backward_flag: Any = None
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = ref = _ModuleRef(module, _forget)
-        ref.key = id(module)
-        self._by_kind = {}
-        self._torch_hooks = {}
+        self.sit_on(module)
+        self.key = new_key(self)
+        """By which compiled code finds the hooks."""
+        self._by_kind: dict[Kind, _Entries] = {}
+
+    def sit_on(self, module: nn.Module) -> None:
+        """Be the hooks of ``module``: at first, or of a shallow copy that has survived it."""
+        self.module: Callable[[], nn.Module | None] = weakref.ref(module, functools.partial(_forget, weakref.ref(self)))
+        """Return the module, unless it is gone."""
+        if self.counter is not None:
+            self.counter.model = weakref.ref(module)
+
+    def alive(self) -> bool:
+        """Return whether the module is still there."""
+        return self.module() is not None
+
+    def hooks_of_kind(self, kind: Kind) -> _Entries:
+        """Return the live hooks of one kind, in the order they run."""
+        return self._by_kind.get(kind, ())
+
+    def entries(self) -> Iterator[HookAtSite]:
+        """Return every hook on the module."""
+        for hooks in self._by_kind.values():
+            yield from hooks
+
+    @functools.cached_property
+    def receivers(self) -> dict[Any, Any]:
+        """What takes the summaries of compiled graphs whose first key is that of this module, by their text."""
+        return {}
+
+    def always_called(self) -> list[HookAtSite]:
+        """Return the forward hooks that run however the call ends."""
+        return [entry for entry in self.hooks_of_kind(_FORWARD) if entry.attachment.options.always_call]
+
+    def begin_forward(self, gradients: bool | None = None) -> None:
+        """Begin a forward of each model that a call of this module stands for."""
+        if self.counter is not None and self.around is None:
+            self.counter.begin(gradients)
+        for counter in self.stands_in_for:
+            model = counter.model()
+            if model is not None and not _torch.times_running(model):
+                counter.begin_by_part()
+
+    def slot_for(self, name: str, steps: str) -> Slot | None:
+        """Return the slot of that name with those steps in compiled code: the current one, or the one before it."""
+        module = self.module()
+        slot = None if module is None else _CALL_ROWS[name].slot_on(module)
+        for found in (slot, self.replaced):
+            if found is not None and found.slot == name and found.recipe.startswith(steps):
+                return found
+        return None
 
     # -- coming and going, under LOCK --------------------------------------------------------------------
 
     def add(self, entry: HookAtSite) -> None:
         """Put a hook in its place."""
-        attachment = entry.attachment
-        kind = attachment.kind
-        is_only = not self._torch_hooks and self.key is None and not attachment.options.always_call
-        if kind is _FORWARD and is_only and (module := self._module()) is not None:
-            self._by_kind[kind] = (entry,)
-            self._put_only(module, entry)
-            return
-        hooks = self._by_kind.get(kind)
-        self._by_kind[kind] = (entry,) if hooks is None else _with(hooks, entry)
-        self._sync(entry)
-        if not self._keeps_own_places():
-            entry.counter.hooked.add(self)
+        kind, rank = entry.attachment.kind, entry.attachment.rank
+        hooks = self.hooks_of_kind(kind)
+        place = bisect_right(hooks, rank, key=lambda other: other.attachment.rank) if hooks else 0
+        self._by_kind[kind] = (*hooks[:place], entry, *hooks[place:])
+        self._sync(kind)
+        entry.counter.hooked.add(self)
 
     def discard(self, entry: HookAtSite) -> None:
         """Take a hook off; do nothing if it is off already."""
-        attachment = entry.attachment
-        kind = attachment.kind
-        hooks = self._by_kind.get(kind, ())
-        if entry not in hooks:
+        kind = entry.attachment.kind
+        if entry not in self.hooks_of_kind(kind):
             return
-        if len(hooks) == 1:
-            del self._by_kind[kind]
-        else:
-            self._by_kind[kind] = tuple(other for other in hooks if other is not entry)
-        module = self._module()
-        if self._by_kind or self.counter is not None or self.key is not None or module is None:
-            self._sync(entry)
-            own = self._keeps_own_places() and not self._has_own_forward
-            if own or not any(other.counter is entry.counter for other in self.entries()):
-                entry.counter.hooked.discard(self)
-            self._drop_if_empty()
-            return
-        if kind not in _FORWARD_KINDS or attachment.options.always_call:
-            self._sync(entry)
-        else:
-            self._take_all_off(module)
-        entry.counter.hooked.discard(self)
-        _HOOKED.pop(id(module), None)
-        if not _HOOKED:
-            recompile_guard.stop_watching()
+        self._by_kind[kind] = tuple(other for other in self._by_kind[kind] if other is not entry)
+        self._sync(kind)
+        if not any(other.counter is entry.counter for other in self.entries()):
+            entry.counter.hooked.discard(self)
 
     def set_counter(self, counter: ForwardCounter | None) -> None:
         """Begin or end counting this module's forwards."""
         self.counter = counter
-        module = self._module()
-        if module is None:
-            return
-        if self.key is None and not self._by_kind and self.around is None:  # no hooks beside it: see `_put_only`
-            if counter is None:
-                self._take_all_off(module)
-                self._drop(module)
-            elif not self._torch_hooks:
-                self._put_one(module, FirstPreHook, ())
-                self._torch_hooks[FirstPreHook].ticks = "t"
-            return
-        self._sync_pre(module)
-        self._positions = None
-        if recompile_guard.is_compiler_used():
-            self.sync_compiled()
-        self._drop_if_empty()
+        self._sync(_FORWARD_PRE)
+
+    def set_stands_in(self, counter: ForwardCounter, *, wanted: bool) -> None:
+        """Let calls of this module begin the steps of ``counter``, or not any more."""
+        others = tuple(other for other in self.stands_in_for if other is not counter)
+        self.stands_in_for = (*others, counter) if wanted else others
+        self._sync(_FORWARD_PRE)
+
+    def set_around(self, around: AroundCall | None) -> None:
+        """Enter ``around`` before each call from the next one on, and leave it after."""
+        self.around = around
+        self._sync(_FORWARD_PRE)
 
     def keep_places(self) -> None:
         """Put our edits before, and our observers after, hooks that others have registered since."""
-        positions = self._positions
-        if positions is None:
-            module, own = self._module(), self._torch_hooks
-            positions = self._positions = tuple(
-                (getattr(module, name), hook.hook_id, first)
-                for cls, (name, first) in (QUEUES.items() if module is not None else ())
-                if (hook := own.get(cls)) is not None  # one lookup: another thread may remove it meanwhile
-            )
-        for hooks, hook_id, first in positions:
-            if len(hooks) == 1:
-                continue
+        module = self.module()
+        if module is not None:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                if len(hooks) > 1:
+                    _keep_places(hooks)
+
+    def _sync(self, kind: Kind) -> None:
+        """Put the slots there that the hooks need, after one of ``kind`` has come or gone."""
+        HookChanges.count += 1
+        module = self.module()
+        if module is None:
+            return
+        if kind in CALL_KINDS:
+            self._sync_calls(module, kind)
+            return
+        row = _KIND_ROWS[kind]
+        if kind is Kind.FULL_BACKWARD and row.slot_on(module) is None:
+            self._full_backward_flag = getattr(module, _torch.FULL_BACKWARD_FLAG)
+        same = [other for other in _KIND_ROWS if _KIND_ROWS[other] is row]
+        self._put(module, row, tuple(entry for other in same for entry in self.hooks_of_kind(other)))
+
+    def _sync_calls(self, module: nn.Module, kind: Kind) -> None:
+        """Put the slots around the calls of the module."""
+        first_pre, last_pre = _split(self.hooks_of_kind(_FORWARD_PRE))
+        first, last = _split(self.hooks_of_kind(_FORWARD))
+        if kind in GRADIENT_KINDS:
+            self.set_gradient_hooks(*map(self.hooks_of_kind, GRADIENT_KINDS))
+            is_own = not recompile_guard.is_forward_replaced(module)
+            self.uses_input_once = is_own and type(module) in USE_INPUT_ONCE
+        if self.has_gradients or self.plan:
+            self._set_begins_late(module, has_observers=bool(last_pre))
+            self.plan = plan_of(self)
+        guard = self.guard
+        self._sync_guard(module, first, last)
+        is_all = self.has_gradients or kind in GRADIENT_KINDS or self.guard is not guard
+        counts = (self.counter is not None and self.around is None) or self.stands_in_for
+        plan, early = self.plan, "" if self.begins_late else self.plan
+        if is_all or kind is _FORWARD_PRE:
+            self._put(module, FIRST_PRE, first_pre, ticks="t" if counts else "")
+            self._put(module, LAST_PRE, last_pre, plan=early, with_kwargs=bool(early), anew=kind in GRADIENT_KINDS)
+        if is_all or kind is _FORWARD:
+            # If the call is cut short, always_call hooks get what the slot at the front of the queue has noted.
+            self._put(module, FIRST_FORWARD, first, with_kwargs=self.guard is not None)
+            # The slot before the call hands on what it has noted by the keyword arguments.
+            self._put(module, LAST_FORWARD, last, plan=plan, with_kwargs=bool(early))
+        is_hooked = bool(counts or plan or self.around or first_pre or last_pre or first or last)
+        recompile_guard.set_own_forward(module, wanted=is_hooked)
+
+    def _sync_guard(self, module: nn.Module, *forward: _Entries) -> None:
+        """Wrap the whole call while there are hooks that run however it ends, or something around it."""
+        self.calls_always = any(entry.attachment.options.always_call for hooks in forward for entry in hooks)
+        if self.around is not None or self.calls_always:
+            if self.guard is None:
+                self.guard = module.__dict__[_torch.CALL_IMPL] = CallGuard(self, module)
+        elif self.guard is not None:
+            if module.__dict__.get(_torch.CALL_IMPL) is self.guard:
+                del module.__dict__[_torch.CALL_IMPL]
+            self.guard = None
+
+    def _set_begins_late(self, module: nn.Module, *, has_observers: bool) -> None:
+        """Decide whether calls begin late for gradient hooks: no slot before the call notes where it begins.
+
+        In compiled code each such slot is 14 guards more. Where a call begins tells its outputs from inputs that it
+        returns, or changes in place: modules that do neither begin late. Not with a pre-hook of somebody else, though,
+        which may attach a gradient hook to this very call: that begins with the next one.
+        """
+        self.begins_late = self.observes_outputs and self.uses_input_once and not has_observers
+        if self.begins_late:
+            self.begins_late = all(isinstance(hook, LastPreSlot) for hook in module._forward_pre_hooks.values())
+        if self.begins_late:
+            self.entered = next_order()  # for a call under way when this ends: the hooks of now take part, no later one
+
+    def _put(
+        self,
+        module: nn.Module,
+        row: Row,
+        entries: _Entries,
+        *,
+        plan: str = "",
+        ticks: str = "",
+        with_kwargs: bool = False,
+        anew: bool = False,
+    ) -> None:
+        """Have one slot in a row while there are entries, or something else it is for; none otherwise.
+
+        With ``anew``, make another also where nothing shows: gradient hooks go by when it was made.
+        """
+        before = row.slot_on(module)
+        if entries or plan or ticks or with_kwargs:
+            slot = before
+            wanted = entries, plan, ticks, self.guard
+            if anew or slot is None or (slot.entries, slot.plan, slot.ticks, slot.guard) != wanted:
+                slot = row.make(self, entries, plan, ticks)
+            with_kwargs = with_kwargs or any(entry.attachment.options.with_kwargs for entry in entries)
+            _torch.put_hook(module, row.hooks, row.hook_id, slot, with_kwargs=with_kwargs)
+            hooks = getattr(module, row.hooks)
+            if before is None and len(hooks) > 1 and row.make.slot:
+                (_torch.place_first if row.hook_id == FIRST else _torch.place_last)(hooks, row.hook_id)
+        elif before is not None:
+            self._take_off(module, row)
+        if before is not None and len(before.steps) > 1 and _torch.in_compiled_code():
+            self.replaced = before
+
+    def _take_off(self, module: nn.Module, row: Row) -> None:
+        """Remove a slot from torch's dictionary, unless torch may be iterating over that very dictionary.
+
+        torch takes a snapshot of the forward and backward hooks it is about to run, but walks its state-dict hooks
+        live: while one of ours runs, only the last of the queue may go. Any other stays, empty, until the next hook
+        comes or goes anywhere.
+        """
+        is_last = next(reversed(getattr(module, row.hooks))) == row.hook_id
+        if issubclass(row.make, StateSlot) and StateSlot.running and not is_last:
+            _torch.put_hook(module, row.hooks, row.hook_id, row.make(self, ()))
+            _LEFT_BEHIND.append((self, row))
+            return
+        _torch.drop_hook(module, row.hooks, row.hook_id)
+        if row is _KIND_ROWS[Kind.FULL_BACKWARD] and not module._backward_hooks:
+            setattr(module, _torch.FULL_BACKWARD_FLAG, self._full_backward_flag)
+
+    def drop_left_behind(self, row: Row) -> None:
+        """Remove a slot that was left behind, unless it has hooks again."""
+        module = self.module()
+        slot = None if module is None else row.slot_on(module)
+        if module is not None and slot is not None and not slot.entries:
+            _torch.drop_hook(module, row.hooks, row.hook_id)
+
+
+_LEFT_BEHIND: Final[list[tuple[ModuleHooks, Row]]] = []
+"""Slots that could not go when they should have, and are empty."""
+
+
+def _keep_places(hooks: Any) -> None:
+    """Put our slots first and last in one of torch's dictionaries."""
+    for hook_id, ends, place in ((FIRST, iter, _torch.place_first), (LAST, reversed, _torch.place_last)):
+        if hook_id in hooks:
             try:
-                in_place = next(iter(hooks) if first else reversed(hooks), None) == hook_id
+                in_place = next(ends(hooks), None) == hook_id
             except RuntimeError:  # another thread changes it; there is another call
                 continue
             if not in_place:
                 with LOCK:
                     if hook_id in hooks:
-                        (_torch.place_first if first else _torch.place_last)(hooks, hook_id)
+                        place(hooks, hook_id)
 
-    def _put_only(self, module: nn.Module, entry: HookAtSite) -> None:
-        """Register what a forward hook needs that is the only hook of its module, where there is no compiled code.
 
-        It comes to what `_sync` would do, in 3 calls of Python instead of 9: of 10,000 modules each takes 1 ms.
-        """
-        if entry.attachment.order_group is not _OBSERVE:
-            hook_id = self._put_one(module, FirstForwardHook, (entry,))
-            self._positions = ((module._forward_hooks, hook_id, True),)
-            entry.counter.hooked.add(self)
-            return
-        self._put_one(module, LastForwardHook, (entry,))
-        self._put_one(module, LastPreHook, ())
+def _split(hooks: _Entries) -> tuple[_Entries, _Entries]:
+    """Return the hooks for the front of the queue (edits) and for its end (observers); they are sorted so."""
+    if not hooks or hooks[0].attachment.order_group is _OBSERVE:
+        return (), hooks
+    at = sum(entry.attachment.order_group is _EDIT for entry in hooks)
+    return hooks[:at], hooks[at:]
 
-    def _put_one(self, module: nn.Module, slot: type[TorchHook], entries: tuple[HookAtSite, ...]) -> int:
-        torch_hook = self._torch_hooks[slot] = slot(self)
-        torch_hook.entries = entries
-        attribute, first = QUEUES[slot]
-        hook_id = torch_hook.hook_id = _torch.add_torch_hook(module, attribute, torch_hook, first=first)
-        return hook_id
 
-    def _take_all_off(self, module: nn.Module) -> None:
-        """Remove the torch hooks around the calls of a module without hooks, where there is no compiled code."""
-        own, state = self._torch_hooks, module.__dict__
-        for slot, torch_hook in own.items():
-            torch_hook.entries = ()
-            hooks, options = _DICTS_OF_SLOT[slot]
-            state[hooks].pop(torch_hook.hook_id, None)
-            state[options].pop(torch_hook.hook_id, None)
-        self._torch_hooks = {}
-        if self._positions is not None:
-            self._positions = None
-
-    def _sync(self, changed: HookAtSite) -> None:
-        """Register and remove torch hooks as the hooks need it, after one has come or gone."""
-        HookChanges.count += 1
-        module = self._module()
-        if module is None:
-            return
-        attachment = changed.attachment
-        kind = attachment.kind
-        if attachment.options.with_kwargs:  # before another thread's call comes to it
-            self._hand_kwargs(module, wanted=True)
-        if kind in GRADIENT_KINDS:
-            self._sync_gradients(module)
-        elif kind is _FORWARD_PRE:
-            self._sync_pre(module)
-        elif kind is _FORWARD:
-            self._sync_post(module)
-        else:
-            if kind is _FULL_BACKWARD and not attachment.removed and not attachment.everywhere:
-                # torch notes at the forward which hooks it will call: a new one keeps new hooks out of old calls.
-                self._sync_torch_hook(module, kind, ())
-            self._sync_torch_hook(module, kind, self._by_kind.get(kind, ()))
-        if attachment.options.always_call:
-            self.sync_guard(module)
-        self._positions = None
-        if recompile_guard.is_compiler_used():
-            self.sync_compiled()
-
-    def _sync_pre(self, module: nn.Module) -> None:
-        hooks = self._by_kind.get(_FORWARD_PRE, ())
-        counts = self.counter is not None and self.around is None
-        own = self._torch_hooks
-        early, late = split_queue(hooks)
-        if early or counts or FirstPreHook in own:
-            self._sync_torch_hook(module, FirstPreHook, early, needed=counts)
-        if (first := own.get(FirstPreHook)) is not None:
-            first.ticks = "t" if counts else ""
-            if self.key is not None:
-                first.write_recipe()
-        begins_late, needed = self._how_calls_begin(module, has_observers=bool(late))
-        if late or needed or LastPreHook in own:
-            self._sync_torch_hook(module, LastPreHook, late, needed=needed)
-        self._set_begins_late(begins_late)
-
-    def _sync_post(self, module: nn.Module) -> None:
-        early, late = split_queue(self._by_kind.get(_FORWARD, ()))
-        always = any(map(_IS_ALWAYS_CALLED, late))
-        if early or always or FirstForwardHook in self._torch_hooks:
-            self._sync_torch_hook(module, FirstForwardHook, early, needed=always)
-        if late or self.has_gradients or LastForwardHook in self._torch_hooks:
-            self._sync_torch_hook(module, LastForwardHook, late, needed=self.has_gradients)
-            self._sync_pre(module)
-
-    def _sync_torch_hook(
-        self, module: nn.Module, slot: Slot, entries: tuple[HookAtSite, ...], *, needed: bool = False
-    ) -> None:
-        """Register one torch hook in ``slot`` while it has entries or is needed for something else; none otherwise."""
-        torch_hook = self._torch_hooks.get(slot)
-        if entries or needed:
-            if torch_hook is None:
-                torch_hook = self._torch_hooks[slot] = self._register(module, slot)
-            torch_hook.put(entries)
-        elif torch_hook is not None:
-            del self._torch_hooks[slot]
-            if slot is not _FULL_BACKWARD:
-                torch_hook.put(())
-            self._take_off(module, slot, torch_hook)
-
-    def _register(self, module: nn.Module, slot: Slot) -> TorchHook:
-        if not isinstance(slot, Kind):
-            torch_hook = slot(self)
-            attribute, first = QUEUES[slot]
-            torch_hook.hook_id = _torch.add_torch_hook(module, attribute, torch_hook, first=first)
-            return torch_hook
-        make, _, register = OTHERS[slot]
-        torch_hook = make(self)
-        if slot is _FULL_BACKWARD:
-            self._full_backward_flag = getattr(module, _torch.FULL_BACKWARD_FLAG)
-        torch_hook.hook_id = getattr(module, register)(torch_hook).id
-        return torch_hook
-
-    def _keeps_own_places(self) -> bool:
-        """Return whether no torch hook has a place to keep, or only the last ones, which do so themselves."""
-        own = self._torch_hooks
-        pre = own.get(LastPreHook)
-        if pre is None:
-            return own.keys() <= CALLED_FROM_ELSEWHERE
-        return not pre.entries and own.keys() == _LAST_ONLY
-
-    def _drop_if_empty(self) -> None:
-        if (module := self._module()) is not None and not self._by_kind and self.counter is None:
-            self._drop(module)
-
-    def _drop(self, module: nn.Module) -> None:
-        _HOOKED.pop(id(module), None)
-        if not _HOOKED:
-            recompile_guard.stop_watching()
+# -- the hooks of any module ---------------------------------------------------------------------------------------
 
 
 def existing_hooks(module: nn.Module) -> ModuleHooks | None:
-    """Return the hooks of a module, if it has any."""
-    ref = _HOOKED.get(id(module))
-    hooks = ref() if ref is not None else None
-    return hooks if hooks is not None and hooks._module() is module else None
+    """Return the hooks of a module, if it has any; a shallow copy shares those of the original."""
+    for row in _ROWS if any(map(module.__dict__.get, _torch.HOOK_DICTS)) else ():
+        slot = row.slot_on(module)
+        if slot is not None:
+            return slot.module_hooks  # type: ignore[no-any-return]
+    return None
 
 
 def hooks_of_module(module: nn.Module) -> ModuleHooks:
     """Return the hooks of a module, made if it has none."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnhookableError(
+            f"{type(module).__name__} is a ScriptModule: TorchScript does not run Python hooks. "
+            "Attach to the module before it is scripted or traced."
+        )
     hooks = existing_hooks(module)
     if hooks is None:
-        if isinstance(module, _SCRIPTED):
-            raise UnhookableError(
-                f"{type(module).__name__} is a ScriptModule: TorchScript does not run Python hooks. "
-                "Attach to the module before it is scripted or traced."
-            )
-        if COPIES:
-            drop_stale(module)
-        if not _HOOKED:
-            recompile_guard.watch_compiler(_prepare_all)
-        hooks = ModuleHooks(module)
-        if recompile_guard.is_compiler_used():
-            hooks.key = new_key(hooks)
-        _HOOKED[id(module)] = weakref.ref(hooks)
+        drop_stale(module)
+        return ModuleHooks(module)
+    if not hooks.alive():
+        hooks.sit_on(module)
     return hooks
 
 
-def _prepare_all() -> None:
-    """Prepare all modules for compiled code: the compiler is about to work for the first time."""
-    with LOCK:
-        for hooks in filter(None, (ref() for ref in _HOOKED.values())):
-            if hooks.key is None:
-                hooks.give_key()
-            hooks.sync_compiled()
+def drop_stale(module: nn.Module) -> None:
+    """Take what is left of copied hooks off a module, outside of torch's own iterations over them."""
+    try:
+        if not any(_HOOK_DICTS_OF(module.__dict__)) and _torch.CALL_IMPL not in module.__dict__:
+            return
+    except KeyError:  # made without super().__init__()
+        return
+    stale = [found for found in _torch.hooks_of(module) if isinstance(found[2], StaleHook)]
+    for attribute, hook_id, _ in stale:
+        if not (StateSlot.running and "state_dict" in attribute):
+            _torch.drop_hook(module, attribute, hook_id)
+            if attribute == "_backward_hooks" and not module._backward_hooks:
+                setattr(module, _torch.FULL_BACKWARD_FLAG, None)  # torch leaves it set
+    if isinstance(module.__dict__.get(_torch.CALL_IMPL), StaleCallGuard):
+        del module.__dict__[_torch.CALL_IMPL]
+    if stale:
+        recompile_guard.set_own_forward(module, wanted=False)  # a copy of a hooked module has no hooks
+
+
+def sweep() -> None:
+    """Remove the slots that could not go when they should have."""
+    if _LEFT_BEHIND and not StateSlot.running:
+        for hooks, row in _LEFT_BEHIND:
+            hooks.drop_left_behind(row)
+        _LEFT_BEHIND.clear()
+    for clear in tuple(ON_SWEEP):
+        clear()
+
+
+def _forget(hooks_ref: weakref.ref[ModuleHooks], _: Any, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+    """Drop the hooks of a module that is gone; do nothing while the interpreter ends, which takes modules apart."""
+    # It comes as a default because at the end of the process the names may be gone already.
+    hooks = None if is_ending() else hooks_ref()
+    for entry in hooks.entries() if hooks is not None else ():
+        entry.attachment.drop_entry(entry)
+
+
+# -- the forwards of a model ---------------------------------------------------------------------------------------
 
 
 def counter_of(model: nn.Module) -> ForwardCounter:
     """Return the counter of a model's forwards, for one more attachment; `release_counters` gives it back."""
-    if _HOOKED:  # the first hook begins to watch for compilations, and so checks
-        recompile_guard.check_compiler()
     hooks = hooks_of_module(model)
     if hooks.counter is None:
         hooks.set_counter(ForwardCounter(model))
@@ -344,56 +730,37 @@ def release_counters(attachment: Attachment) -> None:
     """Give back the counters of an attachment that is off; the last one through a model ends the counting."""
     for counter in list(attachment.counters):  # which shrink when a model is collected
         counter.users -= 1
-        model = counter.model()
-        if counter.users == 0 and counter.stand_in is not None:
-            counter.stand_in.remove()
-        hooks = existing_hooks(model) if counter.users == 0 and model is not None else None
+        if counter.users:
+            continue
+        stand_in, model = counter.stand_in, counter.model()
+        part = None if stand_in is None else stand_in.module()
+        part_hooks = None if part is None else existing_hooks(part)
+        if part_hooks is not None:
+            part_hooks.set_stands_in(counter, wanted=False)
+        hooks = None if model is None else existing_hooks(model)
         if hooks is not None:
             hooks.set_counter(None)
 
 
-def _with(hooks: tuple[HookAtSite, ...], entry: HookAtSite) -> tuple[HookAtSite, ...]:
-    """Return the hooks with one more, nearly always at the end: a thousand hooks are not sorted a thousand times."""
-    place = bisect_right(hooks, entry.attachment.rank, key=lambda other: other.attachment.rank)
-    return (*hooks[:place], entry, *hooks[place:])
+def _count_by_part(counter: ForwardCounter) -> None:
+    """Let the outermost part of the model that runs now begin the steps of ``counter``, this call being the first.
 
-
-def sweep() -> None:
-    """Remove the torch hooks that could not go when they should have, and the entries of modules that are gone."""
-    if len(_HOOKED) > _Prune.at:
-        for key in [key for key, ref in _HOOKED.items() if ref() is None]:
-            del _HOOKED[key]
-        _Prune.at = 2 * len(_HOOKED) + 64
-    if LEFT_BEHIND and not StateHook.running:
-        drop_left_behind()
-    for clear in tuple(ON_SWEEP):
-        clear()
-
-
-class _Prune:
-    at = 64  # so many hooked modules, and `sweep` looks through them: twice as many, twice as late
-
-
-class _ModuleRef(weakref.ref[nn.Module]):
-    """A weak reference that remembers the key of its module."""
-
-    __slots__ = ("key",)
-
-    key: int
-
-
-def _forget(
-    ref: _ModuleRef,
-    hooked: dict[int, weakref.ref[ModuleHooks]] = _HOOKED,
-    is_ending: Callable[[], bool] = sys.is_finalizing,
-) -> None:
-    """Drop the hooks of a module that is gone; do nothing while the interpreter ends, which takes modules apart."""
-    # Both come as defaults because at the end of the process the names may be gone already.
-    if is_ending():
+    Called when a hook fires and no forward of its model has begun: Lightning calls ``training_step``, others call
+    ``encode``; the modules inside are called, the model is not. Do nothing where the model itself is running, or no
+    part of it is: a hook that came on in the middle of a forward has its first step with the next one.
+    """
+    model = counter.model()
+    if model is None:
         return
-    hooks_ref = hooked.pop(ref.key, None)
-    hooks = hooks_ref() if hooks_ref is not None else None
-    for entry in hooks.entries() if hooks is not None else ():
-        entry.attachment.drop_entry(entry)
-    if not hooked:
-        recompile_guard.stop_watching()
+    names = {id(module): name for name, module, *_ in walk(model)}
+    running = [module for module in _torch.all_running() if id(module) in names]
+    if not running or any(module is model for module in running):
+        return
+    part = unwrap(running[-1])
+    with LOCK:
+        hooks_of_module(part).set_stands_in(counter, wanted=True)
+    counter.stand_in = StandIn(names[id(running[-1])], weakref.ref(part))
+    counter.begin_by_part()
+
+
+ForwardCounter.on_uncalled = _count_by_part
