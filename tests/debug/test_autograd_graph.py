@@ -90,17 +90,6 @@ def test_shared_parts_are_written_once_and_deep_graphs_are_no_trouble() -> None:
     assert sum("(see above)" in line for line in str(graph((z + z).sum())).splitlines()) == 1
 
 
-def test_the_graph_is_a_drawing_too() -> None:
-    """In the language of Graphviz: as many nodes as there are, red for those without a path, quotes escaped."""
-    model = Net()
-    found = graph(model(torch.ones(1, 2)).sum(), model)
-    dot = found.dot()
-    assert dot.startswith("digraph autograd {")
-    assert dot.count("shape=box, color=red") == len(found.unused)
-    assert dot.count("[label=") == len(found.nodes) + len(found.unused)
-    assert dot.count(" -> ") == sum(len(node.inputs) for node in found.nodes)
-
-
 def test_wrappers_do_not_show_in_names_and_wrong_arguments_are_said() -> None:
     """A compiled model has the names of the model."""
     model = Net()

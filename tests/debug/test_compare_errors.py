@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hookline.debug.compare.error_thresholds import AllowedErrors, parse_thresholds
-from hookline.debug.compare.rounding import RoundingModel, verdict_on
-from hookline.debug.compare.sketch_errors import sketch_errors
-from hookline.debug.compare.tensor_errors import exceeds_tolerance, first_difference, tensor_errors
-from hookline.debug.trace.trace_record import Fingerprint
+from hookline.debug.compare.compare import compare
+from hookline.debug.compare.judge import AllowedErrors, RoundingModel, parse_thresholds, verdict_on
+from hookline.debug.compare.key import Fingerprint
+from hookline.debug.compare.measure import exceeds_tolerance, first_difference, sketch_errors, tensor_errors
 from hookline.errors import OptionError
 
 
@@ -123,14 +122,14 @@ def test_the_modelled_floor_follows_the_coarsest_dtype_so_far() -> None:
 def test_thresholds_are_taken_by_the_first_pattern_and_before_tolerances() -> None:
     """A number bounds the relative error; measures have names."""
     a, b = _pair(torch.float32, 1000)
-    errors = tensor_errors(a, b)
-    allowed = AllowedErrors(atol=1.0, thresholds={"h.#.mlp": 1e-3, "h.*": {"max_abs": 1.0}, "never": 1.0})
-    assert not allowed.is_allowed("h.3.mlp", errors, lambda: (a, b))
-    assert allowed.is_allowed("h.3.attn", errors, lambda: (a, b))
-    assert allowed.is_allowed("other", errors, lambda: (a, b))
-    assert allowed.unused_patterns() == ["never"]
-    assert not AllowedErrors(thresholds={"h.*": 1.0}).has_say("other")
-    assert AllowedErrors(rtol=1e6).is_allowed("x", errors, lambda: (a, b))
+    sites = ("h.3.mlp", "h.3.attn", "other")
+    runs = [dict.fromkeys(sites, one) for one in (a, b)]
+    bounds = {"h.#.mlp": 1e-3, "h.*": {"max_abs": 1.0}, "never": 1.0}
+    found = compare(*runs, atol=1.0, thresholds=bounds)
+    assert [value.is_same for value in found.values] == [False, True, True]
+    assert "No site matches the threshold 'never'." in found.notes
+    assert [value.is_same for value in compare(*runs, thresholds={"h.*": 1.0}).values] == [True, True, False]
+    assert compare(*runs, rtol=1e6).ok
 
 
 @pytest.mark.parametrize("text", ["no sign", "=1", "a=", "a=rel:x", "a=rel:1,b"])

@@ -16,7 +16,6 @@ from torch.nn.utils import parametrizations, prune
 import hookline as hl
 from hookline.cli.main import main
 from hookline.debug import doctor
-from hookline.debug.diagnose import diagnosis
 
 
 class Net(nn.Module):
@@ -146,7 +145,6 @@ def test_with_sample_inputs_the_uncalled_are_found_and_the_model_is_put_back() -
     silent = {site.name: site for site in found.silent}
     assert set(silent) == {"attn.out_proj", "borrowed", "direct", "layers", "unused"}
     assert not silent["unused"].is_certain
-    assert found.forward_us
     wrong = doctor(model, {"x": torch.randn(2, 3, 5)})
     assert wrong.error
     assert any("the sample forward raised" in problem for problem in wrong.problems)
@@ -221,21 +219,6 @@ def test_accelerates_replaced_forward_is_named() -> None:
     hooks.add_hook_to_module(model, hooks.ModelHook())
     (found,) = doctor(model).hooks
     assert (found.kind, found.owner, found.name) == ("forward replaced", "accelerate", "ModelHook")
-
-
-def test_the_cost_is_estimated_from_the_calls(monkeypatch) -> None:
-    """What one hook costs here, ours or torch's, times how often its module is called; without hooks nothing."""
-    block = nn.Identity()
-    model = nn.Sequential(block, nn.Identity(), block)
-    assert doctor(model).cost_us == 0
-    assert "no hook is called" in doctor(model).cost_text()
-    with hl.attach(model, "*", look), block.register_forward_hook(look):
-        assert doctor(model).cost_us >= 0  # measured
-        monkeypatch.setattr(diagnosis, "_microseconds", lambda *, ours: 2.0 if ours else 0.5)
-        found = doctor(model, torch.ones(1))
-        assert found.cost_us == (1 + 2 + 1) * 2.0 + 2 * 0.5
-        assert doctor(model).cost_us == 3 * 2.0 + 0.5
-    assert "of the sample forward" in found.cost_text()
 
 
 def test_a_forward_that_somebody_replaced_is_listed() -> None:

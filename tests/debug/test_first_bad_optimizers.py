@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.debug import find_bad_operations, replay_check
-from hookline.debug.first_bad.state_marks import StateMarks
+from hookline.debug.first_bad.kept_steps import StateMarks
 
 
 class Root(nn.Module):
@@ -145,10 +144,8 @@ def test_a_step_that_repeats_up_to_rounding_is_still_run_again_with_a_note() -> 
 def test_several_optimizers_end_a_step_that_is_followed_and_can_be_replayed() -> None:
     """The last one given ends it; lists that hold no optimizer are refused."""
     run = Halves()
-    loss: Callable[[nn.Module, Any], Tensor] = lambda model, batch: model(batch["x"]).square().mean()  # noqa: E731
-    with find_bad_operations(run.model, [run.first, run.second], loss_fn=loss) as check:
+    with find_bad_operations(run.model, [run.first, run.second]) as check:
         for batch in run.data[:7]:
-            check.note_batch(batch)
             run.step(batch)
     (report,) = check.reports
     assert (report.step, report.operation.operator) == (5, "aten.sqrt.default")

@@ -6,16 +6,20 @@ restored and the steps in between are run again: they are the same steps, so the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, NamedTuple
 
-from hookline.debug.first_bad.state_marks import StateMarks
+import torch
+from torch import Tensor, nn
+
 from hookline.guard.rng import RandomStates
 from hookline.guard.snapshot import Snapshot, roots_of
 from hookline.guard.tensors import Where
+from hookline.sites import _torch
 
-__all__ = ["KeptStep", "KeptSteps", "RunParts"]
+__all__ = ["KeptStep", "KeptSteps", "RunParts", "SecondRun", "StateMarks"]
 
 RunParts = tuple[Any, Any, Any, Any, Any]
 """What a guard saves: model, optimizer, scheduler, scaler, loader."""
@@ -33,6 +37,17 @@ class KeptStep:
     random: RandomStates
     marks: StateMarks | None = None
     """The state, in a few numbers; None where a snapshot has all of it."""
+
+
+class SecondRun(NamedTuple):
+    """How a step can be run again."""
+
+    run: Callable[[KeptStep], Any] | None
+    """Makes the step again, from the state in which it began; returns its loss, or whatever it returns."""
+    note: str = ""
+    """What of the step it leaves out, for the report; why there is none."""
+    is_step: bool = True
+    """Whether it is the whole step, so that it ends as the first run did."""
 
 
 @dataclass(slots=True)
@@ -104,3 +119,36 @@ class KeptSteps:
     def clear(self) -> None:
         """Let go of everything."""
         self._windows.clear()
+
+
+_TYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ROUNDING: Final = 1e-3
+"""Up to this relative difference of norms a step that is not deterministic has repeated."""
+
+
+class StateMarks:
+    """The norms of parameters and buffers at one moment, in 64 bits: one bit of a float32 in 1e6 numbers shows."""
+
+    __slots__ = ("_norms",)
+
+    def __init__(self, model: nn.Module) -> None:
+        self._norms: list[Tensor] = []
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                local = _torch.local_tensor(tensor.detach())
+                if local is not None and local.dtype in _TYPES and local.layout is torch.strided:
+                    self._norms.append(torch.linalg.vector_norm(local, dtype=torch.float64))
+
+    def difference(self, model: nn.Module) -> str:
+        """Return how the model differs now: ``""``, ``"rounding"`` or ``"other"``; waits for the device."""
+        before, now = ([float(norm) for norm in marks._norms] for marks in (self, StateMarks(model)))
+        if len(before) != len(now):
+            return "other"
+        pairs = [pair for pair in zip(before, now, strict=True) if not _is_same(*pair)]
+        if not pairs:
+            return ""
+        return "rounding" if all(math.isclose(*pair, rel_tol=_ROUNDING) for pair in pairs) else "other"
+
+
+def _is_same(before: float, now: float) -> bool:
+    return before == now or (math.isnan(before) and math.isnan(now))
