@@ -8,13 +8,13 @@ from hookline.debug.compare.blame import Blame as Blame
 from hookline.debug.compare.key import Fingerprint as Fingerprint
 from hookline.debug.compare.key import MeshPlacement as MeshPlacement
 from hookline.debug.compare.key import Pair as Pair
+from hookline.debug.compare.key import RowKey as RowKey
+from hookline.debug.compare.key import RowKeys as RowKeys
 from hookline.debug.compare.key import Value as Value
 from hookline.debug.compare.key import ValueKey as ValueKey
 from hookline.debug.compare.read import TraceFolder as TraceFolder
 from hookline.debug.compare.read import read_trace as read_trace
 from hookline.debug.compare.result import Comparison as Comparison
-from hookline.debug.compare.rows import RowKey as RowKey
-from hookline.debug.compare.rows import RowKeys as RowKeys
 from hookline.debug.compare.rows import packed_rows as packed_rows
 from hookline.debug.compare.rows import padded_rows as padded_rows
 from hookline.debug.compare.rules import FusedRule as FusedRule

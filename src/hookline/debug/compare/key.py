@@ -17,11 +17,9 @@ from hookline.tables import THE_MODEL
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hookline.debug.compare.rows import RowKeys
-
 __all__ = [
     "BACKWARD", "KINDS", "PARAMETERS", "UNSURE", "WITHIN", "WRONG", "Fingerprint", "MeshPlacement", "Pair",
-    "TensorErrors", "Value", "ValueKey", "Values", "names_around",
+    "RowKey", "RowKeys", "TensorErrors", "Value", "ValueKey", "Values", "names_around",
 ]  # fmt: skip
 
 KINDS: Final = ("output", "input", "output_grad", "input_grad", "parameter", "param_grad")
@@ -177,6 +175,30 @@ class MeshPlacement:
     """Where this rank is on the mesh; empty if it is not on it."""
     full_shape: tuple[int, ...]
     """The shape of the whole tensor."""
+
+
+class RowKey(NamedTuple):
+    """Whose a row of a tensor is: a request or sample, and the position of the token in its sequence."""
+
+    request: str
+    position: int | None
+    """None if the row is of the request as a whole."""
+
+    @property
+    def label(self) -> str:
+        """Both as one text."""
+        return f"request {self.request}" + ("" if self.position is None else f", position {self.position}")
+
+
+@dataclass(frozen=True, slots=True)
+class RowKeys:
+    """The keys of all rows of a tensor: of its first ``dims`` dimensions, flattened to one."""
+
+    dims: int
+    keys: tuple[RowKey | None, ...]
+    """None for padding."""
+    columns: tuple[tuple[int, int], ...] = ()
+    """Of rows that have a column for each token, as attention weights do: where the real ones begin, and how many."""
 
 
 @dataclass(frozen=True, slots=True)

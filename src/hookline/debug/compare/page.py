@@ -9,16 +9,12 @@ import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from hookline.debug.compare.key import Pair
 from hookline.files import replace_file
 from hookline.notebook_html import ColourScale, line
-from hookline.report.report_page import whole_page
 from hookline.tables import THE_MODEL, Table
-
-if TYPE_CHECKING:
-    from hookline.debug.compare.result import Comparison
 
 __all__ = ["write_page"]
 
@@ -33,17 +29,25 @@ th, td { padding: 2px 8px; white-space: nowrap; }
 """
 
 
-def write_page(found: Comparison, path: str | Path) -> Path:
-    """Write the page of a comparison; return its path."""
-    path = Path(path)
-    values = found.values
-    kinds = list(dict.fromkeys(value.kind for value in values))
-    if found.blamed:  # the map that shows where the runs part comes first
-        kinds.sort(key=lambda kind: kind != found.blamed[0].value.kind)
-    title = " and ".join(_short_names(found.names))
+def write_page(
+    path: str | Path, names: tuple[str, str], headline: Sequence[str], values: Sequence[Pair], table: str
+) -> Path:
+    """Write the page of a comparison; return its path.
+
+    Args:
+        path: The file.
+        names: What the runs are called.
+        headline: What was found.
+        values: What was compared; there is a map for each kind, in this order.
+        table: The HTML of the values.
+    """
+    from hookline.report.report_page import whole_page
+
+    path, title = Path(path), " and ".join(_short_names(names))
+    kinds = dict.fromkeys(value.kind for value in values)
     maps = [_map(kind, [value for value in values if value.kind == kind]).html() for kind in kinds]
-    headline = line("\n".join(found.headline))
-    sections = [f'<div id="verdict">{headline}</div>', *maps, found._repr_html_()]
+    verdict = line("\n".join(headline))
+    sections = [f'<div id="verdict">{verdict}</div>', *maps, table]
     body = "\n".join(f"<section>{section}</section>" for section in sections)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, whole_page(f"<h1>{escape(title)}</h1>{body}", title=title, style=_STYLE))

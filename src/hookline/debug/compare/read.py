@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.debug.compare.files import FORMAT, NUMBERS, VERSION, TracePlace
-from hookline.debug.compare.key import Fingerprint, MeshPlacement, Value, ValueKey
-from hookline.debug.compare.rows import RowKeys, RowTable
+from hookline.debug.compare.key import Fingerprint, MeshPlacement, RowKeys, Value, ValueKey
+from hookline.debug.compare.rows import RowTable
 from hookline.errors import TraceError
 
 __all__ = ["TraceFolder", "read_trace"]

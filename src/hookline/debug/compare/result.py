@@ -16,6 +16,7 @@ from typing import Any, Final
 from hookline.debug.compare.blame import Blame
 from hookline.debug.compare.judge import unseen_below
 from hookline.debug.compare.key import UNSURE, WITHIN, WRONG, Pair
+from hookline.debug.compare.page import write_page
 from hookline.debug.compare.rules import only_in
 from hookline.plain import to_plain
 from hookline.tables import THE_MODEL, ShownAsTable, Table
@@ -234,9 +235,9 @@ class Comparison(ShownAsTable):
 
     def write_html(self, path: str | Path) -> Path:
         """Write a page with a map of layers and calls, which opens from disk; return its path."""
-        from hookline.debug.compare.page import write_page
-
-        return write_page(self, path)
+        first = self.first
+        values = sorted(self.values, key=lambda value: first is not None and value.kind != first.kind)
+        return write_page(path, self.names, self.headline, values, self._repr_html_())
 
 
 def _class_of(verdict: str) -> str:

@@ -10,46 +10,20 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from hookline.debug.compare.key import RowKey, RowKeys, Value, ValueKey, Values
 from hookline.errors import OptionError
 from hookline.messages import type_name
 
-if TYPE_CHECKING:
-    from hookline.debug.compare.key import Value, ValueKey, Values
-
-__all__ = ["RowKey", "RowKeys", "RowTable", "as_row_keys", "by_rows", "packed_rows", "padded_rows"]
+__all__ = ["RowTable", "as_row_keys", "by_rows", "packed_rows", "padded_rows"]
 
 _MAX_NAMES: Final = 3
 """Requests of each run that a message names."""
 _COLUMNS: Final = "it has a column for each token, and those are padded in another way"
-
-
-class RowKey(NamedTuple):
-    """Whose a row of a tensor is: a request or sample, and the position of the token in its sequence."""
-
-    request: str
-    position: int | None
-    """None if the row is of the request as a whole."""
-
-    @property
-    def label(self) -> str:
-        """Both as one text."""
-        return f"request {self.request}" + ("" if self.position is None else f", position {self.position}")
-
-
-@dataclass(frozen=True, slots=True)
-class RowKeys:
-    """The keys of all rows of a tensor: of its first ``dims`` dimensions, flattened to one."""
-
-    dims: int
-    keys: tuple[RowKey | None, ...]
-    """None for padding."""
-    columns: tuple[tuple[int, int], ...] = ()
-    """Of rows that have a column for each token, as attention weights do: where the real ones begin, and how many."""
 
 
 @dataclass(frozen=True, slots=True)

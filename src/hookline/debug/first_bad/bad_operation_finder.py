@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.debug.first_bad.bad_operation import BadOperation, BadStep, describe_batch, find_ids
-from hookline.debug.first_bad.followed_steps import FollowedBatch
-from hookline.debug.first_bad.kept_steps import KeptStep, KeptSteps, RunParts, SecondRun
+from hookline.debug.first_bad.kept_steps import FollowedBatch, KeptStep, KeptSteps, RunParts, SecondRun
 from hookline.debug.first_bad.operator_run import OperatorRun
 from hookline.debug.first_bad.step_reader import StepReader
 from hookline.distributed.ranks import is_distributed

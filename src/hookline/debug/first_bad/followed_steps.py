@@ -7,17 +7,15 @@ returned: with both, forward and backward of the model run again, whatever the l
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from hookline.debug.first_bad.bad_operation import BadStep, describe_batch
-from hookline.debug.first_bad.kept_steps import KeptStep, SecondRun
+from hookline.debug.first_bad.bad_operation import BadStep
+from hookline.debug.first_bad.kept_steps import FollowedBatch, KeptForward, KeptStep, SecondRun
 from hookline.phases import known_phase, phase
 from hookline.sites import _torch
 from hookline.sites.attach import attach
@@ -29,52 +27,12 @@ if TYPE_CHECKING:
     from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder
     from hookline.sites.site_info import Site
 
-__all__ = ["FollowedBatch", "FollowedSteps"]
+__all__ = ["FollowedSteps"]
 
 _NO_LOSS: Final = (
     "forward and backward of the model were run again, from what it was given and the gradients that came back; the "
     "loss and the optimizer were not: to have them too, give step_fn="
 )
-
-
-@dataclass(slots=True)
-class _Forward:
-    """One forward of the model."""
-
-    args: Any
-    kwargs: Any
-    autocast: list[tuple[str, torch.dtype]]
-    backwards: list[dict[str, Tensor | None]] = field(default_factory=list)
-    """For each backward pass, the gradients that came back, by the leaves of the output."""
-
-
-class FollowedBatch:
-    """The forwards of one step, and its batches with their ids; a step that accumulates gradients has several."""
-
-    def __init__(self) -> None:
-        self.forwards: dict[int, _Forward] = {}
-        """By the number that the site has of each."""
-        self.batches: list[Any] = []
-        self.ids: list[Any] = []
-        """What names each batch; None for one without a name."""
-        self.starts: list[int] = []
-        """How many operators the second run had made when it began with each forward."""
-
-    def add(self, batch: Any, ids: Any) -> None:
-        """Take the batch of the forward that follows."""
-        self.batches.append(batch)
-        self.ids.append(ids)
-
-    def describe(self, number: int | None = None) -> str:
-        """Return in words the batch in which the operator of that ``number`` ran; without a number, all of them."""
-        shown = self.batches or [forward.args for forward in self.forwards.values()]
-        ids = self.ids or [None] * len(shown)
-        if number is not None and len(shown) > 1 and len(self.starts) == len(shown):
-            at = max(bisect_right(self.starts, number) - 1, 0)
-            return f"{describe_batch(shown[at], ids[at])}, micro-batch {at + 1} of {len(shown)}"
-        if len(shown) == 1:
-            return describe_batch(shown[0], ids[0])
-        return describe_batch(tuple(shown), None if any(each is None for each in ids) else ids)
 
 
 class FollowedSteps:
@@ -111,7 +69,7 @@ class FollowedSteps:
             for batch, ids in noted:
                 followed.add(batch, ids)
             self._finder.begin_step(followed, self._again)
-        self._current.forwards[site.step] = _Forward(args, kwargs, _autocast())
+        self._current.forwards[site.step] = KeptForward(args, kwargs, _autocast())
 
     def _take_gradients(self, module: nn.Module, grads: Any, *, site: Site) -> None:
         if self._current is not None and site.step in self._current.forwards and phase() != "intervention":

@@ -7,6 +7,7 @@ restored and the steps in between are run again: they are the same steps, so the
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -14,12 +15,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hookline.debug.first_bad.bad_operation import describe_batch
 from hookline.guard.rng import RandomStates
 from hookline.guard.snapshot import Snapshot, roots_of
 from hookline.guard.tensors import Where
 from hookline.sites import _torch
 
-__all__ = ["KeptStep", "KeptSteps", "RunParts", "SecondRun", "StateMarks"]
+__all__ = ["FollowedBatch", "KeptForward", "KeptStep", "KeptSteps", "RunParts", "SecondRun", "StateMarks"]
 
 RunParts = tuple[Any, Any, Any, Any, Any]
 """What a guard saves: model, optimizer, scheduler, scaler, loader."""
@@ -124,6 +126,46 @@ class KeptSteps:
 _TYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ROUNDING: Final = 1e-3
 """Up to this relative difference of norms a step that is not deterministic has repeated."""
+
+
+@dataclass(slots=True)
+class KeptForward:
+    """One forward of the model."""
+
+    args: Any
+    kwargs: Any
+    autocast: list[tuple[str, torch.dtype]]
+    backwards: list[dict[str, Tensor | None]] = field(default_factory=list)
+    """For each backward pass, the gradients that came back, by the leaves of the output."""
+
+
+class FollowedBatch:
+    """The forwards of one step, and its batches with their ids; a step that accumulates gradients has several."""
+
+    def __init__(self) -> None:
+        self.forwards: dict[int, KeptForward] = {}
+        """By the number that the site has of each."""
+        self.batches: list[Any] = []
+        self.ids: list[Any] = []
+        """What names each batch; None for one without a name."""
+        self.starts: list[int] = []
+        """How many operators the second run had made when it began with each forward."""
+
+    def add(self, batch: Any, ids: Any) -> None:
+        """Take the batch of the forward that follows."""
+        self.batches.append(batch)
+        self.ids.append(ids)
+
+    def describe(self, number: int | None = None) -> str:
+        """Return in words the batch in which the operator of that ``number`` ran; without a number, all of them."""
+        shown = self.batches or [forward.args for forward in self.forwards.values()]
+        ids = self.ids or [None] * len(shown)
+        if number is not None and len(shown) > 1 and len(self.starts) == len(shown):
+            at = max(bisect_right(self.starts, number) - 1, 0)
+            return f"{describe_batch(shown[at], ids[at])}, micro-batch {at + 1} of {len(shown)}"
+        if len(shown) == 1:
+            return describe_batch(shown[0], ids[0])
+        return describe_batch(tuple(shown), None if any(each is None for each in ids) else ids)
 
 
 class StateMarks:
