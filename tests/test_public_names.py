@@ -102,10 +102,10 @@ CLASSES = _named(
     """,
         "debug": """
         NpyComparison PrecisionChecker PrecisionConfig PrecisionRecord
-        Fingerprint MeshPlacement RowKey RowKeys Trace TraceFolder TraceRecord
+        Fingerprint MeshPlacement RowKey RowKeys Trace TraceFolder Value ValueKey
         BadOperation BadOperations BadStep TensorSummary
         FirstBadOperation AutogradGraph Diagnosis FoundHook GraphNode SilentSite
-        Audit Bisection Blame ComparedValue Comparison Culprit FusedRule PairRule RenameRule
+        Audit Bisection Blame Comparison Culprit FusedRule Pair PairRule RenameRule
         Flight FlightRecorder Replay TriggeredHooks
     """,
         "distributed": """

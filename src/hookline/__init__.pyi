@@ -22,9 +22,9 @@ from hookline import testing as testing
 from hookline import training as training
 from hookline.debug.audit.audit import audit as audit
 from hookline.debug.compare.compare import compare as compare
+from hookline.debug.compare.start_trace import trace as trace
 from hookline.debug.diagnose.diagnosis import doctor as doctor
 from hookline.debug.precision.precision_checker import PrecisionChecker as PrecisionChecker
-from hookline.debug.trace.start_trace import trace as trace
 from hookline.errors import HooklineError as HooklineError
 from hookline.errors import HooklineWarning as HooklineWarning
 from hookline.guard.guard import rollback as rollback

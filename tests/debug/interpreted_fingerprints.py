@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hookline.debug.trace import fingerprint_kernel
-from hookline.debug.trace.fingerprints import DeviceTables, fingerprint_on_cpu, sketch_tables
+from hookline.debug.compare import fingerprint as fingerprint_kernel
+from hookline.debug.compare.fingerprint import DeviceTables, fingerprint_on_cpu, sketch_tables
 
 torch.manual_seed(0)
 host = sketch_tables()

@@ -18,8 +18,8 @@ from torch import nn
 
 import hookline as hl
 from hookline.cli.main import main
-from hookline.debug.audit.run_state import run_state
 from hookline.errors import OptionError
+from hookline.guard.digest import run_digest
 from hookline.guard.rng import stream_states
 
 STEPS = 4
@@ -165,7 +165,7 @@ def test_a_training_under_audit_ends_with_the_same_bits():
         model, optimizer, data = make()
         torch.rand(len(hooks))
         steps(model, optimizer, data)
-        left.append(run_state([model], [optimizer]))
+        left.append(run_digest([model], [optimizer]))
 
     noting([])
     noting([1])

@@ -98,7 +98,7 @@ def test_a_choice_that_flips_by_rounding_is_unsure_and_one_by_a_bug_is_wrong(tmp
     coarse = hl.compare(a, traced(copy.deepcopy(right).bfloat16(), tmp_path / "half"))
     unsure = [value for value in coarse.values if value.is_unsure]
     assert unsure
-    assert (unsure[0].site, unsure[0].dtype_a) == ("mix.gate", "int64")
+    assert (unsure[0].site, unsure[0].dtypes[0]) == ("mix.gate", "int64")
     assert "a near tie" in unsure[0].doubt
     assert (coarse.ok, coarse.blamed) == (False, [])
     wrong = copy.deepcopy(right)

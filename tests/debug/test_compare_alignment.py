@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 import hookline as hl
 from hookline.debug import FusedRule, packed_rows, padded_rows
 from hookline.debug.compare.compare import compare
-from hookline.debug.compare.run_values import RunValue, RunValues
-from hookline.debug.compare.unshard_values import join_ranks
-from hookline.debug.trace.trace_record import MeshPlacement
+from hookline.debug.compare.key import MeshPlacement, Value, ValueKey
+from hookline.debug.compare.unshard import unshard
+from hookline.debug.compare.values import Run
 from hookline.errors import CompareError, OptionError
 
 
@@ -124,38 +125,37 @@ def test_runs_without_a_row_in_common_are_told_the_requests_of_both(of_a: Any, o
     assert compare({"h.0": x}, {"h.0": x}, rows=(rows[0], rows[0])).ok
 
 
-def _run(name: str, values: list[RunValue]) -> RunValues:
-    return RunValues(name, values)
+def _joined(parts: list[Value], *options: Any) -> tuple[list[Value], Sequence[str]]:
+    run = unshard(Run("A", {part.key: part for part in parts}), *options)
+    return [*run.values.values()], run.notes
 
 
-def _part(tensor: Tensor, rank: int, **options: Any) -> RunValue:
-    return RunValue("h.0", "output", "", 0, 0, 0, tuple(tensor.shape), "float32", lambda: tensor, rank, **options)
+def _part(tensor: Tensor, rank: int, **options: Any) -> Value:
+    key = ValueKey(rank, 0, "output", "h.0")
+    return Value(key, 0, tuple(tensor.shape), "float32", lambda: tensor, **options)
 
 
 def test_parts_of_ranks_are_put_together_by_dims_over_one_axis_and_two() -> None:
     """The outermost axis changes last; ``sum`` adds; a missing rank is said."""
     whole = _random(2, 3, 4, 6)
     halves = whole.chunk(2, dim=2)
-    joined, notes = join_ranks(_run("A", [_part(half, rank) for rank, half in enumerate(halves)]), "b s h[tp] d")
+    joined, notes = _joined(([_part(half, rank) for rank, half in enumerate(halves)]), "b s h[tp] d")
     (value,) = joined
-    assert value.read is not None
-    assert torch.equal(value.read(), whole)
+    assert torch.equal(value.tensor(), whole)
     assert value.shape == (2, 3, 4, 6)
     assert not notes
     quarters = [part for half in whole.chunk(2, dim=0) for part in half.chunk(2, dim=2)]
-    run = _run("A", [_part(part, rank) for rank, part in enumerate(quarters)])
-    (value,), _ = join_ranks(run, {"h.#": "b[dp] s h[tp] d"}, {"dp": 2, "tp": 2})
-    assert value.read is not None
-    assert torch.equal(value.read(), whole)
+    run = [_part(part, rank) for rank, part in enumerate(quarters)]
+    (value,), _ = _joined(run, {"h.#": "b[dp] s h[tp] d"}, {"dp": 2, "tp": 2})
+    assert torch.equal(value.tensor(), whole)
     with pytest.raises(OptionError, match="mesh="):
-        join_ranks(run, "b[dp] s h[tp] d")
-    _, notes = join_ranks(_run("A", [_part(part, rank) for rank, part in enumerate(quarters[:3])]),
+        _joined(run, "b[dp] s h[tp] d")
+    _, notes = _joined(([_part(part, rank) for rank, part in enumerate(quarters[:3])]),
                           "b[dp] s h[tp] d", {"dp": 2, "tp": 2})  # fmt: skip
     assert "[3]" in notes[0]
-    sums = _run("A", [_part(whole / 2, rank) for rank in (0, 1)])
-    (value,), _ = join_ranks(sums, "b s h d[tp:sum]")
-    assert value.read is not None
-    assert torch.allclose(value.read(), whole)
+    sums = [_part(whole / 2, rank) for rank in (0, 1)]
+    (value,), _ = _joined(sums, "b s h d[tp:sum]")
+    assert torch.allclose(value.tensor(), whole)
 
 
 @pytest.mark.parametrize(
@@ -163,13 +163,12 @@ def test_parts_of_ranks_are_put_together_by_dims_over_one_axis_and_two() -> None
 )
 def test_partial_results_of_ranks_are_reduced_by_their_operation(operation: str, whole: float) -> None:
     """The trace says which; nothing else is taken for a sum."""
-    run = _run("A", [_partial(torch.full((3,), 3.0 + rank), rank, f"Partial({operation})") for rank in (0, 1)])
-    (value,), _ = join_ranks(run)
-    assert value.read is not None
-    assert value.read().tolist() == [whole] * 3
+    run = [_partial(torch.full((3,), 3.0 + rank), rank, f"Partial({operation})") for rank in (0, 1)]
+    (value,), _ = _joined(run)
+    assert value.tensor().tolist() == [whole] * 3
 
 
-def _partial(tensor: Tensor, rank: int, placement: str) -> RunValue:
+def _partial(tensor: Tensor, rank: int, placement: str) -> Value:
     return _part(tensor, rank, placements=MeshPlacement((placement,), ("tp",), (2,), (rank,), tuple(tensor.shape)))
 
 

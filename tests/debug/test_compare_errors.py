@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hookline.debug.compare.error_thresholds import parse_thresholds
-from hookline.debug.compare.sketch_errors import sketch_errors
-from hookline.debug.compare.tensor_errors import tensor_errors
-from hookline.debug.trace.trace_record import Fingerprint
+from hookline.debug.compare.judge import parse_thresholds
+from hookline.debug.compare.key import Fingerprint
+from hookline.debug.compare.measure import sketch_errors, tensor_errors
 from hookline.errors import OptionError
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.debug.compare.compare import compare
-from hookline.debug.trace.start_trace import trace
+from hookline.debug.compare.start_trace import trace
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
 

@@ -11,9 +11,9 @@ from helpers_compared import IDS, gpt2
 from torch import Tensor, nn
 
 from hookline.cli.main import main
+from hookline.debug.compare import start_trace
 from hookline.debug.compare.compare import compare
-from hookline.debug.trace import start_trace
-from hookline.debug.trace.start_trace import trace
+from hookline.debug.compare.start_trace import trace
 from hookline.errors import CompareError
 from hookline.when import StepSchedule
 

@@ -100,7 +100,6 @@ def test_with_sample_inputs_the_uncalled_are_found_and_the_model_is_put_back() -
     silent = {site.name: site for site in found.silent}
     assert set(silent) == {"attn.out_proj", "borrowed", "direct", "layers", "unused"}
     assert not silent["unused"].is_certain
-    assert found.forward_us
     wrong = doctor(model, {"x": torch.randn(2, 3, 5)})
     assert wrong.error
     assert any("the sample forward raised" in problem for problem in wrong.problems)

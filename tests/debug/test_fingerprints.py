@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hookline.debug.trace.fingerprints import (
+from hookline.debug.compare.fingerprint import (
     DeviceTables,
     SketchTables,
     fingerprint_on_cpu,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.debug.compare.compare import compare
-from hookline.debug.compare.comparison import Comparison
+from hookline.debug.compare.result import Comparison
 
 
 @functools.cache

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.debug import RowKey, read_trace
-from hookline.debug.trace.start_trace import bytes_of_budget, trace
-from hookline.debug.trace.trace_recorder import TraceRecorder
+from hookline.debug.compare.recorder import TraceRecorder
+from hookline.debug.compare.start_trace import bytes_of_budget, trace
 from hookline.errors import OptionError, TraceError
 
 
@@ -88,13 +88,12 @@ def test_a_step_is_written_in_call_order_with_all_kinds(tmp_path):
     ]
     assert names[-2:] == [("head", ""), ("", "")]
     assert [each.call for each in first if each.site == "layers.1.lin"] == [0, 1, 2, 3]
-    assert {each.layer for each in first if each.site == "layers.1.lin"} == {1}
     repeated = [each for each in folder.records if each.recompute]
     assert {each.site for each in repeated} == {"tail", "tail.0", "tail.1"}
     outputs = {(each.step, each.call): each for each in folder.records if each.site == "head" and each.kind == "output"}
     for (number, call), record in outputs.items():
         true = kept[2 * number + call]
-        assert torch.equal(folder.tensor(record), true)
+        assert torch.equal(record.tensor(), true)
         assert record.fingerprint.norm == pytest.approx(true.norm().item(), rel=1e-5)
         assert record.fingerprint.mean == pytest.approx(true.mean().item(), rel=1e-4, abs=1e-6)
         assert record.fingerprint.absmax == true.abs().max().item()
@@ -140,10 +139,10 @@ class OnDevice(TraceRecorder):
 
 def test_rows_that_wait_on_a_device_are_written_like_numbers(tmp_path, monkeypatch):
     """Also when the buffer on the device is full several times a step, and with tensors."""
-    monkeypatch.setattr("hookline.debug.trace.trace_recorder._DEVICE_ROWS", 7)
+    monkeypatch.setattr("hookline.debug.compare.recorder._DEVICE_ROWS", 7)
     for name in ("cpu", "device"):
         if name == "device":
-            monkeypatch.setattr("hookline.debug.trace.start_trace.TraceRecorder", OnDevice)
+            monkeypatch.setattr("hookline.debug.compare.start_trace.TraceRecorder", OnDevice)
         model, optimizer = made()
         with torch.no_grad():
             model.head.bias.add_(float(name == "device"))
@@ -153,11 +152,11 @@ def test_rows_that_wait_on_a_device_are_written_like_numbers(tmp_path, monkeypat
     for a, b in zip(one.records, two.records, strict=True):
         assert (a.site, a.leaf, a.call, a.order) == (b.site, b.leaf, b.call, b.order)
         is_head = a.site in ("head", "")
-        assert (a.fingerprint.hash != b.fingerprint.hash) == is_head == (b.tensor is not None)
+        assert (a.fingerprint.hash != b.fingerprint.hash) == is_head == (b.read is not None)
         assert is_head or a.fingerprint.distance(b.fingerprint) <= 1e-5 * a.fingerprint.norm
         assert is_head or b.fingerprint.norm == pytest.approx(a.fingerprint.norm, rel=1e-5)
     head = [each for each in two.records if each.site == "head"]
-    assert torch.equal(two.tensor(head[0]), two.tensor(next(each for each in two.records if not each.site)))
+    assert torch.equal(head[0].tensor(), next(each for each in two.records if not each.site).tensor())
 
 
 def test_names_and_numbers_are_those_of_eager_code_when_compiled(tmp_path):
@@ -206,7 +205,7 @@ def test_forwards_without_gradients_are_steps_and_are_written_at_once(tmp_path):
     folder = read_trace(tmp_path / "t")
     assert {each.step for each in folder.records if each.kind == "output"} == {0, 2}
     assert "was not closed" in folder.problems[0]
-    rows = folder.row_keys(folder.records[-1])
+    rows = folder.records[-1].rows
     assert rows is not None
     assert rows.keys == tuple(RowKey(name, None) for name in "xyzw")
     with pytest.raises(OptionError, match="one entry for each request"):

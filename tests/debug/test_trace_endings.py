@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.debug import read_trace
-from hookline.debug.trace.start_trace import trace
+from hookline.debug.compare.start_trace import trace
 from hookline.errors import HooklineWarning, TraceError
 
 KINDS = ("output", "input+output", "output+output_grad", "output_grad", "input_grad", "param_grad", "output+param_grad")
@@ -28,7 +28,7 @@ import os, signal, sys, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from hookline.debug.trace.start_trace import trace
+from hookline.debug.compare.start_trace import trace
 
 folder, modes, kinds = sys.argv[1], sys.argv[2].split(), sys.argv[3].split()
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
@@ -73,9 +73,9 @@ def test_a_killed_process_leaves_the_steps_before_the_last_one(tmp_path):
             for kind in wanted:
                 steps = {each.step for each in folder.records if each.kind == kind}
                 assert steps >= {0, 1}, (name, kind, steps)
-            stored = [each for each in folder.records if each.tensor is not None]
+            stored = [each for each in folder.records if each.read is not None]
             assert bool(stored) == any(kind != "param_grad" for kind in wanted), name
-            assert all(folder.tensor(each).shape == (2, 4) for each in stored)
+            assert all(each.tensor().shape == (2, 4) for each in stored)
     with pytest.raises(TraceError, match="has a trace already"):
         trace(nn.Linear(2, 2), to=tmp_path / "forward-output")
     laid = {each.site: each.placements for each in read_trace(tmp_path / "laid").records}
@@ -139,7 +139,7 @@ def test_ctrl_c_and_exceptions_leave_all_records(tmp_path, monkeypatch, error):
     if isinstance(error, ValueError):
         return
     write = Interrupted(error, ends=True)
-    monkeypatch.setattr("hookline.debug.trace.trace_files.os.write", write)
+    monkeypatch.setattr("hookline.debug.compare.files.os.write", write)
     with trace(model, to=tmp_path / "cut", kinds="output", tensors="0"):
         for step in range(4):
             write.is_due = step == 2
@@ -153,14 +153,14 @@ def test_ctrl_c_and_exceptions_leave_all_records(tmp_path, monkeypatch, error):
     assert folder.steps == (0, 1, 2)  # the forward that was ended before it began is none
     assert all("is no JSON" in each for each in folder.problems)
     assert len(folder.problems) == 1
-    assert {folder.tensor(each).shape for each in folder.records if each.site == "0"} == {(2, 4)}
+    assert {each.tensor().shape for each in folder.records if each.site == "0"} == {(2, 4)}
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch):
     """One warning; whoever reads it later finds the note, or, with no room for it, a trace that was not closed."""
     for name in ("freed", "full"):
         write = Interrupted(OSError(errno.ENOSPC, "No space left on device"), ends=name == "freed")
-        monkeypatch.setattr("hookline.debug.trace.trace_files.os.write", write)
+        monkeypatch.setattr("hookline.debug.compare.files.os.write", write)
         with pytest.warns(HooklineWarning) as told:
             four_forwards(tmp_path / name, write)
         assert len(told) == 1

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hookline.debug import Fingerprint, MeshPlacement, RowKey, read_trace
-from hookline.debug.trace.trace_files import RecordBatch, TracePlace, TraceWriter
-from hookline.debug.trace.trace_record import RowTable
+from hookline.debug.compare.files import RecordBatch, TracePlace, TraceWriter
+from hookline.debug.compare.rows import RowTable
 from hookline.errors import TraceError
 
 HEAD = {"model": "Net", "ranks": 1}
@@ -21,7 +21,7 @@ ROWS = RowTable("padded", ("a", "b"), (0, 1), (2, 1), (0, 5))
 def batch_of(writer: TraceWriter, sites: list[str], step: int = 0, tensors: list[str | None] | None = None) -> None:
     """Write one record for each of ``sites``, with numbers that tell them apart."""
     places = [
-        writer.place_number(TracePlace(site, "output", "", (2, 2, 3), "float32", 0, "b s d", LAID)) for site in sites
+        writer.place_number(TracePlace(site, "output", "", (2, 2, 3), "float32", "b s d", LAID)) for site in sites
     ]
     count = len(sites)
     writer.add_records(
@@ -62,10 +62,10 @@ def test_what_is_written_is_read_back(tmp_path):
     )
     assert (first.placements, first.recompute, second.recompute, second.call, third.step) == (LAID, False, True, 1, 1)
     assert second.fingerprint == Fingerprint(12, 5.0, 6.0, 7.0, 8, 9, 2**64 - 2, (2.0, 3.0))
-    assert torch.equal(folder.tensor(first), kept[0])
+    assert torch.equal(first.tensor(), kept[0])
     with pytest.raises(TraceError, match="only its fingerprint"):
-        folder.tensor(second)
-    rows = folder.row_keys(first)
+        second.tensor()
+    rows = first.rows
     assert rows is not None
     assert rows.dims == 2
     assert rows.keys == (RowKey("a", 0), RowKey("a", 1), None, RowKey("b", 5))

@@ -10,8 +10,8 @@ from torch import nn
 
 import hookline as hl
 from hookline.debug import RowKey, read_trace
-from hookline.debug.trace.start_trace import trace
-from hookline.debug.trace.trace_outputs import trace_outputs
+from hookline.debug.compare.served import trace_outputs
+from hookline.debug.compare.start_trace import trace
 from hookline.errors import OptionError
 from hookline.factories import Tokens, serving
 
@@ -74,18 +74,18 @@ def test_forwards_of_requests_are_steps_with_their_rows(tmp_path):
     folder = read_trace(tmp_path / "all")
     assert folder.problems == ()
     assert [(each.site, each.step, each.call) for each in folder.records] == [(s, n, 0) for n in range(3) for s in "01"]
-    rows = folder.row_keys(folder.records[0])
+    rows = folder.records[0].rows
     assert rows is not None
     assert rows.dims == 2
     assert rows.keys == (*(RowKey("req-a", n) for n in range(3)), None, None, RowKey("req-b", 4))
-    decode = folder.row_keys(folder.records[2])
+    decode = folder.records[2].rows
     assert decode is not None
     assert decode.keys == (RowKey("req-b", 5),)
-    assert folder.row_keys(folder.records[4]) is None
+    assert folder.records[4].rows is None
     assert {each.step for each in read_trace(tmp_path / "some").records} == {0}
     plain = read_trace(tmp_path / "plain").records
     assert [each.fingerprint for each in plain] == [each.fingerprint for each in folder.records[:2]]
-    assert torch.equal(folder.tensor(folder.records[1]), model(ids))
+    assert torch.equal(folder.records[1].tensor(), model(ids))
 
 
 def test_plain_torch_calls_it_with_flat_batches_and_pairs(tmp_path):
@@ -104,7 +104,7 @@ def test_plain_torch_calls_it_with_flat_batches_and_pairs(tmp_path):
         (f"Layer.{n}", step, leaf) for step in (0, 2) for n in (0, 1) for leaf in "01"
     ]
     assert [each.fingerprint.mean for each in folder.records[:2]] == [2.0, 1.0]
-    rows = folder.row_keys(folder.records[0])
+    rows = folder.records[0].rows
     assert rows is not None
     assert rows.keys == (RowKey("x", 0), RowKey("x", 1), RowKey("y", 9))
     assert hook.to_metrics()["records"] == 8

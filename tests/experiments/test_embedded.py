@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.analyses import BUILT_IN
+from hookline.guard.digest import changed, digest
 from hookline.lifecycle.registry import register_built_ins
 from hookline.runs.find import EMBEDDED
-from hookline.testing.run_outcome import differences, left_by
+from hookline.testing.small_run import left_by
 from hookline.training import digits, mod_arithmetic
 from hookline.training.checkpoints import Checkpoints
 from hookline.training.digits import Digits
@@ -120,8 +121,8 @@ def test_one_seed_gives_one_run(cls, strategy):
         experiment = made(cls, strategy, seed)
         train(experiment)
         left.append(left_by(experiment))
-    assert differences(left[0], left[1]) == []
-    assert differences(left[0], left[2]) != []
+    assert changed(left[0], left[1]) == []
+    assert changed(left[0], left[2]) != []
 
 
 @pytest.mark.parametrize("cls", SMALL, ids=lambda cls: cls.name)
@@ -134,7 +135,7 @@ def test_observers_change_nothing_and_live_metrics_exist(cls):
     observed = made(cls)
     reference = {name: torch.zeros_like(value) for name, value in observed.model.named_parameters()}
     train(observed, hl.HookManager(cls.hook_sets["observers"], sinks=[sink], reference_weights=reference))
-    assert differences(wanted, left_by(observed)) == []
+    assert changed(wanted, left_by(observed)) == []
     shown = {key for labels in cls.live_metrics.values() for key in labels.values()}
     assert shown <= set(sink.latest)
     assert any(key.startswith("stats/") for key in sink.latest)
@@ -145,9 +146,9 @@ def test_observers_change_nothing_and_live_metrics_exist(cls):
         def compute(self, ctx):
             next(ctx.model.parameters()).data.view(-1)[0] += 1e-7
 
-    changed = made(cls)
-    train(changed, hl.HookManager(hooks=[Nudge()]))
-    assert differences(wanted, left_by(changed)) != []
+    nudged = made(cls)
+    train(nudged, hl.HookManager(hooks=[Nudge()]))
+    assert changed(wanted, left_by(nudged)) != []
 
 
 class Cut(Exception):
@@ -176,8 +177,8 @@ def test_a_run_that_was_cut_short_goes_on_to_the_same_end(cls, strategy, every, 
     resumed = made(cls, strategy)
     torch.rand(5)
     train(resumed, checkpoints=Checkpoints(tmp_path, every=every), resume=True)
-    assert differences(left_by(whole), left_by(resumed)) == []
-    assert differences(left_by(whole), left_by(cut)) != []
+    assert changed(left_by(whole), left_by(resumed)) == []
+    assert changed(left_by(whole), left_by(cut)) != []
 
 
 @pytest.mark.parametrize("cls", SMALL, ids=lambda cls: cls.name)
@@ -186,7 +187,7 @@ def test_strategies_share_split_and_first_weights(cls):
     all_made = [made(cls, strategy) for strategy in cls.strategies]
     first = all_made[0]
     for other in all_made[1:]:
-        assert differences(first.model.state_dict(), other.model.state_dict()) == []
+        assert digest(first.model.state_dict()) == digest(other.model.state_dict())
         assert torch.equal(first.val_set.tensors[0], other.val_set.tensors[0])
         assert sorted(rows_of(first)) == sorted(rows_of(other))
         assert rows_of(first) != rows_of(other)

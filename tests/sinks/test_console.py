@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 
 import hookline as hl
+from hookline.guard.digest import changed
 from hookline.records.sink import Record, StepSeries
 from hookline.screen import screen_text
 from hookline.sinks.console_sink import ConsoleSink, format_value, trend
-from hookline.testing.run_outcome import differences, left_by
-from hookline.testing.small_run import small_experiment
+from hookline.testing.small_run import left_by, small_experiment
 
 NAN, INF = float("nan"), float("inf")
 
@@ -270,9 +270,9 @@ def test_it_is_a_sink_of_a_run():
     left = left_by(hooked)
     plain = small_experiment()
     hl.epoch_loop(plain, epochs=4, snapshot_every=2)
-    assert differences(left, left_by(plain)) == []
+    assert changed(left, left_by(plain)) == []
     torch.rand(1)  # a control: the comparison would see that
-    assert differences(left, left_by(plain)) == ["random stream of torch"]
+    assert changed(left, left_by(plain)) == ["random stream of torch"]
     text = file.getvalue()
     assert text.count("Hook Metrics") == 3  # two snapshots, and what came after the last
     assert "(n=6)" in text

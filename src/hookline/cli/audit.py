@@ -22,7 +22,7 @@ from hookline.runs.flags import Show, parse
 from hookline.runs.read import read, split_command
 
 if TYPE_CHECKING:
-    from hookline.debug.audit.audit_result import Audit
+    from hookline.debug.audit.audit import Audit
     from hookline.runs.build import Built
 
 __all__ = ["AuditOptions", "audit"]

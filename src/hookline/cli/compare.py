@@ -54,14 +54,14 @@ class CompareOptions:
     json: bool = False
     """Print everything as JSON."""
     html: Annotated[str | None, Show("FILE")] = None
-    """Write a page with a heat map, which opens from disk."""
+    """Write a page with a map of layers and calls, which opens from disk."""
 
 
 def compare(arguments: Sequence[str]) -> int:
     """Print where the runs part; return 0 if they do not, 1 if they do."""
     options = parse(CompareOptions, arguments, "compare")
     from hookline.debug.compare.compare import compare as compare_runs
-    from hookline.debug.compare.error_thresholds import parse_thresholds
+    from hookline.debug.compare.judge import parse_thresholds
 
     try:
         found = compare_runs(

@@ -46,5 +46,5 @@ def doctor(arguments: Sequence[str]) -> int:
     model = model_at(options.model)
     sample = None if options.inputs is None else load_object(options.inputs, wanted="sample inputs")
     found = examine(model, sample() if callable(sample) else sample)
-    tell_found("doctor", found.to_dict(), f"{found}\n\n{found.cost_text()}", as_json=options.json)
+    tell_found("doctor", found.to_dict(), found, as_json=options.json)
     return FAILED if found.problems else DONE

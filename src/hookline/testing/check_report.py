@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import HookCheckError
+from hookline.guard.digest import digest
 from hookline.lifecycle.hook import InterventionHook, TrainingHook
-from hookline.testing.run_outcome import is_same
 
 if TYPE_CHECKING:
     from hookline.testing.small_run import SmallRun
@@ -107,7 +107,7 @@ def raised(check: str, run: SmallRun, error: Exception, *, ours: bool) -> str:
 
 def differs(check: str, run: SmallRun, changed: Sequence[str], wanted: Sequence[Any], found: Sequence[Any]) -> str:
     """Return the sentence for metrics that are not those of the run that it is compared with."""
-    pairs = [(one, other) for one, other in zip(wanted, found, strict=False) if not is_same(one, other)]
+    pairs = [(one, other) for one, other in zip(wanted, found, strict=False) if digest(one) != digest(other)]
     if pairs:
         (*_, at, _, one), (*_, other) = pairs[0]
         values = f"{_first(changed)} at {run.loop} {at} is {_short(other)}, and should be {_short(one)}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ import torch
 
 from hookline import checkpoint_file
 from hookline.errors import HookCheckError, HooklineError, HooksLeftError
+from hookline.guard.digest import changed, digest
 from hookline.lifecycle.hook import InterventionHook, TrainingHook
 from hookline.lifecycle.registry import HookRegistry, make_hook
 from hookline.messages import type_name
@@ -25,8 +26,16 @@ from hookline.sites.find import assert_no_hooks
 from hookline.testing import check_report as words
 from hookline.testing.check_report import Finding, HookCheck
 from hookline.testing.declared_checks import check_declaration, check_names
-from hookline.testing.run_outcome import Outcome, Trial, differences, kept_streams
-from hookline.testing.small_run import DrawingHook, ReplacingHook, SmallRun, StirringHook, small_experiment
+from hookline.testing.small_run import (
+    DrawingHook,
+    Outcome,
+    ReplacingHook,
+    SmallRun,
+    StirringHook,
+    Trial,
+    kept_streams,
+    small_experiment,
+)
 from hookline.training.experiment import Experiment
 from hookline.when import HookPoint
 
@@ -88,6 +97,12 @@ def _maker(hook: Any, options: dict[str, Any]) -> Callable[[], TrainingHook]:
         f"check_hook() takes a class derived from TrainingHook and its arguments, or an object; got {type_name(hook)}"
         f"{' and ' + ', '.join(options) if options else ''}."
     )
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the names of metrics that are not the same to the last bit."""
+    first, second = ({name: digest(value) for name, value in metrics.items()} for metrics in (one, other))
+    return changed(first, second)
 
 
 class _Checker:
@@ -159,9 +174,10 @@ class _Checker:
 
     def _check_inert(self, run: SmallRun, alone: Outcome) -> None:
         plain = run.whole(None)
-        changed = differences(plain.left, alone.left)
-        if changed:
-            self._find("inert", words.not_inert(self.make(), run, changed))
+        # Weights first: a name that every author knows, of all that differs at the end of a run.
+        names = sorted(changed(plain.left, alone.left), key=lambda name: not name.startswith("weight "))
+        if names:
+            self._find("inert", words.not_inert(self.make(), run, names))
         else:
             self._pass("inert", run, "the run is the same without it")
         try:
@@ -172,7 +188,7 @@ class _Checker:
     def _steady(self, run: SmallRun, alone: Outcome) -> dict[str, list[Any]]:
         """Return the metrics that the same run gives twice; others cannot be compared."""
         again = run.whole(self._trial()).metrics
-        unsteady = differences(alone.metrics, again)
+        unsteady = _differing(alone.metrics, again)
         if unsteady:
             note = words.unsteady(unsteady)
             self.report.notes += [note] if note not in self.report.notes else []
@@ -195,10 +211,9 @@ class _Checker:
         if outcome is None:
             return
         found = {name: values for name, values in outcome.metrics.items() if name in wanted}
-        changed = differences(wanted, found)
-        if changed:
-            name = changed[0]
-            self._find(check, words.differs(check, run, changed, wanted[name], found.get(name, [])))
+        names = _differing(wanted, found)
+        if names:
+            self._find(check, words.differs(check, run, names, wanted[names[0]], found.get(names[0], [])))
         else:
             self._pass(check, run, words.PASSED[check])
 

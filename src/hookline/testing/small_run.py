@@ -7,7 +7,10 @@ behind is compared bit for bit.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -16,15 +19,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from hookline.guard.digest import RunDigest, run_digest
+from hookline.guard.rng import RandomStates
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import InterventionHook, TrainingHook
-from hookline.testing.run_outcome import Outcome, Trial, collected_warnings, left_by
+from hookline.lifecycle.manager import HookManager
+from hookline.sinks.memory_sink import MemorySink
 from hookline.training.experiment import Experiment
 from hookline.training.loops import epoch_loop, step_loop
 from hookline.tree import map_tensors
 from hookline.when import HookPoint
 
-__all__ = ["DrawingHook", "ReplacingHook", "SmallModel", "SmallRun", "StirringHook", "small_experiment"]
+__all__ = [
+    "DrawingHook", "Outcome", "ReplacingHook", "SmallModel", "SmallRun", "StirringHook", "Trial", "kept_streams",
+    "left_by", "small_experiment",
+]  # fmt: skip
 
 _TOKENS: Final = 11
 _CLASSES: Final = 3
@@ -108,7 +117,7 @@ class SmallRun:
     def whole(self, trial: Trial | None) -> Outcome:
         """Train from the beginning to the end."""
         experiment = self.make()
-        with collected_warnings() as warned:
+        with _collected_warnings() as warned:
             self._go(experiment, trial, 0, self._end)
         return Outcome(left_by(experiment), trial.metrics if trial else {}, warned, experiment.model)
 
@@ -116,7 +125,7 @@ class SmallRun:
         """Train some way with one manager, the rest with another that is made from it."""
         experiment = self.make()
         middle = self._end // 2
-        with collected_warnings() as warned:
+        with _collected_warnings() as warned:
             self._go(experiment, first, 0, middle)
             second = make_second(first)
             self._go(experiment, second, middle, self._end)
@@ -180,3 +189,89 @@ class ReplacingHook(TrainingHook):
 def _copied(there: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     there.append(tensor)
     return tensor.detach().clone()
+
+
+# -- what a run leaves behind ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """Hold what a run left behind."""
+
+    left: RunDigest
+    """Weights, optimizer, random streams and so on, to the last bit."""
+    metrics: dict[str, list[Any]]
+    """What the hook returned, by metric: when, and what."""
+    warned: list[str]
+    """The texts of its warnings."""
+    model: nn.Module
+
+
+class Trial:
+    """Put a hook into a manager of its own, perhaps among others."""
+
+    def __init__(
+        self,
+        hook: TrainingHook,
+        *,
+        before: Sequence[TrainingHook] = (),
+        after: Sequence[TrainingHook] = (),
+        reference: Mapping[str, Tensor] | None = None,
+        offload: bool = False,
+    ) -> None:
+        self.hook = hook
+        self._sink = MemorySink()
+        self.manager = HookManager(
+            hooks=[*before, hook, *after], sinks=[self._sink], reference_weights=reference, offload_state=offload
+        )
+
+    @property
+    def fired(self) -> int:
+        """How often the hook was called."""
+        return self.manager.hooks.fired[self.hook.name]
+
+    @property
+    def metrics(self) -> dict[str, list[Any]]:
+        """What the hook returned, by metric: when, and what."""
+        found: dict[str, list[Any]] = {}
+        for record in self._sink.records:
+            for key, value in record.metrics.items():
+                hook, _, metric = key.partition(f"{self.hook.name}/")
+                if not hook and metric:
+                    steps = tuple(getattr(value, "steps", ()))
+                    found.setdefault(metric, []).append((str(record.hook_point), record.epoch, steps, value))
+        return found
+
+    def forget(self) -> None:
+        """Forget the metrics so far."""
+        self._sink.clear()
+
+
+@contextmanager
+def _collected_warnings() -> Iterator[list[str]]:
+    """Collect the texts of warnings while the block lasts, each once."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += dict.fromkeys(str(warning.message) for warning in caught)
+
+
+@contextmanager
+def kept_streams() -> Iterator[None]:
+    """Restore the random streams after the block, as if nothing had been drawn."""
+    states = RandomStates()
+    try:
+        yield
+    finally:
+        states.restore()
+
+
+def left_by(experiment: Experiment) -> RunDigest:
+    """Return the digest of weights, buffers, gradients, modes, optimizer, scheduler, switches and random streams."""
+    generator = getattr(experiment.loader, "generator", None)
+    others = {
+        "scheduler": getattr(experiment.scheduler, "last_epoch", None),
+        "random stream of the loader": None if generator is None else generator.get_state(),
+    }
+    return run_digest([experiment.model], [] if experiment.optimizer is None else [experiment.optimizer], others)

@@ -1,19 +1,25 @@
-"""Train once from a fixed start, with some hooks on or with none.
+"""Train once from a fixed start, with some hooks on or with none, and keep a digest of the run after every step.
 
-`audit` and its bisection call `Trainings.train`, which returns what was recorded. The random streams and the switches
-of torch are set back before every training, so that all of them begin alike.
+`audit` calls `Trainings.train`. Nothing is asked of a training but that it steps a ``torch.optim.Optimizer``: the first
+forward of a module that an optimizer trains tells the model, or else the first step. Random streams and the switches of
+torch are set back before every training, so that all of them begin alike.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Self
+from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hookline.debug.audit.audited_hook import (
     AuditedHook,
@@ -22,24 +28,72 @@ from hookline.debug.audit.audited_hook import (
     put_around,
     put_on_model,
 )
-from hookline.debug.audit.run_state import Difference
-from hookline.debug.audit.step_recorder import EnoughSteps, StepRecorder
-from hookline.errors import OptionError
+from hookline.errors import NoMatchError, OptionError
+from hookline.guard.digest import SWITCH, RunDigest, changed, digest, run_digest
 from hookline.guard.rng import RandomStates, restart_hook_stream
 from hookline.guard.torch_switches import TorchSwitches
 from hookline.integrations.first_step import FirstStep
+from hookline.integrations.model_of_optimizer import find_model, find_optimizers
+from hookline.phases import phase
+from hookline.sites import _torch
+from hookline.sites.functions.replaced_function import ReplacedFunction
+from hookline.tree import tensors_of
 
 if TYPE_CHECKING:
     from hookline.lifecycle.manager import HookManager
 
-__all__ = ["Training", "Trainings", "did_nothing", "takes_hooks"]
+__all__ = ["Difference", "Training", "Trainings", "did_nothing", "first_difference", "takes_hooks"]
+
+_BATCH: Final = "first input of the step"
+_EXPLAINS: Final = (SWITCH, _BATCH)
+_OF_TENSORS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""The tables of hooks that a tensor has; ``vars`` does not list them."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a training first differs from another."""
+
+    step: int
+    """The first step after which something differs, counted from 0; -1: before the first step."""
+    names: tuple[str, ...]
+    """What differs there, causes first: ``"random stream of torch"``, ``"weight 0.bias"``, …"""
+    is_end: bool = False
+    """Whether all steps are the same, and only what is left after the last differs."""
+
+    @property
+    def first(self) -> str:
+        """What differs first."""
+        return self.names[0]
+
+    @property
+    def where(self) -> str:
+        """The step in words."""
+        if self.is_end:
+            return "the end"
+        return "the start" if self.step < 0 else f"step {self.step}"
+
+    def __str__(self) -> str:
+        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        return f"{self.first}{more}, at {self.where}"
+
+
+def first_difference(before: RunDigest, after: RunDigest, *, with_batch: bool = False) -> tuple[str, ...]:
+    """Return the names of what differs between two states, in the order of the first; empty if nothing does.
+
+    Two things explain a difference and are none themselves: a switch of torch, which instruments set while they look
+    (anomaly detection), and the first input of a step. With hooks on that may be the sample of an instrument, so it is
+    named only ``with_batch``.
+    """
+    names = tuple(name for name in changed(before, after) if with_batch or name != _BATCH)
+    return names if any(not name.startswith(_EXPLAINS) for name in names) else ()
 
 
 @dataclass(frozen=True)
 class Training:
     """What was recorded of one training."""
 
-    recorded: StepRecorder
+    recorded: _StepRecorder
     error: Exception | None
 
     def difference(self, other: Training, *, with_batch: bool = False) -> Difference | None:
@@ -93,7 +147,7 @@ class Trainings:
         try:
             with recorder:
                 # What hooks do when they are taken off belongs to the run too, also where that was stopped.
-                with suppress(EnoughSteps), stack:
+                with suppress(_EnoughSteps), stack:
                     self._put_around(hooks, recorder, stack)
                     self._call_training(hooks)
                 recorder.finish()
@@ -117,14 +171,14 @@ class Trainings:
                     "audit(), and see why; let train_fn return where it is done."
                 ) from left
 
-    def _recorder(self, hooks: Sequence[AuditedHook], reference: Training | None, stack: ExitStack) -> StepRecorder:
+    def _recorder(self, hooks: Sequence[AuditedHook], reference: Training | None, stack: ExitStack) -> _StepRecorder:
         def begin(model: nn.Module, optimizer: Optimizer) -> None:
             for hook in hooks:
                 put_on_model(hook, model, optimizer, stack)
 
-        return StepRecorder(begin, steps=self._steps, reference=None if reference is None else reference.recorded)
+        return _StepRecorder(begin, steps=self._steps, reference=None if reference is None else reference.recorded)
 
-    def _put_around(self, hooks: Sequence[AuditedHook], recorder: StepRecorder, stack: ExitStack) -> None:
+    def _put_around(self, hooks: Sequence[AuditedHook], recorder: _StepRecorder, stack: ExitStack) -> None:
         """Put on what is there before the model is; lifecycle hooks begin at the first step, when all is known."""
         lifecycle = [hook for hook in hooks if hook.way == "lifecycle"]
 
@@ -145,7 +199,7 @@ class Trainings:
         for name in manager.hooks:
             (self.silent.add if did_nothing(manager, name) else self.silent.discard)(name)
 
-    def _check(self, recorder: StepRecorder, hooks: Sequence[AuditedHook]) -> None:
+    def _check(self, recorder: _StepRecorder, hooks: Sequence[AuditedHook]) -> None:
         if not recorder.states:
             raise OptionError(
                 "train_fn made no step of a torch.optim.Optimizer in this process: there is nothing to compare. Next: "
@@ -166,3 +220,211 @@ def did_nothing(manager: HookManager, name: str) -> bool:
 def takes_hooks(train_fn: Callable[..., Any]) -> bool:
     """Return whether a function needs an argument: the list of the hooks to train with."""
     return needed_arguments(train_fn) > 0
+
+
+# -- following one training from outside ---------------------------------------------------------------------------
+
+
+class _EnoughSteps(BaseException):
+    """Ends a training after the steps that were asked for; no error, so that nothing handles it as one."""
+
+
+def _told(original: Callable[..., None], replaced: ReplacedFunction[Any]) -> Callable[..., None]:
+    def made(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for listener in replaced.listeners:
+            listener(self)
+
+    return made
+
+
+_MAKING: Final[ReplacedFunction[Callable[[Optimizer], None]]] = ReplacedFunction(Optimizer, "__init__", _told)
+"""Tells of every optimizer that is made."""
+
+
+class _StepRecorder:
+    """Keep the state of a run after every step, while the block lasts.
+
+    Args:
+        begin: Called with the model and the optimizer when both are known, before the first step.
+        steps: After how many steps `_EnoughSteps` is raised; None: never.
+        reference: The states of a training to compare with; at the first difference `_EnoughSteps` is raised.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[nn.Module, Optimizer], None],
+        *,
+        steps: int | None = None,
+        reference: _StepRecorder | None = None,
+    ) -> None:
+        self._begin = begin
+        self._steps = steps
+        self._reference = reference
+        self._models: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
+        self._seen: WeakSet[nn.Module] = WeakSet()
+        self._made: list[Optimizer] = []
+        self._note_made = self._made.append
+        self._batch: Any = None
+        self.has_begun = False
+        """Whether the model was found."""
+        self._handles: list[Any] = []
+        self.start: RunDigest = {}
+        """Before hooks are put on."""
+        self.states: list[RunDigest] = []
+        """After each step."""
+        self.end: RunDigest | None = None
+        """After the training, when the hooks are off; None if it raised."""
+        self.left: dict[str, Any] = {}
+        """The switches and hooks of torch that are on then."""
+        self._counts: Counter[Optimizer] = Counter()
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model, once it was found."""
+        return self._models[0] if self._models else None
+
+    def __enter__(self) -> Self:
+        _MAKING.add(self._note_made)
+        self._handles = [
+            register_module_forward_pre_hook(self._see_forward),
+            register_optimizer_step_pre_hook(self._see_step),
+            register_optimizer_step_post_hook(self._end_step),
+        ]
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        _MAKING.discard(self._note_made)
+        for handle in self._handles:
+            handle.remove()
+        self._models, self._optimizers = [], []
+        self._made.clear()
+        self._counts.clear()
+
+    def finish(self) -> None:
+        """Take the state that is left when the training has ended or was stopped, and the hooks are off."""
+        self.end = self._now()
+        self.left = _left_on(self._models, self._optimizers)
+
+    def difference(self, other: _StepRecorder, *, with_batch: bool = False) -> Difference | None:
+        """Return where ``other`` first differs from this training; None if nowhere.
+
+        Args:
+            other: The other training.
+            with_batch: Whether to name the first input of a step, too.
+        """
+        names = first_difference(self.start, other.start, with_batch=with_batch)
+        if names:
+            return Difference(-1, names)
+        for step, (mine, theirs) in enumerate(zip(self.states, other.states, strict=False)):
+            names = first_difference(mine, theirs, with_batch=with_batch)
+            if names:
+                return Difference(step, names)
+        counts = len(self.states), len(other.states)
+        if counts[0] != counts[1]:
+            return Difference(min(counts), (f"number of steps ({counts[0]}, then {counts[1]})",))
+        if self.end is None or other.end is None:
+            return None
+        names = first_difference(self.end, other.end, with_batch=with_batch)
+        return Difference(counts[0] - 1, names, is_end=True) if names else None
+
+    # -- while it trains ---------------------------------------------------------------------------------------
+
+    def _see_forward(self, module: nn.Module, args: Any) -> None:
+        # Compiled code would be guarded by what is read here, and compiled anew at every step.
+        if torch.compiler.is_compiling() or phase() == "intervention":
+            return
+        if self._batch is None:
+            self._batch = _digest_of_input(args)
+        if self.has_begun or not module.training or module in self._seen:
+            return
+        self._seen.update(module.modules())  # those inside are called next, and looking takes a while
+        # Of all objects that are alive, which takes 0.1 s, only where none was made in this training.
+        for optimizer in self._made or find_optimizers([module]):
+            with suppress(NoMatchError):
+                find_model(optimizer, [module])
+                self._start(optimizer, _model_of(optimizer, [module]))
+                return
+
+    def _see_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if phase() == "intervention" or optimizer in self._optimizers:
+            return
+        with suppress(NoMatchError):
+            model = _model_of(optimizer, list(self._seen))
+            if self.has_begun:
+                self._add_model(model)
+            else:
+                self._start(optimizer, model)
+        if optimizer not in self._optimizers:
+            self._optimizers.append(optimizer)
+
+    def _start(self, optimizer: Optimizer, model: nn.Module) -> None:
+        self.has_begun = True
+        self._add_model(model)
+        self._optimizers.append(optimizer)
+        self.start = self._now()
+        self._begin(model, optimizer)
+
+    def _add_model(self, model: nn.Module) -> None:
+        if not any(model is inner for known in self._models for inner in known.modules()):
+            self._models.append(model)
+
+    def _end_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if phase() == "intervention":
+            return
+        # Of several optimizers, the one that has made most steps counts: the first may be there for a warm-up alone.
+        self._counts[optimizer] += 1
+        if self._counts[optimizer] <= len(self.states):
+            return
+        self.states.append(self._now())
+        self._batch = None
+        if self._is_enough():
+            raise _EnoughSteps
+
+    def _is_enough(self) -> bool:
+        count = len(self.states)
+        if self._reference is not None:
+            known: Sequence[RunDigest] = self._reference.states
+            if count > len(known) or first_difference(known[count - 1], self.states[-1]):
+                return True
+        return self._steps is not None and count >= self._steps
+
+    def _now(self) -> RunDigest:
+        return run_digest(self._models, self._optimizers, {_BATCH: self._batch})
+
+
+def _model_of(optimizer: Optimizer, called: Sequence[nn.Module]) -> nn.Module:
+    """Return the module that has the parameters of ``optimizer``: among those that were called, or alive at all."""
+    with suppress(NoMatchError):
+        found = find_model(optimizer, called)
+        if found.owned == found.of:
+            return found.model
+    return find_model(optimizer).model
+
+
+def _left_on(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Return the switches of torch, and how many hooks each of its tables has: of the process, modules, parameters."""
+    things: list[tuple[str, Any]] = [
+        ("every module", sys.modules[nn.Module.__module__]),
+        ("every optimizer", sys.modules[Optimizer.__module__]),
+    ]
+    for model in models:
+        things += [(name or "the model", module) for name, module in model.named_modules()]
+        things += model.named_parameters()
+    things += [(type(optimizer).__name__, optimizer) for optimizer in optimizers]
+    found: dict[str, Any] = {f"{SWITCH}{name}": value for name, value in TorchSwitches().values.items()}
+    for where, thing in things:
+        tables = _OF_TENSORS if isinstance(thing, Tensor) else [name for name in vars(thing) if name.endswith("_hooks")]
+        for table in tables:
+            if count := len(getattr(thing, table, None) or ()):
+                found[f"{table.strip('_').replace('_', ' ')} on {where}"] = count
+    return found
+
+
+def _digest_of_input(values: Any) -> bytes | None:
+    """Return one digest of all tensors in ``values``; None if there are none, or they stand for others."""
+    if torch.compiler.is_compiling() or _torch.in_transform():
+        return None
+    found = [tensor for tensor in tensors_of(values) if _torch.has_numbers(tensor)]
+    return digest(found) if found else None

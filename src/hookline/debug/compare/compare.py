@@ -9,17 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hookline.debug.compare.align_runs import Alignment, align
-from hookline.debug.compare.blame_modules import find_blame
-from hookline.debug.compare.compare_values import compare_pairs, measure
-from hookline.debug.compare.comparison import Comparison
-from hookline.debug.compare.error_thresholds import AllowedErrors
-from hookline.debug.compare.judge_errors import NoiseFloors, noise_floors
-from hookline.debug.compare.name_rules import DEFAULT_RULES, Rule
-from hookline.debug.compare.rounding import ALLOWED
-from hookline.debug.compare.run_values import RunSource, RunValues, read_run
-from hookline.debug.compare.unshard_values import DimsOption
-from hookline.debug.trace.trace_record import RowTable
+from hookline.debug.compare.blame import find_blame
+from hookline.debug.compare.judge import ALLOWED, AllowedErrors, NoiseFloors, judge, noise_floors
+from hookline.debug.compare.key import Pair
+from hookline.debug.compare.measure import measure
+from hookline.debug.compare.result import Comparison
+from hookline.debug.compare.rows import RowTable
+from hookline.debug.compare.rules import DEFAULT_RULES, Rule, find_gaps, pair_runs
+from hookline.debug.compare.unshard import DimsOption, unshard
+from hookline.debug.compare.values import Run, RunSource, read_run
 from hookline.errors import CompareError, OptionError
 
 __all__ = ["compare"]
@@ -77,35 +75,40 @@ def compare(
     """
     allowed = AllowedErrors(atol=atol, rtol=rtol, thresholds=thresholds)
     rows_a, rows_b = _row_pair(rows)
-    run_a, run_b = read_run(a, "A", rows_a), read_run(b, "B", rows_b)
-    found = align(run_a, run_b, rules=rules, dims=dims, mesh=mesh)
-    found.notes += _unfit_rows(run_a, rows_a) + _unfit_rows(run_b, rows_b)
-    pairs = [pair for pair in found.pairs if pair.has_tensors] if tensors_only else found.pairs
-    measured = measure(
-        pairs,
-        found.unpaired,
-        problems := [*run_a.problems, *run_b.problems],
-    )
+
+    def read(source: RunSource, name: str, rows: Any) -> Run:
+        run = read_run(source, name, rows)
+        has_ranks = len({key.rank for key in run.values}) > 1
+        return unshard(run, dims, mesh) if has_ranks else run
+
+    run_a, run_b = read(a, "A", rows_a), read(b, "B", rows_b)
+    notes: list[str] = []
+    pairs = pair_runs(run_a, run_b, rules, notes)
+    gaps = find_gaps(pairs, run_a, run_b)
+    notes += [*gaps.notes, *_unfit_rows(run_a, rows_a), *_unfit_rows(run_b, rows_b)]
+    problems = [*run_a.problems, *run_b.problems]
+    if tensors_only:
+        pairs = [pair for pair in pairs if pair.has_tensors or pair.why or pair.a is None or pair.b is None]
+    measure(pairs, problems)
+    measured = [pair for pair in pairs if pair.is_measured]
     if not measured:
-        raise CompareError(_why_nothing(found, run_a, run_b))
-    floors = _measured_noise(a, rows_a, noise, found.notes, rules=rules, dims=dims, mesh=mesh)
-    found.notes += [*run_a.notes, *run_b.notes]
-    values = compare_pairs(measured, allowed, floors)
-    if (atol is not None or rtol is not None) and any(errors.is_estimate for _, errors in measured):
-        found.notes.append("atol and rtol were held against estimates, which are no bounds: trace with tensors=.")
-    found.notes += [f"No site matches the threshold {pattern!r}." for pattern in allowed.unused_patterns()]
+        raise CompareError(_why_nothing(pairs, notes, run_a, run_b))
+    others = [read(source, f"noise run {number}", rows_a) for number, source in enumerate(_sources(noise))]
+    floors = _measured_noise(run_a, others, rules, notes)
+    notes += [*run_a.notes, *run_b.notes]
+    judge(measured, allowed, floors)
+    if (atol is not None or rtol is not None) and any(pair.errors.is_estimate for pair in measured):
+        notes.append("atol and rtol were held against estimates, which are no bounds: trace with tensors=.")
+    notes += [f"No site matches the threshold {pattern!r}." for pattern in allowed.unused_patterns()]
     return Comparison(
-        values,
-        [] if found.few_partners else find_blame(values, found.unpaired, found.lost),
-        found.only_a,
-        found.only_b,
-        found.unpaired,
-        found.notes,
-        problems,
-        (_name_of(a, "A"), _name_of(b, "B")),
-        [*run_a.left_out, *run_b.left_out],
-        found.missing,
-        {**allowed.to_json(), "rounding": ALLOWED, "noise": "modelled" if noise is None else "measured"},
+        pairs,
+        blamed=[] if gaps.few_partners else find_blame(pairs),
+        missing=gaps.missing,
+        notes=notes,
+        problems=problems,
+        left_out=[*run_a.left_out, *run_b.left_out],
+        names=(_name_of(a, "A"), _name_of(b, "B")),
+        limit={**allowed.to_json(), "rounding": ALLOWED, "noise": "modelled" if noise is None else "measured"},
     )
 
 
@@ -117,12 +120,12 @@ def _row_pair(rows: Any) -> tuple[Any, Any]:
     return rows[0], rows[1]
 
 
-def _unfit_rows(run: RunValues, rows: Any) -> list[str]:
+def _unfit_rows(run: Run, rows: Any) -> list[str]:
     """Return a note if rows were given for a run, and no tensor of it has so many."""
-    if rows is None or any(value.rows is not None for value in run.values):
+    if rows is None or any(value.rows is not None for value in run.values.values()):
         return []
     what = f"{sum(rows.lengths)} tokens of {len(rows.requests)} requests" if isinstance(rows, RowTable) else len(rows)
-    shapes = ", ".join(map(str, list(dict.fromkeys(value.shape for value in run.values))[:3]))
+    shapes = ", ".join(map(str, list(dict.fromkeys(value.shape for value in run.values.values()))[:3]))
     return [f"The rows= of {run.name} ({what}) fit no tensor of it; it has {shapes}, …."]
 
 
@@ -130,38 +133,44 @@ def _name_of(source: RunSource, otherwise: str) -> str:
     return str(source) if isinstance(source, str | Path) else otherwise
 
 
-def _why_nothing(found: Alignment, a: RunValues, b: RunValues) -> str:
-    if found.unpaired:
-        first = found.unpaired[0]
-        notes = " ".join(found.notes)
-        return f"Nothing can be compared: {first.site or 'the model'} ({first.kind}): {first.why}. {notes}"
-    if found.pairs:
-        count = len(found.pairs)
-        return f"{count} values are in A and in B, but no tensor of both: trace with tensors=, or take estimates."
-    steps = [sorted({value.step for value in run.values}) for run in (a, b)]
-    if {value.site for value in a.values} & {value.site for value in b.values} and not set(steps[0]) & set(steps[1]):
+def _why_nothing(pairs: Sequence[Pair], notes: Sequence[str], a: Run, b: Run) -> str:
+    refused = next((pair for pair in pairs if pair.why), None)
+    if refused is not None:
+        where = f"{refused.site or 'the model'} ({refused.kind})"
+        return f"Nothing can be compared: {where}: {refused.why}. {' '.join(notes)}"
+    steps = [sorted({key.step for key in run.values}) for run in (a, b)]
+    sites = [{key.site for key in run.values} for run in (a, b)]
+    if sites[0] & sites[1] and set(steps[0]) & set(steps[1]):
+        return "A and B have values in common, but no tensor of both: trace with tensors=, or take estimates."
+    if sites[0] & sites[1]:
         return f"A has steps {steps[0]}, B has {steps[1]}: none in common, and not as many. Trace the same steps."
-    have = [", ".join(map(repr, sorted({value.site for value in run.values})[:3])) for run in (a, b)]
+    have = [", ".join(map(repr, sorted(of_run)[:3])) for of_run in sites]
     return (
         f"A and B have no site in common: A has {have[0]}…, B has {have[1]}…. "
         "Are they of the same model? Names can be made equal by rules=[RenameRule(pattern, replacement)]."
     )
 
 
-def _measured_noise(a: RunSource, rows: Any, noise: Any, notes: list[str], **options: Any) -> NoiseFloors:
-    """Return the noise floors that other runs of A show; nothing without them."""
+def _sources(noise: Any) -> list[RunSource]:
+    """Return the runs that ``noise=`` names: none, one or several."""
     if noise is None:
-        return {}
-    given = [noise] if isinstance(noise, str | Path | Mapping) or hasattr(noise, "records") else list(noise)
-    measured = []
-    for number, source in enumerate(given):
-        reference = read_run(a, "A", rows)
-        other = read_run(source, f"noise run {number}", rows)
-        found = align(reference, other, **options)
-        measured.append(measure(found.pairs, [], other.problems))
-        if measured[-1] and all(errors.is_equal for _, errors in measured[-1]):
-            notes.append(f"Noise run {number} is A to the bit: it measures no rounding. Give a run in float64.")
-        if not measured[-1]:
-            raise CompareError(f"Noise run {number} has no site in common with A: give another run of the same model.")
-        notes += [f"Noise: {problem}" for problem in other.problems]
-    return noise_floors(measured)
+        return []
+    return [noise] if isinstance(noise, str | Path | Mapping) or hasattr(noise, "records") else list(noise)
+
+
+def _measured_noise(a: Run, others: Sequence[Run], rules: Sequence[Rule], notes: list[str]) -> NoiseFloors:
+    """Return the noise floors that other runs of A show."""
+    found = []
+    for other in others:
+        problems = list(other.problems)
+        pairs = pair_runs(a, other, rules, [])
+        measure(pairs, problems)
+        measured = [pair for pair in pairs if pair.is_measured]
+        name = other.name.capitalize()
+        if not measured:
+            raise CompareError(f"{name} has no site in common with A: give another run of the same model.")
+        if all(pair.errors.is_equal for pair in measured):
+            notes.append(f"{name} is A to the bit: it measures no rounding. Give a run in float64.")
+        notes += [f"Noise: {problem}" for problem in problems]
+        found.append(measured)
+    return noise_floors(found)

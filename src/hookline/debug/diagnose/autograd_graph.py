@@ -52,7 +52,7 @@ class GraphNode:
 
 
 class AutogradGraph:
-    """The graph of a loss; prints as a tree, ``dot()`` for Graphviz."""
+    """The graph of a loss; prints as a tree."""
 
     def __init__(
         self, root: GraphNode, nodes: list[GraphNode], parameters: dict[Tensor, str], cuts: dict[str, str]
@@ -79,17 +79,6 @@ class AutogradGraph:
         return "\n".join([*lines, *(f"frozen: {name}" for name in self.frozen)])
 
     __repr__ = __str__
-
-    def dot(self) -> str:
-        """Return the graph in the language of Graphviz; parameters are boxes, those that are not reached are red."""
-        numbers = {id(node): index for index, node in enumerate(self.nodes)}
-        lines = ["digraph autograd {", "  rankdir=BT;"]
-        for node in self.nodes:
-            shape = "box" if node.is_leaf else "ellipse"
-            lines.append(f"  n{numbers[id(node)]} [label={_quoted(str(node))}, shape={shape}];")
-            lines += [f"  n{numbers[id(below)]} -> n{numbers[id(node)]};" for below in node.inputs]
-        unused = [f"  u{i} [label={_quoted(name)}, shape=box, color=red];" for i, name in enumerate(self.unused)]
-        return "\n".join([*lines, *unused, "}"])
 
 
 def graph(loss: Tensor | Callable[[], Tensor], model: nn.Module | None = None) -> AutogradGraph:
@@ -184,11 +173,6 @@ def _tree(root: GraphNode) -> Iterator[str]:
                 for index, child in enumerate(node.inputs)
             ]
             waiting += reversed(below)
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
 
 
 # -- a function that computes the loss -----------------------------------------------------------------------------

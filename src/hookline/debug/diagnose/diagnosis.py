@@ -1,4 +1,4 @@
-"""Say what is on a model: whose hooks, where none would fire, what was left behind, what it costs.
+"""Say what is on a model: whose hooks, where none would fire, what was left behind.
 
 Users and ``hookline doctor`` call `doctor`, which returns a `Diagnosis`.
 """
@@ -7,31 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 from hookline.debug.diagnose.hook_owners import OURS, UNKNOWN, FoundHook, hooks_of_process, hooks_on_model
-from hookline.debug.diagnose.silent_sites import (
-    SampleRun,
-    SilentSite,
-    notes_on,
-    silent_in_a_run,
-    silent_without_running,
-)
+from hookline.guard.guard import rollback
 from hookline.sites.attach import attach
+from hookline.sites.receipt import calls_child, cause_around, is_container
 from hookline.sites.targets import check_model
+from hookline.sites.wrappers import clean_modules, unwrap
 from hookline.tables import Table
 
-__all__ = ["Diagnosis", "doctor"]
+__all__ = ["Diagnosis", "SampleRun", "SilentSite", "doctor", "notes_on", "silent_in_a_run", "silent_without_running"]
 
 _SHOWN: Final = 40
 """Rows of a table; all are in the attributes."""
-_CALLS: Final = 200
-_ROUNDS: Final = 5
 _FORWARD_KINDS: Final = ("forward", "forward_pre", "forward_post")
 
 
@@ -53,10 +47,6 @@ class Diagnosis:
     """Hooks that sit where none fires, and why."""
     notes: list[str]
     """What else is worth knowing."""
-    cost_us: float
-    """Microseconds that calling these hooks adds to one forward, at least: what they do themselves comes on top."""
-    forward_us: float | None
-    """Microseconds of the sample forward; None without one."""
     error: str
     """What the sample forward raised; empty if nothing."""
 
@@ -107,13 +97,6 @@ class Diagnosis:
         state = f"{len(self.problems)} problem{'s' * (len(self.problems) != 1)}" if self.problems else "no problems"
         return f"{self.model}: {count}{by}; {state}"
 
-    def cost_text(self) -> str:
-        """Return the estimate of the cost in words; it is measured, so it is not part of what is printed."""
-        if not self.cost_us:
-            return "no hook is called in a forward"
-        share = f", {self.cost_us / self.forward_us:.1%} of the sample forward" if self.forward_us else ""
-        return f"calling the hooks adds about {self.cost_us:.0f} µs to a forward{share}; what they do comes on top"
-
 
 def doctor(model: nn.Module, inputs: Any = None) -> Diagnosis:
     """Examine the hooks of a model, and where hooks would not fire.
@@ -124,7 +107,7 @@ def doctor(model: nn.Module, inputs: Any = None) -> Diagnosis:
         print(hookline.doctor(model, (input_ids, mask)).problems)
 
     Without ``inputs`` nothing is called: modules that can never fire are found by the code around them. With ``inputs``
-    the model is called twice, without gradients, and put back to the bit; modules that were not called are listed too.
+    the model is called once, without gradients, and put back to the bit; modules that were not called are listed too.
 
     Args:
         model: The model.
@@ -143,8 +126,6 @@ def doctor(model: nn.Module, inputs: Any = None) -> Diagnosis:
         duplicates=[(hook, count) for hook, count in Counter(hooks).items() if count > 1],
         unheard=[(hook, reasons[hook.site]) for hook in hooks if hook.site in reasons and _is_forward(hook)],
         notes=[*notes_on(model), *_notes_on(hooks)],
-        cost_us=_cost(hooks, run),
-        forward_us=None if run is None or run.error else run.seconds * 1e6,
         error="" if run is None else run.error,
     )
 
@@ -164,34 +145,95 @@ def _is_forward(hook: FoundHook) -> bool:
     return hook.kind in (*_FORWARD_KINDS, "backward", "backward_pre", "full_backward")
 
 
-def _cost(hooks: list[FoundHook], run: SampleRun | None) -> float:
-    """Return the microseconds of calling the hooks in one forward: what one costs here, times its calls."""
-    called = [hook for hook in hooks if hook.kind in _FORWARD_KINDS]
-    if not called:
-        return 0.0
-    calls = {hook.site: 1 if run is None else run.calls.get(hook.site, 0) for hook in called}
-    own, foreign = _microseconds(ours=True), _microseconds(ours=False)
-    return sum(calls[hook.site] * (own if hook.owner.startswith(OURS) else foreign) for hook in called)
+# -- sites that stay silent ------------------------------------------------------------------------------------------
 
 
-def _microseconds(*, ours: bool) -> float:
-    """Return what one hook that does nothing adds to a call, the least of five measurements."""
+@dataclass(frozen=True, slots=True)
+class SilentSite:
+    """A module on which a hook does not fire."""
 
-    def nothing(module: nn.Module, args: Any, output: Any) -> None:
-        pass
-
-    probe, x = nn.Identity(), torch.ones(())
-    plain = _least(probe, x)
-    handle = attach(probe, nothing) if ours else probe.register_forward_hook(nothing)
-    with handle:
-        return max(0.0, _least(probe, x) - plain)
+    name: str
+    type: str
+    reason: str
+    is_certain: bool
+    """Whether no forward calls it; False: the sample forward did not."""
 
 
-def _least(probe: nn.Module, x: torch.Tensor) -> float:
-    best = float("inf")
-    for _ in range(_ROUNDS):
-        began = perf_counter()
-        for _ in range(_CALLS):
-            probe(x)
-        best = min(best, (perf_counter() - began) / _CALLS * 1e6)
-    return best
+@dataclass(frozen=True, slots=True)
+class SampleRun:
+    """What one forward with sample inputs showed."""
+
+    silent: list[SilentSite]
+    error: str
+    """What the forward raised; empty if nothing."""
+
+
+def silent_without_running(model: nn.Module) -> list[SilentSite]:
+    """Return the modules that the code around them never calls, as far as its source tells."""
+    found = []
+    root = unwrap(model)
+    for name, module in clean_modules(model):
+        reason = _scripted(module) or cause_around(root, name, module)
+        # A parent that calls the module and reads its weights as well (a tied embedding) is no cause.
+        if reason is not None and (is_container(module) or _scripted(module) or not calls_child(root, name)):
+            found.append(SilentSite(name, type(module).__name__, reason, True))
+    return found
+
+
+def silent_in_a_run(model: nn.Module, inputs: Any) -> SampleRun:
+    """Call the model with ``inputs`` and return which modules were not called; the model is as before, to the bit."""
+    args, kwargs = _arguments(inputs)
+    names = [name for name, module in clean_modules(model) if _scripted(module) is None]
+    calls = dict.fromkeys(names, 0)
+    error = ""
+
+    def count(module: nn.Module, given: Any, *, site: Any) -> None:
+        calls[site.name] = calls.get(site.name, 0) + 1
+
+    with rollback(model), torch.no_grad():
+        handle = attach(model, lambda name, module: name in calls, count, on="forward_pre", observe=True, name="doctor")
+        try:
+            model(*args, **kwargs)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        finally:
+            handle.remove(quiet=True)
+    sure = {site.name: site for site in silent_without_running(model)}
+    silent = [
+        sure.get(name) or SilentSite(name, type(module).__name__, _reason(model, name, module), False)
+        for name, module in clean_modules(model)
+        if name in sure or not calls.get(name)
+    ]
+    return SampleRun([] if error else silent, error)
+
+
+def _reason(model: nn.Module, name: str, module: nn.Module) -> str:
+    return cause_around(unwrap(model), name, module) or "the sample forward did not call it"
+
+
+def notes_on(model: nn.Module) -> list[str]:
+    """Return what else is worth knowing before hooks are put on."""
+    notes = []
+    for name, module in clean_modules(model):
+        if isinstance(module, nn.TransformerEncoderLayer) and not module.training:
+            notes.append(
+                f"{name or '(the model)'}: in eval mode without gradients it runs fused code; a hook on one of its "
+                "children switches that off, and hooks that torch runs for every module do not see them"
+            )
+    if type(model).__name__ == "DistributedDataParallel":
+        notes.append("(the model): DistributedDataParallel reduces gradients by hooks in C++, which no list has")
+    return notes
+
+
+def _scripted(module: nn.Module) -> str | None:
+    """Return why a ScriptModule has no hooks; None for any other."""
+    if not isinstance(module, torch.jit.ScriptModule):
+        return None
+    return "TorchScript does not run Python hooks; hook the module before it is scripted"
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments: of a tuple, a mapping, or one argument."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs), {}) if isinstance(inputs, tuple | list) else ((inputs,), {})

@@ -156,7 +156,7 @@ class BadStep(ShownAsTable):
     """Where the check saw it, by the first bad call, the first first: ``"layers.3/forward"``."""
     verdict: str
     """``"found"``, ``"given"`` (the number came from outside), ``"did not repeat"``, ``"not repeated"`` (the steps
-    before it could not be, so nothing is blamed), ``"not found in the forward"`` or ``"not run again"``."""
+    before it could not be, so nothing is blamed), or ``"not run again"``."""
     operation: BadOperation | None = None
     batch: str = ""
     """The batch: its ids, or the shapes of its tensors."""
@@ -196,10 +196,6 @@ _UNRESTORED = (
 )
 _TOLD = {
     "did not repeat": f"did not repeat: the step was run again from the same state and was finite. {_UNRESTORED}",
-    "not found in the forward": (
-        "not found in the forward, which was run again and was finite: it came in the backward or the optimizer (next: "
-        f"give loss_fn= or step_fn=, so that these run again too), or the forward does not repeat. {_UNRESTORED}"
-    ),
     "not repeated": "the steps could not be repeated: something outside was changed",
 }
 _OTHER = "the second run ended with other bits than the first: the step is not deterministic, or runs another way"

@@ -11,17 +11,17 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from hookline.debug.first_bad.bad_operation import BadOperation, BadStep, describe_batch, find_ids
-from hookline.debug.first_bad.followed_batch import FollowedBatch
-from hookline.debug.first_bad.kept_steps import KeptStep, KeptSteps, RunParts
+from hookline.debug.first_bad.kept_steps import FollowedBatch, KeptStep, KeptSteps, RunParts, SecondRun
 from hookline.debug.first_bad.operator_run import OperatorRun
 from hookline.debug.first_bad.step_reader import StepReader
 from hookline.distributed.ranks import is_distributed
+from hookline.guard.digest import digest
 from hookline.guard.guard import Guard
 from hookline.observe.watch.watch import watch
 from hookline.phases import in_phase
@@ -32,21 +32,9 @@ if TYPE_CHECKING:
     from hookline.guard.tensors import Where
     from hookline.hook_types import Target
 
-__all__ = ["BadOperationFinder", "SecondRun"]
+__all__ = ["BadOperationFinder"]
 
 logger = logging.getLogger("hookline.debug.first_bad")
-
-
-class SecondRun(NamedTuple):
-    """How a step can be run again."""
-
-    run: Callable[[KeptStep], Any] | None
-    """Makes the step again, from the state in which it began; returns its loss, or whatever it returns."""
-    note: str = ""
-    """What of the step it leaves out, for the report; why there is none."""
-    is_step: bool = True
-    """Whether it is the whole step, so that it ends as the first run did."""
-    has_backward: bool = True
 
 
 _UNREPEATED: Final = "not repeated"
@@ -215,8 +203,6 @@ class BadOperationFinder:
         if operation is not None:
             batch = _describe(self._kept.get(at), operation.number)
             notes = notes if at == number else (*notes, f"the operator ran in step {at}; the batch is that step's")
-        if operation is None and not again.has_backward:
-            return BadStep(number, places, "not found in the forward", None, batch, is_same, notes)
         if operation is None:
             return BadStep(number, places, "did not repeat", None, batch, is_same, notes)
         return BadStep(number, places, "given" if operation.given else "found", operation, batch, is_same, notes)
@@ -226,7 +212,7 @@ class BadOperationFinder:
         if is_distributed():
             return "there are other ranks, which would have to run the step again too; run this rank's batch alone"
         if again.run is None:
-            return again.note or "nothing says how to run the step again: give step_fn=, or loss_fn= and note_batch()"
+            return again.note or "nothing says how to run the step again: give step_fn="
         return "" if kept is not None else "the beginning of the step is not kept any more"
 
     def _protected(self, number: int, again: SecondRun) -> tuple[BadOperation | None, int, bool | None, str]:
@@ -238,11 +224,11 @@ class BadOperationFinder:
         guard.save(["trains"])
         put_back = None if self._attributes is None else self._attributes()
         is_latest = number == self.steps - 1
-        ends = [_bits(tensor).clone() for tensor in self._state()] if again.is_step and is_latest else None
+        end = self._end() if again.is_step and is_latest else None
         try:
             with in_phase("intervention"), self._watch.paused(), guard.protecting("first bad operation"):
                 run, note = self._run_again(number, again)
-                is_same = None if ends is None else self._ends_as(ends)
+                is_same = None if end is None else self._ends_as(end)
                 found, at = run.first, number
                 if run.begins_bad and self._kept.has(number - 1):
                     # The step before has made it, in a gradient or in the optimizer.
@@ -275,15 +261,15 @@ class BadOperationFinder:
         finally:
             self._run = None
 
-    def _ends_as(self, ends: list[Tensor]) -> bool | None:
-        """Return whether the state has the bits ``ends``; None if they tell nothing, since no parameter is finite."""
-        if not all(map(torch.equal, map(_bits, self._state()), ends)):
+    def _ends_as(self, end: bytes) -> bool | None:
+        """Return whether the state has the digest ``end``; None if that tells nothing, since no parameter is finite."""
+        if self._end() != end:
             return False
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         return True if any(bool(each.detach().isfinite().any()) for each in trained) else None
 
-    def _state(self) -> list[Tensor]:
-        return [tensor.detach() for tensor in (*self._model.parameters(), *self._model.buffers())]
+    def _end(self) -> bytes:
+        return digest([*self._model.parameters(), *self._model.buffers()])
 
 
 class _UnrepeatedError(Exception):
@@ -314,8 +300,3 @@ def _is_of(kind: str) -> Callable[[str], bool]:
 
 def _scales(scaler: Any) -> bool:
     return scaler is not None and callable(getattr(scaler, "is_enabled", None)) and bool(scaler.is_enabled())
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    local: Tensor = _torch.local_tensor(tensor)
-    return local.contiguous().reshape(-1).view(torch.uint8)

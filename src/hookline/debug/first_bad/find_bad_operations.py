@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import nn
 
 from hookline.debug.first_bad.bad_operation import BadStep
-from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder, SecondRun
+from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder
 from hookline.debug.first_bad.followed_steps import FollowedSteps
+from hookline.debug.first_bad.kept_steps import SecondRun
 from hookline.debug.first_bad.run_optimizers import OtherOptimizers, join_optimizers, list_optimizers
 from hookline.errors import OptionError
 from hookline.messages import type_name
@@ -24,8 +25,6 @@ from hookline.sites.targets import check_model
 from hookline.tables import OFF, ON, ShownAsTable, Table
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from hookline.guard.tensors import Where
     from hookline.hook_types import Target
 
@@ -39,7 +38,6 @@ def find_bad_operations(
     optimizer: Any = None,
     *,
     step_fn: Callable[[Any], Any] | None = None,
-    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
     scheduler: Any = None,
     scaler: Any = None,
     loader: Any = None,
@@ -65,9 +63,9 @@ def find_bad_operations(
     the first operator whose result was not finite although its inputs were. Then the state is put back, bit for bit,
     and the run goes on. Reports are logged (logger ``hookline.debug.first_bad``) and kept in ``check.reports``.
 
-    Without ``step_fn`` write your loop as it is, and give the optimizer: its step ends a step. With ``loss_fn``, call
-    ``check.note_batch(batch)`` before each forward: forward and backward are run again. With neither, the forward alone
-    is, on the inputs that the model was given.
+    Without ``step_fn`` write your loop as it is, and give the optimizer: its step ends a step. Forward and backward of
+    the model are run again, on what it was given and the gradients that came back; the loss and the optimizer are not.
+    ``check.note_batch(batch)`` before a forward names the batch for the report.
 
     Args:
         model: The model.
@@ -75,7 +73,6 @@ def find_bad_operations(
             last one ends a step.
         step_fn: ``step_fn(batch)`` makes one whole step and returns the loss. All that it changes beside the parts
             given here, and what it prints, happens again in the second run.
-        loss_fn: ``loss_fn(model, batch)`` returns the loss; in the place of ``step_fn``.
         scheduler: The scheduler, if the step moves it.
         scaler: The ``GradScaler`` in use. Gradients that overflow under it are its own affair, and are counted in
             ``check.scaled_steps``.
@@ -110,7 +107,7 @@ def find_bad_operations(
         on_report=on_report,
     )
     try:
-        return BadOperations(finder, model, optimizer, step_fn, loss_fn)
+        return BadOperations(finder, model, optimizer, step_fn)
     except BaseException:
         finder.remove()
         raise
@@ -130,7 +127,6 @@ class BadOperations(ShownAsTable):
         model: nn.Module,
         optimizer: Any,
         step_fn: Callable[[Any], Any] | None,
-        loss_fn: Callable[[nn.Module, Any], Tensor] | None,
     ) -> None:
         self._finder = finder
         self._step_fn = step_fn
@@ -140,7 +136,7 @@ class BadOperations(ShownAsTable):
         self._others: OtherOptimizers | None = None
         self._handle: Any = None
         if step_fn is None:
-            self._followed = FollowedSteps(finder, model, loss_fn)
+            self._followed = FollowedSteps(finder, model)
             last = unwrap_optimizer(list_optimizers(optimizer)[-1])
             self._handle = attach_optimizer(last, self._end_followed, on="step_post", name="first bad operation")
         else:

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hookline.debug.first_bad.bad_operation import BadStep, name_batch
-from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder, SecondRun
+from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder
 from hookline.debug.first_bad.followed_steps import FollowedSteps
+from hookline.debug.first_bad.kept_steps import SecondRun
 from hookline.files import replace_file
 from hookline.lifecycle.hook import MetricInfo, TrainingHook
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from hookline.lifecycle.context import RunDataContext
     from hookline.training.run import RunStep
@@ -44,7 +45,6 @@ class FirstBadOperation(TrainingHook):
     Args:
         every: How many steps one snapshot of the run serves, in the loops of hookline.
         most: How many bad steps are run again; more are counted.
-        loss_fn: ``loss_fn(model, batch)``, for a loop that is only followed: then the backward is run again too.
         on_report: Called with each report.
     """
 
@@ -61,11 +61,9 @@ class FirstBadOperation(TrainingHook):
         *,
         every: int = 16,
         most: int = 10,
-        loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
         on_report: Callable[[BadStep], Any] | None = None,
     ) -> None:
         self._every, self._most = every, most
-        self._loss_fn = loss_fn
         self._on_report = on_report
         self._folder: Path | None = None
         self._finder: BadOperationFinder | None = None
@@ -90,7 +88,7 @@ class FirstBadOperation(TrainingHook):
         """Begin to check; until a step is handed over, as in a loop that is only followed."""
         self._model = model
         self._finder = self._make_finder(1)
-        self._followed = FollowedSteps(self._finder, model, self._loss_fn)
+        self._followed = FollowedSteps(self._finder, model)
 
     def finish(self) -> None:
         """Judge the last steps, and take everything off."""

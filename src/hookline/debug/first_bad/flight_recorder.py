@@ -6,32 +6,42 @@ of the repeated blocks of the model, reads it by `StepReader`, and writes by `wr
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import logging
 import math
 import os
+import random
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from hookline.debug.first_bad.bad_operation import count_batches, describe_batch, find_ids, name_batch, name_first
-from hookline.debug.first_bad.flight_file import Streams, write_flight
 from hookline.debug.first_bad.step_reader import StepReader, StepRows
 from hookline.distributed.ranks import this_rank
 from hookline.errors import HooklineError, OptionError
+from hookline.files import replace_file
+from hookline.guard.rng import cuda_states, numpy_state, set_cuda_states, set_numpy_state, set_state
 from hookline.lifecycle.hook import TrainingHook
 from hookline.observe.watch.row import BAD
 from hookline.observe.watch.watch import Watch, watch
 from hookline.phases import phase
-from hookline.report.minutes_before import FLIGHT_FILE
+from hookline.plain import to_plain
+from hookline.report.minutes_before import FLIGHT_FILE, FLIGHT_FORMAT, FLIGHT_VERSION
 from hookline.report.recent_changes import LossHistory
 from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
 from hookline.sites.wrappers import clean_modules
+from hookline.tables import ShownAsTable, Table
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
@@ -42,7 +52,7 @@ if TYPE_CHECKING:
     from hookline.observe.watch.place import WatchedPlace
     from hookline.training.run import RunStep
 
-__all__ = ["FlightRecorder"]
+__all__ = ["Flight", "FlightRecorder", "Streams", "read_flight", "write_flight"]
 
 logger = logging.getLogger("hookline.debug.flight_recorder")
 
@@ -379,3 +389,109 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
         if any(lists):
             return max(lists, key=len)
     return list(model.children()) or [model]
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+class Streams:
+    """The random streams of torch, Python and NumPy at one moment; taken without waiting for a device."""
+
+    __slots__ = ("cuda", "numpy", "python", "torch")
+
+    def __init__(self) -> None:
+        self.torch = torch.default_generator.get_state()
+        self.cuda = cuda_states()
+        self.python = random.getstate()
+        self.numpy = numpy_state()
+
+    def to_bytes(self) -> dict[str, bytes]:
+        """Return the states as bytes, by name."""
+        found = {"torch": self.torch.numpy().tobytes()}
+        found |= {f"cuda:{index}": state.numpy().tobytes() for index, state in enumerate(self.cuda or ())}
+        version, keys, gauss = self.python
+        found["python"] = json.dumps([version, list(keys), gauss]).encode()
+        if self.numpy["bit_generator"] == "MT19937":
+            state = {
+                **self.numpy,
+                "state": {"key": self.numpy["state"]["key"].tolist(), "pos": self.numpy["state"]["pos"]},
+            }
+            found["numpy"] = json.dumps(state, default=int).encode()
+        return found
+
+
+def set_streams(states: Mapping[str, bytes]) -> None:
+    """Set the random streams to what `Streams.to_bytes` returned."""
+    for name, state in states.items():
+        if name == "python":
+            version, keys, gauss = json.loads(state)
+            random.setstate((version, tuple(keys), gauss))
+        elif name == "numpy":
+            found = json.loads(state)
+            found["state"]["key"] = np.array(found["state"]["key"], dtype=np.uint32)
+            set_numpy_state(found)
+        elif name == "torch":
+            set_state(torch.default_generator, torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    if torch.cuda.is_available():
+        of_devices = [state for name, state in sorted(states.items()) if name.startswith("cuda:")]
+        set_cuda_states(torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in of_devices)
+
+
+def write_flight(path: Path, reason: str, steps: list[tuple[dict[str, Any], Streams | None]]) -> None:
+    """Write steps, each with its random streams, and why they are written."""
+    streams: dict[str, str] = {}
+    rows = []
+    for facts, taken in steps:
+        keys = {}
+        for name, state in {} if taken is None else taken.to_bytes().items():
+            key = hashlib.blake2b(state, digest_size=8).hexdigest()
+            streams.setdefault(key, base64.b64encode(state).decode())
+            keys[name] = key
+        rows.append({**facts, "random": keys})
+    found = {"format": FLIGHT_FORMAT, "version": FLIGHT_VERSION, "reason": reason, "steps": rows, "streams": streams}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(to_plain(found), allow_nan=False))
+
+
+@dataclass(frozen=True)
+class Flight(ShownAsTable):
+    """The last steps of a run, as a recorder wrote them; prints as a table.
+
+    Recipe: ``flight = hookline.debug.read_flight("runs/x/flight_recorder.json")``; then ``print(flight)``,
+    ``flight.steps[-1]["statistics"]``, ``flight.set_random(-1)``.
+    """
+
+    reason: str
+    """Why it was written."""
+    steps: list[dict[str, Any]]
+    """Each step: its number, epoch, time, loss, learning rate, batch, statistics by place."""
+    streams: dict[str, str]
+
+    def set_random(self, index: int) -> None:
+        """Set the random streams to the beginning of the step at ``index`` of ``steps``."""
+        keys = self.steps[index].get("random", {})
+        set_streams({name: base64.b64decode(self.streams[key]) for name, key in keys.items()})
+
+    def _table(self) -> Table:
+        rows = [[str(step.get(name, "")) for name in _COLUMNS] for step in self.steps]
+        return Table(_COLUMNS, rows, numbers=(0, 1, 2, 3), title=f"written because of {self.reason}", rule=False)
+
+
+_COLUMNS: Final = ("step", "epoch", "loss", "lr", "batch", "bad")
+
+
+def read_flight(path: str | Path) -> Flight:
+    """Read what a `FlightRecorder` wrote.
+
+    Recipe: ``print(hookline.debug.read_flight("runs/mod_arithmetic/random/flight_recorder.json"))``
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OptionError(f"{str(path)!r} is no file of a flight recorder: {error}.") from None
+    if not isinstance(found, dict) or found.get("format") != FLIGHT_FORMAT:
+        raise OptionError(f"{str(path)!r} is no file of a flight recorder; FlightRecorder writes one.")
+    version = found.get("version")
+    if version != FLIGHT_VERSION:
+        raise OptionError(f"{str(path)!r} has version {version!r}, and this hookline reads {FLIGHT_VERSION}.")
+    return Flight(found["reason"], found["steps"], found["streams"])

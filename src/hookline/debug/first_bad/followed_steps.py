@@ -1,12 +1,13 @@
-"""Tell when steps begin in a loop that is only followed, and run the forward and backward of one again.
+"""Tell when steps begin in a loop that is only followed, and run the model's part of one again.
 
 `BadOperations` and the hook `FirstBadOperation` use it where nobody calls them with the step: the first forward of the
-model in training begins a step. What the model was given is kept, and so is the batch, if it is told.
+model in training begins a step. What the model was given is kept, and so are the gradients that come back to what it
+returned: with both, forward and backward of the model run again, whatever the loss was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,41 +15,41 @@ import torch
 from torch import Tensor, nn
 
 from hookline.debug.first_bad.bad_operation import BadStep
-from hookline.debug.first_bad.bad_operation_finder import SecondRun
-from hookline.debug.first_bad.followed_batch import FollowedBatch
-from hookline.debug.first_bad.kept_steps import KeptStep
-from hookline.phases import known_phase
+from hookline.debug.first_bad.kept_steps import FollowedBatch, KeptForward, KeptStep, SecondRun
+from hookline.phases import known_phase, phase
 from hookline.sites import _torch
 from hookline.sites.attach import attach
+from hookline.sites.handle import HandleSet
 from hookline.training.experiment import MicroBatches
+from hookline.tree import leaves
 
 if TYPE_CHECKING:
     from hookline.debug.first_bad.bad_operation_finder import BadOperationFinder
+    from hookline.sites.site_info import Site
 
 __all__ = ["FollowedSteps"]
 
-_FORWARD_ALONE: Final = (
-    "the forward alone was run again, on the inputs that the model was given; to have the backward too, give loss_fn= "
-    "and the batch, or step_fn="
+_NO_LOSS: Final = (
+    "forward and backward of the model were run again, from what it was given and the gradients that came back; the "
+    "loss and the optimizer were not: to have them too, give step_fn="
 )
-_NO_STEP: Final = "forward and backward were run again, without the step of the optimizer"
 
 
 class FollowedSteps:
-    """Begin steps at forwards of the model, and run them again as far as is known how."""
+    """Begin steps at forwards of the model, and run its part of them again."""
 
-    def __init__(
-        self, finder: BadOperationFinder, model: nn.Module, loss_fn: Callable[[nn.Module, Any], Tensor] | None
-    ) -> None:
+    def __init__(self, finder: BadOperationFinder, model: nn.Module) -> None:
         self._finder = finder
         self._model = model
-        self._loss_fn = loss_fn
         self._current: FollowedBatch | None = None
-        self._latest = FollowedBatch()
         self._noted: list[tuple[Any, Any]] = []
-        self._handle = attach(
-            model, self._begin_forward, on="forward_pre", with_kwargs=True, observe=True, name="first bad operation"
+        self._again = SecondRun(self._run_again, _NO_LOSS, is_step=False)
+        self._handles = HandleSet()
+        name = "first bad operation"
+        self._handles.add(
+            attach(model, self._begin_forward, on="forward_pre", with_kwargs=True, observe=True, name=name)
         )
+        self._handles.add(attach(model, self._take_gradients, on="backward_pre", observe=True, name=name))
 
     def note_batch(self, batch: Any, ids: Any = None) -> None:
         """Name the batch of the forwards that follow."""
@@ -58,18 +59,21 @@ class FollowedSteps:
         else:
             self._current.add(batch, ids)
 
-    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any, *, site: Site) -> None:
         is_training = self._model.training and torch.is_grad_enabled() and known_phase() in (None, "train")
         if not is_training or _torch.in_recomputation():
             return
         if self._current is None:
-            self._current = self._latest = followed = FollowedBatch()
+            self._current = followed = FollowedBatch()
             noted, self._noted = self._noted, []
             for batch, ids in noted:
                 followed.add(batch, ids)
-            followed.autocast = _autocast()
-            self._finder.begin_step(followed, self._second_run(followed))
-        self._current.forwards.append((args, kwargs))
+            self._finder.begin_step(followed, self._again)
+        self._current.forwards[site.step] = KeptForward(args, kwargs, _autocast())
+
+    def _take_gradients(self, module: nn.Module, grads: Any, *, site: Site) -> None:
+        if self._current is not None and site.step in self._current.forwards and phase() != "intervention":
+            self._current.forwards[site.step].backwards.append(dict(zip(site.outputs, grads, strict=False)))
 
     def end_step(self, loss: Any, batch: Any = None) -> list[BadStep]:
         """End the step, if one has begun; ``batch`` is that of the step, if it becomes known only now."""
@@ -79,49 +83,41 @@ class FollowedSteps:
         if batch is not None and not followed.batches:
             for each in batch if isinstance(batch, MicroBatches) else [batch]:
                 followed.add(each, self._finder.ids_of(each))
-        return self._finder.end_step(loss, self._second_run(followed))
+        return self._finder.end_step(loss, self._again)
 
     def flush(self) -> list[BadStep]:
         """Judge all steps whose numbers are still under way."""
-        return self._finder.flush(self._second_run(self._latest))
+        return self._finder.flush(self._again)
 
     def remove(self) -> None:
-        """Take the hook off."""
-        self._handle.remove(quiet=True)
+        """Take the hooks off."""
+        self._handles.remove(quiet=True)
         self._current = None
 
-    def _second_run(self, followed: FollowedBatch) -> SecondRun:
-        has_backward = self._loss_fn is not None and bool(followed.batches)
-        note = _NO_STEP if has_backward else _FORWARD_ALONE
-        return SecondRun(self._again, note, is_step=False, has_backward=has_backward)
-
-    def _again(self, kept: KeptStep) -> Any:
+    def _run_again(self, kept: KeptStep) -> Any:
+        """Run forwards and backwards in turns, as a loop that accumulates makes them; return what the model returns."""
         followed: FollowedBatch = kept.batch
         self._model.train()
         followed.starts = []
-        if self._loss_fn is None or not followed.batches:
-            return [self._forward_again(followed, args, kwargs) for args, kwargs in followed.forwards]
-        losses = []
-        for batch in followed.batches:  # forward and backward in turns, as the loop makes them
-            self._begin_part(followed)
-            with _under(followed.autocast):
-                loss = self._loss_fn(self._model, batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss)
-        return losses
-
-    def _forward_again(self, followed: FollowedBatch, args: Any, kwargs: Any) -> Any:
-        self._begin_part(followed)
-        with _under(followed.autocast):
-            return self._model(*args, **kwargs)
-
-    def _begin_part(self, followed: FollowedBatch) -> None:
-        followed.starts.append(self._finder.operators_run)
+        ends: list[Tensor] = []
+        for forward in followed.forwards.values():
+            followed.starts.append(self._finder.operators_run)
+            with _under(forward.autocast):
+                output = self._model(*forward.args, **forward.kwargs)
+            made = {str(path): leaf for path, leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad}
+            for number, grads in enumerate(forward.backwards, 1):
+                given = {path: grad for path, grad in grads.items() if grad is not None and path in made}
+                if given:
+                    is_last = number == len(forward.backwards)
+                    outputs = [made[path] for path in given]
+                    torch.autograd.backward(outputs, [*given.values()], retain_graph=not is_last)
+            ends += made.values()
+        return ends
 
 
 @contextmanager
 def _under(autocast: list[tuple[str, torch.dtype]]) -> Iterator[None]:
-    """Cast as the first forward of the step did."""
+    """Cast as the forward did."""
     with ExitStack() as entered:
         for device, dtype in autocast:
             entered.enter_context(torch.autocast(device, dtype=dtype))

@@ -1,34 +1,35 @@
 """Run a step several times from one state and compare the bits: does it repeat, and where does it first not?
 
-Users call `replay_check`. It saves the run by a `Guard`, runs the step operator by operator, and keeps one number for
-each result, made of its bits. The order of operators is the order of calls, backward and optimizer included.
+Users call `replay_check`. It saves the run by a `Guard`, runs the step operator by operator, and keeps a digest
+of each result. The order of operators is the order of calls, backward and optimizer included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from hookline.debug.first_bad.operator_places import OperatorPlace, OperatorPlaces
-from hookline.debug.first_bad.run_optimizers import JoinedOptimizers, join_optimizers
-from hookline.errors import GuardError, OptionError
+from hookline.debug.first_bad.operator_run import OperatorPlace, OperatorPlaces
+from hookline.debug.first_bad.run_optimizers import join_optimizers, list_optimizers
+from hookline.errors import OptionError
+from hookline.guard.digest import SWITCH, digest, run_digest
 from hookline.guard.guard import Guard
 from hookline.guard.rng import RandomStates
 from hookline.guard.snapshot import Snapshot, roots_of
 from hookline.phases import in_phase
 from hookline.sites import _torch
+from hookline.sites.optimizers import unwrap_optimizer
 from hookline.sites.targets import check_model
 from hookline.tables import ShownAsTable, Table
 
 __all__ = ["Replay", "replay_check"]
 
 _UNFILLED: Final = ("empty", "new_empty", "resize_")
-_MULTIPLIER: Final = 6364136223846793005
-"""Of Knuth's generator: spreads the bits of positions over 64."""
 
 
 def replay_check(
@@ -66,6 +67,7 @@ def replay_check(
     check_model(model, None)
     if not isinstance(times, int) or times < 2:
         raise OptionError(f"times= is how often the step is run, 2 or more; got {times!r}.")
+    optimizers = [unwrap_optimizer(each) for each in list_optimizers(optimizer)]
     parts = (model, join_optimizers(optimizer), scheduler, scaler)
     guard = Guard(*parts, loader=loader)
     snapshot = Snapshot(roots_of(*parts, loader))
@@ -78,18 +80,18 @@ def replay_check(
             for _ in range(times):
                 snapshot.restore_or_raise("A step that was run again", gradients=True, versions=False)
                 random.restore()
-                runs.append(_run_again(step_fn, args, model, parts, operators=operators))
+                runs.append(_run_again(step_fn, args, model, optimizers, operators=operators))
     finally:
         guard.release()
     return _compare(runs)
 
 
 class _Mark(NamedTuple):
-    """One result of a run: where it was made, and a number made of its bits."""
+    """One result of a run: where it was made, and a digest of its bits."""
 
     operator: str
     place: OperatorPlace | None
-    bits: int
+    bits: bytes
 
 
 @dataclass(frozen=True)
@@ -127,32 +129,23 @@ class Replay(ShownAsTable):
 
 
 def _run_again(
-    step_fn: Callable[..., Any], args: Any, model: nn.Module, parts: tuple[Any, ...], *, operators: bool
+    step_fn: Callable[..., Any], args: Any, model: nn.Module, optimizers: list[Any], *, operators: bool
 ) -> list[_Mark]:
     """Run the step; return its marks in the order of calls, then those of what it leaves behind."""
     if not operators:
         result = step_fn(*args)
-        return list(_left_behind(result, model, parts[1]))
+        return _left_behind(result, model, optimizers)
     recorder = _BitRecorder(model)
     with torch.compiler.set_stance("force_eager"), recorder:
         result = step_fn(*args)
-    return [*recorder.marks, *_left_behind(result, model, parts[1])]
+    return [*recorder.marks, *_left_behind(result, model, optimizers)]
 
 
-def _left_behind(result: Any, model: nn.Module, optimizer: Any) -> Iterator[_Mark]:
-    if isinstance(result, Tensor):
-        yield _Mark("the result of the step", None, _bits_of(result))
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            yield _Mark(f"the gradient of {name}", None, _bits_of(parameter.grad))
-        yield _Mark(f"parameter {name}", None, _bits_of(parameter))
-    for name, buffer in model.named_buffers():
-        yield _Mark(f"buffer {name}", None, _bits_of(buffer))
-    for each in optimizer.optimizers if isinstance(optimizer, JoinedOptimizers) else (optimizer,):
-        for parameter, state in getattr(each, "state", {}).items():
-            for key, value in state.items() if isinstance(parameter, Tensor) else ():
-                if isinstance(value, Tensor):
-                    yield _Mark(f"{key} of the optimizer", None, _bits_of(value))
+def _left_behind(result: Any, model: nn.Module, optimizers: list[Any]) -> list[_Mark]:
+    """Return the digests of the result and of the run; random streams are those of the run, which are put back."""
+    left = run_digest([model], [each for each in optimizers if isinstance(each, Optimizer)])
+    marks = [_Mark(name, None, bits) for name, bits in left.items() if not name.startswith(("random stream", SWITCH))]
+    return [_Mark("the result of the step", None, digest(result)), *marks]
 
 
 def _compare(runs: list[list[_Mark]]) -> Replay:
@@ -176,7 +169,7 @@ def _compare(runs: list[list[_Mark]]) -> Replay:
 
 
 class _BitRecorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keep a number of the bits of every result."""
+    """Keep a digest of every result."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -197,21 +190,5 @@ class _BitRecorder(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not str(func._schema.name).rpartition("::")[2].startswith(_UNFILLED):
             for tensor in result if isinstance(result, list | tuple) else (result,):
                 if isinstance(tensor, Tensor):
-                    self.marks.append(_Mark(str(func), place, _bits_of(tensor)))
+                    self.marks.append(_Mark(str(func), place, digest(tensor)))
         return result
-
-
-def _bits_of(tensor: Tensor) -> int:
-    """Return a number of 64 bits that changes with every bit of a tensor, as far as 64 bits can."""
-    local = _torch.local_tensor(tensor)
-    if local is None or local.device.type == "meta" or local.layout is not torch.strided or not local.numel():
-        return 0
-    try:
-        raw = local.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    except (RuntimeError, NotImplementedError) as error:  # quantized and other layouts
-        raise GuardError(f"The bits of a {local.dtype} tensor cannot be compared: {error}") from None
-    bytes_left = raw.numel() % 4
-    words = raw[: raw.numel() - bytes_left].view(torch.int32).long() if raw.numel() >= 4 else raw.new_empty(0).long()
-    words = torch.cat([words, raw[raw.numel() - bytes_left :].long()])
-    positions = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64)
-    return int(((words + positions) * (positions * 2 + 1) * _MULTIPLIER).sum())

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -15,10 +17,6 @@ from hookline.errors import OptionError
 from hookline.messages import did_you_mean, type_name
 
 __all__ = ["PrecisionConfig"]
-
-_LEVELS: Final = "0 (off), 1 (modules) or 2 (modules and functions)"
-_YES: Final = ("true", "1")
-_NO: Final = ("false", "0", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ class PrecisionConfig:
         given |= options
         for key in given:
             _check_key(key)
-        values: dict[str, Any] = {key: _READ[key](key, value) for key, value in given.items()}
+        values: dict[str, Any] = {key: _read(key, value) for key, value in given.items()}
         return cls(**values)
 
     @classmethod
@@ -76,7 +74,7 @@ def _pairs(text: str) -> dict[str, Any]:
         if not equals:
             raise OptionError(
                 f"{item.strip()!r} in the config {text!r} has no '='; write key=value,key=value with the keys "
-                f"{', '.join(_READ)}."
+                f"{', '.join(_WORDS)}."
             )
         if key in found:
             raise OptionError(f"The config {text!r} gives {key!r} twice; keep one.")
@@ -86,64 +84,44 @@ def _pairs(text: str) -> dict[str, Any]:
 
 
 def _check_key(key: str) -> None:
-    if key not in _READ:
-        raise OptionError(f"A precision check has no {key!r}.{did_you_mean(key, _READ)} The keys: {', '.join(_READ)}.")
+    if key not in _WORDS:
+        raise OptionError(
+            f"A precision check has no {key!r}.{did_you_mean(key, _WORDS)} The keys: {', '.join(_WORDS)}."
+        )
 
 
-def _level(key: str, value: Any) -> int:
-    if isinstance(value, str) and value in ("0", "1", "2"):
-        return int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value in (0, 1, 2):
-        return int(value)
-    raise OptionError(f"{key} is {_LEVELS}, got {value!r}.")
-
-
-def _path(key: str, value: Any) -> str:
-    if not isinstance(value, str | Path) or not str(value):
-        raise OptionError(f"{key} is a folder, got {value!r}.")
-    return str(value)
-
-
-def _format(key: str, value: Any) -> str:
-    if value not in ("simple", "md5"):
-        raise OptionError(f"{key} is 'simple' or 'md5', got {value!r}.")
-    return str(value)
-
-
-def _save(key: str, value: Any) -> str:
-    text = str(value).lower() if isinstance(value, str | bool | int) else ""
-    if text in ("npy", *_YES):
-        return "npy"
-    if value is None or (text in _NO and isinstance(value, str | bool | int)):
-        return ""
-    raise OptionError(f"{key} is true (or 'npy') or false, got {value!r}.")
-
-
-def _tolerance(key: str, value: Any) -> float:
-    try:
-        number = float("nan" if isinstance(value, bool) else value)
-    except (TypeError, ValueError):
-        number = float("nan")
-    if not 0 <= number < float("inf"):
-        raise OptionError(f"{key} is a number of 0 or more, got {value!r}.")
-    return number
-
-
-def _flag(key: str, value: Any) -> bool:
-    text = str(value).lower() if isinstance(value, str | bool | int) else "?"
-    if text in _YES or text in _NO[:2]:
-        return text in _YES
-    raise OptionError(f"{key} is true or false, got {value!r}.")
-
-
-_READ: Final[dict[str, Callable[[str, Any], Any]]] = {
-    "level": _level,
-    "path": _path,
-    "format": _format,
-    "save_tensors": _save,
-    "md5_tolerance": _tolerance,
-    "check_nan": _flag,
-    "check_inf": _flag,
-    "abort_on_error": _flag,
+_FLAG: Final = {"true": True, "1": True, "false": False, "0": False}
+_CHOICES: Final[dict[str, dict[str, Any]]] = {
+    "level": {"0": 0, "1": 1, "2": 2},
+    "format": {"simple": "simple", "md5": "md5"},
+    "save_tensors": {"npy": "npy", "true": "npy", "1": "npy", "false": "", "0": "", "": "", "none": ""},
+    "check_nan": _FLAG,
+    "check_inf": _FLAG,
+    "abort_on_error": _FLAG,
 }
-"""Each key, with the function that reads its value."""
+"""What may be written for a key, in lower case, and what it means."""
+_WORDS: Final = {
+    "level": "0 (off), 1 (modules) or 2 (modules and functions)",
+    "path": "a folder",
+    "format": "'simple' or 'md5'",
+    "save_tensors": "true (or 'npy') or false",
+    "md5_tolerance": "a number of 0 or more",
+    "check_nan": "true or false",
+    "check_inf": "true or false",
+    "abort_on_error": "true or false",
+}
+"""Each key, and what its value is."""
+
+
+def _read(key: str, value: Any) -> Any:
+    """Return what a value of that key means; raise if it means nothing."""
+    if key == "path" and isinstance(value, str | Path) and str(value):
+        return str(value)
+    if key == "md5_tolerance" and isinstance(value, str | int | float) and not isinstance(value, bool):
+        with suppress(ValueError):
+            if 0 <= float(value) < math.inf:
+                return float(value)
+    text = str(value).lower()
+    if text in _CHOICES.get(key, {}):
+        return _CHOICES[key][text]
+    raise OptionError(f"{key} is {_WORDS[key]}, got {value!r}.")

@@ -1,6 +1,7 @@
 """Write the log and the tensors of a precision check: ``PATH/TIME/precision_check_rank_0.log``, ``rank_0/NAME.npy``.
 
-`PrecisionChecker` makes one `PrecisionFiles`; nothing is created before the first line.
+`PrecisionChecker` makes one `PrecisionFiles`, and a `PrecisionRecord` for each tensor: a line of the log, which carries
+the moment of the run (`PrecisionContext`). Nothing is created before the first line.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+from urllib.parse import quote
 
 import numpy as np
 from torch import Tensor
@@ -21,7 +24,7 @@ from torch import Tensor
 from hookline.debug.precision.tensor_numbers import as_numpy
 from hookline.distributed.ranks import first_of_ranks, this_rank
 
-__all__ = ["PrecisionFiles"]
+__all__ = ["PrecisionContext", "PrecisionFiles", "PrecisionRecord", "PrecisionState"]
 
 logger = logging.getLogger(__name__)
 
@@ -120,3 +123,84 @@ def _new_folder(wanted: Path) -> Path:
 
 def _log_in(folder: Path) -> Path:
     return folder / f"precision_check_rank_{this_rank()}.log"
+
+
+# -- one line of the log ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class PrecisionState:
+    """Where a run stands: micro-batch, layer, the layer's name, iteration."""
+
+    gas: int = 0
+    """The micro-batch of a gradient accumulation."""
+    layer: int | None = None
+    """The layer; None: the first number in the name of the module."""
+    layer_name: str = ""
+    iteration: int | None = None
+
+    def text(self, layer: int | None) -> str:
+        """Return the beginning of a line; ``layer`` is the one that the module's name tells."""
+        number = self.layer if self.layer is not None else layer
+        parts = [] if self.iteration is None else [f"[I-{self.iteration}]"]
+        parts += [f"[GAS-{self.gas}]", f"[L-{0 if number is None else number}]"]
+        return " ".join([*parts, self.layer_name] if self.layer_name else parts)
+
+
+class PrecisionContext:
+    """The state of each thread; one that has set nothing (autograd's, on CUDA) is where the last one that has is."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+        self._last = PrecisionState()
+
+    @property
+    def state(self) -> PrecisionState:
+        """The state that counts in this thread."""
+        state: PrecisionState = getattr(self._of_thread, "state", self._last)
+        return state
+
+    def change(self, **values: Any) -> None:
+        """Set some fields for this thread."""
+        state = getattr(self._of_thread, "state", None)
+        if state is None:
+            state = self._of_thread.state = PrecisionState()
+        for name, value in values.items():
+            setattr(state, name, value)
+        self._last = state
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionRecord:
+    """One tensor, as it was checked."""
+
+    name: str
+    """The module, or ``module@function``."""
+    stage: str
+    """``forward`` (outputs), ``backward`` (gradients), ``forward_input`` and ``backward_input`` (of functions)."""
+    index: int
+    """Which call of this name and stage since the counters were reset, from 0."""
+    tensor: int
+    """Its place among what the call gave, from 0."""
+    dtype: str
+    shape: tuple[int, ...]
+    numbers: str
+    """``min=… max=… mean=… […]``, or ``md5=…``."""
+    nan: int
+    inf: int
+    is_error: bool
+    context: str
+    """``[GAS-0] [L-3]``, before it the iteration if one is set, behind it the layer's name."""
+
+    @property
+    def stem(self) -> str:
+        """The name of its file, without the ending: ``layers.0.mlp_0_forward``; of further tensors with ``_t1``, …"""
+        return f"{quote(self.name, safe='@')}_{self.index}_{self.stage}" + (f"_t{self.tensor}" if self.tensor else "")
+
+    def __str__(self) -> str:
+        shape = f"({','.join(map(str, self.shape))})"
+        bad = f" [NaN:{self.nan} Inf:{self.inf}]" if self.nan or self.inf else ""
+        return (
+            f"{self.context} {self.name}_{self.index}_{self.stage} tensor[{self.tensor}]: dtype={self.dtype} "
+            f"shape={shape} {self.numbers}{bad}{' <- ERROR' if self.is_error else ''}"
+        )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.sites import _torch
+from hookline.guard.digest import dense
 
 __all__ = ["TensorNumbers", "as_numpy", "hash_of", "local_copy", "measure"]
 
@@ -50,21 +50,8 @@ class TensorNumbers:
 
 def local_copy(tensor: Tensor) -> Tensor | None:
     """Return the tensor's numbers as a plain tensor on the host; None if it has none (fake, meta, in a transform)."""
-    if not _torch.has_numbers(tensor) or tensor.is_meta:
-        return None
-    plain = tensor.detach()
-    if hasattr(plain, "to_local"):
-        plain = plain.to_local()
-    if plain.is_quantized:
-        plain = plain.dequantize()
-    if plain.is_nested:
-        plain = (
-            plain.values() if plain.layout is torch.jagged else torch.cat([part.flatten() for part in plain.unbind()])
-        )
-    if plain.layout not in (torch.strided, torch.jagged):
-        plain = plain.to_dense()
-    # resolve_conj and resolve_neg: a lazily conjugated tensor has other bytes than numbers.
-    return plain.cpu().resolve_conj().resolve_neg().contiguous()
+    plain = dense(tensor)
+    return None if plain is None else plain.cpu().contiguous()
 
 
 def measure(plain: Tensor) -> TensorNumbers:

@@ -1,0 +1,433 @@
+"""Pair the values of two runs: names, steps, ranks and fused or summed tensors are made equal, then keys are.
+
+`compare` calls `pair_runs`; users give `FusedRule`, `PairRule` and `RenameRule` to ``compare(rules=)``. Each rule is a
+function from the values of two runs to values with other keys; after the last, equal keys are pairs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hookline.debug.compare.key import PARAMETERS, WRONG, Pair, Value, ValueKey, Values
+from hookline.debug.compare.rows import by_rows
+from hookline.debug.compare.values import Run, by_key
+from hookline.sites.targets import name_matcher
+from hookline.tables import THE_MODEL
+
+__all__ = ["DEFAULT_RULES", "FusedRule", "Gaps", "PairRule", "RenameRule", "Rule", "find_gaps", "pair_runs"]
+
+_MAX_NOTES: Final = 3
+_FEW: Final = 0.25
+"""If less than this part of the values of both runs have a partner, they look like runs of other models."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedRule:
+    """One projection in one model, several in the other: ``FusedRule("qkv_proj", ("q_proj", "k_proj", "v_proj"))``.
+
+    The outputs of the parts, one after the other along the last dimension, are the output of the fused one.
+    """
+
+    fused: str
+    """The last part of the name of the fused module."""
+    parts: tuple[str, ...]
+    """The last parts of the names of the others, in the order of the fused output."""
+    groups: int = 1
+    """How many times that order repeats: Megatron's ``linear_qkv`` has queries, key and value of one group of heads
+    after the other, ``FusedRule("linear_qkv", ("q_proj", "k_proj", "v_proj"), groups=num_key_value_heads)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairRule:
+    """Two tensors in one model, one in the other: layers of engines return (hidden, residual), whose sum it is.
+
+    Recipe: ``PairRule("*.layers.#")``; with ``take="first"`` the first of the two is meant.
+    """
+
+    sites: str
+    """A pattern for names of modules."""
+    take: str = "sum"
+
+
+@dataclass(frozen=True, slots=True)
+class RenameRule:
+    """Another name for a site: ``RenameRule(r"^decoder\\.", "transformer.")`` renames sites of both models."""
+
+    pattern: str
+    """A regular expression."""
+    replacement: str
+
+
+Rule: TypeAlias = FusedRule | PairRule | RenameRule
+
+_QKV: Final = ("q_proj", "k_proj", "v_proj")
+DEFAULT_RULES: Final[tuple[Rule, ...]] = (
+    FusedRule("qkv_proj", _QKV),
+    FusedRule("c_attn", _QKV),
+    FusedRule("query_key_value", ("query", "key", "value")),
+    FusedRule("gate_up_proj", ("gate_proj", "up_proj")),
+    FusedRule("w13", ("w1", "w3")),
+    # Norms that add the residual first return (normed, residual) as well: there the first is the output.
+    PairRule("*norm*", take="first"),
+    PairRule("*ln_*", take="first"),
+    PairRule("*.#"),
+    PairRule("#"),
+)
+"""What `compare` applies by default. The first rule that fits is taken, and each is mentioned where it was used."""
+
+
+_Two: TypeAlias = tuple[Values, Values]
+
+
+def pair_runs(a: Run, b: Run, rules: Sequence[Rule], notes: list[str]) -> list[Pair]:
+    """Return a pair for each place of both runs, in the order of A; add to ``notes`` what was done to keys."""
+    two: _Two = a.values, b.values
+    two = _rename(*two, rules, notes)
+    two = _with_steps_of(*two, notes), two[1]
+    two = _match_ranks(*two, notes)
+    two = _sum_residuals(*two, rules), _sum_residuals(two[1], two[0], rules)
+    two = two[0], _with_leaves_of(*two)
+    two = _fuse(*two, rules), _fuse(two[1], two[0], rules)
+    has_rows = all(any(value.rows is not None for value in one.values()) for one in two)
+    values_a, values_b, moved = by_rows(*two) if has_rows else (*two, {})
+    pairs = [_pair(key, values_a.get(key), values_b.get(key), moved) for key in {**values_a, **values_b}]
+    if any(pair.is_by_rows for pair in pairs):
+        # Rows lie in other places: what has no rows, such as a mask, has to have another shape.
+        for pair in pairs:
+            pair.is_same = pair.is_same or bool(pair.why)
+    return sorted(pairs, key=lambda pair: pair.order)
+
+
+def _pair(key: ValueKey, a: Value | None, b: Value | None, moved: dict[ValueKey, str]) -> Pair:
+    pair = Pair(key, a, b, is_by_rows=moved.get(key) == "")
+    if a is not None and b is not None:
+        pair.how = "; ".join(dict.fromkeys(filter(None, (a.note, b.note))))
+        other = "" if a.shape == b.shape else f"its shape is {a.shape} in A and {b.shape} in B{_advice(a, b)}"
+        pair.why = moved.get(key) or other
+        pair.is_same, pair.verdict = not pair.why, WRONG if pair.why else pair.verdict
+    return pair
+
+
+def _advice(a: Value, b: Value) -> str:
+    if math.prod(a.shape) == math.prod(b.shape):
+        return ", though both have as many numbers: if rows lie in other places, give rows="
+    if len(a.shape) == len(b.shape):
+        return "; if ranks hold parts of it give dims=, if the runs have other rows give rows="
+    return ""
+
+
+# -- what only one run has -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """What only one of two runs has, in words."""
+
+    few_partners: Sequence[str]
+    """A line if so little is in both that they look like runs of other models."""
+    sites: Sequence[str]
+    """Lines on sites that one run has and the other, which was asked for such values, has not."""
+    steps: Sequence[str]
+    """Lines on steps that only one run has."""
+    calls: Sequence[str]
+    """Lines on sites that one run calls more often."""
+
+    @property
+    def missing(self) -> list[str]:
+        """All by which the runs differ."""
+        return [*self.few_partners, *self.sites, *self.steps, *self.calls]
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader has to know about how values were paired, shortened."""
+        more = len(self.calls) - _MAX_NOTES
+        rest = [f"{more} more sites and steps have another number of calls in A than in B."] if more > 0 else []
+        return [*self.steps, *self.calls[:_MAX_NOTES], *rest]
+
+
+def find_gaps(pairs: Sequence[Pair], a: Run, b: Run) -> Gaps:
+    """Return what only one run has, and mark pairs of calls of which nobody knows that they belong together."""
+    by_slot: dict[ValueKey, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        by_slot[pair.key.slot].append(pair)
+    steps: dict[str, None] = {}
+    calls: list[str] = []
+    for of_slot in by_slot.values():
+        if any(pair.a is not None for pair in of_slot) and any(pair.b is not None for pair in of_slot):
+            _tell_gaps_of_slot(of_slot, steps, calls)
+    if any(pair.is_by_rows for pair in pairs):
+        steps = {}  # rows of all steps were paired
+    few = [line for line in [_few_partners(pairs)] if line]
+    return Gaps(few, _sites_left(pairs, a, b), [*steps], calls)
+
+
+def _tell_gaps_of_slot(pairs: Sequence[Pair], steps: dict[str, None], calls: list[str]) -> None:
+    """Add lines on the steps and calls of one site that only one run has."""
+    by_step: dict[int, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        by_step[pair.step].append(pair)
+    counts = {
+        step: (sum(pair.a is not None for pair in found), sum(pair.b is not None for pair in found))
+        for step, found in by_step.items()
+    }
+    left = sorted(step for step, count in counts.items() if not all(count))
+    if left:
+        have = "A" if counts[left[0]][0] else "B"
+        steps[f"Only some steps: {left[:6]} are only in {have} for some sites; the others are compared."] = None
+    for step, (in_a, in_b) in counts.items():
+        if in_a and in_b and any(pair.a is None or pair.b is None for pair in by_step[step]):
+            calls.append(
+                f"{pairs[0].site or THE_MODEL} ({pairs[0].kind}) was called {in_a} time(s) in step {step} of A and "
+                f"{in_b} in B; they are compared in order, and are not blamed."
+            )
+            for pair in by_step[step]:
+                pair.is_sure = False
+
+
+def _few_partners(pairs: Sequence[Pair]) -> str:
+    """Return a line if both runs have mostly values that the other does not have."""
+    both = sum(pair.a is not None and pair.b is not None for pair in pairs)
+    in_a, in_b = sum(pair.a is not None for pair in pairs), sum(pair.b is not None for pair in pairs)
+    if not both or both >= _FEW * min(in_a, in_b):
+        return ""
+    return (
+        f"only {both} of {in_a} values of A, and {both} of {in_b} of B, have a partner: they look like "
+        "runs of other models. Names can be made equal by rules=[RenameRule(pattern, replacement)]."
+    )
+
+
+def _sites_left(pairs: Sequence[Pair], a: Run, b: Run) -> list[str]:
+    lines = []
+    for own, other, lone in ((a, b, only_in(pairs, "A")), (b, a, only_in(pairs, "B"))):
+        kinds = other.kinds
+        left = [text for text, kind in lone.items() if kind in kinds]
+        if left:
+            some = f"{', '.join(left[:_MAX_NOTES])}{', …' * (len(left) > _MAX_NOTES)}"
+            lines.append(f"{len(left)} of what {own.name} has is not in {other.name}: {some}.")
+    return lines
+
+
+def only_in(pairs: Sequence[Pair], side: str) -> dict[str, str]:
+    """Return the sites that only run ``side`` has, in words, with their kinds."""
+    both = {(pair.kind, pair.site) for pair in pairs if pair.a is not None and pair.b is not None}
+    lone = (pair for pair in pairs if (pair.b if side == "A" else pair.a) is None)
+    return {f"{one.site or THE_MODEL} {one.kind}": one.kind for one in lone if (one.kind, one.site) not in both}
+
+
+# -- names, steps and ranks ----------------------------------------------------------------------------------------
+
+
+def _rename(a: Values, b: Values, rules: Sequence[Rule], notes: list[str]) -> _Two:
+    """Return both with their names after the rename rules, and without a prefix that one of them has more."""
+    a, b = (
+        by_key((key._replace(site=_renamed(key.site, rules)), value) for key, value in one.items()) for one in (a, b)
+    )
+    names_a, names_b = {key.site for key in a}, {key.site for key in b}
+    if len(names_a & names_b) >= 0.5 * min(len(names_a), len(names_b)):
+        return a, b
+    prefix = _extra_prefix(names_a, names_b)
+    label, prefix = ("A", prefix) if prefix else ("B", _extra_prefix(names_b, names_a))
+    if prefix:
+        notes.append(f"Names of {label} are compared without their prefix {prefix!r}.")
+        shorter = {
+            key._replace(site=key.site.removeprefix(prefix)): value for key, value in (a if label == "A" else b).items()
+        }
+        return (shorter, b) if label == "A" else (a, shorter)
+    return a, b
+
+
+def _renamed(site: str, rules: Sequence[Rule]) -> str:
+    for rule in rules:
+        if isinstance(rule, RenameRule):
+            site = re.sub(rule.pattern, rule.replacement, site)
+    return site
+
+
+def _extra_prefix(own: set[str], other: set[str]) -> str:
+    """Return the prefix without which most of ``own`` are names of ``other``; nothing if there is none."""
+    counts: dict[str, int] = defaultdict(int)
+    for name in own:
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            if ".".join(parts[depth:]) in other:
+                counts[".".join(parts[:depth]) + "."] += 1
+    best = max(counts, key=lambda prefix: counts[prefix], default="")
+    # One name in common says nothing: every model has a "norm".
+    return best if counts.get(best, 0) > max(2, len(own & other)) else ""
+
+
+def _with_steps_of(a: Values, b: Values, notes: list[str]) -> Values:
+    """Return A with the numbers of B's steps, where both have as many steps and none in common."""
+    steps_a, steps_b = sorted({key.step for key in a}), sorted({key.step for key in b})
+    if set(steps_a) & set(steps_b) or len(steps_a) != len(steps_b):
+        return a
+    notes.append(f"Steps {_range(steps_a)} of A are compared with steps {_range(steps_b)} of B, in this order.")
+    mapping = dict(zip(steps_a, steps_b, strict=True))
+    return {key._replace(step=mapping[key.step]): value for key, value in a.items()}
+
+
+def _range(steps: Sequence[int]) -> str:
+    return str(steps[0]) if len(steps) == 1 else f"{steps[0]}–{steps[-1]}"
+
+
+def _match_ranks(a: Values, b: Values, notes: list[str]) -> _Two:
+    """Return both with the same ranks: those that both have, or the only one of one run beside each of the other."""
+    ranks_a, ranks_b = sorted({key.rank for key in a}), sorted({key.rank for key in b})
+    if ranks_a == ranks_b:
+        return a, b
+    if len(ranks_a) == 1 or len(ranks_b) == 1:
+        notes.append(
+            f"A has {len(ranks_a)} rank(s), B has {len(ranks_b)}: each is compared with the only one of the other run."
+        )
+        return (_on_ranks(a, ranks_b), b) if len(ranks_a) == 1 else (a, _on_ranks(b, ranks_a))
+    common = [rank for rank in ranks_a if rank in ranks_b]
+    notes.append(
+        f"A has ranks {ranks_a}, B has {ranks_b}: {common or 'none'} in common are compared. If ranks hold parts, "
+        "give dims=."
+    )
+    a, b = ({key: value for key, value in one.items() if key.rank in common} for one in (a, b))
+    return a, b
+
+
+def _on_ranks(values: Values, ranks: Iterable[int]) -> Values:
+    return {key._replace(rank=rank): value for rank in ranks for key, value in values.items()}
+
+
+# -- values that are returned in another way -----------------------------------------------------------------------
+
+
+def _keys_by_slot(values: Values) -> dict[ValueKey, list[ValueKey]]:
+    found: dict[ValueKey, list[ValueKey]] = defaultdict(list)
+    for key in values:
+        found[key.slot].append(key)
+    return found
+
+
+def _leaves_by_site(slots: Iterable[ValueKey]) -> dict[ValueKey, list[str]]:
+    found: dict[ValueKey, list[str]] = defaultdict(list)
+    for slot in slots:
+        found[slot._replace(leaf="")].append(slot.leaf)
+    return found
+
+
+def _sum_residuals(own: Values, other: Values, rules: Sequence[Rule]) -> Values:
+    """Return ``own`` with one value for the two of a residual pair, where ``other`` has one."""
+    slots = _keys_by_slot(own)
+    leaves, others = _leaves_by_site(slots), _leaves_by_site({key.slot: None for key in other})
+    found = dict(own)
+    for site, of_site in leaves.items():
+        is_pair = site.kind == "output" and sorted(of_site) == ["0", "1"] and len(others.get(site, ())) == 1
+        rule = _pair_rule_for(site.site, rules) if is_pair else None
+        if rule is None:
+            continue
+        firsts = slots[site._replace(leaf="0")]
+        both = [(key, key._replace(leaf="1")) for key in firsts]
+        if len(firsts) != len(slots[site._replace(leaf="1")]) or not all(
+            second in own and own[first].shape == own[second].shape for first, second in both
+        ):
+            continue
+        for first, second in both:
+            pair = found.pop(first), found.pop(second)
+            found[first._replace(leaf=others[site][0])] = _sum_of_pair(*pair, rule)
+    return found
+
+
+def _pair_rule_for(site: str, rules: Sequence[Rule]) -> PairRule | None:
+    return next((rule for rule in rules if isinstance(rule, PairRule) and name_matcher(rule.sites)(site)), None)
+
+
+def _sum_of_pair(first: Value, second: Value, rule: PairRule) -> Value:
+    if rule.take == "first":
+        return replace(first, note="the first of two")
+    note = "sum of hidden and residual"
+    return replace(first, read=_combined((first, second), _sum), fingerprint=None, note=note)
+
+
+def _with_leaves_of(a: Values, b: Values) -> Values:
+    """Return B with a leaf named as in A, where it is the only one of a site that is left on both sides."""
+    slots_a, slots_b = _keys_by_slot(a), _keys_by_slot(b)
+    left_a = _leaves_by_site(slot for slot in slots_a if slot not in slots_b)
+    left_b = _leaves_by_site(slot for slot in slots_b if slot not in slots_a)
+    found = dict(b)
+    for site, leaves in left_a.items():
+        others = left_b.get(site, [])
+        if len(leaves) == len(others) == 1:
+            note = f"{leaves[0] or 'the tensor'} of A beside {others[0] or 'the tensor'} of B"
+            for key in slots_b[site._replace(leaf=others[0])]:
+                found[key._replace(leaf=leaves[0])] = replace(found.pop(key), note=note)
+    return found
+
+
+def _fuse(own: Values, other: Values, rules: Sequence[Rule]) -> Values:
+    """Return ``own`` with one value for the parts of what is fused in ``other``."""
+    found, slots = dict(own), _keys_by_slot(own)
+    others = {key.slot: value for key, value in other.items()}
+    for rule in (rule for rule in rules if isinstance(rule, FusedRule)):
+        for slot, fused in others.items():
+            parts = [slot._replace(site=name) for name in _part_names(slot.site, rule)]
+            is_apart = slot not in slots and bool(parts)
+            if not is_apart or not all(part in slots and part not in others for part in parts):
+                continue
+            calls = [{(key.step, key.call): key for key in slots[part]} for part in parts]
+            if any(of.keys() != calls[0].keys() for of in calls):
+                continue
+            for step, call in calls[0]:
+                taken = [found.pop(of[step, call]) for of in calls]
+                names = "+".join(part.site.rpartition(".")[2] for part in parts)
+                found[slot._replace(step=step, call=call)] = _fuse_parts(fused.kind, taken, names, rule.groups)
+            slots = _keys_by_slot(found)
+    return found
+
+
+def _part_names(site: str, rule: FusedRule) -> list[str]:
+    """Return the names of the parts of a fused site; nothing if ``site`` is no such."""
+    head, dot, last = site.rpartition(".")
+    if last == rule.fused:
+        return [f"{head}{dot}{part}" for part in rule.parts]
+    owner, _, name = head.rpartition(".")  # a parameter: its own name comes behind that of the module
+    return [".".join(filter(None, (owner, part, last))) for part in rule.parts] if name == rule.fused else []
+
+
+def _fuse_parts(kind: str, parts: Sequence[Value], names: str, groups: int) -> Value:
+    """Return what the parts are together."""
+    if kind == "input":
+        return replace(parts[0], note=f"input of {names}")
+    along = 0 if kind in PARAMETERS else -1
+    join: Callable[[list[Tensor]], Tensor] = partial(_cat, along=along, groups=groups)
+    if kind == "input_grad":
+        shape, join = parts[0].shape, _sum
+    else:
+        sizes = list(parts[0].shape)
+        sizes[along] = sum(part.shape[along] for part in parts)
+        shape = tuple(sizes)
+    last = max(parts, key=lambda part: part.order)
+    return replace(last, shape=shape, read=_combined(parts, join), fingerprint=None, note=f"fused of {names}")
+
+
+def _combined(values: Sequence[Value], join: Callable[[list[Tensor]], Tensor]) -> Callable[[], Tensor] | None:
+    is_there = all(value.read is not None for value in values)
+    return (lambda: join([value.tensor() for value in values])) if is_there else None
+
+
+def _cat(tensors: list[Tensor], *, along: int, groups: int) -> Tensor:
+    """Return the tensors one after the other, or, of each group of heads, its part of each."""
+    if groups == 1:
+        return torch.cat(tensors, dim=along)
+    of_groups = [torch.stack(tensor.chunk(groups, along), 0 if along == 0 else -2) for tensor in tensors]
+    return torch.cat(of_groups, dim=1).flatten(0, 1) if along == 0 else torch.cat(of_groups, dim=-1).flatten(-2)
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total

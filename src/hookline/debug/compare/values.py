@@ -1,0 +1,242 @@
+"""Read one side of a comparison into a `Run`: a trace, a cache, a dict of tensors, safetensors or ``.npy`` files.
+
+`compare` and `bisect` call `read_run` for each side; what comes after it does not know where a value came from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+from urllib.parse import unquote
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hookline.debug.compare.key import PARAMETERS, Value, ValueKey, Values
+from hookline.debug.compare.read import TraceFolder, read_trace
+from hookline.debug.compare.rows import as_row_keys
+from hookline.errors import CompareError
+from hookline.guard.digest import dense
+from hookline.messages import type_name
+from hookline.observe.capture.cache import Cache
+from hookline.tree import leaves
+
+__all__ = ["Run", "RunSource", "by_key", "read_run"]
+
+_CACHE_KEY: Final = "hookline.capture"
+"""What the metadata of a file has that `Cache.save` wrote."""
+
+_RANK: Final = re.compile(r"rank_(\d+)")
+"""The folder of one rank in that of a trace, or of a precision check."""
+
+_CHECKED: Final = re.compile(r"(.*)_(\d+)_(forward|backward|forward_input|backward_input)(?:_t(\d+))?")
+"""The name of a file of a precision check, as `PrecisionRecord.stem` writes it."""
+_STAGES: Final = {
+    "forward": "output", "forward_input": "input", "backward": "output_grad", "backward_input": "input_grad",
+}  # fmt: skip
+
+RunSource: TypeAlias = str | Path | TraceFolder | Cache | Mapping[str, Any]
+"""What can be compared: the path of a trace, of a safetensors file or of a folder of ``.npy`` files, a read trace, a
+cache, tensors by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All values of one side."""
+
+    name: str
+    values: Values
+    problems: Sequence[str] = ()
+    """What is wrong with the files, in words."""
+    notes: Sequence[str] = ()
+    """What the writer of a trace has to say, and how values were put together."""
+    left_out: Sequence[str] = ()
+    """Those of its notes by which something is missing in it."""
+    asked: Sequence[str] = ()
+    """The kinds that a trace was to have."""
+
+    @property
+    def kinds(self) -> set[str]:
+        """Return the kinds that there are values of, or were to be, as a trace says."""
+        return {*self.asked, *(key.kind for key in self.values)}
+
+
+def by_key(items: Iterable[tuple[ValueKey, Value]]) -> dict[ValueKey, Value]:
+    """Return values by their keys; what is seen again under one key, such as a gradient, is a further call."""
+    found: dict[ValueKey, Value] = {}
+    for key, value in items:
+        while key in found:
+            key = key._replace(call=key.call + 1)
+        found[key] = value
+    return found
+
+
+def read_run(source: RunSource, name: str, rows: Any = None) -> Run:
+    """Return the values of one side; ``name`` stands for it in messages, ``rows`` says whose rows tensors have.
+
+    Recipe: ``read_run("trace_a", "A").values``.
+    """
+    run = _read(source, name)
+    if not run.values:
+        why = f" {' '.join(run.problems)}" if run.problems else ""
+        raise CompareError(f"{name} holds nothing to compare.{why} Trace or capture a run first.")
+    if rows is None:
+        return run
+    return replace(run, values={key: _with_rows(value, rows) for key, value in run.values.items()})
+
+
+def _with_rows(value: Value, rows: Any) -> Value:
+    return value if value.kind in PARAMETERS else replace(value, rows=as_row_keys(rows, value.shape))
+
+
+def _read(source: Any, name: str) -> Run:
+    if isinstance(source, str | Path):
+        path = Path(source)
+        if path.suffix == ".safetensors" or path.is_file():
+            return _of_file(path, name)
+        arrays = sorted(path.rglob("*.npy"), key=_when_written)
+        if arrays:
+            return _of_arrays(path, arrays, name)
+        return _of_rank(path, name) if _RANK.fullmatch(path.name) else _of_trace(read_trace(path), name)
+    if isinstance(source, TraceFolder):
+        return _of_trace(source, name)
+    if isinstance(source, Cache):
+        return _of_cache(source, name)
+    if isinstance(source, Mapping):
+        return _of_mapping(source, name)
+    raise CompareError(
+        f"{name} is {type_name(source)}: give the path of a trace, what read_trace() or capture() gave, or a dict from "
+        "names to tensors."
+    )
+
+
+def _of_trace(folder: TraceFolder, name: str) -> Run:
+    # Checkpointing repeats calls of the forward: such records are no calls of their own.
+    values = by_key((record.key, record) for record in folder.records if not record.recompute)
+    others = [note for note in folder.notes if note not in folder.left_out]
+    notes, missing, problems = (
+        [f"{name}: {one}" for one in dict.fromkeys(texts)] for texts in (others, folder.left_out, folder.problems)
+    )
+    return Run(name, values, problems, notes, missing, folder.head.get("kinds", ()))
+
+
+def _of_rank(path: Path, name: str) -> Run:
+    """Read the folder of one rank, so that two ranks of one run can be compared."""
+    run = _of_trace(read_trace(path.parent), name)
+    rank = int(path.name.removeprefix("rank_"))
+    own = {key._replace(rank=0): value for key, value in run.values.items() if key.rank == rank}
+    return replace(run, values=own)
+
+
+def _of_file(path: Path, name: str) -> Run:
+    """Read a file that `Cache.save` wrote, or any safetensors file, whose keys are then the names."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            if _CACHE_KEY not in (file.metadata() or {}):
+                return _of_mapping({key: file.get_tensor(key) for key in file.keys()}, name)  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CompareError(
+            f"{name}: {path} cannot be read as safetensors ({error}). Give the folder of a trace, or such a file."
+        ) from error
+    return _of_cache(Cache.load(path), name)
+
+
+def _of_arrays(folder: Path, files: Sequence[Path], name: str) -> Run:
+    """Read ``.npy`` files, in the order of the calls; those without numbers are left out."""
+    values, unread = [], []
+    for order, path in enumerate(files):
+        try:
+            array = _array(path)
+        except (OSError, ValueError, TypeError, EOFError) as error:
+            unread.append(f"{name}: {path} was left out: it cannot be read as numbers ({error}).")
+            continue
+        dtype = str(array.dtype).removeprefix("torch.")
+        key = _key_of_file(path.relative_to(folder))
+        values.append(Value(key, order, tuple(array.shape), dtype, partial(_array, path)))
+    notes = [f"{name}: the order of the calls is that in which its .npy files were written."]
+    return Run(name, by_key((value.key, value) for value in values), notes=notes, left_out=unread)
+
+
+def _array(path: Path) -> Tensor:
+    """Return an array, mapped from its file; it is not written to."""
+    array = np.load(path, mmap_mode="c", allow_pickle=False)
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
+
+
+def _when_written(path: Path) -> tuple[Any, ...]:
+    """Return what files are sorted by: when they were written, which some systems know to 4 ms.
+
+    Within that, those of the forward come first, then by the numbers in names, and the modules in a module before it.
+    """
+    words = re.split(r"(\d+)", path.with_suffix("").as_posix())
+    name = [(int(word), "") if word.isdecimal() else (-1, f"{word}~") for word in words]
+    return path.stat().st_mtime_ns, "_backward" in path.name, name
+
+
+def _key_of_file(path: Path) -> ValueKey:
+    """Return the key of an array: as a precision check names its files, else the name is that of a site."""
+    *folders, file = path.with_suffix("").parts
+    rank = _RANK.fullmatch(folders[0]) if folders else None
+    site = "/".join([*folders[bool(rank) :], file])
+    number = int(rank[1]) if rank else 0
+    found = _CHECKED.fullmatch(site)
+    if found is None:
+        return ValueKey(number, 0, "output", site)
+    return ValueKey(number, 0, _STAGES[found[3]], unquote(found[1]), found[4] or "", int(found[2]))
+
+
+def _of_cache(cache: Cache, name: str) -> Run:
+    """Return the values of a cache, in the order of the calls: it keeps modules by the end of their first call."""
+    calls = [(call.step, site, call) for site, captured in cache.items() for call in captured.calls]
+    calls.sort(key=lambda item: item[0])
+    begins = _begins([(step, site) for step, site, _ in calls])
+    found: list[tuple[tuple[int, ...], Value]] = []
+    """With when it was: forward or backward, place, depth."""
+    for place, (step, site, call) in enumerate(calls):
+        key = ValueKey(0, step, "output", site, call=call.call)
+        found += [((0, 2 * place + 1), one) for one in _leaves_of(key, call.output)]
+        if "inputs" in call.values:
+            given: dict[Any, Any] = {**dict(enumerate(call.inputs)), **call.kwargs}
+            # A module takes its input before the modules in it are called; the outer one first.
+            when = 0, 2 * begins.get((step, site), place), site.count(".") if site else -1
+            found += [(when, one) for one in _leaves_of(key._replace(kind="input"), given)]
+        if call.gradients or call.is_mixed:
+            found += [((1, -place), one) for one in _leaves_of(key._replace(kind="output_grad"), call.grads[0])]
+    found.sort(key=lambda item: item[0])
+    return Run(name, _numbered(value for _, value in found))
+
+
+def _begins(calls: Sequence[tuple[int, str]]) -> dict[tuple[int, str], int]:
+    """Return for each step and module the place of the first call inside of it."""
+    found: dict[tuple[int, str], int] = {}
+    for place, (step, site) in enumerate(calls):
+        parts = site.split(".") if site else []
+        for depth in range(len(parts) + 1):
+            found.setdefault((step, ".".join(parts[:depth])), place)
+    return found
+
+
+def _of_mapping(tensors: Mapping[str, Any], name: str) -> Run:
+    named = [(ValueKey(0, 0, "output", str(site)), value) for site, value in tensors.items()]
+    return Run(name, _numbered(one for key, value in named for one in _leaves_of(key, value)))
+
+
+def _leaves_of(key: ValueKey, value: Any) -> list[Value]:
+    """Return the tensors in ``value`` that have numbers."""
+    found = [(key._replace(leaf=str(path)), leaf) for path, leaf in leaves(value) if isinstance(leaf, Tensor)]
+    return [_value_of(at, tensor.dtype, plain) for at, tensor in found if (plain := dense(tensor)) is not None]
+
+
+def _value_of(key: ValueKey, dtype: torch.dtype, plain: Tensor) -> Value:
+    return Value(key, 0, tuple(plain.shape), str(dtype).removeprefix("torch."), lambda: plain)
+
+
+def _numbered(values: Iterable[Value]) -> dict[ValueKey, Value]:
+    return by_key((value.key, replace(value, order=order)) for order, value in enumerate(values))
