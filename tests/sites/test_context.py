@@ -734,7 +734,7 @@ def test_tasks_leave_nothing_behind():
         ("typo", Seen().hook, {}),
         ("same", lambda: None, {}),
     ],
-    ids=["no match", "bad hook", "bad option"],
+    ids=["no match", "bad hook"],
 )
 def test_an_attach_that_fails_leaves_no_scope_open(target, hook, options):
     """All or nothing."""
