@@ -347,14 +347,14 @@ class Run:
     @contextmanager
     def written_at_the_end(self) -> Iterator[None]:
         """Start hooks, and at the end finish them and write everything that they returned, however the block ends."""
-        hooks = self.manager.hooks.values()
+        hooks, output = self.manager.hooks.values(), self.manager.output
         try:
             for hook in hooks:
                 hook.take_scaler(self.experiment.scaler)
-            self.manager.hooks.start(self.model, self.ranks)
+            self.manager.hooks.start(self.model, output.ranks)
             yield
         except BaseException as error:
-            lost = self.ranks.leave(error)  # says more, if another rank ended first
+            lost = output.met.leave(error)  # says more, if another rank ended first
             self._release()
             try:
                 self._write()
