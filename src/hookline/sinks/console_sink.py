@@ -308,7 +308,7 @@ class MetricChoice:
 
     Args:
         asked: What the user wants to see: ``"hook/metric"``, the metric's name alone, or a pattern with ``*``. If it is
-            empty: loss and accuracies, then what is declared, then another number of every hook; eight at most.
+            empty: loss and accuracies, then what is declared, then the first number of every other hook; eight at most.
         declared: The metrics that the experiment declares: ``{group: {label: "hook/metric"}}``.
     """
 
@@ -322,14 +322,16 @@ class MetricChoice:
             return self._matching(metrics)
         numbers = [key for key, value in metrics.items() if key.count("/") <= 1 and _typical(value) is not None]
         names: dict[str, str] = {}
-        hooks: dict[str, str] = {}
+        for key in numbers:
+            names.setdefault(_split_key(key)[1], key)
+        declared = [key for labels in self._declared.values() for key in labels.values() if key in numbers]
+        chosen = dict.fromkeys([*(names[name] for name in _FIRST if name in names), *declared])
+        hooks = {_split_key(key)[0] for key in chosen}
         for key in numbers:
             hook, metric = _split_key(key)
-            names.setdefault(metric, key)
-            if metric not in _FIRST:
-                hooks.setdefault(hook, key)
-        declared = [key for labels in self._declared.values() for key in labels.values() if key in numbers]
-        chosen = dict.fromkeys([*(names[name] for name in _FIRST if name in names), *declared, *hooks.values()])
+            if hook not in hooks and metric not in _FIRST:
+                hooks.add(hook)
+                chosen[key] = None
         return list(chosen)[:_MAX_NUMBERS]
 
     def groups(self, metrics: Mapping[str, Any]) -> dict[str, dict[str, str]]:
