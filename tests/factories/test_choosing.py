@@ -170,3 +170,12 @@ def test_export_of_one_phase(tmp_path: Path) -> None:
         ("exp-1", "decode", (3,)),
         ("other", "decode", (1,)),
     ] * 2
+
+
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_a_stage_of_a_mixed_batch_keeps_its_tokens(as_tensor: bool) -> None:
+    """Whether they are given as a tensor or as numbers."""
+    ids: Any = (7, 8, 9, 3)
+    table = Tokens(("a", "b"), (3, 1), (0, 5), ("prefill", "decode"), ids=torch.tensor(ids) if as_tensor else ids)
+    assert [int(each) for each in table.in_stage("decode").ids] == [3]
+    assert [int(each) for each in table.in_stage("prefill").ids] == [7, 8, 9]

@@ -173,7 +173,7 @@ class Tokens:
             of(self.lengths),
             of(self.firsts),
             of(self.phases),
-            ids=chosen.pick(self.ids) if isinstance(self.ids, Tensor) else None,
+            ids=_picked(self.ids, chosen),
             positions=chosen.pick(self.positions) if self.positions is not None else None,
             keys=of(self.keys),
         )
@@ -243,6 +243,12 @@ class ChosenTokens:
             with torch.inference_mode(False):
                 found = self._on[device] = torch.from_numpy(self.places).to(device, non_blocking=True)
         return found
+
+
+def _picked(ids: Tensor | tuple[int, ...] | None, chosen: ChosenTokens) -> Tensor | tuple[int, ...] | None:
+    if isinstance(ids, tuple):
+        return tuple(ids[place] for place in chosen.places.tolist())
+    return None if ids is None else chosen.pick(ids)
 
 
 def _mask(tensor: Tensor, places: npt.NDArray[np.int64], count: int, shape: Sequence[int]) -> Tensor | bool:

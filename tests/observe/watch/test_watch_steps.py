@@ -282,3 +282,19 @@ def test_steps_counted_by_hand_stay_so() -> None:
     assert resumed.steps == 2
     for each in (watch, resumed):
         each.remove(quiet=True)
+
+
+def test_an_optimizer_that_steps_no_more_does_not_stop_the_count() -> None:
+    """One that was used for a warm-up alone: steps go on with the one that goes on, and none is lost."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    main, warm_up = (torch.optim.SGD(part.parameters(), 0.01) for part in (model, model[0]))
+    watch = hl.watch(model, every=4)
+    for step in range(100):
+        model(torch.ones(2, 3)).sum().backward()
+        main.step()
+        if step < 5:
+            warm_up.step()
+        main.zero_grad()
+    report = watch.report()
+    assert report["steps"] == 100
+    assert 19 <= report["fired"]["0/forward"] <= 25

@@ -49,6 +49,9 @@ Schedule: TypeAlias = "StepSchedule | BudgetedSchedule"
 BY_FORWARD: Final = "one forward of the model; in training, one step of the optimizer"
 BY_OPTIMIZER: Final = "the optimizer's step"
 BY_HAND: Final = "watch.step()"
+_MOST_WAITING: Final = 16
+"""How often another optimizer may step before the one that was met last counts as out of use: a critic steps five times
+for each step of its generator."""
 
 
 class OptimizerSteps:
@@ -92,7 +95,7 @@ class OptimizerSteps:
 class OptimizersOf(OptimizerSteps):
     """The same for any optimizer that holds parameters of `model`; the one that was met last ends a step.
 
-    `found` is called with the number of those before when another one makes its first step.
+    Where that one steps no more, or rarely, another that goes on takes its place. `found` is called with the number of those before when another one makes its first step.
     """
 
     def __init__(
@@ -107,6 +110,8 @@ class OptimizersOf(OptimizerSteps):
         self._last = lambda: None
         self._holds: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         """For each optimizer that has stepped: whether it holds parameters of the model."""
+        self._waiting: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """How often each has stepped since the last step was over."""
         self._handles = HandleSet()
         own = weakref.ref(self)  # a hook on every optimizer must not keep a watch alive
 
@@ -123,6 +128,20 @@ class OptimizersOf(OptimizerSteps):
         self._handles.add(attach_everywhere(begin, on="step_pre", observe=True, name="watch"))
         self._handles.add(attach_everywhere(end, on="step_post", name="watch"))
         weakref.finalize(self, self._handles.remove, quiet=True)
+
+    def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        super()._end(optimizer, args, kwargs)
+        if phase() != "train":
+            return
+        if optimizer is self._last():
+            self._waiting.clear()
+            return
+        steps = self._waiting[optimizer] = self._waiting.get(optimizer, 0) + 1
+        if steps > _MOST_WAITING:
+            self._last = weakref.ref(optimizer)
+            self._waiting.clear()
+            for _ in range(steps):
+                self._over()
 
     def _counts(self, optimizer: Optimizer) -> bool:
         known = self._holds.get(optimizer)
