@@ -95,7 +95,8 @@ class OptimizerSteps:
 class OptimizersOf(OptimizerSteps):
     """The same for any optimizer that holds parameters of `model`; the one that was met last ends a step.
 
-    Where that one steps no more, or rarely, another that goes on takes its place. `found` is called with the number of those before when another one makes its first step.
+    Where that one steps no more, or rarely, another that goes on takes its place. `found` is called with the number of
+    those before when another one makes its first step.
     """
 
     def __init__(
