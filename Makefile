@@ -72,8 +72,8 @@ TESTS := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=20
 test: setup check docs ## set up, then lint, types, layers, links and the quick tests
 	@$(TESTS) $(ARGS)
 
-test-slow: setup ## the other tests: builds of site and wheel, Chromium, compilers, processes, full products of options
-	@$(TESTS) -m slow $(ARGS)
+test-slow: setup ## the other tests: builds of site and wheel, Chromium, compilers, processes
+	@$(TESTS) -m 'slow and not full' $(ARGS)
 
 check: lint ## lint, format, types, layers
 	@$(TYPES)

@@ -19,24 +19,26 @@ if TYPE_CHECKING:
 
 SLOW = tuple((Path(__file__).parent / "slow.txt").read_text(encoding="utf-8").split())
 """What `make test-slow` runs besides the tests that are marked ``slow``: whole files, and tests by name."""
+QUICK = "not slow and not full"
+"""What `make test` chooses by marks, see pyproject.toml."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out slow files before they are imported: a few of them import transformers and Lightning, for 15 s."""
     path = collection_path.relative_to(Path(__file__).parent.parent).as_posix()
-    return True if path in SLOW and config.getoption("markexpr") == "not slow" else None
+    return True if path in SLOW and config.getoption("markexpr") == QUICK else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of `SLOW`, and those marked ``variant``, before pytest chooses by marks."""
+    """Mark the tests of `SLOW` before pytest chooses by marks."""
     for item in items:
-        if item.nodeid.startswith(SLOW) or item.get_closest_marker("variant") is not None:
+        if item.nodeid.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make the cases of ``@pytest.mark.product(kind=KINDS, mode=MODES)``; beyond every pair of values they are slow."""
+    """Make the cases of ``@pytest.mark.product(kind=KINDS, mode=MODES)``; beyond every pair they are ``full``."""
     for mark in metafunc.definition.iter_markers("product"):
         metafunc.parametrize(tuple(mark.kwargs), cases(mark.kwargs, mark.args[0] if mark.args else 2))
 
@@ -47,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Workers inherit the folder of `helpers_warm`, so that one process imports torch for all of them. A test or a slow
     file that is named on the command line runs, slow or not.
     """
-    if config.option.markexpr == "not slow" and any("::" in each or each.endswith(SLOW) for each in config.args):
+    if config.option.markexpr == QUICK and any("::" in each or each.endswith(SLOW) for each in config.args):
         config.option.markexpr = ""
     if SHARED not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="hookline-warm-", ignore_cleanup_errors=True)

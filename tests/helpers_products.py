@@ -1,7 +1,7 @@
 """Turn ``@pytest.mark.product(...)`` into test cases: every combination, of which those that make every pair are quick.
 
 `conftest` calls `cases`. A product of five options has hundreds of cases and finds hardly more than its pairs do, so
-``make test`` runs pairs, and ``make test-slow`` the rest.
+``make test`` runs pairs, and ``pytest -m full`` the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def cases(axes: Mapping[str, Collection[Any]], strength: int) -> list[Any]:
     rows = list(product(*places))
     quick = rows if len(places) <= strength else _covering(places, strength)
     return [
-        _case([axis[place] for axis, place in zip(named, row, strict=True)], () if row in quick else pytest.mark.slow)
+        _case([axis[place] for axis, place in zip(named, row, strict=True)], () if row in quick else pytest.mark.full)
         for row in rows
     ]
 

@@ -50,9 +50,9 @@ def rows(folder: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.variant)]
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full)]
 )
-@pytest.mark.variant
+@pytest.mark.full
 def test_a_stopped_run_saves_and_goes_on_as_if_nothing_had_been(tmp_path, whole, number, code):
     """The exit code, the sentence with the command, and after it: weights, records and rows as of one piece."""
     process = start(tmp_path)

@@ -276,7 +276,7 @@ def test_mod_arithmetic_learns_by_heart_then_finds_the_rule():
     assert result.metrics["val_acc"] > 0.8  # chance is 1 in 59
 
 
-@pytest.mark.variant
+@pytest.mark.full
 def test_digits_are_learnt():
     """As shipped; chance is 0.1."""
     torch.manual_seed(199)

@@ -31,7 +31,7 @@ def test_a_process_that_ends_with_hooks_on_says_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.variant
+@pytest.mark.full
 def test_a_process_that_ends_with_compiled_hooks_on_says_nothing() -> None:
     """Also where hooks are part of compiled code, or came after it."""
     found = endings("compiled")

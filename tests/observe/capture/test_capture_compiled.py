@@ -84,7 +84,7 @@ def run(model: nn.Module, call: Any, *, late: bool) -> dict[str, list[Any]]:
     [
         pytest.param("aot_eager", False, id="aot_eager-before the first call"),
         pytest.param("aot_eager", True, id="aot_eager-after it"),
-        pytest.param("inductor", False, id="inductor-before the first call", marks=pytest.mark.variant),
+        pytest.param("inductor", False, id="inductor-before the first call", marks=pytest.mark.full),
         pytest.param("inductor", True, id="inductor-after it"),
     ],
 )

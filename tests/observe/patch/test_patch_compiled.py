@@ -186,7 +186,7 @@ def test_compiled_edits_work_without_gradients(mode):
         assert torch.equal(compiled(x), model(x))
 
 
-@pytest.mark.variant
+@pytest.mark.full
 def test_inductor_does_the_same():
     """Within the error that compiling has anyway: put on, trained through, taken off."""
     model, x = made()

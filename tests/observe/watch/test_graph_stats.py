@@ -101,7 +101,7 @@ def _kept_for_backward(*, watched: bool) -> list[tuple[int, str]]:
     return sorted((tensor.numel(), str(tensor.dtype)) for tensor in kept if tensor.numel() > 1)
 
 
-@pytest.mark.variant
+@pytest.mark.full
 def test_the_compiler_keeps_for_the_backward_what_it_would_have_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Watched or not, the same bytes; and the switch that was borrowed for it is back."""
     bare = _kept_for_backward(watched=False)

@@ -95,10 +95,10 @@ def by_block(model: Net, backend: str) -> Any:
     ("compile_it", "late"),
     [
         pytest.param(whole, False, id="whole-before"),
-        pytest.param(whole, True, id="whole-after the first call", marks=pytest.mark.variant),
-        pytest.param(in_place, False, id="in_place-before", marks=pytest.mark.variant),
+        pytest.param(whole, True, id="whole-after the first call", marks=pytest.mark.full),
+        pytest.param(in_place, False, id="in_place-before", marks=pytest.mark.full),
         pytest.param(in_place, True, id="in_place-after the first call"),
-        pytest.param(by_block, False, id="by_block-before", marks=pytest.mark.variant),
+        pytest.param(by_block, False, id="by_block-before", marks=pytest.mark.full),
         pytest.param(by_block, True, id="by_block-after the first call"),
     ],
 )
@@ -137,7 +137,7 @@ def test_the_hooks_are_not_called_but_the_graph_itself_counts():
     assert watch.report()["fired"] == {"blocks.0/forward": 1}
 
 
-@pytest.mark.variant
+@pytest.mark.full
 def test_inductor_gives_the_numbers_of_eager_code():
     """The real compiler, a training step of a GPT-2 of one layer, forward and backward."""
     model, inputs = make("gpt2", n_layer=1), batch_for("gpt2")["input_ids"]

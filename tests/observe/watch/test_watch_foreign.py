@@ -175,7 +175,7 @@ def test_hooks_that_come_on_as_a_step_begins_see_the_backward_pass_of_that_step(
     assert [fired[place] for place in places] == [3] * 4
 
 
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.variant), "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.full), "aot_eager"])
 def test_compiled_code_tells_training_from_evaluation_too(backend: str) -> None:
     """In one graph, compiled once for each of the two; gradients are off while it runs, and were on when it began."""
     torch.compiler.reset()

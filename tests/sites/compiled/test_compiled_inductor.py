@@ -47,7 +47,7 @@ def _train(model: nn.Module, run: Any, seen: list[Seen]) -> list[float]:
     return losses
 
 
-@pytest.mark.variant
+@pytest.mark.full
 def test_a_late_hook_on_gpt2_sees_a_training_run_as_in_eager_code() -> None:
     """Forward and gradient, on blocks and their parts, without a break: one graph without hooks and one with."""
     model = _gpt2()
@@ -68,7 +68,7 @@ def test_a_late_hook_on_gpt2_sees_a_training_run_as_in_eager_code() -> None:
     assert graphs() == 2
 
 
-@pytest.mark.variant
+@pytest.mark.full
 def test_on_and_off_twelve_times_takes_two_graphs_and_every_call_fires() -> None:
     """Attached before the first call: one graph with hooks, one without."""
     model, x = Blocks(), torch.randn(3, 4)

@@ -146,7 +146,7 @@ def test_the_comparison_can_fail() -> None:
     assert "losses" in different
 
 
-@pytest.mark.variant
+@pytest.mark.full
 def test_under_inductor_it_is_another_compilation_of_the_same_program() -> None:
     """Within a few times what compiling changes; dropout is drawn from the same stream, which ends the same.
 

@@ -96,7 +96,7 @@ def test_a_hook_attached_inside_is_part_of_one_graph(function: Callable[[Tensor]
 
 
 @pytest.mark.slow
-@pytest.mark.variant
+@pytest.mark.full
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
 def test_the_same_with_inductor(function: Callable[[Tensor], Tensor]) -> None:
     """Its own code, the same gradients."""

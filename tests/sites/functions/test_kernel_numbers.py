@@ -75,7 +75,7 @@ def outcomes() -> dict[tuple[object, ...], tuple[object, ...]]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, about casts of complex numbers
 @pytest.mark.parametrize(
-    "target", [pytest.param("aten.*", marks=pytest.mark.variant), ["aten.add", "aten.mul", "aten.div", "aten.sub"]]
+    "target", [pytest.param("aten.*", marks=pytest.mark.full), ["aten.add", "aten.mul", "aten.div", "aten.sub"]]
 )
 def test_a_number_beside_a_tensor_counts_as_torch_counts_it(target: str | list[str]) -> None:
     """Bits and types of every sort of number beside every sort of tensor, hooked and not; an error stays one."""

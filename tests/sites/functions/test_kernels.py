@@ -247,7 +247,7 @@ _PREAMBLE = """
 
 
 @pytest.mark.slow
-@pytest.mark.variant
+@pytest.mark.full
 def test_compiled_code_beside_hooks_runs_and_says_once_that_operators_do_not_fire() -> None:
     """Hooks on operators before and after compiling, hooks on functions with and without a match, fullgraph."""
     printed = in_process("""

@@ -71,7 +71,7 @@ def _wait_for(process: ForkServerProcess, progress: object, steps: int) -> None:
         time.sleep(0.0005)
 
 
-@pytest.mark.parametrize(("workers", "seed"), [(0, 0), pytest.param(0, 1, marks=pytest.mark.variant), (2, 2)])
+@pytest.mark.parametrize(("workers", "seed"), [(0, 0), pytest.param(0, 1, marks=pytest.mark.full), (2, 2)])
 @pytest.mark.parametrize("loop", ["epoch", "step"])
 def test_a_run_that_is_killed_and_resumed_is_the_run_that_never_was(loop, workers, seed, processes, whole, tmp_path):
     """Weights, optimizer, streams, belongings, hooks, and the log line by line, timing apart."""

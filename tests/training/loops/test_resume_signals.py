@@ -214,7 +214,7 @@ def test_a_forked_process_ignores_the_press_and_ends_by_termination():
 
 
 @pytest.mark.parametrize(
-    ("number", "workers"), [pytest.param(signal.SIGINT, 2, marks=pytest.mark.variant), (signal.SIGTERM, 0)]
+    ("number", "workers"), [pytest.param(signal.SIGINT, 2, marks=pytest.mark.full), (signal.SIGTERM, 0)]
 )
 def test_a_process_with_workers_that_is_told_to_stop_is_resumed_as_if_it_never_was(number, workers, tmp_path):
     """The press goes to the whole group, as from a terminal; two runs in one folder are kept apart meanwhile."""

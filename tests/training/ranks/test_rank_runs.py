@@ -70,7 +70,7 @@ def test_records_are_of_all_ranks_and_go_to_the_sinks_of_rank_zero(both):
     assert first["names"] == second["names"]
 
 
-@pytest.mark.variant
+@pytest.mark.full
 def test_four_ranks_make_one_record():
     """Sum, maximum, mean and list of four; all end with the same weights."""
     found = run_ranks(f"{SCENARIOS}:reductions", ranks=4)
@@ -151,7 +151,7 @@ def test_other_hooks_on_one_rank_are_an_error_on_every_rank(both):
     assert "rank 0 has local; rank 1 has local, broken" in both[0]["other_hooks"]
 
 
-@pytest.mark.variant
+@pytest.mark.full
 def test_a_rank_that_comes_too_late_is_named_with_the_hooks():
     """A hook of rank 1 takes longer than the time-out."""
     first, _ = run_ranks(f"{SCENARIOS}:slow_hook", may_fail=[1], environment={"HOOKLINE_RANK_TIMEOUT": "2"})
