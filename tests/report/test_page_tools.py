@@ -30,7 +30,7 @@ def _hovered(page: Any, selector: str) -> list[list[float]]:
     return points
 
 
-def _move_to(page: Any, selector: str, share: float, height: float = 0.1) -> None:
+def _move_to(page: Any, selector: str, share: float, height: float = 0.5) -> None:
     box = page.locator(f"{selector} .nsewdrag").bounding_box()
     page.mouse.move(box["x"] + share * box["width"], box["y"] + height * box["height"], steps=3)
 
