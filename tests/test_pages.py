@@ -42,7 +42,6 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_they_show(page: Path) 
     """Every python block runs, in one namespace per page; a text block after it is its exact output."""
     namespace: dict[str, object] = {"__name__": "__page__"}
     HOOK_CALLS.clear()  # of other tests in this process
-    gc.collect()  # a watch of the page before is in its namespace, a ring; while it lives it looks at every optimizer
     printed = None
     for language, text in _blocks(page):
         if language == "python":
@@ -53,6 +52,9 @@ def test_the_blocks_of_a_page_run_in_order_and_print_what_they_show(page: Path) 
         elif language == "text" and printed is not None:
             assert printed == text
             printed = None
+    HOOK_CALLS.clear()  # they hold the namespace; a watch in it looks at every optimizer while it lives
+    namespace.clear()
+    gc.collect()
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)

@@ -49,7 +49,7 @@ for epoch in range(3):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    print("epoch", epoch, "of", __name__)
+    print(f"epoch {epoch} of {__name__}\\n", end="")  # one write: two ranks share the terminal
 if os.environ.get("RANK", "0") == "0":
     torch.save([layers.state_dict(), optimizer.state_dict(), torch.get_rng_state()], sys.argv[1])
 if ranks > 1:

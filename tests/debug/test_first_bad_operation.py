@@ -110,6 +110,7 @@ def test_autocast_and_compiled_models_are_checked_and_the_second_run_is_eager() 
     assert check.reports[0].is_same is True
 
     torch.manual_seed(0)
+    torch.compiler.reset()  # the compiler passes over a Sequential of which it once found nothing to compile
     model = nn.Sequential(nn.Linear(4, 4), Logarithm(), nn.Linear(4, 1))
     model.compile(backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

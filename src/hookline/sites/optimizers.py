@@ -116,6 +116,15 @@ def optimizer_entries(optimizer: Optimizer) -> tuple[HookAtSite, ...]:
     return () if hooks is None else hooks.entries
 
 
+def meet_optimizer(optimizer: Any) -> None:
+    """Have torch call the hooks on every optimizer for this one, as it does from its first step on.
+
+    Who compares the optimizer with itself later calls this before: it adds to the optimizer's dictionaries.
+    """
+    if takes_hooks(optimizer):
+        _EVERYWHERE.meet(optimizer)
+
+
 def optimizer_entries_everywhere() -> tuple[HookAtSite, ...]:
     """Return the hooks of ours on every optimizer."""
     return _EVERYWHERE.entries
@@ -229,10 +238,11 @@ class _OptimizersEverywhere(HookContainer):
         attachment.entries[entry] = None
         self.entries += (entry,)
         if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self._meet)
+            self._handle = register_optimizer_step_pre_hook(self.meet)
 
     @_torch.untraced
-    def _meet(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def meet(self, optimizer: Optimizer, *given: Any) -> None:
+        """Register with an optimizer that is new."""
         if self.entries and _existing_hooks(optimizer) is None and not _torch.is_inner_step(optimizer):
             _OptimizerHooks().register(optimizer, Kind.STEP_PRE)
 
