@@ -187,7 +187,7 @@ def test_backward_hook_builder_of_ones_own():
 
 
 def test_call_order():
-    """The picture of docs/sources.md: built at set-up, forward hooks in order, backward hooks the other way round."""
+    """The order of a run: built at set-up, forward hooks in order, backward hooks the other way round."""
     events: list[str] = []
     cfg, policy, trainer = TrainTool(), actor_critic(), new_trainer()
 
