@@ -58,15 +58,43 @@ def metric_names(name: str) -> set[str]:
 
 
 def table(name: str) -> str:
-    """Return the table of a hook's metrics; those that there are of each part too are named below it."""
-    head = ("metric", "what it is", "formula", "how to read it")
+    """Return the table of a hook's metrics; those of each layer or parameter are named below it."""
+    head = ("metric", "what it is, and how to read it", "formula")
     found = metrics(name)
     whole = {info.name for info in found}
-    by_part = [info.name for info in found if info.name.rpartition("/{")[0] in whole]
-    rows = [(f"`{m.name}`", m.description, m.formula, m.sign_info) for m in found if m.name not in by_part]
+    by_part = [info.name for info in found if _is_of_a_part(info.name, whole)]
+    rows = _folded_by_number([m for m in found if m.name not in by_part])
     lines = [head, ("---",) * len(head), *rows]
     text = "".join(f"| {' | '.join(_safe(cell) for cell in line)} |\n" for line in lines)
-    return text + (f"\nOf each part too: {', '.join(f'`{each}`' for each in by_part)}.\n" if by_part else "")
+    return text + (f"\nAlso per layer or parameter: {', '.join(f'`{each}`' for each in by_part)}.\n" if by_part else "")
+
+
+def _is_of_a_part(name: str, whole: set[str]) -> bool:
+    """Say whether the name without one of its placeholders (``{layer}/load_max``) is a metric too."""
+    words = name.split("/")
+    others = ["/".join(words[:i] + words[i + 1 :]) for i, word in enumerate(words) if word.startswith("{")]
+    return any(other in whole for other in others)
+
+
+def _folded_by_number(found: list[MetricInfo]) -> list[tuple[str, str, str]]:
+    """Return the rows of a table; metrics that differ by the number in their name share one, with k for it."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for info in found:
+        about = f"{info.description}. {_capital(info.sign_info)}" if info.sign_info else info.description
+        formula = info.formula
+        number = re.search(r"\d+", info.name)
+        if number and f" {number[0]}" in info.description:
+            about, formula = _with_k(about, number[0]), _with_k(formula, number[0])
+        rows.setdefault((about, formula), []).append(f"`{info.name}`")
+    return [(", ".join(names), about, formula) for (about, formula), names in rows.items()]
+
+
+def _with_k(text: str, number: str) -> str:
+    return re.sub(rf"(?<!\d){number}(?![\d:])", "k", text)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _safe(cell: str) -> str:

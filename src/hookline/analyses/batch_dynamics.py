@@ -123,7 +123,7 @@ class BatchDynamicsHook(StepAnalysis):
 
 
 def _efficiency(size: int) -> tuple[str, ...]:
-    sign = f"1: all agree; {size**-0.5:.2f}: a random walk; 0: they cancel"
+    sign = f"1: all agree; 1/√{size} for a random walk; 0: they cancel"
     return f"efficiency_{size}", f"how much of the newest {size} gradients adds up", "‖Σ g‖ / Σ ‖g‖", sign
 
 
