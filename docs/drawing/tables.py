@@ -78,15 +78,15 @@ def _is_of_a_part(name: str, whole: set[str]) -> bool:
 
 def _folded_by_number(found: list[MetricInfo]) -> list[tuple[str, str, str]]:
     """Return the rows of a table; metrics that differ by the number in their name share one, with k for it."""
-    rows: dict[tuple[str, str], list[str]] = {}
+    rows: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
     for info in found:
         about = f"{info.description}. {_capital(info.sign_info)}" if info.sign_info else info.description
-        formula = info.formula
         number = re.search(r"\d+", info.name)
-        if number and f" {number[0]}" in info.description:
-            about, formula = _with_k(about, number[0]), _with_k(formula, number[0])
-        rows.setdefault((about, formula), []).append(f"`{info.name}`")
-    return [(", ".join(names), about, formula) for (about, formula), names in rows.items()]
+        folded = (_with_k(about, number[0]), _with_k(info.formula, number[0])) if number else (about, info.formula)
+        rows.setdefault(folded, []).append((f"`{info.name}`", about, info.formula))
+    return [
+        same[0] if len(same) == 1 else (", ".join(row[0] for row in same), *folded) for folded, same in rows.items()
+    ]
 
 
 def _with_k(text: str, number: str) -> str:
