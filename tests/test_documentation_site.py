@@ -43,6 +43,7 @@ def check_that_every_page_is_there(pages: dict[str, str]) -> None:
         assert str(folder / "index.html") in pages
     for made in ("changelog", "contributing", "results", "examples", *(f"examples/{e.stem}" for e in EXAMPLES)):
         assert f"{made}/index.html" in pages
+    assert "--matmul-precision" in pages["command_line/index.html"]  # what `hookline run --help` prints
     for name in errors.__all__:
         assert f'<h2 id="{name.lower()}">{name}' in pages["errors/index.html"]
 

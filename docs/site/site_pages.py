@@ -2,7 +2,7 @@
 
 mkdocs calls `on_config`, `on_files` and `on_page_markdown` (mkdocs.yml, `hooks`). Pages that are made: the first
 (README.md), the results of the benchmarks, the changelog, a page for each example, and the reference, from the stubs
-that list the public names.
+that list the public names. `<!-- hookline COMMAND --help -->` on a page becomes what that command prints.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -41,6 +43,7 @@ HOW_TO = "How to"
 
 FENCE = re.compile(r"^\s*(```|~~~)")
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s]+)(\))")
+HELP = re.compile(r"^<!-- hookline (.*--help) -->$", re.MULTILINE)
 
 
 # -- what mkdocs calls ----------------------------------------------------------------------------------------------
@@ -63,9 +66,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links out of docs/ lead to the site or to the repository."""
+    """Let links out of docs/ lead to the site or to the repository, and put in the help of commands where it is named."""
     source = next((old for old, new in COPIED.items() if new == page.file.src_uri), f"docs/{page.file.src_uri}")
-    return "\n".join(_relinked(markdown, source, page.file.src_uri))
+    return "\n".join(_relinked(HELP.sub(_printed_help, markdown), source, page.file.src_uri))
 
 
 def on_post_build(config: MkDocsConfig) -> None:
@@ -158,6 +161,14 @@ def public_names(module: str) -> tuple[tuple[str, str], ...]:
         imported = [(module, name) for name in re.findall(r"^(?:class|def) ([A-Za-z]\w*)", text, re.MULTILINE)]
         return tuple((name, home) for home, name in imported)
     return tuple(sorted(((name, home) for home, name in imported), key=lambda pair: pair[0].lower()))
+
+
+def _printed_help(mark: re.Match[str]) -> str:
+    """Return what a command prints, as a block of code."""
+    environment = {**os.environ, "COLUMNS": "110", "PYTHONPATH": str(PACKAGE.parent)}
+    command = [sys.executable, "-m", "hookline", *mark[1].split()]
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    return f"```text\n{printed}```"
 
 
 # -- links ----------------------------------------------------------------------------------------------------------
