@@ -41,7 +41,7 @@ _LOSS_WINDOW: Final = 64
 """The same of a loss. Of 100,000 normal losses 0 to 3 are then beyond six times the noise. Over 20 points it were 40:
 so short a measure of noise is often too small, and the other rules need a rise that is larger by itself."""
 _SIGMAS: Final = 6.0
-"""Batches of the quiet recorded runs stay within 5 of their noise; see the table in docs/report.md."""
+"""Batches of the quiet recorded runs stay within 5 of their noise; see docs/report.md."""
 _SETTLED: Final = 20
 """A curve that stays up for so many points has a new level."""
 _LOSS: Final = 1.4
