@@ -31,15 +31,13 @@ PAGE = FOLDER / "RESULTS.md"
 INTRO = """\
 # Results
 
-Written by `make bench` from [results.json](results.json), which has every row with its machine, versions and date; this
-page shows the rows to decide by, and each target that is missed. Other libraries are on [a page of
-their own](../docs/peers.md).
+Written by `make bench` from [results.json](results.json), which has every row with its machine, versions and date. Other
+libraries are on [their own page](../docs/peers.md).
 
-Each ratio is the median over many rounds, with its quartiles. In a round every variant runs once, in shuffled order, in
-one process with one torch thread and the garbage collector off, and the ratio is formed inside the round. A/A is the
-denominator measured against itself in the same rounds: a difference smaller than that spread is none. On the CPU it is
-CPU time of the thread, on the GPU wall-clock time up to a synchronize. oneDNN (mkldnn) is off: on some machines it
-makes small layers so slow that they hide every overhead.
+Each ratio is the median over many rounds, with its quartiles; 1.00 is no slowdown. In a round every variant runs once, in shuffled
+order, in one process with one torch thread and the garbage collector off. A/A is the denominator measured against itself in the
+same rounds: a difference smaller than that spread is none. On the CPU it is CPU time of the thread, on the GPU
+wall-clock time up to a synchronize. oneDNN is off: on some machines it makes small layers so slow that they hide every overhead.
 """
 
 Sections = dict[str, list[dict[str, Any]]]
@@ -98,15 +96,17 @@ def make_page(sections: Sections | None = None) -> str:
     """Return the text of the page."""
     sections = load() if sections is None else sections
     rows = {(section, plain["name"]): _row(plain) for section in sections for plain in sections[section]}
-    parts = [INTRO, *_machines(sections)]
-    for question, names in tomllib.loads((FOLDER / "page.toml").read_text(encoding="utf-8")).items():
+    questions = tomllib.loads((FOLDER / "page.toml").read_text(encoding="utf-8"))
+    shown = [rows[key] for names in questions.values() for key in map(_key, names)]
+    parts = [INTRO, *_machines(sections), _models(shown)]
+    for question, names in questions.items():
         lines = [_line(section, rows[section, name]) for section, name in map(_key, names)]
         parts.append("\n".join([f"## {question}\n", _TABLE_HEAD, *lines, ""]))
     return "\n".join([*parts, "## Missed targets\n", *_missed(sections), ""])
 
 
 _TABLE_HEAD = """\
-| on | row | ratio [quartiles] | A/A | target | what is divided by what, and the model |
+| on | row | ratio [quartiles] | A/A | target | what is divided by what |
 |---|---|---|---|---|---|"""
 
 
@@ -117,23 +117,39 @@ def _key(text: str) -> tuple[str, str]:
 
 def _line(section: str, row: Row) -> str:
     target = row.target if row.verdict in ("met", "–") else f"{row.target}, {row.verdict}"
-    what = f"{row.numerator} / {row.denominator}; {row.model}"
-    return f"| {section} | {row.name} | {row.ratio} | {row.same.low:.3f} to {row.same.high:.3f} | {target} | {what} |"
+    what = f"{row.numerator} / {row.denominator}"
+    model = row.model.partition(":")[0]
+    named = model == "no model" or model in row.name
+    noise = f"{row.same.low:.3f} to {row.same.high:.3f}"
+    return f"| {section} | {row.name} | {row.ratio} | {noise} | {target} | {what}{'' if named else f'; {model}'} |"
 
 
 def _machines(sections: Sections) -> Iterator[str]:
     for section, rows in sections.items():
-        places = sorted({f"{row['machine']}; {row['versions']}; {row['date']}" for row in rows})
-        yield "\n".join([f"{section} rows were measured on:\n", *(f"- {place}" for place in places), ""])
+        days: dict[str, set[str]] = {}
+        for row in rows:
+            days.setdefault(f"{row['machine']}; {row['versions']}", set()).add(row["date"])
+        places = [f"- {place}; {', '.join(sorted(days[place]))}" for place in sorted(days)]
+        yield "\n".join([f"{section} rows were measured on:\n", *places, ""])
+
+
+def _models(rows: list[Row]) -> str:
+    """Say once what the models of the rows are, which the tables only name."""
+    models = sorted({row.model for row in rows if ":" in row.model})
+    return "\n".join(["Models:\n", *(f"- {model}" for model in models), ""])
 
 
 def _missed(sections: Sections) -> Iterator[str]:
+    """Yield a line for each reason, with the rows that it explains."""
     why = tomllib.loads((FOLDER / "missed.toml").read_text(encoding="utf-8"))
+    by_reason: dict[str, list[str]] = {}
     for section, rows in sections.items():
         for row in map(_row, rows):
             if "missed" in row.verdict:
-                reason = why.get(row.name, "Not explained yet.")
-                yield f"- {section}, {row.name}: {row.ratio.median:.3f}, target {row.target}. {reason}"
+                told = f"{section}, {row.name}: {row.ratio.median:.3f} ({row.target})"
+                by_reason.setdefault(why.get(row.name, "Not explained yet."), []).append(told)
+    for reason, told in by_reason.items():
+        yield f"- {'; '.join(told)}. {reason}"
 
 
 # -- this machine ----------------------------------------------------------------------------------------------------
