@@ -17,7 +17,7 @@ from typing import Any
 
 PAGE = Path(__file__).with_name("debugging.md")
 PICTURES = PAGE.with_name("pictures")
-WALKS = ("port", "half", "decode", "residual")
+WALKS = ("port", "residual")
 """The comparisons of the page that have a picture."""
 _PAIR = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 
