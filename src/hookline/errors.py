@@ -150,7 +150,7 @@ class UnhookableError(HooklineError, TypeError, RuntimeError):
 
 
 class HookReturnError(HooklineError, RuntimeError):
-    """A hook returned something that cannot stand in for what it was shown."""
+    """A hook returned a value that cannot replace the one it received (wrong type or structure)."""
 
 
 class ScopeError(HooklineError, RuntimeError):
@@ -178,11 +178,11 @@ class MetricError(HooklineError, TypeError):
 
 
 class LifecycleError(HooklineError, RuntimeError):
-    """A moment of a run was told out of turn, or a hook asked for what the run does not have (a loss, a batch)."""
+    """A point of a run was fired out of turn, or a hook asked for what the run does not have (a loss, a batch)."""
 
 
 class ConfigError(HooklineError, ValueError):
-    """A file of settings cannot be read, or says what nobody understands; the message names the line."""
+    """A file of settings cannot be read, or has an unknown key or value; the message names the line."""
 
 
 class NotAllowedError(HooklineError, PermissionError):
@@ -190,7 +190,7 @@ class NotAllowedError(HooklineError, PermissionError):
 
 
 class GuardError(HooklineError, RuntimeError):
-    """Something cannot be put back, or a hook changed what it had declared to leave alone."""
+    """Something cannot be restored, or a hook changed what it had declared not to change."""
 
 
 class CheckpointError(HooklineError, RuntimeError):
