@@ -10,21 +10,18 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from measure import Row, Samples, interleave, ratios, spread, trial, typical
+from measure import Row, Samples, ratios, spread, typical
 from subject import Setting
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hookline as hl
 from hookline.training.mod_arithmetic import Config, ModArithmetic
 
-__all__ = ["analyses", "hessian_products"]
+__all__ = ["analyses"]
 
 PLAIN, AGAIN = "no hooks", "no hooks again"
 MODEL = "mod_arithmetic, 9 steps an epoch"
@@ -139,71 +136,3 @@ def _row(samples: Samples, name: str, words: str, at_most: float | None = None) 
         f"{found * 1e3:.1f} ms and {plain * 1e3:.1f} ms an epoch, CPU time",
         at_most=at_most,
     )
-
-
-# -- products with the Hessian -------------------------------------------------------------------------------
-
-
-def hessian_products(setting: Setting) -> Iterator[Row]:
-    """``ModelDataContext.hvp`` beside the two backward passes that it is, and beside a peer."""
-    torch.manual_seed(0)
-    experiment = ModArithmetic(Config())
-    model = experiment.model
-    pairs, target = (tensor[:256] for tensor in experiment.train_set.tensors)
-    vector = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    context = hl.ModelDataContext(model, loss_fn=lambda model, b: F.cross_entropy(model(b[0]), b[1]))
-
-    def by_hand() -> tuple[Tensor, ...]:
-        parameters = list(model.parameters())
-        with sdpa_kernel(SDPBackend.MATH):  # the fused one has no second derivative
-            loss = F.cross_entropy(model(pairs), target)
-            firsts = torch.autograd.grad(loss, parameters, create_graph=True)
-            slope = sum((g * v).sum() for g, v in zip(firsts, vector.values(), strict=True))
-            return torch.autograd.grad(slope, parameters)  # type: ignore[arg-type]
-
-    calls: dict[str, Callable[[], object]] = {
-        "hvp": lambda: context.hvp(vector, (pairs, target)),
-        "by hand": by_hand,
-        "by hand again": by_hand,
-    }
-    peer = _curvlinops(model, pairs, target, vector)
-    if peer is not None:
-        calls["curvlinops"] = peer
-    samples = interleave([trial(name, call, inner=3) for name, call in calls.items()], setting.rounds(40))
-    yield _product(samples, "hvp", "`ModelDataContext.hvp`", 1.1)
-    if peer is not None:
-        yield _product(samples, "curvlinops", "`HessianLinearOperator` of curvlinops, made beforehand")
-
-
-def _product(samples: Samples, name: str, words: str, at_most: float | None = None) -> Row:
-    return Row(
-        f"Hessian times vector, {name}",
-        words,
-        "two backward passes by hand, the forward included",
-        "mod_arithmetic, 256 pairs",
-        spread(ratios(samples, name, "by hand")),
-        spread(ratios(samples, "by hand again", "by hand")),
-        f"{typical(samples, name) * 1e3:.2f} ms and {typical(samples, 'by hand') * 1e3:.2f} ms",
-        at_most=at_most,
-    )
-
-
-def _curvlinops(model: Any, pairs: Tensor, target: Tensor, vector: Mapping[str, Tensor]) -> Callable[[], object] | None:
-    try:
-        from curvlinops import HessianLinearOperator
-    except ImportError:
-        return None
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with sdpa_kernel(SDPBackend.MATH):
-        try:
-            operator = HessianLinearOperator(model, torch.nn.CrossEntropyLoss(), parameters, [(pairs, target)])
-        except (TypeError, AttributeError):  # an earlier version, which takes a list
-            parameters = list(parameters.values())  # type: ignore[assignment]
-            operator = HessianLinearOperator(model, torch.nn.CrossEntropyLoss(), parameters, [(pairs, target)])
-    flat = torch.cat([part.reshape(-1) for part in vector.values()])
-
-    def product() -> object:
-        with sdpa_kernel(SDPBackend.MATH):
-            return operator @ flat
-
-    return product

@@ -13,14 +13,14 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from measure import Row, Trial, interleave, ratios, spread, trial, typical
-from models import TINY, wide
-from subject import Setting, Subject, empty
+from measure import Row, Trial, interleave, ratios, spread, typical
+from models import wide
+from subject import Setting, empty
 from torch import nn
 
 import hookline as hl
 
-__all__ = ["attaching", "importing", "twelve"]
+__all__ = ["attaching", "importing"]
 
 _REMOVE_AT_MOST = 5.5
 """torch deletes one item of one dictionary, in 0.77 µs a module. Ours takes back two items of torch's, the table in the
@@ -63,36 +63,6 @@ def attaching(setting: Setting) -> Iterator[Row]:
             f"{typical(samples, ours) * 1e3:.1f} / 10 × {typical(samples, thousand) * 1e3:.2f} ms",
             at_most=1.3,
         )
-
-
-def twelve(setting: Setting) -> Iterator[Row]:
-    """Attaching to twelve sites and taking the hook off again."""
-    model = Subject(TINY, setting).model
-
-    def by_hand() -> None:
-        handles = [
-            module.register_forward_hook(empty)
-            for name, module in model.named_modules()
-            if fnmatch.fnmatchcase(name, "h.?") or fnmatch.fnmatchcase(name, "h.??")
-        ]
-        for handle in handles:
-            handle.remove()
-
-    trials = [
-        trial("ours", lambda: hl.attach(model, "h.#", empty).remove(), inner=10),
-        trial("torch", by_hand, inner=10),
-        trial("torch again", by_hand, inner=10),
-    ]
-    samples = interleave(trials, setting.rounds(100))
-    yield Row(
-        "attaching to twelve sites and removing",
-        '`hl.attach(model, "h.#", hook).remove()`',
-        "`named_modules` + `fnmatch` + `register_forward_hook` + `remove`",
-        str(TINY),
-        spread(ratios(samples, "ours", "torch")),
-        spread(ratios(samples, "torch again", "torch")),
-        f"{typical(samples, 'ours') * 1e6:.0f} / {typical(samples, 'torch') * 1e6:.0f} µs",
-    )
 
 
 def attach_trial(name: str, model: nn.Module) -> Trial:

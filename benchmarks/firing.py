@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import copy
 import itertools
-import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from measure import Row, Trial, added, interleave, ratios, spread, trial, typical
 from models import TINY
 from subject import Setting, Subject, by_torch, empty, empty_grad, empty_pre, empty_site, is_leaf
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch import nn
 
 import hookline as hl
-from hookline.sites import _torch
 from hookline.sites.kinds import MODULE
 
-__all__ = ["backward", "capture", "everywhere", "forward", "removed", "single"]
+__all__ = ["backward", "forward", "removed", "single"]
 
 
 def removed(setting: Setting) -> Iterator[Row]:
@@ -114,78 +110,6 @@ def forward_of(subject: Subject, setting: Setting) -> Iterator[Row]:
         )
 
 
-def capture(setting: Setting) -> Iterator[Row]:
-    """Twelve hooks that stay on and keep the outputs by name."""
-    subject = Subject(TINY, setting)
-    model = subject.model
-    kept: dict[str, object] = {}
-
-    def keep(module, args, output, *, site):
-        kept[site.name] = output
-
-    @contextmanager
-    def by_hand() -> Iterator[None]:
-        with ExitStack() as hooks:
-            for index, block in enumerate(model.h):
-                name = f"h.{index}"
-                hook = lambda module, args, output, name=name: kept.__setitem__(name, output)  # noqa: E731
-                hooks.enter_context(block.register_forward_hook(hook))
-            yield
-
-    hooked = {
-        "bare": nullcontext,
-        "torch": by_hand,
-        "torch again": by_hand,
-        "ours": lambda: hl.attach(model, "h.#", keep, observe=True),
-    }
-    trials = [
-        trial(name, subject.forward, inner=subject.inner, hooked=on, device=setting.device)
-        for name, on in hooked.items()
-    ]
-    samples = interleave(trials, setting.rounds(300))
-    yield Row(
-        "twelve hooks that keep the output, whole forward",
-        'one `hl.attach(model, "h.#", keep, observe=True)`, `keep` taking `site`',
-        "twelve hand-written closures through `register_forward_hook`",
-        str(TINY),
-        spread(ratios(samples, "ours", "torch")),
-        spread(ratios(samples, "torch again", "torch")),
-        f"{added(samples, 'ours', 'bare') / 12e-6:.2f} / {added(samples, 'torch', 'bare') / 12e-6:.2f} "
-        "µs per hook beyond bare",
-    )
-
-
-def everywhere(setting: Setting) -> Iterator[Row]:
-    """One empty hook on every module of the process."""
-    subject = Subject(TINY, setting)
-    model = subject.model
-    num_called = sum(not isinstance(module, nn.ModuleList) for module in model.modules())
-    hooked = {
-        "bare": nullcontext,
-        "bare again": nullcontext,
-        "torch": lambda: register_module_forward_hook(empty),
-        "torch again": lambda: register_module_forward_hook(empty),
-        "ours": lambda: hl.attach_everywhere(empty),
-    }
-    trials = [
-        trial(name, subject.forward, inner=subject.inner, hooked=on, device=setting.device)
-        for name, on in hooked.items()
-    ]
-    samples = interleave(trials, setting.rounds(200))
-    for other, words in (("torch", "forward under torch's `register_module_forward_hook`"), ("bare", "bare forward")):
-        yield Row(
-            f"empty process-wide hook, against {other}",
-            "forward under `hl.attach_everywhere(hook)`",
-            words,
-            f"{TINY}; {num_called} modules called",
-            spread(ratios(samples, "ours", other)),
-            spread(ratios(samples, f"{other} again", other)),
-            f"{typical(samples, 'ours') * 1e3:.3f} / {typical(samples, other) * 1e3:.3f} ms; "
-            f"{added(samples, 'ours', 'bare') / num_called * 1e6:.2f} µs per module, "
-            f"torch {added(samples, 'torch', 'bare') / num_called * 1e6:.2f}",
-        )
-
-
 def single(setting: Setting) -> Iterator[Row]:
     """What one empty hook adds to one call."""
     parent = nn.Sequential(nn.Identity())
@@ -224,68 +148,9 @@ def backward(setting: Setting) -> Iterator[Row]:
     """Empty gradient observation against an empty full backward hook, both beyond the bare step."""
     for shape in setting.shapes:
         subject = Subject(shape, setting)
-        # The rows "by hand" say where the floor is: two tensor hooks take 0.2 to 0.3 of torch's, but see the sum of all
-        # who use the input, and lose an output that is changed in place. A leaf needs an alias for its own share and
-        # the tensor behind the output. A block may add no node, so that sums keep their order: its part of the graph is
-        # walked, 1.5 µs a node, and two nodes of it get a hook: with two tensor hooks that is 0.7.
         yield from backward_on(subject, "all leaf modules", is_leaf, setting, at_most=0.5)
         if setting.device.type == "cpu":  # beside a step on a GPU, twelve hooks are noise
             yield from backward_on(subject, "the twelve blocks", "h.#", setting, at_most=0.7)
-
-
-def walk_time(subject: Subject, target: object) -> float:
-    """How long the walks of one step take that find the nodes leading to inputs, in seconds."""
-    spent, walk = [0.0], _torch.boundary
-
-    def timed(*given: Any) -> Any:
-        start = time.thread_time()
-        try:
-            return walk(*given)
-        finally:
-            spent[0] += time.thread_time() - start
-
-    with hl.attach(subject.model, target, empty_grad, on="backward"):
-        subject.step()
-        _torch.boundary = timed
-        try:
-            for _ in range(5):
-                subject.step()
-        finally:
-            _torch.boundary = walk
-    return spent[0] / 5
-
-
-@contextmanager
-def two_tensor_hooks(modules: list[nn.Module], *, own_share: bool = False) -> Iterator[None]:
-    """A tensor hook on the output and one on the input of each module, by hand.
-
-    With ``own_share`` the input goes in as an alias, which gets the gradient of this module alone, and the hook of an
-    output that is a reshape is on the tensor behind it, where an operation in place does no harm.
-    """
-
-    def see(grad: Tensor) -> None: ...
-
-    def before(module: nn.Module, args: tuple[Any, ...]) -> Any:
-        alias = args[0].view_as(args[0])
-        alias.register_hook(see)
-        return (alias,)
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        base, shape = output._base, output.shape
-        if not own_share:
-            output.register_hook(see)
-            args[0].register_hook(see)
-        elif base is None or base.grad_fn is None or base.numel() != output.numel():
-            output.register_hook(see)
-        else:
-            base.register_hook(lambda grad: see(grad.view(shape)))
-
-    with ExitStack() as hooks:
-        for module in modules:
-            hooks.enter_context(module.register_forward_hook(after))
-            if own_share:
-                hooks.enter_context(module.register_forward_pre_hook(before))
-        yield
 
 
 def backward_on(subject: Subject, words: str, target: object, setting: Setting, *, at_most: float) -> Iterator[Row]:
@@ -306,8 +171,6 @@ def backward_on(subject: Subject, words: str, target: object, setting: Setting, 
         "a hook that may edit": lambda: hl.attach(
             model, target, lambda module, grad_input, grad_output: grad_input, on="backward"
         ),
-        "by hand, two tensor hooks": lambda: two_tensor_hooks(modules),
-        "by hand, the module's own share": lambda: two_tensor_hooks(modules, own_share=True),
     }
     trials = [
         trial(name, subject.step, inner=max(subject.inner // 2, 2), hooked=on, device=setting.device)
@@ -316,24 +179,16 @@ def backward_on(subject: Subject, words: str, target: object, setting: Setting, 
     samples = interleave(trials, setting.rounds(50 if subject.shape is TINY else 20))
     same = spread(ratios(samples, "torch again", "torch", beyond="bare"))
     num = len(modules)
-    walk = walk_time(subject, target) / num * 1e6
     ours = 'what `hl.attach(…, on="backward")` adds to a step'
-    by_hand_words = {
-        "by hand, two tensor hooks": "what `register_hook` on the output and on the input adds; the input's has what "
-        "all its users send",
-        "by hand, the module's own share": "what `register_hook` on the tensor behind the output and on an alias of "
-        "the input adds, which is one node more",
-    }
     for name in list(hooked)[3:]:
         yield Row(
             f"empty gradient hook on {words}: {name}",
-            by_hand_words.get(name, ours),
+            ours,
             "what `register_full_backward_hook` adds",
             f"{subject.shape}; {num} modules",
             spread(ratios(samples, name, "torch", beyond="bare")),
             same,
             f"{added(samples, name, 'bare') / num * 1e6:.1f} / {added(samples, 'torch', 'bare') / num * 1e6:.1f} "
-            f"µs per module (bare step {typical(samples, 'bare') * 1e3:.2f} ms)"
-            + ("" if name in by_hand_words else f"; {walk:.1f} µs of it walk the graph"),
+            f"µs per module (bare step {typical(samples, 'bare') * 1e3:.2f} ms)",
             at_most=at_most if name in ("a hook that returns nothing", "observe=True") else None,
         )

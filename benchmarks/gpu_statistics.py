@@ -4,15 +4,12 @@ Takes a GPT-2 from ``models``, hands `Row`s to ``rows``. By itself, in parts tha
 
     python benchmarks/gpu_statistics.py --only kernel eager
     python benchmarks/gpu_statistics.py --only compiled --batch 8
-    python benchmarks/gpu_statistics.py --only sweep        how to divide the work; prints a table, no rows
     python benchmarks/gpu_statistics.py --device cpu --quick    that it runs; the figures mean nothing
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -110,35 +107,6 @@ def gpu_kernel(setting: Setting) -> Iterator[Row]:
               spread(allowed), same, told, at_most=1.0)  # fmt: skip
     yield Row("statistics kernel against sum()", "one pass for all", "x.sum()", model,
               spread(ratios(samples, "statistics", "sum")), same, told)  # fmt: skip
-    yield from many_small(setting)
-
-
-def many_small(setting: Setting) -> Iterator[Row]:
-    """Twenty tensors of 13 MB in one go against one by one, and what that takes the host."""
-    size = 8 * 1024 * 768 if setting.device.type == "cuda" else 4096
-    some = [torch.randn(size, device=setting.device).bfloat16() for _ in range(20)]
-    together, singles = _taking(setting, some), [_taking(setting, [x]) for x in some]
-
-    def one_by_one() -> None:
-        for take in singles:
-            take()
-
-    calls = {"together": together, "together again": together, "one by one": one_by_one}
-    trials = [trial(name, call, inner=5, device=setting.device) for name, call in calls.items()]
-    samples = interleave(trials, setting.rounds(50))
-    total = sum(x.nbytes for x in some)
-    host = {"together": _host(setting, together), "one by one": _host(setting, one_by_one)}
-    yield Row(
-        "statistics of twenty tensors",
-        "in one go",
-        "one by one",
-        f"20 × {some[0].nbytes / 1e6:.1f} MB of bfloat16",
-        spread(ratios(samples, "together", "one by one")),
-        spread(ratios(samples, "together again", "together")),
-        f"{typical(samples, 'together') * 1e6:.0f} / {typical(samples, 'one by one') * 1e6:.0f} µs "
-        f"({total / typical(samples, 'together') / 1e12:.2f} TB/s); host {host['together'] * 1e6:.0f} / "
-        f"{host['one by one'] * 1e6:.0f} µs",
-    )
 
 
 def _taking(setting: Setting, some: list[Tensor], tuning: Tuning | None = None) -> Callable[[], None]:
@@ -149,49 +117,6 @@ def _taking(setting: Setting, some: list[Tensor], tuning: Tuning | None = None) 
     kernel = Kernel(layout, setting.device, tuning)
     items = [KernelInput(readable(x), state.new_row()) for x in some]
     return lambda: kernel.take(items)
-
-
-def _host(setting: Setting, call: Callable[[], object]) -> float:
-    """Seconds until the call comes back, with an idle device before it."""
-    taken = []
-    for _ in range(30):
-        if setting.device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
-
-
-def sweep(setting: Setting) -> None:
-    """Print how fast each way of dividing the work is."""
-    one = [torch.randn(1 << 28, device=setting.device).bfloat16()]
-    few = [torch.randn(8 * 1024 * 768, device=setting.device).bfloat16() for _ in range(20)]
-    floats = [x.float() for x in few]
-    print(
-        f"{'warps':>5} {'tiles':>5} {'programs':>8} {'merged':>6}   "
-        "TB/s of 537 MB, 20 × 13 MB, 1 × 13 MB, 20 × 25 MB of float32"
-    )
-    for warps, tiles, programs, merged in itertools.product((4, 8), (1, 2, 4, 8), (1024, 2048, 4096), (256, 1024)):
-        if merged == 1024 and (tiles != 4 or programs < 2048):
-            continue
-        tuning = Tuning(warps=warps, threads=32 * warps, least_tiles=tiles, most_programs=programs, merged=merged)
-        rates = [_rate(some, _taking(setting, some, tuning)) for some in (one, few, few[:1], floats)]
-        print(f"{warps:5} {tiles:5} {programs:8} {merged:6}   " + "  ".join(f"{rate:9.2f}" for rate in rates))
-
-
-def _rate(some: list[Tensor], take: Callable[[], None]) -> float:
-    take()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    best = float("inf")
-    for _ in range(5):
-        begin.record()
-        for _ in range(10):
-            take()
-        end.record()
-        torch.cuda.synchronize()
-        best = min(best, begin.elapsed_time(end) / 10 / 1e3)
-    return sum(x.nbytes for x in some) / best / 1e12
 
 
 # -- a step of training --------------------------------------------------------------------------------------
@@ -391,8 +316,6 @@ def main() -> None:
     )
     if setting.device.type == "cpu":
         torch.backends.mkldnn.enabled = False
-    if "sweep" in options.only:
-        sweep(setting)
     batches = tuple(options.batch)
     groups: dict[str, Callable[[], Iterator[Row]]] = {
         "kernel": lambda: gpu_kernel(setting),

@@ -8,17 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from adapters import adapters
-from analyses import analyses, hessian_products
-from attaching import attaching, importing, twelve
+from analyses import analyses
+from attaching import attaching, importing
 from capturing import capturing
-from comparing import comparing
 from compiled import compiled
-from csv_columns import csv_columns
 from debug_checks import debug_checks
 from debugging import debug
 from emitting import emitting, emitting_five
-from firing import backward, capture, everywhere, forward, removed, single
-from functions import functions, operators, profiling
+from firing import backward, forward, removed, single
+from functions import functions
 from gpu_statistics import gpu_compiled, gpu_eager, gpu_kernel
 from guarding import guarding, guarding_large
 from managing import managing
@@ -37,31 +35,23 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     "forward": forward,
     "backward": backward,
     "functions": functions,
-    "operators": operators,
     "watching": watching,
     "debug_checks": debug_checks,
     "debug": debug,
     "ranks": ranks,
     "capturing": capturing,
-    "comparing": comparing,
     "managing": managing,
     "adapters": adapters,
     "emitting": emitting,
     "emitting_five": emitting_five,
-    "csv_columns": csv_columns,
     "replaying": replaying,
     "guarding": guarding,
     "guarding_large": guarding_large,
     "analyses": analyses,
-    "hessian_products": hessian_products,
     "attaching": attaching,
     "importing": importing,
     "compiled": compiled,
     "single": single,
-    "capture": capture,
-    "everywhere": everywhere,
-    "twelve": twelve,
-    "profiling": profiling,
     "threads": threads,
     "serving": serving,
     "gpu_kernel": gpu_kernel,
@@ -81,9 +71,7 @@ ON_GPU = (
     "forward",
     "backward",
     "functions",
-    "operators",
     "compiled",
-    "profiling",
     "serving",
 )
 """What a GPU can change: there the host runs ahead, and a hook costs only what it delays the launches."""
