@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from hookline.debug.compare import fingerprint as fingerprint_kernel
-from hookline.debug.compare.fingerprint import DeviceTables, fingerprint_on_cpu, sketch_tables
+from hookline.debug.compare.fingerprint import DeviceFingerprints, fingerprint_on_cpu, sketch_tables
 
 torch.manual_seed(0)
 host = sketch_tables()
-tables = DeviceTables(torch.device("cpu"), host)
+device = DeviceFingerprints(torch.device("cpu"), host, by_programs=True)
 several = torch.randn(257, 1021)
 several[3, 5], several[200, 7] = float("nan"), -float("inf")
-for value in (
+values = [
     torch.randn(1),
     torch.randn(33 * 1021 + 5),
     several,
@@ -20,12 +19,13 @@ for value in (
     torch.randn(4099).half(),
     torch.full((5000,), 1e30),
     torch.full((5000,), 1e-30),
-):
-    flat = value.reshape(-1)
-    numbers, mark = torch.zeros(21, dtype=torch.float64), torch.zeros((), dtype=torch.int64)
-    fingerprint_kernel.launch(flat, tables, numbers, mark)
-    known = fingerprint_on_cpu(value, host)
-    assert int(mark) % 2**64 == known.hash, (value.shape, int(mark), known.hash)
+]
+for value in values:
+    device.add(value)
+found, marks = device.read()
+for value, row, mark in zip(values, found, marks, strict=True):
+    numbers, known = torch.from_numpy(row), fingerprint_on_cpu(value, host)
+    assert int(mark) == known.hash, (value.shape, int(mark), known.hash)
     norm = known.numbers[1]
     assert numbers[2:5].tolist() == list(known.numbers[2:]), value.shape
     torch.testing.assert_close(float(numbers[1]), norm, rtol=1e-5, atol=0.0)

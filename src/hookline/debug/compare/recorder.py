@@ -16,14 +16,14 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.debug.compare.files import RecordBatch, TracePlace, TraceWriter
 from hookline.debug.compare.fingerprint import (
-    DeviceTables,
+    DeviceFingerprints,
     FoundNumbers,
     fingerprint_on_cpu,
-    fingerprint_on_device,
     sketch_tables,
 )
 from hookline.debug.compare.key import MeshPlacement
@@ -33,6 +33,7 @@ from hookline.errors import HooklineWarning
 from hookline.factories.export_files import can_store
 from hookline.factories.served_batch import measurable
 from hookline.messages import caller_stacklevel
+from hookline.observe.watch.pending import Streams, streams_of
 
 __all__ = ["TraceMoment", "TraceRecorder"]
 
@@ -42,7 +43,6 @@ _MOST_BYTES: Final = 64 << 20
 """Bytes of tensors that wait for a file."""
 _LINE_BYTES: Final = 400
 """What a record adds to the files beside its tensor, at most: its share of a line, its place, its key."""
-_DEVICE_ROWS: Final = 4096
 _SECONDS: Final = 5.0
 """How long fingerprints stay on a device where a step or forward ends: fetching them waits for the device."""
 _FOR_TENSORS: Final = 0.9
@@ -58,18 +58,9 @@ class TraceMoment(NamedTuple):
     recompute: bool = False
 
 
-@dataclass(slots=True)
-class _DeviceRows:
-    """Fingerprints that are still on a device."""
-
-    tables: DeviceTables
-    numbers: Tensor
-    hashes: Tensor
-    used: int = 0
-
-
-_Found: TypeAlias = FoundNumbers | tuple[torch.device, int]
-"""Numbers, or where they are."""
+_Stream: TypeAlias = tuple[torch.device, int]
+_Found: TypeAlias = FoundNumbers | tuple[_Stream, int]
+"""Numbers, or where they are: a row of the fingerprints on a stream."""
 
 
 class _PendingRecord(NamedTuple):
@@ -113,7 +104,8 @@ class TraceRecorder:
         self._budget = budget
         self._wants_tensor, self._dims_of = wants_tensor, dims_of
         self._waiting = _Waiting()
-        self._devices: dict[torch.device, _DeviceRows] = {}
+        self._streams: dict[torch.device, Streams] = {}
+        self._on_devices: dict[_Stream, DeviceFingerprints] = {}
         self._places: dict[tuple[Any, ...], int] = {}
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -181,22 +173,18 @@ class TraceRecorder:
         on_cpu = local.device.type == "cpu"
         return fingerprint_on_cpu(local, self._tables) if on_cpu else self._on_device(local)
 
-    def _on_device(self, local: Tensor) -> tuple[torch.device, int]:
+    def _on_device(self, local: Tensor) -> tuple[_Stream, int]:
         device = local.device
-        rows = self._devices.get(device)
-        if rows is not None and rows.used == len(rows.hashes):
+        streams = self._streams.get(device)
+        if streams is None:
+            streams = self._streams[device] = streams_of(device)
+        stream = device, streams.now()
+        there = self._on_devices.get(stream)
+        if there is None:
+            there = self._on_devices[stream] = DeviceFingerprints(device, self._tables)
+        if there.is_full:
             self.flush()
-            rows.used = 0
-        if rows is None:
-            tables = DeviceTables(device, self._tables)
-            width = 5 + len(self._tables.starts)
-            numbers = torch.zeros(_DEVICE_ROWS, width, dtype=torch.float64, device=device)
-            rows = _DeviceRows(tables, numbers, torch.zeros(_DEVICE_ROWS, dtype=torch.int64, device=device))
-            self._devices[device] = rows
-        at = rows.used
-        rows.used += 1
-        fingerprint_on_device(local, rows.tables, rows.numbers[at], rows.hashes[at])
-        return device, at
+        return stream, there.add(local)
 
     def _store(self, local: Tensor) -> int | None:
         """Keep a copy of a tensor for the next file; return its number there, None without room."""
@@ -217,7 +205,7 @@ class TraceRecorder:
 
     def end_part(self) -> None:
         """Write what has come, since a step or forward is over; what is on a device at most every 5 seconds."""
-        is_there = any(rows.used for rows in self._devices.values())
+        is_there = any(there.used for there in self._on_devices.values())
         if not is_there or time.monotonic() - self._flushed >= _SECONDS:
             self.flush()
 
@@ -234,16 +222,11 @@ class TraceRecorder:
                 else:
                     self.is_spent = self._budget is not None and self._writer.bytes >= self._budget
             self._waiting = _Waiting()
-            for rows in self._devices.values():  # begin anew
-                rows.used = 0
+            for there in self._on_devices.values():
+                there.forget()
 
     def _write(self, waiting: _Waiting) -> None:
-        with torch.no_grad():
-            on_host = {
-                device: (rows.numbers[: rows.used].cpu().numpy(), rows.hashes[: rows.used].cpu().numpy())
-                for device, rows in self._devices.items()
-                if rows.used
-            }
+        on_host = {stream: self._read(stream, there) for stream, there in self._on_devices.items() if there.used}
         count, width = len(waiting.records), len(self._tables.starts)
         numbers, sketches = np.empty((count, 5)), np.empty((count, width), np.float32)
         hashes = np.empty(count, np.uint64)
@@ -255,7 +238,7 @@ class TraceRecorder:
                 else:
                     rows_there, hashes_there = on_host[found[0]]
                     numbers[index], sketches[index] = rows_there[found[1], :5], rows_there[found[1], 5:]
-                    hashes[index] = hashes_there[found[1]].view(np.uint64)
+                    hashes[index] = hashes_there[found[1]]
         records = waiting.records
         keys = self._writer.add_tensors(waiting.tensors) if waiting.tensors else []
         self._writer.add_records(
@@ -272,6 +255,10 @@ class TraceRecorder:
                 hashes=hashes,
             )
         )
+
+    def _read(self, stream: _Stream, there: DeviceFingerprints) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
+        with torch.no_grad(), self._streams[stream[0]].on(stream[1]):
+            return there.read()
 
     def _tell_of_budget(self, what: str, step: int) -> None:
         if self._failure is None:
