@@ -125,7 +125,7 @@ def optimizer_entries_everywhere() -> tuple[HookAtSite, ...]:
 
 
 class _OptimizerHooks(HookContainer):
-    """All hooks of ours on one optimizer, or on every one; while there are any, torch has a `_TorchHook` of each kind."""
+    """All hooks of ours on one optimizer, or on every one; torch has a `_TorchHook` of each kind for them."""
 
     __slots__ = ("__weakref__", "_handles", "_steps", "entries")
 

@@ -706,34 +706,35 @@ class ModuleHooks(GradientHooks):
 
     def _sync_calls(self, module: nn.Module, kind: Kind) -> None:
         """Put the slots around the calls of the module."""
-        first_pre, last_pre = _split(self.hooks_of_kind(_FORWARD_PRE))
-        first, last = _split(self.hooks_of_kind(_FORWARD))
+        pre, post = self.hooks_of_kind(_FORWARD_PRE), self.hooks_of_kind(_FORWARD)
         if kind in GRADIENT_KINDS:
             self.set_gradient_hooks(*map(self.hooks_of_kind, GRADIENT_KINDS))
             is_own = not recompile_guard.is_forward_replaced(module)
             self.uses_input_once = is_own and type(module) in USE_INPUT_ONCE
         if self.has_gradients or self.plan:
-            self._set_begins_late(module, has_observers=bool(last_pre))
+            self._set_begins_late(module, has_observers=bool(pre) and pre[-1].attachment.order_group is _OBSERVE)
             self.plan = plan_of(self)
         guard = self.guard
-        self._sync_guard(module, first, last)
+        self._sync_guard(module, post)
         is_all = self.has_gradients or kind in GRADIENT_KINDS or self.guard is not guard
         counts = (self.counter is not None and self.around is None) or self.stands_in_for
         plan, early = self.plan, "" if self.begins_late else self.plan
         if is_all or kind is _FORWARD_PRE:
-            self._put(module, FIRST_PRE, first_pre, ticks="t" if counts else "")
-            self._put(module, LAST_PRE, last_pre, plan=early, with_kwargs=bool(early), anew=kind in GRADIENT_KINDS)
+            first, last = _split(pre)
+            self._put(module, FIRST_PRE, first, ticks="t" if counts else "")
+            self._put(module, LAST_PRE, last, plan=early, with_kwargs=bool(early), anew=kind in GRADIENT_KINDS)
         if is_all or kind is _FORWARD:
+            first, last = _split(post)
             # If the call is cut short, always_call hooks get what the slot at the front of the queue has noted.
             self._put(module, FIRST_FORWARD, first, with_kwargs=self.guard is not None)
             # The slot before the call hands on what it has noted by the keyword arguments.
             self._put(module, LAST_FORWARD, last, plan=plan, with_kwargs=bool(early))
-        is_hooked = bool(counts or plan or self.around or first_pre or last_pre or first or last)
+        is_hooked = bool(counts or plan or self.around or pre or post)
         recompile_guard.set_own_forward(module, wanted=is_hooked)
 
-    def _sync_guard(self, module: nn.Module, *forward: _Entries) -> None:
+    def _sync_guard(self, module: nn.Module, forward: _Entries) -> None:
         """Wrap the whole call while there are hooks that run however it ends, or something around it."""
-        self.calls_always = any(entry.attachment.options.always_call for hooks in forward for entry in hooks)
+        self.calls_always = any(entry.attachment.options.always_call for entry in forward)
         if self.around is not None or self.calls_always:
             if self.guard is None:
                 self.guard = module.__dict__[_torch.CALL_IMPL] = CallGuard(self, module)
