@@ -46,6 +46,7 @@ import hookline.sinks
 __all__ = ["GOALS", "JOURNEYS", "Counter", "make_hook"]
 
 GOALS: Final[dict[str, tuple[int, int]]] = {
+    "attach": (8, 16),
     "watch: steady step": (9, 60),
     "compute to CSV": (7, 12),
     "run": (45, 900),

@@ -80,15 +80,13 @@ def old_objects_go_at_the_end() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def compiling_has_been_said() -> None:
-    """The warnings that compiled code calls no function hooks come once per process, whichever test compiles first.
+    """The warning that compiled code calls no function hooks comes once per process, whichever test compiles first.
 
-    It is tested in processes of its own (tests/sites/functions/test_kernels.py).
+    It is tested in a process of its own (tests/sites/functions/test_operators.py).
     """
-    from hookline.sites.functions import function_mode as mode
-    from hookline.sites.functions import function_overrides as kernels
+    from hookline.sites.functions import function_mode
 
-    kernels._Said.compiling = True
-    mode._Warned.compiled = True
+    function_mode._State.warned = True
 
 
 @pytest.fixture

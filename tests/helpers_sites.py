@@ -114,8 +114,6 @@ class Place:
     """Of several hooks only the last one is asked."""
     of_one_thread = False
     """The hooks fire in the thread that put them on."""
-    slow = False
-    """Attaching takes a tenth of a second."""
     keeps_owner = False
     """A hook that stays on keeps what it is on alive, as torch's own does there."""
     late = False
@@ -333,7 +331,7 @@ class OnFunction(Place):
 class OnOperator(OnFunction):
     """An operator of torch's."""
 
-    of_one_thread, slow, target, call = False, True, "aten.relu", staticmethod(torch.relu)
+    target, call = "aten.relu", staticmethod(torch.relu)
 
 
 class OnClass(OnFunction):
@@ -531,7 +529,7 @@ _KINDS: list[tuple[type[Place], list[str]]] = [
     (OnParameter, ["param_grad"]),
     (Everywhere, [*CALL, "full_backward"]),
     (OnFunction, CALL),
-    (OnOperator, CALL),
+    (OnOperator, FORWARD),
     (OnClass, CALL),
     (OnOptimizer, [*STEP, *STATE]),
     (OnEveryOptimizer, STEP),

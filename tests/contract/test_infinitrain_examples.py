@@ -162,13 +162,12 @@ FUNCTIONS = {
     "autograd.Function": (Square, lambda x: Square.apply(x)),
     "torch": (torch.square, torch.square),
     "name": ("torch.square", torch.square),
-    "operator": ("aten.square.default", torch.square),
 }
 
 
 @pytest.fixture(params=FUNCTIONS)
 def function(request):
-    """x², as a Function of one's own, a function of torch, by name, and as an operator: target and call."""
+    """x², as a Function of one's own, a function of torch, and by name: target and call."""
     return FUNCTIONS[request.param]
 
 

@@ -58,8 +58,8 @@ BOTH = pytest.mark.parametrize("put", [by_torch, by_hookline], ids=["torch", "ho
 # -- order, arguments, edits ----------------------------------------------------------------------------------
 
 
-def test_hooks_on_every_optimizer_run_before_its_own_around_the_step():
-    """On both sides of the step; torch turns the order round after it."""
+def test_hooks_on_every_optimizer_run_around_its_own_as_torchs_do():
+    """Before them ahead of the step, and after them behind it."""
     events = []
 
     class Noting(SGD):
@@ -81,9 +81,9 @@ def test_hooks_on_every_optimizer_run_before_its_own_around_the_step():
         "own step_pre prepended",
         "own step_pre",
         "step",
-        "every step_post",
         "own step_post prepended",
         "own step_post",
+        "every step_post",
     ]
 
 

@@ -74,7 +74,7 @@ def other_hooks() -> None:
     """Functions, operators, tensors, nodes and an optimizer are hooked, all modules of the process too."""
     KEPT.model = made = model()
     KEPT.everywhere = hl.attach_everywhere(print)
-    targets = ("torch.nn.functional.relu", "aten.mm*", "aten.addmm")
+    targets = ("torch.nn.functional.relu", "torch.mm")
     KEPT.functions = [hl.attach_function(target, print) for target in targets]
     KEPT.within = [hl.attach_function(target, print, within=made, on="backward") for target in targets]
     KEPT.optimizer = torch.optim.AdamW(made.parameters())

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import hookline as hl
 
@@ -55,57 +55,6 @@ def test_a_bound_that_is_none_is_refused(bound: object) -> None:
 # -- seen ----------------------------------------------------------------------------------------------------
 
 
-def test_hooks_on_parameters_are_seen() -> None:
-    """find names them and assert_no_hooks minds them, until they are removed; foreign ones are foreign."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    with hl.freeze(model, "0"):
-        assert "freeze (param_grad)" in repr(hl.find(model))
-        with pytest.raises(hl.errors.HooksLeftError, match="freeze"):
-            hl.assert_no_hooks(model)
-    hl.assert_no_hooks(model, foreign=True)
-    model[0].weight.register_post_accumulate_grad_hook(print)
-    hl.assert_no_hooks(model)
-    with pytest.raises(hl.errors.HooksLeftError, match="print"):
-        hl.assert_no_hooks(model, foreign=True)
-
-
-def test_freeze_gives_a_handle_with_a_receipt() -> None:
-    """One handle, found by attached, that counts each parameter's gradients and says which they are."""
-    model = make_model()
-    handle = hl.freeze(model, "0")
-    assert isinstance(handle, hl.HookHandle)
-    assert hl.attached(model) == [handle]
-    assert hl.attached(model[2]) == []
-    assert repr(handle) == "<HookHandle freeze param_grad on 2 parameters, fired 0; on, .remove() takes it off>"
-    run_backward(model)
-    run_backward(model)
-    report = handle.report()
-    assert (report.name, report.kind, report.matched, report.attached) == ("freeze", "param_grad", 2, 2)
-    assert {site.name: (site.fired, site.last_step) for site in report.sites} == {"0.weight": (2, 1), "0.bias": (2, 1)}
-    handle.remove()
-    assert handle.report().attached == 0
-    hl.assert_no_hooks(model, foreign=True)
-
-
-def test_clip_gives_a_set_of_two_handles_with_receipts() -> None:
-    """One on the parameters and one on the modules, both found by attached."""
-    model = make_model()
-    handles = hl.clip_gradients(model, "0", value=1.0)
-    assert isinstance(handles, hl.HandleSet)
-    assert hl.attached(model) == list(handles)
-    run_backward(model)
-    on_parameters, on_modules = handles.report()
-    assert (on_parameters.kind, on_parameters.matched, on_parameters.fired) == ("param_grad", 2, 2)
-    assert (on_modules.kind, on_modules.matched, on_modules.fired) == ("backward", 1, 1)
-    with pytest.raises(
-        hl.errors.HooksLeftError, match=r"0: clip_gradients \(param_grad\); 0: clip_gradients \(backward\)"
-    ):
-        hl.assert_no_hooks(model)
-    handles.remove()
-    assert hl.attached(model) == []
-    hl.assert_no_hooks(model, foreign=True)
-
-
 def test_a_weight_that_two_modules_share_is_hooked_once() -> None:
     """Under its first name, though both modules are named, and both are seen to carry it."""
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
@@ -127,22 +76,6 @@ def test_a_module_without_trainable_parameters_is_no_error(switch) -> None:
     for target in ("0", "1"):
         with switch(model, target):
             run_backward(model)
-    hl.assert_no_hooks(model, foreign=True)
-
-
-def test_removing_clip_before_a_backward_warns_unless_it_is_to_be_quiet() -> None:
-    """Of the handle on the modules, whose forward ran; a freeze that had nothing to do is no news."""
-    model = make_model()
-    handles = hl.clip_gradients(model, "0", value=1.0)
-    model(torch.ones(1, 2))
-    with pytest.warns(hl.errors.HookNeverFired, match="clip_gradients"):
-        handles.remove()
-    for switch in (lambda: hl.clip_gradients(model, "0", value=1.0), lambda: hl.freeze(model, "0")):
-        handle = switch()
-        model(torch.ones(1, 2))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            handle.remove(quiet=True)
     hl.assert_no_hooks(model, foreign=True)
 
 
@@ -170,21 +103,3 @@ def test_freezing_drops_the_gradients_that_are_there() -> None:
     with hl.freeze(model, "0"):
         assert model[0].weight.grad is None
         assert model[2].weight.grad is not None
-
-
-def test_hooks_on_the_same_gradient_run_in_the_order_they_were_attached() -> None:
-    """A hook before the clip sees what came, one after it what is left, one after the freeze none."""
-    layer, seen = nn.Linear(2, 1, bias=False), []
-
-    def look(parameter: Tensor) -> None:
-        seen.append(None if parameter.grad is None else parameter.grad.abs().max().item())
-
-    with (
-        hl.attach(layer, look, on="param_grad"),
-        hl.clip_gradients(layer, value=0.5),
-        hl.attach(layer, look, on="param_grad"),
-        hl.freeze(layer),
-        hl.attach(layer, look, on="param_grad"),
-    ):
-        layer(torch.full((1, 2), 3.0)).sum().backward()
-    assert seen == [3.0, 0.5, None]

@@ -143,6 +143,8 @@ class ObservedRun(Run):
                 ("aten.mm in the model", "aten.mm", model),
                 ("Swish", Swish, None),
             ):
+                if target == "aten.mm" and "backward" in kind:
+                    continue  # operators are below autograd
                 hook = self.observer(f"{name} {kind}")
                 yield hl.attach_function(target, hook, on=kind, within=within, observe=self.observe)
         yield hl.attach(model, "*", self.observer("param_grad"), on="param_grad")
@@ -211,6 +213,7 @@ def test_twenty_steps_with_every_observer_on_end_with_the_bits_of_the_plain_run(
     for kind in ("forward_pre", "forward", "backward_pre", "backward"):
         assert observed.fired[f"module {kind}"] == STEPS * modules, kind
         assert observed.fired[f"functions {kind}"] > STEPS * 8, kind
+    for kind in ("forward_pre", "forward"):
         assert observed.fired[f"aten.mm in the model {kind}"] == STEPS * 2, kind
         assert observed.fired[f"aten.mm {kind}"] >= STEPS * 2, kind
     assert observed.fired["pack"] > STEPS * 10

@@ -19,7 +19,7 @@ OWNED = chosen(VARIANTS, lambda place: not place.process_wide)
 COPIED = chosen(VARIANTS, lambda place: not place.process_wide and type(place).__name__ not in ("OnTensor", "OnNode"))
 
 
-@pytest.mark.parametrize("make", chosen(SITES, lambda place: not place.slow))
+@pytest.mark.parametrize("make", SITES)
 def test_five_hundred_cycles_leave_nothing_behind(make: Make) -> None:
     """Of attaching and removing, and now and then of firing: no object, no dictionary entry."""
     place = make()

@@ -179,7 +179,7 @@ def test_a_hook_may_be_removed_in_another_thread(make: Make) -> None:
     """It is off everywhere once remove() has returned, also if two threads call it at once."""
     place, log = make(), []
     before = place.traces()
-    for _ in range(1 if place.slow else 5):
+    for _ in range(5):
         handle = place.attach(noting(log, "x"))
         threads = [threading.Thread(target=handle.remove) for _ in range(2)]
         for thread in threads:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import itertools
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -147,28 +145,6 @@ def test_each_thread_sees_its_own_calls_alone(kind, style):
     hl.assert_no_hooks(model, foreign=True)
 
 
-@pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize("style", STYLES)
-def test_threads_may_attach_and_remove_around_each_call(kind, style):
-    """Hooks come and go with every call; none is missed, none fires for the other thread."""
-    model = Doubler()
-    wrong: list[object] = []
-
-    def work(index: int) -> None:
-        for step in range(STEPS):
-            seen, value = Seen(kind, style), float(2 * step + index + 1)
-            with seen.attach(model, "same") as handle:
-                run(model, value)
-                if handle.report().fired != 1:
-                    wrong.append(handle.report())
-            if seen.values != [2 * value if kind.startswith("backward") else value]:
-                wrong.append((value, seen.values))
-
-    in_threads(work, 3)
-    assert wrong == []
-    hl.assert_no_hooks(model, foreign=True)
-
-
 @pytest.mark.product(
     kind=CALLS,
     other=CALLS,
@@ -212,80 +188,6 @@ def test_the_threads_an_owner_starts_are_not_the_owner():
             list(pool.map(lambda value: run(model, value), [6.0, 7.0]))
         run(model, 1.0)
     assert seen.values == [1.0]
-
-
-def test_a_thread_of_a_pool_owns_what_it_attached():
-    """Its next task, for whomever, is the same thread's."""
-    model, seen = Doubler(), Seen()
-    with ThreadPoolExecutor(1) as pool:
-        handle = pool.submit(seen.attach, model, "same").result()
-        run(model, 1.0)
-        pool.submit(run, model, 2.0).result()
-        pool.submit(run, model, 3.0).result()
-        pool.submit(handle.remove).result()
-        pool.submit(run, model, 4.0).result()
-    assert seen.values == [2.0, 3.0]
-
-
-def test_a_thread_may_be_given_the_context_of_the_owner():
-    """``contextvars.copy_context().run`` makes a thread's call the owner's."""
-    model, seen = Doubler(), Seen()
-    with seen.attach(model, "same"):
-        copy = contextvars.copy_context()
-        in_thread(lambda: copy.run(run, model, 3.0))
-        in_thread(lambda: run(model, 4.0))
-    assert seen.values == [3.0]
-
-
-def test_a_hook_of_the_process_sees_every_call():
-    """The default, and what ``scope="process"`` says."""
-    model, default, said = Doubler(), Seen(), Seen()
-    with hl.attach(model, "same", default.hook), said.attach(model, "same", scope="process"):
-        run(model, 1.0)
-        in_thread(lambda: run(model, 2.0))
-    assert default.values == said.values == [1.0, 2.0]
-
-
-def test_scopes_may_be_nested():
-    """Each hook has its own; leaving one leaves the others open, in any order."""
-    model, outer, inner, last = Doubler(), Seen(), Seen(), Seen()
-    first = outer.attach(model, "same")
-    second = inner.attach(model, "same")
-    run(model, 1.0)
-    first.remove()
-    third = last.attach(model, "same")
-    run(model, 2.0)
-    second.remove()
-    in_thread(lambda: run(model, 9.0))
-    run(model, 3.0)
-    third.remove()
-    run(model, 4.0)
-    assert (outer.values, inner.values, last.values) == ([1.0], [1.0, 2.0], [2.0, 3.0])
-
-
-def test_a_hook_that_runs_the_model_has_its_owners_scope():
-    """A call made inside a hook is a call of the same thread."""
-    model, other, seen = Doubler(), Doubler(), Seen()
-
-    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-        other(output.detach() + 1)
-
-    with seen.attach(other, "same"), hl.attach(model, "same", hook):
-        run(model, 1.0)
-        in_thread(lambda: run(model, 5.0))
-    assert seen.values == [2.0]
-
-
-def test_removal_from_another_thread_takes_effect_at_once():
-    """Also where that thread knows nothing of the scope."""
-    model, seen = Doubler(), Seen()
-    handle = seen.attach(model, "same")
-    run(model, 1.0)
-    in_thread(handle.remove)
-    assert handle.removed
-    run(model, 2.0)
-    assert seen.values == [1.0]
-    hl.assert_no_hooks(model, foreign=True)
 
 
 # -- asyncio -------------------------------------------------------------------------------------------------
@@ -362,28 +264,6 @@ def test_what_a_task_attaches_is_not_its_parents():
     assert seen.values == [1.0]
 
 
-def test_a_task_may_be_cancelled_while_its_hook_is_on():
-    """The ``with`` block takes the hook off, and the scope with it."""
-    model, seen = Doubler(), Seen()
-
-    async def work() -> None:
-        with seen.attach(model, "same"):
-            run(model, 1.0)
-            await asyncio.sleep(60)
-
-    async def cancel() -> None:
-        task = asyncio.create_task(work())
-        await asyncio.sleep(0)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-        run(model, 2.0)
-
-    asyncio.run(cancel())
-    assert seen.values == [1.0]
-    hl.assert_no_hooks(model, foreign=True)
-
-
 # -- gradients: the owner is that of the forward -------------------------------------------------------------
 
 
@@ -414,17 +294,6 @@ def test_a_forward_of_another_thread_is_not_the_owners_even_if_its_backward_is(k
         assert handle.report().fired == 0
         model(ones() * 1).sum().backward()
         assert handle.report().fired == 1
-
-
-@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
-def test_removal_between_forward_and_backward_keeps_a_scoped_hook_from_firing(kind):
-    """As for every other hook."""
-    model, seen = Doubler(), Seen(kind)
-    handle = seen.attach(model, "twice")
-    loss = model(ones() * 1).sum()
-    in_thread(lambda: handle.remove(quiet=True))
-    loss.backward()
-    assert seen.values == []
 
 
 @pytest.mark.parametrize("kind", CALLS)
@@ -488,18 +357,6 @@ def test_edits_are_made_in_the_owners_calls_alone():
             assert x.grad[0].item() == expected
 
 
-def test_observers_of_one_thread_do_not_see_the_edits_of_another():
-    """In a call of another thread an observer of the process is shown what that call computed."""
-    model, seen = Doubler(), Seen()
-    with (
-        hl.attach(model, "same", lambda module, args, output: output * 0, scope="context"),
-        hl.attach(model, "same", seen.hook, observe=True),
-    ):
-        run(model, 1.0)
-        in_thread(lambda: run(model, 3.0))
-    assert seen.values == [0.0, 3.0]
-
-
 def test_cleanup_is_done_for_the_owners_calls_alone():
     """``always_call``: a call that fails in another thread is none of the hook's business."""
     model, ends = During(), []
@@ -522,21 +379,6 @@ def test_cleanup_is_done_for_the_owners_calls_alone():
         in_thread(call)
         assert handle.report().fired == 2
     assert ends == [False, True]
-
-
-def test_site_and_keyword_arguments_come_with_a_scope_too():
-    """Steps count the forwards of all threads, as without a scope."""
-    model, seen = Doubler(), []
-
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Tensor, *, site: hl.Site) -> None:
-        seen.append((site.name, site.step, kwargs))
-
-    with hl.attach(model, "same", hook, with_kwargs=True, scope="context", profile=True) as handle:
-        run(model)
-        in_thread(lambda: run(model))
-        run(model)
-        assert handle.report().last_step == 2
-    assert seen == [("same", 0, {}), ("same", 2, {})]
 
 
 @pytest.mark.parametrize("scope", ["thread", "task", "", None, True, 1])
@@ -566,16 +408,6 @@ def test_a_hook_whose_owner_never_ran_the_model_is_told_so():
     in_thread(lambda: run(model))
     with pytest.warns(hl.errors.HookNeverFired, match="context"):
         handle.remove()
-
-
-def test_a_hook_whose_owner_ran_the_model_is_not_warned_of():
-    """However often others ran it."""
-    model, seen = Doubler(), Seen()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with seen.attach(model, "same"):
-            in_thread(lambda: run(model))
-            run(model)
 
 
 # -- compiled ------------------------------------------------------------------------------------------------
@@ -658,34 +490,6 @@ def test_a_compiled_backward_in_another_thread_fires_for_the_owner_of_the_forwar
     assert seen.values == [3.0]
 
 
-@pytest.mark.parametrize("kind", CALLS)
-def test_two_threads_run_compiled_code_at_once(kind):
-    """Compiled once, before the threads begin; each has its own hook on."""
-    torch._dynamo.reset()
-    model = Doubler()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    seen = [Seen(kind), Seen(kind)]
-    handles: list[hl.HookHandle] = []
-    ready, done = threading.Barrier(2, timeout=PATIENCE), threading.Barrier(2, timeout=PATIENCE)
-
-    def work(index: int) -> None:
-        handles.append(seen[index].attach(model, "twice"))
-        ready.wait()
-        if index == 0:
-            run(compiled)
-            seen[0].values.clear()
-        done.wait()
-        for step in range(STEPS):
-            run(compiled, float(2 * step + index + 1))
-
-    in_threads(work)
-    for handle in handles:
-        handle.remove()
-    factor = 2 if kind == "forward" else 1
-    for index in range(2):
-        assert seen[index].values == [factor * float(2 * step + index + 1) for step in range(STEPS)]
-
-
 # -- nothing piles up ----------------------------------------------------------------------------------------
 
 
@@ -696,18 +500,6 @@ def test_scopes_are_forgotten_with_their_hooks():
     for _ in range(1000):
         Seen().attach(model, "same").remove()
     assert context._OPEN.get() == before
-
-
-def test_scopes_that_were_closed_elsewhere_are_forgotten_at_the_next():
-    """The owner's context cannot be reached from another thread, so it may keep a number until it opens the next."""
-    model = Doubler()
-
-    def work() -> int:
-        for _ in range(100):
-            in_thread(Seen().attach(model, "same").remove)
-        return len(context._OPEN.get())
-
-    assert in_thread(work) <= 1
 
 
 def test_tasks_leave_nothing_behind():

@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import sys
 import threading
 import warnings
 import weakref
@@ -79,17 +78,6 @@ class Counter:
 # -- removing ------------------------------------------------------------------------------------------------
 
 
-def test_an_always_call_hook_leaves_no_wrapper():
-    """The attribute that wraps the call goes with the last such hook."""
-    model = make_model()
-    first = hl.attach(model, "0", ignore, always_call=True)
-    second = hl.attach(model, "0", ignore, always_call=True)
-    first.remove()
-    assert "_call_impl" in vars(model[0])
-    second.remove()
-    assert_no_trace(model)
-
-
 def test_a_hook_may_remove_all_others_while_firing():
     """Whatever the current call does with them, none fires in the next one."""
     model, others = make_model(), [Counter() for _ in range(4)]
@@ -109,59 +97,7 @@ def test_a_hook_may_remove_all_others_while_firing():
     assert_no_trace(model)
 
 
-# -- from another thread -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", RUN_KINDS)
-@pytest.mark.parametrize("observe", [False, True])
-def test_hooks_come_and_go_in_another_thread_while_the_model_runs(kind, observe):
-    """A model in a training loop never notices, whenever a hook is attached or removed beside it."""
-    model = make_model()
-    errors: list[BaseException] = []
-    stop = threading.Event()
-
-    def train() -> None:
-        try:
-            while not stop.is_set():
-                model(torch.ones(1, 2, requires_grad=True)).sum().backward()
-        except BaseException as error:
-            errors.append(error)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    thread = threading.Thread(target=train)
-    thread.start()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", hl.errors.HookNeverFired)
-            for _ in range(150):
-                hl.attach(model, "*", ignore, on=kind, observe=observe).remove()
-                if errors:
-                    break
-    finally:
-        stop.set()
-        thread.join()
-        sys.setswitchinterval(interval)
-    assert errors == []
-    assert_no_trace(model)
-
-
 # -- weak to the model ---------------------------------------------------------------------------------------
-
-
-def test_a_model_goes_after_a_forward_that_raised():
-    """A call that was cut short holds on to nothing."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    handles = [hl.attach(model, "*", ignore, on=kind) for kind in RUN_KINDS]
-    handles.append(hl.attach(model, "*", ignore, always_call=True))
-    with pytest.raises(RuntimeError):
-        model(torch.ones(1, 3, requires_grad=True))
-    reference = weakref.ref(model)
-    del model
-    gc.collect()
-    assert reference() is None
-    for handle in handles:
-        handle.remove()
 
 
 def test_activations_go_when_the_graph_goes():
@@ -178,23 +114,6 @@ def test_activations_go_when_the_graph_goes():
         assert [reference() for reference in references] == [None, None]
 
 
-def test_a_graph_that_is_dropped_without_a_backward_goes():
-    """An output nobody differentiates frees its graph at once, without the collector."""
-    model = make_model()
-    with hl.attach(model, "*", ignore, on="backward"):
-        gc.collect()
-        gc.disable()
-        try:
-            inner = torch.ones(1, 2, requires_grad=True) * 2
-            reference = weakref.ref(inner)
-            output = model(inner)
-            del inner, output
-            assert reference() is None
-        finally:
-            gc.enable()
-        model(torch.ones(1, 2, requires_grad=True)).sum().backward()
-
-
 # -- sets ----------------------------------------------------------------------------------------------------
 
 
@@ -209,14 +128,6 @@ class Recorder(RemovableHandle):
         self.log.append(self.name)
         if self.error is not None:
             raise self.error
-
-
-def test_both_handles_are_removable_handles_of_torch():
-    """Code written against torch's class takes ours."""
-    model = make_model()
-    with hl.attach(model, "0", ignore) as handle, hl.HandleSet([handle]) as handles:
-        assert isinstance(handle, RemovableHandle)
-        assert isinstance(handles, RemovableHandle)
 
 
 def test_a_set_removes_the_last_first():
@@ -247,27 +158,6 @@ def test_a_failing_member_does_not_keep_the_others_on():
         handles.remove()
     assert log == ["b", "a"]
     assert_no_trace(model)
-
-
-def test_an_interrupt_while_removing_does_not_keep_the_others_on():
-    """Also Ctrl-C in the middle of a removal lets the rest come off."""
-    model = make_model()
-    handles = hl.HandleSet([hl.attach(model, "0", ignore), Recorder("a", [], KeyboardInterrupt())])
-    with pytest.raises(KeyboardInterrupt):
-        handles.remove()
-    assert_no_trace(model)
-
-
-def test_a_set_may_be_removed_twice_and_used_in_a_block():
-    """Leaving the block after a removal is harmless; reports come from our own handles."""
-    model, foreign = make_model(), make_model()
-    with hl.HandleSet([hl.attach(model, "*", ignore), foreign.register_forward_hook(ignore)]) as handles:
-        model(torch.ones(1, 2))
-        assert [receipt.fired for receipt in handles.report()] == [5]
-        handles.remove()
-    assert_no_trace(model)
-    assert_no_trace(foreign)
-    assert repr(handles) == "<HandleSet of 2; off>"
 
 
 def test_a_warning_turned_error_still_takes_everything_off():

@@ -70,23 +70,6 @@ def test_hooks_of_every_kind_fire_on_every_module_as_often_as_the_references_say
     assert set(expected["state_dict_pre"]) == {module_name for module_name, _ in model.named_modules()}
 
 
-@pytest.mark.parametrize(
-    ("name", "module_name"),
-    [("vit", "vit.layers.0.dropout"), ("t5", "encoder.dropout"), ("t5", "decoder.dropout")],
-)
-def test_a_reused_module_fires_once_per_call_with_its_index(name: str, module_name: str) -> None:
-    """A dropout called twice in a forward gets both gradients, each under its own call number, last call first."""
-    model = make(name).train()
-    calls: list[int] = []
-
-    def hook(module: nn.Module, grad_input: Any, grad_output: Any, *, site: hl.Site) -> None:
-        calls.append(site.call)
-
-    with hl.attach(model, module_name, hook, on="backward"):
-        step(model, name)
-    assert calls == [1, 0]
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "mamba"])
 def test_generate_with_hooks_yields_the_same_tokens_and_one_firing_per_forward(name: str) -> None:
     """Observers on every module leave the generated tokens alone and fire as often as torch's own hooks."""
@@ -133,29 +116,6 @@ def test_grad_outputs_are_exactly_the_gradients_that_users_send_back(name: str, 
 
 
 @every_model
-@in_both_modes
-def test_grad_outputs_next_to_a_hook_that_may_edit_agree_to_rounding(name: str, training: bool) -> None:
-    """Beside a lambda on every backward, inputs go in as aliases: the same gradients, but for the order of sums."""
-    model = make(name).train(training)
-    twin = twin_of(name, model).train(training)
-    expected = gradients_by_alias(twin, name)
-    seen: Gradients = {}
-    fired: Counter[str] = Counter()
-
-    def look(module: nn.Module, grad_output: Any, *, site: hl.Site) -> None:
-        seen[site.name, site.call] = by_path(site.outputs, grad_output)
-
-    pre = hl.attach(model, "*", look, on="backward_pre")
-    post = hl.attach(model, "*", lambda module, gi, go, *, site: fired.update([site.name]), on="backward")
-    step(model, name)
-    assert_same_gradients(seen, expected, exactly=False)
-    assert_same_gradients({("", 0): parameter_gradients(model)}, {("", 0): parameter_gradients(twin)}, exactly=False)
-    assert fired == Counter(module_name for module_name, _ in expected)
-    for handle in (pre, post):
-        remove_and_check_warning(handle, model, set(fired))
-
-
-@every_model
 @pytest.mark.parametrize("style", ["plain", "observe", "lambda"])
 def test_grad_inputs_of_leaf_modules_equal_an_isolated_recomputation(name: str, style: str) -> None:
     """Each linear and normalising layer reports its own share, as autograd gives it for that layer alone."""
@@ -165,28 +125,6 @@ def test_grad_inputs_of_leaf_modules_equal_an_isolated_recomputation(name: str, 
     checked = [check_grad_input(module, calls[module_name, 0]) for module_name, module in affine.items()]
     assert len(checked) >= 4
     assert set(checked) == {1}
-
-
-@every_model
-@pytest.mark.parametrize("style", ["plain", "observe", "lambda"])
-def test_grad_inputs_of_a_whole_block_equal_an_isolated_recomputation(name: str, style: str) -> None:
-    """A block with residuals, positional or keyword inputs, reports every input's gradient of that block alone."""
-    model = make(name)
-    block = model.get_submodule(BLOCKS[name])
-    calls = watch_calls(model, [block], name, style)
-    assert check_grad_input(block, calls[BLOCKS[name], 0]) >= 1
-
-
-@pytest.mark.parametrize("style", ["plain", "observe", "lambda"])
-def test_grad_inputs_reach_a_module_that_takes_keywords_alone(style: str) -> None:
-    """Llama's attention takes hidden_states by keyword; torch's own hook gets an empty tuple there."""
-    model = make("llama")
-    attention = model.get_submodule("model.layers.1.self_attn")
-    calls = watch_calls(model, [attention], "llama", style)
-    call = calls["model.layers.1.self_attn", 0]
-    assert call["args"] == ()
-    assert "hidden_states" in call["grad_input"]
-    assert check_grad_input(attention, call) == 1
 
 
 # -- leaving no trace --------------------------------------------------------------------------------------
@@ -249,109 +187,6 @@ def test_a_late_ablation_shows_in_hidden_states_and_capture_hooks_survive(name: 
     assert foreign_hooks(model) == capture_hooks
     after = hidden_states(model, name)
     assert [torch.equal(a, b) for a, b in zip(after, states, strict=True)] == [True] * len(states)
-
-
-@with_capture_hooks
-def test_an_observer_attached_early_sees_the_ablation_that_hidden_states_shows(name: str) -> None:
-    """An observer on before transformers installs its capture hooks sees the edit of a hook attached after both."""
-    model = make(name)
-    seen: list[Tensor] = []
-
-    def look(module: nn.Module, args: Any, output: Any) -> None:
-        seen.append(output if isinstance(output, Tensor) else output[0])
-
-    with hl.attach(model, BLOCKS[name], look, observe=True):
-        hidden_states(model, name)
-        with hl.attach(model, BLOCKS[name], zeroed):
-            hidden_states(model, name)
-        hidden_states(model, name)
-    assert [bool(torch.count_nonzero(value)) for value in seen] == [True, False, True]
-
-
-@every_model
-def test_hidden_states_are_the_same_with_gradient_hooks_on_every_module(name: str) -> None:
-    """Watching every gradient leaves every hidden state, captured by transformers meanwhile, as it was."""
-    model = make(name)
-    states = hidden_states(model, name)
-
-    def look(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
-        """Nothing to do."""
-
-    handle = hl.attach(model, "*", look, on="backward")
-    watched = hidden_states(model, name)
-    assert [torch.equal(a, b) for a, b in zip(watched, states, strict=True)] == [True] * len(states)
-    sum(state.square().mean() for state in watched).backward()  # type: ignore[union-attr]
-    silent = {site.name for site in handle.report().sites if not site.fired}
-    assert BLOCKS[name] not in silent
-    remove_and_check_warning(handle, model, {module_name for module_name, _ in model.named_modules()} - silent)
-
-
-@with_capture_hooks
-@pytest.mark.parametrize("style", ["plain", "observe", "lambda"])
-def test_a_loss_on_one_hidden_state_fires_the_gradient_hook_of_the_block_that_made_it(name: str, style: str) -> None:
-    """A probe's loss reaches the block through transformers' capture alone; the block got a gradient, so it fires.
-
-    Not so where a hook may edit the gradients of several outputs together, as T5's blocks have: the capture took the
-    output before it passed our gate, and the warning says that the hook did not fire.
-    """
-    passes_gate = (name, style) == ("t5", "lambda")
-    model = make(name)
-    position = int(BLOCKS[name].rpartition(".")[2]) + 1
-    hidden_states(model, name)
-    seen: list[Tensor] = []
-
-    def look(module: nn.Module, grad_output: Any) -> None:
-        seen.append(grad_output[0])
-
-    hook = look if style != "lambda" else lambda module, grad_output: look(module, grad_output)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", hl.errors.HookNeverFired)
-        with hl.attach(model, BLOCKS[name], hook, on="backward_pre", observe=style == "observe"):
-            hidden_states(model, name)[position].sum().backward()
-    assert [bool((gradient == 1).all()) for gradient in seen] == ([] if passes_gate else [True])
-    assert [warning.category for warning in caught] == ([hl.errors.HookNeverFired] if passes_gate else [])
-
-
-# -- what is said about modules that stay silent ------------------------------------------------------------
-
-
-def test_the_warning_names_the_dropouts_that_gpt2_never_calls() -> None:
-    """GPT-2's attention dropouts are never called; the list that holds the blocks goes without saying."""
-    model = make("gpt2")
-    names = [f"transformer.h.{index}.attn.attn_dropout" for index in range(3)]
-    handle = hl.attach(model, "*", counting_hook("forward", Counter()))
-    step(model, "gpt2")
-    assert set(handle.report().silent) == {"transformer.h", *names}
-    with pytest.warns(hl.errors.HookNeverFired, match="never fired on 3 of 47 modules") as caught:
-        handle.remove()
-    assert len(caught) == 1
-    assert f"{', '.join(map(repr, names))}: nothing called it" in str(caught[0].message)
-
-
-def test_the_warning_says_that_mamba_uses_weights_without_calling_their_modules() -> None:
-    """Mamba's convolution and time-step projection are bypassed; the warning points at the mixer instead."""
-    model = make("mamba")
-    handle = hl.attach(model, ["*.conv1d", "*.dt_proj"], counting_hook("forward", Counter()))
-    step(model, "mamba")
-    with pytest.warns(hl.errors.HookNeverFired, match="never fired on 4 of 4 modules") as caught:
-        handle.remove()
-    assert "MambaMixer uses its weights in a function and never calls it; hook MambaMixer itself" in str(
-        caught[0].message
-    )
-
-
-def test_the_warning_says_that_no_gradient_came_through_llama_s_rotary_embedding() -> None:
-    """A module that ran but whose outputs need no gradient is named with that cause, and it alone."""
-    model = make("llama")
-
-    def look(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
-        """Nothing to do."""
-
-    handle = hl.attach(model, "*", look, on="backward")
-    step(model, "llama")
-    with pytest.warns(hl.errors.HookNeverFired, match=r"'model\.rotary_emb': it ran, but no backward") as caught:
-        handle.remove()
-    assert "never fired on 1 of 46 modules" in str(caught[0].message)
 
 
 # -- helpers -----------------------------------------------------------------------------------------------

@@ -46,28 +46,6 @@ def logging(log: list[Any], what: Any) -> Any:
 # -- what a hook gets and what it may return ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [tuple, list, lambda grads: grads[0]], ids=["tuple", "list", "bare tensor"])
-@pytest.mark.parametrize(("kind", "grad"), [("pre", 30.0), ("post", 30.0)])
-def test_what_a_hook_returns_replaces_the_gradients(kind: str, grad: float, shape: Any) -> None:
-    """As a tuple, a list, or a bare tensor where there is one only."""
-    x = leaf()
-    y = x.neg()
-    hl.attach_node(y, lambda *grads: shape([grads[0][0] * 10]), on=kind)
-    (y * 3).sum().backward()
-    assert x.grad.tolist() == [-grad] * 3
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_none_among_the_returned_takes_one_gradient_away(kind: str) -> None:
-    """torch then has nothing to accumulate."""
-    x, other = leaf(), leaf()
-    y = x.neg()
-    hl.attach_node(y, lambda *grads: (None,), on=kind)
-    (y + other).sum().backward()
-    assert x.grad is None or x.grad.tolist() == [0.0] * 3
-    assert other.grad.tolist() == [1.0] * 3
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("result", "found"),
@@ -94,35 +72,12 @@ def test_a_return_value_that_does_not_fit_is_an_error_that_names_hook_and_node(
         y.sum().backward()
 
 
-def test_a_bare_tensor_for_several_gradients_is_refused() -> None:
-    """It would be taken apart by its first dimension."""
-    x, y = leaf(), leaf()
-    z = x * y
-    hl.attach_node(z, lambda *grads: torch.ones(2, 3), on="post")
-    with pytest.raises(hl.errors.HookReturnError, match="tuple of 2, got a Tensor"):
-        z.sum().backward()
-
-
 def test_a_gradient_that_did_not_come_cannot_be_given() -> None:
     """Here that of a constant."""
     z = leaf() * torch.ones(3)
     hl.attach_node(z, lambda grad_inputs, grad_outputs: (grad_inputs[0], torch.ones(3)), on="post")
     with pytest.raises(hl.errors.HookReturnError, match=r"entry 1 .*None"):
         z.sum().backward()
-
-
-def test_a_hook_that_asks_is_told_its_site() -> None:
-    """The node's type, or the name given."""
-    y = leaf() * 2
-    sites = []
-
-    def hook(grad_outputs: Any, *, site: hl.Site) -> None:
-        sites.append((site.name, site.kind, site.call))
-
-    hl.attach_node(y, hook)
-    hl.attach_node(y, hook, name="mine", profile=True)
-    y.sum().backward()
-    assert sites == [("MulBackward0", hl.Kind.NODE_PRE, 0), ("mine", hl.Kind.NODE_PRE, 0)]
 
 
 # -- what stands for a node --------------------------------------------------------------------------------------

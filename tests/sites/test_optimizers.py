@@ -290,20 +290,6 @@ def test_a_step_that_a_fused_optimizer_skips_by_itself_is_marked() -> None:
     assert moved == [True, False, True]
 
 
-# -- order ------------------------------------------------------------------------------------------------------
-
-
-def test_an_observer_on_every_optimizer_runs_after_the_edits_of_its_own() -> None:
-    """Edits before observations, wherever they sit."""
-    optimizer = make()
-    log: list[str] = []
-    attach_optimizer(optimizer, lambda *args: log.append("observer"), on="step_pre", observe=True)
-    attach_optimizer(optimizer, lambda *args: log.append("edit"), on="step_pre")
-    with everywhere(lambda *args: log.append("everywhere"), "step_pre", observe=True):
-        optimizer.step()
-    assert log == ["edit", "everywhere", "observer"]
-
-
 # -- every optimizer --------------------------------------------------------------------------------------------
 
 

@@ -139,30 +139,6 @@ def test_a_wrong_type_is_refused_and_nothing_is_stored(kind, wrong, wanted, got)
     assert stored(kind, module, "old") is before
 
 
-# -- order, site, receipt ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_site_tells_the_module_its_name_the_kind_and_the_step(kind):
-    """A hook that declares site gets one; the step is that of the model's forwards."""
-    model, sites = make_model(), []
-
-    def look(module: nn.Module, name: str, value: Any, *, site: hl.Site) -> None:
-        sites.append(site)
-
-    with hl.attach(model, "1.0", look, on=kind):
-        store(kind, model[1][0])
-        model(torch.ones(1))
-        model(torch.ones(1))
-        store(kind, model[1][0])
-        store(kind, model[1][0])
-    assert [(site.name, site.module is model[1][0], site.kind, site.step, site.call) for site in sites] == [
-        ("1.0", True, hl.Kind(kind), -1, 0),
-        ("1.0", True, hl.Kind(kind), 1, 0),
-        ("1.0", True, hl.Kind(kind), 1, 1),
-    ]
-
-
 # -- the whole process ---------------------------------------------------------------------------------------
 
 
@@ -183,25 +159,6 @@ def test_process_wide_hooks_see_modules_that_are_built_later():
     }
     nn.Linear(2, 2)
     assert len(seen["register_parameter"]) == 2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_within_a_model_it_reaches_the_modules_that_are_there(kind):
-    """All of them but the excluded, and no other model's."""
-    model, calls = make_model(), Calls()
-    with hl.attach_everywhere(calls, on=kind, within=model, exclude="1"):
-        for module in (*list(model.modules()), nn.Identity()):
-            store(kind, module)
-    assert [owner for owner, _, _ in calls.seen] == [model, model[0], model[1][0]]
-
-
-def test_process_wide_hooks_take_no_exclude():
-    """Names need a model."""
-    with pytest.raises(hl.errors.OptionError, match="within="):
-        hl.attach_everywhere(Calls(), on="register_module", exclude="0")
-
-
-# -- coming and going ----------------------------------------------------------------------------------------
 
 
 # -- what torch does -----------------------------------------------------------------------------------------

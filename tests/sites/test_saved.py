@@ -57,24 +57,6 @@ def scope(logs: Logs) -> hl.sites.SavedTensors:
 # -- packing and unpacking ---------------------------------------------------------------------------------------
 
 
-def test_pack_is_called_per_saved_tensor_and_unpack_per_use() -> None:
-    """Inside the block alone; the counts are in the report."""
-    x = leaf()
-    logs = Logs()
-    with scope(logs) as handle:
-        y = (x * 2).sin() * x  # sin keeps one, the second product two
-        assert handle.report().attached == 1
-    z = y.exp()
-    assert logs.log == ["pack"] * 3
-    z.sum().backward(retain_graph=True)
-    assert logs.log == ["pack"] * 3 + ["unpack"] * 3
-    z.sum().backward()
-    assert (handle.packed, handle.unpacked) == (3, 6)
-    report = handle.report()
-    assert (report.kind, report.matched, report.attached, report.fired) == ("saved_tensors", 1, 0, 3)
-    assert report.name == "Logs.pack"
-
-
 def test_a_saved_output_comes_without_history_and_with_the_same_memory() -> None:
     """torch hands over the output itself; computed inputs come detached as well, leaves as they are."""
     x = leaf()
@@ -122,40 +104,6 @@ def test_an_unpack_function_has_to_return_a_tensor(result: Any) -> None:
         hl.errors.HookReturnError, match=rf"bad' of saved_tensors 'mine'.*got an? {type(result).__name__}"
     ):
         y.sum().backward()
-
-
-def test_functions_that_ask_are_told_their_site() -> None:
-    """Which tensor it is, counted from 0."""
-    packed, unpacked = [], []
-
-    def pack(tensor: Tensor, *, site: hl.Site) -> Tensor:
-        packed.append((site.name, site.kind, site.call))
-        return tensor
-
-    def unpack(tensor: Tensor, *, site: hl.Site) -> Tensor:
-        unpacked.append((site.name, site.kind, site.call))
-        return tensor
-
-    with hl.saved_tensors(pack, unpack):
-        y = leaf().sin().cos()
-    y.sum().backward()
-    assert packed == unpacked == [("saved tensors", hl.Kind.SAVED_TENSORS, call) for call in (0, 1)]
-
-
-@pytest.mark.parametrize(
-    ("pack", "unpack", "found"),
-    [
-        (lambda: None, same, r"hook\(tensor\)"),
-        (same, lambda a, b: None, r"hook\(packed\)"),
-        (same, None, "callable"),
-        ("pack", same, "callable"),
-    ],
-    ids=["pack", "unpack", "no unpack", "no pack"],
-)
-def test_functions_that_do_not_fit_are_refused_at_once(pack: Any, unpack: Any, found: str) -> None:
-    """Before anything is packed."""
-    with pytest.raises(hl.errors.HookSignatureError, match=found):
-        hl.saved_tensors(pack, unpack)
 
 
 # -- nesting -----------------------------------------------------------------------------------------------------
@@ -220,23 +168,6 @@ def test_leaving_a_scope_that_is_not_open_is_an_error() -> None:
     assert other.packed == 1
 
 
-def test_an_error_in_the_block_or_in_pack_leaves_the_stack_clean() -> None:
-    """It comes out as it is."""
-
-    def fail(tensor: Tensor) -> None:
-        raise ValueError("mine")
-
-    def broken(x: Tensor) -> Tensor:
-        raise ValueError("mine")
-
-    for pack, operation in ((same, broken), (fail, torch.sin)):
-        handle = hl.saved_tensors(pack, same)
-        with pytest.raises(ValueError, match="mine"), handle:
-            operation(leaf())
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        assert handle.report().attached == 0
-
-
 # -- removal -----------------------------------------------------------------------------------------------------
 
 
@@ -281,33 +212,6 @@ def run_in_thread(function: Any) -> Any:
     thread.start()
     thread.join()
     return result[0]
-
-
-def test_a_scope_is_open_in_the_thread_that_entered_it() -> None:
-    """Others pack nothing, and may enter it themselves."""
-    logs = Logs()
-    with scope(logs) as handle:
-        run_in_thread(lambda: leaf().sin())
-        assert handle.packed == 0
-
-        def inside() -> int:
-            with handle:
-                leaf().sin()
-            return handle.packed
-
-        assert run_in_thread(inside) == 1
-        leaf().sin()
-    assert handle.packed == 2
-
-
-def test_a_backward_in_another_thread_unpacks() -> None:
-    """Long after the block, and after the handle is gone."""
-    x = leaf()
-    logs = Logs()
-    with scope(logs):
-        y = x.sin()
-    run_in_thread(lambda: y.sum().backward())
-    assert logs.log == ["pack", "unpack"]
 
 
 def test_removal_reaches_all_threads() -> None:

@@ -17,42 +17,11 @@ def leaf(*values: float) -> Tensor:
     return torch.tensor(values or (1.0, 2.0, 3.0), dtype=torch.float32, requires_grad=True)
 
 
-def firsts(grads: tuple[Tensor | None, ...]) -> list[float | None]:
-    """The first number of each gradient."""
-    return [None if grad is None else grad.flatten()[0].item() for grad in grads]
-
-
 def ignore(grad: Any) -> None:
     """A hook that does nothing."""
 
 
 # -- one tensor --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("computed", [False, True], ids=["leaf", "computed"])
-def test_a_hook_gets_the_gradient_of_its_tensor(computed: bool) -> None:
-    """Once per backward pass, the whole of it, summed over all uses."""
-    x = leaf()
-    y = x * 2 if computed else x
-    seen = []
-    handle = hl.attach_tensor(y, seen.append)
-    (y * 3 + y * 4).sum().backward()
-    assert [grad.tolist() for grad in seen] == [[7.0] * 3]
-    report = handle.report()
-    assert (report.matched, report.attached, report.fired, report.last_step) == (1, 1, 1, None)
-    assert handle.names == ("tensor (3,)",)
-
-
-def test_the_unused_output_of_a_split_has_none_for_a_gradient() -> None:
-    """As in torch; and it cannot be given one."""
-    used, unused = (leaf(1, 2, 3, 4) * 1).split(2)
-    seen = []
-    with hl.attach_tensor(unused, seen.append):
-        used.sum().backward(retain_graph=True)
-    assert seen == [None]
-    hl.attach_tensor(unused, lambda grad: torch.ones(2), name="giver")
-    with pytest.raises(hl.errors.HookReturnError, match=r"'giver'.*None"):
-        used.sum().backward()
 
 
 def test_an_edit_in_place_leaves_the_hook_with_the_value_before() -> None:
@@ -94,23 +63,6 @@ def test_a_return_value_that_does_not_fit_is_an_error_that_names_the_hook(result
         x.sum().backward()
 
 
-def test_a_hook_that_asks_is_told_its_site() -> None:
-    """A tensor has no name but the one it is given, and no module."""
-    x = torch.ones(3, 4, requires_grad=True)
-    sites = []
-
-    def hook(grad: Tensor, *, site: hl.Site) -> None:
-        sites.append(site)
-
-    hl.attach_tensor(x, hook)
-    hl.attach_tensor(x, hook, name="mine")
-    for _ in range(2):
-        x.sum().backward()
-    assert [site.name for site in sites] == ["tensor (3, 4)", "mine"] * 2
-    assert [site.call for site in sites] == [0, 0, 1, 1]
-    assert {(site.kind, site.module, site.step) for site in sites} == {(hl.Kind.GRAD, None, -1)}
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------
 
 
@@ -143,35 +95,6 @@ def test_what_is_no_tensor_is_refused(given: Any, found: str) -> None:
         hl.attach_tensor(given, ignore)
 
 
-def test_no_tensors_at_all_are_refused() -> None:
-    """An empty list, or a generator that gave nothing."""
-    for nothing in ([], (), iter(())):
-        with pytest.raises(hl.errors.TargetError, match="no tensors"):
-            hl.attach_tensor(nothing, ignore)
-
-
-def test_bad_options_are_refused_before_anything_is_attached() -> None:
-    """Kind, mode, signature, and what does not go together."""
-    x, y = leaf(), leaf()
-    with pytest.raises(hl.errors.KindError, match="attach"):
-        hl.attach_tensor(x, ignore, on="forward")
-    with pytest.raises(hl.errors.OptionError, match="'all' or 'any', got 'some'"):
-        hl.attach_tensor([x, y], ignore, mode="some")
-    with pytest.raises(ValueError, match="'some'"):
-        hl.attach_tensor(x, ignore, mode="some")
-    with pytest.raises(hl.errors.OptionError, match="mode='any'"):
-        hl.attach_tensor([x, y], ignore, on="param_grad", mode="any")
-    with pytest.raises(hl.errors.OptionError, match="observe"):
-        hl.attach_tensor(x, ignore, on="param_grad", observe=True)
-    for tensors in (x, [x, y]):
-        with pytest.raises(hl.errors.HookSignatureError, match=r"hook\(grad\)"):
-            hl.attach_tensor(tensors, lambda a, b: None)
-        with pytest.raises(hl.errors.HookSignatureError, match="callable"):
-            hl.attach_tensor(tensors, "hook")
-    assert not x._backward_hooks
-    assert not y._backward_hooks
-
-
 # -- leaves that accumulate --------------------------------------------------------------------------------------
 
 
@@ -198,18 +121,6 @@ def test_a_param_grad_hook_on_several_leaves_is_called_for_each() -> None:
     assert not model.bias._post_accumulate_grad_hooks
 
 
-def test_swapped_arguments_are_told_as_such() -> None:
-    """And not by the numbers of the tensor."""
-    with pytest.raises(
-        hl.errors.HookSignatureError, match=r"^The arguments are swapped: write attach_tensor\(tensor, hook\)"
-    ):
-        hl.attach_tensor(print, leaf())
-    with pytest.raises(hl.errors.HookSignatureError, match=r"^A hook has to be callable, got a Tensor\.\n"):
-        hl.attach_tensor(leaf(), torch.ones(2))
-    with pytest.raises(hl.errors.UnhookableError, match=r"got an int\.\n"):
-        hl.attach_tensor(3, print)
-
-
 # -- several tensors ---------------------------------------------------------------------------------------------
 
 
@@ -225,19 +136,6 @@ def test_tensors_without_gradient_are_an_error_for_all_and_left_out_for_any() ->
     assert len(seen) == 1
     with pytest.raises(hl.errors.UnhookableError, match="that at 0 needs"):
         hl.attach_tensor([bare, bare], ignore, mode="any")
-
-
-def test_a_generator_of_tensors_will_do() -> None:
-    """The parameters of a model, say; the site says how many there are."""
-    model = nn.Linear(2, 2)
-    sites = []
-
-    def hook(grads: tuple[Tensor, ...], *, site: hl.Site) -> None:
-        sites.append((site.name, len(grads)))
-
-    hl.attach_tensor(model.parameters(), hook)
-    model(torch.ones(1, 2)).sum().backward()
-    assert sites == [("2 tensors", 2)]
 
 
 def test_a_hook_on_several_tensors_that_is_removed_in_mid_pass_stays_silent() -> None:
@@ -299,19 +197,3 @@ def test_tensors_and_hook_go_with_the_graph_without_the_collector(way: str, back
     references = [weakref.ref(one) for one in (x, y, z, token)]
     del x, y, z, token, handle, loss
     assert [reference() for reference in references] == [None] * 4
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.usefixtures("no_collector")
-def test_a_handle_keeps_no_tensor_alive_and_says_that_they_are_gone(way: str) -> None:
-    """It can still be asked and removed."""
-    x = leaf()
-    y = x.sin()
-    z = y.exp()
-    handle = WAYS[way](x, y, z, ignore)
-    assert handle.report().attached == 1
-    references = [weakref.ref(one) for one in (x, y, z)]
-    del x, y, z
-    assert [reference() for reference in references] == [None] * 3
-    assert handle.report().attached == 0
-    handle.remove()

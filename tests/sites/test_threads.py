@@ -46,29 +46,6 @@ def make_model() -> nn.Module:
     return nn.Sequential(layer, nn.Tanh(), layer)  # the layer is called twice per forward
 
 
-@pytest.mark.parametrize("kind", ["forward_pre", "forward"])
-@pytest.mark.parametrize("observe", [False, True])
-def test_forward_counts_of_all_threads_add_up(kind, observe):
-    """No firing is lost and none is counted twice."""
-    model, fired = make_model(), collections.Counter()
-    lock = threading.Lock()
-
-    def hook(module: nn.Module, *args: object) -> None:
-        with lock:
-            fired[type(module).__name__] += 1
-
-    def work(index: int) -> None:
-        for _ in range(STEPS):
-            model(torch.ones(1, 2))
-
-    with hl.attach(model, "*", hook, on=kind, observe=observe) as handle:
-        in_threads(work)
-        runs = THREADS * STEPS
-        assert fired == {"Sequential": runs, "Tanh": runs, "Linear": 2 * runs}
-        assert handle.report().fired == 4 * runs
-        assert handle.report().last_step == runs - 1
-
-
 @pytest.mark.parametrize("kind", ["backward_pre", "backward"])
 @pytest.mark.parametrize("edits", [False, True])
 def test_gradient_counts_of_all_threads_add_up(kind, edits):
@@ -116,26 +93,6 @@ def test_steps_and_calls_are_right_in_every_thread(kind):
             steps.append(first[0])
     assert len(seen) == THREADS
     assert sorted(steps) == list(range(THREADS * STEPS))
-
-
-def test_each_threads_hook_sees_that_threads_tensors():
-    """What is handed over belongs to the forward that is running in the thread."""
-    model = make_model()
-    mine = threading.local()
-    mixed = []
-
-    def pre(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        if args[0] is not mine.x:
-            mixed.append(1)
-
-    def work(index: int) -> None:
-        for _ in range(STEPS):
-            mine.x = torch.full((1, 2), float(index))
-            model(mine.x)
-
-    with hl.attach(model, pre, on="forward_pre"):
-        in_threads(work)
-    assert mixed == []
 
 
 def test_gradients_of_threads_are_not_mixed():
@@ -221,31 +178,3 @@ def test_hooks_may_be_attached_and_removed_in_many_threads_at_once():
 
     in_threads(work)
     hl.assert_no_hooks(model, foreign=True)
-
-
-def test_saving_in_many_threads_while_hooks_come_and_go_leaves_nothing():
-    """State hooks taken off beside a save are gone afterwards."""
-    model = make_model()
-    stop = threading.Event()
-
-    def hook(*args: object) -> None:
-        """Does nothing."""
-
-    def work(index: int) -> None:
-        if index:
-            while not stop.is_set():
-                # torch itself does not bear a hook coming during its walk; that is its own error
-                with contextlib.suppress(RuntimeError):
-                    model.state_dict()
-            return
-        try:
-            for _ in range(STEPS * 4):
-                hl.attach(model, "*", hook, on="state_dict_post").remove()
-        finally:
-            stop.set()
-
-    in_threads(work)
-    hl.attach(model, hook).remove()
-    hl.assert_no_hooks(model, foreign=True)
-    for module in model.modules():
-        assert not module._state_dict_hooks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 
 import pytest
@@ -29,11 +28,6 @@ def test_the_sequence_number_is_that_of_the_next_node():
     z = y + 1
     assert _torch.sequence_number_of(node_of(z)) == before + 1
     assert _torch.sequence_number() == before + 2
-
-
-def test_reading_the_sequence_number_uses_none_up():
-    """It is a look, not a draw."""
-    assert _torch.sequence_number() == _torch.sequence_number()
 
 
 def test_the_accumulator_of_a_leaf_has_a_huge_number():
@@ -84,17 +78,6 @@ def test_tensor_hooks_run_in_the_order_they_came():
     x.register_hook(lambda grad: log.append("second"))
     x.sum().backward()
     assert log == ["first", "second"]
-
-
-def test_numbers_are_counted_per_thread():
-    """Another thread begins its own count: numbers compare within a thread only."""
-    numbers = []
-    thread = threading.Thread(target=lambda: numbers.append(_torch.sequence_number()))
-    for _ in range(3):
-        torch.ones(1, requires_grad=True) * 2
-    thread.start()
-    thread.join()
-    assert numbers[0] < _torch.sequence_number()
 
 
 class Double(torch.autograd.Function):
@@ -283,17 +266,6 @@ def test_the_engine_tells_which_nodes_the_running_pass_comes_to():
     assert told[-1] is True
     with pytest.raises(RuntimeError, match="leaf node"):
         torch.autograd.grad(used.sum(), x)
-
-
-class _Keeps(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
 
 
 def test_torch_hands_a_saved_output_over_with_the_node_that_keeps_it():

@@ -16,67 +16,39 @@ from hookline.sites import _torch
 # -- functions and operators ----------------------------------------------------------------------------------
 
 
-def test_a_number_beside_a_tensor_is_kept_marked_in_the_node_of_a_product():
-    """The only place where Python can get hold of a tensor that counts as a number; ``set_`` keeps the mark."""
-    marked = _torch._marked_numbers()[float].data.set_(torch.tensor(0.1, dtype=torch.float64))
-    assert torch.result_type(torch.arange(3), marked) is torch.float32
-    assert torch.result_type(torch.arange(3), torch.tensor(0.1, dtype=torch.float64)) is torch.float64
-    assert marked.item() == 0.1
-    assert _torch._marked_numbers()[float].item() == 1.0
-
-
-def test_a_kernel_can_be_overridden_and_put_back():
-    """What ran before runs again, and torch's list of Python kernels is as it was."""
-    x = torch.randn(3, 3)
-    before = set(torch.library._impls)
-    calls = []
-
-    def make(original):
-        def kernel(keys, *args):
-            calls.append(args)
-            return original(keys, *args)
-
-        return kernel
-
-    restore = _torch.override_kernel(torch.ops.aten.mm.default, "CPU", make)
-    assert restore is not None
-    expected = x @ x
-    assert torch.equal(torch.mm(x, x), expected)
-    assert len(calls) == 2
-    restore()
-    assert torch.equal(torch.mm(x, x), expected)
-    assert len(calls) == 2
-    assert set(torch.library._impls) == before
-
-
-def test_an_operator_without_a_kernel_is_told():
-    """An operator of another backend has nothing to override here."""
-    torch.library.define("hookline_kernelless::bare", "(Tensor x) -> Tensor")
-    assert _torch.override_kernel(torch.ops.hookline_kernelless.bare.default, "CPU", lambda original: original) is None
-
-
 class _Plain(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
-def _modes():
-    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+class _PlainDispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
-def test_a_mode_slips_under_others_and_is_lifted_out_again():
+def _modes(stack):
+    return [stack._at(index) for index in range(stack._height())]
+
+
+@pytest.mark.parametrize(
+    ("stack", "make"),
+    [(_torch.FUNCTION_MODES, _Plain), (_torch.DISPATCH_MODES, _PlainDispatch)],
+    ids=["functions", "operators"],
+)
+def test_a_mode_slips_under_others_and_is_taken_out_again(stack, make):
     """The bottom is index 0; others keep their order, and their ``with`` blocks take off their own."""
-    ours, first, second = _Plain(), _Plain(), _Plain()
+    ours, first, second = make(), make(), make()
     with first:
         with second:
-            _torch.slip_mode_under(ours)
-            assert _modes() == [ours, first, second]
-        assert _modes() == [ours, first]
-        assert not _torch.pop_mode(ours)
-        assert _torch.lift_mode(ours)
-        assert not _torch.lift_mode(ours)
-        assert _modes() == [first]
-    assert _modes() == []
+            stack.slip_under(ours)
+            assert _modes(stack) == [ours, first, second]
+        assert _modes(stack) == [ours, first]
+        assert stack.take_out(ours)
+        assert not stack.take_out(ours)
+        assert _modes(stack) == [first]
+        stack.push(ours)
+        assert stack.take_out(ours)
+    assert _modes(stack) == []
 
 
 def test_a_default_device_keeps_the_lowest_place():
@@ -84,12 +56,12 @@ def test_a_default_device_keeps_the_lowest_place():
     ours = _Plain()
     torch.set_default_device("cpu")
     try:
-        _torch.slip_mode_under(ours)
-        assert _modes()[1:] == [ours]
+        _torch.FUNCTION_MODES.slip_under(ours)
+        assert _modes(_torch.FUNCTION_MODES)[1:] == [ours]
     finally:
         torch.set_default_device(None)
-        _torch.lift_mode(ours)
-    assert _modes() == []
+        _torch.FUNCTION_MODES.take_out(ours)
+    assert _modes(_torch.FUNCTION_MODES) == []
 
 
 def test_the_running_modules_are_found_on_the_stack():

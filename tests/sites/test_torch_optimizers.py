@@ -13,7 +13,6 @@ import pytest
 import torch
 from helpers_waiting import PATIENCE
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import hookline
 from hookline.sites import _torch
@@ -114,24 +113,6 @@ def test_a_walk_in_another_thread_is_seen():
     thread.join()
     assert walked
     assert not _torch.being_walked(_torch.optimizer_hooks(optimizer, "step_post"))
-
-
-def test_an_optimizers_own_pre_hooks_are_not_begun_when_a_global_one_runs():
-    """What a global pre-hook registers on the optimizer runs in the same step."""
-    optimizer = make_optimizer()
-    log = []
-    optimizer.register_step_pre_hook(lambda *args: log.append("own"))
-
-    def first_sight(opt, args, kwargs) -> None:
-        opt.register_step_pre_hook(lambda *args: log.append("pre"))
-        opt.register_step_post_hook(lambda *args: log.append("post"))
-
-    handle = register_optimizer_step_pre_hook(first_sight)
-    try:
-        optimizer.step()
-    finally:
-        handle.remove()
-    assert log == ["own", "pre", "post"]
 
 
 def test_what_is_untraced_runs_as_it_is_in_a_compiled_function():

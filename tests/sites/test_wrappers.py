@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import re
 import sys
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +19,8 @@ from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
 
 import hookline as hl
-from hookline.sites.modules.module_hooks import existing_hooks
 from hookline.sites.targets import select
-from hookline.sites.wrappers import clean_modules, submodule, unwrap
+from hookline.sites.wrappers import unwrap
 
 # torch's own, while it compiles a block whose input is not a leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -200,26 +196,12 @@ def test_raw_names_with_some_or_all_of_the_prefixes_are_taken_too(wrap, target, 
     assert names(WRAPS[wrap](new()), target) == found
 
 
-def test_raw_names_of_torch_all_resolve(wrapped):
-    """Whatever ``named_modules`` calls a module, the name means it, or what it wraps."""
-    for name, module in wrapped.named_modules():
-        assert [site.module for site in hl.find(wrapped, name)] == [unwrap(module)]
-
-
 def test_a_glob_that_does_not_mention_the_prefix_is_not_held_against_raw_names():
     """In a DDP model every raw name begins with ``module``; ``m*`` means none of them."""
     model = parallel(new())
     with pytest.raises(hl.errors.NoMatchError, match=r"No module matches 'm\*' in this Net of 8 modules"):
         select(model, "m*")
     assert names(model, "*.m*") == [name for name in ALL if name.endswith(("mlp", "module"))]
-
-
-def test_a_clean_name_wins_over_a_raw_one():
-    """A child of one's own that is called ``module`` is what ``module`` means."""
-    inner = nn.Module()
-    inner.module = nn.ReLU()
-    assert [site.type for site in hl.find(parallel(inner), "module")] == ["ReLU"]
-    assert names(parallel(inner), "module.module") == ["module"]
 
 
 def test_an_attribute_called_like_a_prefix_is_no_wrapper():
@@ -260,17 +242,6 @@ def test_exclude_takes_raw_names_and_wrappers():
         select(model, None, exclude="module")
 
 
-def test_errors_show_clean_names(wrapped):
-    """The nearest are names one can write."""
-    with pytest.raises(
-        hl.errors.NoMatchError, match=r"'layers\.0\.mpl' in this Net of .* nearest: 'layers\.0\.mlp'"
-    ) as caught:
-        select(wrapped, "layers.0.mpl")
-    assert not re.search(r"_orig_mod|module\.|_checkpoint", str(caught.value).partition("nearest")[2])
-    with pytest.raises(hl.errors.TargetError, match="not a module of this Net"):
-        select(wrapped, nn.ReLU())
-
-
 def test_a_warning_of_a_silent_hook_shows_clean_names():
     """And the cause is read from the module around it, inside its wrapper."""
 
@@ -289,44 +260,6 @@ def test_a_warning_of_a_silent_hook_shows_clean_names():
         handle.remove()
 
 
-def test_a_shared_module_inside_a_wrapper_has_each_of_its_names():
-    """Wrapped under one name, plain under another."""
-    shared = Block()
-    model = nn.ModuleDict({"a": checkpoint_wrapper(shared), "b": shared})
-    assert [name for name, _ in clean_modules(model)] == ["", "a", "a.mlp", "a.module"]
-    assert select(model, "b.mlp") == [("b.mlp", shared.mlp)]
-    assert select(model, ["a", "b"]) == [("a", shared)]
-
-
-def test_a_module_is_found_by_its_clean_name(wrapped):
-    """The other way round: from the name to the module."""
-    for name, module in clean_modules(wrapped):
-        assert submodule(wrapped, name) is module
-    with pytest.raises(AttributeError, match="Block has no module 'nothing'"):
-        submodule(wrapped, "layers.0.nothing")
-
-
-def test_hooks_left_on_a_wrapper_are_found():
-    """Those of ours and those of others, named like what is inside."""
-    model = parallel(new())
-    handle = hl.attach(model, model, lambda *args: None)
-    with pytest.raises(hl.errors.HooksLeftError, match=r"\(the model\)"):
-        hl.assert_no_hooks(model)
-    assert hl.attached(model) == [handle]
-    handle.remove()
-    hl.assert_no_hooks(model, foreign=True)
-
-
-def test_a_copy_of_a_wrapped_model_is_clean():
-    """As every copy is."""
-    model = parallel(new())
-    with hl.attach(model, "*", lambda *args: None) as handle:
-        twin = copy.deepcopy(model)
-        twin(X)
-        assert handle.report().fired == 0
-    hl.assert_no_hooks(twin, foreign=True)
-
-
 def test_nothing_heavy_is_imported_to_know_wrappers():
     """A wrapper is told by the names of its classes."""
     import subprocess
@@ -341,19 +274,6 @@ def test_nothing_heavy_is_imported_to_know_wrappers():
 
 
 # -- within, everywhere --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrap", ["DataParallel", "subclass", "AveragedModel", "checkpoint", "checkpointed blocks"])
-def test_functions_within_a_wrapped_model_name_their_module_cleanly(wrap):
-    """The wrapper stands for the model inside; whichever of them is called."""
-    wrapped = WRAPS[wrap](new())
-    seen: list[str] = []
-    hooked = hl.attach_function("*.linear", lambda fn, inputs, outputs: seen.append(fn.module), within=wrapped)
-    with hooked, torch.no_grad():
-        wrapped(X)
-        unwrap(wrapped)(X)
-    once = ["layers.0.mlp", "layers.0.module", "layers.1.mlp", "layers.1.module", "head"]
-    assert seen == once * 2
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks:UserWarning")
@@ -399,23 +319,6 @@ def test_parameters_have_clean_names(wrapped):
         of("layers.0.mlp.wieght")
 
 
-def test_gradients_arrive_under_clean_names(wrapped):
-    """Once each, in the wrapper's forward and in that of the model inside."""
-    seen: list[str] = []
-    with hl.attach(wrapped, "layers.#.mlp.weight", lambda p, *, site: seen.append(site.name), on="param_grad"):
-        wrapped(X).square().sum().backward()
-        unwrap(wrapped)(X).square().sum().backward()
-    assert sorted(seen) == ["layers.0.mlp.weight"] * 2 + ["layers.1.mlp.weight"] * 2
-
-
-def test_bounds_take_wrapped_models():
-    """Names below a module come without prefixes too."""
-    model = parallel(blockwise(checkpoint_wrapper)(new()))
-    with hl.freeze(model, "layers") as handle:
-        assert "layers.0.mlp.weight" in handle.names
-        assert not [name for name in handle.names if "wrapped" in name or not name.startswith("layers.")]
-
-
 def renew(model: Net) -> None:
     model.head.weight = nn.Parameter(torch.ones(2, 4))
 
@@ -444,18 +347,6 @@ def test_a_hook_follows_a_parameter_that_was_replaced(replace):
     assert len(seen) == 3
 
 
-def test_a_hook_follows_through_many_replacements():
-    """Also when the memory of one is that of an earlier one."""
-    model, seen = new(), []
-    with hl.attach(model, "head.bias", lambda p: seen.append(p is model.head.bias), on="param_grad") as handle:
-        for _ in range(20):
-            model.head.bias = nn.Parameter(torch.zeros(2))
-            model.head.bias = nn.Parameter(torch.ones(2))
-            model(X)[0, 0].backward()
-        assert handle.report().attached == 1
-    assert seen == [True] * 20
-
-
 def test_all_hooks_of_a_replaced_parameter_move_in_their_order():
     """Two through the model, one through the layer alone, which moves at a forward of the layer."""
     model, order = new(), []
@@ -471,18 +362,6 @@ def test_all_hooks_of_a_replaced_parameter_move_in_their_order():
         model(X)[0, 0].backward()
     assert order == ["first", "a", "b", "layer"]
     hl.assert_no_hooks(model, foreign=True)
-
-
-def test_freeze_and_clip_follow():
-    """A frozen module stays frozen, a bound holds, whatever parameters are put there."""
-    model = new()
-    with hl.freeze(model, "head"), hl.clip_gradients(model, "layers.#", value=1e-6):
-        assign(model)
-        renew(model)
-        (1e3 * model(X)[0, 0]).backward()
-        assert model.head.weight.grad is None
-        assert model.head.bias.grad is None
-        assert model.layers[0].mlp.weight.grad.abs().max() <= 1e-6
 
 
 def test_a_parameter_that_takes_no_gradient_is_followed_when_it_does():
@@ -541,30 +420,6 @@ def test_a_tied_weight_follows_the_name_it_was_hooked_under():
     assert seen == [True, True]
 
 
-def test_following_keeps_nothing_alive():
-    """Neither the parameter that was replaced nor the model, though the hook refers to both."""
-    model = new()
-    old = model.head.weight
-    hl.attach(model, "head.weight", lambda p, keep=(model, old): None, on="param_grad")
-    references = [weakref.ref(model), weakref.ref(model.head)]
-    renew(model)
-    model(X)[0, 0].backward()
-    del model, old
-    gc.collect()
-    assert [reference() for reference in references] == [None, None]
-
-
-def test_a_model_without_hooks_on_parameters_looks_at_nothing():
-    """The list is there while there are such hooks, and gone with the last."""
-    model = new()
-    with hl.attach(model, lambda *args: None):
-        counter = existing_hooks(model).counter
-        assert counter.leaves is None
-        with hl.attach(model, "*", lambda p: None, on="param_grad"):
-            assert counter.leaves is not None
-        assert counter.leaves is None
-
-
 # -- TorchScript ---------------------------------------------------------------------------------------------
 
 
@@ -612,22 +467,6 @@ def test_a_script_module_that_is_asked_for_by_name_is_refused(scripted, target):
     with pytest.raises(hl.errors.UnhookableError):
         hl.attach(scripted, scripted[1], lambda *args: None)
     hl.assert_no_hooks(scripted)
-
-
-def test_only_script_modules_is_an_error(scripted):
-    """A hook on nothing is none."""
-    with pytest.raises(hl.errors.UnhookableError):
-        hl.attach(scripted, torch.jit.ScriptModule, lambda *args: None)
-    with pytest.raises(hl.errors.UnhookableError):
-        hl.attach(scripted[1], "*", lambda *args: None)
-
-
-def test_everywhere_within_a_model_passes_over_script_modules(scripted):
-    """With the same warning."""
-    with pytest.warns(hl.HooklineWarning, match="left out: '1'"):
-        handle = hl.attach_everywhere(lambda *args: None, within=scripted)
-    assert handle.names == ("", "0", "2")
-    handle.remove()
 
 
 # -- PEFT ----------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from hookline.observe.watch.pending import PendingTensors, limit_of
 from hookline.observe.watch.place import Note, WatchedPlace
 from hookline.sites import _torch
 from hookline.sites.compiled.op_schemas import Summary
-from hookline.sites.per_site_hook import PerSiteHook
+from hookline.sites.hook_at_site import PerSiteHook
 from hookline.tree import main_of
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from hookline.guard.tensors import (
 from hookline.guard.walk import BATCH, RunWalk, StateChange
 from hookline.sites.find import attached
 from hookline.sites.hook_at_site import next_order
-from hookline.sites.optimizers import meet_optimizer, unwrap_optimizer
+from hookline.sites.optimizers import unwrap_optimizer
 
 __all__ = ["PreEpochState", "Snapshot", "first_names", "roots_of", "unrestored_message"]
 
@@ -55,7 +55,6 @@ def roots_of(
         raise GuardError(f"The guard takes a model, that is a torch.nn.Module; got {type(model).__name__}.")
     # Wrappers that are no optimizers themselves may lie around each other, and the walk enters optimizers alone.
     inner = unwrap_optimizer(optimizer)
-    meet_optimizer(inner)
     roots = {"model": model, "optimizer": inner, "scheduler": scheduler, "scaler": scaler}
     roots |= {} if inner is optimizer else {"optimizer wrapper": optimizer}
     for name, root in roots.items():

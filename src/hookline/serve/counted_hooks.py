@@ -18,7 +18,7 @@ from hookline.error_policy import ErrorPolicy
 from hookline.errors import OptionError
 from hookline.factories.factory_hook import FactoryHook
 from hookline.sites.compiled.op_schemas import Handed, Summary
-from hookline.sites.per_site_hook import PerSiteHook
+from hookline.sites.hook_at_site import PerSiteHook
 from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value
 from hookline.specs.apply_specs import ErrorHandlingHook, call_factory
 

@@ -12,15 +12,12 @@ import inspect
 import itertools
 import operator
 import sys
-import time
-import warnings
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Final, ParamSpec, TypeAlias, TypeVar, cast
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch._C import _FunctionBase as FunctionBase
@@ -30,6 +27,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn.modules import module as module_py
 from torch.nn.utils import stateless
 from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_py
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -190,12 +188,8 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, int, Any]]:
 
 # -- the call that is under way: sites.modules, sites.signature, sites.receipt -------------------------------------
 
-_IN_MODE: Final = torch.no_grad()(lambda: None).__code__
-
-
-def is_in_mode(function: Any) -> bool:
-    """Return whether it is a function in ``@torch.no_grad()`` or the like, which give back what the function does."""
-    return getattr(function, "__code__", None) is _IN_MODE
+IN_MODE: Final = torch.no_grad()(lambda: None).__code__
+"""The code of every function in ``@torch.no_grad()`` or the like, which give back what the function does."""
 
 
 def caller() -> nn.Module | None:
@@ -437,9 +431,12 @@ def called_by_us(depth: int) -> bool:
     for _ in range(depth - 1):
         if frame is not None:  # autograd's own threads begin in C++
             frame = frame.f_back
+    if frame is not None and frame.f_globals is _OPS:  # an operator that was called as such
+        frame = frame.f_back
     return frame is not None and frame.f_globals.get("__name__") in _WIRING
 
 
+_OPS: Final = vars(sys.modules[OpOverload.__module__])
 _WIRING: Final = frozenset(
     f"hookline.sites.gradients.{name}" for name in ("backward_call", "call_gradients", "tensor_taps")
 )
@@ -519,48 +516,54 @@ _ASKS_FOR_MODES: Final = frozenset(
 )
 
 
-push_mode: Final[Callable[[Any], None]] = torch._C._push_on_torch_function_stack
-"""Put a function mode on top of this thread's stack (0.15 µs; ``with mode`` takes 0.8 for both ways)."""
+class ModeStack:
+    """One of torch's two stacks of modes: of function modes, or of dispatch modes. Each thread has its own."""
+
+    def __init__(self, *, height: Any, at: Any, push: Any, pop: Any) -> None:
+        self._height, self._at, self._pop = height, at, pop
+        self.push: Callable[[Any], None] = push
+        """Put a mode on top (0.15 µs; ``with mode`` takes 0.8 for both ways)."""
+
+    def slip_under(self, mode: Any) -> None:
+        """Put a mode under those that are there, so that whoever leaves their block takes off their own.
+
+        What ``torch.set_default_device`` has put there stays at the very bottom: it looks for itself in that place.
+        """
+        above = self._take_all()
+        default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+        lowest = [above.pop()] if above and above[-1] is default else []
+        for each in (*lowest, mode, *reversed(above)):
+            self.push(each)
+
+    def take_out(self, mode: Any) -> bool:
+        """Take a mode out, wherever it is in the stack; return whether it was there (0.2 µs if it is on top)."""
+        height = self._height()
+        if height and self._at(height - 1) is mode:
+            self._pop()
+            return True
+        modes = self._take_all()
+        kept = [other for other in modes if other is not mode]
+        for each in reversed(kept):
+            self.push(each)
+        return len(kept) < len(modes)
+
+    def _take_all(self) -> list[Any]:
+        """Take all modes off; return them, the top one first."""
+        return [self._pop() for _ in range(self._height())]
 
 
-def slip_mode_under(mode: Any) -> None:
-    """Put a function mode under those that are there, so that whoever leaves their block takes off their own.
-
-    What ``torch.set_default_device`` has put there stays at the very bottom: it looks for itself in that place.
-    """
-    above = _take_modes_off()
-    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    if above and above[-1] is default:
-        push_mode(above.pop())
-    push_mode(mode)
-    _put_modes_back(above)
-
-
-def pop_mode(mode: Any) -> bool:
-    """Take a function mode off this thread's stack if it is on top; return whether it was (0.2 µs)."""
-    height = torch._C._len_torch_function_stack()
-    if not height or torch._C._get_function_stack_at(height - 1) is not mode:
-        return False
-    torch._C._pop_torch_function_stack()
-    return True
-
-
-def lift_mode(mode: Any) -> bool:
-    """Take a function mode out of this thread's stack, wherever it is in there; return whether it was."""
-    modes = _take_modes_off()
-    kept = [other for other in modes if other is not mode]
-    _put_modes_back(kept)
-    return len(kept) < len(modes)
-
-
-def _take_modes_off() -> list[Any]:
-    """Take this thread's function modes off; return them, the top one first."""
-    return [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
-
-
-def _put_modes_back(modes: list[Any]) -> None:
-    for mode in reversed(modes):
-        push_mode(mode)
+FUNCTION_MODES: Final = ModeStack(
+    height=torch._C._len_torch_function_stack,
+    at=torch._C._get_function_stack_at,
+    push=torch._C._push_on_torch_function_stack,
+    pop=torch._C._pop_torch_function_stack,
+)
+DISPATCH_MODES: Final = ModeStack(
+    height=torch._C._len_torch_dispatch_stack,
+    at=torch._C._get_dispatch_stack_at,
+    push=torch._C._push_on_torch_dispatch_stack,
+    pop=functools.partial(torch._C._pop_torch_dispatch_stack, None),
+)
 
 
 def operator_names() -> list[str]:
@@ -576,159 +579,6 @@ def operators_of(item: Any) -> list[OpOverload] | None:
     if isinstance(item, OpOverloadPacket):
         return [getattr(item, name) for name in item.overloads()]  # type: ignore[no-untyped-call]
     return None
-
-
-def backends() -> list[str]:
-    """Return the dispatch keys of the devices there are: CPU, and the accelerator if this process has one."""
-    accelerator = torch.accelerator.current_accelerator()
-    return ["CPU"] if accelerator is None else ["CPU", accelerator.type.upper()]
-
-
-def override_kernel(
-    op: OpOverload, key: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[[], None] | None:
-    """Put a Python function in the place of an operator's kernel for one dispatch key.
-
-    ``make`` is given the kernel that was there and returns the one to put there; both take the dispatch keys first.
-    Back comes what puts the old kernel back; None where there is none.
-
-    Another thread may have looked our kernel up and be waiting for the interpreter inside of it while it is taken
-    off; torch would free it under that thread ("INTERNAL ASSERT FAILED … SafePyObject"). So it is held for a while.
-    """
-    name: str = op.name()  # type: ignore[no-untyped-call]
-    if name.startswith(_NEVER_OVERRIDDEN):
-        return None
-    _marked_numbers()  # while its own operators are as torch made them
-    try:
-        original = _taking_numbers(op, torch.library.get_kernel(name, key).call_boxed)
-    except (RuntimeError, ValueError):
-        return None
-    library: Any = torch.library.Library(name.partition("::")[0], "IMPL")  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that a kernel is overridden is what we are here for
-        library.impl(name.partition("::")[2], make(original), key, with_keyset=True, allow_override=True)
-    ours = torch.library.get_kernel(name, key)
-
-    def restore() -> None:
-        now = time.monotonic()
-        while _RETIRED and now - _RETIRED[0][0] > _GRACE_S:
-            _RETIRED.popleft()
-        _RETIRED.append((now, ours))
-        library._destroy()
-        op._dispatch_cache.clear()  # a compiler that looked the operator up meanwhile has noted our kernel
-
-    return restore
-
-
-_GRACE_S: Final = 10.0
-_RETIRED: Final[deque[tuple[float, Any]]] = deque()
-"""Kernels of ours that were taken off, and when: a thread that waits for the interpreter waits some milliseconds."""
-
-
-_NEVER_OVERRIDDEN: Final = ("aten::set_", "aten::detach", "aten::alias", "aten::empty")
-"""Marked numbers are made with ``set_``, and a Python kernel in its place would lose the mark; parameters with
-``detach`` and subclasses with ``alias``, and torch makes neither of a tensor that Python has seen. Kernels that work in
-several threads allocate with ``empty`` in each: a Python kernel there waits for the interpreter, which the thread that
-waits for them all holds while it runs a kernel through us."""
-
-
-def has_compiled() -> bool:
-    """Return whether torch.compile has compiled anything in this process so far."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
-
-
-def _taking_numbers(op: Any, call_boxed: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the kernel, such that it takes numbers where it wants tensors.
-
-    In ``x * 2`` the 2 is a tensor that is marked as a number, so that it does not decide the type of the result. A
-    Python kernel is handed the number, and cannot make such a tensor again.
-    """
-    slots = [i for i, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"]
-
-    def call(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        for slot in slots:
-            if slot < len(args) and not isinstance(args[slot], Tensor):
-                others = [args[other] for other in slots if other < len(args) and isinstance(args[other], Tensor)]
-                args = (*args[:slot], _tensor_for(args[slot], others), *args[slot + 1 :])
-        return call_boxed(keys, *args, **kwargs)
-
-    return call
-
-
-_SORTS: Final = {bool: numpy.bool_, int: numpy.int64, float: numpy.float64, complex: numpy.complex128}
-
-
-def _tensor_for(number: Any, others: list[Tensor]) -> Tensor:
-    """Return a tensor that has the same effect beside the others as the number has; made without hookable operators."""
-    with torch._C._DisableTorchDispatch():  # a mode would be shown the number itself, and make of it what it likes
-        plain = torch.from_numpy(numpy.asarray(number, dtype=_SORTS[type(number)]))
-        if not others:
-            return plain
-        marked: Any = _marked_numbers()[type(number)].data
-        return marked.set_(plain)  # type: ignore[no-any-return]  # keeps the mark, and its memory is its own
-
-
-@functools.cache
-def _marked_numbers() -> dict[type, Tensor]:
-    """Return one tensor of each sort that is marked as a number; autograd keeps such a one in the node of a product."""
-    with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunction():
-        leaf = torch.ones(1, requires_grad=True)
-        products: dict[type, Any] = {sort: leaf * sort(1) for sort in _SORTS}
-        return {sort: product.grad_fn._saved_other for sort, product in products.items()}
-
-
-TRANSFORMS: Final = "FuncTorchDynamicLayerFrontMode"
-"""The dispatch key that every operator passes first while a transform of ``torch.func`` is at work, once for each."""
-
-_TRANSFORMING: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode).add(
-    torch._C.DispatchKey.FuncTorchDynamicLayerBackMode
-)
-_CATEGORIES: Final = (bool, int, float, complex)
-
-
-def without_numbers(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an operator with tensors in the place of numbers, for inside a transform of
-    ``torch.func``.
-
-    A transform wraps what it meets, the tensor that is marked as a number in ``x * 2`` too, and a Python kernel
-    further down, to be handed the number, reads memory that a wrapper has not (torch 2.11 to 2.13). So a transform is
-    given tensors without the mark, of a type that decides as little as the number did.
-    """
-    slots = [i for i, argument in enumerate(op._schema.arguments) if i < len(args) and str(argument.type) == "Tensor"]
-    numbers = [slot for slot in slots if not isinstance(args[slot], Tensor)]
-    if not numbers:
-        return args
-    others = [args[slot] for slot in slots if isinstance(args[slot], Tensor)]
-    with torch._C._ExcludeDispatchKeyGuard(_TRANSFORMING):
-        made = {slot: torch.tensor(args[slot], dtype=_dtype_beside(args[slot], others)) for slot in numbers}
-    return tuple(made.get(index, arg) for index, arg in enumerate(args))
-
-
-def _dtype_beside(number: Any, others: list[Tensor]) -> torch.dtype:
-    """Return the type of a tensor without dimensions that has the effect of the number beside the others."""
-    natural = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}[type(number)]
-    if not others:
-        return natural
-    highest = max(map(_category, others))
-    ranked = [other for other in others if _category(other) == highest]
-    if _CATEGORIES.index(type(number)) > highest:
-        return _raised(ranked[0].dtype, type(number))
-    # Beside one with dimensions, a tensor without decides nothing, and keeps all digits of the number.
-    return natural if any(other.dim() for other in ranked) else ranked[0].dtype
-
-
-def _category(tensor: Tensor) -> int:
-    dtype = tensor.dtype
-    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype is torch.bool else 1
-
-
-def _raised(dtype: torch.dtype, sort: type) -> torch.dtype:
-    """Return what a tensor of that type becomes when a number of a higher sort is added."""
-    if sort is int:
-        return torch.int64
-    real = dtype if dtype.is_floating_point else torch.get_default_dtype()
-    return real.to_complex() if sort is complex else real
 
 
 _TRACERS: Final = tuple(torch._C._TorchDispatchModeKey.__members__.values())
@@ -759,9 +609,16 @@ untraced: Final = _disable_dynamo
 """Decorate what runs as it is, also where ``torch.compile`` meets it; imports the compiler at the first call only."""
 
 
-def optimizer_hooks(optimizer: Optimizer, kind: str) -> OrderedDict[int, Any]:
-    """Return the dictionary of an optimizer's hooks of one kind (``step_pre``, ``load_state_dict_post``, …)."""
-    hooks: OrderedDict[int, Any] = getattr(optimizer, f"_optimizer_{kind}_hooks")
+def optimizer_hooks(optimizer: Optimizer | None, kind: str) -> OrderedDict[int, Any]:
+    """Return the dictionary of an optimizer's hooks of one kind (``step_pre``, ``load_state_dict_post``, …).
+
+    Without an optimizer, that of the step hooks which torch runs for all.
+    """
+    hooks: OrderedDict[int, Any]
+    if optimizer is None:
+        hooks = getattr(optimizer_py, f"_global_optimizer_{kind.removeprefix('step_')}_hooks")
+    else:
+        hooks = getattr(optimizer, f"_optimizer_{kind}_hooks")
     return hooks
 
 

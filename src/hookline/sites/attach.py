@@ -13,28 +13,24 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack, overload
 
 from torch import nn
 
-from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError
+from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, OptionError
 from hookline.sites.compiled import op_runtime  # noqa: F401  # runs behind the operators
-from hookline.sites.compiled.trace_hooks import call_by_name
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import (
     Attachment,
     AttachOptions,
-    HookAtSite,
     OrderGroup,
+    PerSiteHook,
     close_context,
     open_context,
 )
-from hookline.sites.kinds import MODULE, REGISTRATION_KINDS, Kind, SiteType
-from hookline.sites.modules.module_hooks import LOCK, counter_of, hooks_of_module, sweep
+from hookline.sites.kinds import KINDS_OF_OPTION, MODULE, REGISTRATION_KINDS, Kind, SiteType
+from hookline.sites.modules.module_hooks import LOCK, add_entries, sweep
 from hookline.sites.modules.registration_hooks import register_with_torch
 from hookline.sites.parameters import attach_to_parameters, select_parameters
-from hookline.sites.per_site_hook import PerSiteHook
-from hookline.sites.receipt import parameter_versions
 from hookline.sites.roles import with_role
-from hookline.sites.signature import HookTraits, changes_in_place, check_observe, examine_hook, hook_name
+from hookline.sites.signature import HookTraits, check_observe, examine_hook, hook_name
 from hookline.sites.targets import Named, check_model, describe, select, without_scripted
-from hookline.sites.wrappers import WRAPPER_KEYS, unwrap
 
 if TYPE_CHECKING:
     from hookline.hook_types import Hook, Scope, Target
@@ -120,7 +116,8 @@ def attach(
         NoMatchError: (a KeyError) naming the nearest modules.
         KindError, OptionError, TargetError, HookSignatureError, UnhookableError: before anything is attached.
     """
-    check_model(model, target)
+    if not isinstance(model, nn.Module):
+        check_model(model, target)
     place, wanted = _sort_out(target, hook)
     if role is not None:
         place = with_role(place, role)
@@ -179,7 +176,7 @@ def new_attachment(
     """
     is_own = traits is not None
     if traits is None:
-        options.check(kind)
+        _check_options(options, kind)
         check_observe(hook, options.observe)
         traits = examine_hook(hook, kind, site_type=site_type, with_kwargs=options.with_kwargs)
     attachment = Attachment(
@@ -187,17 +184,30 @@ def new_attachment(
         kind=kind,
         name=options.name or hook_name(hook),
         options=options,
-        order_group=options.order_group,
+        order_group=_OBSERVE if options.observe else _EDIT,
         site_type=site_type,
         wants_site=traits.wants_site,
         everywhere=everywhere,
         may_edit=traits.may_edit,
+        in_place=traits.in_place,
         reads=traits.reads,
         context=open_context() if options.scope == "context" else None,
     )
     if not is_own and kind is _FORWARD and site_type is MODULE and type(hook) is not FunctionType:
         _call_per_site(attachment, hook)
     return attachment
+
+
+def _check_options(options: AttachOptions, kind: Kind) -> None:
+    """Raise an `OptionError` for an option that is wrong, or does not go with ``kind``."""
+    for option, kinds in KINDS_OF_OPTION.items():
+        if getattr(options, option) and kind not in kinds:
+            kind.check_option(option)
+    if options.scope not in ("process", "context"):
+        raise OptionError(f"scope= is 'process' or 'context', got {options.scope!r}.")
+    if options.scope == "context" and not kind.is_call:
+        calls = "forward_pre, forward, backward_pre and backward"
+        raise OptionError(f"scope='context' is about calls: it goes with {calls}, not with {kind.value}.")
 
 
 def _call_per_site(attachment: Attachment, hook: Any) -> None:
@@ -212,9 +222,9 @@ def _call_per_site(attachment: Attachment, hook: Any) -> None:
 
 def attach_to_modules(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> HookHandle:
     """Attach to all of the chosen modules, or, if one of them refuses, to none."""
+    handle = HookHandle(attachment)
     with LOCK:
         sweep()
-        handle = HookHandle(attachment)
         try:
             add_entries(attachment, model, chosen)
         except BaseException:
@@ -225,35 +235,5 @@ def attach_to_modules(attachment: Attachment, model: nn.Module, chosen: list[Nam
         return handle
 
 
-def _prepare_for_compiling(attachment: Attachment, chosen: list[Named]) -> None:
-    """Name a hook that edits a forward, and so becomes part of compiled code, after the place where it sits."""
-    if attachment.kind not in _FORWARD_KINDS:
-        return
-    if attachment.may_edit or changes_in_place(attachment.hook):
-        first = repr(chosen[0][0])
-        where = first if len(chosen) == 1 else f"{first} and {len(chosen) - 1} more"
-        attachment.by_name = call_by_name(f"{attachment.kind} hook {attachment.name!r} on {where}")
-
-
-_FORWARD: Final = Kind.FORWARD
-_FORWARD_KINDS: Final = (Kind.FORWARD_PRE, Kind.FORWARD)
-_EDIT: Final = OrderGroup.EDIT
-
-
-def add_entries(attachment: Attachment, model: nn.Module, chosen: list[Named]) -> None:
-    """Put an attachment on modules of a model."""
-    if not chosen:
-        return
-    counter = counter_of(model if WRAPPER_KEYS.isdisjoint(model._modules.keys()) else unwrap(model))
-    if attachment.order_group is _EDIT:
-        _prepare_for_compiling(attachment, chosen)
-    if counter in attachment.counters:
-        counter.users -= 1  # it is one user, however often it comes back
-    attachment.counters[counter] = None
-    if len(chosen) == 1 and not chosen[0][0] and not attachment.everywhere:
-        attachment.versions_before = parameter_versions(chosen[0][1])
-    for name, module in chosen:
-        module_hooks = hooks_of_module(module)
-        entry = HookAtSite(attachment, name, module_hooks, counter)
-        attachment.entries[entry] = None
-        module_hooks.add(entry)
+_FORWARD: Final = Kind.FORWARD  # looking an enum member up by its class takes as long as three calls
+_EDIT, _OBSERVE = OrderGroup

@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -18,9 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import torch
 
-from hookline.errors import HooklineWarning, OptionError
+from hookline.errors import HooklineWarning
 from hookline.sites import _torch
-from hookline.sites.kinds import KINDS_OF_OPTION, MODULE
+from hookline.sites.kinds import MODULE
 from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
@@ -221,9 +222,6 @@ class OrderGroup(IntEnum):
     """Observers of the value that goes on."""
 
 
-_EDIT, _OBSERVE = OrderGroup  # looking a member up by its class takes as long as three calls
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachOptions:
     """The options that the verbs share, as the user gave them; ``attach`` documents each."""
@@ -235,22 +233,6 @@ class AttachOptions:
     name: str | None = None
     profile: bool = False
     scope: str = "process"
-
-    def check(self, kind: Kind) -> None:
-        """Raise an `OptionError` for an option that is wrong, or does not go with ``kind``."""
-        for option, kinds in KINDS_OF_OPTION.items():
-            if getattr(self, option) and kind not in kinds:
-                kind.check_option(option)
-        if self.scope not in ("process", "context"):
-            raise OptionError(f"scope= is 'process' or 'context', got {self.scope!r}.")
-        if self.scope == "context" and not kind.is_call:
-            calls = "forward_pre, forward, backward_pre and backward"
-            raise OptionError(f"scope='context' is about calls: it goes with {calls}, not with {kind.value}.")
-
-    @property
-    def order_group(self) -> OrderGroup:
-        """The order group of a hook with these options."""
-        return _OBSERVE if self.observe else _EDIT
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -271,6 +253,8 @@ class Attachment:
     """The context whose calls it fires for (``scope="context"``); None for all."""
     may_edit: bool = True
     """Whether the return value can replace a gradient; if not, gradients are watched without touching the graph."""
+    in_place: bool = False
+    """Whether the hook changes what it is shown in place."""
     order: int = field(default_factory=next_order)
     entries: dict[HookAtSite, None] = field(default_factory=dict)
     clock: Callable[[], Any] | None = None
@@ -311,6 +295,26 @@ class Attachment:
                 self.counters.pop(entry.counter, None)
 
 
+class PerSiteHook(ABC):
+    """A forward observer with a function for each site; ``attach`` asks it once for each module.
+
+    Making a `Site` at every firing, and finding the state of the module by its name, takes longer than keeping a small
+    tensor does.
+    """
+
+    summary: Summary | None = None
+    """What compiled code hands the outputs over to, instead of calling the hook for each module."""
+
+    @property
+    def is_per_site(self) -> bool:
+        """Whether it is to be used so; otherwise it is called as any other hook is."""
+        return True
+
+    @abstractmethod
+    def for_site(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        """Return what is called with module, arguments and output at the site called ``name``."""
+
+
 class HookContainer:
     """Holds hooks at sites; one per place that torch can be made to call us from."""
 
@@ -333,13 +337,15 @@ class HookAtSite:
     """One hook on one module, function, tensor, …"""
 
     __slots__ = (
-        *("attachment", "container", "counter", "fired", "hook", "last_step", "name", "seconds"),
+        *("attachment", "container", "counter", "fired", "hook", "last_step", "name", "rank", "seconds"),
         *("simple", "step_at_attach"),
     )
 
     def __init__(self, attachment: Attachment, name: str, container: Any, counter: ForwardCounter) -> None:
         options = attachment.options
         self.attachment = attachment
+        self.rank = attachment.rank
+        """Sort key among the hooks of one site and kind."""
         self.hook = attachment.hook if attachment.for_site is None else attachment.for_site(name)
         self.simple = attachment.context is None and not (
             attachment.wants_site or options.with_kwargs or options.profile or options.always_call

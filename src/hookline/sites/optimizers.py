@@ -1,7 +1,7 @@
 """Attach hooks to an optimizer: around its step, and on saving and loading its state.
 
-Users call `attach_optimizer`; ``attach_everywhere`` puts a hook on every optimizer. An optimizer with
-hooks of ours has a `_TorchHook` of each kind in torch's own dictionaries, which runs them in our order.
+Users call `attach_optimizer`; ``attach_everywhere`` puts a hook on every optimizer. Torch's own dictionaries, of an
+optimizer or of the process, have one `_TorchHook` of ours of each kind, which runs our hooks in our order.
 
 Accelerate, Lightning, DeepSpeed and others keep torch's optimizer in an attribute of theirs, and some of these wrappers
 are subclasses of ``torch.optim.Optimizer`` that were never set up as one. Whoever is handed an optimizer (``watch``,
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hookline.errors import HookReturnError, HookSignatureError, UnhookableError
 from hookline.messages import type_name
@@ -95,15 +95,18 @@ def attach_optimizer(
     with LOCK:
         _drop_unused()
         hooks = _existing_hooks(optimizer) or _OptimizerHooks()
-        hooks.add(attachment, optimizer)
+        hooks.add(attachment, type(optimizer).__name__, optimizer)
         return HookHandle(attachment)
 
 
 def hook_optimizers_everywhere(attachment: Attachment) -> HookHandle:
-    """Put an attachment of a step kind on every optimizer there is and will be."""
+    """Put an attachment of a step kind on every optimizer there is and will be.
+
+    It runs where torch runs hooks of the process: before those of the optimizer itself, and after a step behind them.
+    """
     with LOCK:
         _drop_unused()
-        _EVERYWHERE.add(attachment)
+        _EVERYWHERE.add(attachment, "(every optimizer)", None)
         return HookHandle(attachment)
 
 
@@ -116,44 +119,34 @@ def optimizer_entries(optimizer: Optimizer) -> tuple[HookAtSite, ...]:
     return () if hooks is None else hooks.entries
 
 
-def meet_optimizer(optimizer: Any) -> None:
-    """Have torch call the hooks on every optimizer for this one, as it does from its first step on.
-
-    Who compares the optimizer with itself later calls this before: it adds to the optimizer's dictionaries.
-    """
-    if takes_hooks(optimizer):
-        _EVERYWHERE.meet(optimizer)
-
-
 def optimizer_entries_everywhere() -> tuple[HookAtSite, ...]:
     """Return the hooks of ours on every optimizer."""
     return _EVERYWHERE.entries
 
 
 class _OptimizerHooks(HookContainer):
-    """All hooks of ours on one optimizer, which has a `_TorchHook` of each kind while there are any."""
+    """All hooks of ours on one optimizer, or on every one; torch has a `_TorchHook` of each kind for them."""
 
-    __slots__ = ("__weakref__", "_handles", "entries", "step")
+    __slots__ = ("__weakref__", "_handles", "_steps", "entries")
 
     def __init__(self) -> None:
         self.entries: tuple[HookAtSite, ...] = ()
-        self.step = -1
-        """The newest step, counted from 0 since the first hook came on."""
+        self._steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """The newest step of each optimizer, counted from 0 since the first hook came on."""
         self._handles: dict[Kind, RemovableHandle] = {}
         _ALL.add(self)
 
     def run(self, kind: Kind, optimizer: Optimizer, given: tuple[Any, ...]) -> Any:
-        """Run the hooks of one kind, those on every optimizer too; return what torch wants returned."""
+        """Run the hooks of one kind; return what torch wants returned."""
         if kind in _STEP_KINDS and _torch.is_inner_step(optimizer):
             return None
         if kind is Kind.STEP_PRE:
-            self.step += 1
-        if len(self._handles) < len(_REGISTER):
-            self.register(optimizer, kind)
+            self._steps[optimizer] = self._steps.get(optimizer, -1) + 1
+        if self is not _EVERYWHERE and len(self._handles) < len(_REGISTER):
+            self._register(optimizer, kind)
         values = given
-        hooks = (*_EVERYWHERE.entries, *self.entries)
-        due = [entry for entry in hooks if entry.attachment.kind is kind]
-        for entry in sorted(due, key=lambda entry: entry.attachment.rank):
+        due = [entry for entry in self.entries if entry.attachment.kind is kind]
+        for entry in sorted(due, key=lambda entry: entry.rank):
             entry.count()
             site = self._site(kind, optimizer) if entry.attachment.wants_site else None
             result = entry.call(optimizer, values, site)
@@ -166,23 +159,24 @@ class _OptimizerHooks(HookContainer):
     def _site(self, kind: Kind, optimizer: Optimizer) -> OptimizerSite:
         found_inf = getattr(optimizer, "found_inf", None)
         found_inf = found_inf if isinstance(found_inf, Tensor) else None
-        return OptimizerSite(type(optimizer).__name__, optimizer, kind, self.step, found_inf)
+        return OptimizerSite(type(optimizer).__name__, optimizer, kind, self._steps.get(optimizer, -1), found_inf)
 
     def alive(self) -> bool:
         """Return whether the optimizer is still there: it owns the dictionaries that torch's handles point to."""
         return any(handle.hooks_dict_ref() is not None for handle in self._handles.values())
 
-    def add(self, attachment: Attachment, optimizer: Optimizer) -> None:
-        """Put a hook on; under LOCK."""
-        entry = HookAtSite(attachment, type(optimizer).__name__, self, NO_MODEL)
+    def add(self, attachment: Attachment, name: str, optimizer: Optimizer | None) -> None:
+        """Put a hook on the optimizer, or, without one, on all; under LOCK."""
+        entry = HookAtSite(attachment, name, self, NO_MODEL)
         attachment.entries[entry] = None
         self.entries += (entry,)
-        self.register(optimizer, attachment.kind)
+        self._register(optimizer, attachment.kind)
 
-    def register(self, optimizer: Optimizer, wanted: Kind) -> None:
+    def _register(self, optimizer: Optimizer | None, wanted: Kind) -> None:
         """Have torch call us for every kind; one whose hooks torch is walking can wait, unless it is ``wanted``."""
         with LOCK:
-            for kind, register in _REGISTER.items():
+            verbs: dict[Kind, Any] = _REGISTER if optimizer is not None else _REGISTER_EVERYWHERE
+            for kind, register in verbs.items():
                 hooks = _torch.optimizer_hooks(optimizer, kind)
                 handle = self._handles.get(kind)
                 is_there = handle is not None and handle.id in hooks
@@ -196,8 +190,8 @@ class _OptimizerHooks(HookContainer):
 
     def tidy(self) -> None:
         """Let go of torch's hooks if nothing needs them; under LOCK."""
-        if not self.entries and not _EVERYWHERE.entries:
-            self.step = -1
+        if not self.entries:
+            self._steps.clear()
             self._handles = {kind: handle for kind, handle in self._handles.items() if not _take_off(handle)}
 
 
@@ -219,44 +213,6 @@ class _TorchHook:
         return _get_idle_hook, ()
 
 
-class _OptimizersEverywhere(HookContainer):
-    """The hooks on every optimizer, and the process-wide hook of torch's that shows us each optimizer.
-
-    They run among the optimizer's own: torch would run process-wide ones after these when a step is over. When torch
-    calls here, it has not begun with the optimizer's own, so that those which are added are in time.
-    """
-
-    __slots__ = ("_handle", "entries")
-
-    def __init__(self) -> None:
-        self.entries: tuple[HookAtSite, ...] = ()
-        self._handle: RemovableHandle | None = None
-
-    def add(self, attachment: Attachment) -> None:
-        """Put a hook on; under LOCK."""
-        entry = HookAtSite(attachment, "(every optimizer)", self, NO_MODEL)
-        attachment.entries[entry] = None
-        self.entries += (entry,)
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self.meet)
-
-    @_torch.untraced
-    def meet(self, optimizer: Optimizer, *given: Any) -> None:
-        """Register with an optimizer that is new."""
-        if self.entries and _existing_hooks(optimizer) is None and not _torch.is_inner_step(optimizer):
-            _OptimizerHooks().register(optimizer, Kind.STEP_PRE)
-
-    def discard(self, entry: HookAtSite) -> None:
-        """Take a hook off."""
-        self.entries = tuple(other for other in self.entries if other is not entry)
-        _drop_unused()
-
-    def tidy(self) -> None:
-        """Let go of torch's hook if nothing needs it; under LOCK."""
-        if not self.entries and self._handle is not None and _take_off(self._handle):
-            self._handle = None
-
-
 def _take_off(handle: RemovableHandle) -> bool:
     """Take a hook out of torch's dictionary, unless torch is walking it; return whether it is out.
 
@@ -273,7 +229,6 @@ def _drop_unused() -> None:
     """Take off what nothing needs any more; under LOCK."""
     for hooks in tuple(_ALL):
         hooks.tidy()
-    _EVERYWHERE.tidy()
 
 
 def _existing_hooks(optimizer: Optimizer) -> _OptimizerHooks | None:
@@ -328,9 +283,13 @@ _REGISTER: Final[dict[Kind, Callable[[Optimizer, Any], RemovableHandle]]] = {
     Kind.LOAD_STATE_DICT_PRE: Optimizer.register_load_state_dict_pre_hook,
     Kind.LOAD_STATE_DICT_POST: Optimizer.register_load_state_dict_post_hook,
 }
+_REGISTER_EVERYWHERE: Final[dict[Kind, Callable[[Any, Any], RemovableHandle]]] = {
+    Kind.STEP_PRE: lambda _, hook: register_optimizer_step_pre_hook(hook),
+    Kind.STEP_POST: lambda _, hook: register_optimizer_step_post_hook(hook),
+}
 _ALL: Final[WeakSet[_OptimizerHooks]] = WeakSet()
 """Those of all optimizers; weak, because torch's dictionaries hold them."""
-_EVERYWHERE: Final = _OptimizersEverywhere()
+_EVERYWHERE: Final = _OptimizerHooks()
 
 
 # -- wrappers --------------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ class LeafHook(HookContainer):
             entry.counter.leaves = leaves or None
 
     def _hold(self, entries: Iterable[_HookAtLeaf]) -> None:
-        ranked = sorted(entries, key=lambda entry: entry.attachment.rank)
+        ranked = sorted(entries, key=lambda entry: entry.rank)
         self._kept = tuple(entry for entry in ranked if not entry.owners)
         self._refs = tuple(map(weakref.ref, ranked))
 

@@ -9,7 +9,7 @@ import dis
 import functools
 import inspect
 from types import CodeType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,8 +19,6 @@ from hookline.sites import _torch
 from hookline.sites.kinds import MODULE, Kind, SiteType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from hookline.hook_types import Hook
 
 
@@ -30,52 +28,15 @@ class HookTraits(NamedTuple):
     wants_site: bool
     may_edit: bool
     reads: str
-
-
-_T = TypeVar("_T")
-_FOUND: Final[dict[tuple[Any, ...], Any]] = {}
-_MOST_FOUND: Final = 512
+    in_place: bool = False
+    """Whether it calls a method that changes a tensor in place."""
 
 
 def examine_hook(hook: Any, kind: Kind, *, site_type: SiteType = MODULE, with_kwargs: bool = False) -> HookTraits:
     """Check a hook as `check_hook` does, and return whether it declares ``site``, may edit, and what it reads."""
-    about = (kind, site_type.args[kind], with_kwargs)
-    return remember(hook, about, lambda: _examine(hook, kind, site_type, with_kwargs))
-
-
-def remember(hook: Any, about: tuple[Any, ...], find: Callable[[], _T]) -> _T:
-    """Return what ``find`` finds in signature and bytecode of a hook, looked up if a hook of the same code was asked
-    the same thing (``about``) before.
-
-    Both follow from the code of a plain function, or of the ``__call__`` of an object, and from which parameters have
-    defaults. To find them takes 45 calls of Python for a function, 110 for an object.
-    """
-    function, is_object = hook, type(hook) is not FunctionType
-    if is_object:
-        function = type(hook).__dict__.get("__call__")
-        if type(function) is not FunctionType or _has_signature(hook):
-            return find()
-    if function.__dict__:  # what decorators leave there can change the signature
-        return find()
-    defaults = len(function.__defaults__ or ()), tuple(function.__kwdefaults__ or ())
-    key = (function.__code__, is_object, *defaults, *about)
-    found: _T | None = _FOUND.get(key)
-    if found is None:
-        found = find()
-        if len(_FOUND) >= _MOST_FOUND:
-            _FOUND.clear()
-        _FOUND[key] = found
-    return found
-
-
-def _has_signature(hook: Any) -> bool:
-    """Return whether an object has a signature of its own, which is not that of its ``__call__``."""
-    return hasattr(hook, "__signature__") or hasattr(hook, "__wrapped__") or hasattr(hook, "_partialmethod")
-
-
-def _examine(hook: Any, kind: Kind, site_type: SiteType, with_kwargs: bool) -> HookTraits:
     wants_site = check_hook(hook, kind, site_type=site_type, with_kwargs=with_kwargs)
-    return HookTraits(wants_site, may_return_value(hook), what_it_reads(hook, with_kwargs=with_kwargs))
+    reads = what_it_reads(hook, with_kwargs=with_kwargs)
+    return HookTraits(wants_site, may_return_value(hook), reads, changes_in_place(hook))
 
 
 def check_hook(hook: Any, kind: Kind, *, site_type: SiteType = MODULE, with_kwargs: bool = False) -> bool:
@@ -193,7 +154,7 @@ def _declares_site(signature: inspect.Signature) -> bool:
 def _code_of(hook: Any) -> CodeType | None:
     while isinstance(hook, functools.partial):
         hook = hook.func
-    while _torch.is_in_mode(hook):
+    while getattr(hook, "__code__", None) is _torch.IN_MODE:
         hook = hook.__wrapped__
     if not isinstance(hook, FunctionType | MethodType):
         hook = inspect.getattr_static(type(hook), "__call__", None)

@@ -143,7 +143,7 @@ def test_functions_of_torch_and_operators_are_counted_by_call() -> None:
     assert rows["aten.mm.default"].output_bytes == rows["torch.nn.functional.linear"].output_bytes == 2 * 4 * (40 + 10)
     assert rows["torch.nn.functional.linear"].forward_ms > rows["aten.mm.default"].forward_ms > 0
     assert rows["0"].forward_own_ms < rows["0"].forward_ms
-    assert all(row.backward_ms > 0 for row in prof.rows)
+    assert all(row.backward_ms > 0 for row in prof.rows if not row.name.startswith("aten."))
 
 
 # -- several passes ----------------------------------------------------------------------------------------

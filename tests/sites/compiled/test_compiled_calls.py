@@ -275,88 +275,6 @@ def test_activation_checkpointing_counts_once() -> None:
     assert breaks() == 0
 
 
-def test_several_backward_passes_and_micro_batches() -> None:
-    """retain_graph, and two forwards before two backwards: each gradient hook has the step of its own forward."""
-    model, x = Blocks(1), torch.randn(3, 4)
-
-    def act(run: Any) -> None:
-        loss = run(x).sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        first, second = run(x).sum(), run(x * 2).sum()
-        first.backward()
-        second.backward()
-
-    eager, seen = both_logs(model, act, "layers.0")
-    assert same_fires(seen, eager)
-    assert same_values(seen, eager)
-    assert [s.step for s in seen if s.kind == "backward"] == [0, 0, 1, 2]
-
-
-class Cube(torch.autograd.Function):
-    """A function with a backward of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * 3 * x**2
-
-
-class Cubing(nn.Module):
-    """Uses it between two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(Cube.apply(self.one(x)))
-
-
-class Printing(Blocks):
-    """Cannot be compiled in one piece."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-            torch._dynamo.graph_break()
-        return x
-
-
-class PrintingInside(nn.Module):
-    """Breaks in the middle of a hooked module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(Printing(1), nn.Linear(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it traces an autograd.Function
-@pytest.mark.parametrize(
-    ("make", "backend"),
-    [
-        *((make, "aot_eager") for make in (Cubing, Printing, PrintingInside)),
-        (Blocks, "eager"),
-        (PrintingInside, "eager"),
-    ],
-)
-def test_custom_functions_and_graph_breaks_change_nothing(make: Any, backend: str) -> None:
-    """The same firings and values, whatever the backend, and where the compiler had to stop in between."""
-    model, x = make(), torch.randn(3, 4)
-    logs = both_logs(model, lambda run: (step(run, x), step(run, x)), backend=backend, fullgraph=False)
-    assert same_fires(*logs)
-    assert same_values(*logs)
-    assert (graphs() > 1) == (make in (Printing, PrintingInside))
-
-
 # -- beside other tools ------------------------------------------------------------------------------------
 
 
@@ -494,20 +412,3 @@ def test_hooks_of_every_make_are_shown_everything_they_look_at() -> None:
     assert len(watcher.seen) == len(makes)
     for shown in watcher.seen:
         assert shown == pytest.approx(expected, abs=1e-4)
-
-
-def test_an_edit_reads_what_it_closes_over_at_each_call() -> None:
-    """A tensor that changes between calls, twelve times: the same graph, each time the new value."""
-    model, x, vector = Blocks(1), torch.randn(3, 4), torch.zeros(4)
-
-    def shift(module, args, output):
-        return output + vector
-
-    run = compiled(model)
-    with torch.no_grad():
-        plain = model(x)
-        with hl.attach(model, "layers.0", shift):
-            for value in range(12):
-                vector.fill_(value)
-                assert torch.allclose(run(x), plain + value, atol=1e-5)
-    assert graphs() == 1

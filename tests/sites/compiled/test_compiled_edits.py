@@ -14,7 +14,6 @@ from helpers_compiled import (
     breaks,
     compiled,
     fill,
-    observe_all,
     step,
 )
 from torch import Tensor, nn
@@ -244,41 +243,6 @@ def test_keyword_arguments_and_numbers_come_as_they_are() -> None:
         assert torch.equal(output, x * times * times / 4)
 
 
-def test_options_always_call_and_profile() -> None:
-    """An always_call hook fires once per call; profile=True has a cost to show."""
-    model, x, fired = Blocks(1), torch.randn(3, 4), []
-
-    def note(module, args, output):
-        fired.append(output is None)
-
-    run = compiled(model)
-    with hl.attach(model, "layers.0", note, observe=True, always_call=True, profile=True) as handle:
-        run(x), run(x)
-        assert handle.report().fired == 2
-        assert handle.report().cost_us > 0
-    assert fired == [False, False]
-    run(x)
-    assert breaks() == 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_scope_is_read_when_the_code_runs(kind: str) -> None:
-    """scope='context': the hook does not fire for calls of another thread, compiled or not."""
-    model, x, fired = Blocks(1), torch.randn(3, 4), []
-
-    def note(module, *shown):
-        fired.append(threading.get_ident())
-
-    run = compiled(model)
-    with hl.attach(model, "layers.0", note, on=kind, observe=True, scope="context"):
-        thread = threading.Thread(target=step, args=(run, x))
-        thread.start()
-        thread.join()
-        assert fired == []
-        step(run, x)
-    assert len(fired) == 1
-
-
 # -- coming, going, failing --------------------------------------------------------------------------------
 
 
@@ -354,17 +318,3 @@ def test_gradient_hooks_go_at_once_and_come_with_the_next_call(kind: str) -> Non
             assert len(fired) == 1
             step(run, x)
             assert len(fired) == 2
-
-
-def test_an_error_of_the_model_leaves_the_next_call_in_order() -> None:
-    """A wrong shape raises while the call is compiled or run; the following call counts from 0 again."""
-    model, seen = Blocks(), []
-    run = compiled(model)
-    with observe_all(model, seen):
-        step(run, torch.randn(3, 4))
-        with pytest.raises((RuntimeError, torch._dynamo.exc.TorchDynamoException)):
-            run(torch.randn(3, 5))
-        del seen[:]
-        step(run, torch.randn(3, 4))
-    assert len(seen) == 4 * 9
-    assert {s.call for s in seen} == {0}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers_compiled import KINDS, Blocks, breaks, compiled, graphs, observe_all, step
+from helpers_compiled import Blocks, breaks, compiled, graphs, observe_all, step
 from torch import Tensor, nn
 
 import hookline as hl
@@ -32,32 +32,6 @@ def _look(module, *shown) -> None:
 
 def _marked(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if "forward" in vars(module)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_modules_are_marked_while_they_have_hooks_and_something_is_compiled(kind: str) -> None:
-    """Not before, and not after; with them the model that was attached through, which counts its forwards."""
-    model, x = Blocks(2), torch.randn(3, 4)
-    run = compiled(model)
-    run(x)
-    handle = hl.attach(model, "layers.0.up", _look, on=kind, observe=True)
-    assert _marked(model) == ["", "layers.0.up"]
-    other = hl.attach(model, "layers.0.up", _look, observe=True)
-    handle.remove()
-    assert _marked(model) == ["", "layers.0.up"]
-    other.remove()
-    assert _marked(model) == []
-
-
-def test_a_mark_is_the_forward_that_the_module_has_anyway() -> None:
-    """Its signature, its function and what it gives are the same."""
-    model, x = Blocks(1), torch.randn(3, 4)
-    compiled(model)(x)
-    with hl.attach(model, "layers.0", _look, observe=True):
-        marked = model.layers[0].forward
-        assert marked.__func__ is type(model.layers[0]).forward
-        assert inspect.signature(marked) == inspect.signature(Blocks(1).layers[0].forward)
-        assert torch.equal(marked(x), Blocks.forward(model, x))
 
 
 @pytest.mark.parametrize(
@@ -215,14 +189,6 @@ def test_attaching_to_one_model_leaves_the_code_of_another_alone() -> None:
     other(x)
     assert [entry.code for entry in _entries(Stranger.forward)] == kept
     assert graphs() == 3
-
-
-def test_the_search_path_of_imports_is_as_before() -> None:
-    """Here the compiler is loaded, so nothing waits for it."""
-    before = list(sys.meta_path)
-    with hl.attach(Blocks(1), "*", _look, observe=True):
-        assert sys.meta_path == before
-    assert sys.meta_path == before
 
 
 # -- in processes of their own -----------------------------------------------------------------------------

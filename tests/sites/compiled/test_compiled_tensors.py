@@ -95,23 +95,6 @@ def test_a_hook_attached_inside_is_part_of_one_graph(function: Callable[[Tensor]
     assert (graphs(), breaks()) == (1, 0)
 
 
-@pytest.mark.slow
-@pytest.mark.full
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
-def test_the_same_with_inductor(function: Callable[[Tensor], Tensor]) -> None:
-    """Its own code, the same gradients."""
-    expected = gradients(function)
-    found = gradients(torch.compile(function, fullgraph=True))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_hooks_inside_leave_their_mark() -> None:
-    """The negative control: without the hook the gradients are others."""
-    assert gradients(on_intermediate)[0].tolist() == [36.0] * 3
-    assert gradients(lambda x: (x * 2 + 1 + x * 10).sum())[0].tolist() == [12.0] * 3
-
-
 def test_a_handle_from_inside_comes_out_and_removes() -> None:
     """It is torch's own, and keeps no receipt: to ask for one is an error that says so."""
 

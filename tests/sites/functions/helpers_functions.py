@@ -19,12 +19,12 @@ __all__ = [
     "Scale",
     "exp_hook",
     "fresh",
+    "kinds_of",
     "label",
     "matrices",
     "modes",
     "nothing",
     "noting",
-    "overridden_kernels",
     "patched_classes",
     "sin_product",
     "tensors_of",
@@ -99,6 +99,11 @@ LEVELS: dict[str, tuple[Any, Callable[[Tensor, Tensor], Any], str]] = {
 """At each level a function of two matrices: the target, a call of it, and its name. No backward pass calls any."""
 
 
+def kinds_of(level: str) -> tuple[str, ...]:
+    """The kinds of hook that go with a level: operators are below autograd."""
+    return KINDS[:2] if "operator" in level else KINDS
+
+
 def fresh(*shape: int, seed: int = 0, requires_grad: bool = True) -> Tensor:
     """A leaf, the same each time."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_(requires_grad)
@@ -140,13 +145,9 @@ def label(value: Any) -> str:
 
 
 def modes() -> list[Any]:
-    """The function modes of this thread, the lowest first."""
-    return [torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack())]
-
-
-def overridden_kernels() -> set[str]:
-    """The kernels for the CPU that Python code has registered for operators of torch and of this file."""
-    return {key for key in torch.library._impls if key.startswith(("aten/", "hookline_test/")) and key.endswith("CPU")}
+    """The function modes and dispatch modes of this thread, the lowest first."""
+    functions = [torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack())]
+    return functions + [torch._C._get_dispatch_stack_at(index) for index in range(torch._C._len_torch_dispatch_stack())]
 
 
 def patched_classes() -> list[type]:

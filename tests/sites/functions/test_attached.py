@@ -46,9 +46,9 @@ def test_what_is_bound_to_a_model_is_listed_with_the_model(target: Any) -> None:
 
 
 def test_hooks_of_other_threads_are_listed() -> None:
-    """One on an operator outlives the thread that has put it on."""
+    """One on a class outlives the thread that has put it on."""
     handles: list[hl.HookHandle] = []
-    thread = threading.Thread(target=lambda: handles.append(hl.attach_function("aten.mm.default", nothing)))
+    thread = threading.Thread(target=lambda: handles.append(hl.attach_function(Pair, nothing)))
     thread.start()
     thread.join()
     assert hl.attached() == handles

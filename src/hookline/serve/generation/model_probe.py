@@ -23,8 +23,7 @@ from hookline.serve.generation.row_batch import RowBatch
 from hookline.serve.generation.sampling import ChosenToken
 from hookline.serve.generation_request import GenerationRequest
 from hookline.sites import _torch
-from hookline.sites.modules.call_guard import CallGuard
-from hookline.sites.modules.module_hooks import LOCK, Slot
+from hookline.sites.modules.module_hooks import LOCK, CallGuard, Slot
 from hookline.sites.targets import select
 from hookline.sites.wrappers import unwrap
 from hookline.tree import main_tensor

@@ -18,11 +18,11 @@ from hookline.errors import HookReturnError, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.compiled import op_schemas as ops
 from hookline.sites.compiled.compiled_gradients import GRADIENTS, What
-from hookline.sites.compiled.op_schemas import Handed, hooks_with_key
+from hookline.sites.compiled.op_schemas import Handed
 from hookline.sites.compiled.value_layout import rebuild
 from hookline.sites.gradients.tensor_taps import checked
 from hookline.sites.hook_at_site import OrderGroup, next_order, open_contexts
-from hookline.sites.modules.module_hooks import run_one_post, run_one_pre
+from hookline.sites.modules.module_hooks import HookChanges, hooks_with_key, run_one_post, run_one_pre
 from hookline.sites.site_info import Site
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class _Receivers:
     """The hooks behind one ``sink_all`` and what takes its tensors, worked out once until hooks come or go."""
 
     def __init__(self, keys: list[Tensor], what: str) -> None:
-        self.changes = ops.HookChanges.count
+        self.changes = HookChanges.count
         self._keys = keys  # kept, so that their ids stay theirs
         self.entries: list[HookAtSite] = []
         by_summary: dict[Summary, list[tuple[str, Any, ops.Share]]] = {}
@@ -238,7 +238,7 @@ def _sink_all(keys: list[Tensor], what: str, found: list[Tensor]) -> None:
     known: dict[Any, _Receivers] = {} if module_hooks is None else module_hooks.receivers
     at = (what, *map(id, keys))
     receivers = known.get(at)
-    if receivers is None or receivers.changes != ops.HookChanges.count:
+    if receivers is None or receivers.changes != HookChanges.count:
         if len(known) >= _GRAPHS:
             known.clear()
         receivers = known[at] = _Receivers(list(keys), what)

@@ -1,4 +1,4 @@
-"""Define the operators that stand for hooks in a compiled graph, and the keys by which they find the hooks.
+"""Define the operators that stand for hooks in a compiled graph.
 
 ``trace_hooks`` and ``compiled_gradients`` put them into graphs while the compiler traces; ``op_runtime`` runs behind
 them when the graph runs. The compiler cannot look into them, so the Python behind them may do anything, and it may not
@@ -25,7 +25,6 @@ operator because nothing differentiates a compiled backward; ``edit`` refuses wh
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -118,33 +117,6 @@ def keep_maker(summary: Summary) -> int:
     """Return the number of a summary, by which `MAKERS` has what makes it."""
     MAKERS[summary.number] = summary.make
     return summary.number
-
-
-# A number would be a constant of the graph, and twelve blocks would need twelve graphs; a tensor is one of its inputs.
-_NUMBERS: Final = itertools.count()
-_CPU: Final = torch.device("cpu")
-_BY_KEY: Final[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
-
-
-def new_key(hooks: Any) -> Tensor:
-    """Return a key for the hooks of a module; good for as long as these live."""
-    number = next(_NUMBERS)
-    _BY_KEY[number] = hooks
-    if not torch.is_inference_mode_enabled():
-        return torch.scalar_tensor(number, dtype=torch.int64, device=_CPU)
-    with torch.inference_mode(False):  # the key is an ordinary tensor
-        return torch.scalar_tensor(number, dtype=torch.int64, device=_CPU)
-
-
-class HookChanges:
-    """How often hooks have come to modules or gone, in this process: what was worked out for them holds until then."""
-
-    count = 0
-
-
-def hooks_with_key(key: Tensor) -> Any:
-    """Return the `ModuleHooks` of that key, unless they are gone."""
-    return _BY_KEY.get(int(key))
 
 
 _LIBRARY: Final[Any] = torch.library.Library("hookline", "DEF")  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -41,38 +41,6 @@ class Slot(Protocol):
     key: Tensor
     recipe: str
     steps: tuple[HookAtSite | None, ...]
-
-
-CompiledSteps: TypeAlias = tuple[tuple[Any, ...], tuple[tuple[Any, ...], ...], str]
-"""The steps of compiled code (an editing hook, one that gets a summary, or None for observers), for each step the
-observers that it runs all together, and the recipe: all of it in one text, since each attribute that is read becomes a
-guard."""
-
-
-def compiled_steps(entries: tuple[HookAtSite, ...], plan: str, ticks: str) -> CompiledSteps:
-    """Return how compiled code runs the hooks of a slot."""
-    steps: list[HookAtSite | None] = []
-    groups: list[tuple[HookAtSite, ...]] = []
-    letters, numbers, reads = "", [], set[str]()
-    for entry in entries:
-        attachment = entry.attachment
-        if attachment.by_name is not None or attachment.summary is not None:
-            steps.append(entry)
-            groups.append(())
-            letters += "e" if attachment.summary is None else "s"
-            # Its number, since to ask the hook itself for it would be three guards, and one in Python.
-            numbers.append("" if attachment.summary is None else str(ops.keep_maker(attachment.summary)))
-            continue
-        reads.update(attachment.reads)
-        if letters[-1:] == "w":
-            groups[-1] += (entry,)
-        else:
-            steps.append(None)
-            groups.append((entry,))
-            letters += "w"
-            numbers.append("")
-    recipe = f"{letters}/{''.join(sorted(reads))}/{plan}/{ticks}/{','.join(numbers)}"
-    return tuple(steps), tuple(groups), recipe
 
 
 @_torch.constant_while_tracing

@@ -1,7 +1,7 @@
 """Attach a hook to functions: of torch, of the dispatcher, of the user's own.
 
-Users call `attach_function`. It gives entries to the function mode, or to the overrides of operators and classes, and
-returns a `HookHandle`.
+Users call `attach_function`. It adds one entry for each function to the scope of a model, or of this thread
+(``function_mode``), and returns a `HookHandle`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import nn
 
-from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, TargetError, UnhookableError
+from hookline.errors import HooklineWarning, HookSignatureError, KindError, NoMatchError, TargetError
 from hookline.messages import type_name
 from hookline.sites import _torch
 from hookline.sites.attach import TARGETS, is_function, new_attachment
@@ -23,9 +23,9 @@ from hookline.sites.functions.function_mode import (
     FunctionsOfThread,
     in_this_thread,
     publish,
+    restore_classes,
 )
 from hookline.sites.functions.function_names import Place, find_places
-from hookline.sites.functions.function_overrides import override
 from hookline.sites.gradients.backward_call import BackwardCall
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import AttachOptions
@@ -74,10 +74,10 @@ def attach_function(
             over them (``torch.ops.aten.mm``, ``"aten.mm*"``, ``"mylib.op"``); a subclass of
             ``torch.autograd.Function`` or its full name; or a list of these, each of which has to match.
         hook: As above. Where it declares a keyword-only ``site``, it gets one.
-        on: ``forward_pre``, ``forward``, ``backward_pre`` or ``backward``.
+        on: ``forward_pre``, ``forward``, ``backward_pre`` or ``backward``; operators have the first two.
         within: Only calls made in the forwards of this model count, in whichever thread: what ``model(x)`` calls, not
-            ``model.forward(x)``, nor a part of it called alone. Without it, functions of torch count in this thread,
-            operators and classes in all threads.
+            ``model.forward(x)``, nor a part of it called alone. Without it, functions of torch and operators count in
+            this thread, classes in all threads.
         exclude: Functions to leave out, in the same grammar as ``target``.
         prepend: Run before the hooks of ours that are there already.
         observe: Ignore the return value, and run after all edits.
@@ -87,8 +87,9 @@ def attach_function(
 
     Functions that are called inside another function of torch are not seen: ``nn.MultiheadAttention`` calls
     ``torch.nn.functional.multi_head_attention_forward``, and the softmax in there shows as ``aten._softmax``.
-    Operators on meta tensors go unseen, and nested tensors have no gradients there. A gradient hook that may return a
-    value takes no part in in-place calls whose inputs share memory (``v += v``); an observer does.
+    Operators are seen below autograd: what a hook returns there is not differentiated, and every other operator takes
+    some microseconds more meanwhile. A gradient hook that may return a value takes no part in in-place calls whose
+    inputs share memory (``v += v``); an observer does.
 
     Raises:
         NoMatchError: (a KeyError) naming the nearest functions.
@@ -117,32 +118,25 @@ def attach_function(
 
 
 def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.Module | None) -> HookHandle:
-    """Attach to all of the places, or to none; of a glob's operators, to those that can be hooked."""
+    """Attach to all of the places, or to none."""
+    if attachment.kind.is_gradient:
+        _refuse_operators(places, attachment.kind)
     with LOCK:
         sweep()
         handle = HookHandle(attachment)
-        # Of those that are bound to no model, functions of torch count in this thread, the others in all.
+        # Of those that are bound to no model, classes count in all threads, the others in this one.
         scope = in_this_thread() if within is None else _scope_of(unwrap(within))
-        below = ANYWHERE if within is None else scope
-        for each in (scope, below):
+        for_classes = ANYWHERE if within is None else scope
+        for each in (scope, for_classes):
             each.attachments[attachment] = threading.get_ident(), _torch.sequence_number()
         attachment.counters[scope.counter] = None
-        attachment.on_remove = lambda attachment: _take_off(attachment, scope, below)
-        refused: UnhookableError | None = None
+        attachment.on_remove = lambda attachment: _take_off(attachment, scope, for_classes)
         if attachment.kind.is_gradient:
             _watch_gradients(attachment)
         try:
             for place in places:
-                try:
-                    if isinstance(place.func, _torch.OpOverload | type):
-                        entry = override(attachment, place, below)
-                    else:
-                        entry = scope.add(attachment, place)
-                    attachment.entries[entry] = None
-                except UnhookableError as error:
-                    refused = error
-            if refused is not None and not attachment.entries:
-                raise refused
+                each = for_classes if isinstance(place.func, type) else scope
+                attachment.entries[each.add(attachment, place)] = None
             publish()
             if isinstance(scope, FunctionsOfThread) and any(entry.container is scope for entry in attachment.entries):
                 scope.switch_on(attachment)
@@ -152,19 +146,28 @@ def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.
         return handle
 
 
-def _take_off(attachment: Attachment, scope: FunctionsOfModel, below: FunctionsOfModel) -> None:
+def _refuse_operators(places: list[Place], kind: Kind) -> None:
+    """Raise if a gradient hook is to go on an operator."""
+    operator = next((place for place in places if place.is_operator), None)
+    if operator is not None:
+        raise KindError(
+            f"on={kind.value!r} does not go with {operator.name}: operators are seen below autograd, where there are "
+            "no gradients. Hook the function of torch that calls it, the module, or a torch.autograd.Function."
+        )
+
+
+def _take_off(attachment: Attachment, scope: FunctionsOfModel, for_classes: FunctionsOfModel) -> None:
     """Take all entries off, and then make one table of the hooks that are left."""
     if isinstance(scope, FunctionsOfThread):
         scope.switch_off(attachment)
     for entry in attachment.entries:
         entry.container.discard(entry)
-        scope.discard(entry)
-        below.discard(entry)
     publish()
+    restore_classes(attachment)
     _unwatch_gradients(attachment)
     model = scope.counter.model()
     began = scope.attachments.pop(attachment, None)
-    below.attachments.pop(attachment, None)
+    for_classes.attachments.pop(attachment, None)
     if model is not None and began is not None and began[0] == threading.get_ident():
         _note_if_model_was_passed_by(attachment, _torch.sequence_number() > began[1])
     if model is not None and not scope.attachments:

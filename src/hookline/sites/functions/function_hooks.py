@@ -1,8 +1,7 @@
 """Run one call of a function with its hooks around it.
 
-The function mode and the overrides of operators and classes call this with their entries; hands tensors to the hooks
-and puts back what they return. Gradients go the way of a module's (`GradientCall`), with this in the place of its
-table.
+The modes and classes of ``function_mode`` call this. It hands tensors to the hooks and puts back what they return.
+Gradients go the way of a module's (`GradientCall`), with this in the place of its `ModuleHooks`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class FunctionHooks(GradientHooks):
     def __init__(self, name: str, func: Callable[..., Any], entries: Iterable[HookAtSite]) -> None:
         self.name = name
         self.func = func
-        ordered = sorted(entries, key=lambda entry: entry.attachment.rank)
+        ordered = sorted(entries, key=lambda entry: entry.rank)
         by_kind = {kind: tuple(entry for entry in ordered if entry.attachment.kind is kind) for kind in _KINDS}
         self.forward_pre = by_kind[Kind.FORWARD_PRE]
         self.forward = by_kind[Kind.FORWARD]

@@ -33,6 +33,11 @@ class Place:
     func: Any
     """A function that torch functions modes see, an ``OpOverload``, or a subclass of ``autograd.Function``."""
 
+    @property
+    def is_operator(self) -> bool:
+        """Return whether it is an operator, which is seen below autograd and has no gradient hooks."""
+        return isinstance(self.func, _torch.OpOverload)
+
 
 _NAMESPACES: Final[tuple[tuple[str, Any], ...]] = (
     ("torch.nn.functional", torch.nn.functional),

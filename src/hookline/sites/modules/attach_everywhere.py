@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from hookline.errors import HooklineWarning, OptionError, TargetError
 from hookline.messages import type_name
 from hookline.sites import _torch
-from hookline.sites.attach import add_entries, attach_to_modules, new_attachment
+from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.gradients.call_gradients import CallState, CallStateArgs
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import AttachOptions
@@ -32,6 +32,7 @@ from hookline.sites.modules.module_hooks import (
     LOCK,
     Row,
     Slot,
+    add_entries,
     existing_hooks,
     hooks_of_module,
     sweep,

@@ -12,35 +12,37 @@ its own model does not keep that alive.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import sys
 import threading
+import warnings
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from hookline.errors import HookReturnError, UnhookableError
+from hookline.errors import HooklineWarning, HookReturnError, UnhookableError
 from hookline.sites import _torch
 from hookline.sites.compiled import recompile_guard
 from hookline.sites.compiled.compiled_gradients import plan_of
-from hookline.sites.compiled.op_schemas import HookChanges, new_key
-from hookline.sites.compiled.trace_hooks import compiled_steps, run_post, run_pre
+from hookline.sites.compiled.op_schemas import keep_maker
+from hookline.sites.compiled.trace_hooks import call_by_name, run_post, run_pre
 from hookline.sites.gradients.backward_call import USE_INPUT_ONCE, GradientHooks, tap_output, thread
 from hookline.sites.gradients.call_gradients import CallState, GradientCall
 from hookline.sites.gradients.tensor_taps import run_before_torch
 from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup, StandIn, next_order
 from hookline.sites.kinds import CALL_KINDS, GRADIENT_KINDS, REGISTRATION_KINDS, Kind
-from hookline.sites.modules.call_guard import CallGuard, StaleCallGuard
-from hookline.sites.wrappers import unwrap, walk
+from hookline.sites.receipt import parameter_versions
+from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
 
 if TYPE_CHECKING:
     from hookline.sites.hook_at_site import Attachment
-    from hookline.sites.modules.call_guard import AroundCall
 
 LOCK: Final = threading.RLock()
 """Held while hooks come or go; firing takes no lock, slots are replaced whole."""
@@ -79,7 +81,7 @@ class Slot:
         """What compiled calls have to know of the gradient hooks (`plan_of`); empty if there are none."""
         self.ticks = ticks
         """Whether each call begins a forward of a model here: "t"."""
-        self.steps, self.groups, self.recipe = compiled_steps(entries, plan, ticks)
+        self.steps, self.groups, self.recipe = _compiled_steps(entries, plan, ticks)
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
         raise NotImplementedError
@@ -333,6 +335,67 @@ def _new_arguments(entry: HookAtSite, result: Any, kwargs: dict[str, Any]) -> tu
     )
 
 
+# -- how compiled code runs and finds them -------------------------------------------------------------------------
+
+
+def _compiled_steps(entries: _Entries, plan: str, ticks: str) -> tuple[tuple[Any, ...], tuple[_Entries, ...], str]:
+    """Return how compiled code runs the hooks of a slot (``trace_hooks``): steps, groups and recipe.
+
+    A step is a hook that edits, one that gets a summary, or None for observers, whose group runs all together. The
+    recipe has all of it in one text, since each attribute that is read while tracing becomes a guard.
+    """
+    steps: list[HookAtSite | None] = []
+    groups: list[_Entries] = []
+    letters, numbers, reads = "", [], ""
+    for entry in entries:
+        attachment = entry.attachment
+        if attachment.by_name is not None or attachment.summary is not None:
+            steps.append(entry)
+            groups.append(())
+            letters += "e" if attachment.summary is None else "s"
+            # Its number, since to ask the hook itself for it would be three guards, and one in Python.
+            numbers.append("" if attachment.summary is None else str(keep_maker(attachment.summary)))
+            continue
+        reads += attachment.reads
+        if letters[-1:] == "w":
+            groups[-1] += (entry,)
+        else:
+            steps.append(None)
+            groups.append((entry,))
+            letters += "w"
+            numbers.append("")
+    recipe = f"{letters}/{''.join(sorted(set(reads)))}/{plan}/{ticks}/{','.join(numbers)}"
+    return tuple(steps), tuple(groups), recipe
+
+
+# A number would be a constant of the graph, and twelve blocks would need twelve graphs; a tensor is one of its inputs.
+_NUMBERS: Final = itertools.count()
+_CPU: Final = torch.device("cpu")
+_BY_KEY: Final[weakref.WeakValueDictionary[int, ModuleHooks]] = weakref.WeakValueDictionary()
+
+
+def _new_key(hooks: ModuleHooks) -> torch.Tensor:
+    """Return a key for the hooks of a module; good for as long as these live."""
+    number = next(_NUMBERS)
+    _BY_KEY[number] = hooks
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NO_CONTEXT:  # an ordinary tensor
+        return torch.scalar_tensor(number, dtype=torch.int64, device=_CPU)
+
+
+_NO_CONTEXT: Final = nullcontext()
+
+
+class HookChanges:
+    """How often hooks have come to modules or gone, in this process: what was worked out for them holds until then."""
+
+    count = 0
+
+
+def hooks_with_key(key: torch.Tensor) -> ModuleHooks | None:
+    """Return the `ModuleHooks` of that key, unless they are gone."""
+    return _BY_KEY.get(int(key))
+
+
 # -- where torch keeps each of them --------------------------------------------------------------------------------
 
 FIRST: Final = -1
@@ -382,6 +445,131 @@ for _class in (*(row.make for row in _ROWS), StaleHook):
     _torch.leave_to_python(_class.__call__)
 
 
+# -- what is around the whole call ---------------------------------------------------------------------------------
+
+
+class AroundCall(Protocol):
+    """Something that is on for the time of a call."""
+
+    def enter(self) -> None:
+        """Begin, as a call begins in this thread."""
+
+    def leave(self) -> None:
+        """End, as the call is over, however it ended."""
+
+    def entries(self) -> Iterator[HookAtSite]:
+        """Return one entry of each hook that it is there for."""
+
+
+class _Attempt:
+    """One call under way: its values so far, and which of the hooks have run."""
+
+    __slots__ = ("args", "kwargs", "output", "ran")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        self.output: Any = None
+        self.ran: set[HookAtSite] = set()
+
+
+class _Attempts(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[_Attempt] = []
+
+
+class StaleCallGuard:
+    """Stands for the guard in a copied or unpickled model; removes itself at the first call, and passes that on."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = _torch.caller()
+        if module is not None and module.__dict__.get(_torch.CALL_IMPL) is self:
+            del module.__dict__[_torch.CALL_IMPL]
+        return getattr(type(module), _torch.CALL_IMPL)(module, *args, **kwargs)
+
+
+class CallGuard:
+    """Wraps one module's call.
+
+    torch runs its own ``always_call`` hooks on an Exception alone; these run on whatever ends the call, a
+    KeyboardInterrupt from the forward or from a hook included. A direct call of ``module.forward()`` does not pass
+    here.
+    """
+
+    __slots__ = ("__weakref__", "_attempts", "_module", "_module_hooks")
+
+    def __init__(self, module_hooks: ModuleHooks, module: nn.Module) -> None:
+        self._module_hooks = module_hooks
+        self._module: weakref.ref[Any] = weakref.ref(module)  # of this very class, which the compiler knows
+        self._attempts = _Attempts()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():  # frames cannot be traced; a compiled call cannot be cut short between two hooks
+            module = self._module()
+            return type(module)._call_impl(module, *args, **kwargs)  # type: ignore[union-attr]
+        # A shallow copy of the module, a data-parallel replica say, shares this guard.
+        module = _torch.caller()
+        module_hooks = self._module_hooks
+        if module is None:
+            module = module_hooks.module()
+        around = module_hooks.around
+        if around is None:
+            return self._attempt(module, args, kwargs)
+        around.enter()
+        try:
+            if module_hooks.calls_always:
+                return self._attempt(module, args, kwargs)
+            return getattr(type(module), _torch.CALL_IMPL)(module, *args, **kwargs)
+        finally:
+            around.leave()
+
+    def _attempt(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        attempt = _Attempt(args, kwargs)
+        self._attempts.stack.append(attempt)
+        try:
+            return getattr(type(module), _torch.CALL_IMPL)(module, *args, **kwargs)
+        except BaseException:
+            self._clean_up(module, attempt)
+            raise
+        finally:
+            self._attempts.stack.pop()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StaleCallGuard, ()
+
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Note the values that the call has reached."""
+        if self._attempts.stack:
+            attempt = self._attempts.stack[-1]
+            attempt.args, attempt.kwargs, attempt.output = args, kwargs, output
+
+    def note_ran(self, entry: HookAtSite) -> None:
+        """Note that ``entry`` runs."""
+        if self._attempts.stack:
+            self._attempts.stack[-1].ran.add(entry)
+
+    def _clean_up(self, module: Any, attempt: _Attempt) -> None:
+        for entry in self._module_hooks.always_called():
+            if entry in attempt.ran or not entry.is_due():
+                continue
+            entry.count()
+            more = (attempt.kwargs,) if entry.attachment.options.with_kwargs else ()
+            try:
+                entry.call(module, (attempt.args, *more, attempt.output))
+            except Exception as error:
+                with suppress(HooklineWarning):  # where warnings are errors, the first error is still the one to raise
+                    warnings.warn(
+                        f"always_call hook {entry.attachment.name!r} on {entry.name!r} raised {error!r}; silenced, "
+                        "because another error was raised in the forward.",
+                        HooklineWarning,
+                        stacklevel=3,
+                    )
+
+
+_torch.leave_to_python(CallGuard.__call__, CallGuard._attempt, StaleCallGuard.__call__, below=False)
+_torch.leave_to_python(CallGuard._clean_up, _Attempt.__init__, _torch.caller)
+
+
 # -- the hooks of one module ---------------------------------------------------------------------------------------
 
 
@@ -405,7 +593,7 @@ class ModuleHooks(GradientHooks):
 
     def __init__(self, module: nn.Module) -> None:
         self.sit_on(module)
-        self.key = new_key(self)
+        self.key = _new_key(self)
         """By which compiled code finds the hooks."""
         self._by_kind: dict[Kind, _Entries] = {}
 
@@ -460,9 +648,9 @@ class ModuleHooks(GradientHooks):
 
     def add(self, entry: HookAtSite) -> None:
         """Put a hook in its place."""
-        kind, rank = entry.attachment.kind, entry.attachment.rank
+        kind = entry.attachment.kind
         hooks = self.hooks_of_kind(kind)
-        place = bisect_right(hooks, rank, key=lambda other: other.attachment.rank) if hooks else 0
+        place = bisect_right(hooks, entry.rank, key=lambda other: other.rank) if hooks else 0
         self._by_kind[kind] = (*hooks[:place], entry, *hooks[place:])
         self._sync(kind)
         entry.counter.hooked.add(self)
@@ -518,34 +706,35 @@ class ModuleHooks(GradientHooks):
 
     def _sync_calls(self, module: nn.Module, kind: Kind) -> None:
         """Put the slots around the calls of the module."""
-        first_pre, last_pre = _split(self.hooks_of_kind(_FORWARD_PRE))
-        first, last = _split(self.hooks_of_kind(_FORWARD))
+        pre, post = self.hooks_of_kind(_FORWARD_PRE), self.hooks_of_kind(_FORWARD)
         if kind in GRADIENT_KINDS:
             self.set_gradient_hooks(*map(self.hooks_of_kind, GRADIENT_KINDS))
             is_own = not recompile_guard.is_forward_replaced(module)
             self.uses_input_once = is_own and type(module) in USE_INPUT_ONCE
         if self.has_gradients or self.plan:
-            self._set_begins_late(module, has_observers=bool(last_pre))
+            self._set_begins_late(module, has_observers=bool(pre) and pre[-1].attachment.order_group is _OBSERVE)
             self.plan = plan_of(self)
         guard = self.guard
-        self._sync_guard(module, first, last)
+        self._sync_guard(module, post)
         is_all = self.has_gradients or kind in GRADIENT_KINDS or self.guard is not guard
         counts = (self.counter is not None and self.around is None) or self.stands_in_for
         plan, early = self.plan, "" if self.begins_late else self.plan
         if is_all or kind is _FORWARD_PRE:
-            self._put(module, FIRST_PRE, first_pre, ticks="t" if counts else "")
-            self._put(module, LAST_PRE, last_pre, plan=early, with_kwargs=bool(early), anew=kind in GRADIENT_KINDS)
+            first, last = _split(pre)
+            self._put(module, FIRST_PRE, first, ticks="t" if counts else "")
+            self._put(module, LAST_PRE, last, plan=early, with_kwargs=bool(early), anew=kind in GRADIENT_KINDS)
         if is_all or kind is _FORWARD:
+            first, last = _split(post)
             # If the call is cut short, always_call hooks get what the slot at the front of the queue has noted.
             self._put(module, FIRST_FORWARD, first, with_kwargs=self.guard is not None)
             # The slot before the call hands on what it has noted by the keyword arguments.
             self._put(module, LAST_FORWARD, last, plan=plan, with_kwargs=bool(early))
-        is_hooked = bool(counts or plan or self.around or first_pre or last_pre or first or last)
+        is_hooked = bool(counts or plan or self.around or pre or post)
         recompile_guard.set_own_forward(module, wanted=is_hooked)
 
-    def _sync_guard(self, module: nn.Module, *forward: _Entries) -> None:
+    def _sync_guard(self, module: nn.Module, forward: _Entries) -> None:
         """Wrap the whole call while there are hooks that run however it ends, or something around it."""
-        self.calls_always = any(entry.attachment.options.always_call for hooks in forward for entry in hooks)
+        self.calls_always = any(entry.attachment.options.always_call for entry in forward)
         if self.around is not None or self.calls_always:
             if self.guard is None:
                 self.guard = module.__dict__[_torch.CALL_IMPL] = CallGuard(self, module)
@@ -711,6 +900,33 @@ def _forget(hooks_ref: weakref.ref[ModuleHooks], _: Any, is_ending: Callable[[],
     hooks = None if is_ending() else hooks_ref()
     for entry in hooks.entries() if hooks is not None else ():
         entry.attachment.drop_entry(entry)
+
+
+def add_entries(attachment: Attachment, model: nn.Module, chosen: list[tuple[str, nn.Module]]) -> None:
+    """Put an attachment on modules of a model; under LOCK."""
+    if not chosen:
+        return
+    counter = counter_of(model if WRAPPER_KEYS.isdisjoint(model._modules.keys()) else unwrap(model))
+    _name_for_compiler(attachment, chosen)
+    if counter in attachment.counters:
+        counter.users -= 1  # it is one user, however often it comes back
+    attachment.counters[counter] = None
+    if len(chosen) == 1 and not chosen[0][0] and not attachment.everywhere:
+        attachment.versions_before = parameter_versions(chosen[0][1])
+    for name, module in chosen:
+        module_hooks = hooks_of_module(module)
+        entry = HookAtSite(attachment, name, module_hooks, counter)
+        attachment.entries[entry] = None
+        module_hooks.add(entry)
+
+
+def _name_for_compiler(attachment: Attachment, chosen: list[tuple[str, nn.Module]]) -> None:
+    """Name a hook that edits a forward, and so becomes part of compiled code, after the place where it sits."""
+    is_forward = attachment.kind is _FORWARD or attachment.kind is _FORWARD_PRE
+    if is_forward and attachment.order_group is _EDIT and (attachment.may_edit or attachment.in_place):
+        first = repr(chosen[0][0])
+        where = first if len(chosen) == 1 else f"{first} and {len(chosen) - 1} more"
+        attachment.by_name = call_by_name(f"{attachment.kind} hook {attachment.name!r} on {where}")
 
 
 # -- the forwards of a model ---------------------------------------------------------------------------------------
