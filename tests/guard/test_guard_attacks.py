@@ -319,19 +319,6 @@ def test_an_epoch_over_again_is_seen_though_it_makes_as_many_steps():
         lie()
 
 
-def test_memory_of_an_epoch_is_used_again_with_a_loader_of_ones_own():
-    """Of which only generators are looked at."""
-
-    class Loader:
-        def __init__(self):
-            self.generator = torch.Generator()
-
-    model, loader = nn.Linear(2, 2), Loader()
-    first = PreEpochState.take(model, loader=loader)
-    assert PreEpochState.take(model, loader=loader, into=first)._snapshot is first._snapshot
-    assert PreEpochState.take(model, loader=Loader(), into=first)._snapshot is not first._snapshot
-
-
 def test_a_receipt_is_whole_though_an_interrupt_came(monkeypatch):
     """While everything was put back; it is not done twice."""
     model, original, times = nn.Linear(2, 2), copies.MemoryCopies.restore, []

@@ -39,8 +39,10 @@ _SHARE: Final = 0.9
 """The share of a device's free memory that copies may take; the rest is for what the run is going to do."""
 
 _nbytes: Final = torch.UntypedStorage.nbytes
-_QUESTIONS_ABOUT_LAYOUT: Final = (attrgetter("shape", "dtype", "device"), Tensor.stride, Tensor.is_conj)
-_QUESTIONS_TO_HOLDERS: Final[tuple[Callable[[Tensor], Any], ...]] = (type, _torch.identity_of, _torch.use_count)
+_Ask: TypeAlias = Callable[[Any], Any]
+_ABOUT_LAYOUT: Final[tuple[_Ask, ...]] = (attrgetter("shape", "dtype", "device"), Tensor.stride, Tensor.is_conj)
+_OF_HOLDERS: Final[tuple[_Ask, ...]] = (type, _torch.identity_of, _torch.use_count)
+"""What is asked of tensors that may have attributes and hooks, besides where those are."""
 
 # -- memory --------------------------------------------------------------------------------------------------------
 
@@ -224,7 +226,7 @@ class _Question(NamedTuple):
     ask: Callable[[], list[Any]]
 
     @classmethod
-    def of(cls, indices: Sequence[int], things: Sequence[Any], about: Callable[[Any], Any]) -> _Question:
+    def of(cls, indices: Sequence[int], things: Sequence[Any], about: _Ask) -> _Question:
         """Ask all ``things`` the same."""
         return cls(indices, lambda: list(map(about, things)))
 
@@ -263,11 +265,11 @@ class SavedPart:
             "size": [_Question.of(self._dense, self._storages, _nbytes)],
             "begin": [_Question.of(self._dense, self._storages, torch.UntypedStorage.data_ptr)],
             "address": [_Question.of(self._dense, self._strided, Tensor.data_ptr)],
-            "layout": [_Question.of(self._dense, self._strided, about) for about in _QUESTIONS_ABOUT_LAYOUT],
+            "layout": [_Question.of(self._dense, self._strided, about) for about in _ABOUT_LAYOUT],
             "version": [_Question.of(self._counted, counters, attrgetter("_version"))],
             "flag": [_Question.of(range(len(self.tensors)), self.tensors, attrgetter("requires_grad"))],
             "holder": [
-                *(_Question.of(self._with_attributes, holders, about) for about in _QUESTIONS_TO_HOLDERS),
+                *(_Question.of(self._with_attributes, holders, about) for about in _OF_HOLDERS),
                 _Question(self._with_attributes, lambda: list(map(id, map(vars, holders)))),
             ],
         }
