@@ -1,8 +1,8 @@
 """Save a run in memory, tell what has changed since, and put it back.
 
-`Guard`, `ModelDataContext` and the loops (`PreEpochState`) take snapshots. A `Snapshot` joins the containers that a
-`RunWalk` has found, the `SavedTensors` in them, and the `RandomStates`. What was found of model and optimizer is used
-again at the next save, as long as they hold the same objects; the rest is small, and is gone through each time.
+`Guard`, `ModelDataContext` and the loops (`PreEpochState`) take snapshots. A `Snapshot` has two `SavedPart`s, of
+containers and tensors that a `RunWalk` has found, and the `RandomStates`. The part of model and optimizer is used again
+at the next save, as long as they hold the same objects; the rest, with the gradients, is gone through each time.
 """
 
 from __future__ import annotations
