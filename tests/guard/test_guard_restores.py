@@ -139,30 +139,6 @@ def test_tensors_made_in_inference_mode_come_back():
     assert model.made.tolist() == [0.0, 1.0, 2.0]
 
 
-def test_it_works_in_inference_mode_and_where_gradients_are_off():
-    """And leaves the switches alone."""
-    run = Run()
-    for switch in (torch.inference_mode, torch.no_grad):
-        before = portrait(run)
-        with switch(), rollback(*run.guarded):
-            run.model.head.weight.add_(1)
-            run.model(torch.randn(2, 5))
-        assert differing(before, portrait(run)) == []
-        assert torch.is_grad_enabled()
-
-
-@pytest.mark.parametrize("model", [nn.ReLU(), nn.Sequential(), nn.BatchNorm1d(2, affine=False)], ids=str)
-def test_models_without_parameters_are_guarded_too(model):
-    """Their modes, buffers and random streams are there to be changed."""
-    state = torch.get_rng_state()
-    with rollback(model) as receipt:
-        model.eval()
-        torch.rand(1)
-    assert model.training
-    assert torch.equal(torch.get_rng_state(), state)
-    assert "model.training" in receipt.touched
-
-
 def test_samplers_of_any_kind_come_back():
     """Generators and attributes of batch samplers, generators of loaders that are none of torch's."""
 
@@ -189,15 +165,6 @@ def test_samplers_of_any_kind_come_back():
     assert batches.served == []
     assert torch.equal(batches.generator.get_state(), states[0])
     assert torch.equal(mine.generator.get_state(), states[1])
-
-
-def test_the_epoch_of_a_distributed_sampler_comes_back():
-    """`set_epoch` decides the order of the next epoch."""
-    sampler = torch.utils.data.DistributedSampler(range(8), num_replicas=2, rank=0)
-    loader = torch.utils.data.DataLoader(range(8), sampler=sampler)
-    with rollback(nn.ReLU(), loader=loader):
-        sampler.set_epoch(7)
-    assert sampler.epoch == 0
 
 
 def test_every_bit_of_a_nan_comes_back():

@@ -88,7 +88,13 @@ def test_memory_that_was_shrunk_and_shown_to_numpy_is_replaced_and_named():
     assert model.rest[0] == 7
 
 
-def test_an_array_of_another_shape_or_type_comes_back():
+def _retype_array(array: np.ndarray) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        array.dtype = np.int64
+
+
+def test_an_array_of_another_shape_comes_back_and_one_of_another_type_is_named():
     """The same object: one that owns its memory, and a view."""
     model = nn.ReLU()
     model.table, model.view = np.arange(4.0), np.arange(6.0)[:4]
@@ -97,12 +103,11 @@ def test_an_array_of_another_shape_or_type_comes_back():
         warnings.simplefilter("ignore")  # NumPy would rather have neither assigned
         model.table.resize(7, refcheck=False)
         model.view.shape = (2, 2)
-    with rollback(model), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model.table.dtype = np.int64
     assert model.table is table
     assert model.view is view
     assert table.tolist() == view.tolist() == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(hl.errors.GuardError, match=r"model\.table"), rollback(model):
+        _retype_array(model.table)
 
 
 def test_strict_mode_does_not_read_beyond_memory_that_was_shrunk():

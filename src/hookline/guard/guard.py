@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from hookline.errors import GuardError, OptionError
 from hookline.guard.interrupts import interrupts_deferred
-from hookline.guard.snapshot import Snapshot, first_names, roots_of, unrestored_message
-from hookline.guard.tensors import Buffer, Where
+from hookline.guard.snapshot import ALL, BUFFERS, NOTHING, Snapshot, first_names, roots_of, unrestored_message
+from hookline.guard.tensors import Where
 from hookline.guard.torch_switches import TorchSwitches
 from hookline.guard.walk import StateChange
 from hookline.messages import suggest
@@ -35,8 +35,7 @@ _FORBIDDEN: Final = {
     "grads": frozenset({"parameter", "gradient", "state"}),  # gradients that are parked, and written nevertheless
     "trains": frozenset[str](),
 }
-_COPIED: Final = {"reads": "buffers", "grads": "buffers", "trains": "all"}
-_HOST_MEMORY: Final[WeakKeyDictionary[nn.Module, dict[Any, Buffer]]] = WeakKeyDictionary()
+_HOST_MEMORY: Final[WeakKeyDictionary[nn.Module, dict[Any, list[Tensor]]]] = WeakKeyDictionary()
 """The memory for copies on the host that the latest `rollback` of each model has used: to get it anew takes a process
 up to ten times as long as to copy. On other devices torch keeps what is free itself."""
 _MAX_ROWS: Final = 20
@@ -112,7 +111,6 @@ class Guard:
         """Without copies, for `check_observers`."""
         self._strict = strict
         self._saved_scope: str | None = None
-        self._copies_gradients = False
         self._blocks: list[_Block] = []
         """Those in each other, the outermost first."""
         self.num_saves = 0
@@ -140,8 +138,10 @@ class Guard:
         saved = "trains" if self._strict else widest
         with interrupts_deferred():
             self._saved_scope = None
-            self._copies_gradients = saved == "trains" or (saved == "grads" and self._snapshot.has_buckets)
-            self._snapshot.take(_COPIED[saved], gradients=self._copies_gradients, batch=batch)
+            copied = ALL if saved == "trains" else BUFFERS
+            if saved == "grads" and self._snapshot.has_buckets:
+                copied |= {"gradient"}
+            self._snapshot.take(copied, batch=batch)
             self._saved_scope = saved
         self.num_saves += 1
         self.last_bytes = self._snapshot.nbytes
@@ -193,14 +193,9 @@ class Guard:
 
     def _restore(self, receipt: GuardReceipt, switches: TorchSwitches) -> list[StateChange]:
         bytewise = self._strict and receipt.scope != "trains"
-        if not bytewise:
-            self._snapshot.begin_restore()
-        looks = self._snapshot.look(bytewise=bytewise)
-        changes = self._snapshot.changes(looks)
-        if receipt.scope == "grads":
-            allowed = ("gradient", "other gradient") if self._copies_gradients else ("other gradient",)
-            changes = [change for change in changes if change.kind not in allowed]
-        lost = self._snapshot.restore(looks, own_stream=False)
+        changes, lost = self._snapshot.restore(bytewise=bytewise, own_stream=False)
+        if receipt.scope == "grads":  # which computes some; those that were there are parked
+            changes = [each for each in changes if "gradient" not in each.kind or not each.has_copy]
         changes += [StateChange("switch", name) for name in switches.restore()]
         lost |= switches.lost
         forbidden = [change for change in changes if change.kind in _FORBIDDEN[receipt.scope]]
@@ -231,12 +226,11 @@ class Guard:
         """
         if self._observed is None:
             self._observed = Snapshot(self._snapshot.roots)
-        self._observed.take("nothing", gradients=False, random=random, batch=batch)
+        self._observed.take(NOTHING, random=random, batch=batch)
         switches = TorchSwitches()
         try:
             yield
-            changes = self._observed.changes(self._observed.look(), random=random)
-            changed = [change.name for change in changes] + switches.changed()
+            changed = [change.name for change in self._observed.changes()] + switches.changed()
         finally:
             self._observed.forget()
         if changed:
@@ -275,7 +269,7 @@ def rollback(
     """
     guard = Guard(model, optimizer, scheduler, scaler, loader=loader, where=where)
     memory = guard._snapshot.memory
-    memory.buffers |= _HOST_MEMORY.pop(model, {})
+    memory.copies |= _HOST_MEMORY.pop(model, {})
     guard.save([scope], batch=batch)
     try:
         with guard.protecting("rollback", scope) as receipt:

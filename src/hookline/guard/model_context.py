@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import count
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from hookline.errors import LifecycleError, NoMatchError, OptionError
 from hookline.guard.guard import Guard
 from hookline.guard.loaders import call_loader_factory, copy_loader, private_generator
-from hookline.guard.snapshot import PreEpochState, Snapshot, roots_of
+from hookline.guard.snapshot import ALL, PreEpochState, Snapshot, roots_of
 from hookline.messages import nearest_names
 from hookline.sites import _torch
 from hookline.sites.optimizers import unwrap_optimizer
-from hookline.sites.wrappers import clean_modules, submodule
+from hookline.sites.wrappers import clean_modules
 
 __all__ = ["ModelDataContext"]
 
+_PARAMETERS: Final = frozenset({"parameter"})
 _Loss: TypeAlias = Callable[[nn.Module, Any], Tensor]
 
 
@@ -75,7 +76,7 @@ class ModelDataContext:
         self._train_step = train_step
         self._device = None if device is None else torch.device(device)
         self._given_guard = guard
-        self._checkpoints: dict[str, tuple[Snapshot, bool]] = {}
+        self._checkpoints: dict[str, Snapshot] = {}
         self._token_numbers = count()
 
     @property
@@ -111,7 +112,7 @@ class ModelDataContext:
     def optimizer_state(self, name: str) -> Mapping[str, Any]:
         """Return what the optimizer keeps about the parameter ``name`` (``exp_avg``, …), to read; empty if nothing."""
         state = {} if self._optimizer is None else unwrap_optimizer(self._optimizer).state
-        return MappingProxyType(state.get(self._parameter(name), {}))
+        return MappingProxyType(state.get(self._parameters([name])[name], {}))
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -142,8 +143,8 @@ class ModelDataContext:
         """
         roots = roots_of(self._model, self._optimizer, self._scheduler, self._scaler, self._loader)
         snapshot = Snapshot(roots)
-        snapshot.take("all" if full else "parameters", gradients=full)
-        self._checkpoints[token := f"ckpt_{next(self._token_numbers)}"] = snapshot, full
+        snapshot.take(ALL if full else _PARAMETERS, gradients=full)
+        self._checkpoints[token := f"ckpt_{next(self._token_numbers)}"] = snapshot
         return token
 
     def restore_checkpoint(self, token: str) -> None:
@@ -151,8 +152,7 @@ class ModelDataContext:
         if token not in self._checkpoints:
             known = ", ".join(self._checkpoints) or "none"
             raise OptionError(f"Unknown checkpoint token: {token!r}. Saved and not discarded: {known}.")
-        snapshot, full = self._checkpoints[token]
-        snapshot.restore_or_raise(f"restore_checkpoint({token!r}): something since", gradients=full)
+        self._checkpoints[token].go_back(f"restore_checkpoint({token!r}): something since", versions=True)
 
     def discard_checkpoint(self, token: str) -> None:
         """Free its memory; nothing happens if it is gone already."""
@@ -225,11 +225,11 @@ class ModelDataContext:
 
     def apply_perturbation(self, direction: Mapping[str, Tensor], scale: float) -> None:
         """Add a multiple of the direction to the parameters it names."""
-        parameters = [self._parameter(name) for name in direction]
-        steps = [self._fitting(step, parameter) for step, parameter in zip(direction.values(), parameters, strict=True)]
+        parameters = self._parameters(direction)
+        steps = {name: self._fitting(direction[name], parameter) for name, parameter in parameters.items()}
         with torch.no_grad():
-            for parameter, step in zip(parameters, steps, strict=True):
-                parameter.add_(step, alpha=scale)
+            for name, parameter in parameters.items():
+                parameter.add_(steps[name], alpha=scale)
 
     def scale_learning_rates(self, factor: float) -> None:
         """Multiply the learning rates of all groups of the optimizer."""
@@ -261,18 +261,14 @@ class ModelDataContext:
                     named.setdefault(id(parameter), (f"{module_name}.{key}" if module_name else key, parameter))
         return dict(named.values())
 
-    def _parameter(self, name: str) -> nn.Parameter:
-        path, _, key = name.rpartition(".")
-        try:  # the way there; going through all 800 of a large model for each of them took 2 s
-            found = submodule(self._model, path)._parameters.get(key)
-        except AttributeError:
-            found = None
-        if found is None:
-            found = dict(self._model.named_parameters(remove_duplicate=False)).get(name, self._named.get(name))
-        if found is None:
-            near = ", ".join(map(repr, nearest_names(name, self._named)))
-            raise NoMatchError(f"No parameter is called {name!r}; nearest: {near or 'there is none at all'}.")
-        return found
+    def _parameters(self, names: Iterable[str]) -> dict[str, nn.Parameter]:
+        """Return the parameters of these names; a shared one has several, and those that a wrapper gives it."""
+        known = dict(self._model.named_parameters(remove_duplicate=False)) | self._named
+        for name in names:
+            if name not in known:
+                near = ", ".join(map(repr, nearest_names(name, self._named)))
+                raise NoMatchError(f"No parameter is called {name!r}; nearest: {near or 'there is none at all'}.")
+        return {name: known[name] for name in names}
 
     def _fitting(self, step: Tensor, parameter: nn.Parameter) -> Tensor:
         if step.shape != parameter.shape:
@@ -290,7 +286,8 @@ class ModelDataContext:
                 )
             parts = torch.split(vector.flatten(), sizes)
             vector = {name: part.view_as(p) for part, (name, p) in zip(parts, trained.items(), strict=True)}
-        return {name: self._fitting(part.detach(), self._parameter(name)) for name, part in vector.items()}
+        parameters = self._parameters(vector)
+        return {name: self._fitting(vector[name].detach(), parameter) for name, parameter in parameters.items()}
 
     def _loss_of(self, what: str) -> _Loss:
         if self._loss_fn is None:

@@ -1,15 +1,15 @@
 """Save a run in memory, tell what has changed since, and put it back.
 
-`Guard`, `ModelDataContext` and the loops (`PreEpochState`) take snapshots. A `Snapshot` joins the containers that a
-`RunWalk` has found, the `SavedTensors` in them, and the `RandomStates`. What was found of model and optimizer is used
-again at the next save, as long as they hold the same objects; the rest is small, and is gone through each time.
+`Guard`, `ModelDataContext` and the loops (`PreEpochState`) take snapshots. A `Snapshot` has two `SavedPart`s, of
+containers and tensors that a `RunWalk` has found, and the `RandomStates`. The part of model and optimizer is used again
+at the next save, as long as they hold the same objects; the rest, with the gradients, is gone through each time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from operator import attrgetter, is_
-from typing import Any, Final, NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,9 @@ from hookline.guard.rng import RandomStates
 from hookline.guard.tensors import (
     WRITTEN_WITH_GRAPH,
     CopyMemory,
-    SavedTensors,
-    TensorLook,
+    Look,
+    SavedPart,
     Where,
-    repair_accumulators,
     restore_internals,
 )
 from hookline.guard.walk import BATCH, RunWalk, StateChange
@@ -33,18 +32,14 @@ from hookline.sites.find import attached
 from hookline.sites.hook_at_site import next_order
 from hookline.sites.optimizers import unwrap_optimizer
 
-__all__ = ["PreEpochState", "Snapshot", "first_names", "roots_of", "unrestored_message"]
+__all__ = ["ALL", "BUFFERS", "NOTHING", "PreEpochState", "Snapshot", "first_names", "roots_of", "unrestored_message"]
 
+ALL: Final = frozenset({"parameter", "buffer", "state", "gradient", "batch"})
+"""The kinds of tensors, all of which a snapshot copies."""
+BUFFERS: Final = frozenset({"buffer", "batch"})
+NOTHING: Final = frozenset[str]()
 _KEPT: Final = ("model", "optimizer")
 """The roots that are large and stay the same objects; others have new tensors at every step (a scaler)."""
-_COPIED: Final = {
-    "all": frozenset({"parameter", "buffer", "state", "batch"}),
-    "buffers": frozenset({"buffer", "batch"}),
-    "parameters": frozenset({"parameter", "batch"}),
-    "nothing": frozenset[str](),
-}
-_GRADIENTS: Final = frozenset({"gradient"})
-_grad: Final = attrgetter("grad")
 
 
 def roots_of(
@@ -60,51 +55,11 @@ def roots_of(
     for name, root in roots.items():
         if root is not None and not hasattr(root, "__dict__"):
             raise GuardError(f"{name}= has no attributes to save: it is {root!r}. Next: pass the object itself.")
-    return {**roots, **_roots_of_loader(loader)}
-
-
-def _roots_of_loader(loader: Any) -> dict[str, object]:
-    """Return a loader and its samplers; of another iterable the generators alone, since the rest may be the data."""
-    if not isinstance(loader, DataLoader):
-        return {"loader": generators_on(loader)}
+    if not isinstance(loader, DataLoader):  # the generators alone, since the rest may be the data
+        return {**roots, "loader": None if loader is None else generators_on(loader)}
     found = {"loader": loader, **samplers_of(loader)}
     named = {name: part for name, part in found.items() if hasattr(part, "__dict__")}
-    return named | {"loader.dataset": generators_of_dataset(loader.dataset)}
-
-
-class _Part(NamedTuple):
-    """Some objects of a run, and the tensors found in them."""
-
-    walk: RunWalk
-    tensors: SavedTensors
-
-    @classmethod
-    def of(cls, group: str, roots: Mapping[str, object], memory: CopyMemory, known: Container[int] = ()) -> _Part:
-        """Go through all objects below ``roots`` that are not ``known``."""
-        walk = RunWalk(roots, known)
-        return cls(walk, SavedTensors(walk.tensors, walk.kinds, walk.name, memory, group))
-
-    def look(self, *, bytewise: bool) -> _Look:
-        """Return what is not as it was."""
-        return _Look(self.walk.changed(), self.tensors.look(bytewise=bytewise))
-
-    def changes(self, look: _Look) -> list[StateChange]:
-        """Return the names of what was found other."""
-        tensors, found = self.tensors, look.tensors
-        # Batch normalization writes its averages without a counter, and beside them this number with one.
-        written = found.written | (self.walk.beside(found.written, "num_batches_tracked") if found.written else set())
-        changes = self.walk.changes(look.containers)
-        for index in sorted(written):
-            kind = tensors.kinds[index]
-            changes.append(StateChange(kind, tensors.name(index), has_copy=kind in tensors.copied))
-        return changes + [StateChange("structure", f"{tensors.name(i)}.requires_grad") for i in sorted(found.flags)]
-
-
-class _Look(NamedTuple):
-    """What was found other in a part."""
-
-    containers: list[Any]
-    tensors: TensorLook
+    return {**roots, **named, "loader.dataset": generators_of_dataset(loader.dataset)}
 
 
 class Snapshot:
@@ -112,13 +67,12 @@ class Snapshot:
 
     def __init__(self, roots: Mapping[str, object], where: Where = "auto") -> None:
         self.roots, self.memory = roots, CopyMemory(where)
-        self._main: _Part | None = None
+        self._main: SavedPart | None = None
         """Of model and optimizer; kept from one save to the next."""
-        self._saved: list[_Part] = []
-        """That, the part of all other objects, and the gradients; nothing if nothing is saved."""
-        self._owners: list[Tensor] = []
-        """The tensors that can have a gradient."""
-        self._owner_names: Callable[[int], str] = str
+        self._saved: list[SavedPart] = []
+        """That, and the part of all other objects and the gradients; nothing if nothing is saved."""
+        self._owners: dict[int, Tensor] = {}
+        """The tensors that can have a gradient, by their indices in the main part."""
         self._grads: list[Tensor | None] = []
         """The gradient of each of them, the tensor itself."""
         self._random: RandomStates | None = None
@@ -126,7 +80,7 @@ class Snapshot:
         """The order number of hooks when it was taken, and when it last looked for hooks attached since."""
 
     @property
-    def _parts(self) -> list[_Part]:
+    def _parts(self) -> list[SavedPart]:
         if not self._saved:
             raise GuardError("Nothing is saved that could be put back. Next: call save() first.")
         return self._saved
@@ -134,7 +88,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """How many bytes were copied."""
-        return sum(part.tensors.nbytes for part in self._saved)
+        return sum(part.nbytes for part in self._saved)
 
     @property
     def _model(self) -> nn.Module:
@@ -150,150 +104,150 @@ class Snapshot:
     # -- saving --------------------------------------------------------------------------------------------------
 
     @interrupts_deferred()
-    def take(self, which: str = "all", *, gradients: bool = True, random: bool = True, batch: Any = None) -> None:
-        """Save; copy the tensors that ``which`` names, the ``gradients``, ``random`` streams, and all of ``batch``."""
-        main, copied, self._main, self._saved = self._main, _COPIED[which], None, []
+    def take(
+        self, copied: frozenset[str] = ALL, *, gradients: bool = True, random: bool = True, batch: Any = None
+    ) -> None:
+        """Save; copy the tensors of these kinds, and look after ``gradients``, ``random`` streams, and ``batch``."""
+        self._saved, self._owners, self._grads = [], {}, []
         with torch.inference_mode(False), torch.no_grad():  # what is made in there could not be written elsewhere
-            begun = main is not None and main.tensors.begin(copied)  # a GPU goes on
-            if main is None or not main.walk.refresh() or not main.tensors.is_in_place():
-                main, begun = _Part.of("main", {name: self.roots.get(name) for name in _KEPT}, self.memory), False
-            main.tensors.take(copied, begun=begun)
-            grads = self._find_gradients(main)
-            grads.tensors.take(_GRADIENTS if gradients else frozenset())
+            main = self._copy_main(copied)
+            main.note()
             roots = {name: root for name, root in self.roots.items() if name not in _KEPT}
-            rest = _Part.of("rest", {**roots, BATCH: batch}, self.memory, main.walk.seen)
-            rest.tensors.take(copied)
+            others = RunWalk({**roots, BATCH: batch}, main.walk.seen)
+            if gradients:
+                self._find_gradients(main, others)
+            rest = SavedPart(others, self.memory, "rest")
+            rest.copy(copied)
+            rest.note()
         self._random = RandomStates(main.walk.generators + rest.walk.generators) if random else None
         self._order = self._checked_order = next_order()
-        self._main, self._saved = main, [main, rest, grads]
+        self._main, self._saved = main, [main, rest]
 
-    def _find_gradients(self, main: _Part) -> _Part:
-        """Note which tensors have which gradient, and return those that are no tensors of the run otherwise."""
-        owners, name = main.tensors.leaves(), main.walk.name
-        self._owners = [main.walk.tensors[index] for index in owners]
-        self._owner_names = lambda number: name(owners[number])
-        self._grads = list(map(_grad, self._owners))
-        numbers: dict[int, int] = {}
-        for number, grad in enumerate(self._grads):
-            if grad is not None and id(grad) not in main.walk.seen:
-                numbers.setdefault(id(grad), number)
-        first = list(numbers.values())
-        grads: list[Any] = [self._grads[number] for number in first]
+    def _copy_main(self, copied: frozenset[str]) -> SavedPart:
+        """Copy model and optimizer, and return their part: that of before, if they hold the same objects still."""
+        kept, self._main = self._main, None
+        if kept is not None and kept.is_in_place():
+            kept.copy(copied)  # before anything else: a GPU copies meanwhile
+            if kept.walk.refresh():
+                return kept
+        main = SavedPart(RunWalk({name: self.roots.get(name) for name in _KEPT}), self.memory, "main")
+        main.copy(copied)
+        return main
 
-        def name_of(index: int) -> str:
-            return f"{self._owner_names(first[index])}.grad"
-
-        return _Part(RunWalk({}), SavedTensors(grads, ["gradient"] * len(grads), name_of, self.memory, "gradients"))
+    def _find_gradients(self, main: SavedPart, others: RunWalk) -> None:
+        """Note which tensors have which gradient, and add those to ``others`` that are not met otherwise."""
+        self._owners = {index: main.tensors[index] for index in main.leaves()}
+        self._grads = list(map(attrgetter("grad"), self._owners.values()))
+        for index, grad in zip(self._owners, self._grads, strict=True):
+            if grad is not None and id(grad) not in main.walk.seen and id(grad) not in others.seen:
+                others.add_tensor(grad, (main.walk.places[index], "grad"), "gradient")
 
     @property
     def gradients(self) -> dict[str, Tensor]:
         """The gradients as they were, by the name of the parameter; the tensors themselves."""
-        return {self._owner_names(number): grad for number, grad in enumerate(self._grads) if grad is not None}
+        pairs = zip(self._owners, self._grads, strict=True)
+        return {self._saved[0].name(index): grad for index, grad in pairs if grad is not None}
 
     def park_gradients(self) -> None:
         """Take the gradients off the tensors; they come back at `restore`."""
-        for owner, grad in zip(self._owners, self._grads, strict=True):
+        for owner, grad in zip(self._owners.values(), self._grads, strict=True):
             if grad is not None:
                 owner.grad = None
 
     @interrupts_deferred()
     def forget(self) -> None:
         """Let go of what was saved; keep the memory, and what is known about a run that has not changed since."""
-        self._saved, self._owners, self._owner_names, self._grads, self._random = [], [], str, [], None
-        if self._main is not None:
-            self._main.tensors.forget()
-            self._main = None if self._main.tensors.has_graphs else self._main
+        self._saved, self._owners, self._grads, self._random = [], {}, [], None
+        if self._main is not None and self._main.has_graphs:
+            self._main = None
+        elif self._main is not None:
+            self._main.forget()
 
     # -- afterwards ----------------------------------------------------------------------------------------------
 
-    def begin_restore(self) -> None:
-        """Start copying back: nothing else depends on the numbers, and a GPU copies while the rest is done."""
-        for part in self._parts:
-            part.tensors.begin_restore()
+    def changes(self) -> list[StateChange]:
+        """Return by name what is not as it was, as far as counters and identities tell."""
+        return self._changes([part.look() for part in self._parts])
 
-    def look(self, *, bytewise: bool = False) -> list[_Look]:
-        """Return what is not as it was in each part; ``bytewise``: also what was written behind autograd's back."""
-        return [part.look(bytewise=bytewise) for part in self._parts]
-
-    def changes(self, looks: Sequence[_Look], *, random: bool = True) -> list[StateChange]:
-        """Return what was found other, and the gradients and ``random`` streams that are, by name."""
+    def _changes(self, looks: Sequence[Look]) -> list[StateChange]:
         pairs = zip(self._parts, looks, strict=True)
         changes = [change for part, look in pairs for change in part.changes(look)]
-        others = self._owners_of_other_grads()
-        changes += [StateChange("other gradient", f"{self._owner_names(number)}.grad") for number in others]
-        if random and self._random is not None:
+        name = self._parts[0].name
+        changes += [StateChange("other gradient", f"{name(index)}.grad") for index in self._other_grads()]
+        if self._random is not None:
             changes += [StateChange("random", name) for name in self._random.changed()]
         return list(dict.fromkeys(changes))
 
-    def _owners_of_other_grads(self) -> list[int]:
-        """Return the numbers of the owners whose gradient is another object now."""
-        now = [owner.grad if owner.is_leaf else None for owner in self._owners]  # torch warns when asked about others
-        if all(map(is_, now, self._grads)):
-            return []
-        return [number for number, grad in enumerate(self._grads) if now[number] is not grad]
+    def _other_grads(self) -> dict[int, Tensor | None]:
+        """Return the gradients that are not on their owners any more, by the owner's index."""
+        now = [owner.grad if owner.is_leaf else None for owner in self._owners.values()]  # torch warns about others
+        each = zip(self._owners, now, self._grads, strict=True)
+        return {index: before for index, grad, before in each if grad is not before}
 
+    @interrupts_deferred()
     def restore(
-        self,
-        looks: Sequence[_Look] | None = None,
-        *,
-        gradients: bool = True,
-        hooks: bool = True,
-        versions: bool = True,
-        own_stream: bool = True,
-    ) -> dict[str, str]:
-        """Put everything back, any number of times; return by name what could not be, and why.
+        self, *, bytewise: bool = False, hooks: bool = True, versions: bool = True, own_stream: bool = True
+    ) -> tuple[list[StateChange], dict[str, str]]:
+        """Put everything back, any number of times; return what was other, and by name what is lost, and why.
 
         Args:
-            looks: What `look` has found at this very moment.
-            gradients: Put the gradients back too.
+            bytewise: Find also what was written behind autograd's back.
             hooks: Take off the hooks of hookline that were attached since. That cannot be undone, so do not where the
                 run goes back only for a while.
             versions: Set autograd's counters back too. Not for numbers of long ago: as many steps as were made since
                 would reach the counters of now again.
             own_stream: Set back also the stream of NumPy that only hooks draw from.
         """
-        hooked = hooks and self._has_new_hooks()
-        if hooked:
+        parts = self._parts
+        is_hooked = hooks and self._notice_new_hooks()
+        if is_hooked:
             self._remove_new_hooks()  # while modules that were put in are found
-        looks = self.look() if looks is None or hooked else looks
         with torch.inference_mode(False), torch.no_grad():
-            pairs = list(zip(self._parts, looks, strict=True))[: None if gradients else -1]
-            lost = self._restore_parts(pairs, hooked=hooked)
-            for number in self._owners_of_other_grads() if gradients else ():
-                self._owners[number].grad = self._grads[number]
-            for part, _ in pairs:
-                (part.tensors.restore_versions if versions else part.tensors.advance_versions)()
+            if not bytewise:
+                self._copy_back()  # first: nothing else depends on the numbers, and a GPU copies meanwhile
+            looks = [part.look(bytewise=bytewise) for part in parts]
+            if bytewise:
+                self._copy_back()
+            changes = self._changes(looks)
+            lost = self._restore_parts(looks, is_hooked=is_hooked)
+            for index, grad in self._other_grads().items():
+                self._owners[index].grad = grad
+            for part in parts:
+                (part.restore_versions if versions else part.advance_versions)()
         if self._random is not None:
             self._random.restore(own=own_stream)
         torch.clear_autocast_cache()  # it holds casts of numbers that may be others now
-        return lost
+        return changes, lost
 
-    def _restore_parts(self, pairs: Sequence[tuple[_Part, _Look]], *, hooked: bool) -> dict[str, str]:
+    def _copy_back(self) -> None:
+        for part in self._parts:
+            part.copy_back()
+
+    def _restore_parts(self, looks: Sequence[Look], *, is_hooked: bool) -> dict[str, str]:
         """Put back tensors, and the containers they are in; return by name what could not be, and why."""
-        tables = [(part.tensors, look.tensors.suspects) for part, look in pairs]
-        lost = restore_internals([table for table, _ in tables]) if any(suspects for _, suspects in tables) else {}
-        for table, suspects in tables:
-            table.restore_attributes(suspects)
-            lost |= table.restore_memory(suspects)
+        pairs = list(zip(self._parts, looks, strict=True))
+        lost = restore_internals(self._parts) if any(look.suspects for look in looks) else {}
+        for part, look in pairs:
+            part.restore_attributes(look.suspects)
+            lost |= part.restore_memory(look.suspects)
         for part, look in pairs:
             lost |= part.walk.restore(look.containers)
-        if hooked:
+        if is_hooked:
             self._remove_new_hooks()  # those on modules that were taken out, too: they are back only now
-        for table, suspects in tables:
-            lost |= table.restore_flags(suspects)
-        for table, suspects in tables:
-            lost |= repair_accumulators(table, suspects, self._model)
+        for part, look in pairs:
+            lost |= part.restore_flags(look.suspects)
+        for part, look in pairs:
+            lost |= part.restore_nodes(look.suspects, self._model)
         return lost
 
-    def restore_or_raise(self, who: str, *, gradients: bool, versions: bool = True) -> None:
+    def go_back(self, who: str, *, versions: bool = False) -> None:
         """Put all but hooks back, for a while; raise a `GuardError` of ``who`` did it if something is lost."""
-        with interrupts_deferred():
-            lost = self.restore(gradients=gradients, hooks=False, versions=versions)
+        _, lost = self.restore(hooks=False, versions=versions)
         if lost:
             raise GuardError(unrestored_message(who, lost))
 
-    def _has_new_hooks(self) -> bool:
-        """Return whether a hook of hookline was attached anywhere since this was last asked."""
+    def _notice_new_hooks(self) -> bool:
+        """Return whether a hook of hookline was attached anywhere since this was last called."""
         before, self._checked_order = self._checked_order, next_order()
         return self._checked_order > before + 1
 
@@ -338,13 +292,12 @@ class PreEpochState:
         roots = roots_of(model, optimizer, scheduler, scaler, loader)
         is_same = into is not None and into._snapshot.roots == roots
         snapshot = into._snapshot if into is not None and is_same else Snapshot(roots, where)
-        snapshot.take("all", gradients=False)
+        snapshot.take(gradients=False)
         return cls(snapshot)
 
     def restore(self) -> None:
         """Go back to before the epoch; gradients stay as they are."""
-        who = "restore_pre_epoch(): something since"
-        self._snapshot.restore_or_raise(who, gradients=False, versions=False)
+        self._snapshot.go_back("restore_pre_epoch(): something since")
 
     @property
     def saved_bytes(self) -> int:

@@ -94,7 +94,7 @@ class KeptSteps:
         # The memory of the older one is used again, unless the run has other parts now (another loader, say).
         same = window is not None and window.snapshot.roots == roots
         snapshot = window.snapshot if window is not None and same else Snapshot(roots, self._where)
-        snapshot.take("all", gradients=True)
+        snapshot.take()
         self._windows.append(_Window(snapshot, None if attributes is None else attributes()))
 
     def has(self, number: int) -> bool:
@@ -108,7 +108,7 @@ class KeptSteps:
     def back_to(self, number: int, run: Callable[[KeptStep], Any]) -> KeptStep:
         """Bring the run to the beginning of a step; ``run`` makes the steps between the snapshot and it again."""
         window = next(each for each in self._windows if any(step.number == number for step in each.steps))
-        window.snapshot.restore_or_raise("A step that was run again", gradients=True, versions=False)
+        window.snapshot.go_back("A step that was run again")
         if window.put_back is not None:
             window.put_back()
         for step in window.steps:

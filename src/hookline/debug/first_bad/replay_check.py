@@ -71,14 +71,14 @@ def replay_check(
     parts = (model, join_optimizers(optimizer), scheduler, scaler)
     guard = Guard(*parts, loader=loader)
     snapshot = Snapshot(roots_of(*parts, loader))
-    snapshot.take("all", gradients=True, batch=args)
+    snapshot.take(batch=args)
     guard.save(["trains"], batch=args)
     runs: list[list[_Mark]] = []
     try:
         with in_phase("intervention"), guard.protecting("replay check"):
             random = RandomStates()
             for _ in range(times):
-                snapshot.restore_or_raise("A step that was run again", gradients=True, versions=False)
+                snapshot.go_back("A step that was run again")
                 random.restore()
                 runs.append(_run_again(step_fn, args, model, optimizers, operators=operators))
     finally:
