@@ -188,25 +188,6 @@ def test_without_hooks_there_is_no_log_and_no_table(capsys, tmp_path):
     assert "Hook Metrics" not in out
 
 
-@pytest.mark.parametrize(
-    ("flags", "table", "line"),
-    [
-        (("--console", "tables"), True, True),
-        (("--console", "silent"), False, True),
-        (("--silent",), False, True),
-        (("--no-console-output", "--silent", "--live"), False, False),
-        (("--console", "none"), False, False),
-    ],
-)
-def test_what_is_shown(flags, table, line, capsys):
-    """Nothing goes before silent, which goes before live."""
-    assert run_here("run", TINY, "--epochs", "1", "--hooks", "--no-report", *flags) == 0
-    heard = capsys.readouterr()
-    assert ("Hook Metrics" in heard.out) is table
-    assert ("finished" in heard.out) is line
-    assert line or (heard.out, heard.err) == ("", "")
-
-
 def test_live_on_no_terminal_says_so_and_prints_tables(capsys):
     """Where nobody asks for it, the progress is enough."""
     assert run_here("run", TINY, "--epochs", "1", "--hooks", "--no-report", "--live") == 0

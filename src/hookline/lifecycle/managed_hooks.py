@@ -607,6 +607,8 @@ def _back(homes: Iterator[torch.device], _: str, tensor: Tensor) -> Tensor:
     return tensor.to(next(homes, tensor.device))
 
 
+# -- the weights that hooks compare with --------------------------------------------------------------------------
+
 Source = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]] | str | os.PathLike[str] | None
 
 

@@ -39,6 +39,9 @@ from hookline.when import HookPoint
 if TYPE_CHECKING:
     from hookline.records.helper import HelperProcess
 
+logger = logging.getLogger(__name__)
+
+
 # -- strict JSON --------------------------------------------------------------------------------------------------
 
 _DEEPEST: Final = 64
@@ -682,9 +685,6 @@ def hand(sink: Any, entry: Entry) -> None:
         sink.emit(dict(entry.metrics), entry.position, entry.hook_point)
 
 
-logger = logging.getLogger(__name__)
-
-
 # -- the log and all sinks --------------------------------------------------------------------------------------
 
 
@@ -999,6 +999,9 @@ def replay(run: str | Path, sink: Any, *, context: Mapping[str, Any] | None = No
     for method in ("flush", "close"):
         getattr(sink, method, bool)()
     return count
+
+
+# -- ranks --------------------------------------------------------------------------------------------------------
 
 
 def _log_of_rank(log: str | Path | RecordLog) -> RecordLog:

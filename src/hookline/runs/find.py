@@ -356,6 +356,8 @@ def _make(run: Run, found: FoundExperiment, strategy: str) -> RunExperiment:
     return RunExperiment(experiment, config, loop, int(_USUAL[loop] if length is None else length), **every, tool=tool)
 
 
+# -- what holds for the whole process --------------------------------------------------------------------------
+
 _VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _T = TypeVar("_T")
 _DTYPES: Final = ("float32", "float64", "bfloat16", "float16")

@@ -332,6 +332,8 @@ def _processes(number: int) -> str:
     return f"{number} process{'es' * (number > 1)}"
 
 
+# -- saving and going on -------------------------------------------------------------------------------------------
+
 _PARTS: Final = ("made", "ranks", "loop", "settings", "run", "core", "loader", "manager", "demand")
 """What a checkpoint of a run has."""
 

@@ -530,6 +530,8 @@ def _has_gradients(value: Any, name: str) -> bool:
     return any(isinstance(thing, _WITH_GRADIENTS) for _, thing in _walk(value, name))
 
 
+# -- the data: one pass after the other, and how far a pass has come -----------------------------------------------
+
 _SCALARS: Final = (bool, int, float, str, type(None))
 
 
