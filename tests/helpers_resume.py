@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import hookline as hl
 from hookline.phases import phase
-from hookline.training import loader as loader_position
-from hookline.training import saving, state
+from hookline.training import checkpoints as saving
+from hookline.training import state
 from hookline.training.checkpoints import Checkpoints
 
 __all__ = [
@@ -301,7 +301,7 @@ def main(
     experiment, manager = make(folder, workers)
     experiment.pause, experiment.progress = pause, progress
     if forget:  # the negative control: streams are not put back
-        saving.set_streams = state.set_streams = loader_position.set_streams = lambda *args: None
+        saving.set_streams = state.set_streams = lambda *args: None
     checkpoints = Checkpoints(folder / "checkpoints", every_steps=2)
     result = train(loop, experiment, manager, checkpoints=checkpoints, resume=True)
     manager.close()

@@ -35,7 +35,7 @@ from hookline.lifecycle.hook import InterventionHook as InterventionHook
 from hookline.lifecycle.hook import MetricInfo as MetricInfo
 from hookline.lifecycle.hook import TrainingHook as TrainingHook
 from hookline.lifecycle.manager import HookManager as HookManager
-from hookline.lifecycle.output import record as record
+from hookline.lifecycle.manager import record as record
 from hookline.lifecycle.registry import HookRegistry as HookRegistry
 from hookline.observe.capture.capture import capture as capture
 from hookline.observe.patch.patch import patch as patch

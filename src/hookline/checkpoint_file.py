@@ -21,15 +21,18 @@ import torch
 from torch import Tensor
 from torch.utils.serialization import config
 
-from hookline.errors import CheckpointError
+from hookline.errors import CheckpointError, ResumeError
 from hookline.files import replace_file
 from hookline.messages import type_name
 from hookline.when import HookPoint
 
 __all__ = ["PART", "digest", "is_checkpoint", "is_sharded", "part_of", "read", "sync_folder", "to_savable", "write"]
 
-_MARK: Final = b"hookline.checkpoint.2"
-"""Comes after what torch.save wrote, and before 4 bytes of CRC-32; the number is the version of the format."""
+_MARK: Final = b"hookline.checkpoint."
+"""Comes after what torch.save wrote; after it come the version and 4 bytes of CRC-32."""
+_VERSION: Final = b"3"
+"""Of the format and of the tree in it; goes up when a run could not be resumed from the one before."""
+_END: Final = len(_MARK + _VERSION) + 4
 PART: Final = "\x1flocal"
 """The key of this rank's part of a sharded tensor, in the dictionary that stands for the tensor in a file."""
 _BLOCK: Final = 2**20
@@ -55,7 +58,7 @@ def write(path: Path, tree: Mapping[str, Any]) -> int:
     def write_draft(draft: Path) -> None:
         with draft.open("wb") as file:
             crc = _save(savable, file)
-            file.write(_MARK + crc.to_bytes(4, "little"))
+            file.write(_MARK + _VERSION + crc.to_bytes(4, "little"))
             file.flush()
             os.fsync(file.fileno())
 
@@ -113,7 +116,7 @@ def read(path: Path, home: Callable[[torch.device], torch.device] = lambda devic
         _check_sum(path)
         with torch.serialization.safe_globals(_READABLE):
             tree = torch.load(path, map_location=place, weights_only=True)
-    except CheckpointError:
+    except (CheckpointError, ResumeError):
         raise
     except Exception as error:  # torch's own have no common class
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}).") from error
@@ -123,25 +126,31 @@ def read(path: Path, home: Callable[[torch.device], torch.device] = lambda devic
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `write` made the file."""
+    """Return whether `write` made the file, of this version or another."""
     with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - len(_MARK) - 4))
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _END))
         return file.read().startswith(_MARK)
 
 
 def _check_sum(path: Path) -> None:
-    """Raise if the file is not, byte by byte, what was written."""
+    """Raise if the file is of another version, or not, byte by byte, what was written."""
     found = 0
     with path.open("rb") as file:
-        left = file.seek(0, os.SEEK_END) - len(_MARK) - 4
+        left = file.seek(0, os.SEEK_END) - _END
         file.seek(0)
         while left > 0 and (block := file.read(min(left, _BLOCK))):
             found = zlib.crc32(block, found)
             left -= len(block)
         end = file.read()
     if not end.startswith(_MARK):
-        raise CheckpointError(f"{path} is no checkpoint of this version of hookline, or its end is missing.")
-    if end != _MARK + found.to_bytes(4, "little"):
+        raise CheckpointError(f"{path} is no checkpoint of hookline, or its end is missing.")
+    version = end[len(_MARK) : -4]
+    if version != _VERSION and version.isdigit():
+        raise ResumeError(
+            f"{path} is a checkpoint of version {version.decode()}, and this hookline reads version "
+            f"{_VERSION.decode()}. Next: go on with the hookline that wrote it, or begin a run in another folder."
+        )
+    if end != _MARK + _VERSION + found.to_bytes(4, "little"):
         raise CheckpointError(f"{path} is damaged: its checksum is another one than it was written with.")
 
 

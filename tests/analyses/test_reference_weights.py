@@ -7,7 +7,7 @@ from helpers_analyses import token_experiment
 from safetensors.torch import save_file
 
 import hookline as hl
-from hookline.lifecycle.reference import read_weights
+from hookline.lifecycle.managed_hooks import read_weights
 
 
 def same(found, model) -> bool:

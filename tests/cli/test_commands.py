@@ -14,7 +14,7 @@ from helpers_waiting import PATIENCE, until
 
 import hookline as hl
 from hookline.analyses import BUILT_IN
-from hookline.cli import report
+from hookline.cli import commands
 from hookline.runs import build
 
 QUIET = ("--silent", "--no-report")
@@ -133,7 +133,7 @@ def test_a_page_is_made_of_one_run_and_of_two(tmp_path, capsys):
 
 def test_a_live_page_waits_for_its_run_and_is_written_until_that_has_ended(monkeypatch, capsys):
     """The folder comes later; while the run goes on the page loads itself anew, and the last one does not."""
-    monkeypatch.setattr(report, "_EVERY", 0.05)
+    monkeypatch.setattr(commands, "_PAGE_EVERY", 0.05)
     codes = []
     live = threading.Thread(target=lambda: codes.append(run_here("report", "--live", "late")), daemon=True)
     live.start()

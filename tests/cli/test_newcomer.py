@@ -183,7 +183,7 @@ def test_replay_says_where_it_went_and_mlflow_takes_a_folder(capsys, own, tmp_pa
     assert run_here("run", f"{own}:Own", "--epochs", "1", "--hooks", *QUIET) == 0
     assert run_here("replay", "runs/own/default", "--to", "csv") == 0
     assert "into runs/own/default/default.csv." in capsys.readouterr().out
-    from hookline.cli.replay import _store
+    from hookline.cli.commands import _store
 
     assert _store("kept") == "kept/mlflow.db"
     assert (tmp_path / "kept").is_dir()

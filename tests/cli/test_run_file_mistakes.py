@@ -58,7 +58,7 @@ TOLD = [
     (15, "$.hooks.config.hessian.epsilon", "expected a valid number"),
     (17, "$.hooks.schedules.hessian.mode", "expected 'continual', 'stride' or 'burst', got 'brst'."),
     (18, "$.hooks.schedules.variance.stride", "expected greater than or equal to 1, got 0."),
-    (19, "$.console", "expected 'live', 'lines', 'tables', 'silent' or 'none', got 'loud'."),
+    (19, "$.console", "expected 'live', 'tables', 'silent' or 'none', got 'loud'."),
     (21, "$.specs[0].hook_factory", "No module named 'nowhere_at_all'"),
     (22, "$.specs[1].hook_factory", "Invalid hook callable path ''."),
     (23, "$.specs[2].target_module", "Did you mean 'target_modules'?"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers_cli import TINY, facts_of, run_here
 
-from hookline.runs.process import choose_threads
+from hookline.runs.find import choose_threads
 
 SAID = "1 thread: a model of 44 parameters is faster so; set OMP_NUM_THREADS or --threads N to change\n"
 

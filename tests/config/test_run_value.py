@@ -63,7 +63,7 @@ def test_a_whole_run_file_is_one_value(tmp_path):
         ("hooks:\n  names: [norms]\n  confg: {}\n", r"line 3, at \$\.hooks\.confg: .* Did you mean 'config'\?"),
         ("hooks:\n  names:\n    - norms\n    - 3\n", r"line 4, at \$\.hooks\.names\[1\]: expected .* string, got 3\."),
         ("seed: -1\n", r"line 1, at \$\.seed: expected greater than or equal to 0, got -1\."),
-        ("console: loud\n", r"at \$\.console: expected 'live', 'lines', .*, got 'loud'\."),
+        ("console: loud\n", r"at \$\.console: expected 'live', 'tables', .*, got 'loud'\."),
         ("save_checkpoints: often\n", r"at \$\.save_checkpoints: expected .*, got 'often'\."),
         ("save_checkpoints: true\nvalidate_checkpoints: 3\n", r"at \$\.validate_checkpoints: .* do not go together"),
         ("sinks:\n  others:\n    - {snk: a}\n", r"line 3, at \$\.sinks\.others\[0\]"),

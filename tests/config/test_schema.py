@@ -10,7 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from hookline.cli.schema import schema_of
+from hookline.cli.commands import schema_of
 from hookline.errors import ConfigError
 from hookline.runs.documents import load_yaml, read_document, server_settings
 from hookline.runs.read import read_file

@@ -248,7 +248,7 @@ def test_without_a_terminal_live_is_normal_said_once_and_without_control_codes()
 
 def test_wrong_options_are_told():
     """A mode that is none."""
-    with pytest.raises(hl.errors.OptionError, match=r"'live' or 'lines', got 'loud'\."):
+    with pytest.raises(hl.errors.OptionError, match="'live', got 'loud'"):
         ConsoleSink("loud")  # type: ignore[arg-type]
     assert ConsoleSink("LIVE").mode == "live"  # type: ignore[arg-type]
 
@@ -279,84 +279,35 @@ def test_it_is_a_sink_of_a_run():
     assert "val_acc" in text
 
 
-# -- lines -----------------------------------------------------------------------------------------------------
-
-
-def lines_of(*records: Record, **options: Any) -> list[str]:
-    """What is printed of records in lines."""
+def test_metrics_are_chosen_by_name_hook_and_pattern():
+    """In the order they are asked for; what is in a layer can be asked for too; what has not come is told."""
+    metrics = {"eval/val_acc": 0.5, "norms/a": 1.0, "norms/b": 2.0, "stats/layers/0": 3.0, "other/x": 4.0}
     file = io.StringIO()
-    sink = hl.sinks.ConsoleSink("lines", console=Console(file=file, width=160), **options)
-    for record in records:
-        sink.write(record)
-    sink.flush()
-    return file.getvalue().splitlines()
+    show = ["norms/*", "val_acc", "stats/layers/0", "nothing"]
+    sink = ConsoleSink(console=Console(file=file, width=160), show=show)
+    sink.write(Record(metrics, 0, "SNAPSHOT"))
+    rows = [line.split() for line in file.getvalue().splitlines() if line.startswith("│")]
+    assert [row[3] for row in rows] == ["a", "b", "val_acc", "layers/0"]
+    assert sink.missing() == ["nothing"]
+    with pytest.raises(hl.errors.OptionError, match=r"write \['loss'\]"):
+        ConsoleSink(show="loss")
 
 
-def test_a_line_has_the_numbers_that_matter_under_their_names():
-    """Loss and accuracies first, one of two equal names; the first metric of every other hook; eight at most."""
-    metrics = {
-        "norms/total": 0.0,
-        "norms/mean": 2.0,
-        "training_metrics/loss": 0.5,
-        "training_metrics/val_acc": 0.25,
-        "eval/val_acc": 0.25,
-        "phases/name": "early",
-        "stats/layers/0": 3.0,
-        **{f"hook{number}/a": number for number in range(9)},
-    }
-    head, row = lines_of(Record(metrics, 3, "SNAPSHOT", step=30))
-    assert head.split() == ["epoch", "step", "loss", "val_acc", "total", *[f"hook{n}/a" for n in range(5)]]
-    assert row.split() == ["3", "30", "0.5", "0.25", "0", "0", "1", "2", "3", "4"]
-
-
-def test_names_come_again_when_the_columns_change_and_a_gap_is_a_dash():
-    """Another run has its own, too."""
-    first, second = {"a/x": 1.0}, {"a/x": 2.0, "b/y": 1e-5}
-    records = [
-        Record(found, epoch, "SNAPSHOT", step=10 * epoch + 1) for epoch, found in enumerate((first, second, first))
-    ]
-    found = lines_of(*records)
-    assert [line.split() for line in found] == [
-        ["epoch", "step", "x"],
-        ["0", "1", "1"],
-        ["epoch", "step", "x", "y"],
-        ["1", "11", "2", "1e-05"],
-        ["2", "21", "1", "–"],
-    ]
-    assert len({len(line) for line in found[2:]}) == 1
-
-
-def test_a_line_is_of_the_epoch_and_its_snapshot_together():
+def test_a_table_is_of_the_epoch_and_its_snapshot_together():
     """One, although they come as two records; epochs between snapshots have none; without hooks at snapshots too."""
     records = []
     for epoch in range(4):
         records.append(Record({"training_metrics/loss": 1.0 + epoch}, epoch, "POST_EPOCH", step=epoch + 10))
         if epoch % 2 == 0:
             records.append(Record({"phases/code": epoch}, epoch, "SNAPSHOT", step=epoch + 10))
-    bar = hl.sinks.ConsoleSink("lines", console=Console(file=io.StringIO(), width=160), snapshot_every=2)
+    bar = ConsoleSink(console=Console(file=io.StringIO(), width=160), snapshot_every=2)
     bar.start(4, "epochs")
     for record in records:
         bar.write(record)
     bar.flush()
-    shown = [line.split() for line in bar.console.file.getvalue().splitlines()]
-    assert shown == [
-        ["epoch", "step", "loss", "code"],
-        ["0", "10", "1", "0"],
-        ["2", "12", "3", "2"],
-        ["3", "13", "4", "–"],
-    ]
-    bare = [record for record in records if record.point == "POST_EPOCH"]
-    assert [line.split()[0] for line in lines_of(*bare, snapshot_every=2)] == ["epoch", "0", "2", "3"]
-    assert [line.split()[0] for line in lines_of(*bare)] == ["epoch", "3"]
-
-
-def test_metrics_are_chosen_by_name_hook_and_pattern():
-    """In the order they are asked for; what is in a layer can be asked for too."""
-    metrics = {"eval/val_acc": 0.5, "norms/a": 1.0, "norms/b": 2.0, "stats/layers/0": 3.0}
-    head, _ = lines_of(Record(metrics, 0, "SNAPSHOT"), show=["norms/*", "val_acc", "stats/layers/0", "nothing"])
-    assert head.split() == ["epoch", "a", "b", "val_acc", "layers/0"]
-    with pytest.raises(hl.errors.OptionError, match=r"write \['loss'\]"):
-        hl.sinks.ConsoleSink("lines", show="loss")
+    first, second, third = bar.console.file.getvalue().split("Hook Metrics")[1:]
+    assert ["epoch 0" in first, "epoch 2" in second, "epoch 3" in third] == [True] * 3
+    assert ["code" in each for each in (first, second, third)] == [True, True, False]
 
 
 def test_the_live_view_is_no_higher_than_the_screen():
@@ -373,9 +324,9 @@ def test_the_live_view_is_no_higher_than_the_screen():
     sink.close()
 
 
-@pytest.mark.parametrize("mode", ["normal", "live", "lines"])
+@pytest.mark.parametrize("mode", ["normal", "live"])
 def test_a_notebook_shows_what_rich_draws_there(monkeypatch: pytest.MonkeyPatch, mode: Any):
-    """Each table or line is an output; without widgets nothing can be drawn in place."""
+    """Each table is an output; without widgets nothing can be drawn in place."""
     shown: list[str] = []
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     monkeypatch.setattr("rich.jupyter.display", lambda segments, text: shown.append(text))

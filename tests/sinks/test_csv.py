@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hookline.errors import OptionError
-from hookline.records.readers import FanOut
+from hookline.records.log import FanOut
 from hookline.records.sink import Record, StepSeries
 from hookline.sinks.csv_sink import CSVSink
 from hookline.when import HookPoint

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 import hookline as hl
 from hookline.errors import HooklineWarning, MissingPackageError, OptionError
 from hookline.records import sink as sink_module
-from hookline.records.readers import FanOut
+from hookline.records.log import FanOut
 from hookline.records.sink import RunSink
 from hookline.sinks.csv_sink import CSVSink
 from hookline.sinks.jsonl_sink import JSONLSink

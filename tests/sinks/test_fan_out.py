@@ -13,8 +13,7 @@ from helpers_sinks import record
 import hookline as hl
 from hookline.errors import HooklineWarning
 from hookline.records import log as log_module
-from hookline.records.log import Context, RecordLog, read_log
-from hookline.records.readers import FanOut
+from hookline.records.log import Context, FanOut, RecordLog, read_log
 from hookline.records.sink import Record
 from hookline.sinks.jsonl_sink import JSONLSink
 
@@ -122,7 +121,7 @@ FULL = """
 import resource, sys
 sys.path.insert(0, {here!r})
 from helpers_sinks import record
-from hookline.records.readers import FanOut
+from hookline.records.log import FanOut
 from hookline.records.log import read_log
 path = {path!r}
 fan_out = FanOut([], log=path)
@@ -221,7 +220,7 @@ def clock(monkeypatch):
 def test_a_host_that_is_gone_is_asked_ever_less_often_and_then_has_everything_in_order(clock, tmp_path):
     """A time-out for every record would hold the training up; and nobody is to miss anything for a full disk."""
     sink, other = Away(OSError("nobody there")), hl.sinks.MemorySink()
-    fan_out = FanOut([sink, other])
+    fan_out = FanOut([sink, other], log=tmp_path / "records.jsonl")
     for number in range(100):
         fan_out.write(record(number))
         clock[0] += 0.1
@@ -239,10 +238,10 @@ def test_a_host_that_is_gone_is_asked_ever_less_often_and_then_has_everything_in
     assert len(told) == 1
 
 
-def test_records_after_the_checkpoint_do_not_reach_a_sink_when_the_run_is_resumed(clock):
+def test_records_after_the_checkpoint_do_not_reach_a_sink_when_the_run_is_resumed(clock, tmp_path):
     """They wait for a sink that was away; the resumed run makes them again, and it would have them twice."""
     sink = Away()
-    fan_out = FanOut([sink])
+    fan_out = FanOut([sink], log=tmp_path / "records.jsonl")
     fan_out.write(record(0))
     state = fan_out.state_dict()
     sink.error = OSError("no route to host")
@@ -296,23 +295,20 @@ def test_records_that_wait_for_the_log_reach_a_sink_that_is_behind(tmp_path):
     fan_out.pending.clear()
 
 
-def test_without_a_log_a_sink_that_fails_misses_nothing(clock):
-    """It has the context of its records, too; the others are not held up."""
+def test_without_a_log_a_sink_misses_what_it_fails_to_take_and_goes_on_with_the_next():
+    """It is told and counted; the others have everything."""
     sink, memory = Away(), hl.sinks.MemorySink()
-    sink.set_run_context = lambda **context: sink.seen.append(context["strategy"])
-    with FanOut([sink, memory]) as fan_out:
-        fan_out.write(record(0))
-        sink.error = OSError("full")
-        fan_out.write(record(1))
-        fan_out.set_run_context(strategy="a")
-        fan_out.write(record(2))
-        assert len(memory.records) == 3
-        assert fan_out.log is None
-        sink.error = None
-        fan_out.flush()
-        fan_out.write(record(3))
-        assert sink.seen == [0, 1, "a", 2, 3]
-        fan_out.pending.clear()
+    fan_out = FanOut([sink, memory])
+    for number in range(4):
+        sink.error = OSError("full") if number == 1 else None
+        fan_out.write(record(number))
+    fan_out.close()
+    with pytest.warns(HooklineWarning, match="Away could not take metrics"):
+        fan_out.warn_pending()
+    assert fan_out.log is None
+    assert sink.seen == [0, 2, 3]
+    assert [one.number for one in memory.records] == [0, 1, 2, 3]
+    assert fan_out.errors == {"Away": 1}
 
 
 def test_a_state_of_another_log_is_told_and_nothing_is_made_anew(tmp_path):

@@ -17,8 +17,7 @@ from helpers_waiting import until
 
 from hookline.errors import HooklineWarning, OptionError
 from hookline.records.helper import BATCH, SlowReader, sink_recipe
-from hookline.records.log import Context, Log, RecordLog, read_log
-from hookline.records.readers import FanOut
+from hookline.records.log import Context, FanOut, Log, RecordLog, read_log
 from hookline.records.sink import MetricSink, Record
 
 
@@ -180,7 +179,7 @@ RUN = """
 import sys, time
 sys.path.insert(0, {here!r})
 from helpers_sinks import Slow, record
-from hookline.records.readers import FanOut
+from hookline.records.log import FanOut
 fan_out = FanOut([Slow({out!r}, delay=0.002)], log={log!r})
 for number in range({count}):
     fan_out.write(record(number))
@@ -203,7 +202,7 @@ FULL_DISK = """
 import resource, sys
 sys.path.insert(0, {here!r})
 from helpers_sinks import Slow, record
-from hookline.records.readers import FanOut
+from hookline.records.log import FanOut
 with FanOut([Slow({out!r})], log={log!r}) as fan_out:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, ({room}, limits[1]))

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from helpers_sinks import record
 
-from hookline.records.log import RecordLog, read_log
-from hookline.records.readers import FanOut
+from hookline.records.log import FanOut, RecordLog, read_log
 from hookline.sinks.csv_sink import CSVSink
 
 

@@ -14,8 +14,7 @@ from helpers_sinks import Slow, record
 import hookline as hl
 from hookline.errors import OptionError
 from hookline.files import take_lock
-from hookline.records.log import RecordLog, read_log
-from hookline.records.readers import FanOut
+from hookline.records.log import FanOut, RecordLog, read_log
 
 OTHER = """
 import sys

@@ -9,7 +9,7 @@ from helpers_sinks import record
 
 import hookline as hl
 from hookline.errors import OptionError
-from hookline.records.readers import FanOut, replay
+from hookline.records.log import FanOut, replay
 from hookline.records.sink import Record, StepSeries
 from hookline.sinks.jsonl_sink import JSONLSink
 

@@ -61,12 +61,11 @@ def test_csv_begins_with_the_step(tmp_path, rows):
 
 
 def test_the_screen_says_step():
-    """In tables, and in lines."""
-    for mode in ("normal", "lines"):
-        text = io.StringIO()
-        train(hl.sinks.ConsoleSink(mode, console=Console(file=text, width=100)))
-        assert "step" in text.getvalue()
-        assert "epoch" not in text.getvalue()
+    """In tables."""
+    text = io.StringIO()
+    train(hl.sinks.ConsoleSink(console=Console(file=text, width=100)))
+    assert "step" in text.getvalue()
+    assert "epoch" not in text.getvalue()
 
 
 def test_files_have_no_epoch(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hookline.records.readers import FanOut
+from hookline.records.log import FanOut
 from hookline.records.sink import Record, StepSeries
 from hookline.sinks.tensorboard_sink import TensorBoardSink
 from hookline.when import HookPoint

@@ -18,7 +18,7 @@ from helpers_training import differences, plain_step, train
 import hookline as hl
 from hookline.errors import HooklineWarning
 from hookline.guard.guard import Guard, GuardReceipt
-from hookline.lifecycle import output as metric_output
+from hookline.lifecycle import manager as metric_output
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import TrainingHook
 from hookline.lifecycle.manager import HookManager

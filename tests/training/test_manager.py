@@ -17,8 +17,7 @@ from hookline.errors import (
     OptionError,
 )
 from hookline.lifecycle.hook import TrackerHook
-from hookline.lifecycle.manager import HookManager
-from hookline.lifecycle.output import record
+from hookline.lifecycle.manager import HookManager, record
 from hookline.metta.trackers import ReLUActivationState
 from hookline.observe.watch.watch import watch
 from hookline.sinks.memory_sink import MemorySink

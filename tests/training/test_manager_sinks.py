@@ -17,8 +17,7 @@ from helpers_training import differences, plain_step, train
 from hookline.errors import OptionError
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.manager import HookManager
-from hookline.records.log import Context, read_log
-from hookline.records.readers import FanOut
+from hookline.records.log import Context, FanOut, read_log
 from hookline.records.sink import MetricSink, Record
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.sinks.memory_sink import MemorySink

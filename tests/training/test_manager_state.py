@@ -18,8 +18,7 @@ from hookline.errors import (
     OptionError,
 )
 from hookline.lifecycle.hook import TrainingHook
-from hookline.lifecycle.manager import HookManager
-from hookline.lifecycle.output import record
+from hookline.lifecycle.manager import HookManager, record
 from hookline.sinks.memory_sink import MemorySink
 from hookline.when import HookPoint, StepSchedule
 

@@ -167,14 +167,6 @@ def test_tokens_stand_for_hooks_each_once_in_order(three, tokens, names):
     assert three.resolve(tokens) == names
 
 
-def test_a_group_stands_for_its_hooks(three):
-    """Beside others, without repeating any."""
-    three.add_group("minimal", ["norms"])
-    three.add_group("none", [])
-    assert three.resolve(["none"]) == []
-    assert three.resolve(["hessian", "minimal", "norms"]) == ["hessian", "norms"]
-
-
 def test_an_unknown_hook_is_an_error_that_lists_the_known(three):
     """In the source's words, with the nearest."""
     with pytest.raises(ValueError, match=re.escape("Unknown hook: 'norm'. Did you mean 'norms'?")) as caught:

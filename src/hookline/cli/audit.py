@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from hookline.debug.audit.audit import Audit
     from hookline.runs.build import Built
 
-__all__ = ["AuditOptions", "audit"]
-
 _EXIT_CODES: Final = {"same": DONE, "changed": FAILED, "not repeatable": WRONG_USE, "cannot be told": NOT_ATTACHED}
 
 
@@ -89,8 +87,7 @@ def _audited_run(path: str, hooks: Sequence[str], steps: int) -> Audit:
     from hookline.debug.audit.audit import audit as audit_training
     from hookline.debug.audit.train_once import did_nothing
     from hookline.runs.build import build, spec_name
-    from hookline.runs.find import make_experiment
-    from hookline.runs.process import process_settings
+    from hookline.runs.find import make_experiment, process_settings
 
     run, found, *_ = read([path, *(["--hooks", *hooks] if hooks else [])])
     built = build(run, found)
@@ -119,7 +116,7 @@ def _audited_run(path: str, hooks: Sequence[str], steps: int) -> Audit:
 
 def _with_reference(built: Built) -> dict[str, Any]:
     """Return the lifecycle hooks of a run by name, for a script that the audit puts them on."""
-    from hookline.lifecycle.reference import read_weights
+    from hookline.lifecycle.managed_hooks import read_weights
 
     reference = built.options["reference_weights"]
     for hook in built.hooks:

@@ -12,8 +12,6 @@ import traceback
 from collections.abc import Sequence
 from typing import Final
 
-__all__ = ["COMMANDS", "DONE", "FAILED", "NOT_ATTACHED", "WRONG_USE", "main"]
-
 DONE: Final = 0
 FAILED: Final = 1
 """The run failed: an error in training, or in the user's code."""
@@ -36,7 +34,9 @@ COMMANDS: Final = {
     "replay": "feed a run's records to another destination",
     "new": "write a file to start from: experiment, hook or sink",
 }
-"""What each command does: the module of its name has a function of its name, which takes the arguments."""
+"""What each command does: a function of its name takes the arguments."""
+_OWN_FILES: Final = ("run", "audit", "serve")
+"""Commands with a module of their name; the others are in ``commands``."""
 
 _HELP: Final = """\
 usage: hookline COMMAND ...
@@ -121,7 +121,8 @@ def _dispatch(arguments: list[str]) -> int:
         meant = did_you_mean(name, COMMANDS)
         print(f"hookline: Unknown command {name!r}.{meant} Commands: {', '.join(COMMANDS)}.", file=sys.stderr)
         return WRONG_USE
-    return int(getattr(importlib.import_module(f"hookline.cli.{name}"), name)(rest))
+    module = name if name in _OWN_FILES else "commands"
+    return int(getattr(importlib.import_module(f"hookline.cli.{module}"), name)(rest))
 
 
 # -- errors ----------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 from hookline.cli.main import DONE
 from hookline.cli.screen import Screen, messages, tell_json, tell_plan
 from hookline.plain import to_plain
+from hookline.runs.find import device_of, is_first_rank, local_device, process_settings, rank_group, rank_prefix
 from hookline.runs.folder import LOG, model_facts, newest_run, next_folder, read_run_json
-from hookline.runs.process import device_of, is_first_rank, local_device, process_settings, rank_group, rank_prefix
 from hookline.runs.read import Asked, read
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from hookline.runs.find import RunExperiment
     from hookline.runs.run import Run
     from hookline.runs.session import Ended
-
-__all__ = ["failed_hooks", "files_of", "run", "write_page"]
 
 _AFTER_ERROR: Final = {"disable": "was switched off", "warn": "stayed on", "raise": "ended the run"}
 Row = dict[str, Any]
@@ -58,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _show_hooks(asked: Asked) -> int:
-    from hookline.cli.hooks import show_hooks
+    from hookline.cli.commands import show_hooks
     from hookline.runs.find import find_experiment
 
     if asked.run.experiment is not None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import Hint
 from hookline.messages import did_you_mean
+from hookline.screen import RunProgress, can_redraw
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,15 +28,10 @@ if TYPE_CHECKING:
     from hookline.errors import HooklineError, HooklineWarning
     from hookline.runs.run import Run
 
-__all__ = [
-    "Screen", "has_own_frames", "messages", "mode_of", "own_text", "print_table", "shell_text", "tell", "tell_found",
-    "tell_json", "tell_plan",
-]  # fmt: skip
-
 _WIDE: Final = 160
 """Columns of a table in a file or a pipe."""
 _MOST_IN_CELL: Final = 12
-_JSON_VERSION: Final = 1
+_JSON_VERSION: Final = 2
 """Goes up when a key of ``--json`` is renamed, taken away, or means something else; keys may be added."""
 _PACKAGE: Final = Path(__file__).resolve().parent.parent
 _HINTS: Final = {
@@ -118,14 +114,13 @@ class Screen:
 
     def __init__(self, run: Run, live_metrics: Mapping[str, Mapping[str, str]], *, quiet: bool = False) -> None:
         self._console = _console()
-        can_redraw = self._console.is_terminal and not self._console.is_dumb_terminal
-        self.mode = "none" if quiet else mode_of(run.console, can_redraw=can_redraw)
-        """``"live"``, ``"lines"``, ``"tables"``, ``"silent"`` or ``"none"``."""
+        # A log of a run has its progress, and tables if they are asked for.
+        usual = "live" if can_redraw(self._console) else "tables" if run.show else "silent"
+        self.mode = "none" if quiet else run.console or usual
+        """``"live"``, ``"tables"``, ``"silent"`` or ``"none"``."""
         self._live_metrics = live_metrics
         self._show = tuple(run.show)
         self._sink: Any = None
-        if self.mode == "lines" and run.console == "live":
-            self.say("The live view needs a terminal; metrics are printed as lines.")
 
     def sinks(self, snapshot_every: int | None = None) -> list[Any]:
         """Return the console sink for the next strategy; none if it is to be quiet.
@@ -146,30 +141,21 @@ class Screen:
         """Return what shows how far the run is, for the loop; False where nothing is shown."""
         if self.mode == "none":
             return False
-        from hookline.screen import RunProgress
-
         return RunProgress(self._console) if self._sink is None else self._sink
 
     def say_what_is_missing(self) -> None:
         """Tell of metrics that ``--show`` asked for and that have not come."""
-        if self._sink is None or self.mode == "tables":
-            return
-        known = self._sink.names
-        names = sorted({*known, *(key.partition("/")[2] for key in known)} - {""})
-        for pattern in self._sink.choice.missing(known):
+        missing = [] if self._sink is None else self._sink.missing()
+        for pattern in missing:
+            known = self._sink.names
+            names = sorted({*known, *(key.partition("/")[2] for key in known)} - {""})
             meant = did_you_mean(pattern, names)
-            self.say(f"--show {pattern}: no metric of that name has come.{meant} All of them: --console tables.")
+            self.say(f"--show {pattern}: no metric of that name has come.{meant}")
 
     def say(self, text: str) -> None:
         """Print a line, unless nothing is to be shown."""
         if self.mode != "none":
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def mode_of(asked: str | None, *, can_redraw: bool) -> str:
-    """Return what is shown; if nothing is said, or ``"live"`` where the screen cannot be redrawn: lines."""
-    mode = asked or "live"
-    return "lines" if mode == "live" and not can_redraw else mode
 
 
 # -- errors and warnings -----------------------------------------------------------------------------------------

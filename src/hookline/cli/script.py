@@ -32,8 +32,6 @@ from hookline.runs.folder import LOG, STRATEGY, read_run_json, write_run_json
 from hookline.runs.read import Asked, placed_files
 from hookline.runs.run import Run
 
-__all__ = ["run_script"]
-
 _START: Final = Path(__file__).resolve().parent.parent / "integrations" / "script_start"
 """The folder of the ``sitecustomize`` that every Python of the command reads."""
 _BY_SIGNAL: Final = 128

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from hookline.serve.http.http_settings import Settings
     from hookline.serve.serving_engine import Engine
 
-__all__ = ["ServeOptions", "serve"]
-
 logger = logging.getLogger("hookline.serve")
 
 _TOKEN: Final = "HOOKLINE_SERVE_TOKEN"

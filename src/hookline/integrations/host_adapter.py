@@ -15,8 +15,8 @@ from hookline.errors import OptionError
 from hookline.messages import type_name
 from hookline.sites.optimizers import unwrap_optimizer
 from hookline.training.experiment import Experiment, whole_number
-from hookline.training.loader import Passes
 from hookline.training.run import Schedule
+from hookline.training.state import Passes
 
 __all__ = ["HostExperiment", "HostPasses", "HostSchedule"]
 

@@ -8,9 +8,9 @@ from hookline.lifecycle.hook import MetricInfo as MetricInfo
 from hookline.lifecycle.hook import TrackerHook as TrackerHook
 from hookline.lifecycle.hook import TrainingHook as TrainingHook
 from hookline.lifecycle.managed_hooks import FiringReceipt as FiringReceipt
+from hookline.lifecycle.managed_hooks import Plan as Plan
 from hookline.lifecycle.manager import HookManager as HookManager
-from hookline.lifecycle.output import record as record
-from hookline.lifecycle.plan import Plan as Plan
+from hookline.lifecycle.manager import record as record
 from hookline.lifecycle.registry import HookRegistry as HookRegistry
 
 __all__: list[str]

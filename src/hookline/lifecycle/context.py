@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from hookline.when import HookPoint
 
-__all__ = ["OFF", "CheckpointProfiler", "Number", "RunDataContext"]
-
 _NOTHING: Final = nullcontext()
 
 Number = float | Tensor | Callable[[], Any] | None

@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from hookline.lifecycle.context import RunDataContext
     from hookline.when import StepSchedule
 
-__all__ = [
-    "DebugInterventionHook", "InterventionHook", "LoopPoints", "MetricInfo", "Scope", "TrackerHook", "TrainingHook",
-    "Window", "is_tracker",
-]  # fmt: skip
-
 Window = tuple[int | None, int | None]
 """First and last epoch (in the step loop: step) at which a hook fires, both included; None is open."""
 LoopPoints = Mapping[str, Iterable[HookPoint] | Mapping[HookPoint, Window]]

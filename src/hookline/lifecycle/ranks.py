@@ -22,14 +22,12 @@ from hookline.distributed.metric_rules import check_rule, reduce_records, reduce
 from hookline.distributed.ranks import gather_objects, has_group, is_distributed, rank_count, rank_names, this_rank
 from hookline.error_policy import error_text, warn_user
 from hookline.errors import OptionError, RankError
-from hookline.records.readers import has_ranks
+from hookline.records.log import has_ranks
 from hookline.records.sink import StepSeries
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from hookline.lifecycle.hook import TrainingHook
-
-__all__ = ["OneProcess", "RankSync", "checked_reduce", "join_ranks", "reduce_series", "rule_finder"]
 
 _SECONDS_BETWEEN: Final = 2.0
 """About how long ranks train before they ask each other whether one of them has to stop; the answer takes 0.5 ms."""
@@ -52,7 +50,9 @@ class OneProcess:
     """Whether ranks cannot reach each other any more; then nothing is exchanged, and this rank ends alone."""
     rank, size = 0, 1
     signal: str | None = None
-    """The signal that came to this rank."""
+    """The signal that came to this rank; the others learn of it."""
+    agreed_signal: str | None = None
+    """The signal that came to any rank, once all know of it: then all stop at the same step."""
     last_words = ""
     """What ended the run here, or why metrics are of this rank alone from here on; the next flush writes it."""
     agreed_error: BaseException | None = None
@@ -61,11 +61,6 @@ class OneProcess:
     def __init__(self) -> None:
         self.failures: dict[str, dict[int, str]] = {}
         """What hooks raised, in words, by hook and rank, once all ranks know of it; whoever reads it empties it."""
-
-    @property
-    def agreed_signal(self) -> str | None:
-        """The signal that came to any rank, once all know of it: then all stop at the same step."""
-        return self.signal
 
     def reduce(self, metrics: Mapping[str, Any], what: str) -> dict[str, Any]:
         """Return the metrics of all ranks at one moment, the same on every rank."""
@@ -153,14 +148,8 @@ class RankSync(OneProcess):
         self._is_exit = False
         self._held: dict[str, str] = {}
         """What hooks raised here, and the other ranks do not know of yet."""
-        self._agreed_signal: str | None = None
         self._next_check, self._interval = 1, 1
         self._checked_at = (0, time.perf_counter())
-
-    @property
-    def agreed_signal(self) -> str | None:
-        """The signal that came to any rank, once all know of it: then all stop at the same step."""
-        return self._agreed_signal
 
     # -- metrics ---------------------------------------------------------------------------------------------------
 
@@ -192,7 +181,7 @@ class RankSync(OneProcess):
                 raise
             self._go_on_alone(f"beginning with {what}{steps}", _short(error))
             return [value]
-        self._agreed_signal = self._agreed_signal or next((signal for *_, signal in said if signal), None)
+        self.agreed_signal = self.agreed_signal or next((signal for *_, signal in said if signal), None)
         self._held = {}
         for rank, (_, held, _) in enumerate(said):
             for hook, text in held.items():

@@ -21,8 +21,6 @@ from hookline.messages import type_name, unknown_name_text
 from hookline.plain import own_copy
 from hookline.when import HookPoint, validate_points
 
-__all__ = ["HookRegistry", "check_hook", "choose_hooks", "make_hook", "points_in_any_loop", "register_built_ins"]
-
 _Class = TypeVar("_Class", bound=type[TrainingHook])
 _GROUP: Final = "hookline.hooks"
 _ANALYSES: Final = "hookline.analyses"
@@ -32,6 +30,8 @@ _TOOLS: Final = {
 }
 """Hooks of ``hookline.debug``: selected by their own names alone, since they look for faults and measure nothing."""
 _SCOPES: Final = ("reads", "grads", "trains")
+_NO_ORDER: Final = {"priority": (int,), "before": (str, tuple, list, set), "after": (str, tuple, list, set)}
+"""Attributes by which a hook cannot change its place."""
 _CALLS: Final = {"compute": "compute(self, ctx)", "intervene": "intervene(self, run_ctx, model_ctx)"}
 
 
@@ -286,6 +286,11 @@ def check_hook(hook: TrainingHook | type[TrainingHook]) -> None:
         raise HookSignatureError(
             f"{cls.__name__} hands out get_state_tensors() and cannot take them back, so a resumed run would go on "
             "without: define set_state_tensors(self, tensors)."
+        )
+    for name in [name for name, kinds in _NO_ORDER.items() if isinstance(getattr(cls, name, None), kinds)]:
+        warn_user(
+            f"{cls.__name__}.{name} has no effect: hooks run in the order in which they are given. Next: list it "
+            "earlier or later."
         )
     _check_call(cls, "compute", 1)
     if is_intervention:

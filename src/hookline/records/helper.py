@@ -26,9 +26,7 @@ from hookline.error_policy import ErrorPolicy, error_text
 from hookline.errors import OptionError
 from hookline.files import FileLock, take_lock
 from hookline.load import load_object
-from hookline.records.log import BackOff, Failed, Log, Reader, dumps, loads
-
-__all__ = ["BATCH", "HelperProcess", "SlowReader", "failure_text", "sink_recipe"]
+from hookline.records.log import BackOff, Failed, Log, Reader, dumps, failure_text, loads
 
 _LOOK_EVERY: Final = 0.25
 """Seconds between two reads of the process's messages: a read costs two system calls."""
@@ -62,14 +60,6 @@ def sink_recipe(sink: Any, name: str) -> dict[str, Any]:
         "file": None if file is None else str(Path(file).absolute()),
         "options": options,
     }
-
-
-def failure_text(name: str, what: str, why: str) -> str:
-    """Return the sentence that says that the sink ``name`` could not do something."""
-    return (
-        f"{name} could not {what} ({why}); the run and the other sinks go on. Further failures are counted in "
-        "manager.fan_out.errors."
-    )
 
 
 class HelperProcess:

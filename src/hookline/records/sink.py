@@ -21,11 +21,6 @@ from hookline.errors import HookSignatureError, MissingPackageError, OptionError
 from hookline.files import AppendFile
 from hookline.messages import type_name
 
-__all__ = [
-    "FileSink", "MetricSink", "Record", "RunContext", "RunSink", "StepSeries", "check_sink", "file_name",
-    "free_path",
-]  # fmt: skip
-
 
 class StepSeries(list[Any]):
     """The values of one metric over several steps; ``steps`` says which.

@@ -13,11 +13,6 @@ from typing import Any, NamedTuple
 from hookline.records.log import cleaned, dumps, utf8_text
 from hookline.records.sink import Record, StepSeries
 
-__all__ = [
-    "MetricValue", "as_numbers", "column_name", "json_text", "mean", "number", "numbers", "step_axis", "to_plain",
-    "values_in",
-]  # fmt: skip
-
 
 def json_text(value: Any) -> str:
     """Return ``value`` as strict JSON, with NaN and infinities as the strings "NaN", "Infinity", "-Infinity"."""

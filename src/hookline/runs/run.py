@@ -70,8 +70,8 @@ def _looked_up(path: str) -> AfterValidator:
 _HOOK: Final = _looked_up("hookline.runs.build:known_hook")
 _SINK: Final = _looked_up("hookline.runs.build:known_sink")
 _SPEC_FILE: Final = _looked_up("hookline.runs.documents:specs_for_run")
-_DEVICE: Final = _looked_up("hookline.runs.process:device_of")
-_DTYPE: Final = _looked_up("hookline.runs.process:dtype_of")
+_DEVICE: Final = _looked_up("hookline.runs.find:device_of")
+_DTYPE: Final = _looked_up("hookline.runs.find:dtype_of")
 
 
 def _groups(info: ValidationInfo) -> Mapping[str, Sequence[str]] | None:
@@ -349,11 +349,11 @@ class Run(_Part):
     """What pages call the run, in headings, legends and tables; EXPERIMENT / STRATEGY if left out."""
     run_group: str | None = None
     """What W&B calls the strategies of one run together; EXPERIMENT and the time if left out."""
-    console: Annotated[Literal["live", "lines", "tables", "silent", "none"] | None, Show(group=_OUTPUT)] = None
-    """live: a column of chosen metrics with trends; lines: a line of numbers per snapshot; tables: all metrics at every
-    snapshot; silent: progress and closing lines alone; none. If left out: live on a terminal, lines elsewhere."""
+    console: Annotated[Literal["live", "tables", "silent", "none"] | None, Show(group=_OUTPUT)] = None
+    """live: a column of chosen metrics with trends; tables: all metrics at every snapshot; silent: progress and closing
+    lines alone; none. If left out: live on a terminal; elsewhere tables of what --show names, or silent."""
     show: Annotated[list[str], Show("METRIC ...", group=_OUTPUT)] = []
-    """Which metrics are in the lines and the live view: val_acc, norms/total_norm, 'hessian/*'."""
+    """Which metrics are in the tables and the live view: val_acc, norms/total_norm, 'hessian/*'."""
     report: Annotated[bool, Show(group=_OUTPUT)] = True
     """Write report.html at the end."""
     record_trajectory: Annotated[bool, Show(group=_OUTPUT)] = False

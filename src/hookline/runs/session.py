@@ -22,9 +22,16 @@ from hookline import checkpoint_file
 from hookline.errors import HooklineWarning, OptionError, ResumeError
 from hookline.lifecycle.hook import TrainingHook
 from hookline.plain import to_plain
-from hookline.records.readers import FanOut
+from hookline.records.log import FanOut
 from hookline.runs.build import Built, build
-from hookline.runs.find import RunExperiment, make_experiment
+from hookline.runs.find import (
+    RunExperiment,
+    choose_threads,
+    from_rank_zero,
+    is_first_rank,
+    launched_ranks,
+    make_experiment,
+)
 from hookline.runs.folder import (
     LOG,
     RunFailed,
@@ -35,7 +42,6 @@ from hookline.runs.folder import (
     newest_run,
     read_run_json,
 )
-from hookline.runs.process import choose_threads, from_rank_zero, is_first_rank, launched_ranks
 from hookline.runs.read import placed_files
 from hookline.training.checkpoints import Checkpoints, lock_folder
 from hookline.tree import leaves

@@ -1,6 +1,6 @@
-"""Show metrics on the screen: a table or a line at every snapshot, or a column that is always up to date.
+"""Show metrics on the screen: a table at every snapshot, or a column that is always up to date.
 
-A `Reader` hands records to `ConsoleSink`, which prints by rich; `MetricChoice` chooses the metrics of lines and column.
+A `Reader` hands records to `ConsoleSink`, which prints by rich.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from hookline.screen import RunProgress, can_redraw, screen_text
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["ConsoleSink", "MetricChoice", "format_value", "trend"]
-
-Mode = Literal["normal", "live", "lines"]
+Mode = Literal["normal", "live"]
 _MAX_SLASHES: Final = 1
 """A name with more is that of one layer or parameter: hundreds, which are for files and the page."""
 _COLUMN_WIDTH: Final = 50
@@ -27,16 +25,8 @@ _LEAST_CHANGE: Final = 0.01
 """A change of less than one percent is no trend."""
 _LONGEST: Final = 60
 """Characters of a text that are shown."""
-_MAX_NUMBERS: Final = 8
-"""Numbers in a line: with their names they fit into about 110 characters."""
 _MAX_ROWS: Final = 24
 """Metrics in a column where the user has chosen none."""
-_FIRST: Final = ("loss", "val_acc", "val_loss", "train_acc")
-"""Metrics that come first in a line, each of one hook: several may report the evaluation."""
-_WIDTH: Final = 9
-"""Characters of a number: ``-0.001234``, ``-1.23e-05``."""
-_ROWS: Final = 30
-"""Lines under one row of names: as many as a screen shows together."""
 
 
 class ConsoleSink(RunProgress, MetricSink):
@@ -54,11 +44,9 @@ class ConsoleSink(RunProgress, MetricSink):
     Args:
         mode: ``"normal"`` keeps the newest value of every metric and prints a table at a SNAPSHOT, and at the end.
             ``"live"`` shows a column with chosen metrics and whether they rise or fall, always up to date; where the
-            screen cannot be redrawn it says so, and prints tables. ``"lines"`` prints a line where ``"normal"`` prints
-            a table: eight numbers at most, or those of ``show``.
-        live_metrics: The metrics of the column: ``{group: {label: metric}}``. If left out: all, by hook. In lines,
-            these come before the metrics of other hooks.
-        show: The metrics of the lines and the column: ``"hook/metric"``, a metric's name alone, or a pattern with
+            screen cannot be redrawn it says so, and prints tables.
+        live_metrics: The metrics of the column: ``{group: {label: metric}}``. If left out: all, by hook.
+        show: The metrics of the tables and the column: ``"hook/metric"``, a metric's name alone, or a pattern with
             ``*``. Overrides ``live_metrics``.
         snapshot_every: Print after every so many epochs as well, for runs where no hook fires at SNAPSHOT.
         console: A rich console to print to: ``Console(file=…, width=…)``; one on the standard output if left out.
@@ -74,14 +62,13 @@ class ConsoleSink(RunProgress, MetricSink):
         console: Console | None = None,
     ) -> None:
         if str(mode).lower() not in get_args(Mode):
-            raise OptionError(f"mode= of ConsoleSink is 'normal', 'live' or 'lines', got {mode!r}.")
+            raise OptionError(f"mode= of ConsoleSink is 'normal' or 'live', got {mode!r}.")
         if isinstance(show, str):
             raise OptionError(f"show= of ConsoleSink is a list of metrics, got {show!r}; write [{show!r}].")
         super().__init__(console)
         self.mode = str(mode).lower()
         """As given; the column is drawn only where the screen can be redrawn."""
-        self.choice = MetricChoice(show, live_metrics)
-        """Which metrics are shown where there is room for few."""
+        self._show, self._live_metrics = tuple(show), live_metrics or {}
         self.names: set[str] = set()
         """Every metric that has come."""
         self._snapshot_every = snapshot_every
@@ -90,7 +77,6 @@ class ConsoleSink(RunProgress, MetricSink):
             self.console.print(
                 "The live view needs a terminal, or ipywidgets; metrics are printed as tables.", highlight=False
             )
-        self._lines = _SnapshotLines(self.choice)
         self._latest: dict[str, Any] = {}
         """The newest values: of the column all, else those that are not printed yet."""
         self._history: dict[str, tuple[float, ...]] = {}
@@ -128,21 +114,16 @@ class ConsoleSink(RunProgress, MetricSink):
     def set_run_context(self, **context: Any) -> None:
         """Drop what was kept of the run before; ``flush`` prints it."""
         self._latest, self._history, self._last, self._is_due = {}, {}, None, False
-        self._lines = _SnapshotLines(self.choice)
         self._strategy = context.get("strategy", self._strategy)
 
     def flush(self) -> None:
-        """Print what came since the last table or line."""
+        """Print what came since the last table."""
         if self._is_live:
             return
         latest, self._latest, self._is_due = self._latest, {}, False
-        if not latest or self._last is None:
-            return
-        if self.mode == "lines":
-            lines = self._lines.lines(latest, self._last)
-            if lines:
-                self.console.print(screen_text(self.console, "\n".join(lines)), soft_wrap=True)
-        else:
+        if self._show:
+            latest = {key: latest[key] for key in self._chosen(latest)}
+        if latest:
             self.console.print(self._table(latest))
 
     def close(self) -> None:
@@ -153,6 +134,14 @@ class ConsoleSink(RunProgress, MetricSink):
     def _is_snapshot(self, record: Record) -> bool:
         every = self._snapshot_every if record.point == "POST_EPOCH" else None
         return record.point == "SNAPSHOT" or bool(every and record.position % every == 0)
+
+    def missing(self) -> list[str]:
+        """Return what ``show`` asked for and no metric that has come matches."""
+        return [pattern for pattern in self._show if not any(_matches(name, pattern) for name in self.names)]
+
+    def _chosen(self, metrics: Iterable[str]) -> list[str]:
+        """Return the metrics that ``show`` asks for, in its order."""
+        return list(dict.fromkeys(key for pattern in self._show for key in metrics if _matches(key, pattern)))
 
     def _print_due(self) -> None:
         if self._is_due:
@@ -170,7 +159,8 @@ class ConsoleSink(RunProgress, MetricSink):
     def _table(self, latest: Mapping[str, Any]) -> RenderableType:
         from rich.table import Table
 
-        shown = {key: latest[key] for key in sorted(latest) if key.count("/") <= _MAX_SLASHES}
+        keys = latest if self._show else [key for key in sorted(latest) if key.count("/") <= _MAX_SLASHES]
+        shown = {key: latest[key] for key in keys}
         hidden = f"{len(latest) - len(shown)} more by layer or parameter, not shown"
         title = screen_text(self.console, " · ".join(["Hook Metrics", *reversed(self._title())]))
         if not shown:
@@ -201,7 +191,7 @@ class ConsoleSink(RunProgress, MetricSink):
         from rich.console import Group
 
         bar = [super().__rich__()] if self.is_running else []
-        column = [self._column()] if self._is_live and self.choice.groups(self._latest) else []
+        column = [self._column()] if self._is_live and self._groups() else []
         return Group(*bar, *column)  # the bar is above: rich cuts what does not fit on the screen
 
     def _column(self) -> RenderableType:
@@ -212,13 +202,28 @@ class ConsoleSink(RunProgress, MetricSink):
         rows.add_column(overflow="ellipsis", no_wrap=True, ratio=1)
         rows.add_column(justify="right", no_wrap=True)
         rows.add_column(width=1)
-        for group, labels in self.choice.groups(self._latest).items():
+        for group, labels in self._groups().items():
             rows.add_row(screen_text(self.console, group, "bold"))
             for label, key in labels.items():
                 mark = screen_text(self.console, trend(self._history.get(key, ())), "cyan")
                 rows.add_row(screen_text(self.console, f"  {label}"), self._value(self._latest[key]), mark)
         title = screen_text(self.console, " · ".join(self._title()))
         return Panel(rows, title=title, width=min(_COLUMN_WIDTH, self.console.width))
+
+    def _groups(self) -> dict[str, dict[str, str]]:
+        """Return the metrics of the column: by group, the labels of those that have come, each with its key."""
+        if self._live_metrics and not self._show:
+            found = {
+                group: {label: key for label, key in labels.items() if key in self._latest}
+                for group, labels in self._live_metrics.items()
+            }
+            return {group: labels for group, labels in found.items() if labels}
+        keys = [key for key in self._latest if key.count("/") == 1][:_MAX_ROWS]
+        by_hook: dict[str, dict[str, str]] = {}
+        for key in self._chosen(self._latest) if self._show else keys:
+            hook, metric = _split_key(key)
+            by_hook.setdefault(hook, {})[metric] = key
+        return by_hook
 
 
 # -- values -------------------------------------------------------------------------------------------------------
@@ -241,12 +246,6 @@ def format_value(value: Any) -> str:
         middle = _typical(value)
         return f"(n={len(value)})" if middle is None else f"{_format_float(float(middle))} (n={len(value)})"
     return _shorten(" ".join(str(value).split()))
-
-
-def _format_short(value: Any) -> str:
-    """Return ``value`` for a column: four significant digits; a list as its mean, what is no number as text."""
-    number = _typical(value)
-    return f"{number:.4g}" if isinstance(number, float) else format_value(value if number is None else number)
 
 
 def _format_float(value: float) -> str:
@@ -298,105 +297,5 @@ def _split_key(key: str) -> tuple[str, str]:
     return (hook, metric) if slash else ("–", key)
 
 
-# -- which metrics, in which columns ------------------------------------------------------------------------------
-
-
-class MetricChoice:
-    """Chooses a few of many metrics.
-
-    Recipe: ``MetricChoice(["val_acc", "norms/*"]).columns({"eval/val_acc": 0.9, "norms/total_norm": 1.5})`` is both.
-
-    Args:
-        asked: What the user wants to see: ``"hook/metric"``, the metric's name alone, or a pattern with ``*``. If it is
-            empty: loss and accuracies, then what is declared, then the first number of every other hook; eight at most.
-        declared: The metrics that the experiment declares: ``{group: {label: "hook/metric"}}``.
-    """
-
-    def __init__(self, asked: Sequence[str] = (), declared: Mapping[str, Mapping[str, str]] | None = None) -> None:
-        self._asked = tuple(asked)
-        self._declared = dict(declared or {})
-
-    def columns(self, metrics: Mapping[str, Any]) -> list[str]:
-        """Return the names of the metrics of a line, in the order of showing."""
-        if self._asked:
-            return self._matching(metrics)
-        numbers = [key for key, value in metrics.items() if key.count("/") <= 1 and _typical(value) is not None]
-        names: dict[str, str] = {}
-        for key in numbers:
-            names.setdefault(_split_key(key)[1], key)
-        declared = [key for labels in self._declared.values() for key in labels.values() if key in numbers]
-        chosen = dict.fromkeys([*(names[name] for name in _FIRST if name in names), *declared])
-        hooks = {_split_key(key)[0] for key in chosen}
-        for key in numbers:
-            hook, metric = _split_key(key)
-            if hook not in hooks and metric not in _FIRST:
-                hooks.add(hook)
-                chosen[key] = None
-        return list(chosen)[:_MAX_NUMBERS]
-
-    def groups(self, metrics: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-        """Return the metrics of a column: by group, the labels of those that have come, each with its key."""
-        if self._declared and not self._asked:
-            found = {
-                group: {label: key for label, key in labels.items() if key in metrics}
-                for group, labels in self._declared.items()
-            }
-            return {group: labels for group, labels in found.items() if labels}
-        keys = [key for key in metrics if key.count("/") == 1][:_MAX_ROWS]
-        by_hook: dict[str, dict[str, str]] = {}
-        for key in self._matching(metrics) if self._asked else keys:
-            hook, metric = _split_key(key)
-            by_hook.setdefault(hook, {})[metric] = key
-        return by_hook
-
-    def missing(self, names: Iterable[str]) -> list[str]:
-        """Return what was asked for and matches none of ``names``."""
-        return [pattern for pattern in self._asked if not any(_matches(name, pattern) for name in names)]
-
-    def _matching(self, metrics: Mapping[str, Any]) -> list[str]:
-        found: dict[str, str] = {}
-        for key in (key for pattern in self._asked for key in metrics if _matches(key, pattern)):
-            metric = _split_key(key)[1]
-            found.setdefault(metric if metric in _FIRST else key, key)
-        return list(found.values())
-
-
 def _matches(key: str, pattern: str) -> bool:
     return fnmatchcase(key, pattern) or fnmatchcase(_split_key(key)[1], pattern)
-
-
-class _SnapshotLines:
-    """One line per snapshot: numbers in columns, under their names when these change."""
-
-    def __init__(self, choice: MetricChoice) -> None:
-        self._choice = choice
-        self._columns: tuple[str, ...] = ()
-        self._num_rows = 0
-
-    def lines(self, metrics: Mapping[str, Any], record: Record) -> list[str]:
-        """Return the line of a snapshot, after the names of its columns if they have changed."""
-        chosen = self._choice.columns(metrics)
-        if not chosen:
-            return []
-        places = _places(record)
-        columns = self._columns if {*places, *chosen} <= {*self._columns} else (*places, *chosen)
-        is_new = columns != self._columns or self._num_rows >= _ROWS
-        self._columns, self._num_rows = columns, 1 if is_new else self._num_rows + 1
-        values = {key: _format_short(metrics.get(key)) for key in columns} | places
-        names = {key: _column_title(key, columns) for key in columns}
-        widths = {key: max(len(names[key]), len(key) if key in places else _WIDTH) for key in columns}
-        rows = [names, values] if is_new else [values]
-        return ["  ".join(row[key].rjust(widths[key]) for key in columns) for row in rows]
-
-
-def _places(record: Record) -> dict[str, str]:
-    """Return the epoch and step of ``record``; in a run that counts steps, the step alone."""
-    if record.epoch is None:
-        return {" step": format_value(record.step)}
-    return {"epoch": str(record.epoch)} | ({} if record.step is None else {" step": str(record.step)})
-
-
-def _column_title(key: str, columns: tuple[str, ...]) -> str:
-    """Return the metric's own name; the whole key where two hooks have a metric of that name."""
-    name = _split_key(key)[1]
-    return name if sum(_split_key(other)[1] == name for other in columns) == 1 else key

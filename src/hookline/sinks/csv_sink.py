@@ -17,8 +17,6 @@ from hookline.files import replace_file
 from hookline.records.sink import FileSink, Record, StepSeries
 from hookline.records.values import json_text, to_plain
 
-__all__ = ["CSVSink"]
-
 _PLACES: Final = ("step", "epoch", "hook_point")
 """Columns of every row that has them; no metric's."""
 _QUOTED: Final = frozenset(',"\r\n')

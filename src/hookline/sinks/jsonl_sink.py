@@ -16,8 +16,6 @@ from hookline.records.sink import FileSink, Record, StepSeries
 from hookline.records.values import column_name
 from hookline.when import HookPoint
 
-__all__ = ["JSONLSink"]
-
 _RESERVED: Final = frozenset({"epoch", "hook_point", "step", "strategy", "steps"})
 
 

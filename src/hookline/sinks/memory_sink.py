@@ -12,8 +12,6 @@ from typing import Any
 from hookline.records.sink import MetricSink, Record
 from hookline.tables import Table, number_text
 
-__all__ = ["MemoryRecord", "MemorySink"]
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryRecord(Record):
@@ -80,10 +78,6 @@ class MemorySink(MetricSink):
         """Drop all records: they come again."""
         self.clear()
         return True
-
-    def truncate(self, number: int) -> None:
-        """Drop the records from ``number`` on: a run without a log is resumed in this process."""
-        self.records = [record for record in self.records if record.number < number]
 
     def clear(self) -> None:
         """Drop all records."""

@@ -17,8 +17,6 @@ from hookline.files import replace_file
 from hookline.records.sink import Record, RunSink
 from hookline.records.values import as_numbers, json_text, step_axis, values_in
 
-__all__ = ["MLflowSink"]
-
 _FORBIDDEN: Final = re.compile(r"[^/\w.\- ]")
 _LONGEST_KEY: Final = 250
 _LONGEST_TEXT: Final = 5000

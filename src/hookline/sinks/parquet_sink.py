@@ -15,8 +15,6 @@ from hookline.records.log import utf8_text
 from hookline.records.sink import FileSink, Record
 from hookline.records.values import json_text, number, values_in
 
-__all__ = ["ParquetSink"]
-
 _PART: Final = 50_000
 """Rows of a file: about 1 MB, which take 20 ms of the training thread to write."""
 _SECONDS: Final = 10.0

@@ -15,8 +15,6 @@ from hookline.records.log import utf8_text
 from hookline.records.sink import Record, RunSink, StepSeries
 from hookline.records.values import as_numbers, step_axis, to_plain, values_in
 
-__all__ = ["PrometheusSink"]
-
 _FORBIDDEN: Final = re.compile(r"[^a-zA-Z0-9_]")
 _PROGRESS: Final = ("step", "epoch")
 _LABELS: Final = ("metric", "strategy", "rank", "hook_point")

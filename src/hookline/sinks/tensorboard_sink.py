@@ -15,8 +15,6 @@ from typing import Any, ClassVar, Final, TypeAlias
 from hookline.records.sink import FileSink, Record, file_name
 from hookline.records.values import MetricValue, json_text, mean, number, numbers, step_axis, values_in
 
-__all__ = ["TensorBoardSink"]
-
 _Value: TypeAlias = dict[str, Any]
 """The fields of a ``Summary.Value``."""
 _BINS: Final = 30

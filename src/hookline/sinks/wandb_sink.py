@@ -17,8 +17,6 @@ from hookline.errors import OptionError
 from hookline.records.sink import Record, RunSink, file_name
 from hookline.records.values import MetricValue, json_text, mean, number, numbers, values_in
 
-__all__ = ["WandbSink"]
-
 _RESERVED: Final = frozenset({"step", "epoch", "_step", "_runtime", "_timestamp", "_wandb"})
 _FORBIDDEN: Final = frozenset("/\\#?%:")
 _BINS: Final = 64

@@ -19,8 +19,6 @@ from hookline.errors import MissingPackageError, OptionError
 from hookline.guard.rng import kept_rng
 from hookline.training.experiment import Experiment
 
-__all__ = ["Config", "Digits", "DigitsNet"]
-
 _OBSERVERS = ["training_metrics", "batch_dynamics", "parameter_delta", "path_length", "training_diagnostics", "stats"]
 _INTERVENTIONS = ["hessian", "adam_dynamics"]
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from hookline.errors import OptionError
@@ -27,17 +28,12 @@ from hookline.guard.rng import GENERATOR_TYPES
 from hookline.lifecycle.hook import TrainingHook
 from hookline.lifecycle.manager import HookManager
 from hookline.messages import type_name
-from hookline.records.readers import FanOut
+from hookline.records.log import FanOut
 from hookline.records.sink import MetricSink
 from hookline.tree import children, map_tensors
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-
-__all__ = [
-    "Experiment", "Mean", "MicroBatches", "StepResult", "as_result", "attributes_of", "grouped", "has_state",
-    "is_named_tuple", "is_record", "items_of", "object_of", "whole_number",
-]  # fmt: skip
 
 Per = Literal["epoch", "step"]
 
@@ -305,6 +301,16 @@ def _check(experiment: Experiment) -> None:
         raise OptionError(f"scheduler_per= is 'epoch' or 'step', got {experiment.scheduler_per!r}.")
 
 
+def bare_model(model: nn.Module) -> nn.Module:
+    """Return the model inside `DistributedDataParallel`; the model itself if it is none.
+
+    Recipe: ``bare_model(experiment.model).named_parameters()`` has the names that one process has.
+    """
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    return model
+
+
 def whole_number(name: str, value: Any, least: int) -> int:
     """Return an option that counts something as an int; refuse one below `least`."""
     try:
@@ -396,29 +402,6 @@ def _detached(loss: Any) -> Any:
     if isinstance(loss, Tensor) and loss.numel() != 1:
         raise OptionError(f"train_step() returns one number as the loss, got {tuple(loss.shape)}: return its mean.")
     return loss.detach() if isinstance(loss, Tensor) else loss
-
-
-class Mean:
-    """Average a number over the steps of an epoch, on its device."""
-
-    state: tuple[Any, int] = (None, 0)
-    """The sum so far, and the number of steps in it."""
-
-    def add(self, number: Any) -> None:
-        """Add the number of a step; None does not count."""
-        if number is None:
-            return
-        if isinstance(number, Tensor):
-            number = number.detach() if number.requires_grad else number
-            if number.dtype is not torch.float32:  # half precision would stop growing after a few hundred steps
-                number = number.to(torch.promote_types(number.dtype, torch.float32))
-        total, count = self.state
-        self.state = (number if total is None else total + number, count + 1)
-
-    def take(self) -> Any:
-        """Return the mean since the last time, a tensor if one was among the numbers; None of nothing."""
-        (total, count), self.state = self.state, (None, 0)
-        return total / count if count else None
 
 
 _NEXT: Final = "Give the experiment a loss_fn(model, batch)."

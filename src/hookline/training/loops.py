@@ -5,13 +5,10 @@ Users and the command line call `epoch_loop` or `step_loop`. Each moves a `Run` 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
-
-from torch import Tensor
 
 from hookline.error_policy import warn_user
 from hookline.errors import OptionError
@@ -19,18 +16,13 @@ from hookline.lifecycle.manager import HookManager
 from hookline.messages import type_name
 from hookline.screen import RunProgress
 from hookline.tables import Table, number_text
-from hookline.training.checkpoints import Checkpoints
+from hookline.training.checkpoints import Checkpoints, Saving
 from hookline.training.experiment import Experiment, whole_number
-from hookline.training.run import NotShown, Run
-from hookline.training.saving import Saving
+from hookline.training.run import LoopProgress, Run, is_scalar
 from hookline.when import HookPoint
-
-__all__ = ["LoopResult", "epoch_loop", "step_loop"]
 
 _NO_BATCH: Final = "The loader gave no batch in {} {}: is it empty, or can it be iterated only once?"
 _SNAPSHOT_EVERY: Final = {"epoch": 1, "step": 100}
-_MOST_METRICS: Final = 5
-"""Beside a bar."""
 _POINTS: Final = {"epoch": frozenset(HookPoint), "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})}
 
 
@@ -313,12 +305,8 @@ def _saved(
 def _result(run: Run) -> LoopResult:
     loss = None if run.loss is None else float(run.loss)
     loss = run.ranks.reduce({"loss": loss}, "loss of the run")["loss"]
-    metrics = {name: value.item() if _is_scalar(value) else value for name, value in run.evaluation.items()}
+    metrics = {name: value.item() if is_scalar(value) else value for name, value in run.evaluation.items()}
     return LoopResult(run.num_epochs, run.num_steps, run.stopped_early, loss, metrics, interrupted=run.interrupted)
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1
 
 
 # -- progress --------------------------------------------------------------------------------------------------------
@@ -339,46 +327,3 @@ def _shown(run: Run, asked: bool | RunProgress, total: int) -> Iterator[None]:
         bar.stop(progress.metrics())
     finally:
         bar.stop()  # after an error of the device, reading the loss would raise another
-
-
-class LoopProgress(NotShown):
-    """Move a bar on as a run goes on: by steps, or by epochs where the loader does not say how many steps one has."""
-
-    def __init__(self, run: Run, bar: RunProgress, total: int) -> None:
-        self._run, self._bar, self._total = run, bar, total
-        self._by_epoch = False
-
-    def begin(self, first: int) -> None:
-        """Show the bar."""
-        run = self._run
-        per_epoch = 1 if run.loop == "step" else _steps_per_epoch(run.experiment)
-        self._by_epoch = per_epoch is None
-        if per_epoch is None:
-            self._bar.start(self._total, "epochs", done=first)
-        else:
-            within = run.done if run.is_within and run.loop == "epoch" else 0
-            self._bar.start(self._total * per_epoch, "steps", done=first * per_epoch + within)
-
-    def end_step(self) -> None:
-        """Move on by a step, if steps are counted."""
-        if not self._by_epoch:
-            self._bar.advance(1, self.metrics)
-
-    def end_epoch(self) -> None:
-        """Move on by an epoch, if epochs are counted."""
-        self._bar.advance(int(self._by_epoch), self.metrics)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the loss and the newest evaluation; waits for the device."""
-        values = self._run.newest_metrics.items()
-        numbers = [name for name, value in values if isinstance(value, int | float) or _is_scalar(value)]
-        return {name: float(self._run.newest_metrics[name]) for name in numbers[:_MOST_METRICS]}
-
-
-def _steps_per_epoch(experiment: Experiment) -> int | None:
-    """Return how many steps an epoch has; None if only its end will tell."""
-    loader: Any = experiment.loader
-    try:
-        return math.ceil(len(loader) / experiment.accumulate) or None
-    except Exception:  # no loader, one without a length, or one whose length cannot be told
-        return None

@@ -19,8 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from hookline.errors import OptionError
 from hookline.training.experiment import Experiment
 
-__all__ = ["Config", "ModArithmetic", "ModularTransformer"]
-
 _OBSERVERS = [
     *("training_metrics", "norms", "consecutive", "variance", "batch_dynamics", "weight_tracking", "parameter_delta"),
     *("path_length", "training_diagnostics", "subspace_gradient_info", "attention", "fourier", "token_gradient"),

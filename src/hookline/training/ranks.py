@@ -32,11 +32,6 @@ from hookline.training.experiment import Experiment
 if TYPE_CHECKING:
     from hookline.lifecycle.ranks import OneProcess
 
-__all__ = [
-    "RankModel", "RankSampler", "averaging_model", "bare_model", "check_alike", "share_experiment", "share_loader",
-    "warn_of_join",
-]  # fmt: skip
-
 _OTHER_SEED: Final = 0x9E3779B9
 """What one epoch's seed differs from the next by; an odd number that is no usual distance of seeds."""
 _COPIED: Final = (
@@ -122,16 +117,6 @@ class RankModel(DistributedDataParallel):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
-
-
-def bare_model(model: nn.Module) -> nn.Module:
-    """Return the model inside `DistributedDataParallel`; the model itself if it is none.
-
-    Recipe: ``bare_model(experiment.model).named_parameters()`` has the names that one process has.
-    """
-    while isinstance(model, DistributedDataParallel):
-        model = model.module
-    return model
 
 
 def averaging_model(model: nn.Module) -> nn.Module:

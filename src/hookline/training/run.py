@@ -8,6 +8,7 @@ of the step before, the state before the epoch.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -25,25 +26,25 @@ from hookline.guard.model_context import ModelDataContext
 from hookline.guard.rng import RandomStates
 from hookline.guard.snapshot import PreEpochState
 from hookline.lifecycle.context import RunDataContext
-from hookline.lifecycle.output import to_host
+from hookline.lifecycle.manager import to_host
 from hookline.lifecycle.ranks import OneProcess
 from hookline.messages import type_name
 from hookline.phases import in_phase
 from hookline.sites.wrappers import clean_modules
-from hookline.training.experiment import Mean, MicroBatches, StepResult, as_result
-from hookline.training.loader import Passes
-from hookline.training.ranks import RankModel, bare_model, check_alike, warn_of_join
-from hookline.training.state import GuardedState
+from hookline.training.experiment import MicroBatches, StepResult, as_result, bare_model
+from hookline.training.ranks import RankModel, check_alike, warn_of_join
+from hookline.training.state import GuardedState, Passes
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
     from hookline.lifecycle.hook import TrainingHook
     from hookline.lifecycle.manager import HookManager
+    from hookline.screen import RunProgress
     from hookline.training.experiment import Experiment
 
-__all__ = ["GradientRetention", "Gradients", "NotSaved", "NotShown", "Run", "RunStep", "Schedule"]
-
 _TRAINING: Final = in_phase("train")
+_MOST_METRICS: Final = 5
+"""Beside a bar."""
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,6 @@ class Run:
         """What is guarded, and its guard."""
         self._put_back: Callable[[], None] | None = None
         """Puts the experiment's attributes back, once an intervention could have changed them."""
-        self._has_hooks = bool(manager.hooks)
         self._may_stop, self._has_target = experiment.has_own("should_stop"), experiment.has_own("target_gradient")
         self._make_step = step_through_hooks(self, [hook for hook in manager.hooks.values() if hook.wraps_steps])
         self.epoch = 0
@@ -159,7 +159,7 @@ class Run:
         """Train on the batch."""
         with _TRAINING:
             result = self._make_step(self.batch)
-        if self.num_steps == 1:
+        if self.num_steps == 1 and not self.ranks.is_single:
             check_alike(self.experiment.model, self.ranks)
         self.take_result(result)
 
@@ -281,7 +281,7 @@ class Run:
 
     def fire(self, point: HookPoint) -> None:
         """Fire the hooks that are due here."""
-        if not self._has_hooks:
+        if point not in self.manager.plan.points:
             return
         try:
             self.manager.fire(point, partial(self._run_context, point), self._model_context, epoch=self.epoch)
@@ -379,6 +379,29 @@ class Run:
 
 
 _SAVED: Final = ("step", "num_epochs", "num_steps", "stopped_early", "loss", "accuracy", "evaluation")
+
+
+class Mean:
+    """Average a number over the steps of an epoch, on its device."""
+
+    state: tuple[Any, int] = (None, 0)
+    """The sum so far, and the number of steps in it."""
+
+    def add(self, number: Any) -> None:
+        """Add the number of a step; None does not count."""
+        if number is None:
+            return
+        if isinstance(number, Tensor):
+            number = number.detach() if number.requires_grad else number
+            if number.dtype is not torch.float32:  # half precision would stop growing after a few hundred steps
+                number = number.to(torch.promote_types(number.dtype, torch.float32))
+        total, count = self.state
+        self.state = (number if total is None else total + number, count + 1)
+
+    def take(self) -> Any:
+        """Return the mean since the last time, a tensor if one was among the numbers; None of nothing."""
+        (total, count), self.state = self.state, (None, 0)
+        return total / count if count else None
 
 
 class Schedule:
@@ -545,7 +568,7 @@ def _copy_to_add_to(grad: Tensor) -> Tensor:
     return dense.to(wide, copy=True)
 
 
-# -- a run that is not saved, not shown ------------------------------------------------------------------------------
+# -- a run that is not saved; one that is shown, or not -------------------------------------------------------------
 
 
 class NotSaved:
@@ -578,7 +601,7 @@ class NotSaved:
 
 
 class NotShown:
-    """Show no progress of a run; `LoopProgress` derives from it."""
+    """Show no progress of a run."""
 
     def begin(self, first: int) -> None:
         """Begin with that epoch, or step: those before it are over."""
@@ -588,6 +611,54 @@ class NotShown:
 
     def end_epoch(self) -> None:
         """Note that an epoch is over."""
+
+
+class LoopProgress(NotShown):
+    """Move a bar on as a run goes on: by steps, or by epochs where the loader does not say how many steps one has."""
+
+    def __init__(self, run: Run, bar: RunProgress, total: int) -> None:
+        self._run, self._bar, self._total = run, bar, total
+        self._by_epoch = False
+
+    def begin(self, first: int) -> None:
+        """Show the bar."""
+        run = self._run
+        per_epoch = 1 if run.loop == "step" else _steps_per_epoch(run.experiment)
+        self._by_epoch = per_epoch is None
+        if per_epoch is None:
+            self._bar.start(self._total, "epochs", done=first)
+        else:
+            within = run.done if run.is_within and run.loop == "epoch" else 0
+            self._bar.start(self._total * per_epoch, "steps", done=first * per_epoch + within)
+
+    def end_step(self) -> None:
+        """Move on by a step, if steps are counted."""
+        if not self._by_epoch:
+            self._bar.advance(1, self.metrics)
+
+    def end_epoch(self) -> None:
+        """Move on by an epoch, if epochs are counted."""
+        self._bar.advance(int(self._by_epoch), self.metrics)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the loss and the newest evaluation; waits for the device."""
+        values = self._run.newest_metrics.items()
+        numbers = [name for name, value in values if isinstance(value, int | float) or is_scalar(value)]
+        return {name: float(self._run.newest_metrics[name]) for name in numbers[:_MOST_METRICS]}
+
+
+def is_scalar(value: Any) -> bool:
+    """Return whether that is a tensor of one number."""
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _steps_per_epoch(experiment: Experiment) -> int | None:
+    """Return how many steps an epoch has; None if only its end will tell."""
+    loader: Any = experiment.loader
+    try:
+        return math.ceil(len(loader) / experiment.accumulate) or None
+    except Exception:  # no loader, one without a length, or one whose length cannot be told
+        return None
 
 
 # -- hooks around a step -----------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """Save, check and load what decides how training goes on, and hand an experiment's own part of it to the guard.
 
 `Saving` has a `RunState` for model, optimizer, scheduler, scaler, random streams and what ``Experiment.state`` declares
-besides. `SavedPasses` saves streams and generators by the same functions. A `Run` gives its guards a `GuardedState`.
+besides, and gives a `Run` `SavedPasses`, which save how far a pass over the data has come and get there again: by the
+loader's own ``state_dict()``, or by iterating it again from the streams that the pass began with and skipping what was
+used. A `Run` gives its guards a `GuardedState`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -18,29 +21,35 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from hookline.checkpoint_file import digest, is_sharded
+from hookline.checkpoint_file import is_sharded
 from hookline.error_policy import warn_user
-from hookline.errors import CheckpointError, ResumeError
+from hookline.errors import CheckpointError, OptionError, ResumeError
 from hookline.guard import rng
-from hookline.guard.loaders import generators_on, num_shuffles, set_num_shuffles
-from hookline.guard.rng import GENERATOR_TYPES
+from hookline.guard.loaders import (
+    datasets_of,
+    generators_of_loader,
+    generators_on,
+    num_shuffles,
+    samplers_of,
+    set_num_shuffles,
+)
+from hookline.guard.rng import GENERATOR_TYPES, RandomStates
 from hookline.messages import type_name
 from hookline.sites.optimizers import unwrap_optimizer
 from hookline.sites.wrappers import inner_key
 from hookline.training.experiment import (
     Experiment,
     attributes_of,
+    grouped,
     has_state,
     is_named_tuple,
     is_record,
     items_of,
     object_of,
-)  # fmt: skip
+)
 from hookline.tree import rebuilt
-
-__all__ = ["GuardedState", "RunState", "generator_states", "set_generators", "set_streams", "streams", "unwrapped"]
 
 LARGE: Final = 256 * 2**20
 """Bytes of a declared tensor that is more likely data than state."""
@@ -53,38 +62,20 @@ _ENTERED: Final = (nn.Module, Optimizer, LRScheduler, Sampler, torch.amp.GradSca
 
 
 class RunState:
-    """Save and load what decides how training goes on, hooks and data apart.
-
-    Of what the experiment declares, a plain value that is as it was when the run began is left to the code: of a
-    resumed run it may say another one.
-    """
+    """Save and load what decides how training goes on, hooks and data apart."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
         self._object = object_of(experiment)
-        declared = experiment.state
-        self._made = {name: _mark(value) for name, value in declared.items()}
-        """What tells whether a value is as the experiment was made with it."""
-        self._objects = _objects_in(declared)
+        self._objects = _objects_in(experiment.state)
         """The places of objects that were there when the run began, or were told of."""
-        self._kept: set[str] = set()
-        """Values that the run has changed once: saved from then on, also if they are as they were made again."""
-        self._told: set[str] = set()
-        """Changed values that cannot be saved."""
-        for name, value in declared.items():
-            if name not in attributes_of(experiment):
-                self._check_asked(name, value)
-
-    def _check_asked(self, name: str, value: Any) -> None:
-        """Refuse what a ``state`` of the user's own asks for, if it cannot be saved, or not be put back."""
-        mark = self._made[name]
-        if isinstance(mark, tuple):
-            raise CheckpointError(f"experiment.state[{name!r}]: {mark[0]}")
-        if not self._is_settable(name) and not _can_be_filled(value):
-            raise CheckpointError(
-                f"experiment.state[{name!r}] is {type_name(value)}, and no attribute that a resumed run could set. "
-                "Next: make it an attribute of that name, or declare the object that has it, as in vars(self.queue)."
-            )
+        for name, value in experiment.state.items():
+            if not self._is_settable(name) and not _can_be_filled(value):
+                raise CheckpointError(
+                    f"experiment.state[{name!r}] is {type_name(value)}, and no attribute that a resumed run could set. "
+                    "Next: make it an attribute of that name, or declare the object that has it, as in "
+                    "vars(self.queue)."
+                )
 
     def _is_settable(self, name: str) -> bool:
         """Return whether the experiment has an attribute of that name; a property needs a setter."""
@@ -119,8 +110,6 @@ class RunState:
     def _save_own(self) -> dict[str, Any]:
         experiment, declared = self._experiment, self._experiment.state
         elsewhere = {id(getattr(experiment, name)) for name in _PARTS} | set(map(id, experiment.model.modules()))
-        for name in declared.keys() - self._kept:
-            self._compare(name, declared[name])
         late = _objects_in(declared) - self._objects
         self._objects |= late
         for place in sorted(late):
@@ -128,21 +117,7 @@ class RunState:
                 f"experiment.{place} was made after the run had begun: a resumed run would have nothing to load its "
                 "state into, and is refused. Next: make it before the loop begins, in __init__ for example."
             )
-        return {name: _saved(value, elsewhere) for name, value in declared.items() if name in self._kept}
-
-    def _compare(self, name: str, value: Any) -> None:
-        """Keep a value that the run has changed; warn once of one that cannot be saved."""
-        now = _mark(value)
-        if now is not None and now == self._made.get(name):
-            return
-        if not isinstance(now, tuple):
-            self._kept.add(name)
-        elif name not in self._told:
-            self._told.add(name)
-            warn_user(
-                f"experiment.{name} has changed and is not saved: {now[0]} A resumed run begins with what the code "
-                "gives it."
-            )
+        return {name: _saved(value, elsewhere) for name, value in declared.items()}
 
     # -- loading -----------------------------------------------------------------------------------------------
 
@@ -166,7 +141,6 @@ class RunState:
     def load_own(self, saved: Mapping[str, Any]) -> None:
         """Set what the experiment declares to a saved state, in place where others may refer to what it has."""
         live = self._experiment.state
-        self._kept |= saved.keys()
         for name, state in saved.items():
             value = _fit(live.get(name), state, f"experiment.{name}", force=True)()
             if name not in live or (value is not live[name] and self._is_settable(name)):
@@ -407,20 +381,6 @@ def _objects_in(declared: Mapping[str, Any]) -> set[str]:
     return {place for place, thing in nodes if _form(thing) is not None}
 
 
-def _mark(value: Any) -> int | tuple[str, int] | None:
-    """Return a checksum of a plain value; None for one with objects that have a state, which are always saved.
-
-    Of a value that no checkpoint can hold, return the reason and its identity. Version counters of tensors would be
-    cheaper than checksums (0.5 ms for 1 MB), and miss what is written by ``.data`` or NumPy.
-    """
-    if any(has_state(thing) for _, thing in _walk(value, "")):
-        return None
-    try:
-        return digest({"it": _saved(value, set())})
-    except CheckpointError as error:
-        return str(error), id(value)
-
-
 def _saved(value: Any, elsewhere: set[int]) -> Any:
     """Return a value with a dictionary in place of each object; of one that is saved ``elsewhere``, an empty one."""
     form = _form(value)
@@ -475,13 +435,20 @@ def _can_be_filled(value: Any) -> bool:
 
 
 def _filled(live: Any, saved: Any) -> Any:
-    """Put what was saved into the live tensor, array or container, if it is alike; return the one that has it."""
+    """Put what was saved into the live tensor, array or container, if it is alike; return the one that has it.
+
+    Devices and paths stay the program's: a run may go on on another device, in another folder.
+    """
+    if isinstance(live, torch.device | Path):
+        return live
     if isinstance(live, Tensor) and isinstance(saved, Tensor):
-        if (live.shape, live.dtype) != (saved.shape, saved.dtype) or live.is_inference():
+        if (live.shape, live.dtype) != (saved.shape, saved.dtype) or live.is_inference() or 0 in live.stride():
             return saved
         with torch.no_grad():
             return live.copy_(saved)
-    if isinstance(live, np.ndarray) and isinstance(saved, np.ndarray) and live.shape == saved.shape:
+    if isinstance(live, np.ndarray):
+        if not isinstance(saved, np.ndarray) or live.shape != saved.shape or not live.flags.writeable:
+            return saved
         live[...] = saved
     elif isinstance(live, dict) and isinstance(saved, dict):
         live.clear()
@@ -522,9 +489,9 @@ class GuardedState:
         """Warn once of each large tensor that is declared, since it will be copied or saved again and again."""
         for name, value in {} if self._has_warned else self._experiment.state.items():
             for place, thing in _walk(value, name):
-                if isinstance(thing, Tensor) and thing.nbytes > LARGE:
+                if isinstance(thing, Tensor | np.ndarray) and thing.nbytes > LARGE:
                     warn_user(
-                        f"experiment.{place} is a tensor of {thing.nbytes >> 20:,} MB, and so part of the experiment's "
+                        f"experiment.{place} has {thing.nbytes >> 20:,} MB, and so part of the experiment's "
                         "state: it is copied for each intervention and saved in each checkpoint. Next: if the run does "
                         "not change it, override the property `state` and leave it out, or keep it in a Dataset."
                     )
@@ -561,3 +528,181 @@ class GuardedState:
 
 def _has_gradients(value: Any, name: str) -> bool:
     return any(isinstance(thing, _WITH_GRADIENTS) for _, thing in _walk(value, name))
+
+
+# -- the data: one pass after the other, and how far a pass has come -----------------------------------------------
+
+_SCALARS: Final = (bool, int, float, str, type(None))
+
+
+class Passes:
+    """Give out the data of an experiment, one pass after the other."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment = experiment
+        self.loader: Any = experiment.loader
+        """Of this pass."""
+
+    @property
+    def has_no_data(self) -> bool:
+        """True if the steps need no batches."""
+        return self.experiment.loader is None and not self.experiment.has_own("get_loader")
+
+    def take_loader(self, epoch: int) -> None:
+        """Ask for the loader of another pass."""
+        self.loader = self.experiment.get_loader(epoch)
+        if self.loader is None:
+            raise OptionError(f"The experiment has no loader to take the batches of epoch {epoch} from: give it one.")
+        for sampler in samplers_of(self.loader).values():
+            if hasattr(sampler, "set_epoch"):  # a DistributedSampler gives out the same order until it is told
+                sampler.set_epoch(epoch)
+
+    def batches(self) -> Iterator[Any]:
+        """Return the batches of the steps of this pass."""
+        return iter(self.grouped(self.loader))
+
+    def grouped(self, loader: Any) -> Any:
+        """Return a loader that gives out as many batches at a time as make a step."""
+        number = self.experiment.accumulate
+        return loader if number == 1 else grouped(loader, number)
+
+
+class SavedPasses(Passes):
+    """Give out the data, and save and restore the position in them."""
+
+    def __init__(self, experiment: Experiment, state: RunState, *, replay: bool) -> None:
+        super().__init__(experiment)
+        self._state = state
+        self._replay = replay
+        self._before: dict[str, Any] = {}
+        self._start: dict[str, Any] = {}
+
+    @property
+    def can_go_on(self) -> bool:
+        """True if a run can be saved in the middle of a pass over these data."""
+        loader = self.loader
+        if loader is None or self._replay or has_state(loader):
+            return True
+        if isinstance(loader, DataLoader):
+            return not isinstance(loader.dataset, IterableDataset)
+        return hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
+
+    # -- a pass begins -----------------------------------------------------------------------------------------
+
+    def take_loader(self, epoch: int) -> None:
+        """Ask for the loader of another pass; save the streams before, since the experiment may draw to make it."""
+        self._before = {
+            "streams": streams(self.experiment.model),
+            "own": generator_states(self._state.generators()),
+            "fixed": generator_states(generators_of_loader(self.experiment.loader)),
+        }
+        super().take_loader(epoch)
+
+    def batches(self) -> Iterator[Any]:
+        """Return the batches of this pass; save the state of the loader before it is iterated."""
+        self._warm_up_if(self._start.pop("to warm up", False))
+        self._start = {**_parts(self.loader), "warm": _is_warm(self.loader)}
+        return super().batches()
+
+    def _warm_up_if(self, wanted: bool) -> None:
+        """Start workers that persist, which are there from the second pass on; starting them draws a number."""
+        loader = self.loader
+        if wanted and getattr(loader, "persistent_workers", False) and not _is_warm(loader):
+            before = RandomStates(generators_of_loader(loader))
+            iter(loader)
+            before.restore()
+
+    # -- saving ------------------------------------------------------------------------------------------------
+
+    def save(self, *, within: bool, begun: bool) -> dict[str, Any]:
+        """Return the position: ``within`` a pass, or between two; and whether any has ``begun``."""
+        fixed: Any = self.experiment.loader
+        saved: dict[str, Any] = {"fixed": {**_parts(fixed), "warm": _is_warm(fixed)}}
+        loader = self.loader if within else fixed
+        if begun and has_state(loader):
+            saved["state"] = loader.state_dict()
+        if within:
+            saved |= {"before": self._before, "start": self._start, "now": _parts(self.loader)}
+        return saved
+
+    # -- going on ----------------------------------------------------------------------------------------------
+
+    def load(self, saved: Mapping[str, Any], *, within: bool) -> None:
+        """Go on between two passes; or ``within`` one, for which `go_on` is called later."""
+        loader: Any = self.experiment.loader
+        _set_parts(loader, saved["fixed"])
+        if within:
+            return
+        self._start = {"to warm up": saved["fixed"]["warm"]}
+        if "state" in saved and has_state(loader):
+            loader.load_state_dict(saved["state"])
+
+    def go_on(self, saved: Mapping[str, Any], epoch: int, done: int) -> Iterator[Any]:
+        """Return the rest of a pass of which `done` steps were made; the streams are then anywhere."""
+        self._before, self._start = dict(saved["before"]), dict(saved["start"])
+        set_generators(self._state.generators(), self._before["own"], "the experiment")
+        set_generators(generators_of_loader(self.experiment.loader), self._before["fixed"], "the loader")
+        set_streams(self._before["streams"], self.experiment.model)
+        super().take_loader(epoch)
+        loader = self.loader
+        if "state" in saved and has_state(loader):
+            loader.load_state_dict(saved["state"])
+            rest, done = iter(loader), 0
+        else:
+            _set_parts(loader, self._start)
+            self._warm_up_if(self._start["warm"])
+            rest = iter(loader)
+        batches: Iterator[Any] = iter(self.grouped(rest))
+        for number in range(done):
+            if next(batches, _END) is _END:
+                raise ResumeError(
+                    f"The run was saved after {done} steps of pass {epoch} over the data, and now there are data for "
+                    f"{number}. The data have changed."
+                )
+        return batches
+
+    def set_now(self, saved: Mapping[str, Any]) -> None:
+        """Set the loader's generators to where they stood after the steps that were made."""
+        _set_parts(self.loader, saved["now"])
+
+
+_END: Final = object()
+
+
+def _is_warm(loader: Any) -> bool:
+    return getattr(loader, "_iterator", None) is not None
+
+
+def _counting(loader: Any) -> list[Any]:
+    """Return the user's own samplers, datasets and loader; torch's keep nothing between passes but generators.
+
+    In workers there are copies of the dataset, which are made anew.
+    """
+    itself = [] if isinstance(loader, DataLoader) or has_state(loader) else [loader]
+    data = datasets_of(loader.dataset) if isinstance(loader, DataLoader) else []
+    found = [part for part in (*itself, *samplers_of(loader).values(), *data) if hasattr(part, "__dict__")]
+    return [part for part in found if not type(part).__module__.startswith("torch.")]
+
+
+def _parts(loader: Any) -> dict[str, Any]:
+    """Return the states of generators, and the numbers that samplers and datasets keep (an epoch that they count
+    themselves).
+    """
+    counts = [part.state_dict() if has_state(part) else _scalars_of(part) for part in _counting(loader)]
+    return {"generators": generator_states(generators_of_loader(loader)), "counts": counts}
+
+
+def _scalars_of(part: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(part).items() if type(value) in _SCALARS}
+
+
+def _set_parts(loader: Any, parts: Mapping[str, Any]) -> None:
+    set_generators(generators_of_loader(loader), parts["generators"], "the loader")
+    counting, counts = _counting(loader), parts["counts"]
+    if len(counting) != len(counts):
+        raise ResumeError(f"The loader has {len(counting)} samplers and datasets of your own, and had {len(counts)}.")
+    for part, state in zip(counting, counts, strict=True):
+        if has_state(part):
+            part.load_state_dict(state)
+        else:
+            vars(part).update(state)

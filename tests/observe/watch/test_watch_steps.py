@@ -255,6 +255,8 @@ def test_a_watch_goes_on_from_its_state(name: str) -> None:
     """In another process, so to say: the metrics are those of the watch that was never saved."""
     model, optimizer, whole = _made(_HOW[name])
     _steps(model, optimizer, range(5))
+    looked = whole.steps_since_look
+    assert looked is not None
     state, weights = whole.state_dict(), {key: value.clone() for key, value in model.state_dict().items()}
     _steps(model, optimizer, range(5, 11))
 
@@ -263,6 +265,7 @@ def test_a_watch_goes_on_from_its_state(name: str) -> None:
         model.load_state_dict(weights)
         if is_loaded:
             resumed.load_state_dict(state)
+        assert (resumed.steps_since_look == looked) is is_loaded
         _steps(model, optimizer, range(5, 11))
         assert (resumed.to_metrics() == whole.to_metrics()) is is_loaded
         assert (resumed.steps == whole.steps) is is_loaded

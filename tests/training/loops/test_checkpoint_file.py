@@ -239,7 +239,7 @@ def test_half_a_file_is_noticed(length, tmp_path):
 def test_other_files_are_told_apart(tmp_path):
     """A file of torch.save, one that is not there."""
     torch.save({"a": torch.ones(1)}, tmp_path / "it.pt")
-    with pytest.raises(CheckpointError, match="no checkpoint of this version"):
+    with pytest.raises(CheckpointError, match="no checkpoint of hookline"):
         read(tmp_path / "it.pt")
     with pytest.raises(CheckpointError, match=r"cannot be read.*FileNotFound"):
         read(tmp_path / "other.pt")

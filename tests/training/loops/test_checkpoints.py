@@ -122,6 +122,19 @@ def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path):
     assert Checkpoints(tmp_path).newest().name == steps(12)[0]
 
 
+def test_a_checkpoint_of_another_version_is_named_with_what_to_do(tmp_path):
+    """It is whole, so that nothing is put aside, and an older one is not taken in its place."""
+    saved_run(tmp_path)
+    newest = tmp_path / steps(9)[0]
+    data = newest.read_bytes()
+    newest.write_bytes(data[:-5] + b"2" + data[-4:])
+    before = names(tmp_path)
+    with pytest.raises(ResumeError, match=r"version 2.*version 3.*Next: go on with"):
+        hl.epoch_loop(linear_experiment(), epochs=4, checkpoints=Checkpoints(tmp_path), resume=True)
+    assert [name for name in names(tmp_path) if name not in before] == []
+    assert module.is_checkpoint(newest)
+
+
 def test_when_none_is_whole_all_are_listed(tmp_path):
     """And nothing is touched."""
     saved_run(tmp_path)

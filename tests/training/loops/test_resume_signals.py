@@ -21,8 +21,7 @@ from helpers_warm import WarmPopen, run_warm
 
 import hookline as hl
 from hookline.errors import ResumeError
-from hookline.training.checkpoints import Checkpoints
-from hookline.training.saving import StopSignals
+from hookline.training.checkpoints import Checkpoints, StopSignals
 
 
 class Presses(hl.TrainingHook):

@@ -217,7 +217,7 @@ def test_hookline_run_on_two_ranks_writes_one_log_and_one_page(tmp_path):
 
     Those that torchrun itself sets are used in tests/cli/test_run_script.py.
     """
-    options = ["--with-hooks", "minimal", "--epochs", "2", "--output-dir", str(tmp_path), "--console", "lines"]
+    options = ["--with-hooks", "minimal", "--epochs", "2", "--output-dir", str(tmp_path), "--console", "tables"]
     found = run_ranks(f"{SCENARIOS}:command_line", "run", "mod_arithmetic", *options, initialize=False)
     assert [code for code, _ in found] == [0, 0]
     assert [printed.count("mod_arithmetic/random finished: 10 steps") for _, printed in found] == [1, 0]

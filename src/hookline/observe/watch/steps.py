@@ -228,13 +228,13 @@ class Steps:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run has to know."""
-        return {"count": self.count, "what": self.what, "begun": self.has_begun}
+        return {"count": self.count, "what": self.what, "begun": self.has_begun, "last_look": self.last_look}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` gave."""
         known = {what: what for what in (BY_FORWARD, BY_OPTIMIZER, BY_HAND)}
         self.what, self.has_begun = known[state["what"]], state["begun"]
-        self.reached = state["count"]
+        self.reached, self.last_look = state["count"], state["last_look"]
         self._set(state["count"])
 
 

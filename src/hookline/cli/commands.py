@@ -1,0 +1,739 @@
+"""The commands that ask one question: ``hooks``, ``find``, ``doctor``, ``check``, ``schema``, ``report``, and so on.
+
+`main` calls the function of a command's name with its arguments; the dataclass before it has its flags and its help.
+Each imports what answers it when it is called. They attach and write nothing, but for pages, replays and ``new``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.resources
+import inspect
+import json
+import keyword
+import re
+import shlex
+import sys
+import time
+import webbrowser
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from hookline.cli.main import DONE, FAILED
+from hookline.cli.screen import messages, print_table, shell_text, tell, tell_found, tell_json, tell_plan
+from hookline.errors import HooklineError, NoMatchError, OptionError
+from hookline.load import add_current_folder_to_path, load_object, without_arguments
+from hookline.messages import counted
+from hookline.plain import to_plain
+from hookline.runs.flags import Show, parse
+from hookline.runs.folder import LOG, read_run_json, run_folder
+
+if TYPE_CHECKING:
+    from hookline.report.report_page import WrittenPage
+    from hookline.runs.documents import Places
+    from hookline.runs.flags import KeyPath
+    from hookline.specs.hook_spec import HookSpec
+
+# -- hooks: the hooks there are --------------------------------------------------------------------------------
+
+
+@dataclass
+class HooksOptions:
+    """List the hooks there are; with names, describe their options and metrics.
+
+    Examples:
+      hookline hooks
+      hookline hooks norms hessian
+      hookline hooks --json
+    """
+
+    names: Annotated[tuple[str, ...], Show("[NAME ...]", is_word=True)] = ()
+    """Hooks to describe, or all, observers, interventions, with_debug; also file.py:Class."""
+    json: bool = False
+    """Print options and metrics of these hooks, or of all, as JSON."""
+
+
+def hooks(arguments: Sequence[str]) -> int:
+    """List all hooks, or describe those that are named."""
+    options = parse(HooksOptions, arguments, "hooks")
+    return show_hooks(options.names or None, as_json=options.json)
+
+
+def show_hooks(names: Sequence[str] | None, *, as_json: bool) -> int:
+    """Describe the hooks ``names``, or all but those for debugging if it is empty; list all hooks if it is None."""
+    with messages():
+        if as_json:
+            found = _resolved(names) if names else list(_all_hooks())
+            tell_json("hooks", {"hooks": [_hook_facts(name) for name in found]})
+        elif names is None:
+            _list_hooks(_all_hooks())
+        else:
+            for name in _resolved(names):
+                tell_plan("hooks", _hook_facts(name), as_json=False)
+    return DONE
+
+
+def _list_hooks(known: dict[str, Any]) -> None:
+    for kind in ("observer", "intervention"):
+        rows = [
+            (name, f"{info['description']}{' (for debugging)' * info['debug']}")
+            for name, info in known.items()
+            if info["kind"] == kind
+        ]
+        if rows:
+            print_table("", (kind, "what it does"), rows)
+            tell()
+    tell(f"{len(known)} hooks. Points, needs, options and metrics of one: hookline hooks NAME")
+
+
+def _all_hooks() -> dict[str, Any]:
+    """Return what is known of all hooks, those for debugging too; a warning names those that cannot be loaded."""
+    from hookline.lifecycle.registry import HookRegistry
+
+    return HookRegistry.get_all_info()
+
+
+def _resolved(names: Sequence[str]) -> list[str]:
+    """Return the hooks that ``names`` stand for; all but those for debugging if none is named."""
+    from hookline.lifecycle.registry import HookRegistry
+    from hookline.runs.build import known_hook
+
+    return [hook for name in names for hook in known_hook(name)] if names else HookRegistry.list_all()
+
+
+def _hook_facts(name: str) -> dict[str, Any]:
+    """Return everything that is known of a hook, as JSON."""
+    from hookline.lifecycle.registry import HookRegistry
+
+    parameters = inspect.signature(HookRegistry.get(name)).parameters.values()
+    return {
+        "name": name,
+        **HookRegistry.get_info(name),
+        "options": [_option(one) for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)],
+        "metrics": [
+            {"name": m.name, "description": m.description, "formula": m.formula, "sign_info": m.sign_info}
+            for m in HookRegistry.describe(name)
+        ],
+    }
+
+
+def _option(one: inspect.Parameter) -> dict[str, str]:
+    """Return name, type and default of an option as text; empty where there is none."""
+    hint = one.annotation if isinstance(one.annotation, str) else inspect.formatannotation(one.annotation)
+    return {
+        "name": one.name,
+        "type": "" if one.annotation is one.empty else hint,
+        "default": "" if one.default is one.empty else str(one.default),
+    }
+
+
+# -- find: the modules of a model ------------------------------------------------------------------------------
+
+
+@dataclass
+class FindOptions:
+    """Show the modules of a model that a pattern matches, with type, parameters and hooks.
+
+    Examples:
+      hookline find my_file.py:make_model
+      hookline find my_file.py:MyModel 'layers.#.mlp'     # # is a number, * crosses dots
+      hookline find mod_arithmetic '*.mlp.*'
+      hookline find models/llama 'role:attn'              # a folder of transformers: its config.json is enough
+    """
+
+    model: Annotated[str, Show("FILE:MODEL", is_word=True)]
+    """A model, its class, or a function that makes one: file.py:NAME or package.module:NAME; also an experiment, or the
+    folder of a saved model."""
+    pattern: Annotated[str, Show("[PATTERN]", is_word=True)] = "*"
+    """Which modules; all if left out."""
+    exclude: Annotated[str | None, Show("PATTERN")] = None
+    """Which of these not."""
+    json: bool = False
+    """Print JSON."""
+
+
+def find(arguments: Sequence[str]) -> int:
+    """Print the table."""
+    options = parse(FindOptions, arguments, "find")
+    from hookline.sites import find as sites
+
+    model = model_at(options.model)
+    try:
+        found = sites.find(model, options.pattern, exclude=options.exclude)
+    except NoMatchError as error:
+        raise NoMatchError(shell_text(error, options.model)) from None
+    modules = [
+        {"name": site.name, "type": site.type, "parameters": site.num_parameters, "hooks": found.hooks(site)}
+        for site in found
+    ]
+    tell_found("find", {"modules": modules}, found, as_json=options.json)
+    return DONE
+
+
+def model_at(path: str) -> Any:
+    """Return the model that a path names: itself, made by its class or a function, or that of an experiment.
+
+    Of the folder of a model that transformers has saved, return the model without its weights.
+    """
+    from torch import nn
+
+    from hookline.runs.find import EMBEDDED
+
+    if path not in EMBEDDED and Path(path).expanduser().is_dir():
+        from hookline.serve.load_model import make_empty
+
+        return make_empty(Path(path).expanduser())
+    thing = load_object(EMBEDDED.get(path, path), wanted="a model")
+    if not isinstance(thing, nn.Module) and callable(thing):
+        with without_arguments(path):
+            thing = _made_model(thing, path)
+    model = thing if isinstance(thing, nn.Module) else getattr(thing, "model", None)
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"{path} gives {thing!r}, and a model is an nn.Module.")
+    return model
+
+
+def _made_model(thing: Any, path: str) -> Any:
+    from hookline.training.experiment import Experiment
+
+    if isinstance(thing, type) and issubclass(thing, Experiment) and thing is not Experiment:
+        config = None if thing.config_class is None else thing.config_class()
+        strategies = thing.strategies or ("default",)
+        return thing(config, strategies[0])  # type: ignore[arg-type]
+    try:
+        return thing()
+    except TypeError as error:
+        if "argument" not in str(error) or error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise
+        raise OptionError(f"{path} cannot be called without arguments ({error}); name a function that can.") from None
+
+
+# -- doctor: who hooks what in a model -------------------------------------------------------------------------
+
+
+@dataclass
+class DoctorOptions:
+    """Say who hooks what in a model, which modules no hook would fire on and why, what is left behind, what it costs.
+
+    Exit codes: 0 no problems, 1 problems.
+
+    Examples:
+      hookline doctor my_file.py:make_model
+      hookline doctor my_file.py:make_model --inputs my_file.py:sample     # calls the model, and puts it back
+      hookline doctor mod_arithmetic --json
+    """
+
+    model: Annotated[str, Show("FILE:MODEL", is_word=True)]
+    """A model, its class, or a function that makes one: file.py:NAME or package.module:NAME; also an experiment."""
+    inputs: Annotated[str | None, Show("FILE:NAME")] = None
+    """Sample arguments, or a function that makes them: a tensor, a tuple, or a dict of keyword arguments."""
+    json: bool = False
+    """Print JSON."""
+
+
+def doctor(arguments: Sequence[str]) -> int:
+    """Print the diagnosis."""
+    options = parse(DoctorOptions, arguments, "doctor")
+    from hookline.debug.diagnose.diagnosis import doctor as examine
+
+    model = model_at(options.model)
+    sample = None if options.inputs is None else load_object(options.inputs, wanted="sample inputs")
+    found = examine(model, sample() if callable(sample) else sample)
+    tell_found("doctor", found.to_dict(), found, as_json=options.json)
+    return FAILED if found.problems else DONE
+
+
+# -- check: a run file, a list of hook specs, the settings of a server -----------------------------------------
+
+
+@dataclass
+class CheckOptions:
+    """Check a run file, a list of hooks on modules, or the settings of a server (enable_hooks, hooks, forward_hooks).
+
+    Nothing is attached or written; the modules that the file names are imported, and the options of hookline's own
+    factories are tried. Other factories are not called. --model makes the model.
+
+    Examples:
+      hookline check run.yaml
+      hookline check hooks.json --model my_file.py:make_model
+      hookline check hooks.json --model models/llama      # a folder of transformers: its config.json is enough
+
+    With --model, a pattern that matches nothing is an error, as it is for hookline serve.
+    """
+
+    config: Annotated[str | None, Show("FILE", is_word=True)] = None
+    """The file: .yaml, .toml, .json."""
+    model: Annotated[str | None, Show("FILE:MODEL")] = None
+    """Show what the patterns match in this model; one that matches nothing is an error."""
+    no_strict: bool = False
+    """With --model, warn of a pattern that matches nothing, and go on."""
+    json: bool = False
+    """Print JSON; what is said otherwise goes to the standard error."""
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Print what a file means, or raise one error with everything that is wrong with it."""
+    options = parse(CheckOptions, arguments, "check")
+    if options.config is None:
+        raise OptionError("hookline check needs a file: hookline check run.yaml.")
+    from hookline.runs.documents import is_server_file, placed_specs, read_document, refuse
+
+    document = read_document(options.config)
+    add_current_folder_to_path()
+    plan: dict[str, Any] = {"file": options.config}
+    with messages(), contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+        model = None if options.model is None else model_at(options.model)
+        places: Places = document
+        warned: list[str] = []
+        if isinstance(document.values, list) or is_server_file(document.values):
+            specs = placed_specs(document, is_server=False, even_off=True)
+            if isinstance(document.values, dict):
+                warned += _of_switch(document.values, plan)
+        else:
+            specs, places = _of_run(options.config, plan)
+        unmatched = {place: _why_unmatched(model, spec, options.model or "") for place, spec in specs.items()}
+        if options.no_strict:
+            warned += [f"hook {specs[place].name!r}: {text}" for place, text in unmatched.items() if text]
+        else:
+            refuse(places, [((*place, "target_modules"), text) for place, text in unmatched.items() if text])
+        plan["hooks"] = [_spec_row(spec, model) for spec in specs.values()]
+    if options.json:
+        tell_json("check", plan | {"warnings": warned})
+        return DONE
+    tell_plan("check", plan, as_json=False)
+    for text in warned:
+        tell(f"warning: {text}")
+    summary = f", but see the {counted(len(warned), 'warning')} above" if warned else ""
+    tell(f"{options.config}: nothing is wrong with it{summary}.")
+    return DONE
+
+
+def _of_run(path: str, plan: dict[str, Any]) -> tuple[dict[KeyPath, HookSpec], Places]:
+    """Read a run file as a run does before it trains; add what it means to the plan; return its specs."""
+    from hookline.runs.build import hook_names
+    from hookline.runs.find import make_config
+    from hookline.runs.read import read
+
+    run, found, *_ = read([path])
+    if found is None:
+        plan["command"] = shlex.join(run.command)
+    else:
+        config = make_config(run, found)
+        plan |= {"experiment": found.name, "strategies": found.chosen(run.strategy)}
+        plan["config"] = {} if config is None else to_plain(vars(config))
+    plan["lifecycle_hooks"] = hook_names(run, found)
+    return {("specs", place): spec for place, spec in enumerate(run.specs)}, run.places
+
+
+def _of_switch(settings: Mapping[str, Any], plan: dict[str, Any]) -> list[str]:
+    """Warn if the hooks of a server's settings are switched off; add to the plan what is not looked at."""
+    others = [str(key) for key in settings if key not in ("$schema", "enable_hooks", "hooks", "forward_hooks")]
+    switch, hooks = settings.get("enable_hooks"), settings.get("hooks")
+    plan["unchecked"] = others
+    if switch and not hooks:
+        return ["enable_hooks=True but no 'hooks' specified in server_args."]
+    if hooks and switch is False:
+        return ["enable_hooks is false: none of 'hooks' is attached."]
+    if hooks and not switch and others:  # it has more than hooks, so that it is for --server-args
+        return ["a server attaches none of 'hooks' unless its settings say enable_hooks: true."]
+    return []
+
+
+def _why_unmatched(model: Any, spec: HookSpec, path: str) -> str:
+    """Return why a pattern of ``spec`` matches nothing; empty if each matches something, or there is no model."""
+    from hookline.specs.apply_specs import find_sites
+
+    if model is None or not spec.enabled:
+        return ""
+    try:
+        find_sites(model, spec, strict=True)
+    except NoMatchError as error:
+        return shell_text(error, path)
+    except HooklineError as error:  # what cannot be hooked there, whatever its name
+        return str(error)
+    return ""
+
+
+def _spec_row(spec: HookSpec, model: Any) -> dict[str, Any]:
+    from hookline.specs.apply_specs import find_sites
+
+    matches = "(not enabled)" if not spec.enabled else "(no --model given)"
+    if spec.enabled and model is not None:
+        sites = find_sites(model, spec)
+        matches = "nothing" if sites is None else ", ".join(name or "(the model)" for name in sites.names)
+    return {"name": spec.name, "on": str(spec.on), "target_modules": list(spec.target_modules), "matches": matches}
+
+
+# -- schema: what may be in a file -----------------------------------------------------------------------------
+
+
+_DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
+
+
+@dataclass
+class SchemaOptions:
+    """Print the JSON schema of a file that hookline reads, for editors.
+
+    Examples:
+      hookline schema > run.schema.json
+      hookline schema server > server.schema.json     # in server.json: "$schema": "server.schema.json"
+    """
+
+    file: Annotated[Literal["run", "hooks", "server"], Show("[run|hooks|server]", is_word=True)] = "run"
+    """A run file, a list of hooks on modules, or the settings of a server (enable_hooks, hooks, forward_hooks)."""
+
+
+def schema(arguments: Sequence[str]) -> int:
+    """Print the schema."""
+    options = parse(SchemaOptions, arguments, "schema")
+    tell(json.dumps(schema_of(options.file), indent=2))
+    return DONE
+
+
+def schema_of(what: str) -> dict[str, Any]:
+    """Return the schema of a run file ("run"), a list of hooks on modules ("hooks") or a server's settings."""
+    from pydantic import TypeAdapter
+
+    from hookline.runs.documents import ServerFile
+    from hookline.runs.run import Run
+    from hookline.specs.hook_spec import HookSpec
+
+    if what == "hooks":
+        return {"$schema": _DIALECT, "title": "Hooks on modules", **TypeAdapter(list[HookSpec]).json_schema()}
+    if what == "server":
+        return {"$schema": _DIALECT, **ServerFile.model_json_schema()}
+    found = Run.model_json_schema()
+    for name, one in found["properties"].items():  # null is the same as nothing
+        found["properties"][name] = {"anyOf": [one, {"type": "null"}], "description": one.get("description", "")}
+    found["properties"]["$schema"] = {"type": "string", "description": "Where this schema is, for editors."}
+    return {"$schema": _DIALECT, **found}
+
+
+# -- report: the page of runs ----------------------------------------------------------------------------------
+
+
+_PAGE_EVERY: Final = 5.0
+"""Seconds from one page of ``--live`` to the next, and until a page loads itself anew."""
+_LOOK_EVERY: Final = 0.5
+"""Seconds from one look for a folder that is not there yet to the next."""
+
+
+@dataclass
+class ReportOptions:
+    """Make one HTML page of one or more runs; several are compared.
+
+    Examples:
+      hookline report runs/mod_arithmetic/random
+      hookline report runs/mod_arithmetic                     # all runs in it
+      hookline report runs/mod_arithmetic/random runs/mod_arithmetic/stride -o compared.html --open
+      hookline report --live runs/mod_arithmetic              # while they go on
+    """
+
+    runs: Annotated[tuple[str, ...], Show("RUN ...", is_word=True)]
+    """Folders of runs, or folders that hold runs."""
+    output: Annotated[str | None, Show("FILE", short="-o")] = None
+    """Where the page goes; report.html in the first folder if left out."""
+    open: bool = False
+    """Show it in the browser."""
+    live: bool = False
+    """Write the page again every few seconds while the runs go on; it loads itself anew. Waits for a run to begin."""
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Make the page, and print where it is."""
+    options = parse(ReportOptions, arguments, "report")
+    if not options.runs:
+        raise OptionError("hookline report needs the folder of a run: hookline report runs/EXPERIMENT/STRATEGY.")
+    if options.live:
+        page = _follow(options)
+    else:
+        page = _write_report([_run_or_folder(run) for run in options.runs], options)
+        _tell_page(page, options)
+    for line in [] if page is None else page.found:  # beside the path, which a shell may take
+        print(f"  {line}", file=sys.stderr)
+    return DONE
+
+
+def _write_report(runs: Sequence[str | Path], options: ReportOptions, *, live: float = 0.0) -> WrittenPage:
+    from hookline.report.report_page import write_page
+
+    return write_page(runs, options.output, live=live)
+
+
+def _tell_page(page: WrittenPage, options: ReportOptions) -> None:
+    tell(str(page.path))
+    if options.open:
+        webbrowser.open(page.path.resolve().as_uri())
+
+
+def _follow(options: ReportOptions) -> WrittenPage | None:
+    """Write the page again and again, until all runs have ended or Ctrl-C; the last one does not load itself anew."""
+    page = None
+    try:
+        _wait_for(options.runs)
+        while page is None or not page.is_over:
+            began, is_first = time.monotonic(), page is None
+            page = _write_report(options.runs, options, live=_PAGE_EVERY)
+            if is_first:
+                _tell_page(page, options)
+                tell(f"It is written every {_PAGE_EVERY:g} seconds. Ctrl-C ends that.")
+            time.sleep(0 if page.is_over else max(_PAGE_EVERY, 9 * (time.monotonic() - began)))  # a tenth of one core
+    except KeyboardInterrupt:
+        tell("Ended.")
+        return None if page is None else _write_report(options.runs, options)
+    return page
+
+
+def _wait_for(runs: Sequence[str]) -> None:
+    """Wait until all folders are there."""
+    missing = [run for run in runs if not Path(run).exists()]
+    if missing:
+        print(f"Waiting for {', '.join(missing)}; Ctrl-C ends that.", file=sys.stderr)
+    while not all(Path(run).exists() for run in missing):
+        time.sleep(_LOOK_EVERY)
+
+
+def _run_or_folder(path: str) -> Path:
+    """Return the folder of the run at ``path``, or ``path`` itself if it holds several runs."""
+    from hookline.report.report_runs import find_runs
+
+    folder = Path(path)
+    return folder if folder.is_dir() and len(find_runs([folder])) > 1 else run_folder(folder)
+
+
+# -- compare: where two runs part ------------------------------------------------------------------------------
+
+
+@dataclass
+class CompareOptions:
+    """Find where two runs part, and whether that is rounding or a bug.
+
+    Exit codes: 0 the same within the thresholds (or rounding), 1 they differ, 2 they cannot be compared.
+
+    Examples:
+      hookline compare trace_a trace_b
+      hookline compare trace_a trace_b --noise trace_float64 --html compared.html
+      hookline compare trace_a trace_b --threshold 'layers.#.mlp=1e-3' --threshold 'lm_head=max_abs:0.1' --json
+      hookline compare one_gpu two_gpus --dims '*.q_proj=b s h[tp]'
+    """
+
+    a: Annotated[str, Show("A", is_word=True)]
+    """The reference: the folder of a trace, a safetensors file, or a folder of .npy files."""
+    b: Annotated[str, Show("B", is_word=True)]
+    """The run in question."""
+    atol: Annotated[float | None, Show("NUMBER")] = None
+    """Allow each number to differ by this much."""
+    rtol: Annotated[float | None, Show("NUMBER")] = None
+    """Allow each number to differ by this part of it."""
+    threshold: Annotated[tuple[str, ...], Show("PATTERN=BOUND ...")] = ()
+    """Bounds for sites: a relative error, or MEASURE:NUMBER[,…] with rel, rel_diff, max_abs or mean_abs."""
+    noise: Annotated[tuple[str, ...], Show("PATH ...")] = ()
+    """Other traces of A that differ by rounding alone (float64, repeated, permuted): what is noise at each site."""
+    dims: Annotated[tuple[str, ...], Show("[PATTERN=]DIMS ...")] = ()
+    """How tensors lie on ranks, such as 'b s h[tp] d', for all sites or for those that a pattern matches."""
+    mesh: Annotated[tuple[str, ...], Show("AXIS=RANKS ...")] = ()
+    """How many ranks each axis of --dims has, the outermost first."""
+    tensors: bool = False
+    """Compare only what both traces have tensors of; no estimates from fingerprints."""
+    json: bool = False
+    """Print everything as JSON."""
+    html: Annotated[str | None, Show("FILE")] = None
+    """Write a page with a map of layers and calls, which opens from disk."""
+
+
+def compare(arguments: Sequence[str]) -> int:
+    """Print where the runs part; return 0 if they do not, 1 if they do."""
+    options = parse(CompareOptions, arguments, "compare")
+    from hookline.debug.compare.compare import compare as compare_runs
+    from hookline.debug.compare.judge import parse_thresholds
+
+    try:
+        found = compare_runs(
+            options.a,
+            options.b,
+            atol=options.atol,
+            rtol=options.rtol,
+            thresholds=parse_thresholds(options.threshold),
+            noise=list(options.noise) or None,
+            dims=_dims(options.dims),
+            mesh=_mesh(options.mesh),
+            tensors_only=options.tensors,
+        )
+    except HooklineError as error:
+        if all((Path(path) / LOG).exists() for path in (options.a, options.b)):
+            runs = shlex.join([options.a, options.b])
+            raise OptionError(f"These are runs, not traces. Side by side: hookline report {runs}.") from error
+        raise
+    tell_found("compare", found.to_json(), found, as_json=options.json)
+    if options.html is not None:
+        try:
+            page = found.write_html(options.html)
+        except OSError as error:
+            raise OptionError(f"--html {options.html}: the page cannot be written ({error}).") from error
+        if not options.json:
+            tell(f"The page is {page}.")
+    return DONE if found.ok else FAILED
+
+
+def _dims(texts: Sequence[str]) -> Any:
+    """Return one string for all sites, or strings by pattern."""
+    if len(texts) == 1 and "=" not in texts[0]:
+        return texts[0]
+    pairs = [text.partition("=") for text in texts]
+    if not all(sign for _, sign, _ in pairs):
+        raise OptionError("--dims: write one 'b s h[tp] d' for all sites, or PATTERN='b s h[tp] d' for each.")
+    return {pattern: dims for pattern, _, dims in pairs} or None
+
+
+def _mesh(texts: Sequence[str]) -> dict[str, int] | None:
+    found = {}
+    for text in texts:
+        axis, _, size = text.partition("=")
+        if not size.isdecimal():
+            raise OptionError(f"--mesh {text!r}: write AXIS=RANKS, such as dp=2.")
+        found[axis] = int(size)
+    return found or None
+
+
+# -- replay: the records of a run to another sink --------------------------------------------------------------
+
+
+_PATHS: Final = ("filepath", "path", "log_dir", "dir", "tracking_uri")
+"""The arguments of sinks that say where they write."""
+
+
+@dataclass
+class ReplayOptions:
+    """Feed the records of a run to another sink, after the run or while it lasts.
+
+    Examples:
+      hookline replay runs/mod_arithmetic/random --to tensorboard
+      hookline replay runs/mod_arithmetic/random --to csv --into metrics.csv
+      hookline replay runs/mod_arithmetic/random --to wandb --project grokking
+    """
+
+    run: Annotated[str, Show("RUN", is_word=True)]
+    """The folder of a run, or its records.jsonl."""
+    to: Annotated[str, Show("SINK|PKG.MOD:CLASS")]
+    """The sink that gets the records: csv, jsonl, parquet, tensorboard, mlflow, wandb, prometheus, console, memory,
+    or one of your own."""
+    into: Annotated[str | None, Show("PATH")] = None
+    """The file or folder; in the run's folder if left out."""
+    project: Annotated[str | None, Show("PROJECT")] = None
+    """The project, for wandb; the experiment's name if left out."""
+
+
+def replay(arguments: Sequence[str]) -> int:
+    """Feed the records of the run to the sink, and print where they went."""
+    options = parse(ReplayOptions, arguments, "replay")
+    folder = run_folder(options.run)
+    if not (folder / LOG).exists():
+        raise OptionError(f"{folder} has no {LOG}: a run without hooks has no records to replay.")
+    from hookline.records.log import replay as replay_log
+    from hookline.runs.build import known_sink
+
+    cls = known_sink(options.to)
+    sink = cls(**_sink_arguments(cls, options, folder))
+
+    # The contexts of the log name the folder in which the run was made; it may have been moved or copied since.
+    replay_log(folder / LOG, sink, context={"run_dir": str(folder)})
+    into = _written(sink) or options.into or _usual_place(options.to, folder)
+    tell(f"{folder / LOG} is replayed to {options.to}{f', into {into}' if into else ''}.")
+    return DONE
+
+
+def _written(sink: Any) -> str:
+    """Return the files of a sink that tells them: one that was there already is not written over."""
+    return ", ".join(map(str, getattr(sink, "files", ())))
+
+
+def _usual_place(to: str, folder: Path) -> Path | None:
+    """Return the file of ``folder`` that the sink ``to`` has written without ``--into``; None if there is none."""
+    from hookline.runs.run import Sinks
+
+    name = Sinks.FILES.get(to, "").format(strategy=read_run_json(folder).get("strategy", folder.name))
+    return folder / name if name and (folder / name).exists() else None
+
+
+def _sink_arguments(cls: Any, options: ReplayOptions, folder: Path) -> dict[str, Any]:
+    """Return the arguments that make a sink of class ``cls``."""
+    takes = inspect.signature(cls).parameters
+    found: dict[str, Any] = {}
+    if options.into is not None:
+        name = next((name for name in _PATHS if name in takes), None)
+        if name is None:
+            raise OptionError(f"--into: {cls.__name__} does not write to a path; leave it out.")
+        found[name] = _store(options.into) if name == "tracking_uri" else options.into
+    if "project" in takes:
+        found["project"] = options.project or read_run_json(folder).get("experiment", "hookline")
+    elif options.project is not None:
+        raise OptionError(f"--project goes with --to wandb, not with {options.to}.")
+    return found
+
+
+def _store(into: str) -> str:
+    """Return the MLflow store for ``--into``: for a folder, the database in it, as newer versions of MLflow need."""
+    if "://" in into or into.endswith(".db"):
+        return into
+    Path(into).mkdir(parents=True, exist_ok=True)
+    return str(Path(into) / "mlflow.db")
+
+
+# -- new: a file to start from ---------------------------------------------------------------------------------
+
+
+_NEXT: Final = {
+    "experiment": "hookline run {named} --hooks norms --hook-csv",
+    "hook": "hookline run mod_arithmetic --epochs 3 --hooks {named}",
+    "sink": "hookline run mod_arithmetic --epochs 3 --hooks --hook-sink {named}",
+}
+
+
+@dataclass
+class NewOptions:
+    """Write a file to start from: an experiment, a hook or a sink. It runs as it is.
+
+    Examples:
+      hookline new experiment parity.py
+      hookline new hook weight_norm.py
+    """
+
+    kind: Annotated[Literal["experiment", "hook", "sink"], Show(is_word=True)]
+    """What it is."""
+    file: Annotated[str, Show("FILE", is_word=True)]
+    """Where it goes; its name gives the class its name."""
+    force: bool = False
+    """Write over a file that is there."""
+
+
+def new(arguments: Sequence[str]) -> int:
+    """Write the file, and print how to try it."""
+    options = parse(NewOptions, arguments, "new")
+    path, cls = _write_template(options.kind, options.file, force=options.force)
+    tell(f"{path} has the {options.kind} {cls}. Try it:")
+    tell(f"  {_NEXT[options.kind].format(named=shlex.quote(f'{path}:{cls}'))}")
+    return DONE
+
+
+def _write_template(kind: str, file: str, *, force: bool) -> tuple[Path, str]:
+    """Write a template; return its path, and the name of its class."""
+    path = Path(file if file.endswith(".py") else f"{file}.py")
+    name = re.sub(r"\W+", "_", path.stem).strip("_").lower()
+    cls = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+    if keyword.iskeyword(name):
+        raise OptionError(f"{path.name!r} is named after a keyword of Python, {name!r}: take another name.")
+    if not cls.isidentifier():
+        raise OptionError(f"A class cannot be named after {path.name!r}: begin it with a letter.")
+    if path.exists() and not force:
+        raise OptionError(f"{path} is there already; take another name, or --force.")
+    template = importlib.resources.files("hookline.cli").joinpath("templates", f"{kind}.py.txt")
+    text = Template(template.read_text(encoding="utf-8")).substitute(Class=cls, name=name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"{path} cannot be written: {error.strerror}.") from None
+    return path, cls
