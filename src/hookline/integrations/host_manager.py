@@ -29,7 +29,6 @@ __all__ = [
     "ManagerAndSpecs",
     "check_alone",
     "check_callback",
-    "check_once",
     "check_options",
     "check_report_to",
     "hook_names",
@@ -164,15 +163,6 @@ def check_alone(callbacks: Iterable[Any]) -> None:
         raise OptionError(
             f"The Trainer has {count} HooklineCallbacks, or one twice, and takes one. Next: put all hooks into "
             "one: HooklineCallback([first, second])."
-        )
-
-
-def check_once(callback: Any, callbacks: Iterable[Any]) -> None:
-    """Raise if a callback is among those of its trainer more than once: each event would count twice."""
-    if sum(each is callback for each in callbacks) > 1:
-        raise OptionError(
-            "The same HooklineCallback is among the callbacks twice, so every event would count twice. Next: leave "
-            "one out; other hooks go into the same callback, or into another one."
         )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from hookline.errors import HooklineWarning, MissingPackageError
-from hookline.integrations.host_manager import HostLogSink, check_callback, check_once, hook_names, sinks_or_usual
+from hookline.integrations.host_manager import HostLogSink, check_alone, check_callback, sinks_or_usual
 from hookline.integrations.host_run import HostRun
 from hookline.integrations.wrapped import wrapped
 from hookline.messages import caller_stacklevel
@@ -62,8 +62,6 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
 
     Interventions train by ``training_step``; what it logs then is dropped. With manual optimization it makes steps
     itself, so hooks that need a loss are left out.
-
-    A Trainer may have several, with different hooks: their state is saved by the names of the hooks.
 
     Args:
         hooks: Hooks as objects, classes or names (``"norms"``, ``"observers"``); trackers and watches as well.
@@ -123,28 +121,16 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
         if self._made is not None:
             self._made.close()
 
-    @property
-    def state_key(self) -> str:
-        """What Lightning's checkpoints call its state: the class, and the names of the hooks."""
-        hooks, _, options = self._given
-        manager, file = options.get("manager"), options.get("run_file")
-        names = [
-            *hook_names(hooks),
-            *(manager.hooks if manager is not None else ()),
-            *([Path(file).name] if file else ()),
-        ]
-        return f"{type(self).__qualname__}[{', '.join(names)}]"
-
     # -- the run -----------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin a run, or go on with one from a checkpoint."""
-        check_once(self, trainer.callbacks)
+        check_alone(each for each in trainer.callbacks if isinstance(each, HooklineCallback))
         self._end(None)  # of a run that failed
         self._trainer, self._kept = trainer, {}
         if trainer.global_step and getattr(trainer, "ckpt_path", None) and self._steps_before is None:
             warnings.warn(
-                f"There is no state of {self.state_key} in {trainer.ckpt_path}, so hooks begin anew: it was saved "
+                f"There is no state of hooks in {trainer.ckpt_path}, so hooks begin anew: it was saved "
                 "without them, or after an error.",
                 HooklineWarning,
                 stacklevel=caller_stacklevel(),
