@@ -120,7 +120,7 @@ def eager(setting: Setting) -> Iterator[Row]:
     """Prefill and decode under each hook."""
     served, told = Served(setting), {}
     yield from forwards(served, setting, "eager", variants(served, told), 40)
-    print(f"  (export: {told['bytes_per_second'] / 1e6:.0f} MB/s in its thread, {told['dropped']:.0f} dropped)")
+    print(f"  (export: {told['dropped']:.0f} dropped)")
 
 
 def compiled(setting: Setting) -> Iterator[Row]:

@@ -21,8 +21,8 @@ from torch import nn
 from hookline.cli import script
 from hookline.cli.main import main
 from hookline.errors import NoMatchError
+from hookline.integrations.first_step import find_model
 from hookline.integrations.host_facts import arguments_by_name
-from hookline.integrations.model_of_optimizer import find_model
 from hookline.integrations.snapshot_steps import SnapshotSteps
 
 WARM_START = Path(__file__).with_name("warm_start.py")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ __all__ = [
     "Named",
     "Wrapped",
     "exported",
-    "first_layers",
 ]
 
 WIDTH = 8
@@ -67,13 +65,6 @@ class Decoder(nn.Module):
         for layer in self.layers:
             hidden, residual = layer(batch.positions, hidden, batch, residual)
         return hidden + residual
-
-
-def first_layers(model: nn.Module, hook: Any, pattern: str = "layers.*") -> None:
-    """The same loop for a hook that is there already."""
-    for name, module in model.named_modules():
-        if fnmatch.fnmatch(name, pattern):
-            module.register_forward_hook(hook)
 
 
 def exported(

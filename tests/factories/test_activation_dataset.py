@@ -286,11 +286,8 @@ def test_an_export_of_a_served_model_is_read_by_request(tmp_path: Path) -> None:
 
 
 def test_mistakes_of_writers_are_told_before_or_instead_of_a_run(tmp_path: Path) -> None:
-    """A folder that is in use, a sequence without tokens, a size of nothing, a module that is not there."""
+    """A sequence without tokens, a size of nothing, a module that is not there."""
     model = Reader()
-    export_activations(model, "layers.1", SEQUENCES[:1], folder=tmp_path)
-    with pytest.raises(OptionError, match="holds an export already"):
-        export_activations(model, "layers.1", SEQUENCES, folder=tmp_path, resume=False)
     for wrong in (["ab"], [1, 2], [[1.5]]):
         with pytest.raises(OptionError, match="a list of whole numbers"):
             export_activations(model, "layers.1", wrong, folder=tmp_path / "other")  # type: ignore[arg-type]

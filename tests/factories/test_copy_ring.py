@@ -1,7 +1,7 @@
 """Small outputs that are copied into slots and reduced many at a time; the CPU stands for a GPU, without a kernel.
 
-That prepared launches find the numbers of float64 is tested with the kernel; here, that a firing is one copy, that
-reductions are few, and that every number arrives though the output is changed right after.
+That prepared launches find the numbers of float64 is tested with the kernel; here, that every number arrives though
+the output is changed right after.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.factories import activation_stats, copy_ring, small_tensors
+from hookline.factories import activation_stats, copy_ring
 from hookline.factories import streaming_stats as streaming
 from hookline.factories.copy_ring import CopyRing
 from hookline.observe.watch.engine import StatsEngine
@@ -24,38 +24,11 @@ STATS = ["mean", "std", "norm", "min", "max", "absmax", "zero_fraction", "over:1
 CPU = torch.device("cpu")
 
 
-class HostCalls:
-    """Count what a forward asks of the device."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.reduced: list[int] = []
-        self.together: list[int] = []
-        self.at_once = 0
-        take_all, take, copy_all = StatsEngine.take_all, StatsEngine.take, _torch.copy_all
-
-        def counted_all(engine: StatsEngine, tensors: Any) -> None:
-            self.reduced.append(len(tensors))
-            take_all(engine, tensors)
-
-        def counted(engine: StatsEngine, place: Any, tensor: Tensor, scale: Any = None) -> None:
-            self.at_once += 1
-            take(engine, place, tensor, scale)
-
-        def counted_copies(views: list[Tensor], tensors: list[Tensor]) -> None:
-            self.together.append(len(views))
-            copy_all(views, tensors)
-
-        patch.setattr(StatsEngine, "take_all", counted_all)
-        patch.setattr(StatsEngine, "take", counted)
-        patch.setattr(_torch, "copy_all", counted_copies)
-
-
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> HostCalls:
+def behind_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU is taken for a device that works behind the host, and keeps no small tensors of its own."""
     monkeypatch.setattr(streaming, "_READ_AT_ONCE", ())
-    monkeypatch.setattr(small_tensors, "_SMALL", 0)
-    return HostCalls(monkeypatch)
+    monkeypatch.setattr(streaming, "_SMALL", 0)
 
 
 class Layered(nn.Module):
@@ -111,7 +84,8 @@ def check(hook: Any, want: dict[str, Tensor]) -> None:
             assert found[f"{name}/absmax"] == numbers.abs().max()
 
 
-def test_reading_reduces_what_waits_and_reset_drops_it(calls: HostCalls) -> None:
+@pytest.mark.usefixtures("behind_the_host")
+def test_reading_reduces_what_waits_and_reset_drops_it() -> None:
     """Numbers are complete at any moment, and begin anew."""
     model, hook = Layered(), activation_stats({"stats": STATS})
     given = [x.nan_to_num(0.5, 0.5, 0.5) for x in inputs(13)]
@@ -127,7 +101,7 @@ def test_reading_reduces_what_waits_and_reset_drops_it(calls: HostCalls) -> None
 
 
 def ring_of(monkeypatch: pytest.MonkeyPatch, limit: int) -> tuple[CopyRing, StatsEngine]:
-    monkeypatch.setattr(copy_ring, "limit_of", lambda device: limit * copy_ring.SHARE)
+    monkeypatch.setattr(copy_ring, "limit_of", lambda device: limit * copy_ring._SHARE)
     monkeypatch.setattr(copy_ring, "_SMALL_SHARE", 1)
     engine = activation_stats({"stats": STATS})._streaming.engine
     return CopyRing(engine, CPU), engine

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import hookline as hl
 from hookline.factories import Tokens, export, read_export, serving
 from hookline.factories.export_files import Shards
-from hookline.factories.exporting import Export
+from hookline.factories.exporting import Export, ExportOptions
 
 
 class Stuck:
@@ -119,7 +119,7 @@ def test_shards_end_at_their_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_full_queue_drops_and_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a disk that is stuck, a thousand forwards go through, three tensors wait, and the rest is counted."""
     stuck = Stuck(monkeypatch)
-    hook, module = Export(tmp_path, queue_bytes=1200), nn.Identity()
+    hook, module = Export(ExportOptions(tmp_path), queue_bytes=1200), nn.Identity()
     module.register_forward_hook(hook)
     for call in range(1000):
         module(torch.full((100,), float(call)))  # would never return if it waited: nobody lets the disk go

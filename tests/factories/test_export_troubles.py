@@ -24,7 +24,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_shard_loses_that_shard_and_says_
     nap: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two requests for each output, two outputs for each shard: written and dropped are together what came."""
-    monkeypatch.setattr("hookline.factories.export_queue._NAP", nap)
+    monkeypatch.setattr("hookline.factories.exporting._NAP", nap)
     rows = Tokens.padded(("a", "b"), ((1,), (2,)), (0, 0), "decode")
     monkeypatch.setattr("hookline.factories.export_files.SHARD_BYTES", 1600)
     hook, module, written = export({"folder": str(tmp_path)}), nn.Identity(), []

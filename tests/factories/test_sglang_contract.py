@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from helpers_factories import Batch, Decoder, first_layers
+from helpers_factories import Batch, Decoder
 from torch import Tensor
 
-import hookline as hl
-from hookline.factories import activation_stats, export, read_export, steer
+from hookline.factories import export, read_export
 
 
 def extend() -> Batch:
@@ -35,19 +34,6 @@ def hidden_states(model: Decoder, batch: Batch) -> list[tuple[Tensor, Tensor]]:
         hidden, residual = layer.forward(batch.positions, hidden, batch, residual)
         found.append((hidden, residual))
     return found
-
-
-def test_statistics_keep_the_layers_apart_without_being_told_where_they_are() -> None:
-    """One object, six modules, three arguments: each module has its own numbers."""
-    torch.manual_seed(0)
-    model, hook = Decoder(), activation_stats({"stats": ["mean"], "add_residual": True})
-    first_layers(model, hook, "layers.[0-9]")
-    with torch.inference_mode():
-        model(extend())
-        want = [(hidden + residual).mean().item() for hidden, residual in hidden_states(model, extend())]
-    found = hook.to_metrics()
-    assert list(found) == ["Layer.0/mean", "Layer.1/mean", "Layer.2/mean"]
-    assert all(abs(a - b) < 1e-5 for a, b in zip(found.values(), want, strict=True))
 
 
 def test_export_finds_requests_and_tokens_in_the_batch(tmp_path: Path) -> None:
@@ -98,35 +84,3 @@ def test_tokens_of_nobody_knows_whom_are_written_whole(tmp_path: Path) -> None:
     hook.close()
     (record,) = read_export(tmp_path)
     assert (record.request, record.tokens, record.tensor.shape) == (None, (), (4, 8))
-
-
-def test_steer_changes_the_last_token_of_each_request() -> None:
-    """Of tokens in one row, those that end a request; the residual beside it stays."""
-    torch.manual_seed(0)
-    model = Decoder(layers=1)
-    vector = torch.arange(8.0)
-    for batch, rows in ((extend(), [2, 4]), (decode(), [0, 1])):
-        plain, residual = hidden_states(model, batch)[0]
-        handle = model.layers[0].register_forward_hook(steer({"vector": vector.tolist(), "positions": "last"}))
-        with torch.inference_mode():
-            hidden, beside = model.layers[0](batch.positions, model.embed(batch.input_ids), batch, None)
-        handle.remove()
-        want = plain.clone()
-        want[rows] += vector
-        assert torch.allclose(hidden, want)
-        assert torch.equal(beside, residual)
-
-
-def test_hookline_itself_finds_the_batch_too(tmp_path: Path) -> None:
-    """Through register_hooks names are those of the model, and requests those of the batch."""
-    model = Decoder()
-    spec = {"target_modules": ["layers.2"], "hook_factory": "hookline.factories:export"}
-    specs = [{**spec, "config": {"folder": str(tmp_path)}}]
-    with hl.register_hooks(model, specs) as handles, torch.inference_mode():
-        model(decode())
-    (handle,) = handles
-    handle._attachment.hook.close()
-    assert [(each.module, each.request) for each in read_export(tmp_path)] == [
-        ("layers.2", "pool-4"),
-        ("layers.2", "pool-7"),
-    ]

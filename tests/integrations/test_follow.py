@@ -183,34 +183,6 @@ def test_with_the_loader_every_pass_in_training_mode_is_an_epoch() -> None:
     assert means == pytest.approx([sum(loop.losses[:7]) / 7, sum(loop.losses[7:]) / 7])
 
 
-def test_the_same_hook_gets_the_same_numbers_as_in_the_epoch_loop() -> None:
-    loop, memory = Loop(), hl.sinks.MemorySink()
-    with loop.follow(["norms"], sinks=[memory], loader=loop.loader, loop="epoch"):
-        for _ in range(2):
-            for batch in loop.loader:
-                loop.optimizer.zero_grad()
-                loop.loss_fn(loop.model, batch).backward()
-                loop.optimizer.step()
-            loop.scheduler.step()
-    own, reference = Loop(), hl.sinks.MemorySink()
-    experiment = hl.Experiment(own.model, own.optimizer, own.loader, own.loss_fn)
-    with hl.HookManager(["norms", "training_metrics"], sinks=[reference]) as manager:
-        hl.epoch_loop(experiment, epochs=1, manager=manager)
-    first = {name: value for name, value in _by_name(memory).items() if name != "training_metrics/lr"}
-    assert first
-    for name, values in _by_name(reference).items():
-        if name != "training_metrics/lr":
-            assert first[name][: len(values)] == values, name
-
-
-def _by_name(memory: Any) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for record in memory.records:
-        for name, value in record.metrics.items():
-            found.setdefault(name, []).append(value)
-    return found
-
-
 def test_without_a_loader_everything_is_epoch_0_and_the_end_ends_it() -> None:
     loop, seen = Loop(), Seen()
     run = loop.follow([seen])

@@ -92,7 +92,7 @@ def test_another_number_of_ranks_goes_on_with_rank_0_and_is_told(both: list[dict
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     hook = CountsByRank()
     with hl.follow(model, optimizer, [hook], sinks=[]) as run:
-        with pytest.warns(HooklineWarning, match="saved by 2 ranks, and the run goes on with 1.*manager/hooks/counts"):
+        with pytest.warns(HooklineWarning, match="saved by 2 ranks, and the run goes on with 1.*manager"):
             run.load_state_dict(both[0]["followed_loop"]["every"])
         model(torch.ones(3, 4)).sum().backward()
         optimizer.step()

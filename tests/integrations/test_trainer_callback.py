@@ -186,15 +186,6 @@ def test_metrics_go_to_the_trainers_logger(tmp_path: Path) -> None:
     assert not (tmp_path / "hookline").exists()
 
 
-def test_a_run_file_says_which_hooks_and_sinks(tmp_path: Path) -> None:
-    """The file that ``hookline run`` takes: its hooks and sinks are those of the Trainer's run."""
-    (tmp_path / "run.yaml").write_text("experiment: mod_arithmetic\nhooks: [norms]\nsinks: {csv: true}\n")
-    make_trainer(tmp_path, HooklineCallback(run_file=tmp_path / "run.yaml"), num_train_epochs=1).train()
-    header = (tmp_path / "hookline" / "trainer.csv").read_text().splitlines()[0]
-    assert "norms/total_norm" in header
-    assert "training_metrics/loss" in header
-
-
 @pytest.mark.parametrize("policy", ["raise", "warn", "disable"])
 def test_a_hook_that_raises(tmp_path: Path, policy: str) -> None:
     """raise ends the training and leaves nothing on the model; warn and disable let it go on."""

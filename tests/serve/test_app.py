@@ -315,7 +315,7 @@ def test_metrics_are_prometheus_text_and_count_what_happened(server: Any, client
     assert samples["hookline_engine_answer_tokens_total", None] == before + 8
     assert samples["hookline_hook_fired_total", None] == 16
     assert samples["hookline_hook_metric", "dropped"] == 0
-    assert {("hookline_hook_metric", "written_bytes"), ("hookline_hook_metric", "bytes_per_second")} <= set(samples)
+    assert {("hookline_hook_metric", "written_bytes"), ("hookline_hook_metric", "queued_bytes")} <= set(samples)
     assert samples["hookline_http_request_duration_seconds_count", None] > 0
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from hookline.analyses._base import CountingAnalysis, mean_of
-from hookline.factories.routing_counts import RoutingCounts, routing_metrics
+from hookline.factories.moe_statistics import RoutingCounts, routing_metrics
 from hookline.observe.host_values import on_host
 from hookline.phases import During
 from hookline.sites.attach import attach

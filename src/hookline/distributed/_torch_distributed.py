@@ -36,8 +36,8 @@ def own_connection(store: Any) -> Any:
         return None
 
 
-def new_gloo_group(name: str, timeout: timedelta, store: Any, rank: int, size: int) -> Any:
-    """Return a group of all ranks over gloo that only ranks which ask for the same ``name`` connect to.
+def new_gloo_group(timeout: timedelta, store: Any, rank: int, size: int) -> Any:
+    """Return a group of all ranks over gloo that only ranks which ask for hookline's connect to.
 
     ``torch.distributed.new_group`` numbers groups by the order of the calls. Ranks that ask for different groups at
     the same moment would be connected to each other, and gloo ends the process when sizes do not match.
@@ -46,7 +46,7 @@ def new_gloo_group(name: str, timeout: timedelta, store: Any, rank: int, size: i
     """
     if store is None or not hasattr(dist, "ProcessGroupGloo"):
         return dist.new_group(backend="gloo", timeout=timeout)
-    own: Any = distributed_c10d.PrefixStore(f"hookline/{name}", store)
+    own: Any = distributed_c10d.PrefixStore("hookline", store)
     gloo = dist.ProcessGroupGloo(own, rank, size, timeout)
     group = dist.ProcessGroup(own, rank, size)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)

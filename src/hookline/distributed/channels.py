@@ -1,28 +1,31 @@
 """Connect all ranks for hookline's own exchange, and name the ranks that did not come.
 
-`ranks` and `exchange` call it. There are two gloo groups for each process group of torch, one for objects and one for
-numbers, so that nothing of hookline waits for, or is mistaken for, a collective of the training. They are made by all
-ranks when they first need them, and still work when the process group has been destroyed.
+`ranks` calls it. There is a gloo group for each process group of torch, so that nothing of hookline waits for, or is
+mistaken for, a collective of the training. It is made by all ranks when they first need it, and still works when the
+process group has been destroyed.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch.distributed as dist
-from torch import Tensor
 
 from hookline.distributed import _torch_distributed
-from hookline.distributed.long_waits import LongWaits
 from hookline.errors import ConfigError, RankError
 
-__all__ = ["Channel", "Connections", "ConnectionsInUse", "connections", "reaching", "stop_reaching"]
+__all__ = ["Connections", "ConnectionsInUse", "connections", "reaching", "stop_reaching"]
+
+logger = logging.getLogger(__name__)
 
 _TIMEOUT: Final = "HOOKLINE_RANK_TIMEOUT"
 _DEFAULT_TIMEOUT: Final = 600.0
@@ -40,100 +43,46 @@ _WAIT_AT_EXIT: Final = 60.0
 they wait for it too, so it must not wait for long."""
 
 
-class Channel:
-    """All ranks, connected for one purpose."""
-
-    def __init__(self, owner: Connections, group: Any) -> None:
-        self._owner = owner
-        self._group = group
-
-    def gather(self, value: Any, what: str) -> list[Any]:
-        """Return the ``value`` of every rank, by rank."""
-        if self._owner.is_fake:
-            return [value] * self._owner.size
-        found: list[Any] = [None] * self._owner.size
-        try:
-            with self._owner.waits.at(what):
-                dist.all_gather_object(found, value, group=self._group)
-        except _FAILURES as error:
-            raise self._owner.missing(what, error) from error
-        return found
-
-    def broadcast(self, value: Any, rank: int, what: str) -> Any:
-        """Return the ``value`` of one rank."""
-        box = [value]
-        try:
-            with self._owner.waits.at(what):
-                dist.broadcast_object_list(box, group=self._group, group_src=rank)
-        except _FAILURES as error:
-            raise self._owner.missing(what, error) from error
-        return box[0]
-
-    def reduce(self, added: Tensor, kept: Tensor, what: str) -> None:
-        """Put the sums over ranks in the place of ``added``, and the largest in the place of ``kept``.
-
-        Both have the same sizes on all ranks, whatever each of them is doing: gloo ends the process if they have not.
-        """
-        try:
-            # Both are under way at once: the second waits for no answer to the first.
-            works = [
-                dist.all_reduce(numbers, op=op, group=self._group, async_op=True)
-                for numbers, op in ((kept, dist.ReduceOp.MAX), (added, dist.ReduceOp.SUM))
-            ]
-            with self._owner.waits.at(what):
-                for work in works:
-                    if work is not None:  # the fake process group returns none
-                        work.wait()
-        except _FAILURES as error:
-            raise self._owner.missing(what, error) from error
-
-
 class Connections:
-    """The channels of one process group, and why they are broken, if they are."""
+    """All ranks of one process group, connected; and why they are no more, if that is so."""
 
     def __init__(self) -> None:
         self.world: Any = dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.is_fake = dist.get_backend() == "fake"
-        """Whether this is torch's stand-in for many ranks, where nobody answers."""
-        self.width = (0, 0)
-        """How many numbers are added, and how many kept, in every reduction: as many as the widest exchange has. It
-        changes when ranks agree on names, on all of them at once."""
+        self._is_fake = dist.get_backend() == "fake"  # torch's stand-in for many ranks, where nobody answers
         self._store = _torch_distributed.default_store()
-        self._channels: dict[str, Channel] = {}
+        self._group: Any = None
         self._broken = ""
         own, seconds = _torch_distributed.own_connection(self._store), min(_LONG_WAIT, timeout_seconds() / 2)
-        self.waits = LongWaits(own, self.rank, self.size, seconds)
+        self._waits = _LongWaits(own, self.rank, self.size, seconds)
 
-    def channel(self, name: Literal["gather", "reduce"], what: str) -> Channel:
-        """Return one of the two channels; connect it the first time, which all ranks have to do."""
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Return the ``value`` of every rank, by rank; the first call connects them."""
         if self._broken:
             raise RankError(f"The ranks have lost each other before: {self._broken}")
-        found = self._channels.get(name)
-        if found is None:
-            found = self._channels[name] = Channel(self, self._connect(name, what))
+        if self._is_fake:
+            return [value] * self.size
+        found: list[Any] = [None] * self.size
+        try:
+            with self._waits.at(what):
+                if self._group is None:
+                    limit = timedelta(seconds=timeout_seconds())
+                    self._group = _torch_distributed.new_gloo_group(limit, self._store, self.rank, self.size)
+                dist.all_gather_object(found, value, group=self._group)
+        except _FAILURES as error:
+            raise self._missing(what, error) from error
         return found
 
-    def _connect(self, name: str, what: str) -> Any:
-        if self.is_fake:  # nobody is there to connect to
-            return self.world
-        limit = timedelta(seconds=timeout_seconds())
-        try:
-            with self.waits.at(what):
-                return _torch_distributed.new_gloo_group(name, limit, self._store, self.rank, self.size)
-        except RuntimeError as error:
-            raise self.missing(what, error) from error
-
-    def missing(self, what: str, error: BaseException) -> RankError:
+    def _missing(self, what: str, error: BaseException) -> RankError:
         """Tell the others what this rank was doing, and return the error that names those that did not come."""
         doing = self._exchange_last_words(what)
         missing = [rank for rank in range(self.size) if rank not in doing]
         if not missing:
-            text = f"Ranks waited for each other at different places: {at_places(doing)}."
-            advice = SAME_CALLS
+            text = f"Ranks waited for each other at different places: {_at_places(doing)}."
+            advice = "Every rank has to make the same calls in the same order."
         else:
             absent = ", ".join(map(str, missing))
-            text = f"Rank {absent} did not come within {timeout_seconds():g} s: {at_places(doing)}."
+            text = f"Rank {absent} did not come within {timeout_seconds():g} s: {_at_places(doing)}."
             advice = (
                 "Look at the log of the missing rank for its own error; every rank has to make this call. A slow rank "
                 f"gets more time by {_TIMEOUT}=seconds."
@@ -143,14 +92,14 @@ class Connections:
 
     def note_end(self, run: str) -> None:
         """Tell the others, who may look, that this rank ends ``run``."""
-        if self._store is not None and not self.is_fake:
+        if self._store is not None and not self._is_fake:
             with suppress(RuntimeError, OSError):  # the rank that holds the store is gone
                 self._store.set(_end_key(run, self.rank), "1")
 
     def wait_for_ends(self, run: str) -> list[int]:
         """Wait until all ranks end ``run``, for a minute at most; return the ranks that do not."""
         waiting = [rank for rank in range(self.size) if rank != self.rank]
-        if self._store is None or self.is_fake:
+        if self._store is None or self._is_fake:
             return []
         deadline = time.monotonic() + min(_WAIT_AT_EXIT, timeout_seconds())
         with suppress(RuntimeError, OSError):
@@ -182,11 +131,7 @@ class Connections:
         return doing
 
 
-SAME_CALLS: Final = "Every rank has to make the same calls in the same order."
-
-
-def at_places(doing: dict[int, str]) -> str:
-    """Return what each rank was doing, in words."""
+def _at_places(doing: dict[int, str]) -> str:
     return "; ".join(f"rank {rank} was at {each!r}" for rank, each in sorted(doing.items()))
 
 
@@ -253,3 +198,80 @@ def _end_key(run: str, rank: int) -> str:
 
 def _word_key(rank: int) -> str:
     return f"hookline/last words/{rank}"
+
+
+# -- long waits -------------------------------------------------------------------------------------------------
+
+_LOOKS: Final = 10
+"""How often the thread looks, in the time after which a wait is long."""
+
+
+class _LongWaits:
+    """Tell of each wait that is longer than some seconds, once.
+
+    Recipe: ``with waits.at("watch of Net"): dist.all_reduce(...)``.
+
+    Args:
+        store: A connection to the store of the ranks that nothing else waits on; None: the ranks are not named.
+        rank: This rank.
+        size: How many ranks there are.
+        seconds: What a long wait is. A rank that has waited half as long writes that down for the others.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, seconds: float) -> None:
+        self._store, self._rank, self._size, self._seconds = store, rank, size, seconds
+        self._now: tuple[float, str] | None = None
+        """When the wait under way began, and what it is at."""
+        self._noted: tuple[float, str] | None = None
+        self._told: tuple[float, str] | None = None
+        self._has_thread = False
+
+    @contextmanager
+    def at(self, what: str) -> Iterator[None]:
+        """Wait for other ranks in the block."""
+        if not self._has_thread:
+            self._has_thread = True
+            every = self._seconds / _LOOKS
+            threading.Thread(
+                target=_watch_clock, args=(weakref.ref(self), every), daemon=True, name="hookline waits"
+            ).start()
+        self._now = (time.monotonic(), what)
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def look(self) -> None:
+        """Write down that this rank waits, and tell for whom; the thread calls it."""
+        now = self._now
+        waited = 0.0 if now is None else time.monotonic() - now[0]
+        with suppress(RuntimeError, OSError):  # the rank that holds the store is gone
+            if self._noted not in (None, now):
+                self._noted = None
+                self._store.delete_key(_wait_key(self._rank))
+            if now is not None and waited > self._seconds / 2 and self._noted is None and self._store is not None:
+                self._store.set(_wait_key(self._rank), now[1])
+                self._noted = now
+            if now is not None and waited > self._seconds and self._told is not now:
+                self._told = now
+                logger.warning(
+                    "Rank %d has waited %.0f s at %r for %s. Every rank has to make this call: look for an `if rank == "
+                    "0:` around it. For the numbers of one rank alone: to_metrics(local=True).",
+                    self._rank, waited, now[1], self._absent(),
+                )  # fmt: skip
+
+    def _absent(self) -> str:
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        absent = [rank for rank in others if self._store is not None and not self._store.check([_wait_key(rank)])]
+        return f"rank {', '.join(map(str, absent))}" if absent else "the other ranks"
+
+
+def _wait_key(rank: int) -> str:
+    return f"hookline/waiting/{rank}"
+
+
+def _watch_clock(waits: weakref.ref[_LongWaits], every: float) -> None:
+    while (found := waits()) is not None:
+        found.look()
+        del found
+        time.sleep(every)

@@ -50,7 +50,7 @@ def gather_objects(value: Any, *, what: str) -> list[Any]:
     """
     if not is_distributed():
         return [value]
-    found = connections().channel("gather", what).gather((what, value), what)
+    found = connections().gather((what, value), what)
     doing = [each for each, _ in found]
     if len(set(doing)) > 1:
         others = tuple(rank for rank, each in enumerate(doing) if each != doing[0])

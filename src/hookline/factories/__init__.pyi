@@ -1,8 +1,8 @@
 """The public names of ``hookline.factories``, each with the module it lives in."""
 
-from hookline.factories.activation_dataset import ActivationDataset as ActivationDataset
 from hookline.factories.activation_statistics import activation_stats as activation_stats
 from hookline.factories.alarm import nan_alarm as nan_alarm
+from hookline.factories.export_files import ActivationDataset as ActivationDataset
 from hookline.factories.export_files import read_export as read_export
 from hookline.factories.export_run import ExportedRun as ExportedRun
 from hookline.factories.export_run import export_activations as export_activations

@@ -11,12 +11,13 @@ import re
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import OptionError
-from hookline.factories.factory_hook import checked_options, choice, path, tried_by, whole, yes_or_no
-from hookline.factories.served_batch import STAGES, only_in_stage
+from hookline.factories.factory_hook import read_options, tried_by
+from hookline.factories.served_batch import Stage, only_in_stage
 from hookline.factories.streaming_stats import StreamedModule, Streaming, StreamingObserver
 from hookline.observe.watch.row import Layout, as_metrics, table_of
 
@@ -27,24 +28,44 @@ __all__ = ["ActivationStats", "activation_stats"]
 
 logger = logging.getLogger("hookline.factories.activation_stats")
 
-_NAME: Final = "activation_stats"
-_OPTIONS: Final = {
-    "stats": None,
-    "every": 1,
-    "phase": "both",
-    "log_every": None,
-    "file": None,
-    "add_residual": False,
-}
 _COUNTS: Final = ("nonfinite", "nan", "inf")
 _DUE: Final = re.compile(r"\s*(\d+(?:\.\d*)?)\s*(s|seconds?|forwards?)?\s*")
 
 
+@dataclass(frozen=True)
+class StatsOptions:
+    """The config of ``activation_stats``."""
+
+    stats: Any = None
+    every: int = 1
+    phase: Stage = "both"
+    log_every: Any = None
+    file: Path | None = None
+    add_residual: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """The statistics that are asked for."""
+        if self.stats is not None and not isinstance(self.stats, str | list | tuple):
+            raise OptionError(f"activation_stats: stats is a list of names such as 'mean', got {self.stats!r}.")
+        return Layout.of(tuple(self.stats) if isinstance(self.stats, list) else self.stats)
+
+    @property
+    def due(self) -> tuple[float, bool]:
+        """How much has to pass between two lines, and whether that is forwards, not seconds."""
+        if self.log_every is None:
+            return float("inf"), True
+        found = None if isinstance(self.log_every, bool) else _DUE.fullmatch(str(self.log_every))
+        if found is None or not float(found[1]):
+            raise OptionError(
+                f"activation_stats: log_every is a number of seconds, or '500 forwards'; got {self.log_every!r}."
+            )
+        return float(found[1]), bool(found[2]) and found[2].startswith("f")
+
+
 def _try(config: Mapping[str, Any]) -> ActivationStats:
     """Check a config without opening the file."""
-    if config.get("file") is not None:
-        path(_NAME, "file", config["file"])
-    return activation_stats({**config, "file": None})
+    return _make(replace(read_options("activation_stats", StatsOptions, config), file=None))
 
 
 @tried_by(_try)
@@ -65,46 +86,27 @@ def activation_stats(config: Mapping[str, Any] | None = None) -> ActivationStats
             if there is one, else to the log; it waits for the device once. ``add_residual``: of an output that is a
             pair of tensors of one shape, as SGLang's layers give, look at their sum.
     """
-    options = checked_options(_NAME, config, _OPTIONS)
-    stats = options["stats"]
-    if stats is not None and not isinstance(stats, str | list | tuple):
-        raise OptionError(f"{_NAME}: stats is a list of names such as 'mean', got {stats!r}.")
-    file = None if options["file"] is None else path(_NAME, "file", options["file"])
-    stage = choice(_NAME, "phase", options["phase"], STAGES)
-    return only_in_stage(ActivationStats, stage)(
-        Layout.of(stats if stats is None or isinstance(stats, str) else tuple(stats)),
-        every=whole(_NAME, "every", options["every"]),
-        due=None if options["log_every"] is None else _due(options["log_every"]),
-        file=file,
-        add_residual=yes_or_no(_NAME, "add_residual", options["add_residual"]),
+    return _make(read_options("activation_stats", StatsOptions, config))
+
+
+def _make(options: StatsOptions) -> ActivationStats:
+    log = None if options.log_every is None and options.file is None else _StatsLog(options)
+    return only_in_stage(ActivationStats, options.phase)(
+        options.layout, every=options.every, log=log, add_residual=options.add_residual
     )
-
-
-def _due(value: Any) -> tuple[float, bool]:
-    """Return how much has to pass between two lines, and whether that is forwards, not seconds."""
-    found = None if isinstance(value, bool) else _DUE.fullmatch(str(value))
-    if found is None or not float(found[1]):
-        raise OptionError(f"{_NAME}: log_every is a number of seconds, or '500 forwards'; got {value!r}.")
-    return float(found[1]), bool(found[2]) and found[2].startswith("f")
 
 
 class ActivationStats(StreamingObserver[StreamedModule]):
     """Keep the statistics of all modules that one ``activation_stats`` is on, also after removal."""
 
-    name = _NAME
+    name = "activation_stats"
 
     def __init__(
-        self,
-        layout: Layout,
-        *,
-        every: int = 1,
-        due: tuple[float, bool] | None = None,
-        file: Path | None = None,
-        add_residual: bool = False,
+        self, layout: Layout, *, every: int = 1, log: _StatsLog | None = None, add_residual: bool = False
     ) -> None:
         super().__init__(Streaming(layout), StreamedModule, every=every, add_residual=add_residual)
         self._ended = 0
-        self._log = None if due is None and file is None else _StatsLog(due, file)
+        self._log = log
 
     @property
     def forwards(self) -> int:
@@ -155,15 +157,15 @@ class ActivationStats(StreamingObserver[StreamedModule]):
 class _StatsLog:
     """Write the lines of one hook, and keep when the next is due."""
 
-    def __init__(self, due: tuple[float, bool] | None, file: Path | None) -> None:
-        self._after, self._by_forwards = due or (float("inf"), True)
-        self._path = file
+    def __init__(self, options: StatsOptions) -> None:
+        self._after, self._by_forwards = options.due
+        self._path = options.file
         self._file: LineFile | None = None
         self._lock = threading.Lock()
         self._last_time = time.monotonic()
         self._last_forward = 0
         self._failed = False
-        if file is not None:
+        if self._path is not None:
             self._opened()  # a path that cannot be written is an error now, not in the middle of a run
 
     def is_due(self, forwards: int) -> bool:

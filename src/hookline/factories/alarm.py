@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
 from hookline.errors import NonFiniteError
-from hookline.factories.factory_hook import checked_options, choice, tried_by, whole
+from hookline.factories.factory_hook import read_options, tried_by
 from hookline.factories.served_batch import shape_of
 from hookline.factories.streaming_stats import Gathered, StreamedModule, Streaming, StreamingObserver
 from hookline.observe.tokens import current_tokens
@@ -28,13 +29,19 @@ __all__ = ["NanAlarm", "nan_alarm"]
 
 logger = logging.getLogger("hookline.factories.nan_alarm")
 
-_NAME: Final = "nan_alarm"
-_OPTIONS: Final = {"every": 1, "action": "log"}
 _CPU: Final = torch.device("cpu")
 _PAUSE: Final = 0.1
 """Seconds between two reads of a GPU's counts: each is a small launch and a copy."""
 _MOST_NAMES: Final = 4
 """Requests that a line names."""
+
+
+@dataclass(frozen=True)
+class AlarmOptions:
+    """The config of ``nan_alarm``."""
+
+    every: int = 1
+    action: Literal["log", "raise"] = "log"
 
 
 @tried_by()
@@ -52,9 +59,7 @@ def nan_alarm(config: Mapping[str, Any] | None = None) -> NanAlarm:
         config: ``every``: look at each n-th call of a module. ``action``: ``"log"``; or ``"raise"``, which raises
             `NonFiniteError` out of the forward, and for that waits for the device at every call.
     """
-    options = checked_options(_NAME, config, _OPTIONS)
-    action = choice(_NAME, "action", options["action"], ("log", "raise"))
-    return NanAlarm(every=whole(_NAME, "every", options["every"]), raises=action == "raise")
+    return NanAlarm(read_options("nan_alarm", AlarmOptions, config))
 
 
 class _AlarmModule(StreamedModule):
@@ -96,14 +101,14 @@ class _RowsOnTheWay:
 class NanAlarm(StreamingObserver[_AlarmModule]):
     """Watch all modules that one ``nan_alarm`` is on."""
 
-    name = _NAME
+    name = "nan_alarm"
 
-    def __init__(self, *, every: int = 1, raises: bool = False) -> None:
+    def __init__(self, options: AlarmOptions) -> None:
+        self._raises = options.action == "raise"
         # On a CPU each output is read in its call, and small ones are not kept.
-        streaming = Streaming(Layout.of("nonfinite"), keeps=not raises, keeps_small=False)
-        super().__init__(streaming, _AlarmModule, every=every)
-        self._raises = raises
-        if raises:
+        streaming = Streaming(Layout.of("nonfinite"), keeps=not self._raises, keeps_small=False)
+        super().__init__(streaming, _AlarmModule, every=options.every)
+        if self._raises:
             self.summary = None  # it raises out of the call of the module, in compiled code too
         self._sent: dict[torch.device, _RowsOnTheWay] = {}
         self._next = 0.0

@@ -23,14 +23,14 @@ from hookline.sites import _torch
 if TYPE_CHECKING:
     from hookline.observe.watch.engine import StatsEngine
 
-__all__ = ["SHARE", "SLOT_KINDS", "CopyRing"]
+__all__ = ["SLOT_KINDS", "CopyRing"]
 
 SLOTS: Final = 8
 """Firings of a module between two reductions. Each has a row of its own, as two programs must not add to the same one
 at a time. For 12 layers a reduction takes the host 60 µs on an H200: 8 µs a forward."""
 SLOT_KINDS: Final = tuple(f"slot {number}" for number in range(SLOTS))
 """The kinds of the places of a module's slots."""
-SHARE: Final = 16
+_SHARE: Final = 16
 """Of what `limit_of` gives, one part in so many may be held: 1/1024 of the GPU's memory, 140 MiB on an H200."""
 _SMALL_SHARE: Final = 256
 """Of that, an output has one part in so many at most: 560 KiB on an H200, a batch of 64 tokens of width 4096."""
@@ -66,7 +66,7 @@ class CopyRing:
     def __init__(self, engine: StatsEngine, device: torch.device) -> None:
         self._engine = engine
         self._index = -1 if device.index is None else device.index
-        self._limit = limit_of(device) // SHARE
+        self._limit = limit_of(device) // _SHARE
         self.largest = self._limit // _SMALL_SHARE
         """The bytes of the largest output that is taken."""
         self._streams = streams_of(device)

@@ -1,38 +1,43 @@
 """Write and read the files of an export: safetensors shards that appear whole, and an index of what is in them.
 
-`ExportQueue` calls `pieces_of` and `Shards` in its writing thread; users call `read_export`. A shard is held in memory
-until it is written as a whole, and only then its lines go into the index: whatever kills the process, every file is
-whole and every line is true. Nothing is pickled, and nothing that is read is run.
+The thread of ``export`` calls `pieces_of` and `Shards`; users call `read_export`, or make an `ActivationDataset`. A
+shard is held in memory until it is written as a whole, and only then its lines go into the index: whatever kills the
+process, every file is whole and every line is true. Nothing is pickled, and nothing that is read is run.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from hookline.errors import OptionError
 from hookline.files import replace_file
+from hookline.messages import counted
 from hookline.observe.tokens import Tokens
 from hookline.records.log import dumps
 
-if TYPE_CHECKING:
-    from hookline.factories.export_queue import ExportItem
-
 __all__ = [
     "SHARD_BYTES",
+    "ActivationDataset",
+    "ActivationItem",
+    "ExportItem",
+    "ExportPiece",
     "ExportRecord",
     "Shards",
     "WrittenSoFar",
     "can_store",
-    "index_lines",
-    "open_shard",
     "pieces_of",
     "read_export",
     "summary_of",
@@ -55,6 +60,33 @@ def can_store(tensor: Tensor) -> bool:
     return tensor.dtype in _DTYPES
 
 
+@dataclass(slots=True)
+class ExportItem:
+    """One output that is to be written."""
+
+    module: str
+    call: int
+    tensor: Tensor
+    bytes: int
+    rows: Tokens | None
+    wants_last: bool
+    """Whether the last token of each request is wanted alone."""
+    is_last: bool = False
+    """Whether the tensor has that alone."""
+    ready: Any = None
+    """On a GPU, the event after which the copy of the tensor is complete."""
+    is_taken: bool = False
+    """Whether its pieces are in a shard, or have begun to be."""
+
+
+class ExportPiece(NamedTuple):
+    """A tensor of an export, its key, and its line in the index."""
+
+    key: str
+    tensor: Tensor
+    line: dict[str, Any]
+
+
 class Shards:
     """Write the files of one hook into a folder, which several hooks and processes may share."""
 
@@ -72,6 +104,7 @@ class Shards:
         self._held: dict[str, Tensor] = {}
         self._lines: list[bytes] = []
         self._size = 0
+        self._since = float("inf")
 
     @property
     def tensors(self) -> int:
@@ -84,16 +117,17 @@ class Shards:
         return self._bytes + self._size
 
     @property
-    def is_open(self) -> bool:
-        """Return whether there is a shard that is not complete."""
-        return bool(self._held)
+    def age(self) -> float:
+        """Return for how many seconds there has been a shard that is not complete; less than 0 without one."""
+        return time.monotonic() - self._since
 
-    def add(self, key: str, tensor: Tensor, line: dict[str, Any]) -> None:
-        """Hold a tensor, which is on the CPU, until its shard is complete; ``line`` is what the index says of it."""
+    def add(self, piece: ExportPiece) -> None:
+        """Hold a tensor, which is on the CPU, until its shard is complete."""
+        self._since = min(self._since, time.monotonic())
         # A copy: the format refuses tensors that share memory, as the rows of a batch do.
-        self._held[key] = tensor.clone(memory_format=torch.contiguous_format)
-        self._lines.append(dumps({**line, "shard": self._name(), "key": key}) + b"\n")
-        self._size += tensor.numel() * tensor.element_size()
+        self._held[piece.key] = piece.tensor.clone(memory_format=torch.contiguous_format)
+        self._lines.append(dumps({**piece.line, "shard": self._name(), "key": piece.key}) + b"\n")
+        self._size += piece.tensor.numel() * piece.tensor.element_size()
         if self._size >= SHARD_BYTES:
             self.complete()
 
@@ -115,18 +149,13 @@ class Shards:
         self._bytes += self._size
         self._begin()
 
-    def close(self) -> None:
-        """Complete the last shard."""
-        try:
-            self.complete()
-        finally:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Drop a shard that is not complete, and close the index."""
+    def abandon(self) -> tuple[int, int]:
+        """Drop a shard that is not complete, and close the index; return of how many outputs it was, and its bytes."""
+        lost = len({key.rpartition("#")[0] for key in self._held}), self._size
         with contextlib.suppress(OSError):  # what a full disk did not take is tried once more
             self._index.close()
         self._begin()
+        return lost
 
     def _name(self) -> str:
         return _SHARD.format(number=self._number, count=self.count)
@@ -145,17 +174,9 @@ def _claim_number(folder: Path) -> tuple[int, BinaryIO]:
 # -- pieces: an output by request ------------------------------------------------------------------------------------
 
 
-class _ExportPiece(NamedTuple):
-    """A tensor of an export, its key, and its line in the index."""
-
-    key: str
-    tensor: Tensor
-    line: dict[str, Any]
-
-
-def pieces_of(item: ExportItem, tensor: Tensor) -> Iterator[_ExportPiece]:
+def pieces_of(item: ExportItem) -> Iterator[ExportPiece]:
     """Yield the pieces of an output: the tokens of each request; its last, if there is no other; else its row."""
-    rows = item.rows
+    rows, tensor = item.rows, item.tensor
     entries = None if rows is None or item.is_last else rows.by_token(tensor)
     is_by_row = rows is not None and rows.width is not None and tensor.dim() >= 2 and len(tensor) == len(rows.requests)
     if rows is None or (entries is None and not is_by_row):
@@ -194,7 +215,7 @@ def _piece(
     tokens: Sequence[int] = (),
     positions: Sequence[int] = (),
     phase: str | None = None,
-) -> _ExportPiece:
+) -> ExportPiece:
     line = {
         "module": item.module,
         "call": item.call,
@@ -203,7 +224,7 @@ def _piece(
         "positions": list(positions),
         "phase": phase,
     }
-    return _ExportPiece(f"{item.module}#{item.call}#{row}", tensor, line)
+    return ExportPiece(f"{item.module}#{item.call}#{row}", tensor, line)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -241,10 +262,10 @@ def read_export(folder: str | Path) -> Iterator[ExportRecord]:
         raise OptionError(f"read_export({str(folder)!r}): there is no such folder.")
     shard: Any = None
     name = ""
-    for line in index_lines(folder):
+    for line in _index_lines(folder):
         if line["shard"] != name:
             name = line["shard"]
-            shard = open_shard(folder / name)
+            shard = _open_shard(folder / name)
         yield ExportRecord(
             line["module"],
             line["call"],
@@ -256,7 +277,7 @@ def read_export(folder: str | Path) -> Iterator[ExportRecord]:
         )
 
 
-def index_lines(folder: Path) -> Iterator[dict[str, Any]]:
+def _index_lines(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield what the indices of a folder say of each tensor, in the order they were written."""
     for index in sorted(folder.glob("index-*.jsonl")):
         for line in _lines(index):
@@ -269,10 +290,10 @@ def index_lines(folder: Path) -> Iterator[dict[str, Any]]:
 class WrittenSoFar:
     """What the complete files of a folder hold."""
 
-    bytes: int
-    pieces: frozenset[tuple[str, str, int]]
+    bytes: int = 0
+    pieces: frozenset[tuple[str, str, int]] = frozenset()
     """Module, request and first position of every tensor that has them."""
-    begun: dict[tuple[str, str], int]
+    begun: dict[tuple[str, str], int] = field(default_factory=dict)
     """By module and request, the `summary_of` its first tensor."""
 
     def has(self, line: dict[str, Any]) -> bool:
@@ -282,8 +303,8 @@ class WrittenSoFar:
 
 def written_so_far(folder: Path) -> WrittenSoFar:
     """Return what earlier exports have left in a folder; nothing if there is none."""
-    lines = [line for line in index_lines(folder) if line["request"] is not None and line["positions"]]
-    shards = {line["shard"] for line in index_lines(folder)}
+    lines = [line for line in _index_lines(folder) if line["request"] is not None and line["positions"]]
+    shards = {line["shard"] for line in _index_lines(folder)}
     try:
         written = sum(_data_bytes(folder / shard) for shard in shards)
     except OSError as error:
@@ -306,7 +327,7 @@ def summary_of(tokens: Sequence[int], positions: Sequence[int]) -> int:
     return hash((tuple(tokens), tuple(positions)))
 
 
-def open_shard(shard: Path) -> Any:
+def _open_shard(shard: Path) -> Any:
     """Open a complete file; raise if it cannot be read."""
     from safetensors import SafetensorError, safe_open
 
@@ -323,3 +344,109 @@ def _lines(index: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
             except ValueError as error:
                 raise OptionError(f"{index} has a broken line ({error}); it is not as the export wrote it.") from None
+
+
+# -- a dataset of torch --------------------------------------------------------------------------------------------
+
+
+class ActivationItem(TypedDict):
+    """One token of an export."""
+
+    activation: Tensor
+    """(features)"""
+    token: int
+    position: int
+    request: str
+    module: str
+
+
+class ActivationDataset(Dataset[ActivationItem]):
+    """Give the activations of an export, token by token, in the order in which they were written.
+
+    Recipe::
+
+        dataset = ActivationDataset("states", module="model.layers.8")
+        for batch in torch.utils.data.DataLoader(dataset, batch_size=64, shuffle=True, num_workers=2):
+            batch["activation"]  # (64, features); also "token", "position", "request", "module"
+        activations, tokens = dataset.tensors()  # for train_probe
+
+    The index is read when it is made; activations are read from the files one by one, and not kept. Outputs that were
+    not by token are left out.
+
+    Args:
+        folder: What an export has written; files that it is still writing are not seen.
+        module: Which module, by name or pattern; may be left out if there is one.
+        requests: The name of a request or a pattern, or several, to choose among them.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, module: str | None = None, requests: str | Sequence[str] | None = None
+    ) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise OptionError(f"ActivationDataset({str(folder)!r}): there is no such folder.")
+        lines = [line for line in _index_lines(self.folder) if line["positions"] and line["request"] is not None]
+        self.modules = sorted(
+            {line["module"] for line in lines if module is None or fnmatchcase(line["module"], module)}
+        )
+        """The modules that are in it."""
+        self._check_modules(module, sorted({line["module"] for line in lines}))
+        names = [requests] if isinstance(requests, str) else requests
+        self._lines = [
+            line
+            for line in lines
+            if line["module"] in self.modules
+            and (names is None or any(fnmatchcase(line["request"], each) for each in names))
+        ]
+        self._ends = list(accumulate(len(line["positions"]) for line in self._lines))
+        self._shards: dict[str, Any] = {}
+
+    def _check_modules(self, asked: str | None, there: list[str]) -> None:
+        shown = ", ".join(map(repr, there[:6])) + (", …" if len(there) > 6 else "")
+        if not self.modules:
+            what = f"no module {asked!r}" if asked is not None else "nothing that is by token and request"
+            raise OptionError(f"The export in {self.folder} has {what}; it has {shown or 'no complete file'}.")
+        if asked is None and len(self.modules) > 1:
+            raise OptionError(f"The export in {self.folder} has several modules; choose by module=: {shown}.")
+
+    def __repr__(self) -> str:
+        requests = counted(len({line["request"] for line in self._lines}), "request")
+        where = repr(self.modules[0]) if len(self.modules) == 1 else counted(len(self.modules), "module")
+        return f"<ActivationDataset of {counted(len(self), 'token')} in {requests}, {where}>"
+
+    def __len__(self) -> int:
+        """Return how many tokens there are."""
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> ActivationItem:
+        """Return one token."""
+        if isinstance(index, slice):
+            raise TypeError("One token at a time: dataset[0]; dataset.tensors() returns all of them.")
+        place = index + len(self) if index < 0 else index
+        if not 0 <= place < len(self):
+            raise IndexError(f"There are {len(self)} tokens, and none has the index {index}.")
+        number = bisect.bisect_right(self._ends, place)
+        line = self._lines[number]
+        row = place - (self._ends[number] - len(line["positions"]))
+        return {
+            "activation": self._shard(line["shard"]).get_slice(line["key"])[row],
+            "token": line["tokens"][row] if line["tokens"] else -1,
+            "position": line["positions"][row],
+            "request": line["request"],
+            "module": line["module"],
+        }
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return all activations (tokens, features) and all token ids (tokens), in memory."""
+        parts = [self._shard(line["shard"]).get_tensor(line["key"]) for line in self._lines]
+        ids = [token for line in self._lines for token in (line["tokens"] or [-1] * len(line["positions"]))]
+        return torch.cat(parts) if parts else torch.empty(0), torch.tensor(ids, dtype=torch.int64)
+
+    def _shard(self, name: str) -> Any:
+        if name not in self._shards:
+            self._shards[name] = _open_shard(self.folder / name)
+        return self._shards[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave open files behind: a worker of a DataLoader opens its own."""
+        return {**self.__dict__, "_shards": {}}

@@ -21,8 +21,9 @@ from torch import nn
 
 from hookline.errors import HooklineWarning, OptionError
 from hookline.factories.export_files import WrittenSoFar, summary_of, written_so_far
-from hookline.factories.exporting import INPUT, Export, ExportInputs
-from hookline.factories.factory_hook import choice, whole
+from hookline.factories.exporting import INPUT, Export, ExportInputs, ExportOptions
+from hookline.factories.factory_hook import checked
+from hookline.factories.served_batch import Positions
 from hookline.files import lock_holder, replace_file, take_lock
 from hookline.messages import caller_stacklevel
 from hookline.observe.tokens import Tokens, serving
@@ -76,7 +77,6 @@ def export_activations(
     inputs: bool = False,
     batch_size: int = 8,
     max_bytes: int | None = None,
-    resume: bool = True,
     positions: str = "all",
 ) -> ExportedRun:
     """Write the outputs of modules, or their ``inputs``, for every token of ``sequences`` to a folder.
@@ -107,12 +107,9 @@ def export_activations(
             when the call began. ``capture`` keeps both; here a second call with the same folder adds the other side.
         batch_size: At most so many sequences in one forward.
         max_bytes: How many bytes of activations the folder may hold in all; a batch that would pass it ends the run.
-        resume: Continue; with False, a folder that holds an export is an error.
         positions: ``"all"``, or ``"last"``, the last token of each sequence.
     """
     check_model(model, target)
-    if not isinstance(inputs, bool):
-        raise OptionError(f"inputs= is True or False, got {inputs!r}.")
     target = with_role(target, role)
     if sequences is None:
         raise OptionError(f"{_NAME} needs sequences= of token ids to run the model on: [[15, 3, 8], [4, 1]].")
@@ -122,18 +119,19 @@ def export_activations(
             HooklineWarning,
             stacklevel=caller_stacklevel(),
         )
-    whole(_NAME, "batch_size", batch_size)
+    options = ExportOptions(
+        Path(folder),
+        checked(f"{_NAME}: positions", positions, Positions),
+        max_bytes=None if max_bytes is None else checked(f"{_NAME}: max_bytes", max_bytes, int),
+        inputs=checked(f"{_NAME}: inputs", inputs, bool),
+    )
+    checked(f"{_NAME}: batch_size", batch_size, int)
     names = [name + INPUT if inputs else name for name, _ in select(model, target)]
-    only_last = choice(_NAME, "positions", positions, ("all", "last")) == "last"
-    most = None if max_bytes is None else whole(_NAME, "max_bytes", max_bytes)
-    with _only_writer(Path(folder)):
-        earlier = written_so_far(Path(folder))
-        if not resume and earlier.bytes:
-            raise OptionError(f"{_NAME}: {folder} holds an export already; choose another folder, or resume=True.")
-        _compare_weights(model, Path(folder), begun=bool(earlier.bytes))
-        due = _DueSequences(sequences, names, earlier, only_last=only_last)
-        kind = ExportInputs if inputs else Export
-        hook = kind(Path(folder), max_bytes=most, only_last=only_last, queue_bytes=_QUEUE, earlier=earlier)
+    with _only_writer(options.folder):
+        earlier = written_so_far(options.folder)
+        _compare_weights(model, options.folder, begun=bool(earlier.bytes))
+        due = _DueSequences(sequences, names, earlier, only_last=positions == "last")
+        hook = (ExportInputs if inputs else Export)(options, queue_bytes=_QUEUE, earlier=earlier)
         ran = 0
         try:
             with _attached(model, target, hook):
@@ -146,7 +144,7 @@ def export_activations(
                     ran += len(rows)
         finally:
             hook.close()
-        return ExportedRun(ran, due.skipped, written_so_far(Path(folder)).bytes, hook.is_full)
+        return ExportedRun(ran, due.skipped, written_so_far(options.folder).bytes, hook.is_full)
 
 
 def _attached(model: nn.Module, target: Target, hook: Export) -> HookHandle:
@@ -183,8 +181,6 @@ def _fingerprint(model: nn.Module) -> str:
 @contextmanager
 def _only_writer(folder: Path) -> Iterator[None]:
     """Hold the folder for one run: two at once would write every sequence twice."""
-    if folder.exists() and not folder.is_dir():
-        raise OptionError(f"{_NAME}: {folder} is a file, and folder has to be a folder.")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _LOCK
     lock = take_lock(path)

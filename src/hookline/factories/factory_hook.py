@@ -9,9 +9,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hookline.errors import OptionError
 from hookline.messages import suggest
@@ -23,19 +24,7 @@ if TYPE_CHECKING:
 
     from hookline.sites.site_info import Site
 
-__all__ = [
-    "ByModule",
-    "FactoryHook",
-    "Observer",
-    "checked_options",
-    "choice",
-    "number",
-    "path",
-    "text",
-    "tried_by",
-    "whole",
-    "yes_or_no",
-]
+__all__ = ["CHECK", "ByModule", "FactoryHook", "Observer", "checked", "read_options", "tried_by"]
 
 _T = TypeVar("_T")
 _Factory = TypeVar("_Factory", bound=Callable[..., Any])
@@ -194,54 +183,60 @@ def tried_by(check: Callable[[Mapping[str, Any]], object] | None = None) -> Call
     return mark
 
 
-def checked_options(factory: str, config: Mapping[str, Any] | None, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a factory over its defaults; raise if it has an unknown key."""
+def read_options(factory: str, kind: type[_T], config: Mapping[str, Any] | None) -> _T:
+    """Return ``config`` as an object of the dataclass ``kind``, each value checked by the annotation of its field.
+
+    None stands for the default of a field; one without a default has to be given. Raise `OptionError` for everything
+    else that is not as the dataclass says.
+    """
     if config is not None and not isinstance(config, Mapping):
         raise OptionError(f"{factory}: config is an object of names and values, got {config!r}.")
-    for key in config or {}:
-        if key not in defaults:
+    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]  # a type of dataclasses has no name
+    given = {key: value for key, value in (config or {}).items() if value is not None or key not in names}
+    for key in given:
+        if key not in names:
             raise OptionError(
-                f"{factory} has no option {key!r}{suggest(key, defaults) or '.'} It takes {', '.join(defaults)}."
+                f"{factory} has no option {key!r}{suggest(key, names) or '.'} It takes {', '.join(names)}."
             )
-    given = {key: value for key, value in (config or {}).items() if value is not None}
-    return {**defaults, **given}
+    for each in fields(kind):  # type: ignore[arg-type]
+        if each.default is MISSING and each.name not in given:
+            raise OptionError(f"{factory} needs a {each.name}: {{{each.name!r}: 'states'}}.")
+    hints = get_type_hints(kind)
+    return kind(**{key: checked(f"{factory}: {key}", value, hints[key]) for key, value in given.items()})
 
 
-def choice(factory: str, key: str, value: Any, among: tuple[str, ...]) -> str:
-    """Return ``value``; raise unless it is one of the words ``among``."""
-    if value not in among:
-        raise OptionError(f"{factory}: {key} is one of {', '.join(map(repr, among))}; got {value!r}.")
-    return str(value)
+def checked(what: str, value: Any, kind: Any) -> Any:
+    """Return ``value``, a path as one that is absolute; raise `OptionError` if it is not of the annotation ``kind``."""
+    if get_origin(kind) is UnionType:  # of a kind and None
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise OptionError(f"{what} is one of {', '.join(map(repr, get_args(kind)))}; got {value!r}.")
+        return value
+    is_one, words = _KINDS[kind]
+    if not is_one(value):
+        raise OptionError(f"{what} is {words}, got {value!r}.")
+    return Path(value).absolute() if kind is Path else value  # it stays the same if the process changes its folder
 
 
-def whole(factory: str, key: str, value: Any, *, least: int = 1) -> int:
-    """Return ``value``; raise unless it is a whole number from ``least`` on."""
-    if type(value) is not int or value < least:
-        raise OptionError(f"{factory}: {key} is a whole number from {least} on, got {value!r}.")
-    return value
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
 
 
-def number(factory: str, key: str, value: Any) -> float:
-    """Return ``value``; raise unless it is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
-        raise OptionError(f"{factory}: {key} is a finite number, got {value!r}.")
-    return float(value)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
-def yes_or_no(factory: str, key: str, value: Any) -> bool:
-    """Return ``value``; raise unless it is true or false."""
-    if not isinstance(value, bool):
-        raise OptionError(f"{factory}: {key} is true or false, got {value!r}.")
-    return value
-
-
-def path(factory: str, key: str, value: Any) -> Path:
-    """Return ``value`` as an absolute path, which stays the same if the process changes its folder."""
-    return Path(text(factory, key, value)).absolute()
-
-
-def text(factory: str, key: str, value: Any) -> str:
-    """Return ``value``; raise unless it is a text that is not empty."""
-    if not isinstance(value, str) or not value:
-        raise OptionError(f"{factory}: {key} is a text that is not empty, got {value!r}.")
-    return value
+_KINDS: Final[dict[Any, tuple[Callable[[Any], bool], str]]] = {
+    Any: (lambda value: True, ""),
+    bool: (lambda value: isinstance(value, bool), "true or false"),
+    int: (lambda value: type(value) is int and value >= 1, "a whole number from 1 on"),
+    float: (_is_number, "a finite number"),
+    str: (_is_text, "a text that is not empty"),
+    Path: (_is_text, "a text that is not empty"),
+    tuple[str, ...]: (
+        lambda value: isinstance(value, list | tuple) and bool(value) and all(map(_is_text, value)),
+        "a list of names, such as ['r1', 'exp-a-*']",
+    ),
+}
+"""What values of an annotation are, and how errors call them."""

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
-from hookline.factories.factory_hook import ByModule, Observer, checked_options, path, tried_by, yes_or_no
+from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by
 from hookline.factories.served_batch import measurable, output_tensor, without_padding
 from hookline.files import replace_file
 from hookline.observe.host_values import on_host, unit_axis
@@ -28,8 +29,13 @@ if TYPE_CHECKING:
 
 __all__ = ["RecordMean", "record_mean"]
 
-_NAME: Final = "record_mean"
-_OPTIONS: Final = {"file": None, "add_residual": False}
+
+@dataclass(frozen=True)
+class MeanOptions:
+    """The config of ``record_mean``."""
+
+    file: Path | None = None
+    add_residual: bool = False
 
 
 @tried_by()
@@ -48,24 +54,25 @@ def record_mean(config: Mapping[str, Any] | None = None) -> RecordMean:
             ``add_residual``: of an output that is a pair of tensors of one shape, as SGLang's layers give, take the
             sum. Units are the last dimension, of images (four dimensions or more) the second.
     """
-    options = checked_options(_NAME, config, _OPTIONS)
-    file = None if options["file"] is None else path(_NAME, "file", options["file"])
-    return RecordMean(file, add_residual=yes_or_no(_NAME, "add_residual", options["add_residual"]))
+    return RecordMean(read_options("record_mean", MeanOptions, config))
 
 
-_Sums: TypeAlias = dict[tuple[torch.device, int], tuple[Tensor, list[int]]]
-"""The sum of one module, and over how many tokens, by device and number of units."""
+@dataclass(slots=True)
+class _Sum:
+    """The sum of one module, on the device of its first output, and over how many tokens it is."""
+
+    total: Tensor | None = None
+    count: int = 0
 
 
 class RecordMean(Observer):
     """Keep the means of all modules that one ``record_mean`` is on."""
 
-    name = _NAME
+    name = "record_mean"
 
-    def __init__(self, file: Path | None = None, *, add_residual: bool = False) -> None:
-        self._file = file
-        self._add_residual = add_residual
-        self._sums: ByModule[_Sums] = ByModule(lambda name: {})
+    def __init__(self, options: MeanOptions) -> None:
+        self._options = options
+        self._sums = ByModule(lambda name: _Sum())
         self._lock = threading.Lock()
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:
@@ -74,31 +81,26 @@ class RecordMean(Observer):
             self._take(module, site, output)
 
     def _take(self, module: nn.Module, site: Site | None, output: Any) -> None:
-        tensor = measurable(output_tensor(output, self._add_residual))
+        tensor = measurable(output_tensor(output, self._options.add_residual))
         tensor = None if tensor is None else without_padding(tensor.dequantize() if tensor.is_quantized else tensor)
         if tensor is None or not tensor.numel() or not tensor.dim() or tensor.is_complex():
             return
         units = unit_axis(tensor, None)
         others = [dim for dim in range(tensor.dim()) if dim != units]
-        with torch.no_grad():
-            # In float32, of half precision too; float64 has no cost only where it was float64 before.
-            wide = torch.float64 if not tensor.is_floating_point() or tensor.dtype is torch.float64 else torch.float32
+        # In float32, of half precision too; float64 has no cost only where it was float64 before.
+        wide = torch.float64 if not tensor.is_floating_point() or tensor.dtype is torch.float64 else torch.float32
+        with torch.no_grad(), self._lock:
+            seen = self._sums.of(module, site)
             total = tensor.sum(others, dtype=wide) if others else tensor.to(wide)
-            with self._lock:
-                kept, count = self._kept(self._sums.of(module, site), total)
-                kept.add_(total)
-                count[0] += tensor.numel() // total.numel()
-
-    def _kept(self, sums: _Sums, total: Tensor) -> tuple[Tensor, list[int]]:
-        key = (total.device, total.numel())
-        if key not in sums:
-            dtype = torch.float32 if total.device.type == "mps" else torch.float64  # which has no float64
-            with torch.inference_mode(False):  # a tensor made in inference mode cannot be changed outside of it
-                sums[key] = (torch.zeros(total.numel(), dtype=dtype, device=total.device), [0])
-        return sums[key]
+            if seen.total is None or len(seen.total) != len(total):  # of another width, it begins anew
+                dtype = torch.float32 if total.device.type == "mps" else torch.float64  # which has no float64
+                with torch.inference_mode(False):  # a tensor made in inference mode cannot be changed outside of it
+                    seen.total, seen.count = torch.zeros(len(total), dtype=dtype, device=total.device), 0
+            seen.total.add_(total.to(seen.total.device))
+            seen.count += tensor.numel() // total.numel()
 
     def means(self) -> dict[str, Tensor]:
-        """Return the mean of each module so far, in float32 on the CPU; of several widths, the one with most tokens."""
+        """Return the mean of each module so far, in float32 on the CPU."""
         return {name: mean for name, (mean, _) in self._counted_means().items()}
 
     def tokens(self) -> dict[str, int]:
@@ -108,16 +110,12 @@ class RecordMean(Observer):
     def _counted_means(self) -> dict[str, tuple[Tensor, int]]:
         """Return the mean of each module, and over how many tokens it is."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
-            kept = [(name, total, count) for name, sums in self._sums.items() for total, (count,) in sums.values()]
-            # Copies: another thread may add to what is on the CPU.
-            totals = [each.to(torch.float64, copy=True) for each in on_host(total for _, total, _ in kept)]
-        by_name: dict[str, dict[int, tuple[Tensor, int]]] = {}
-        for (name, _, count), total in zip(kept, totals, strict=True):
-            by_width = by_name.setdefault(name, {})
-            before, tokens = by_width.get(total.numel(), (torch.zeros_like(total), 0))
-            by_width[total.numel()] = (before + total, tokens + count)
-        most = {name: max(by_width.values(), key=lambda each: each[1]) for name, by_width in by_name.items()}
-        return {name: ((total / count).float(), count) for name, (total, count) in most.items()}
+            seen = [(name, each.total, each.count) for name, each in self._sums.items() if each.total is not None]
+            totals = on_host(total for _, total, _ in seen)
+            return {
+                name: ((total.double() / count).float(), count)
+                for (name, _, count), total in zip(seen, totals, strict=True)
+            }
 
     def to_metrics(self) -> dict[str, float]:
         """Return, for each module, the number of tokens and the norm of the mean."""
@@ -129,7 +127,7 @@ class RecordMean(Observer):
         """Write the means so far to a safetensors file, and return its path."""
         from safetensors.torch import save_file
 
-        target = self._file if file is None else Path(file)
+        target = self._options.file if file is None else Path(file)
         if target is None:
             raise OptionError("record_mean has no file to write to: give save() a path, or its config a file.")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +139,7 @@ class RecordMean(Observer):
 
     def close(self) -> None:
         """Write the file, if it was given one."""
-        if self._file is not None:
+        if self._options.file is not None:
             self.save()
 
 

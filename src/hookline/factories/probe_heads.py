@@ -6,27 +6,29 @@ with a ReLU between them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from hookline.errors import OptionError
-from hookline.factories.factory_hook import number, whole
+from hookline.factories.factory_hook import checked
 from hookline.files import replace_file
 from hookline.tables import Table, number_text
 
 __all__ = ["ProbeHead", "train_probe"]
 
-_Layers: TypeAlias = list[tuple[Tensor, Tensor]]
+_Layers: TypeAlias = Sequence[tuple[Tensor, Tensor]]
+"""Matrices and biases, from the activations to the score."""
 _IGNORED: Final = -100
 """The label of a token that has none, as in losses of language models."""
 _ITERATIONS: Final = 60
-_NAME: Final = "train_probe"
+_FACTS: Final = ("rows", "train_accuracy", "held_out_accuracy")
 
 
 class ProbeHead:
@@ -41,28 +43,33 @@ class ProbeHead:
 
     def __init__(self, layers: _Layers, *, threshold: float = 0.5, facts: Mapping[str, float] | None = None) -> None:
         _check_layers(layers)
-        self._layers = {layers[0][0].device: [(weight.float(), bias.float()) for weight, bias in layers]}
+        net = _network([layers[0][0].shape[1], *(len(bias) for _, bias in layers)], layers[0][0].device)
+        with torch.no_grad():
+            for linear, pair in zip(_linear(net), layers, strict=True):
+                linear.weight.copy_(pair[0])
+                linear.bias.copy_(pair[1])
+        self._nets = {layers[0][0].device: net.requires_grad_(False)}
         self.threshold = threshold
         """The score above which a token is flagged."""
         self.facts = dict(facts or {})
         """What is known of its training: ``rows``, ``train_accuracy``, ``held_out_accuracy``."""
 
     @property
-    def layers(self) -> _Layers:
-        """Return matrices and biases, from the activations to the score."""
-        return next(iter(self._layers.values()))
+    def net(self) -> nn.Sequential:
+        """Return the network that leads from activations to the number behind a probability."""
+        return next(iter(self._nets.values()))
 
     @property
     def width(self) -> int:
         """Return how many features the activations have to have."""
-        return self.layers[0][0].shape[1]
+        return _linear(self.net)[0].in_features
 
     def __repr__(self) -> str:
         facts = "".join(f", {name} {number_text(value)}" for name, value in self.facts.items())
         return f"<ProbeHead of {self.width} features{facts}; scores(activations) gives probabilities>"
 
     def _repr_html_(self) -> str:
-        sizes = [weight.shape[1] for weight, _ in self.layers]
+        sizes = [each.in_features for each in _linear(self.net)]
         shown = {
             **dict(zip(("features", "hidden units"), sizes, strict=False)),
             "threshold": self.threshold,
@@ -82,36 +89,42 @@ class ProbeHead:
                 f"The probe is for {self.width} features, and the activations are of shape {tuple(hidden.shape)}: "
                 "put it on the module that it was trained on."
             )
-        x = hidden.detach().float()
-        layers = self._on(hidden.device)
-        for index, (weight, bias) in enumerate(layers):
-            x = F.linear(x, weight, bias)
-            x = x.relu() if index + 1 < len(layers) else x
-        return x.squeeze(-1)
-
-    def _on(self, device: torch.device) -> _Layers:
-        found = self._layers.get(device)
-        if found is None:
+        net = self._nets.get(hidden.device)
+        if net is None:
             with torch.inference_mode(False):
-                found = [(weight.to(device), bias.to(device)) for weight, bias in self.layers]
-            self._layers[device] = found
+                net = self._nets[hidden.device] = copy.deepcopy(self.net).to(hidden.device)
+        found: Tensor = net(hidden.detach().float()).squeeze(-1)
         return found
 
     def save(self, path: str | Path) -> None:
         """Write the head to a safetensors file, with its threshold and facts."""
         from safetensors.torch import save_file
 
-        tensors = {
-            f"layers.{i}.{key}": tensor.cpu().contiguous()
-            for i, pair in enumerate(self.layers)
-            for key, tensor in zip(_KEYS, pair, strict=True)
-        }
+        tensors = {name: tensor.cpu() for name, tensor in self.net.state_dict().items()}
         about = {name: repr(value) for name, value in {**self.facts, "threshold": self.threshold}.items()}
         replace_file(Path(path), lambda draft: save_file(tensors, draft, metadata=about))
 
+    @classmethod
+    def load(cls, path: str | Path) -> ProbeHead:
+        """Return the head in a file that `save` has written."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with torch.inference_mode(False), safe_open(str(path), framework="pt") as file:
+                about = dict(file.metadata() or {})
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # it is no dictionary
+            # Every second module of the network is a ReLU, which has none.
+            layers = [(tensors[f"{i}.weight"], tensors[f"{i}.bias"]) for i in range(0, len(tensors), 2)]
+            facts = {name: float(about[name]) for name in _FACTS if name in about}  # others may have added notes
+            return cls(layers, threshold=float(about.get("threshold", 0.5)), facts=facts)
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise OptionError(
+                f"{path} holds no probe ({error}); write one by hookline.factories.train_probe(…).save(path)."
+            ) from None
+
     def to_plain(self) -> dict[str, Any]:
         """Return the head as data for a spec: ``{"head": head.to_plain()}`` is a config of ``probe`` without a file."""
-        layers = [{key: each.tolist() for key, each in zip(_KEYS, pair, strict=True)} for pair in self.layers]
+        layers = [{"weight": each.weight.tolist(), "bias": each.bias.tolist()} for each in _linear(self.net)]
         return {"layers": layers, "threshold": self.threshold}
 
     @classmethod
@@ -129,28 +142,20 @@ class ProbeHead:
                 f"ProbeHead.to_plain returns it ({type(error).__name__}: {str(error)[:120]})."
             ) from None
 
-    @classmethod
-    def load(cls, path: str | Path) -> ProbeHead:
-        """Return the head in a file that `save` has written."""
-        from safetensors import SafetensorError, safe_open
 
-        try:
-            with torch.inference_mode(False), safe_open(str(path), framework="pt") as file:
-                about = dict(file.metadata() or {})
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # it is no dictionary
-            count = len(tensors) // len(_KEYS)
-            layers = [(tensors[f"layers.{i}.weight"], tensors[f"layers.{i}.bias"]) for i in range(count)]
-            threshold = float(about.pop("threshold", 0.5))
-            facts = {name: float(about[name]) for name in _FACTS if name in about}  # others may have added notes
-            return cls(layers, threshold=threshold, facts=facts)
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise OptionError(
-                f"{path} holds no probe ({error}); write one by hookline.factories.train_probe(…).save(path)."
-            ) from None
+def _network(sizes: Sequence[int], device: torch.device) -> nn.Sequential:
+    """Return linear layers of these sizes with a ReLU between two of them; their numbers are not set."""
+    net = nn.Sequential()
+    for inputs, outputs in pairwise(sizes):
+        if len(net):
+            net.append(nn.ReLU())
+        make: Any = nn.utils.skip_init  # leaves random streams alone
+        net.append(make(nn.Linear, inputs, outputs, device=device))
+    return net
 
 
-_KEYS: Final = ("weight", "bias")
-_FACTS: Final = ("rows", "train_accuracy", "held_out_accuracy")
+def _linear(net: nn.Sequential) -> list[nn.Linear]:
+    return [each for each in net if isinstance(each, nn.Linear)]
 
 
 def _check_layers(layers: _Layers) -> None:
@@ -198,24 +203,26 @@ def train_probe(
         threshold: The score above which a token is flagged.
         seed: For the choice of these rows, and for the first matrices.
     """
-    whole(_NAME, "hidden", hidden, least=0)
-    if not 0 <= number(_NAME, "held_out", held_out) < 1:
-        raise OptionError(f"{_NAME}: held_out is a share of the rows, from 0 to less than 1, got {held_out!r}.")
-    if number(_NAME, "weight_decay", weight_decay) < 0:
-        raise OptionError(f"{_NAME}: weight_decay is 0 or more, got {weight_decay!r}.")
-    if not 0 < number(_NAME, "threshold", threshold) < 1:
-        raise OptionError(f"{_NAME}: threshold is a probability between 0 and 1, got {threshold!r}.")
+    if hidden:
+        checked("train_probe: hidden", hidden, int)
+    if not 0 <= checked("train_probe: held_out", held_out, float) < 1:
+        raise OptionError(f"train_probe: held_out is a share of the rows, from 0 to less than 1, got {held_out!r}.")
+    if checked("train_probe: weight_decay", weight_decay, float) < 0:
+        raise OptionError(f"train_probe: weight_decay is 0 or more, got {weight_decay!r}.")
+    if not 0 < checked("train_probe: threshold", threshold, float) < 1:
+        raise OptionError(f"train_probe: threshold is a probability between 0 and 1, got {threshold!r}.")
     with torch.inference_mode(False), torch.enable_grad():
         x, y, group = _rows(activations, labels, groups)
         train, test = _split(group, held_out, seed)
         if bool(y[train].min() == y[train].max()):
             raise OptionError("train_probe needs rows of both classes, and has one; label 0 and 1.")
         mean, scale = x[train].mean(0), x[train].std(0).clamp_min(1e-6)
-        layers = _first_layers(x.shape[1], hidden, seed, x.device)
-        _fit(layers, (x[train] - mean) / scale, y[train], weight_decay)
+        net = _first_network([x.shape[1], hidden, 1] if hidden else [x.shape[1], 1], seed, x.device)
+        _fit(net, (x[train] - mean) / scale, y[train], weight_decay)
+        layers = [(each.weight.detach(), each.bias.detach()) for each in _linear(net)]
         weight, bias = layers[0]
-        layers[0] = (weight / scale, bias - (weight / scale) @ mean)
-        head = ProbeHead([(w.detach(), b.detach()) for w, b in layers], threshold=threshold)
+        layers[0] = weight / scale, bias - (weight / scale) @ mean
+        head = ProbeHead(layers, threshold=threshold)
         accuracies = {"train_accuracy": _accuracy(head, x, y, train), "held_out_accuracy": _accuracy(head, x, y, test)}
         head.facts = {"rows": len(x), **accuracies}
     return head
@@ -232,21 +239,19 @@ def _split(groups: Tensor, held_out: float, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _rows(activations: Tensor, labels: Any, groups: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return activation, label and group of each row that has a label; without groups, each row is one."""
     if not isinstance(activations, Tensor) or activations.dim() < 2:
         raise OptionError(
             "train_probe takes activations as a tensor of (rows, features), or (batch, tokens, features)."
         )
-    try:
-        given = torch.as_tensor(labels)
-    except (TypeError, ValueError, RuntimeError):
-        raise OptionError("train_probe: labels are 0 and 1; -100 leaves a row out.") from None
-    y = given.detach().clone().reshape(-1).to(activations.device)
     x = activations.detach().clone().reshape(-1, activations.shape[-1]).float()
-    if len(x) != len(y):
-        raise OptionError(f"train_probe takes a label for each row: there are {len(x)} rows and {len(y)} labels.")
-    group = _groups(groups, len(x)).to(x.device)
+    y = _one_for_each(labels, len(x), "labels", "0 and 1; -100 leaves a row out").to(x.device)
+    words = "whole numbers, such as the token ids"
+    group = torch.arange(len(x)) if groups is None else _one_for_each(groups, len(x), "groups", words)
+    if group.is_floating_point() or group.is_complex():
+        raise OptionError(f"train_probe: groups are {words}, got {group.dtype}.")
     chosen = y != _IGNORED
-    x, y, group = x[chosen], y[chosen].float(), group[chosen]
+    x, y, group = x[chosen], y[chosen].float(), group.to(x.device)[chosen]
     if not len(y) or not bool(((y == 0) | (y == 1)).all()):
         raise OptionError("train_probe: labels are 0 and 1; -100 leaves a row out.")
     if not bool(x.isfinite().all()):
@@ -254,51 +259,37 @@ def _rows(activations: Tensor, labels: Any, groups: Any) -> tuple[Tensor, Tensor
     return x, y, group
 
 
-def _groups(given: Any, rows: int) -> Tensor:
-    """Return the group of each row; without any, each row is one."""
-    if given is None:
-        return torch.arange(rows)
+def _one_for_each(given: Any, rows: int, what: str, words: str) -> Tensor:
     try:
-        groups = torch.as_tensor(given).detach().reshape(-1)
+        found = torch.as_tensor(given).detach().clone().reshape(-1)
     except (TypeError, ValueError, RuntimeError):
-        raise OptionError("train_probe: groups are whole numbers, one for each row, such as the token ids.") from None
-    if len(groups) != rows or groups.is_floating_point() or groups.is_complex():
-        raise OptionError(
-            f"train_probe: groups are whole numbers, one for each of the {rows} rows, such as the token ids; got "
-            f"{len(groups)} of {groups.dtype}."
-        )
-    return groups
+        raise OptionError(f"train_probe: {what} are {words}.") from None
+    if len(found) != rows:
+        raise OptionError(f"train_probe: {what} are {words}; there are {rows} rows and {len(found)} {what}.")
+    return found
 
 
-def _first_layers(width: int, hidden: int, seed: int, device: torch.device) -> _Layers:
-    generator = torch.Generator().manual_seed(seed)
-    sizes = [width, hidden, 1] if hidden else [width, 1]
-    made = []
-    for inputs, outputs in pairwise(sizes):
-        weight = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5 * bool(hidden)
-        made.append((weight.to(device).requires_grad_(), torch.zeros(outputs, device=device, requires_grad=True)))
-    return made
+def _first_network(sizes: Sequence[int], seed: int, device: torch.device) -> nn.Sequential:
+    """Return a network to begin with: random in front of hidden units, zeros where there are none."""
+    net, generator = _network(sizes, device), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for linear in _linear(net):
+            random = torch.randn(linear.weight.shape, generator=generator) * linear.in_features**-0.5
+            linear.weight.copy_(random * (len(sizes) > 2))
+            linear.bias.zero_()
+    return net
 
 
-def _fit(layers: _Layers, x: Tensor, y: Tensor, weight_decay: float) -> None:
-    parameters = [each for pair in layers for each in pair]
-
-    def loss() -> Tensor:
-        out = x
-        for index, (weight, bias) in enumerate(layers):
-            out = F.linear(out, weight, bias)
-            out = out.relu() if index + 1 < len(layers) else out
-        small = torch.stack([weight.square().sum() for weight, _ in layers]).sum()
-        return F.binary_cross_entropy_with_logits(out.squeeze(-1), y) + weight_decay * 0.5 * small
-
+def _fit(net: nn.Sequential, x: Tensor, y: Tensor, weight_decay: float) -> None:
     def closure() -> Tensor:
         optimizer.zero_grad()
-        value = loss()
+        small = torch.stack([each.weight.square().sum() for each in _linear(net)]).sum()
+        value = F.binary_cross_entropy_with_logits(net(x).squeeze(-1), y) + weight_decay * 0.5 * small
         value.backward()  # type: ignore[no-untyped-call]
         return value
 
     # Full batches of a small problem: a second-order method needs a tenth of the passes that Adam does.
-    optimizer = torch.optim.LBFGS(parameters, max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
     optimizer.step(closure)  # type: ignore[no-untyped-call]
 
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from hookline.errors import OptionError
 from hookline.factories.activation_statistics import ActivationStats
-from hookline.factories.factory_hook import checked_options, choice, number, path, text, tried_by, yes_or_no
+from hookline.factories.factory_hook import read_options, tried_by
 from hookline.factories.probe_heads import ProbeHead
 from hookline.factories.request_notes import current_notes
-from hookline.factories.served_batch import STAGES, log_unknown, measurable, only_in_stage, request_names, running
+from hookline.factories.served_batch import Positions, Stage, log_unknown, measurable, only_in_stage, running
 from hookline.observe.tokens import Tokens
 from hookline.observe.watch.row import Layout, as_metrics
 from hookline.sites import _torch
@@ -29,20 +31,40 @@ if TYPE_CHECKING:
     from hookline.factories.streaming_stats import Gathered, StreamedModule
     from hookline.sites.site_info import Site
 
-__all__ = ["Probe", "probe"]
+__all__ = ["Probe", "ProbeOptions", "probe"]
 
-_NAME: Final = "probe"
-_OPTIONS: Final = {
-    "file": None,
-    "head": None,
-    "name": "probe",
-    "threshold": None,
-    "action": "metric",
-    "positions": "all",
-    "requests": None,
-    "phase": "both",
-    "add_residual": False,
-}
+
+@dataclass(frozen=True)
+class ProbeOptions:
+    """The config of ``probe``."""
+
+    file: Path | None = None
+    head: Any = None
+    name: str = "probe"
+    threshold: float | None = None
+    action: Literal["metric", "flag", "stop"] = "metric"
+    positions: Positions = "all"
+    requests: tuple[str, ...] | None = None
+    phase: Stage = "both"
+    add_residual: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.file is None) == (self.head is None):
+            what = "neither" if self.file is None else "both"
+            raise OptionError(f"probe takes a file that train_probe(…).save has written, or a head, got {what}.")
+        if self.threshold is not None and not 0 < self.threshold < 1:
+            raise OptionError(f"probe: threshold is a probability between 0 and 1, got {self.threshold!r}.")
+
+    def read_head(self) -> ProbeHead:
+        """Return the head, from the config or the file."""
+        if self.file is not None:
+            return ProbeHead.load(self.file)
+        if isinstance(self.head, Mapping):
+            with torch.inference_mode(False):
+                return ProbeHead.from_plain(self.head)
+        if not isinstance(self.head, ProbeHead):
+            raise OptionError(f"probe: head is what train_probe(…).to_plain returns, got {str(self.head)[:80]!r}.")
+        return self.head
 
 
 @tried_by()
@@ -68,62 +90,24 @@ def probe(config: Mapping[str, Any] | None = None) -> Probe:
     An output that the head does not fit is an error in the forward. A token with NaN or infinity in its score counts as
     one of score 1.
     """
-    options = checked_options(_NAME, config, _OPTIONS)
-    head = _head(options["file"], options["head"])
-    limit = options["threshold"]
-    threshold = head.threshold if limit is None else number(_NAME, "threshold", limit)
-    if not 0 < threshold < 1:
-        raise OptionError(f"{_NAME}: threshold is a probability between 0 and 1, got {threshold!r}.")
-    stage = choice(_NAME, "phase", options["phase"], STAGES)
-    return only_in_stage(Probe, stage)(
-        head,
-        label=text(_NAME, "name", options["name"]),
-        threshold=threshold,
-        action=choice(_NAME, "action", options["action"], ("metric", "flag", "stop")),
-        requests=request_names(_NAME, options["requests"]),
-        only_last=choice(_NAME, "positions", options["positions"], ("all", "last")) == "last",
-        add_residual=yes_or_no(_NAME, "add_residual", options["add_residual"]),
-    )
-
-
-def _head(file: Any, given: Any) -> ProbeHead:
-    if (file is None) == (given is None):
-        what = "neither" if file is None else "both"
-        raise OptionError(f"{_NAME} takes a file that train_probe(…).save has written, or a head, got {what}.")
-    if given is None:
-        return ProbeHead.load(path(_NAME, "file", file))
-    if isinstance(given, Mapping):
-        with torch.inference_mode(False):
-            return ProbeHead.from_plain(given)
-    if not isinstance(given, ProbeHead):
-        raise OptionError(f"{_NAME}: head is what train_probe(…).to_plain returns, got {str(given)[:80]!r}.")
-    return given
+    options = read_options("probe", ProbeOptions, config)
+    return only_in_stage(Probe, options.phase)(options)
 
 
 class Probe(ActivationStats):
     """Score the outputs of all modules that one ``probe`` is on."""
 
-    name = _NAME
+    name = "probe"
 
-    def __init__(
-        self,
-        head: ProbeHead,
-        *,
-        label: str = "probe",
-        threshold: float = 0.5,
-        action: str = "metric",
-        requests: tuple[str, ...] | None = None,
-        only_last: bool = False,
-        add_residual: bool = False,
-    ) -> None:
-        super().__init__(Layout.of(("mean", "max", f"over:{threshold!r}")), add_residual=add_residual)
-        self.head = head
-        self.width = head.width
-        self.label = label
-        self.threshold = threshold
-        self._action = action
-        self._requests = requests
-        self._only_last = only_last
+    def __init__(self, options: ProbeOptions) -> None:
+        self.head = options.read_head()
+        self.width = self.head.width
+        self.label = options.name
+        self.threshold = self.head.threshold if options.threshold is None else options.threshold
+        super().__init__(Layout.of(("mean", "max", f"over:{self.threshold!r}")), add_residual=options.add_residual)
+        self._action = options.action
+        self._requests = options.requests
+        self._only_last = options.positions == "last"
         self._running = threading.local()
         self._has_logged = False
 

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
+from hookline.observe.host_values import on_host
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,23 +95,10 @@ class RequestNotes:
             return {}
         noted, self._scores = self._scores, []
         found: dict[str, list[RequestFlag]] = {}
-        for scores, values in zip(noted, _on_host([each.values for each in noted]), strict=True):
-            for request, flag in _flags(scores, values):
+        for scores, values in zip(noted, on_host(each.values.flatten() for each in noted), strict=True):
+            for request, flag in _flags(scores, values.tolist()):
                 found.setdefault(request, []).append(flag)
         return {request: merge_flags(flags) for request, flags in found.items()}
-
-
-def _on_host(tensors: list[Tensor]) -> list[list[float]]:
-    by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(index)
-    found: list[list[float]] = [[] for _ in tensors]
-    for indices in by_device.values():
-        numbers = torch.cat([tensors[index].reshape(-1).float() for index in indices]).tolist()
-        for index in indices:
-            count = tensors[index].numel()
-            found[index], numbers = numbers[:count], numbers[count:]
-    return found
 
 
 def _flags(scores: _Scores, values: list[float]) -> Iterator[tuple[str, RequestFlag]]:

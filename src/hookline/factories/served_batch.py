@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from hookline.errors import OptionError
 from hookline.factories.factory_hook import Observer
 from hookline.observe.tokens import Tokens, current_tokens, serving
 from hookline.sites import _torch
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
     from hookline.sites.site_info import Site
 
 __all__ = [
-    "STAGES",
+    "Positions",
+    "Stage",
     "log_unknown",
     "measurable",
     "only_in_stage",
     "output_tensor",
-    "request_names",
     "running",
     "shape_of",
     "tokens_of_batch",
@@ -40,8 +39,10 @@ __all__ = [
 
 logger = logging.getLogger("hookline.factories")
 
-STAGES: Final = ("both", "prefill", "decode")
+Stage: TypeAlias = Literal["both", "prefill", "decode"]
 """The values of the option ``phase``, by which users choose the stage of a served request."""
+Positions: TypeAlias = Literal["all", "last"]
+"""The values of the option ``positions``: every token, or the last one of each sequence in each forward."""
 
 
 # -- the tensor of an output -------------------------------------------------------------------------------------
@@ -185,15 +186,6 @@ def _first(value: Any, count: int) -> Tensor | None:
     return value[:count] if isinstance(value, Tensor) and value.dim() == 1 else None
 
 
-def request_names(factory: str, value: Any) -> tuple[str, ...] | None:
-    """Return names of requests, or patterns such as ``"exp-a-*"``; None for all."""
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple) or not value or not all(isinstance(each, str) and each for each in value):
-        raise OptionError(f"{factory}: requests is a list of names, such as ['r1', 'exp-a-*'], got {value!r}.")
-    return tuple(value)
-
-
 def log_unknown(name: str, what: str) -> None:
     """Log that the hook ``name`` has met a forward of which nothing is known."""
     logger.warning(
@@ -210,7 +202,7 @@ def log_unknown(name: str, what: str) -> None:
 _HookT = TypeVar("_HookT", bound=Observer)
 
 
-def only_in_stage(cls: type[_HookT], stage: str) -> type[_HookT]:
+def only_in_stage(cls: type[_HookT], stage: Stage) -> type[_HookT]:
     """Return ``cls`` as a class that observes the ``stage`` ``"prefill"`` or ``"decode"`` alone; itself for ``"both"``.
 
     A class of its own, as it reads the inputs: compiled code keeps what the code of a hook reads.

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, tried_by, whole, yes_or_no
+from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by
 from hookline.factories.served_batch import shape_of
 from hookline.tree import leaves
 
@@ -25,12 +26,17 @@ __all__ = ["LogShapes", "log_shapes"]
 
 logger = logging.getLogger("hookline.factories.log_shapes")
 
-_NAME: Final = "log_shapes"
-_OPTIONS: Final = {"inputs": False, "level": "info", "most": 16}
-_LEVELS: Final = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
-
 _TensorKind = tuple[str, str, tuple[int, ...], torch.dtype, torch.device]
 """A tensor: the side it is on, where it stands there, and its shape, dtype and device."""
+
+
+@dataclass(frozen=True)
+class ShapeOptions:
+    """The config of ``log_shapes``."""
+
+    inputs: bool = False
+    level: Literal["debug", "info", "warning"] = "info"
+    most: int = 16
 
 
 @tried_by()
@@ -46,22 +52,18 @@ def log_shapes(config: Mapping[str, Any] | None = None) -> LogShapes:
         config: ``inputs``: log the positional inputs as well. ``level``: ``"debug"``, ``"info"`` or ``"warning"``.
             ``most``: how many lines a module may have, since batches of all sizes would have one each.
     """
-    options = checked_options(_NAME, config, _OPTIONS)
-    level = choice(_NAME, "level", options["level"], tuple(_LEVELS))
-    most = whole(_NAME, "most", options["most"])
-    if yes_or_no(_NAME, "inputs", options["inputs"]):
-        return _LogBoth(_LEVELS[level], most)
-    return LogShapes(_LEVELS[level], most)
+    options = read_options("log_shapes", ShapeOptions, config)
+    return _LogBoth(options) if options.inputs else LogShapes(options)
 
 
 class LogShapes(Observer):
     """Log the shapes of all modules that one ``log_shapes`` is on."""
 
-    name = _NAME
+    name = "log_shapes"
 
-    def __init__(self, level: int, most: int) -> None:
-        self._level = level
-        self._most = most
+    def __init__(self, options: ShapeOptions) -> None:
+        self._level = logging.getLevelNamesMapping()[options.level.upper()]
+        self._most = options.most
         self._seen: ByModule[tuple[str, set[tuple[_TensorKind, ...]]]] = ByModule(lambda name: (name, set()))
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site | None = None) -> None:

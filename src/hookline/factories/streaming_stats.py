@@ -3,9 +3,9 @@
 ``activation_stats`` and ``nan_alarm`` derive from `StreamingObserver`, which feeds a `Streaming`. In inference mode
 torch does not say whether a tensor was changed in place, so an output cannot be noted and read later, as ``watch`` does
 in training. A launch for each takes the host 140 µs next to an H200, more than many a layer has to do when it decodes;
-a copy takes 10. So outputs on a GPU are copied, small ones into memory that is kept (`CopyRing`), and reduced together
-after some forwards. Small ones on a CPU are copied too (`SmallTensors`): reducing a thousand numbers takes 23 µs, of
-which 20 are calls; keeping a copy takes 5 µs with all that is around it, and 32 copies are reduced as one tensor.
+a copy takes 10. So small outputs on a GPU are copied into memory that is kept (`CopyRing`), and reduced together after
+some forwards; larger ones are worth a launch of their own. Small ones on a CPU are copied too (`_SmallTensors`):
+reducing a thousand numbers takes 23 µs, of which 20 are calls; keeping a copy takes 5 µs, and 32 are reduced as one.
 
 Compiled code hands the outputs of all modules over by one operator (`_Outputs`), where they are small.
 """
@@ -14,20 +14,20 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from hookline.factories.copy_ring import SHARE, SLOT_KINDS, CopyRing
+from hookline.factories.copy_ring import SLOT_KINDS, CopyRing
 from hookline.factories.factory_hook import ByModule, Observer
 from hookline.factories.served_batch import output_tensor, without_padding
-from hookline.factories.small_tensors import SmallTensors
 from hookline.observe.watch.engine import StatsEngine
 from hookline.observe.watch.graph import hand_over_late
-from hookline.observe.watch.pending import PendingTensors, limit_of
-from hookline.observe.watch.place import Note, WatchedPlace
+from hookline.observe.watch.reduce import reduce
+from hookline.observe.watch.row import BAD
 from hookline.sites import _torch
 from hookline.sites.compiled.op_schemas import Summary
 from hookline.sites.hook_at_site import PerSiteHook
@@ -36,26 +36,21 @@ from hookline.tree import main_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.observe.watch.place import StatRow
+    from hookline.observe.watch.place import StatRow, WatchedPlace
     from hookline.observe.watch.row import Layout
     from hookline.sites.compiled.op_schemas import Found, Handed
     from hookline.sites.site_info import Site
 
 __all__ = ["Gathered", "StreamedModule", "Streaming", "StreamingObserver"]
 
-_TURNS: Final = 4
-"""Forwards whose copies are reduced together. Each has rows of its own, as two programs must not add to the same one
-at a time; the flush of 12 layers takes 200 µs of a forward if it comes with each, and 50 if with every fourth."""
 _LONG: Final = 4
 """Calls of every module in one forward, above which it is taken for several."""
-_MOST: Final = 256
-"""Copies that are held at most: what one launch reads."""
 
 
 class StreamedModule:
     """Hold the rows and copies of one module, and count its calls."""
 
-    __slots__ = ("_engine", "calls", "name", "ring", "small", "turns", "watched")
+    __slots__ = ("_engine", "calls", "name", "ring", "small", "watched")
 
     def __init__(self, engine: StatsEngine, name: str) -> None:
         self._engine = engine
@@ -63,16 +58,14 @@ class StreamedModule:
         self.ring: CopyRing | None = None
         """What took its last output, if one did."""
         self.watched = engine.place(name, "")
-        self.turns: tuple[WatchedPlace, ...] = ()
-        """Where copies go, by forward; none before the first copy."""
-        self.small = SmallTensors()
+        self.small = _SmallTensors()
         self.calls = 0
 
     @property
     def places(self) -> list[WatchedPlace]:
         """Return all places with rows of the module."""
         slots = [self._engine.places.get((self.name, kind)) for kind in SLOT_KINDS]
-        return [self.watched, *self.turns, *(place for place in slots if place is not None)]
+        return [self.watched, *(place for place in slots if place is not None)]
 
     def rows(self, device: torch.device) -> list[StatRow]:
         """Return all rows of the module on ``device``."""
@@ -218,9 +211,7 @@ class Streaming:
         self.engine = StatsEngine(layout)
         self._keeps = keeps and not layout.by_unit
         self._keeps_small = self._keeps and keeps_small
-        self._held: dict[torch.device, _Held] = {}
         self._rings: dict[torch.device, CopyRing] = {}
-        self._turn = 0
         self._modules = self._since = 0
         """How many modules there are, and how many tensors were added since a forward began."""
 
@@ -242,6 +233,10 @@ class Streaming:
             return
         if self._since > _LONG * self._modules + 16:  # the first module is not called again: an encoder, say
             self.begin_forward()
+        if self._keeps_small and _torch.has_numbers(tensor) and module.small.keep(tensor):
+            if module.small.is_full:
+                module.small.reduce(self.engine, module.watched)
+            return
         if self._keeps and _torch.has_numbers(tensor) and self._keep(module, tensor, gathered):
             return
         if tensor.device not in module.watched.rows and _torch.capturing():
@@ -262,62 +257,33 @@ class Streaming:
             self.engine.take_found([(some[index][0].watched, [some[index][1]], 1, None) for index in left])
 
     def _keep(self, module: StreamedModule, tensor: Tensor, gathered: Gathered | None) -> bool:
-        """Keep a copy of the tensor for later; return False if it has to be reduced now."""
-        if not self._keeps_small or not module.small.keep(tensor):
-            return self._copy(module, tensor, gathered)
-        if module.small.is_full:
-            module.small.reduce(self.engine, module.watched)
-        return True
-
-    def _copy(self, module: StreamedModule, tensor: Tensor, gathered: Gathered | None) -> bool:
-        """Keep a copy of a tensor that inference mode or compiled code has made on a GPU, if it is not too large."""
+        """Copy a small tensor of inference mode or compiled code on a GPU; return False if it is not copied."""
         device = tensor.device
         # The first one is reduced at once: rows are made then, and the kernel that a CUDA graph may need as well.
         if device.type in _READ_AT_ONCE or device not in module.watched.rows:
             return False
-        if type(tensor) is Tensor and tensor.layout is torch.strided and tensor.nbytes <= self._ring_on(device).largest:
-            if gathered is not None:
-                gathered.append((module, tensor))
-                return True
-            if tensor.is_inference() and self._ring_on(device).keep(module.name, tensor):
-                module.ring = self._ring_on(device)
-                return True
-        if gathered is not None or not tensor.is_inference():
+        ring = self._ring_on(device)
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.nbytes > ring.largest:
             return False
-        held = self._held_on(device)
-        if type(tensor) is not Tensor or tensor.nbytes > held.largest or _torch.capturing():
+        if gathered is not None:
+            gathered.append((module, tensor))
+            return True
+        if not tensor.is_inference() or not ring.keep(module.name, tensor):
             return False
-        with torch.inference_mode(False):
-            copy = tensor.clone()  # which has a version counter, as noted tensors need
-        if not module.turns:
-            module.turns = tuple(self.engine.place(module.name, f"turn {turn}") for turn in range(_TURNS))
-        if not held.note(module.turns[self._turn], copy):
-            return False
-        if len(held) >= _MOST:
-            held.flush()
+        module.ring = ring
         return True
-
-    def _held_on(self, device: torch.device) -> _Held:
-        found = self._held.get(device)
-        return self._held.setdefault(device, _Held(self.engine, device)) if found is None else found
 
     def _ring_on(self, device: torch.device) -> CopyRing:
         found = self._rings.get(device)
         return self._rings.setdefault(device, CopyRing(self.engine, device)) if found is None else found
 
     def begin_forward(self) -> None:
-        """Begin a forward: reduce what was noted without a copy, and larger copies every few forwards."""
+        """Begin a forward: reduce what was noted without a copy."""
         self._since = 0
         self.engine.flush()
-        self._turn = (self._turn + 1) % _TURNS
-        if self._turn == 0:
-            for held in list(self._held.values()):
-                held.flush()
 
     def flush_copies(self) -> None:
         """Reduce all copies into the rows."""
-        for held in list(self._held.values()):
-            held.flush()
         for ring in list(self._rings.values()):
             ring.flush()
 
@@ -350,23 +316,9 @@ class Streaming:
         with self.engine.lock:
             for module in modules:
                 module.small.forget()
-            for held in self._held.values():
-                held.forget()
             for ring in self._rings.values():
                 ring.forget()
             self.engine.reset()
-
-
-class _Held(PendingTensors):
-    """Hold the copies on one device."""
-
-    def __init__(self, engine: StatsEngine, device: torch.device) -> None:
-        def reduce(notes: Sequence[Note]) -> None:
-            engine.take_all(notes)
-
-        limit = limit_of(device) // SHARE
-        super().__init__(reduce, device, limit=limit)
-        self.largest = limit // 4  # larger ones are worth a launch of their own
 
 
 _READ_AT_ONCE: Final = ("cpu", "mps", "meta")
@@ -375,3 +327,63 @@ _READ_AT_ONCE: Final = ("cpu", "mps", "meta")
 
 def _larger(one: float, other: float) -> float:
     return math.nan if one != one or other != other else max(one, other)
+
+
+# -- small tensors on the CPU -------------------------------------------------------------------------------
+
+_SMALL: Final = 4096
+"""Numbers in a small tensor: 16 KiB of float32, half a MiB for a module."""
+_SMALL_COUNT: Final = 32
+"""Small tensors that are reduced as one."""
+_CPU: Final = torch.device("cpu")
+
+
+class _SmallTensors:
+    """Keep small tensors of one module on the CPU until there are enough to reduce."""
+
+    __slots__ = ("_kept", "fires")
+
+    def __init__(self) -> None:
+        self._kept: deque[Tensor] = deque()
+        self.fires = 0
+        """Firings that the row has not counted, as it got several tensors at once."""
+
+    def keep(self, tensor: Tensor) -> bool:
+        """Keep a copy of ``tensor``; return False if it is not a small one."""
+        if type(tensor) is not Tensor or tensor.numel() > _SMALL or tensor.device != _CPU or not tensor.dim():
+            return False
+        if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.is_nested:
+            return False
+        if not tensor.is_contiguous():
+            return False
+        self._kept.append(tensor.detach().clone())
+        return True
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether there are enough to reduce."""
+        return len(self._kept) >= _SMALL_COUNT
+
+    def reduce(self, engine: StatsEngine, place: WatchedPlace) -> None:
+        """Add what is kept to the row of ``place``."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        while True:
+            try:
+                tensor = self._kept.popleft()  # in one step: another thread may be at it
+            except IndexError:
+                break
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        row = engine.row(place, _CPU)
+        for tensors in by_dtype.values():
+            found = reduce(torch.cat([tensor.view(-1) for tensor in tensors]), engine.layout)
+            if found[BAD]:  # the number of firings with bad values counts as well
+                for tensor in tensors:
+                    row.merge(reduce(tensor, engine.layout))
+                continue
+            row.merge(found)
+            self.fires += len(tensors) - 1
+
+    def forget(self) -> None:
+        """Drop what is kept."""
+        self._kept.clear()
+        self.fires = 0

@@ -16,9 +16,8 @@ from hookline.distributed.ranks import this_rank
 from hookline.errors import MissingPackageError, OptionError
 from hookline.integrations.follow import Follow
 from hookline.integrations.follow import follow as follow_loop
-from hookline.integrations.host_log_sink import HostLogSink
-from hookline.integrations.host_manager import check_report_to
-from hookline.integrations.method_listeners import Listener, listen
+from hookline.integrations.host_manager import HostLogSink, check_report_to
+from hookline.integrations.wrapped import wrapped
 from hookline.messages import type_name
 from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.training.ranks import averaging_model
@@ -103,8 +102,14 @@ def follow(
     )
     accelerator.register_for_checkpointing(_SavedWithAccelerate(accelerator, run))
     if options.get("loader") is not None:
+
+        def skip(original: Any, *args: Any, **kwargs: Any) -> Any:
+            rest = original(*args, **kwargs)
+            run.follow_loader(rest)
+            return rest
+
         # The rest of a resumed epoch comes from a loader that Accelerate makes.
-        run.when_closed(listen(accelerator, "skip_first_batches", Listener(_ignore, run.follow_loader, _ignore)))
+        run.when_closed(wrapped(accelerator, "skip_first_batches", skip))
     return run
 
 
@@ -151,7 +156,3 @@ class _SavedWithAccelerate:
 
 _followed: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """How many runs of an accelerator were followed: a number in the names of their files."""
-
-
-def _ignore(*_: Any, **__: Any) -> None:
-    pass

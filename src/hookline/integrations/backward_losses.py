@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookline.distributed.shards import placed
+from hookline.integrations.wrapped import wrapped
 from hookline.phases import phase
-from hookline.sites.functions.replaced_function import BACKWARD, Mark, ReplacedFunction, mark_of
+from hookline.sites.functions.replaced_function import BACKWARD, Mark, mark_of
 
 __all__ = ["BackwardLosses"]
 
@@ -65,19 +66,19 @@ class BackwardLosses:
         self._on_forget = on_forget
         self._looked_at = _some_of(self._parameters)
         self._noted: list[_Noted] = []
-        self.probe: Tensor | None = None
+        self._probe: Tensor | None = None
         """A parameter that got a gradient by the last backward: it tells when gradients are cleared."""
         self.keeps_all = False
         """Whether nothing is forgotten until `take`: a closure clears gradients each time that it is called."""
-        for each in _REPLACED:
-            each.add(self)
+        BACKWARD.add(self)
+        self._ends = [wrapped(owner, "zero_grad", self._zero_grad) for owner in (Optimizer, nn.Module)]
 
     def take(self, *, first: bool = False) -> Tensor | None:
         """Return their sum, or the first of them, on its device; None if there were none. Begin anew."""
         noted, self.keeps_all = self._noted, False
         if not noted:
             return None
-        self._noted, self.probe = [], None
+        self._noted, self._probe = [], None
         if len(noted) > 1 and any(one.is_own for one in noted):  # if none is, gradients are kept where nobody looks
             noted = [one for one in noted if one.is_own is not False]
         if first:
@@ -95,14 +96,15 @@ class BackwardLosses:
         """Begin anew: what was noted belongs to no step."""
         if self.keeps_all:
             return
-        self._noted, self.probe = [], None
+        self._noted, self._probe = [], None
         self._on_forget()
 
     def remove(self) -> None:
         """Notice nothing more, and give torch its own functions back; may be called again."""
-        for each in _REPLACED:
-            each.discard(self)
-        self._noted, self.probe = [], None
+        BACKWARD.discard(self)
+        for end in self._ends:
+            end()
+        self._noted, self._probe = [], None
 
     def is_wanted(self) -> bool:
         """Return True: each backward may be that of a step."""
@@ -112,7 +114,7 @@ class BackwardLosses:
         """Note one, if it is a loss of training: a single real number, outside of interventions and evaluations."""
         if phase() != "train" or not _is_number(loss):
             return
-        if self.probe is not None and self.probe.grad is None:
+        if self._probe is not None and self._probe.grad is None:
             self.forget()
         if self._most is None or len(self._noted) < self._most:
             self._noted.append(_Noted(loss.detach(), self._scale()))
@@ -126,38 +128,17 @@ class BackwardLosses:
         if self._noted and before and self._noted[-1].is_own is None:
             is_own = any(mark_of(each) != mark for each, mark in zip(self._looked_at, before, strict=True))
             self._noted[-1] = self._noted[-1]._replace(is_own=is_own)
-        if self._noted and (self.probe is None or self.probe.grad is None):
-            self.probe = next((one for one in self._parameters if one.grad is not None), None)
+        if self._noted and (self._probe is None or self._probe.grad is None):
+            self._probe = next((one for one in self._parameters if one.grad is not None), None)
 
-    def mark(self) -> Mark:
-        """Return something that changes when gradients are cleared; None where that cannot be told."""
-        return None if self.probe is None else mark_of(self.probe)
-
-
-def _make_zero_grad(original: Any, replaced: ReplacedFunction[BackwardLosses]) -> Any:
-    """Make a ``zero_grad`` that sees whether it has cleared the gradients of a loss that was noted."""
-
-    def zero_grad(*args: Any, **kwargs: Any) -> Any:
-        for one in replaced.listeners:
-            if one.probe is not None:
-                break
-        else:
-            return original(*args, **kwargs)
-        before = [(losses, mark) for losses in replaced.listeners if (mark := losses.mark()) is not None]
+    def _zero_grad(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call ``zero_grad``, and look whether it has cleared the gradients of a loss that was noted."""
+        probe = self._probe
+        before = None if probe is None else mark_of(probe)
         found = original(*args, **kwargs)
-        for losses, mark in before:
-            if losses.mark() != mark:
-                losses.forget()
+        if probe is not None and before is not None and mark_of(probe) != before:
+            self.forget()
         return found
-
-    return zero_grad
-
-
-_REPLACED: tuple[ReplacedFunction[Any], ...] = (
-    BACKWARD,
-    ReplacedFunction(Optimizer, "zero_grad", _make_zero_grad),
-    ReplacedFunction(nn.Module, "zero_grad", _make_zero_grad),
-)
 
 
 def _is_number(loss: Any) -> bool:

@@ -18,17 +18,17 @@ from torch import nn
 
 from hookline.distributed.ranks import rank_count
 from hookline.errors import HooklineWarning, OptionError
-from hookline.integrations.host_log_sink import HostLogSink
+from hookline.integrations.host_manager import HostLogSink
+from hookline.integrations.wrapped import wrapped
 from hookline.messages import caller_stacklevel
 from hookline.runs.folder import LOG, STRATEGY, RunNotes, model_facts
-from hookline.sites.functions.replaced_function import ReplacedFunction
 from hookline.training.loops import LoopResult
 
 if TYPE_CHECKING:
     from hookline.lifecycle.manager import HookManager
     from hookline.training.run import Run
 
-__all__ = ["AutocastNoted", "HostNotes", "arguments_by_name", "command_name", "host_facts", "script_name"]
+__all__ = ["HostNotes", "arguments_by_name", "command_name", "host_facts", "script_name"]
 
 
 def script_name() -> str:
@@ -78,7 +78,7 @@ class HostNotes:
         self._manager, self._is_own = manager, is_own
         self._name: str | None = None
         self._notes: RunNotes | None = None
-        self._autocast: AutocastNoted | None = None
+        self._end_autocast: Callable[[], None] = lambda: None
         self._began = 0.0
 
     def open(self, context: Mapping[str, Any]) -> None:
@@ -100,7 +100,7 @@ class HostNotes:
             self._began = time.perf_counter()
             name = {} if self._name is None else {"experiment": self._name}
             self._notes.begin({**host_facts(model, optimizer), **name})
-            self._autocast = AutocastNoted(self._notes.add)
+            self._end_autocast = _note_autocast(self._notes.add)
 
     def add(self, **facts: Any) -> None:
         """Write more about the run."""
@@ -110,9 +110,9 @@ class HostNotes:
     def end(self, run: Run, error: BaseException | None) -> None:
         """Write how it ended."""
         notes, self._notes = self._notes, None
-        if notes is None or self._autocast is None:
+        self._end_autocast()
+        if notes is None:
             return
-        self._autocast.remove()
         notes.add(silent=_why_silent(self._manager))
         status = "finished" if error is None else "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         loss = None if run.loss is None else float(run.loss)
@@ -131,37 +131,21 @@ def _why_silent(manager: HookManager) -> dict[str, str]:
     return found
 
 
-class AutocastNoted:
+def _note_autocast(tell: Callable[..., None]) -> Callable[[], None]:
     """Tell once which dtype the loop computes in, when it first enters ``torch.autocast``: ``tell(autocast=...)``.
 
-    No hook on the model sees that: one would be compiled into it.
+    No hook on the model sees that: one would be compiled into it. Return a function that ends it.
     """
 
-    def __init__(self, tell: Callable[..., None]) -> None:
-        self._tell = tell
-        _ENTER.add(self)
-
-    def note(self, dtype: torch.dtype) -> None:
-        """Take the dtype, and listen no more."""
-        self.remove()
-        self._tell(autocast=str(dtype).removeprefix("torch."))
-
-    def remove(self) -> None:
-        """Listen no more; may be called again."""
-        _ENTER.discard(self)
-
-
-def _make_enter(original: Any, replaced: ReplacedFunction[AutocastNoted]) -> Any:
-    def __enter__(self: torch.autocast) -> Any:
-        found = original(self)
-        for listener in replaced.listeners if self._enabled else ():
-            listener.note(self.fast_dtype)
+    def enter(original: Any, autocast: Any) -> Any:
+        found = original(autocast)
+        if autocast._enabled:
+            end()
+            tell(autocast=str(autocast.fast_dtype).removeprefix("torch."))
         return found
 
-    return __enter__
-
-
-_ENTER: ReplacedFunction[AutocastNoted] = ReplacedFunction(torch.autocast, "__enter__", _make_enter)
+    end = wrapped(torch.autocast, "__enter__", enter)
+    return end
 
 
 def arguments_by_name(words: Sequence[str]) -> dict[str, Any]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from hookline.errors import OptionError
 from hookline.integrations.resources import ResourcesHook
 from hookline.lifecycle.manager import HookManager
 from hookline.messages import type_name, unknown_name_text
+from hookline.records.sink import MetricSink, Record
+from hookline.records.values import mean, number, numbers, step_axis, values_in
 from hookline.runs.build import ALWAYS
 from hookline.sinks.jsonl_sink import JSONLSink
 
@@ -22,10 +24,11 @@ if TYPE_CHECKING:
     from hookline.specs.hook_spec import HookSpec
 
 __all__ = [
+    "HostLog",
+    "HostLogSink",
     "ManagerAndSpecs",
     "check_alone",
     "check_callback",
-    "check_once",
     "check_options",
     "check_report_to",
     "hook_names",
@@ -163,15 +166,6 @@ def check_alone(callbacks: Iterable[Any]) -> None:
         )
 
 
-def check_once(callback: Any, callbacks: Iterable[Any]) -> None:
-    """Raise if a callback is among those of its trainer more than once: each event would count twice."""
-    if sum(each is callback for each in callbacks) > 1:
-        raise OptionError(
-            "The same HooklineCallback is among the callbacks twice, so every event would count twice. Next: leave "
-            "one out; other hooks go into the same callback, or into another one."
-        )
-
-
 def hook_names(hooks: Iterable[Any] | str | None) -> list[str]:
     """Return what hooks are called that a callback was given, before any is made."""
     names, objects = _split(hooks)
@@ -187,3 +181,37 @@ def sinks_or_usual(sinks: Iterable[Any] | None, options: Mapping[str, Any], *, r
 def _brings_its_own(options: Mapping[str, Any]) -> bool:
     """Return whether a run file or a manager has the hooks and sinks."""
     return options.get("run_file") is not None or options.get("manager") is not None
+
+
+# -- the logger of a host -----------------------------------------------------------------------------------
+
+HostLog: TypeAlias = Callable[[dict[str, float], int], None]
+"""Takes the numbers of one step, and the step."""
+
+
+class HostLogSink(MetricSink):
+    """Give every number to ``log(metrics, step)``; a list becomes its mean, and text is left out.
+
+    Args:
+        log: What the host logs with.
+        per_step: Call it once for each step. False: once for each record, with the mean over its steps, for hosts that
+            log at their current step only.
+    """
+
+    def __init__(self, log: HostLog, *, per_step: bool = True) -> None:
+        self._log = log
+        self._per_step = per_step
+
+    def write(self, record: Record) -> None:
+        """Log the numbers of ``record``."""
+        rows: dict[int, dict[str, list[float]]] = {}
+        last = step_axis(record)
+        for name, value, step in values_in(record):
+            single = number(value)
+            if single is None:
+                several = numbers(value)
+                name, single = f"{name}_mean", mean(several) if several else None
+            if single is not None:
+                rows.setdefault(step if self._per_step else last, {}).setdefault(name, []).append(single)
+        for step in sorted(rows):
+            self._log({name: mean(values) for name, values in rows[step].items()}, step)

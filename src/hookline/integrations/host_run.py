@@ -7,33 +7,33 @@ hooks see the same contexts everywhere; it never trains, and leaves the host's r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from hookline.errors import HooklineWarning, LifecycleError
-from hookline.integrations.held_gradients import HeldGradients
-from hookline.integrations.host_adapter import HostExperiment, HostPasses, HostSchedule
+from hookline.errors import HooklineWarning, LifecycleError, OptionError
 from hookline.integrations.host_facts import HostNotes
-from hookline.integrations.host_manager import check_options, make_manager
+from hookline.integrations.host_manager import HostLogSink, check_options, make_manager
 from hookline.integrations.host_state import check_state, load_state, save_state
 from hookline.integrations.snapshot_steps import OFTEN_AT_FIRST, SnapshotSteps, StepReports, can_count_steps
-from hookline.messages import caller_stacklevel
+from hookline.messages import caller_stacklevel, type_name
 from hookline.phases import in_phase
-from hookline.training.experiment import MicroBatches, StepResult, whole_number
+from hookline.sites.optimizers import unwrap_optimizer
+from hookline.training.experiment import Experiment, MicroBatches, StepResult, whole_number
+from hookline.training.state import Passes
 from hookline.training.ranks import warn_of_join
-from hookline.training.run import Run
+from hookline.training.run import Run, Schedule
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
-    from hookline.integrations.host_log_sink import HostLogSink
     from hookline.lifecycle.manager import HookManager
 
-__all__ = ["HostRun"]
+
+__all__ = ["HeldGradients", "HostExperiment", "HostRun"]
 
 _POINTS: Final = {"epoch": frozenset(HookPoint), "step": frozenset({HookPoint.POST_STEP, HookPoint.SNAPSHOT})}
 _STEPS_TO_FLUSH: Final = 100
@@ -122,6 +122,10 @@ class HostRun:
         """Whether all between the beginning and the end of a step is training: a followed loop may evaluate there."""
         self._pending: Mapping[str, Any] | None = None
         self._in_epoch = self._in_step = self._has_ended_steps = self._is_reported = False
+        self._needs_previous = self._needs_mean = self._has_later_hooks = False
+        self._is_looked_at = False
+        """Whether a hook looks at the end of the step that is being made; decided when it begins."""
+        self._accumulate = 1
 
     # -- the run -----------------------------------------------------------------------------------------------
 
@@ -169,7 +173,7 @@ class HostRun:
         self._needs_previous = manager.needs_prev_step_grads()
         self._needs_mean = manager.needs_grad_accumulation()
         self._accumulate = experiment.accumulate
-        self.has_later_hooks = self._needs_previous or manager.has_hooks_at(HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)
+        self._has_later_hooks = self._needs_previous or manager.has_hooks_at(HookPoint.POST_EPOCH, HookPoint.SNAPSHOT)
         self._reports.begin_run()
         self._notes.begin(run.model, experiment.optimizer)
         if self._pending is not None:
@@ -292,7 +296,8 @@ class HostRun:
         run.batch_idx = run.done * self._accumulate if batch_idx is None else batch_idx
         run.done += 1
         self._in_step = True
-        if self._loop == "epoch" and self._may_fire(HookPoint.PRE_STEP):
+        self._is_looked_at = manager.plan.may_fire(manager.global_step, HookPoint.POST_STEP)
+        if self._loop == "epoch" and manager.plan.may_fire(manager.global_step, HookPoint.PRE_STEP):
             run.fire(HookPoint.PRE_STEP)
         if self.tells_phase:
             self._phase = _TRAINING
@@ -313,7 +318,7 @@ class HostRun:
         run = self.run
         if run is None or not self._in_step:
             return
-        if self._needs_previous or self._needs_mean or self._may_fire(HookPoint.POST_STEP):
+        if self._needs_previous or self._needs_mean or self._is_looked_at:
             self.held.take(run.experiment.model)
 
     def end_step(
@@ -333,9 +338,9 @@ class HostRun:
         if isinstance(loss, Tensor) and loss.requires_grad:
             loss = loss.detach()
         run.loss = loss
-        if self.has_later_hooks or metrics or self.held:
+        if self._has_later_hooks or metrics or self.held:
             self._take_result(run, StepResult(loss, trained, metrics or {}))
-        elif self._may_fire(HookPoint.POST_STEP):
+        elif self._is_looked_at:
             run.fire(HookPoint.POST_STEP)
         if self._loop == "step":
             self._reports.end_step(run)
@@ -347,9 +352,6 @@ class HostRun:
             run.fire(HookPoint.POST_STEP)
         if not self._needs_previous:
             self.held.release()
-
-    def _may_fire(self, point: HookPoint) -> bool:
-        return self.manager.plan.may_fire(self.manager.global_step, point)
 
     def _leave_step(self) -> None:
         self._in_step = False
@@ -422,3 +424,111 @@ class HostRun:
         if self.run is None:
             raise LifecycleError(f"{what}() belongs to a run, and none has begun. Next: call begin_run() first.")
         return self.run
+
+
+# -- what hooks are shown of a host -------------------------------------------------------------------------
+
+
+_PARTS: Final = ("optimizer", "scheduler", "scaler", "loader", "loss_fn")
+"""What a host may have, by the names that ``requires`` of a hook uses."""
+
+
+class HostExperiment(Experiment):
+    """Hold a host's objects."""
+
+    def __init__(self, model: Any, optimizer: Any, **parts: Any) -> None:
+        if not isinstance(model, nn.Module):
+            raise OptionError(f"A run begins with the nn.Module that is trained; got {type_name(model)}.")
+        if optimizer is None:
+            raise OptionError(
+                "The run begins without an optimizer, and steps are steps of one. Next: hand it over, also where it "
+                "is wrapped."
+            )
+        # Wrappers of optimizers skip steps and scale gradients by rules of the host; interventions train without them.
+        super().__init__(model, unwrap_optimizer(optimizer), **parts)
+        whole_number("accumulate", self.accumulate, 1)
+        self.capabilities = {name for name in _PARTS if parts.get(name, optimizer) is not None}
+        """What the host has."""
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """Nothing: the host looks after what it has besides."""
+        return {}
+
+
+class HostPasses(Passes):
+    """Give out the loader of the host, which tells samplers itself which epoch it is."""
+
+    def take_loader(self, epoch: int) -> None:
+        """Keep the loader that the host gave."""
+        self.loader = self.experiment.loader
+
+    def set_loader(self, loader: Any) -> None:
+        """Show another loader from now on."""
+        self.experiment.loader = self.loader = loader
+
+
+class HostSchedule(Schedule):
+    """Step the scheduler for an intervention that trains; for the run itself the host does it."""
+
+    def step(self, per: str, loss: Any) -> None:
+        """Step the scheduler for a step; leave the ends of epochs to the host."""
+        if per == "step":
+            super().step(per, loss)
+
+
+class HeldGradients:
+    """Keep the gradient tensors of a step, and show them in ``.grad`` after the host has cleared them.
+
+    Nothing is copied, unless the next step needs these gradients and the host may clear them in place.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[nn.Parameter, Tensor | None]] = []
+
+    def take(self, model: nn.Module) -> None:
+        """Hold the gradients that there are now."""
+        self._held = [(parameter, grad) for parameter in model.parameters() if (grad := parameter.grad) is not None]
+
+    def copy(self, model: nn.Module, *, none: bool = False) -> None:
+        """Hold copies of them, and remember which parameters have none; or that no parameter has any (``none``)."""
+        self._held = [
+            (parameter, None if none or parameter.grad is None else parameter.grad.detach().clone())
+            for parameter in model.parameters()
+        ]
+
+    def state_dict(self, model: nn.Module) -> dict[int, Tensor]:
+        """Return the gradients that are held, by the place of their parameter in the model."""
+        held = {id(parameter): grad for parameter, grad in self._held if grad is not None}
+        return {place: held[id(p)] for place, p in enumerate(model.parameters()) if id(p) in held}
+
+    def load_state_dict(self, model: nn.Module, state: Mapping[int, Tensor]) -> None:
+        """Hold what ``state_dict`` returned."""
+        parameters = list(model.parameters())
+        self._held = [(parameters[place], grad.to(parameters[place].device)) for place, grad in state.items()]
+
+    def release(self) -> None:
+        """Let go of them: their memory is the host's again."""
+        self._held = []
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    @contextmanager
+    def shown(self, *, in_place_of_others: bool = False) -> Iterator[None]:
+        """Put them into ``.grad`` for as long as the block lasts, where there is no gradient now.
+
+        ``in_place_of_others``: also where there is one, of the step that is being made; or zeros in the same tensor.
+        """
+        others = [
+            (parameter, parameter.grad, grad)
+            for parameter, grad in self._held
+            if parameter.grad is None or in_place_of_others
+        ]
+        for parameter, _, grad in others:
+            parameter.grad = grad
+        try:
+            yield
+        finally:
+            for parameter, own, _ in others:
+                parameter.grad = own

@@ -2,7 +2,7 @@
 
 `HostRun` calls it. Everything in the dictionary is plain or a tensor, so that any checkpoint can hold it. Hosts write
 the dictionary of rank 0 alone, and every rank loads that: it may have the states of all. What is the same on all ranks
-is in it once, beside the rest of each rank.
+is in it once, beside the parts of each rank.
 """
 
 from __future__ import annotations
@@ -27,11 +27,8 @@ __all__ = ["check_state", "load_state", "save_state"]
 _FORMAT: Final = 2
 """A later one that cannot be read by this code has a higher number. 1 did not tell of which rank it is."""
 _PARTS: Final = ("format", "loop", "run", "manager", "gradients", "held", "ranks")
-_Path = tuple[str, ...]
 _AWAY: Final = "\x1faway"
 """The key of a tensor that was not on the CPU: each rank puts it on its own device."""
-_SINKS: Final = ("manager", "sinks")
-"""Of rank 0, which alone writes."""
 
 
 def save_state(run: Run, held: Callable[[], Any], *, within: bool, all_ranks: bool) -> dict[str, Any]:
@@ -104,14 +101,20 @@ def _gather_states(make: Callable[[], dict[str, Any]], ranks: OneProcess) -> dic
     """Return the states of all ranks, the same on each; every rank has to call it. What fails on one, fails on all."""
     made: dict[str, Any] = {}
     ranks.together("saving the state of hooks", lambda: made.update(make()))
-    own = _pieces(_portable(made))
-    said = ranks.gather({path: _digest(piece, ranks.rank) for path, piece in own.items()}, "comparing states of hooks")
+    own = _portable(made)
+    said = ranks.gather({name: _digest(part, ranks.rank) for name, part in own.items()}, "comparing states of hooks")
     if ranks.is_lost:
         return _mark_state(made, ranks)
-    differing = [path for path in own if path != _SINKS and len({one.get(path) for one in said}) > 1]
-    parts = ranks.gather([(path, own[path]) for path in differing], "states of hooks of each rank")
-    by_rank = [_joined(dict(one)) for one in parts]
-    return {**_merged(_joined(own), by_rank[0]), "ranks": {"count": ranks.size, "by_rank": by_rank}}
+    differing = [name for name in own if len({one[name] for one in said}) > 1]
+    by_rank = ranks.gather({name: own[name] for name in differing}, "states of hooks of each rank")
+    return {**own, **by_rank[0], "ranks": {"count": ranks.size, "by_rank": by_rank}}
+
+
+def _digest(part: Any, rank: int) -> Any:
+    try:
+        return rank_digest(part)
+    except CheckpointError:  # something that only pickle can save: not compared, so each rank keeps its own
+        return f"rank {rank}"
 
 
 def _choose_state(state: Mapping[str, Any], model: nn.Module, rank: int, count: int) -> tuple[dict[str, Any], str]:
@@ -129,11 +132,11 @@ def _choose_state(state: Mapping[str, Any], model: nn.Module, rank: int, count: 
     if "by_rank" not in about:
         sentence = _of_one_rank(about["rank"], about["count"], rank, count)
     elif about["count"] == count:
-        chosen = _merged(chosen, about["by_rank"][rank])
-    elif rank == 0 and (differing := _pieces(about["by_rank"][0])):
+        chosen |= about["by_rank"][rank]
+    elif rank == 0 and (differing := about["by_rank"][0]):
         sentence = (
             f"The state of the hooks was saved by {about['count']} ranks, and the run goes on with {count}: all go on "
-            f"with the state of rank 0. Not the same on all ranks: {', '.join('/'.join(path) for path in differing)}."
+            f"with the state of rank 0. Not the same on all ranks: {', '.join(differing)}."
         )
     return _at_home(chosen, model), sentence
 
@@ -150,45 +153,6 @@ def _of_one_rank(saved: int, before: int, rank: int, now: int) -> str:
             "rank, by state_dict(all_ranks=True)."
         )
     return ""
-
-
-# -- pieces ------------------------------------------------------------------------------------------------------------
-
-
-def _pieces(state: Mapping[str, Any]) -> dict[_Path, Any]:
-    """Return the parts that are compared: each hook, the rest of the manager, everything else."""
-    found: dict[_Path, Any] = {}
-    for name, part in state.items():
-        for key, one in part.items() if name == "manager" else [(None, part)]:
-            if key == "hooks":
-                found |= {(name, key, hook): kept for hook, kept in one.items()}
-            else:
-                found[(name,) if key is None else (name, key)] = one
-    return found
-
-
-def _joined(pieces: Mapping[_Path, Any]) -> dict[str, Any]:
-    """Return the state of which these are the pieces."""
-    found: dict[str, Any] = {}
-    for path, piece in pieces.items():
-        inner = found
-        for name in path[:-1]:
-            inner = inner.setdefault(name, {})
-        inner[path[-1]] = piece
-    return found
-
-
-def _merged(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    found = _joined({**_pieces(state), **_pieces(own)})
-    found["manager"].setdefault("hooks", {})  # a run without hooks has no pieces there
-    return found
-
-
-def _digest(piece: Any, rank: int) -> Any:
-    try:
-        return rank_digest(piece)
-    except CheckpointError:  # something that only pickle can save: not compared, so each rank keeps its own
-        return f"rank {rank}"
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------

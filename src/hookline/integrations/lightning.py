@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hookline.errors import HooklineWarning, MissingPackageError
-from hookline.integrations.host_log_sink import HostLogSink
-from hookline.integrations.host_manager import check_callback, check_once, hook_names, sinks_or_usual
+from hookline.integrations.host_manager import HostLogSink, check_alone, check_callback, sinks_or_usual
 from hookline.integrations.host_run import HostRun
-from hookline.integrations.method_listeners import Listener, listen
+from hookline.integrations.wrapped import wrapped
 from hookline.messages import caller_stacklevel
 from hookline.phases import phase
 from hookline.tree import copied
@@ -63,8 +62,6 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
 
     Interventions train by ``training_step``; what it logs then is dropped. With manual optimization it makes steps
     itself, so hooks that need a loss are left out.
-
-    A Trainer may have several, with different hooks: their state is saved by the names of the hooks.
 
     Args:
         hooks: Hooks as objects, classes or names (``"norms"``, ``"observers"``); trackers and watches as well.
@@ -124,28 +121,16 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
         if self._made is not None:
             self._made.close()
 
-    @property
-    def state_key(self) -> str:
-        """What Lightning's checkpoints call its state: the class, and the names of the hooks."""
-        hooks, _, options = self._given
-        manager, file = options.get("manager"), options.get("run_file")
-        names = [
-            *hook_names(hooks),
-            *(manager.hooks if manager is not None else ()),
-            *([Path(file).name] if file else ()),
-        ]
-        return f"{type(self).__qualname__}[{', '.join(names)}]"
-
     # -- the run -----------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin a run, or go on with one from a checkpoint."""
-        check_once(self, trainer.callbacks)
+        check_alone(each for each in trainer.callbacks if isinstance(each, HooklineCallback))
         self._end(None)  # of a run that failed
         self._trainer, self._kept = trainer, {}
         if trainer.global_step and getattr(trainer, "ckpt_path", None) and self._steps_before is None:
             warnings.warn(
-                f"There is no state of {self.state_key} in {trainer.ckpt_path}, so hooks begin anew: it was saved "
+                f"There is no state of hooks in {trainer.ckpt_path}, so hooks begin anew: it was saved "
                 "without them, or after an error.",
                 HooklineWarning,
                 stacklevel=caller_stacklevel(),
@@ -169,8 +154,7 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
         )
         self._handles = [optimizer.register_step_post_hook(self._note_step) for optimizer in trainer.optimizers]
         if not is_automatic:
-            listener = Listener(self._note_backward, _do_nothing, _do_nothing)
-            self._stop_listening = listen(pl_module, "manual_backward", listener)
+            self._stop_listening = wrapped(pl_module, "manual_backward", self._manual_backward)
         self._has_begun_epoch = self._has_begun_step = False
         self._steps_before = None
 
@@ -231,9 +215,11 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
         if phase() != "intervention":
             self._steps_seen += 1
 
-    def _note_backward(self, loss: Any, *_: Any, **__: Any) -> None:
+    def _manual_backward(self, original: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        """Learn a loss from the method that a module with manual optimization calls."""
         if phase() != "intervention" and isinstance(loss, Tensor) and loss.numel() == 1:
             self._backward_losses.append(loss.detach())
+        return original(loss, *args, **kwargs)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a step, if the optimizer made one in this batch, or if a scaler has skipped it."""
@@ -293,7 +279,9 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
         module = trainer.lightning_module
         batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
         given = (batch, 0) if _takes_two(module.training_step) else (batch,)
-        with _logging_nothing(module):
+        with ExitStack() as dropped:  # what it logs: an intervention is no step of the run
+            for name in ("log", "log_dict"):
+                dropped.callback(wrapped(module, name, _do_nothing))
             output = trainer.strategy.training_step(*given)
         loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
         return loss
@@ -303,7 +291,7 @@ class HooklineCallback(Callback):  # type: ignore[misc]  # mypy does not look in
             logger.log_metrics(metrics, step=step)
 
 
-def _do_nothing(*_: Any) -> None:
+def _do_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
@@ -311,22 +299,3 @@ def _takes_two(step: Callable[..., Any]) -> bool:
     """Return whether a ``training_step`` takes the index of the batch too, as Lightning decides: by count, not name."""
     taken = inspect.signature(step).parameters
     return len(taken) > 1 or any(one.kind is one.VAR_POSITIONAL for one in taken.values())
-
-
-@contextmanager
-def _logging_nothing(module: Any) -> Iterator[None]:
-    """Drop what the module logs while the block lasts: an intervention is no step of the run."""
-
-    def drop(*_: Any, **__: Any) -> None:
-        pass
-
-    names = ("log", "log_dict")
-    own = {name: vars(module)[name] for name in names if name in vars(module)}
-    replaced: dict[str, Callable[..., None]] = dict.fromkeys(names, drop)
-    vars(module).update(replaced)
-    try:
-        yield
-    finally:
-        for name in names:
-            del vars(module)[name]
-        vars(module).update(own)

@@ -6,15 +6,14 @@ each pass.
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from hookline.errors import UnhookableError
+from hookline.integrations.wrapped import wrapped
 from hookline.messages import type_name
 
-__all__ = ["LoaderPasses"]
+__all__ = ["LoaderPass", "LoaderPasses"]
 
 
 class LoaderPasses:
@@ -27,8 +26,8 @@ class LoaderPasses:
             ...
         passes.remove()
 
-    The ``__iter__`` of the loader's class is replaced for as long as one of its objects is followed: an iterator of a
-    followed object is put into a `LoaderPass`, which hands everything through. Other objects get their own iterator.
+    The ``__iter__`` of the loader's class is wrapped for as long as it is followed: the iterator of the loader is put
+    into a `LoaderPass`, which hands everything through. Other objects of the class get their own iterator.
 
     Args:
         loader: A ``DataLoader``, or an object of any class in Python that can be iterated; or such a class, for all of
@@ -44,14 +43,17 @@ class LoaderPasses:
         on_end: Callable[[LoaderPass], None] = lambda each: None,
     ) -> None:
         self.on_batch, self.on_end = on_batch, on_end
-        self._loader = loader  # held: its id stands for it while it is followed
-        self._key = None if isinstance(loader, type) else id(loader)
-        self._class = _ReplacedIter.of(loader if isinstance(loader, type) else type(loader))
-        self._class.add(self._key, self)
+        self._loader = loader
+        owner = _owner_of_iter(loader if isinstance(loader, type) else type(loader))
+        self._end = wrapped(owner, "__iter__", self._iter)
+
+    def _iter(self, original: Any, loader: Any) -> Any:
+        is_followed = loader is self._loader or isinstance(self._loader, type)
+        return LoaderPass(original(loader), self, loader) if is_followed else original(loader)
 
     def remove(self) -> None:
         """Follow it no more; may be called again, and while a pass is under way."""
-        self._class.discard(self._key, self)
+        self._end()
         self.on_batch = self.on_end = _ignore
         self._loader = None
 
@@ -109,59 +111,16 @@ class LoaderPass:
         return getattr(self._iterator, name)
 
 
-class _ReplacedIter:
-    """The ``__iter__`` of a class, replaced while objects of it are followed."""
-
-    _classes: ClassVar[dict[type, _ReplacedIter]] = {}
-    _lock = threading.RLock()
-
-    def __init__(self, cls: type) -> None:
-        self._cls = cls
-        self._original: Any = vars(cls)["__iter__"]
-        self._followed: dict[int | None, list[LoaderPasses]] = {}
-
-    @classmethod
-    def of(cls, loader_type: type) -> _ReplacedIter:
-        """Return that of the class in which ``__iter__`` of `loader_type` is written."""
-        owner = next((base for base in loader_type.__mro__ if "__iter__" in vars(base)), None)
-        if owner is None or not owner.__flags__ & _HEAP_TYPE:
-            raise UnhookableError(
-                f"loader= is {type_name(loader_type)}, whose iteration cannot be followed: its class is not written "
-                "in Python. Next: give a DataLoader (DataLoader(data, batch_size=None) gives the items of a list as "
-                "they are), or leave loader= out; then everything is one epoch."
-            )
-        with cls._lock:
-            return cls._classes.setdefault(owner, cls(owner))
-
-    def add(self, key: int | None, passes: LoaderPasses) -> None:
-        with self._lock:
-            if not self._followed:
-                self._replace()
-            self._followed.setdefault(key, []).append(passes)
-
-    def discard(self, key: int | None, passes: LoaderPasses) -> None:
-        with self._lock:
-            listed = self._followed.get(key, [])
-            if passes in listed:
-                listed.remove(passes)
-            if not listed:
-                self._followed.pop(key, None)
-            # One who has replaced it after us calls ours, which then hands everything through.
-            if not self._followed and vars(self._cls).get("__iter__") is getattr(self, "_ours", None):
-                self._cls.__iter__ = self._original  # type: ignore[attr-defined]
-
-    def _replace(self) -> None:
-        original = self._original = vars(self._cls)["__iter__"]
-
-        @functools.wraps(original)
-        def __iter__(loader: Any) -> Any:
-            iterator = original(loader)
-            for passes in (*self._followed.get(id(loader), ()), *self._followed.get(None, ())):
-                iterator = LoaderPass(iterator, passes, loader)
-            return iterator
-
-        self._ours = __iter__
-        self._cls.__iter__ = __iter__  # type: ignore[attr-defined]
+def _owner_of_iter(loader_type: type) -> type:
+    """Return the class in which the ``__iter__`` of a loader is written."""
+    owner = next((base for base in loader_type.__mro__ if "__iter__" in vars(base)), None)
+    if owner is None or not owner.__flags__ & _HEAP_TYPE:
+        raise UnhookableError(
+            f"loader= is {type_name(loader_type)}, whose iteration cannot be followed: its class is not written in "
+            "Python. Next: give a DataLoader (DataLoader(data, batch_size=None) gives the items of a list as they "
+            "are), or leave loader= out; then everything is one epoch."
+        )
+    return owner
 
 
 def _ignore(*_: Any) -> None:

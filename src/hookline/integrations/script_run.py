@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 from hookline.distributed.ranks import this_rank
 from hookline.error_policy import error_text
 from hookline.errors import HooklineError, HooklineWarning, NoMatchError
+from hookline.integrations.first_step import find_model, find_scaler
 from hookline.integrations.follow import Follow, follow
 from hookline.integrations.host_facts import command_name
 from hookline.integrations.host_manager import recorder_of
-from hookline.integrations.model_of_optimizer import find_model, find_scaler
 from hookline.integrations.process_end import at_sigterm, error_of_process
 from hookline.plain import to_plain
 from hookline.runs.build import build

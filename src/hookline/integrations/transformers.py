@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hookline import checkpoint_file
 from hookline.errors import HooklineWarning, LifecycleError, MissingPackageError
-from hookline.integrations.host_log_sink import HostLogSink
-from hookline.integrations.host_manager import check_alone, check_callback, sinks_or_usual
+from hookline.integrations.host_manager import HostLogSink, check_alone, check_callback, sinks_or_usual
 from hookline.integrations.host_run import HostRun
-from hookline.integrations.method_listeners import Listener, listen
+from hookline.integrations.wrapped import wrapped
 from hookline.messages import caller_stacklevel
 
 try:
@@ -174,15 +173,24 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
             with self._ends_if_it_fails():
                 self._host.begin_step(int(state.global_step))
 
-    def _take_batch(self, model: Any, inputs: Any, *_: Any, **__: Any) -> None:
-        if self._has_batch:
-            self._host.add_batch(inputs)
-            return
-        self._has_batch = True
-        self._host.begin_step(int(self._trainer.state.global_step), batch=inputs)
+    def _training_step(self, original: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Learn the batch and the loss of a step from the Trainer's method."""
+        with self._ends_if_it_fails():
+            if self._has_batch:
+                self._host.add_batch(inputs)
+            else:
+                self._has_batch = True
+                self._host.begin_step(int(self._trainer.state.global_step), batch=inputs)
+            loss = original(model, inputs, *args, **kwargs)
+            self._loss = loss if self._loss is None else self._loss + loss
+            return loss
 
-    def _take_loss(self, loss: Tensor) -> None:
-        self._loss = loss if self._loss is None else self._loss + loss
+    def _evaluation_loop(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._ends_if_it_fails():
+            self._host.begin_evaluation()
+            found = original(*args, **kwargs)
+            self._host.end_evaluation()
+            return found
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Hold the gradients: the Trainer clears them before the step ends."""
@@ -259,16 +267,8 @@ class HooklineCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not 
     def _listen(self) -> None:
         if self._trainer is None:
             return
-        step = Listener(self._take_batch, self._take_loss, self._fail)
-        evaluation = Listener(self._begin_evaluation, self._leave_evaluation, self._fail)
-        self._listening.callback(listen(self._trainer, "training_step", step))
-        self._listening.callback(listen(self._trainer, "evaluation_loop", evaluation))
-
-    def _begin_evaluation(self, *_: Any, **__: Any) -> None:
-        self._host.begin_evaluation()
-
-    def _leave_evaluation(self, _: Any) -> None:
-        self._host.end_evaluation()
+        self._listening.callback(wrapped(self._trainer, "training_step", self._training_step))
+        self._listening.callback(wrapped(self._trainer, "evaluation_loop", self._evaluation_loop))
 
     def _evaluations(self) -> int:
         data = getattr(self._trainer, "eval_dataset", None)

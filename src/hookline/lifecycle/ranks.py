@@ -18,8 +18,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.distributed.channels import connections, reaching, stop_reaching
-from hookline.distributed.metric_rules import check_rule, reduce_records, reduce_values
 from hookline.distributed.ranks import gather_objects, has_group, is_distributed, rank_count, rank_names, this_rank
+from hookline.distributed.reduce import check_rule, reduce_records, reduce_values
 from hookline.error_policy import error_text, warn_user
 from hookline.errors import OptionError, RankError
 from hookline.records.log import has_ranks

@@ -32,8 +32,7 @@ from hookline.errors import NoMatchError, OptionError
 from hookline.guard.digest import SWITCH, RunDigest, changed, digest, run_digest
 from hookline.guard.rng import RandomStates, restart_hook_stream
 from hookline.guard.torch_switches import TorchSwitches
-from hookline.integrations.first_step import FirstStep
-from hookline.integrations.model_of_optimizer import find_model, find_optimizers
+from hookline.integrations.first_step import FirstStep, find_model, find_optimizers
 from hookline.phases import phase
 from hookline.sites import _torch
 from hookline.sites.functions.replaced_function import ReplacedFunction

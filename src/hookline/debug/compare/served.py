@@ -8,9 +8,10 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,17 +22,9 @@ from hookline.debug.compare.rows import RowTable
 from hookline.debug.compare.sites import rows_of
 from hookline.debug.compare.start_trace import bytes_of_budget, dims_finder, matching
 from hookline.distributed.ranks import rank_count, this_rank
-from hookline.errors import HooklineWarning, OptionError
-from hookline.factories.factory_hook import (
-    ByModule,
-    Observer,
-    checked_options,
-    choice,
-    path,
-    tried_by,
-    whole,
-)
-from hookline.factories.served_batch import STAGES, only_in_stage, request_names
+from hookline.errors import HooklineWarning
+from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by
+from hookline.factories.served_batch import Stage, only_in_stage
 from hookline.observe.tokens import current_tokens
 from hookline.sites import _torch
 from hookline.sites.targets import name_matcher
@@ -44,19 +37,41 @@ if TYPE_CHECKING:
 
 __all__ = ["TraceOutputs", "trace_outputs"]
 
-_NAME: Final = "trace_outputs"
-_OPTIONS: Final = {
-    "folder": None,
-    "tensors": False,
-    "budget": "1GB",
-    "requests": None,
-    "phase": "both",
-    "every": 1,
-    "dims": None,
-}
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """The config of ``trace_outputs``."""
+
+    folder: Path
+    tensors: Any = False
+    budget: Any = "1GB"
+    requests: tuple[str, ...] | None = None
+    phase: Stage = "both"
+    every: int = 1
+    dims: Any = None
+
+    @property
+    def patterns(self) -> list[str]:
+        """The modules whose tensors are wanted, by name."""
+        if isinstance(self.tensors, bool):
+            return []
+        return [self.tensors] if isinstance(self.tensors, str) else list(self.tensors)
+
+    def of_recorder(self) -> dict[str, Any]:
+        """Return the options of a `TraceRecorder`, checked."""
+        return {
+            "budget": bytes_of_budget(self.budget),
+            "wants_tensor": matching(self.tensors),
+            "dims_of": dims_finder(self.dims),
+        }
 
 
-@tried_by(lambda config: _checked_settings(config))
+def _try(config: Mapping[str, Any]) -> None:
+    """Check a config; write nothing."""
+    read_options("trace_outputs", TraceOptions, config).of_recorder()
+
+
+@tried_by(_try)
 def trace_outputs(config: Mapping[str, Any] | None = None) -> TraceOutputs:
     """Make a hook that writes outputs to a trace: fingerprints, and tensors where asked.
 
@@ -77,41 +92,11 @@ def trace_outputs(config: Mapping[str, Any] | None = None) -> TraceOutputs:
             as in ``trace``. ``requests``: names or patterns; only forwards with such a request are written. ``phase``:
             ``"prefill"`` or ``"decode"``, for one of them alone. ``every``: take each n-th forward.
     """
-    found = _checked_settings(config)
+    options = read_options("trace_outputs", TraceOptions, config)
+    of_recorder = options.of_recorder()
     head = {"kinds": ["output"], "ranks": rank_count(), "torch": torch.__version__}
-    recorder = TraceRecorder(TraceWriter(found.folder, this_rank(), head), **found.of_recorder)
-    return found.hook(recorder, **found.of_hook)
-
-
-class _TraceSettings(NamedTuple):
-    """What a config of ``trace_outputs`` says, checked."""
-
-    folder: Path
-    of_recorder: dict[str, Any]
-    hook: type[TraceOutputs]
-    of_hook: dict[str, Any]
-
-
-def _checked_settings(config: Mapping[str, Any] | None) -> _TraceSettings:
-    """Return what a config says; write nothing."""
-    options = checked_options(_NAME, config, _OPTIONS)
-    if options["folder"] is None:
-        raise OptionError(f"{_NAME} needs a folder to write to: {{'folder': 'served'}}.")
-    patterns = [] if isinstance(options["tensors"], bool) else options["tensors"]
-    return _TraceSettings(
-        path(_NAME, "folder", options["folder"]),
-        {
-            "budget": bytes_of_budget(options["budget"]),
-            "wants_tensor": matching(options["tensors"]),
-            "dims_of": dims_finder(options["dims"]),
-        },
-        only_in_stage(TraceOutputs, choice(_NAME, "phase", options["phase"], STAGES)),
-        {
-            "tensors": [patterns] if isinstance(patterns, str) else list(patterns),
-            "requests": request_names(_NAME, options["requests"]),
-            "every": whole(_NAME, "every", options["every"]),
-        },
-    )
+    recorder = TraceRecorder(TraceWriter(options.folder, this_rank(), head), **of_recorder)
+    return only_in_stage(TraceOutputs, options.phase)(recorder, options)
 
 
 class _ForwardClock:
@@ -152,23 +137,16 @@ class _ForwardClock:
 class TraceOutputs(Observer):
     """Trace all modules that one ``trace_outputs`` is on; ``close()`` or the end of the process writes the rest."""
 
-    name = _NAME
+    name = "trace_outputs"
 
-    def __init__(
-        self,
-        recorder: TraceRecorder,
-        *,
-        tensors: list[str],
-        requests: tuple[str, ...] | None,
-        every: int,
-    ) -> None:
+    def __init__(self, recorder: TraceRecorder, options: TraceOptions) -> None:
         self._recorder = recorder
-        self._requests = requests
-        self._every = every
+        self._requests = options.requests
+        self._every = options.every
         self._names: ByModule[str] = ByModule(lambda name: name)
         self._clock = _ForwardClock()
         self._finalizer = weakref.finalize(self, recorder.close)
-        self._unseen = {pattern: name_matcher(pattern) for pattern in tensors}
+        self._unseen = {pattern: name_matcher(pattern) for pattern in options.patterns}
         """Patterns of ``tensors`` that no module has matched yet."""
         self._seen: set[str] = set()
 
@@ -208,7 +186,7 @@ class TraceOutputs(Observer):
         if self._unseen and self._seen:
             seen = ", ".join(map(repr, sorted(self._seen)[:3]))
             warnings.warn(
-                f"{_NAME}: tensors={sorted(self._unseen)} matched no module that was called, so no tensor is "
+                f"trace_outputs: tensors={sorted(self._unseen)} matched no module that was called, so no tensor is "
                 f"stored for it; there were {seen}, …. Write names or patterns of modules that target_modules has.",
                 HooklineWarning,
                 stacklevel=2,

@@ -1,12 +1,11 @@
 """Reduce the statistics of a watch over all ranks: those of one process that has seen the whole batch.
 
 `Watch.to_metrics` calls it on every rank of a distributed run. Columns that are added are summed, replicas counted
-once; of the others the largest is kept. What ranks hold, and which are replicas, is agreed once by an `Exchange`.
+once; of the others the largest is kept. An `Exchange` gathers the numbers of all ranks, and adds them up.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from functools import cached_property
@@ -14,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from hookline.distributed.agreement import Agreed, NamedPart, SameIfEqual
-from hookline.distributed.exchange import Exchange, Reduced
 from hookline.distributed.ranks import gather_objects, is_distributed, rank_count, rank_names, this_rank
+from hookline.distributed.reduce import Exchange, Holding, NamedPart, Reduced, SameIfEqual
 from hookline.distributed.shards import Placed, activation_shard, parameter_shard, tensor_parallel_ranks
 from hookline.errors import RankError
 from hookline.observe.watch.row import FIRES, SQUARES, SUM, metrics_of
@@ -86,7 +84,7 @@ class RankStats:
         self._known: set[WatchedPlace] = set()
         """Places that have had numbers to compare with those of other ranks."""
         self._widths: dict[str, int] = {}
-        self._checked: Agreed | None = None
+        self._checked: dict[str, Holding] | None = None
         self.left_out: dict[str, str] = {}
         """Why the statistics of a place are not reduced over ranks, by its label."""
 
@@ -109,8 +107,8 @@ class RankStats:
             np.concatenate([added.reshape(-1), *more_added]),
             np.concatenate([kept.reshape(-1), *more_kept]),
         )
-        if reduced.agreed is not self._checked:
-            self._check(reduced.agreed)
+        if reduced.holdings is not self._checked:
+            self._check(reduced.holdings)
         return self._metrics(reduced)
 
     def per_rank(self, metrics: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +158,7 @@ class RankStats:
         kept = len(self._engine.layout.added)
         if any(number and abs(number) != math.inf for number in (row[SUM], row[SQUARES], row[kept], row[kept + 1])):
             self._known.add(place)  # what is not kept stays -inf
-        return SameIfEqual(group, place in self._known, hashlib.sha256(row.tobytes()).digest()[:8])
+        return SameIfEqual(group, place.label, place in self._known)
 
     @cached_property
     def _group(self) -> tuple[int, ...]:
@@ -194,25 +192,25 @@ class RankStats:
 
     # -- what all ranks hold ---------------------------------------------------------------------------------
 
-    def _check(self, agreed: Agreed) -> None:
+    def _check(self, holdings: dict[str, Holding]) -> None:
         """Raise if a rank lacks modules that the others have; note the places that cannot be reduced."""
         self.left_out = {}
-        inner = _without_containers({label for label in agreed.holdings if _kind(label) and _UNITS not in label})
+        inner = _without_containers({label for label in holdings if _kind(label) and _UNITS not in label})
         labels: dict[tuple[int, ...], set[str]] = {}
-        for label, held in agreed.holdings.items():
+        for label, held in holdings.items():
             if label in inner:
                 labels.setdefault(held.ranks, set()).add(label)
         stage_of = {rank: frozenset(each for each in labels if rank in each) for rank in range(rank_count())}
         first = {stage: rank for rank, stage in sorted(stage_of.items(), reverse=True)}
         _check_stages({frozenset().union(*(labels[each] for each in stage)): rank for stage, rank in first.items()})
-        outer = [label for label in agreed.holdings if _kind(label) in ("forward", "backward") and label not in inner]
+        outer = [label for label in holdings if _kind(label) in ("forward", "backward") and label not in inner]
         for label in outer:
-            if len({stage_of[rank] for rank in agreed.holdings[label].ranks}) > 1:
+            if len({stage_of[rank] for rank in holdings[label].ranks}) > 1:
                 self.left_out[label] = _SEVERAL_STAGES
-        self._checked = agreed
+        self._checked = holdings
 
     def _metrics(self, reduced: Reduced) -> dict[str, Any]:
-        holdings, layout = reduced.agreed.holdings, self._engine.layout
+        holdings, layout = reduced.holdings, self._engine.layout
         labels = [label for label in holdings if label.partition(_UNITS)[0] not in self.left_out]
         places = [label for label in labels if _UNITS not in label]
         added = _rows(reduced.added, [holdings[label].added.start for label in places], len(layout.added))
