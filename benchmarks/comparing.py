@@ -16,7 +16,7 @@ from subject import Setting
 
 from hookline.debug import read_trace
 from hookline.debug.compare.compare import compare
-from hookline.debug.compare.start_trace import trace
+from hookline.debug.compare.trace import trace
 
 __all__ = ["comparing"]
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import hookline as hl
 from hookline.debug import RowKey, read_trace
 from hookline.debug.compare.recorder import TraceRecorder
-from hookline.debug.compare.start_trace import bytes_of_budget, trace
+from hookline.debug.compare.trace import bytes_of_budget, trace
 from hookline.errors import OptionError, TraceError
 
 
@@ -142,7 +142,7 @@ def test_rows_that_wait_on_a_device_are_written_like_numbers(tmp_path, monkeypat
     monkeypatch.setattr("hookline.debug.compare.recorder._DEVICE_ROWS", 7)
     for name in ("cpu", "device"):
         if name == "device":
-            monkeypatch.setattr("hookline.debug.compare.start_trace.TraceRecorder", OnDevice)
+            monkeypatch.setattr("hookline.debug.compare.trace.TraceRecorder", OnDevice)
         model, optimizer = made()
         with torch.no_grad():
             model.head.bias.add_(float(name == "device"))

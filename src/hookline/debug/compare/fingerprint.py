@@ -24,14 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = [
-    "DeviceTables",
-    "FoundNumbers",
-    "SketchTables",
-    "fingerprint_on_cpu",
-    "fingerprint_on_device",
-    "launch",
+    "DeviceTables", "FoundNumbers", "SketchTables", "fingerprint_on_cpu", "fingerprint_on_device", "launch",
     "sketch_tables",
-]
+]  # fmt: skip
 
 COLUMNS: Final = 1021
 ROWS: Final = 256

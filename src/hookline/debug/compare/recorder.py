@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.debug.compare.files import RecordBatch, TracePlace, TraceWriter
 from hookline.debug.compare.fingerprint import (
     DeviceTables,
     FoundNumbers,
@@ -28,6 +27,7 @@ from hookline.debug.compare.fingerprint import (
 )
 from hookline.debug.compare.key import MeshPlacement
 from hookline.debug.compare.rows import RowTable
+from hookline.debug.compare.trace_files import RecordBatch, TracePlace, TraceWriter
 from hookline.distributed.shards import arrived, placed
 from hookline.errors import HooklineWarning
 from hookline.factories.export_files import can_store
