@@ -39,7 +39,7 @@ def _row(setting: Setting, folder: Path, dtype: torch.dtype) -> Row:
     def add_up() -> None:
         for one in read:
             for record in one.records:
-                one.tensor(record).sum(dtype=torch.float32)
+                record.tensor().sum(dtype=torch.float32)
 
     seconds: dict[str, list[float]] = {"compare": [], "read": [], "read again": []}
     for _ in range(setting.rounds(20)):

@@ -230,13 +230,6 @@ def test_bursts_start_afresh():
     assert done.state_dict()["before"] == {}  # nothing is kept between bursts
 
 
-def test_in_the_step_loop_the_first_two_steps_of_a_burst_look():
-    found = run(HessianHook(every_n_steps=4, burst_length=3, method="exact"), torch.float64, loop="step")
-    assert sorted(found) == [6, 10]
-    for step, metrics in found.items():
-        assert metrics == pytest.approx(expected(step), rel=1e-9)
-
-
 def test_the_way_to_a_solution():
     reference = np.arange(6.0)
     weights = {"head": torch.from_numpy(reference[:2]), "tail": torch.from_numpy(reference[2:])}

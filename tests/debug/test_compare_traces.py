@@ -10,7 +10,6 @@ import torch
 from helpers_compared import IDS, gpt2
 from torch import Tensor, nn
 
-from hookline.cli.main import main
 from hookline.debug.compare import trace as trace_module
 from hookline.debug.compare.compare import compare
 from hookline.debug.compare.trace import trace
@@ -108,15 +107,6 @@ def test_one_rank_and_two_are_compared_through_dims(tmp_path: Path, monkeypatch:
     found = compare(one, tmp_path / "two")
     assert found.ok
     assert "2 ranks (b d[tp])" in found.values[0].how
-
-
-def test_a_trace_of_another_model_has_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names of both are shown, exit code 2."""
-    a = _traced(Net(), tmp_path / "a", lambda model, _: model(torch.ones(2, 8)), targets="layers.#")
-    other = nn.Sequential(nn.Linear(8, 8))
-    b = _traced(other, tmp_path / "b", lambda model, _: model(torch.ones(2, 8)), targets="0")
-    assert main(["compare", str(a), str(b)]) == 2
-    assert "no site in common" in capsys.readouterr().err
 
 
 def test_steps_that_do_not_meet_are_told(tmp_path: Path) -> None:
