@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -228,12 +227,6 @@ class Comparison(ShownAsTable):
         }  # fmt: skip
         plain: dict[str, Any] = to_plain(found)
         return plain
-
-    def write_json(self, path: str | Path) -> Path:
-        """Write `to_json` to a file; return its path."""
-        path = Path(path)
-        path.write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        return path
 
     def write_html(self, path: str | Path) -> Path:
         """Write a page with a map of layers and calls, which opens from disk; return its path."""
