@@ -21,15 +21,7 @@ from hookline.debug.compare.trace import bytes_of_budget, dims_finder, matching,
 from hookline.debug.compare.trace_files import TraceWriter
 from hookline.distributed.ranks import rank_count, this_rank
 from hookline.errors import HooklineWarning, OptionError
-from hookline.factories.factory_hook import (
-    ByModule,
-    Observer,
-    checked_options,
-    choice,
-    path,
-    tried_by,
-    whole,
-)
+from hookline.factories.factory_hook import ByModule, Observer, checked_options, choice, path, tried_by, whole
 from hookline.factories.served_batch import STAGES, only_in_stage, request_names
 from hookline.observe.tokens import current_tokens
 from hookline.sites import _torch
