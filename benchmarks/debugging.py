@@ -19,7 +19,7 @@ from subject import Setting
 from watching import FOUR, Training
 
 from hookline.debug.compare.compare import compare
-from hookline.debug.compare.start_trace import trace
+from hookline.debug.compare.trace import trace
 
 __all__ = ["FLOWS", "debug"]
 

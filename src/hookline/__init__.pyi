@@ -22,8 +22,8 @@ from hookline import testing as testing
 from hookline import training as training
 from hookline.debug.audit.audit import audit as audit
 from hookline.debug.compare.compare import compare as compare
-from hookline.debug.compare.start_trace import trace as trace
-from hookline.debug.diagnose.diagnosis import doctor as doctor
+from hookline.debug.compare.trace import trace as trace
+from hookline.debug.diagnose.doctor import doctor as doctor
 from hookline.debug.precision.precision_checker import PrecisionChecker as PrecisionChecker
 from hookline.errors import HooklineError as HooklineError
 from hookline.errors import HooklineWarning as HooklineWarning

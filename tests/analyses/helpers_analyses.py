@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
 from hookline import analyses
-from hookline.analyses._vectors import singular_values_of
+from hookline.analyses._values import singular_values_of
 from hookline.records.sink import StepSeries
 
 __all__ = [

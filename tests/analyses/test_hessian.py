@@ -13,7 +13,7 @@ from helpers_loops import rich_experiment
 from torch import nn
 
 import hookline as hl
-from hookline.analyses.hessian import HessianHook
+from hookline.analyses.curvature import HessianHook
 
 ETA = 0.05
 
@@ -228,13 +228,6 @@ def test_bursts_start_afresh():
     done = HessianHook(every_n_steps=8, burst_length=2)
     run(done, torch.float64)
     assert done.state_dict()["before"] == {}  # nothing is kept between bursts
-
-
-def test_in_the_step_loop_the_first_two_steps_of_a_burst_look():
-    found = run(HessianHook(every_n_steps=4, burst_length=3, method="exact"), torch.float64, loop="step")
-    assert sorted(found) == [6, 10]
-    for step, metrics in found.items():
-        assert metrics == pytest.approx(expected(step), rel=1e-9)
 
 
 def test_the_way_to_a_solution():

@@ -195,25 +195,3 @@ def test_the_curve_of_a_run_ends_at_its_last_step_and_goes_on_after_a_checkpoint
 
 
 # -- in a run ------------------------------------------------------------------------------------------------
-
-
-def test_the_way_of_a_real_run_is_the_sum_of_its_steps():
-    """Against weights noted by hand, in both loops; the first step counts."""
-    for loop, length in ((hl.epoch_loop, {"epochs": 3}), (hl.step_loop, {"steps": 11, "snapshot_every": 5})):
-        experiment, sink = token_experiment(), hl.sinks.MemorySink()
-        weights = [np.concatenate([p.detach().double().numpy().ravel() for p in experiment.model.parameters()])]
-
-        class Note(hl.TrainingHook):
-            hook_points = {POST_STEP}
-
-            def compute(self, ctx, weights=weights):
-                parts = [p.detach().double().numpy().ravel() for p in ctx.model.parameters()]
-                weights.append(np.concatenate(parts))
-
-        loop(experiment, manager=hl.HookManager(hooks=[made("path_length"), Note()], sinks=[sink]), **length)
-        number = len(weights) if loop is hl.epoch_loop else 12
-        ways = [np.linalg.norm(b - a) for a, b in itertools.pairwise(weights[:number])]
-        assert sink.latest["path_length/path_length"] == pytest.approx(sum(ways), rel=1e-5)
-        distance = np.linalg.norm(weights[number - 1] - weights[0])
-        assert sink.latest["path_length/net_displacement"] == pytest.approx(distance, rel=1e-5)
-        assert sink.latest["path_length/path_efficiency"] == pytest.approx(distance / sum(ways), rel=1e-4)

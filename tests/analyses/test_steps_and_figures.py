@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import hookline as hl
-from hookline.analyses import _history, _values
+from hookline.analyses import _values
 
 POST_STEP, POST_EPOCH = hl.HookPoint.POST_STEP, hl.HookPoint.POST_EPOCH
 STEP_LEVEL = ["training_metrics", "batch_dynamics", "path_length", "training_diagnostics", "gradient_noise_scale"]
@@ -158,13 +158,13 @@ def test_perplexity_is_that_of_numpy_whatever_the_loss_is_kept_in(loss):
 @pytest.mark.parametrize("resumes", [False, True])
 def test_windows_keep_their_products_right(monkeypatch, batch, resumes):
     """Past the end of the ring, one vector or several at a time, in a few chunks, and over a checkpoint."""
-    monkeypatch.setattr(_history, "_IN_CACHE", 64)
+    monkeypatch.setattr(_values, "_IN_CACHE", 64)
     vectors = torch.randn(23, 300, generator=torch.Generator().manual_seed(0))
-    window = _history.GradientWindow(5, batch, exact=True)
+    window = _values.GradientWindow(5, batch, exact=True)
     for number, vector in enumerate(vectors):
         window.add(vector)
         if resumes:
-            state, window = window.state(), _history.GradientWindow(5, batch, exact=True)
+            state, window = window.state(), _values.GradientWindow(5, batch, exact=True)
             window.load(state)
         if number % (batch + 1) == 0:
             newest = vectors[max(number - 4, 0) : number + 1].double().flip(0)

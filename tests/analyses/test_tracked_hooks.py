@@ -117,24 +117,6 @@ def test_names_and_numbers_are_those_of_the_trackers():
     assert got["gradient_flow/smallest"] == pytest.approx(min(flow.mean() for flow in flows.values()), rel=1e-5)
 
 
-def test_fisher_information_is_the_running_mean_of_squared_gradients():
-    """By numpy, for each parameter; the sums go over all of them."""
-    _, got, values, grads = small_run([FisherInformationHook(beta=0.5)])
-    fisher = np.zeros((3, 6))
-    for (_, rectified, _, _), (_, _, after, _) in zip(values, grads, strict=True):
-        fisher = 0.5 * fisher + 0.5 * (after.T @ rectified) ** 2
-    prefix = "fisher_info/second/second.weight"
-    assert got[f"{prefix}/mean"] == pytest.approx(fisher.mean(), rel=1e-5)
-    assert got[f"{prefix}/trace"] == pytest.approx(fisher.sum(), rel=1e-5)
-    assert got[f"{prefix}/max"] == pytest.approx(fisher.max(), rel=1e-5)
-    assert got[f"{prefix}/dead"] == 0.0
-    traces = [
-        got[f"fisher_info/{layer}/{layer}.{key}/trace"] for layer in ("first", "second") for key in ("weight", "bias")
-    ]
-    assert got["fisher_information/trace"] == pytest.approx(sum(traces))
-    assert got["fisher_information/dead_count"] == 0
-
-
 def test_layers_are_found_or_named():
     """By their kind, by name, without some; a model that has none of the kind is told once."""
     model = nn.Sequential(nn.Linear(2, 2), nn.GELU())

@@ -9,7 +9,7 @@ from torch import nn
 
 import hookline as hl
 from hookline.debug.precision.precision_checker import PrecisionChecker
-from hookline.debug.precision.precision_config import PrecisionConfig
+from hookline.debug.precision.precision_record import PrecisionConfig
 
 
 class Poisoned(nn.Module):

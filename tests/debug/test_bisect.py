@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.debug import bisect
-from hookline.debug.compare.start_trace import trace
+from hookline.debug.compare.trace import trace
 from hookline.errors import CompareError, OptionError
 
 

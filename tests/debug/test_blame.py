@@ -236,3 +236,28 @@ def test_rows_are_found_in_left_right_and_packed_batches_of_one() -> None:
     assert (found.blame, found.first.where) == ("x", "request 1, position 1")
     with pytest.raises(hl.errors.CompareError, match=r"The rows= of B \(10 tokens of 3 requests\) fit no tensor of it"):
         hl.compare(given["right"][0], wrong, rows=(given["right"][1], packed_rows([3, 4, 3])))
+
+
+def test_a_second_bug_with_equal_inputs_does_not_follow_from_the_first() -> None:
+    """Two branches that are given the same tensor, each with a wrong weight; what adds them up follows."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.end = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.end(self.one(x) + self.two(x))
+
+    torch.manual_seed(0)
+    right = Branches()
+    wrong = copy.deepcopy(right)
+    wrong.one.weight.data *= 2
+    wrong.two.weight.data *= 3
+    runs = []
+    for model in (right, wrong):
+        with hl.capture(model, "*", inputs=True, clone=True) as cache, torch.no_grad():
+            model(torch.ones(2, 4))
+        runs.append(cache)
+    found = hl.compare(*runs)
+    assert [blame.module for blame in found.blamed] == ["one", "two"]

@@ -217,3 +217,24 @@ def test_megatrons_order_of_queries_keys_and_values_is_taken_apart() -> None:
     rule = FusedRule("linear_qkv", names, groups=2)
     assert compare(parts, {"linear_qkv": mixed}, rules=[rule]).ok
     assert not compare(parts, {"linear_qkv": mixed}, rules=[FusedRule("linear_qkv", names)]).ok
+
+
+def test_missing_and_extra_sites_are_listed_and_make_the_runs_differ() -> None:
+    """Six sites beside three of them, either way round."""
+    six = {f"layers.{number}": _random(4, seed=number) for number in range(6)}
+    three = {name: six[name] for name in list(six)[:3]}
+    for a, b, lone in ((six, three, "only_a"), (three, six, "only_b")):
+        found = compare(a, b)
+        assert (found.ok, found.blame) == (False, None)
+        assert getattr(found, lone) == [f"layers.{number} output" for number in (3, 4, 5)]
+
+
+def test_noise_is_found_whatever_names_and_steps_b_has() -> None:
+    """A and the noise run have a prefix that B has not."""
+    a = {f"model.layers.{number}": _random(64, seed=number) for number in range(4)}
+    noise = {name: value * (1 + 1e-3) for name, value in a.items()}
+    b = {name.removeprefix("model."): value * (1 - 1e-3) for name, value in a.items()}
+    assert not compare(a, b).ok
+    found = compare(a, b, noise=noise)
+    assert found.ok
+    assert all(value.floor == pytest.approx(1e-3, rel=1e-3) for value in found.values)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hookline.debug.compare.compare import compare
 from hookline.debug.compare.measure import tensor_errors
 from hookline.debug.compare.result import Comparison
-from hookline.debug.compare.start_trace import trace
+from hookline.debug.compare.trace import trace
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
 

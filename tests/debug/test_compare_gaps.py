@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hookline.debug.compare.compare import compare
-from hookline.debug.compare.start_trace import trace
+from hookline.debug.compare.trace import trace
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(5))
 
@@ -46,4 +46,4 @@ def test_a_module_that_is_given_the_same_has_the_rounding_of_one_operation(tmp_p
     found = compare(_traced(right, tmp_path / "a", x), _traced(wrong, tmp_path / "b", x))
     (value,) = [value for value in found.values if value.site == "6" and value.kind == "output"]
     assert (found.ok, found.blame, value.verdict) == (False, None, "unsure")
-    assert "given the same to the bit" in value.doubt
+    assert "it is given the same" in value.doubt

@@ -10,10 +10,9 @@ import torch
 from helpers_compared import IDS, gpt2
 from torch import Tensor, nn
 
-from hookline.cli.main import main
-from hookline.debug.compare import start_trace
+from hookline.debug.compare import trace as trace_module
 from hookline.debug.compare.compare import compare
-from hookline.debug.compare.start_trace import trace
+from hookline.debug.compare.trace import trace
 from hookline.errors import CompareError
 from hookline.when import StepSchedule
 
@@ -59,9 +58,9 @@ class Net(nn.Module):
 
 def _rank_traces(to: Path, monkeypatch: pytest.MonkeyPatch, models: list[nn.Module], **options: Any) -> Path:
     """A trace with a folder for each model, as ranks would write it."""
-    monkeypatch.setattr(start_trace, "rank_count", lambda: len(models))
+    monkeypatch.setattr(trace_module, "rank_count", lambda: len(models))
     for rank, model in enumerate(models):
-        monkeypatch.setattr(start_trace, "this_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(trace_module, "this_rank", lambda rank=rank: rank)
         with trace(model, to=to, kinds=("input", "output", "parameter"), tensors=True, **options), torch.no_grad():
             model(torch.ones(2, 8) + rank)
     return to
@@ -95,28 +94,19 @@ def test_one_rank_and_two_are_compared_through_dims(tmp_path: Path, monkeypatch:
         def forward(self, x: Tensor) -> Tensor:
             return self.layers[0](x)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(start_trace, "rank_count", lambda: 2)
+    monkeypatch.setattr(trace_module, "rank_count", lambda: 2)
     for rank in (0, 1):
-        monkeypatch.setattr(start_trace, "this_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(trace_module, "this_rank", lambda rank=rank: rank)
         _traced(half := Half(rank), tmp_path / "two", lambda model, _: model(torch.ones(2, 8)), targets="layers.#",
                 kinds="output", tensors=True, dims="b d[tp]")  # fmt: skip
         assert half.layers[0].weight.shape == (4, 8)
-    monkeypatch.setattr(start_trace, "rank_count", lambda: 1)
-    monkeypatch.setattr(start_trace, "this_rank", lambda: 0)
+    monkeypatch.setattr(trace_module, "rank_count", lambda: 1)
+    monkeypatch.setattr(trace_module, "this_rank", lambda: 0)
     one = _traced(Net(), tmp_path / "one", lambda model, _: model(torch.ones(2, 8)), targets="layers.0",
                   kinds="output", tensors=True)  # fmt: skip
     found = compare(one, tmp_path / "two")
     assert found.ok
     assert "2 ranks (b d[tp])" in found.values[0].how
-
-
-def test_a_trace_of_another_model_has_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names of both are shown, exit code 2."""
-    a = _traced(Net(), tmp_path / "a", lambda model, _: model(torch.ones(2, 8)), targets="layers.#")
-    other = nn.Sequential(nn.Linear(8, 8))
-    b = _traced(other, tmp_path / "b", lambda model, _: model(torch.ones(2, 8)), targets="0")
-    assert main(["compare", str(a), str(b)]) == 2
-    assert "no site in common" in capsys.readouterr().err
 
 
 def test_steps_that_do_not_meet_are_told(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.debug import FlightRecorder, read_flight
-from hookline.debug.first_bad.step_reader import StepRows
+from hookline.observe.watch.monitor import StepRows
 
 
 def test_the_steps_before_a_nan_are_written_with_batch_loss_and_random_streams(tmp_path: Path) -> None:

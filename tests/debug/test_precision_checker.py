@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hookline as hl
 from hookline.debug.precision.precision_checker import PrecisionChecker
-from hookline.debug.precision.tensor_numbers import hash_of, local_copy, measure
+from hookline.debug.precision.precision_record import hash_of, local_copy, measure
 
 
 def mlp() -> nn.Sequential:

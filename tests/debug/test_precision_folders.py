@@ -13,8 +13,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from hookline.debug.precision import precision_files
-from hookline.debug.precision.precision_files import PrecisionFiles
+from hookline.debug.precision import precision_record
+from hookline.debug.precision.precision_record import PrecisionFiles
 from hookline.distributed import _torch_distributed, ranks
 
 
@@ -25,10 +25,10 @@ def test_the_rank_that_comes_first_names_the_folder_for_all(tmp_path: Path, monk
     monkeypatch.setattr(_torch_distributed, "default_store", lambda: store)
     folders = {}
     for rank in range(2):
-        monkeypatch.setattr(precision_files, "this_rank", lambda rank=rank: rank)
-        monkeypatch.setattr(precision_files, "_NUMBERS", defaultdict(itertools.count))  # that of another process
+        monkeypatch.setattr(precision_record, "this_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(precision_record, "_NUMBERS", defaultdict(itertools.count))  # that of another process
         clock = SimpleNamespace(now=lambda rank=rank: datetime(2024, 1, 1, 0, 0, rank))
-        monkeypatch.setattr(precision_files, "datetime", clock)
+        monkeypatch.setattr(precision_record, "datetime", clock)
         for check in range(2):
             files = PrecisionFiles(str(tmp_path), save=False)
             files.write(f"check {check}", "x", torch.ones(1))

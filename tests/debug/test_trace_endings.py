@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.debug import read_trace
-from hookline.debug.compare.start_trace import trace
+from hookline.debug.compare.trace import trace
 from hookline.errors import HooklineWarning, TraceError
 
 KINDS = ("output", "input+output", "output+output_grad", "output_grad", "input_grad", "param_grad", "output+param_grad")
@@ -28,7 +28,7 @@ import os, signal, sys, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from hookline.debug.compare.start_trace import trace
+from hookline.debug.compare.trace import trace
 
 folder, modes, kinds = sys.argv[1], sys.argv[2].split(), sys.argv[3].split()
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
@@ -139,7 +139,7 @@ def test_ctrl_c_and_exceptions_leave_all_records(tmp_path, monkeypatch, error):
     if isinstance(error, ValueError):
         return
     write = Interrupted(error, ends=True)
-    monkeypatch.setattr("hookline.debug.compare.files.os.write", write)
+    monkeypatch.setattr("hookline.debug.compare.trace_files.os.write", write)
     with trace(model, to=tmp_path / "cut", kinds="output", tensors="0"):
         for step in range(4):
             write.is_due = step == 2
@@ -160,7 +160,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch):
     """One warning; whoever reads it later finds the note, or, with no room for it, a trace that was not closed."""
     for name in ("freed", "full"):
         write = Interrupted(OSError(errno.ENOSPC, "No space left on device"), ends=name == "freed")
-        monkeypatch.setattr("hookline.debug.compare.files.os.write", write)
+        monkeypatch.setattr("hookline.debug.compare.trace_files.os.write", write)
         with pytest.warns(HooklineWarning) as told:
             four_forwards(tmp_path / name, write)
         assert len(told) == 1

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hookline.debug import Fingerprint, MeshPlacement, RowKey, read_trace
-from hookline.debug.compare.files import RecordBatch, TracePlace, TraceWriter
 from hookline.debug.compare.rows import RowTable
+from hookline.debug.compare.trace_files import RecordBatch, TracePlace, TraceWriter
 from hookline.errors import TraceError
 
 HEAD = {"model": "Net", "ranks": 1}

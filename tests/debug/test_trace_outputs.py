@@ -11,7 +11,7 @@ from torch import nn
 import hookline as hl
 from hookline.debug import RowKey, read_trace
 from hookline.debug.compare.served import trace_outputs
-from hookline.debug.compare.start_trace import trace
+from hookline.debug.compare.trace import trace
 from hookline.errors import OptionError
 from hookline.factories import Tokens, serving
 

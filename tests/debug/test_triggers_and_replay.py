@@ -10,6 +10,7 @@ from helpers_house import House, differences, fingerprint, house_batch
 from torch import Tensor, nn
 
 import hookline as hl
+from hookline.analyses import HessianHook
 from hookline.debug import on_trigger, replay_check
 
 
@@ -79,26 +80,15 @@ def test_hooks_are_on_for_the_next_steps_and_off_again(when: Any, added: dict[in
     hl.assert_no_hooks(experiment.model)
 
 
-def test_a_trigger_in_a_loop_of_ones_own_and_options_that_cannot_work() -> None:
-    """By step(loss); mistakes are said when it is made."""
-    model = nn.Linear(2, 1)
-    trigger = on_trigger("nan", do=lambda model: hl.watch(model, on="forward"), steps=2)
-    trigger.start(model)
-    on = []
-    for step in range(6):
-        on.append(trigger.is_on)
-        loss = model(torch.ones(1, 2)).sum()
-        trigger.step(loss * float("nan") if step == 1 else loss)
-    trigger.finish()
-    assert on == [False, False, True, True, False, False]
-    assert sum(trigger.made[0].report()["fired"].values()) == 2
-    hl.assert_no_hooks(model)
+def test_options_of_a_trigger_that_cannot_work_are_refused() -> None:
+    """When it is made."""
     for options, match in (
         ({"when": "nam", "do": Counted()}, "did you mean 'nan'"),
         ({"when": None, "do": Counted()}, "got None"),
         ({"when": "nan", "do": []}, "do= is empty"),
         ({"when": "nan", "do": Counted(), "steps": 0}, "steps="),
-        ({"when": "nan", "do": "hessian"}, "cannot be switched on"),
+        ({"when": "nan", "do": HessianHook()}, "cannot be switched on"),
+        ({"when": "nan", "do": "norms"}, "lifecycle hooks, or functions of the model"),
     ):
         with pytest.raises(hl.errors.OptionError, match=match):
             on_trigger(options.pop("when"), **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,38 +66,6 @@ def step(policy, x=None):
     """One forward and backward."""
     x = torch.linspace(-1, 1, 24).reshape(4, 6) if x is None else x
     policy(x).square().sum().backward()
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_a_builder_puts_its_tracker_under_the_documented_key(name):
-    """And finds it there the next time; something else in its place is replaced. Any object has model_metrics."""
-    key, kind = KEYS[name]
-    context = SimpleNamespace(model_metrics={key: "something else"})
-    make = BUILDERS[name][1]
-    make()("a", context)
-    state = context.model_metrics[key]
-    assert isinstance(state, kind)
-    assert state.has_component("a")
-    make()("b", context)
-    assert context.model_metrics == {key: state}
-    assert state.has_component("b")
-
-
-@pytest.mark.parametrize("name", BUILDERS)
-def test_a_second_registration_is_ignored_until_the_component_is_forgotten(name):
-    """As Metta has it: the builder gives None, and the first hook goes on; a forgotten component counts from zero."""
-    policy, context, first = tracked(name)
-    assert attach(policy, name, "head", context) is None
-    assert attach(policy, name, "body", context) is not None
-    step(policy)
-    state = context.model_metrics[KEYS[name][0]]
-    assert "head" in state.counted()
-    first.remove()
-    state.forget_component("head")
-    assert "head" not in state.counted()
-    assert attach(policy, name, "head", context) is not None
-    step(policy)
-    assert "head" in state.counted()
 
 
 @pytest.mark.parametrize("name", BUILDERS)

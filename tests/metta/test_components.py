@@ -17,19 +17,6 @@ def two() -> hl.metta.PolicyAutoBuilder:
     return hl.metta.PolicyAutoBuilder(OrderedDict(actor_mlp=nn.Linear(3, 4), head=nn.Linear(4, 2)))
 
 
-def test_a_policy_runs_its_components_in_order():
-    """head(actor_mlp(x)); they are its children and its parameters are theirs."""
-    policy, x = two(), torch.ones(2, 3)
-    assert torch.equal(policy(x), policy.head(policy.actor_mlp(x)))
-    assert list(policy.components) == ["actor_mlp", "head"]
-    assert [name for name, _ in policy.named_parameters()] == [
-        "actor_mlp.weight",
-        "actor_mlp.bias",
-        "head.weight",
-        "head.bias",
-    ]
-
-
 def test_a_policy_may_be_told_how_to_run():
     """forward(components, *args): here both components on the same input."""
     policy = hl.metta.PolicyAutoBuilder(
@@ -38,33 +25,6 @@ def test_a_policy_may_be_told_how_to_run():
     )
     x = torch.ones(2, 3)
     assert torch.equal(policy(x), policy.a(x) + policy.b(x))
-
-
-def test_an_unknown_component_is_a_key_error_in_the_words_of_the_source():
-    """And names the nearest, for both kinds of hook."""
-    policy = two()
-    for register in (policy.register_component_hook_rule, policy.register_component_backward_hook_rule):
-        with pytest.raises(KeyError, match=r"Component 'actor' not found in policy\. Nearest: 'actor_mlp'") as error:
-            register(component_name="actor", hook=print)
-        assert isinstance(error.value, hl.errors.NoMatchError)
-    hl.assert_no_hooks(policy)
-
-
-def test_a_forward_hook_gets_module_inputs_and_output_and_changes_nothing():
-    """What it returns is ignored."""
-    policy, seen, x = two(), [], torch.ones(1, 3)
-    plain = policy(x)
-
-    def hook(module, args, output):
-        seen.append((module, args, output))
-        return output * 0
-
-    policy.register_component_hook_rule(component_name="actor_mlp", hook=hook)
-    assert torch.equal(policy(x), plain)
-    [(module, args, output)] = seen
-    assert module is policy.components["actor_mlp"]
-    assert args == (x,)
-    assert torch.equal(output, policy.actor_mlp(x))
 
 
 def test_a_backward_hook_gets_tuples_of_gradients_when_the_parameters_have_theirs():

@@ -33,37 +33,6 @@ def noting(events: list[str], label: str):
     return builder
 
 
-def test_forward_hooks_are_made_first_then_backward_hooks_in_the_order_they_were_added():
-    """Whatever order the two kinds came in; and they fire."""
-    tool, events, policy = hl.metta.TrainTool(), [], make_policy()
-    tool.add_training_backward_hook("actor_mlp", noting(events, "backward"))
-    tool.add_training_hook("critic_head", noting(events, "first"))
-    tool.add_training_hook("actor_mlp", noting(events, "second"))
-    tool._register_policy_hooks(policy=policy, trainer=new_trainer())
-    assert events == ["built first for critic_head", "built second for actor_mlp", "built backward for actor_mlp"]
-    assert len(tool._active_policy_hooks) == 2
-    assert len(tool._active_policy_backward_hooks) == 1
-    events.clear()
-    policy(torch.ones(1, 3)).sum().backward()
-    assert events == ["second", "first", "backward"]
-
-
-def test_registering_clears_what_an_earlier_policy_had():
-    """One run after the other: hooks are on the newest policy alone, once."""
-    tool, events, old, new = hl.metta.TrainTool(), [], make_policy(), make_policy()
-    tool.add_training_hook("actor_mlp", noting(events, "a"))
-    trainer = new_trainer()
-    tool._register_policy_hooks(policy=old, trainer=trainer)
-    tool._register_policy_hooks(policy=new, trainer=trainer)
-    tool._register_policy_hooks(policy=new, trainer=trainer)
-    hl.assert_no_hooks(old)
-    events.clear()
-    old(torch.ones(1, 3))
-    assert events == []
-    new(torch.ones(1, 3))
-    assert events == ["a"]
-
-
 def test_a_model_without_components_is_warned_of_and_left_alone():
     """With the way to make it a policy; without stored hooks there is nothing to warn of."""
     tool, model = hl.metta.TrainTool(), nn.Linear(3, 4)

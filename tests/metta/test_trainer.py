@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
 
 import pytest
 import torch
@@ -39,40 +38,6 @@ def test_every_argument_has_a_default():
     assert metrics["gradient_flow/actor_mlp/mean"] > 0
     assert trainer.result.steps == 8
     hl.assert_no_hooks(trainer.policy, foreign=True)
-
-
-def test_metrics_are_reported_at_the_end_of_each_epoch():
-    """To the sinks and in the trainer; trackers start anew."""
-    sink = hl.sinks.MemorySink()
-    tool = hl.metta.TrainTool(policy=make_policy(), data=make_data(), epochs=3, sinks=[sink])
-    tool.add_training_hook("actor_mlp", hl.metta.attach_relu_activation_hooks())
-    trainer = tool.invoke()
-    reported = [(record.epoch, record.metrics) for record in sink.records]
-    assert reported == list(enumerate(trainer.metrics))
-    assert len(reported) == 3
-    assert isinstance(trainer, hl.metta.Trainer)
-    assert isinstance(trainer.context, hl.metta.ComponentContext)
-    assert trainer.context.model_metrics["relu_activation_state"].to_metrics() == {}
-
-
-def test_the_policy_is_trained_as_without_hooks():
-    """Bit for bit; the loss goes down."""
-
-    def weights(*builders: Any) -> tuple[torch.Tensor, float]:
-        tool = hl.metta.TrainTool(
-            policy=make_policy, data=make_data(), epochs=10, optimizer=lambda p: torch.optim.Adam(p, 1e-2)
-        )
-        for builder in builders:
-            tool.add_training_backward_hook("actor_mlp", builder)
-        trainer = tool.invoke()
-        return torch.cat([p.detach().flatten() for p in trainer.policy.parameters()]), trainer.result.loss
-
-    plain, loss = weights()
-    hooked, _ = weights(hl.metta.attach_fisher_information_hooks(), hl.metta.attach_gradient_flow_hooks())
-    assert torch.equal(plain, hooked)
-    start = torch.cat([p.detach().flatten() for p in make_policy().parameters()])
-    assert not torch.equal(plain, start)
-    assert loss < hl.metta.Trainer(make_policy(), make_data()).train(1).loss
 
 
 def test_any_model_is_taken_by_its_dotted_names():

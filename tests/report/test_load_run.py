@@ -100,25 +100,6 @@ def test_a_table_of_pandas_has_a_row_for_each_step(run):
     assert table["norms/total"].mean() == pytest.approx(7 / 3)
 
 
-def test_a_name_at_several_moments_or_ranks_is_told_apart(tmp_path):
-    """As on the page; a metric called like a column of ours is moved aside."""
-    loaded = hl.load_run(
-        write(
-            tmp_path,
-            Record({"m/x": 1.0, "step": 7}, 0, "PRE_STEP", 0),
-            at(0, 0, "POST_STEP", m__x=2.0),
-            at(0, 0, "POST_STEP", rank=1, m__x=3.0),
-        )
-    )
-    assert loaded.metrics == [
-        "m/x @ PRE_STEP (rank 0)",
-        "metric/step",
-        "m/x @ POST_STEP (rank 0)",
-        "m/x @ POST_STEP (rank 1)",
-    ]
-    assert loaded.to_pandas().loc[0].tolist() == [0.0, 1.0, 7.0, 2.0, 3.0]
-
-
 # -- what became of it -----------------------------------------------------------------------------------------
 
 
@@ -131,15 +112,6 @@ def test_a_run_that_was_killed_is_read_as_far_as_it_got(run):
     assert len(loaded) == 3
     assert loaded.series("norms/total")[0].tolist() == [0, 1, 2, 3]
     assert any("run.json" in remark for remark in loaded.remarks)
-
-
-def test_of_a_step_that_was_recorded_twice_the_newest_counts(tmp_path):
-    """Where a log was not cut back; the records themselves are all there."""
-    loaded = hl.load_run(
-        write(tmp_path, *[at(step, step, m__x=float(value)) for step, value in ((0, 1), (1, 2), (1, 5), (2, 3))])
-    )
-    assert [each.tolist() for each in loaded.series("m/x")] == [[0, 1, 2], [1.0, 5.0, 3.0]]
-    assert len(loaded) == 4
 
 
 # -- which runs ------------------------------------------------------------------------------------------------

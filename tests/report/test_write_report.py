@@ -15,7 +15,7 @@ from hookline.report import report_page as page
 from hookline.report.loaded_run import load_runs
 from hookline.report.metric_series import Collector
 from hookline.report.report_page import write_report
-from hookline.report.report_runs import find_runs, read_runs
+from hookline.report.report_runs import read_runs
 
 
 def test_the_page_lies_beside_the_run_unless_told_otherwise(tmp_path: Path) -> None:
@@ -39,14 +39,6 @@ def test_a_run_is_called_what_the_user_said(tmp_path: Path) -> None:
     log.append(Record({"a/x": 1.0}, 0, "POST_EPOCH", 0, "second"))
     log.close()
     assert list(load_runs(tmp_path)) == ["a <b> / first", "a <b> / second"]
-
-
-def test_a_folder_of_runs_stands_for_its_runs(tmp_path: Path) -> None:
-    """In the order of their names; the page lies in the folder that was named."""
-    for name in ("b", "a"):
-        small_run(tmp_path / "digits" / name, facts_of=facts(strategy=name))
-    assert find_runs([tmp_path]) == [tmp_path / "digits" / "a", tmp_path / "digits" / "b"]
-    assert write_report(tmp_path / "digits") == tmp_path / "digits" / "report.html"
 
 
 def test_a_folder_that_is_not_there_is_an_error_that_names_those_that_are(tmp_path: Path) -> None:

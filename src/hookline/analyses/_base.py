@@ -17,9 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hookline.analyses._history import GradientWindow, StepNumbers
-from hookline.analyses._values import FiringValues, parameters_of, values_of
-from hookline.analyses._vectors import dense_float
+from hookline.analyses._values import FiringValues, GradientWindow, StepNumbers, dense_float, parameters_of, values_of
 from hookline.errors import Hint, HooklineWarning, OptionError
 from hookline.guard.model_context import ModelDataContext
 from hookline.guard.rng import kept_rng

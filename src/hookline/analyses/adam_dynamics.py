@@ -9,8 +9,16 @@ import torch
 from torch import Tensor
 
 from hookline.analyses._base import ReferenceIntervention
-from hookline.analyses._values import parameters_of
-from hookline.analyses._vectors import cosine, flat_vector, flat_vector_or_none, norm, ratio, weight_names, widest_float
+from hookline.analyses._values import (
+    cosine,
+    flat_vector,
+    flat_vector_or_none,
+    norm,
+    parameters_of,
+    ratio,
+    weight_names,
+    widest_float,
+)
 from hookline.guard.model_context import ModelDataContext
 from hookline.lifecycle.context import RunDataContext
 

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hookline.analyses._base import Analysis
-from hookline.analyses._values import FiringValues, values_of
-from hookline.analyses._vectors import effective_rank
+from hookline.analyses._values import FiringValues, effective_rank, values_of
 from hookline.analyses.embedding import Modules, matrix_of
 from hookline.lifecycle.context import RunDataContext
 from hookline.phases import During

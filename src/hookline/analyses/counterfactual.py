@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from hookline.analyses._base import ReferenceIntervention, by_parameter
-from hookline.analyses._values import parameters_of
-from hookline.analyses._vectors import cosine, flat_vector, is_bias, norm, ratio, weight_names
+from hookline.analyses._values import cosine, flat_vector, is_bias, norm, parameters_of, ratio, weight_names
 from hookline.guard.model_context import ModelDataContext
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import DebugInterventionHook, LoopPoints

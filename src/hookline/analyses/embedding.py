@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hookline.analyses._base import Analysis
-from hookline.analyses._values import values_of
-from hookline.analyses._vectors import dense_float, flat_vector_or_none, norm, ratio
+from hookline.analyses._values import dense_float, flat_vector_or_none, norm, ratio, values_of
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import MetricInfo
 from hookline.when import HookPoint

@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hookline.analyses._base import Analysis, ChangeAnalysis, StepAnalysis
-from hookline.analyses._values import FiringValues, values_of
-from hookline.analyses._vectors import (
+from hookline.analyses._values import (
+    FiringValues,
     cosines_in_float64,
     dense_float,
     effective_rank,
     is_bias,
     norm,
     ratio,
+    values_of,
     widest_float,
 )
 from hookline.lifecycle.context import RunDataContext

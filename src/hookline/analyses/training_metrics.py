@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hookline.analyses._base import Analysis, StepAnalysis
-from hookline.analyses._history import StepNumbers
-from hookline.analyses._values import raw_number, values_of
-from hookline.analyses._vectors import widest_float
+from hookline.analyses._values import StepNumbers, raw_number, values_of, widest_float
 from hookline.lifecycle.context import RunDataContext
 from hookline.when import HookPoint, growing_interval
 

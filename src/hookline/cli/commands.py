@@ -237,7 +237,7 @@ class DoctorOptions:
 def doctor(arguments: Sequence[str]) -> int:
     """Print the diagnosis."""
     options = parse(DoctorOptions, arguments, "doctor")
-    from hookline.debug.diagnose.diagnosis import doctor as examine
+    from hookline.debug.diagnose.doctor import doctor as examine
 
     model = model_at(options.model)
     sample = None if options.inputs is None else load_object(options.inputs, wanted="sample inputs")

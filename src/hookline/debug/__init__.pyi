@@ -12,8 +12,6 @@ from hookline.debug.compare.key import RowKey as RowKey
 from hookline.debug.compare.key import RowKeys as RowKeys
 from hookline.debug.compare.key import Value as Value
 from hookline.debug.compare.key import ValueKey as ValueKey
-from hookline.debug.compare.read import TraceFolder as TraceFolder
-from hookline.debug.compare.read import read_trace as read_trace
 from hookline.debug.compare.result import Comparison as Comparison
 from hookline.debug.compare.rows import packed_rows as packed_rows
 from hookline.debug.compare.rows import padded_rows as padded_rows
@@ -21,20 +19,22 @@ from hookline.debug.compare.rules import FusedRule as FusedRule
 from hookline.debug.compare.rules import PairRule as PairRule
 from hookline.debug.compare.rules import RenameRule as RenameRule
 from hookline.debug.compare.served import trace_outputs as trace_outputs
-from hookline.debug.compare.start_trace import Trace as Trace
+from hookline.debug.compare.trace import Trace as Trace
+from hookline.debug.compare.trace_files import TraceFolder as TraceFolder
+from hookline.debug.compare.trace_files import read_trace as read_trace
 from hookline.debug.diagnose.autograd_graph import AutogradGraph as AutogradGraph
 from hookline.debug.diagnose.autograd_graph import GraphNode as GraphNode
 from hookline.debug.diagnose.autograd_graph import graph as graph
-from hookline.debug.diagnose.diagnosis import Diagnosis as Diagnosis
-from hookline.debug.diagnose.diagnosis import SilentSite as SilentSite
-from hookline.debug.diagnose.diagnosis import doctor as doctor
-from hookline.debug.diagnose.hook_owners import FoundHook as FoundHook
+from hookline.debug.diagnose.doctor import Diagnosis as Diagnosis
+from hookline.debug.diagnose.doctor import FoundHook as FoundHook
+from hookline.debug.diagnose.doctor import SilentSite as SilentSite
+from hookline.debug.diagnose.doctor import doctor as doctor
 from hookline.debug.first_bad.bad_operation import BadOperation as BadOperation
 from hookline.debug.first_bad.bad_operation import BadStep as BadStep
 from hookline.debug.first_bad.bad_operation import TensorSummary as TensorSummary
 from hookline.debug.first_bad.find_bad_operations import BadOperations as BadOperations
+from hookline.debug.first_bad.find_bad_operations import FirstBadOperation as FirstBadOperation
 from hookline.debug.first_bad.find_bad_operations import find_bad_operations as find_bad_operations
-from hookline.debug.first_bad.first_bad_hook import FirstBadOperation as FirstBadOperation
 from hookline.debug.first_bad.flight_recorder import Flight as Flight
 from hookline.debug.first_bad.flight_recorder import FlightRecorder as FlightRecorder
 from hookline.debug.first_bad.flight_recorder import read_flight as read_flight
@@ -45,7 +45,7 @@ from hookline.debug.first_bad.triggers import on_trigger as on_trigger
 from hookline.debug.precision.compare_npy import NpyComparison as NpyComparison
 from hookline.debug.precision.compare_npy import compare_npy_folders as compare_npy_folders
 from hookline.debug.precision.precision_checker import PrecisionChecker as PrecisionChecker
-from hookline.debug.precision.precision_config import PrecisionConfig as PrecisionConfig
-from hookline.debug.precision.precision_files import PrecisionRecord as PrecisionRecord
+from hookline.debug.precision.precision_record import PrecisionConfig as PrecisionConfig
+from hookline.debug.precision.precision_record import PrecisionRecord as PrecisionRecord
 
 __all__: list[str]

@@ -25,7 +25,7 @@ _Class = TypeVar("_Class", bound=type[TrainingHook])
 _GROUP: Final = "hookline.hooks"
 _ANALYSES: Final = "hookline.analyses"
 _TOOLS: Final = {
-    "first_bad_operation": "hookline.debug.first_bad.first_bad_hook:FirstBadOperation",
+    "first_bad_operation": "hookline.debug.first_bad.find_bad_operations:FirstBadOperation",
     "flight_recorder": "hookline.debug.first_bad.flight_recorder:FlightRecorder",
 }
 """Hooks of ``hookline.debug``: selected by their own names alone, since they look for faults and measure nothing."""

@@ -18,10 +18,10 @@ from hookline.metta.trackers import ReLUActivationState as ReLUActivationState
 from hookline.metta.trackers import ReLUGradientFlowState as ReLUGradientFlowState
 from hookline.metta.trackers import SaturatedActivationState as SaturatedActivationState
 from hookline.metta.trackers import Tracker as Tracker
+from hookline.metta.train_tool import StatsReporter as StatsReporter
+from hookline.metta.train_tool import Trainer as Trainer
 from hookline.metta.train_tool import TrainTool as TrainTool
-from hookline.metta.trainer import StatsReporter as StatsReporter
-from hookline.metta.trainer import Trainer as Trainer
-from hookline.metta.weights import compute_dead_neuron_stats as compute_dead_neuron_stats
-from hookline.metta.weights import compute_saturated_activation_stats as compute_saturated_activation_stats
+from hookline.metta.train_tool import compute_dead_neuron_stats as compute_dead_neuron_stats
+from hookline.metta.train_tool import compute_saturated_activation_stats as compute_saturated_activation_stats
 
 __all__: list[str]

@@ -1,6 +1,8 @@
-"""Store builders of hooks by component name, attach the hooks when there is a policy, and remove them at the end.
+"""Train a policy with the hooks that builders make, report their trackers at the end of each epoch, and reset them.
 
-The user and the command line call it. It attaches hooks through a `PolicyAutoBuilder`, and trains with a `Trainer`.
+The user and the command line call `TrainTool`, which stores builders by component name, attaches the hooks when there
+is a policy, and removes them at the end. It makes a `Trainer` and gives its ``context`` to the builders.
+`StatsReporter` reads the trackers of that context, and gives one dictionary of metrics to sinks and to the caller.
 """
 
 from __future__ import annotations
@@ -8,34 +10,312 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
-from torch import nn
-from torch.utils.data import TensorDataset
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hookline.errors import HooklineWarning, OptionError
 from hookline.lifecycle.manager import HookManager
 from hookline.messages import caller_stacklevel, type_name
-from hookline.metta.components import PolicyAutoBuilder
-from hookline.metta.feeders import TrackerFeeder
-from hookline.metta.trackers import ComponentTracker
-from hookline.metta.trainer import Trainer
-from hookline.sites.wrappers import unwrap
+from hookline.metta.builders import TRACKERS, TrackerFeeder
+from hookline.metta.components import ComponentContext, PolicyAutoBuilder
+from hookline.metta.trackers import ComponentTracker, as_number, check_activation
+from hookline.observe.host_values import fetch
+from hookline.sites import _torch
+from hookline.sites.optimizers import unwrap_optimizer
+from hookline.sites.wrappers import clean_modules, unwrap
+from hookline.tables import Table, number_text
+from hookline.training.experiment import Experiment
+from hookline.training.loops import epoch_loop
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
+    from hookline.lifecycle.manager import HookManager
     from hookline.metta.builders import BackwardHookBuilder, HookBuilder
+    from hookline.training.loops import LoopResult
 
-__all__ = ["TrainTool"]
+__all__ = ["StatsReporter", "TrainTool", "Trainer", "compute_dead_neuron_stats", "compute_saturated_activation_stats"]
+
+
+def compute_dead_neuron_stats(policy: nn.Module, threshold: float = 1e-6) -> dict[str, float]:
+    """Return the share of neurons of linear layers whose weights are all but zero.
+
+    Recipe::
+
+        hookline.metta.compute_dead_neuron_stats(model)["weights/dead_neurons/fraction"]
+
+    A neuron is a row of an ``nn.Linear``; it is dead if the mean of its absolute weights is below the threshold. NaN
+    and infinite weights count as zero.
+
+    Args:
+        policy: Any model; names are without the prefixes of wrappers.
+        threshold: Above which a row is alive.
+
+    Returns:
+        ``weights/dead_neurons/{layer}`` (the fraction by layer, "/" for each dot of its name, ``root`` if the model is
+        the layer) and ``…/total_neurons``, ``…/dead_neurons``, ``…/fraction``, ``…/active_fraction``; nothing if there
+        is no linear layer.
+    """
+    _check_threshold("threshold", threshold)
+    marked = _by_layer(policy, lambda layer: _mean_weights(layer) < threshold)
+    return _fractions("weights/dead_neurons", "weights/dead_neurons", "dead_neurons", marked)
+
+
+def compute_saturated_activation_stats(
+    policy: nn.Module, activation: str, derivative_threshold: float = 1e-3
+) -> dict[str, float]:
+    """Return the share of neurons of linear layers that would be saturated if their input were zero.
+
+    Recipe::
+
+        hookline.metta.compute_saturated_activation_stats(model, "tanh")["activations/tanh/saturation/fraction"]
+
+    A neuron is saturated if the derivative of the activation at its bias is below the threshold; without a bias, it is
+    taken at zero.
+
+    Args:
+        policy: Any model; names are without the prefixes of wrappers.
+        activation: ``"tanh"`` or ``"sigmoid"``.
+        derivative_threshold: Below which a neuron is saturated.
+
+    Returns:
+        ``activations/{activation}/saturated_fraction/{layer}``, and under ``activations/{activation}/saturation`` the
+        ``total_neurons``, ``saturated_neurons``, ``fraction`` and ``active_fraction``; nothing if there is no linear
+        layer. `SaturatedActivationState` uses the same names for what it has counted: keep them apart.
+    """
+    check_activation(activation)
+    _check_threshold("derivative_threshold", derivative_threshold)
+    prefix = f"activations/{activation}"
+    marked = _by_layer(policy, lambda layer: _slope(activation, _bias(layer)) < derivative_threshold)
+    return _fractions(f"{prefix}/saturated_fraction", f"{prefix}/saturation", "saturated_neurons", marked)
+
+
+def _by_layer(policy: nn.Module, marks: Callable[[nn.Linear], Tensor]) -> dict[str, tuple[int, int]]:
+    """Return, by layer, how many neurons are marked, and how many there are."""
+    with torch.no_grad():
+        marked = {name: marks(layer) for name, layer in _linear_layers(policy)}
+        counts = fetch(mark.sum() for mark in marked.values())
+    return {name: (count, mark.numel()) for (name, mark), (count,) in zip(marked.items(), counts, strict=True)}
+
+
+def _fractions(by_layer: str, altogether: str, noun: str, marked: dict[str, tuple[int, int]]) -> dict[str, float]:
+    if not marked:
+        return {}
+    metrics = {f"{by_layer}/{name.replace('.', '/') or 'root'}": hits / total for name, (hits, total) in marked.items()}
+    hits, total = (sum(column) for column in zip(*marked.values(), strict=True))
+    metrics |= {f"{altogether}/total_neurons": float(total), f"{altogether}/{noun}": float(hits)}
+    return metrics | {f"{altogether}/fraction": hits / total, f"{altogether}/active_fraction": 1.0 - hits / total}
+
+
+def _linear_layers(policy: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for name, module in clean_modules(policy):
+        if isinstance(module, nn.Linear) and not is_lazy(module.weight) and module.weight.numel():
+            yield name, module
+
+
+def _mean_weights(layer: nn.Linear) -> Tensor:
+    weight: Tensor = _torch.local_tensor(layer.weight)
+    return weight.detach().float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().mean(1)  # (units,)
+
+
+def _bias(layer: nn.Linear) -> Tensor:
+    if layer.bias is None:
+        return layer.weight.new_zeros(layer.out_features, dtype=torch.float32)
+    bias: Tensor = _torch.local_tensor(layer.bias)
+    return bias.detach().float()
+
+
+def _slope(activation: str, x: Tensor) -> Tensor:
+    return 1 - x.tanh().square() if activation == "tanh" else x.sigmoid() * (1 - x.sigmoid())
+
+
+def _check_threshold(name: str, value: float) -> None:
+    if not as_number(value) > 0:
+        raise OptionError(f"{name}= must be a number above 0, got {value!r}.")
+
+
+# -- the trainer ------------------------------------------------------------------------------------------------------
+
+_BATCH_SIZE: Final = 32
+_LEARNING_RATE: Final = 1e-3
+logger = logging.getLogger(__name__)
+
+
+class _Sink(Protocol):
+    def emit(self, metrics: Any, epoch: int, hook_point: Any) -> None: ...
+
+
+class StatsReporter:
+    """Collect the metrics of every tracker at the end of an epoch.
+
+    Recipe::
+
+        reporter = hookline.metta.StatsReporter(trainer.context, policy=policy, sinks=[hookline.sinks.MemorySink()])
+        for epoch in range(10):
+            train_one_epoch()
+            metrics = reporter.on_epoch_end(epoch)
+
+    Args:
+        context: Where the trackers are.
+        policy: A model whose dead neurons (`compute_dead_neuron_stats`) are to be reported as well.
+        sinks: Where the metrics go; anything with ``emit(metrics, epoch, hook_point)``.
+    """
+
+    def __init__(
+        self, context: ComponentContext, *, policy: nn.Module | None = None, sinks: Iterable[_Sink] = ()
+    ) -> None:
+        self.context, self.policy, self.sinks = context, policy, list(sinks)
+        self._epoch = -1
+        self._logged: set[str] = set()
+
+    def on_epoch_end(self, epoch: int | None = None) -> dict[str, float]:
+        """Collect, emit and reset; return the metrics.
+
+        The order is: dead neurons, ReLU, Fisher, tanh, sigmoid, gradient flow, ReLU gradient flow, then whatever else
+        in the context has ``to_metrics()`` and ``reset()``. Something else under the key of a tracker is passed over.
+
+        Trackers are reset when every sink has had its turn. A tracker that raises is logged, once, and the others go
+        on; one that could not be collected is not reset. A sink that raises is logged, and the others get theirs.
+
+        Of a component that passes came through and that has given its tracker nothing, one warning says why.
+
+        Args:
+            epoch: Its number; one more than the last if left out.
+        """
+        self._epoch = self._epoch + 1 if epoch is None else epoch
+        metrics: dict[str, float] = {}
+        if self.policy is not None:
+            metrics |= self._try("'policy' could not be read", compute_dead_neuron_stats, self.policy) or {}
+        collected = {}
+        for key, tracker in list(self._trackers()):
+            if isinstance(tracker, ComponentTracker):
+                tracker.warn_if_silent()
+            found = self._try(f"{key!r} could not be read", tracker.to_metrics)
+            if found is not None:
+                metrics |= found
+                collected[key] = tracker
+        for sink in self.sinks:
+            try:
+                sink.emit(dict(metrics), self._epoch, "POST_EPOCH")
+            except Exception:
+                logger.exception("%s could not take the metrics of epoch %d", type(sink).__name__, self._epoch)
+        for key, tracker in collected.items():
+            self._try(f"{key!r} could not be reset", tracker.reset)
+        return metrics
+
+    def _trackers(self) -> Iterator[tuple[str, Any]]:
+        states = self.context.model_metrics
+        for key, kind in TRACKERS.items():
+            if isinstance(states.get(key), kind):
+                yield key, states[key]
+        for key, state in states.items():
+            if key not in TRACKERS and callable(getattr(state, "to_metrics", None)) and hasattr(state, "reset"):
+                yield key, state
+
+    def _try(self, failure: str, call: Callable[..., Any], *args: Any) -> Any:
+        """Call ``call``; log what it raises, once: what fails at the end of one epoch fails at the end of all."""
+        try:
+            return call(*args)
+        except Exception:
+            if failure not in self._logged:
+                self._logged.add(failure)
+                logger.exception("%s at the end of epoch %d; the others go on", failure, self._epoch)
+            return None
+
+
+class Trainer(Experiment):
+    """Train an experiment with component trackers.
+
+    Recipe::
+
+        trainer = hookline.metta.Trainer(policy, data, loss, sinks=[hookline.sinks.MemorySink()])
+        hook = hookline.metta.attach_relu_activation_hooks()("actor_mlp", trainer.context)
+        with policy.register_component_hook_rule(component_name="actor_mlp", hook=hook):
+            trainer.train(epochs=3)
+        trainer.metrics  # of each epoch
+
+    Args:
+        policy: The model.
+        data: Batches, or a `Dataset`, which is shuffled and cut into batches of 32.
+        loss: ``loss(policy, batch)``; if left out, the usual one for such a batch.
+        optimizer: One for the policy's parameters, or what makes one of them; AdamW if left out.
+        sinks: Where the metrics of trackers go, epoch by epoch.
+        on_epoch_end: Called after the trackers have been reported.
+        others: As for `Experiment`.
+    """
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        data: Iterable[Any] | Dataset[Any],
+        loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        *,
+        optimizer: Optimizer | Callable[[Iterable[Tensor]], Optimizer] | None = None,
+        sinks: Iterable[Any] = (),
+        on_epoch_end: Callable[[int, Mapping[str, Any]], None] | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(policy, _optimizer(policy, optimizer), _loader(data), loss, **others)
+        self.context = ComponentContext()
+        """What builders of hooks are given; the trackers are in ``context.model_metrics``."""
+        self.reporter = StatsReporter(self.context, policy=policy, sinks=sinks)
+        self.metrics: list[dict[str, float]] = []
+        """What trackers had counted at the end of each epoch."""
+        self._extra_on_epoch_end = on_epoch_end
+        self.result: LoopResult | None = None
+        """What the training came to."""
+
+    def __repr__(self) -> str:
+        trained = f"; epochs trained: {len(self.metrics)}, see .metrics and .result" if self.metrics else ""
+        return f"{super().__repr__()[:-1]}{trained}>"
+
+    def _repr_html_(self) -> str:
+        names = dict.fromkeys(name for metrics in self.metrics for name in metrics)
+        rows = [(name, *(number_text(metrics.get(name, "")) for metrics in self.metrics)) for name in names]
+        header = ("metric", *(f"epoch {epoch}" for epoch in range(len(self.metrics))))
+        return Table(header, rows, numbers=range(1, len(header)), title=repr(self)[1:-1]).html()
+
+    @property
+    def policy(self) -> nn.Module:
+        """Return the model."""
+        return self.model
+
+    def train(self, epochs: int = 1, manager: HookManager | None = None, **options: Any) -> LoopResult:
+        """Train for ``epochs`` epochs; ``options`` are those of `epoch_loop`, ``progress=True`` among them."""
+        self.result = epoch_loop(self, epochs=epochs, manager=manager, **options)
+        return self.result
+
+    def on_epoch_end(self, epoch: int, metrics: Mapping[str, Any]) -> None:
+        """Report and reset the trackers."""
+        self.metrics.append(self.reporter.on_epoch_end(epoch))
+        if self._extra_on_epoch_end is not None:
+            self._extra_on_epoch_end(epoch, metrics)
+
+
+def _loader(data: Any) -> Any:
+    if not isinstance(data, Dataset):
+        return data
+    return DataLoader(data, batch_size=_BATCH_SIZE, shuffle=not isinstance(data, torch.utils.data.IterableDataset))
+
+
+def _optimizer(policy: nn.Module, given: Any) -> Any:
+    if isinstance(unwrap_optimizer(given), torch.optim.Optimizer):
+        return given
+    return torch.optim.AdamW(policy.parameters(), lr=_LEARNING_RATE) if given is None else given(policy.parameters())
+
+
+# -- the tool ---------------------------------------------------------------------------------------------------------
 
 _ROWS: Final = 256
 """Random ones, where there is neither a policy nor data."""
-logger = logging.getLogger(__name__)
 
 
 class TrainTool:

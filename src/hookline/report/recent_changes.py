@@ -20,16 +20,9 @@ from numpy.typing import NDArray
 from hookline.report.metric_series import Curve
 
 __all__ = [
-    "FEWEST",
-    "Event",
-    "LossHistory",
-    "end_above_best",
-    "falls",
-    "first_level",
-    "loss_spikes",
-    "may_be_cross_entropy",
+    "FEWEST", "Event", "LossHistory", "end_above_best", "falls", "first_level", "loss_spikes", "may_be_cross_entropy",
     "rises",
-]
+]  # fmt: skip
 
 FEWEST: Final = 8
 """A curve needs so many points before one of them can be judged."""

@@ -28,22 +28,21 @@ from hookline.files import replace_file
 from hookline.plain import to_plain
 from hookline.report.anomalies import count_judged, find_anomalies, tell_findings
 from hookline.report.metric_series import KINDS, Collector, Curve, Grid, LayerPlace, RunSeries, layer_places
-from hookline.report.minutes_before import FLIGHT_FILE, minutes_before
 from hookline.report.recent_changes import may_be_cross_entropy
-from hookline.report.report_runs import RunData, distinct_names, find_runs, read_bad_steps, read_runs
+from hookline.report.report_runs import (
+    FLIGHT_FILE,
+    RunData,
+    distinct_names,
+    find_runs,
+    minutes_before,
+    read_bad_steps,
+    read_runs,
+)
 
 __all__ = [
-    "JudgedRun",
-    "Packer",
-    "WrittenPage",
-    "fill_template",
-    "judge",
-    "packed_runs",
-    "thin",
-    "whole_page",
-    "write_page",
+    "JudgedRun", "Packer", "WrittenPage", "fill_template", "judge", "packed_runs", "thin", "whole_page", "write_page",
     "write_report",
-]
+]  # fmt: skip
 
 _SCRIPTS: Final = (
     "data.js", "url.js", "draw.js", "maps.js", "files.js", "print.js",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from hookline.debug.diagnose.hook_owners import FoundHook, HeldHandles, hooks_by_module, hooks_of_process
+from hookline.debug.diagnose.doctor import FoundHook, HeldHandles, hooks_by_module, hooks_of_process
 from hookline.errors import HooksLeftError
 from hookline.messages import counted
 

@@ -9,8 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, TypeAlias
 
-from hookline.debug.audit.audited_hook import AuditedHook, audited_hooks
-from hookline.debug.audit.train_once import Difference, Training, Trainings, first_difference, takes_hooks
+from hookline.debug.audit.train_once import (
+    AuditedHook,
+    Difference,
+    Training,
+    Trainings,
+    audited_hooks,
+    first_difference,
+    takes_hooks,
+)
 from hookline.errors import OptionError
 from hookline.tables import ShownAsTable, Table
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hookline.debug.compare.blame import find_blame
 from hookline.debug.compare.judge import ALLOWED, AllowedErrors, NoiseFloors, judge, noise_floors
-from hookline.debug.compare.key import Pair
+from hookline.debug.compare.key import Pair, names_around
 from hookline.debug.compare.measure import measure
 from hookline.debug.compare.result import Comparison
 from hookline.debug.compare.rows import RowTable
@@ -103,7 +103,7 @@ def compare(
     return Comparison(
         pairs,
         blamed=[] if gaps.few_partners else find_blame(pairs),
-        missing=gaps.missing,
+        missing=[*gaps.missing, *_lone_dtype(measured)],
         notes=notes,
         problems=problems,
         left_out=[*run_a.left_out, *run_b.left_out],
@@ -127,6 +127,17 @@ def _unfit_rows(run: Run, rows: Any) -> list[str]:
     what = f"{sum(rows.lengths)} tokens of {len(rows.requests)} requests" if isinstance(rows, RowTable) else len(rows)
     shapes = ", ".join(map(str, list(dict.fromkeys(value.shape for value in run.values.values()))[:3]))
     return [f"The rows= of {run.name} ({what}) fit no tensor of it; it has {shapes}, …."]
+
+
+def _lone_dtype(pairs: Sequence[Pair]) -> list[str]:
+    """Return a line if one part of the model alone has another dtype in B; a whole run in bfloat16 is meant."""
+    changed = [pair for pair in pairs if pair.dtypes[0] != pair.dtypes[1]]
+    around = [{*names_around(pair.module), pair.module} for pair in changed]
+    part = max(set.intersection(*around), key=len) if around else ""
+    if not part or 2 * sum(f"{pair.module}.".startswith(f"{part}.") for pair in pairs) > len(pairs):
+        return []
+    dtype_a, dtype_b = changed[0].dtypes
+    return [f"only {part} is {dtype_b} in B where A has {dtype_a}: give both one dtype."]
 
 
 def _name_of(source: RunSource, otherwise: str) -> str:

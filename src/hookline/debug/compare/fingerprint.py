@@ -150,7 +150,9 @@ def _flat(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
-    return tensor.reshape(-1).contiguous()  # one number that is repeated is no copy yet
+    flat = tensor.reshape(-1).contiguous()
+    # A single number of an expanded tensor counts as contiguous with a stride of 0, and could not be read as bytes.
+    return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
 
 
 def _as_real(flat: Tensor) -> Tensor:

@@ -258,17 +258,12 @@ _FEW: Final = 0.25
 _ONE_OPERATION: Final = 3.0
 """So many units of a 16-bit dtype one module may be off that is given the same; two times as many in one channel."""
 
-_BY_INPUT: Final = "rounding of its input is amplified here, or there is a small bug; measure it with noise="
-_BY_DEPTH: Final = "the error grows little by little, as rounding does in a deep network; measure it with noise="
-_BY_PART: Final = "one row or channel is further off than the others; measure it with noise="
-_BY_TIE: Final = (
-    "whole numbers chosen by rounded ones differ in a few places (a near tie of top-k, argmax or round), and so does "
-    "what follows; give both runs the same choice, or measure it with noise="
+_GROWN: Final = "rounding of what it was given may have grown to this; measure it with noise="
+_FEW_ENTRIES: Final = (
+    "few of its entries are off, or it is given the same and is off by more than one operation rounds, or a near tie "
+    "of whole numbers (top-k, argmax, round) came out otherwise; measure it with noise=, or choose alike in both"
 )
-_BY_ONE_OPERATION: Final = (
-    "it is given the same to the bit, and one operation rounds less than that; measure it with noise="
-)
-_BY_HASH: Final = (
+_UNTOLD: Final = (
     "fingerprints do not tell it: there is NaN or infinity in both, or sums were too large; trace with tensors="
 )
 
@@ -277,19 +272,14 @@ def judge(pairs: Sequence[Pair], allowed: AllowedErrors, noise: NoiseFloors) -> 
     """Set the verdict on each pair; they are measured, and come in the order of the calls."""
     found = _Judge(pairs, noise)
     places = _MAX_PLACES
-    by_noise = []
     for pair in pairs:
         found.judge(pair)
         says = allowed.allows(pair)
-        if says is None:
-            by_noise.append(pair)
-            pair.is_same, pair.is_unsure = pair.verdict == WITHIN, pair.verdict == UNSURE
-        else:
-            pair.is_same = says
+        pair.is_same = pair.verdict == WITHIN if says is None else says
+        pair.is_unsure = says is None and pair.verdict == UNSURE
         if not pair.is_same and places and not pair.errors.is_estimate:
             places -= 1
             pair.where = _where(pair)
-    _doubt_lone_dtypes(by_noise, pairs)
 
 
 class _History:
@@ -347,16 +337,13 @@ class _Judge:
         pair.verdict, pair.ratio = verdict_on(error, pair.floor, is_estimate=errors.is_estimate)
         history = self._history[pair.kind in BACKWARD]
         if pair.verdict != WITHIN and noise_of_parts is None and not self._is_apart:
-            self._has_tie = self._has_tie or self._is_tie(pair)
-            _doubt(pair, _BY_TIE if self._has_tie else self._why_doubted(pair, error, history))
+            _doubt(pair, self._why_rounding(pair, error, history))
         if pair.verdict not in (WRONG, UNSURE):
             self._judge_parts(pair, noise_of_parts, history)
-            if self._has_tie and pair.verdict != WITHIN:
-                _doubt(pair, _BY_TIE)
         if pair.verdict == WITHIN and errors.is_blind:
-            _doubt(pair, _BY_HASH)
+            _doubt(pair, _UNTOLD)
         if pair.verdict == WITHIN and noise_of_parts is None and self._is_more_than_one_operation(pair):
-            _doubt(pair, _BY_ONE_OPERATION)
+            _doubt(pair, _FEW_ENTRIES)
         if pair.verdict in (WITHIN, UNSURE) and error == errors.rel_l2 and math.isfinite(error):
             history.add(errors)
         self._is_apart = self._is_apart or pair.verdict not in (WITHIN, UNSURE)
@@ -384,12 +371,15 @@ class _Judge:
         lost = errors.rms_a * errors.rel_l2 if errors.norm_a else errors.norm_b / math.sqrt(max(errors.count, 1))
         return lost / usual
 
-    def _why_doubted(self, pair: Pair, error: float, history: _History) -> str:
+    def _why_rounding(self, pair: Pair, error: float, history: _History) -> str:
         """Return why an error beyond the modelled rounding may be rounding all the same; nothing if it is not."""
+        self._has_tie = self._has_tie or self._is_tie(pair)
+        if self._has_tie:
+            return _FEW_ENTRIES
         if not math.isfinite(error):
             return ""
         if error <= _STEADY * history.rel:
-            return _BY_DEPTH
+            return _GROWN
         if pair.kind != "output":
             return ""
         for given in self._inputs.get(_call_of(pair), ()):
@@ -398,7 +388,7 @@ class _Judge:
                 continue
             is_passed_on = error * pair.errors.norm_a <= _PASSED_ON * errors.rel_l2 * errors.norm_a
             if is_passed_on or error * left_by_cancellation(given.both[0]) <= _AMPLIFIED * errors.rel_l2:
-                return _BY_INPUT
+                return _GROWN
         return ""
 
     def _is_tie(self, pair: Pair) -> bool:
@@ -419,14 +409,14 @@ class _Judge:
         if not pair.floor or not errors.part_rel or (noise is None and history.explains_part(errors)):
             return
         verdict, ratio = verdict_on(errors.part_rel, max(_PARTS * pair.floor, noise or 0.0))
-        is_wrong = ratio > _TOO_MUCH or errors.part_rel > _LARGE_PART
+        is_wrong = (ratio > _TOO_MUCH or errors.part_rel > _LARGE_PART) and not self._has_tie
         if verdict == WITHIN or (not is_wrong and pair.verdict != WITHIN):
             return
         pair.ratio, pair.is_in_part = ratio, True
         if is_wrong:
             pair.verdict = WRONG
         else:
-            _doubt(pair, _BY_PART)
+            _doubt(pair, _FEW_ENTRIES)
 
     def _is_more_than_one_operation(self, pair: Pair) -> bool:
         """Return whether a 16-bit output is off by more than one operation rounds, of inputs that are the same.
@@ -449,23 +439,6 @@ def _doubt(pair: Pair, why: str) -> None:
     """Call a pair unsure, if there is a reason."""
     if why:
         pair.verdict, pair.doubt = UNSURE, why
-
-
-def _doubt_lone_dtypes(pairs: Sequence[Pair], everything: Sequence[Pair]) -> None:
-    """Doubt what has another dtype in B, if that is so in one part of the model alone: a run in bfloat16 is meant.
-
-    What is coarser hides a bug, and a lone module in another dtype may be one itself.
-    """
-    changed = [pair for pair in everything if pair.dtypes[0] != pair.dtypes[1]]
-    around = [{*names_around(pair.module), pair.module} for pair in changed]
-    part = max(set.intersection(*around), key=len, default="") if around else ""
-    if not part or 2 * sum(f"{pair.module}.".startswith(f"{part}.") for pair in everything) > len(everything):
-        return
-    for pair in pairs:
-        dtype_a, dtype_b = pair.dtypes
-        if dtype_a != dtype_b and pair.verdict == WITHIN:
-            _doubt(pair, f"only {part} is {dtype_b} in B where A has {dtype_a}; give both one dtype")
-            pair.is_same, pair.is_unsure = False, True
 
 
 def _where(pair: Pair) -> str:

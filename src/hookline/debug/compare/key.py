@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "BACKWARD", "KINDS", "PARAMETERS", "UNSURE", "WITHIN", "WRONG", "Fingerprint", "MeshPlacement", "Pair",
-    "RowKey", "RowKeys", "TensorErrors", "Value", "ValueKey", "Values", "names_around",
+    "BACKWARD", "KINDS", "PARAMETERS", "UNSURE", "WITHIN", "WRONG", "Fingerprint", "MeshPlacement", "Pair", "RowKey",
+    "RowKeys", "TensorErrors", "Value", "ValueKey", "Values", "names_around",
 ]  # fmt: skip
 
 KINDS: Final = ("output", "input", "output_grad", "input_grad", "parameter", "param_grad")

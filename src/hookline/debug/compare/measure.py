@@ -17,9 +17,7 @@ from torch import Tensor
 from hookline.debug.compare.key import BACKWARD, Fingerprint, Pair, TensorErrors, Value
 from hookline.errors import TraceError
 
-__all__ = [
-    "exceeds_tolerance", "first_difference", "left_by_cancellation", "measure", "sketch_errors", "tensor_errors",
-]  # fmt: skip
+__all__ = ["exceeds_tolerance", "first_difference", "left_by_cancellation", "measure", "sketch_errors", "tensor_errors"]
 
 _BLOCK: Final = 1 << 17
 """Entries at a time: two blocks and their difference are 3 MB in float64, near the cache of a core."""
@@ -81,13 +79,17 @@ class _Sums:
     mismatched: int = 0
 
     def add(self, x: Tensor, y: Tensor, difference: Tensor) -> None:
-        """Add a block of numbers, which are finite."""
-        difference = difference.abs()
-        self.square_d += float(torch.dot(difference, difference))
-        self.square_a += float(torch.dot(x, x))
-        self.square_b += float(torch.dot(y, y))
-        self.abs_sum += float(difference.sum())
-        self.max_abs = max(self.max_abs, float(difference.amax()) if difference.numel() else 0.0)
+        """Add a block of numbers; what is not finite in it is counted, and left out of the sums."""
+        squares = [float(torch.dot(one, one)) for one in (difference, x, y)]
+        if not math.isfinite(sum(squares)):
+            x, y, difference = _finite_part(self, x, y, difference)
+            squares = [float(torch.dot(one, one)) for one in (difference, x, y)]
+        self.square_d += squares[0]
+        self.square_a += squares[1]
+        self.square_b += squares[2]
+        size = difference.abs_()
+        self.abs_sum += float(size.sum())
+        self.max_abs = max(self.max_abs, float(size.amax()) if size.numel() else 0.0)
 
 
 def tensor_errors(a: Tensor, b: Tensor) -> TensorErrors:
@@ -101,12 +103,8 @@ def tensor_errors(a: Tensor, b: Tensor) -> TensorErrors:
     is_equal = _is_same_bits(flat_a, flat_b)
     scale, sums = _scale(flat_a, flat_b), _Sums()
     for block_a, block_b in _blocks(flat_a, flat_b):
-        x, y = block_a.double() / scale, block_b.double() / scale
-        difference = _difference(block_a, block_b, x, y)
-        total = float(difference.sum() + x.sum() + y.sum())
-        if not math.isfinite(total):
-            x, y, difference = _finite_part(sums, x, y, difference)
-        sums.add(x, y, difference)
+        x, y = (one.double() if scale == 1.0 else one.double() / scale for one in (block_a, block_b))
+        sums.add(x, y, _difference(block_a, block_b, x, y))
     return _errors_of(sums, scale, flat_a.numel(), is_equal=is_equal)
 
 

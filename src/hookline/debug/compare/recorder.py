@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.debug.compare.files import RecordBatch, TracePlace, TraceWriter
 from hookline.debug.compare.fingerprint import (
     DeviceFingerprints,
     FoundNumbers,
@@ -28,6 +27,7 @@ from hookline.debug.compare.fingerprint import (
 )
 from hookline.debug.compare.key import MeshPlacement
 from hookline.debug.compare.rows import RowTable
+from hookline.debug.compare.trace_files import RecordBatch, TracePlace, TraceWriter
 from hookline.distributed.shards import arrived, placed
 from hookline.errors import HooklineWarning
 from hookline.factories.export_files import can_store

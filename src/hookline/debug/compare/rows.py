@@ -43,6 +43,8 @@ class RowTable:
     """How many tokens each request has in this forward."""
     positions: tuple[int, ...] = ()
     """The position of the first of them in its sequence, from 0."""
+    width: int = 0
+    """Of ``"padded"``: how many columns there are; 0 if the longest row has none to spare."""
 
     def keys_for(self, shape: tuple[int, ...]) -> RowKeys | None:
         """Return the keys of the rows of a tensor of that shape; None if it has no row for each request or token."""
@@ -52,7 +54,8 @@ class RowTable:
         if self.layout == "packed":
             return self._packed_keys(shape, sum(self.lengths))
         if self.layout == "padded":
-            width = max(start + length for start, length in zip(self.starts, self.lengths, strict=True))
+            ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
+            width = max(self.width, *ends)
             return self._padded_keys(shape, batch, width)
         return self._by_request(shape)
 
@@ -116,7 +119,8 @@ def padded_rows(mask: Tensor, requests: Sequence[Any] | None = None) -> RowTable
     for number, (row, start, length) in enumerate(zip(real, starts, lengths, strict=True)):
         if not bool(row[start : start + length].all()):
             raise OptionError(f"padded_rows(): row {number} of the mask has padding between its tokens.")
-    return RowTable("padded", _names(requests, len(lengths)), tuple(starts), tuple(lengths), (0,) * len(lengths))
+    names, firsts = _names(requests, len(lengths)), (0,) * len(lengths)
+    return RowTable("padded", names, tuple(starts), tuple(lengths), firsts, mask.shape[1])
 
 
 def packed_rows(

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hookline.debug.compare.files import TraceWriter
 from hookline.debug.compare.recorder import TraceMoment, TraceRecorder
 from hookline.debug.compare.rows import RowTable
-from hookline.debug.compare.sites import rows_of
-from hookline.debug.compare.start_trace import bytes_of_budget, dims_finder, matching
+from hookline.debug.compare.trace import bytes_of_budget, dims_finder, matching, rows_of
+from hookline.debug.compare.trace_files import TraceWriter
 from hookline.distributed.ranks import rank_count, this_rank
 from hookline.errors import HooklineWarning
 from hookline.factories.factory_hook import ByModule, Observer, read_options, tried_by

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from hookline.debug.compare.key import PARAMETERS, Value, ValueKey, Values
-from hookline.debug.compare.read import TraceFolder, read_trace
 from hookline.debug.compare.rows import as_row_keys
+from hookline.debug.compare.trace_files import TraceFolder, read_trace
 from hookline.errors import CompareError
 from hookline.guard.digest import dense
 from hookline.messages import type_name

@@ -20,15 +20,9 @@ from hookline.tables import ShownAsTable, Table
 from hookline.training.experiment import MicroBatches
 
 __all__ = [
-    "BadOperation",
-    "BadStep",
-    "TensorSummary",
-    "describe_batch",
-    "find_ids",
-    "name_batch",
-    "name_first",
+    "BadOperation", "BadStep", "TensorSummary", "describe_batch", "find_ids", "name_batch", "name_first",
     "summarize_tensor",
-]
+]  # fmt: skip
 
 _LAYOUT = Layout.of(["mean", "min", "max", "nan", "inf"])
 

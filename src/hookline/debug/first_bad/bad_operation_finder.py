@@ -1,38 +1,331 @@
 """Check every step by the statistics of its modules; run a bad one again at operator level and say what was wrong.
 
 `find_bad_operations` and the lifecycle hook `FirstBadOperation` call `BadOperationFinder` when steps begin and end. It
-reads a `Watch` by `StepReader`, goes back by `KeptSteps`, and looks by `OperatorRun`. A guard puts the run back.
+listens to the steps of the model, goes back by `KeptSteps`, and looks by `OperatorRun`. A guard puts the run back.
+
+The state in which steps began is kept cheaply: a snapshot every so many steps, batch and random streams of each. To go
+back to a step, the snapshot before it is restored and the steps in between are run again: they are the same steps, so
+the state is the same, bit for bit. Where nobody calls with the step, `FollowedSteps` begins one at the first forward of
+the model in training. What the model was given is kept, and so are the gradients that come back to what it returned:
+with both, forward and backward of the model run again, whatever the loss was.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hookline.debug.first_bad.bad_operation import BadOperation, BadStep, describe_batch, find_ids
-from hookline.debug.first_bad.kept_steps import FollowedBatch, KeptStep, KeptSteps, RunParts, SecondRun
 from hookline.debug.first_bad.operator_run import OperatorRun
-from hookline.debug.first_bad.step_reader import StepReader
 from hookline.distributed.ranks import is_distributed
 from hookline.guard.digest import digest
 from hookline.guard.guard import Guard
-from hookline.observe.watch.watch import watch
-from hookline.phases import in_phase
+from hookline.guard.rng import RandomStates
+from hookline.guard.snapshot import Snapshot, roots_of
+from hookline.guard.tensors import Where
+from hookline.observe.watch.monitor import StepRows, listen
+from hookline.phases import in_phase, known_phase, phase
 from hookline.sites import _torch
+from hookline.sites.attach import attach
+from hookline.sites.handle import HandleSet
+from hookline.training.experiment import MicroBatches
+from hookline.tree import leaves
 
 if TYPE_CHECKING:
-    from hookline.debug.first_bad.step_reader import StepRows
     from hookline.guard.tensors import Where
     from hookline.hook_types import Target
+    from hookline.sites.site_info import Site
 
-__all__ = ["BadOperationFinder"]
+__all__ = [
+    "BadOperationFinder", "FollowedBatch", "FollowedSteps", "KeptForward", "KeptStep", "KeptSteps", "RunParts",
+    "SecondRun", "StateMarks",
+]  # fmt: skip
+
+RunParts = tuple[Any, Any, Any, Any, Any]
+"""What a guard saves: model, optimizer, scheduler, scaler, loader."""
+
+
+@dataclass(slots=True)
+class KeptStep:
+    """How one step began."""
+
+    number: int
+    batch: Any
+    """The batch itself, not a copy."""
+    ids: Any
+    """What names the batch."""
+    random: RandomStates
+    marks: StateMarks | None = None
+    """The state, in a few numbers; None where a snapshot has all of it."""
+
+
+class SecondRun(NamedTuple):
+    """How a step can be run again."""
+
+    run: Callable[[KeptStep], Any] | None
+    """Makes the step again, from the state in which it began; returns its loss, or whatever it returns."""
+    note: str = ""
+    """What of the step it leaves out, for the report; why there is none."""
+    is_step: bool = True
+    """Whether it is the whole step, so that it ends as the first run did."""
+
+
+@dataclass(slots=True)
+class _Window:
+    """A snapshot, and the steps since."""
+
+    snapshot: Snapshot
+    put_back: Callable[[], None] | None = None
+    """Puts back what the snapshot does not have: the plain attributes of an experiment."""
+    steps: list[KeptStep] = field(default_factory=list)
+
+
+class KeptSteps:
+    """The last steps, of two snapshots or three; ``every`` is how many steps one snapshot serves.
+
+    More than one, because a NaN in a gradient shows in the forward of the next step: then the step before is asked for.
+    """
+
+    def __init__(self, parts: Callable[[], RunParts], *, every: int, where: Where) -> None:
+        self._parts = parts
+        self._every = every
+        self._most = 2 if every > 1 else 3
+        self._where: Where = where
+        self._windows: list[_Window] = []
+
+    @property
+    def needs_verdict_until(self) -> int:
+        """The step up to which it has to be known that all was well before the next step may begin; -1 for none."""
+        is_full = len(self._windows) == self._most and len(self._windows[-1].steps) >= self._every
+        return self._windows[1].steps[0].number if is_full else -1
+
+    def begin(self, number: int, batch: Any, ids: Any, attributes: Callable[[], Callable[[], None]] | None) -> None:
+        """Keep the beginning of a step; ``attributes`` saves what else it may change, and returns what puts it back."""
+        if not self._windows or len(self._windows[-1].steps) >= self._every:
+            self._begin_window(attributes)
+        steps = self._windows[-1].steps
+        steps.append(KeptStep(number, batch, ids, RandomStates(), StateMarks(self._parts()[0]) if steps else None))
+
+    def _begin_window(self, attributes: Callable[[], Callable[[], None]] | None) -> None:
+        roots = roots_of(*self._parts())
+        window = self._windows.pop(0) if len(self._windows) == self._most else None
+        # The memory of the older one is used again, unless the run has other parts now (another loader, say).
+        same = window is not None and window.snapshot.roots == roots
+        snapshot = window.snapshot if window is not None and same else Snapshot(roots, self._where)
+        snapshot.take()
+        self._windows.append(_Window(snapshot, None if attributes is None else attributes()))
+
+    def has(self, number: int) -> bool:
+        """Return whether the beginning of that step is kept."""
+        return any(step.number == number for window in self._windows for step in window.steps)
+
+    def get(self, number: int) -> KeptStep | None:
+        """Return how that step began."""
+        return next((step for window in self._windows for step in window.steps if step.number == number), None)
+
+    def back_to(self, number: int, run: Callable[[KeptStep], Any]) -> KeptStep:
+        """Bring the run to the beginning of a step; ``run`` makes the steps between the snapshot and it again."""
+        window = next(each for each in self._windows if any(step.number == number for step in each.steps))
+        window.snapshot.go_back("A step that was run again")
+        if window.put_back is not None:
+            window.put_back()
+        for step in window.steps:
+            step.random.restore()
+            if step.number == number:
+                return step
+            run(step)
+        raise AssertionError("the step is in the window")  # pragma: no cover
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._windows.clear()
+
+
+_TYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ROUNDING: Final = 1e-3
+"""Up to this relative difference of norms a step that is not deterministic has repeated."""
+
+
+@dataclass(slots=True)
+class KeptForward:
+    """One forward of the model."""
+
+    args: Any
+    kwargs: Any
+    autocast: list[tuple[str, torch.dtype]]
+    backwards: list[dict[str, Tensor | None]] = field(default_factory=list)
+    """For each backward pass, the gradients that came back, by the leaves of the output."""
+
+
+class FollowedBatch:
+    """The forwards of one step, and its batches with their ids; a step that accumulates gradients has several."""
+
+    def __init__(self) -> None:
+        self.forwards: dict[int, KeptForward] = {}
+        """By the number that the site has of each."""
+        self.batches: list[Any] = []
+        self.ids: list[Any] = []
+        """What names each batch; None for one without a name."""
+        self.starts: list[int] = []
+        """How many operators the second run had made when it began with each forward."""
+
+    def add(self, batch: Any, ids: Any) -> None:
+        """Take the batch of the forward that follows."""
+        self.batches.append(batch)
+        self.ids.append(ids)
+
+    def describe(self, number: int | None = None) -> str:
+        """Return in words the batch in which the operator of that ``number`` ran; without a number, all of them."""
+        shown = self.batches or [forward.args for forward in self.forwards.values()]
+        ids = self.ids or [None] * len(shown)
+        if number is not None and len(shown) > 1 and len(self.starts) == len(shown):
+            at = max(bisect_right(self.starts, number) - 1, 0)
+            return f"{describe_batch(shown[at], ids[at])}, micro-batch {at + 1} of {len(shown)}"
+        if len(shown) == 1:
+            return describe_batch(shown[0], ids[0])
+        return describe_batch(tuple(shown), None if any(each is None for each in ids) else ids)
+
+
+class StateMarks:
+    """The norms of parameters and buffers at one moment, in 64 bits: one bit of a float32 in 1e6 numbers shows."""
+
+    __slots__ = ("_norms",)
+
+    def __init__(self, model: nn.Module) -> None:
+        self._norms: list[Tensor] = []
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                local = _torch.local_tensor(tensor.detach())
+                if local is not None and local.dtype in _TYPES and local.layout is torch.strided:
+                    self._norms.append(torch.linalg.vector_norm(local, dtype=torch.float64))
+
+    def difference(self, model: nn.Module) -> str:
+        """Return how the model differs now: ``""``, ``"rounding"`` or ``"other"``; waits for the device."""
+        before, now = ([float(norm) for norm in marks._norms] for marks in (self, StateMarks(model)))
+        if len(before) != len(now):
+            return "other"
+        pairs = [pair for pair in zip(before, now, strict=True) if not _is_same(*pair)]
+        if not pairs:
+            return ""
+        return "rounding" if all(math.isclose(*pair, rel_tol=_ROUNDING) for pair in pairs) else "other"
+
+
+def _is_same(before: float, now: float) -> bool:
+    return before == now or (math.isnan(before) and math.isnan(now))
+
+
+# -- loops that are only followed -------------------------------------------------------------------------------------
+
+_NO_LOSS: Final = (
+    "forward and backward of the model were run again, from what it was given and the gradients that came back; the "
+    "loss and the optimizer were not: to have them too, give step_fn="
+)
+
+
+class FollowedSteps:
+    """Begin steps at forwards of the model, and run its part of them again."""
+
+    def __init__(self, finder: BadOperationFinder, model: nn.Module) -> None:
+        self._finder = finder
+        self._model = model
+        self._current: FollowedBatch | None = None
+        self._noted: list[tuple[Any, Any]] = []
+        self._again = SecondRun(self._run_again, _NO_LOSS, is_step=False)
+        self._handles = HandleSet()
+        name = "first bad operation"
+        self._handles.add(
+            attach(model, self._begin_forward, on="forward_pre", with_kwargs=True, observe=True, name=name)
+        )
+        self._handles.add(attach(model, self._take_gradients, on="backward_pre", observe=True, name=name))
+
+    def note_batch(self, batch: Any, ids: Any = None) -> None:
+        """Name the batch of the forwards that follow."""
+        ids = self._finder.ids_of(batch) if ids is None else ids
+        if self._current is None:
+            self._noted.append((batch, ids))
+        else:
+            self._current.add(batch, ids)
+
+    def _begin_forward(self, module: nn.Module, args: Any, kwargs: Any, *, site: Site) -> None:
+        is_training = self._model.training and torch.is_grad_enabled() and known_phase() in (None, "train")
+        if not is_training or _torch.in_recomputation():
+            return
+        if self._current is None:
+            self._current = followed = FollowedBatch()
+            noted, self._noted = self._noted, []
+            for batch, ids in noted:
+                followed.add(batch, ids)
+            self._finder.begin_step(followed, self._again)
+        self._current.forwards[site.step] = KeptForward(args, kwargs, _autocast())
+
+    def _take_gradients(self, module: nn.Module, grads: Any, *, site: Site) -> None:
+        if self._current is not None and site.step in self._current.forwards and phase() != "intervention":
+            self._current.forwards[site.step].backwards.append(dict(zip(site.outputs, grads, strict=False)))
+
+    def end_step(self, loss: Any, batch: Any = None) -> list[BadStep]:
+        """End the step, if one has begun; ``batch`` is that of the step, if it becomes known only now."""
+        followed, self._current = self._current, None
+        if followed is None:
+            return []
+        if batch is not None and not followed.batches:
+            for each in batch if isinstance(batch, MicroBatches) else [batch]:
+                followed.add(each, self._finder.ids_of(each))
+        return self._finder.end_step(loss, self._again)
+
+    def flush(self) -> list[BadStep]:
+        """Judge all steps whose numbers are still under way."""
+        return self._finder.flush(self._again)
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        self._handles.remove(quiet=True)
+        self._current = None
+
+    def _run_again(self, kept: KeptStep) -> Any:
+        """Run forwards and backwards in turns, as a loop that accumulates makes them; return what the model returns."""
+        followed: FollowedBatch = kept.batch
+        self._model.train()
+        followed.starts = []
+        ends: list[Tensor] = []
+        for forward in followed.forwards.values():
+            followed.starts.append(self._finder.operators_run)
+            with _under(forward.autocast):
+                output = self._model(*forward.args, **forward.kwargs)
+            made = {str(path): leaf for path, leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad}
+            for number, grads in enumerate(forward.backwards, 1):
+                given = {path: grad for path, grad in grads.items() if grad is not None and path in made}
+                if given:
+                    is_last = number == len(forward.backwards)
+                    outputs = [made[path] for path in given]
+                    torch.autograd.backward(outputs, [*given.values()], retain_graph=not is_last)
+            ends += made.values()
+        return ends
+
+
+@contextmanager
+def _under(autocast: list[tuple[str, torch.dtype]]) -> Iterator[None]:
+    """Cast as the forward did."""
+    with ExitStack() as entered:
+        for device, dtype in autocast:
+            entered.enter_context(torch.autocast(device, dtype=dtype))
+        yield
+
+
+def _autocast() -> list[tuple[str, torch.dtype]]:
+    """Return the devices whose operators are cast now, and to which type."""
+    devices = ("cpu", *(("cuda",) if torch.cuda.is_available() else ()))
+    return [(each, torch.get_autocast_dtype(each)) for each in devices if torch.is_autocast_enabled(each)]
+
+
+# -- the finder -------------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger("hookline.debug.first_bad")
 
@@ -93,8 +386,7 @@ class BadOperationFinder:
         """Places whose infinities turned out to be meant."""
         self._last_bad = -2
         self._run: OperatorRun | None = None
-        self._watch = watch(model, target, on=("forward", "backward"), stats=["nonfinite"], exclude=exclude)
-        self._reader = StepReader(self._watch)
+        self._listener = listen(model, target, on=("forward", "backward"), stats=("nonfinite",), exclude=exclude)
         self._kept = KeptSteps(parts, every=every, where=where)
         self._attributes: Callable[[], Callable[[], None]] | None = None
 
@@ -118,28 +410,24 @@ class BadOperationFinder:
         self._attributes = attributes
         until = self._kept.needs_verdict_until
         if until >= 0:
-            self._judge_all(self._reader.arrived_until(until), again)
+            self._judge_all(self._listener.arrived(until=until), again)
         ids = self.ids_of(batch) if ids is None else ids
         self._kept.begin(self.steps, batch, ids, attributes)
         self.steps += 1
 
     def end_step(self, loss: Any, again: SecondRun) -> list[BadStep]:
         """End a step; return the reports about it, or about an earlier one whose numbers have arrived now."""
-        self._reader.end_step(self.steps - 1, loss if isinstance(loss, Tensor | float) else None)
-        return self._judge_all(self._reader.arrived(), again)
+        self._listener.end_step(self.steps - 1, loss if isinstance(loss, Tensor | float) else None)
+        return self._judge_all(self._listener.arrived(), again)
 
     def flush(self, again: SecondRun) -> list[BadStep]:
         """Wait for the numbers of all steps, and judge them."""
-        return self._judge_all(self._reader.arrived(wait=True), again)
+        return self._judge_all(self._listener.arrived(wait=True), again)
 
     def remove(self) -> None:
         """Take all hooks off, let go of what was kept."""
-        self._watch.remove(quiet=True)
+        self._listener.remove(quiet=True)
         self._kept.clear()
-
-    def paused(self) -> AbstractContextManager[None]:
-        """Return a context in which nothing is counted."""
-        return self._watch.paused()
 
     # -- judging -----------------------------------------------------------------------------------------------
 
@@ -148,7 +436,7 @@ class BadOperationFinder:
         return [report for report in found if report is not None]
 
     def _judge(self, rows: StepRows, again: SecondRun) -> BadStep | None:
-        calls = rows.bad_places(self._reader.places, self._expected)
+        calls = rows.bad_places(self._expected)
         bad = [place.label for place in calls.places]
         if rows.loss is not None and not math.isfinite(float(rows.loss)):
             bad.append("loss")
@@ -226,7 +514,7 @@ class BadOperationFinder:
         is_latest = number == self.steps - 1
         end = self._end() if again.is_step and is_latest else None
         try:
-            with in_phase("intervention"), self._watch.paused(), guard.protecting("first bad operation"):
+            with in_phase("intervention"), self._listener.watch.paused(), guard.protecting("first bad operation"):
                 run, note = self._run_again(number, again)
                 is_same = None if end is None else self._ends_as(end)
                 found, at = run.first, number

@@ -1,7 +1,7 @@
 """Record the last steps of a run, and write them when something happens: NaN, a loss spike, an exception, a signal.
 
-A lifecycle hook for the loops and run files, and a context manager (`recording`) for any other loop. It keeps a `Watch`
-of the repeated blocks of the model, reads it by `StepReader`, and writes by `write_flight`.
+A lifecycle hook for the loops and run files, and a context manager (`recording`) for any other loop. It listens to the
+steps of the repeated blocks of the model, and writes by `write_flight`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ import torch
 from torch import Tensor, nn
 
 from hookline.debug.first_bad.bad_operation import count_batches, describe_batch, find_ids, name_batch, name_first
-from hookline.debug.first_bad.step_reader import StepReader, StepRows
 from hookline.distributed.ranks import this_rank
 from hookline.errors import HooklineError, OptionError
 from hookline.files import replace_file
 from hookline.guard.rng import cuda_states, numpy_state, set_cuda_states, set_numpy_state, set_state
 from hookline.lifecycle.hook import TrainingHook
-from hookline.observe.watch.row import BAD
-from hookline.observe.watch.watch import Watch, watch
+from hookline.observe.watch.monitor import StepListener, StepRows, listen
+from hookline.observe.watch.row import BAD, COUNT, FIRES, SQUARES, SUM
 from hookline.phases import phase
 from hookline.plain import to_plain
-from hookline.report.minutes_before import FLIGHT_FILE, FLIGHT_FORMAT, FLIGHT_VERSION
 from hookline.report.recent_changes import LossHistory
+from hookline.report.report_runs import FLIGHT_FILE, FLIGHT_FORMAT, FLIGHT_VERSION
 from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
 from hookline.sites.wrappers import clean_modules
 from hookline.tables import ShownAsTable, Table
@@ -49,15 +48,11 @@ if TYPE_CHECKING:
 
     from hookline.hook_types import Target
     from hookline.lifecycle.context import RunDataContext
-    from hookline.observe.watch.place import WatchedPlace
     from hookline.training.run import RunStep
 
 __all__ = ["Flight", "FlightRecorder", "Streams", "read_flight", "write_flight"]
 
 logger = logging.getLogger("hookline.debug.flight_recorder")
-
-_FIRES, _COUNT, _SUM, _SQUARES = 0, 1, 2, 3
-"""Columns of a row, among those that are added up."""
 
 
 class FlightRecorder(TrainingHook):
@@ -108,8 +103,7 @@ class FlightRecorder(TrainingHook):
         self._signals = [signal.Signals[name] for name in ([signals] if isinstance(signals, str) else signals)]
         self._before: dict[int, Any] = {}
         self._steps: deque[_FlightStep] = deque(maxlen=keep)
-        self._watch: Watch | None = None
-        self._reader: StepReader | None = None
+        self._listener: StepListener | None = None
         self._streams: Streams | None = None
         self._handle: Any = None
         self._noted: dict[str, Any] = {}
@@ -143,8 +137,7 @@ class FlightRecorder(TrainingHook):
 
     def _begin(self, model: nn.Module) -> None:
         target = blocks_of(model) if self._target is None else self._target
-        self._watch = watch(model, target, on=("forward", "backward"), stats=["norm"])
-        self._reader = StepReader(self._watch)
+        self._listener = listen(model, target, on=("forward", "backward"), stats=("norm",))
         self._streams = Streams()
         self._wraps = False
         self._take_signals()
@@ -152,11 +145,10 @@ class FlightRecorder(TrainingHook):
     def finish(self) -> None:
         """Judge the last steps; take everything off."""
         self._give_signals_back()
-        if self._reader is not None:
-            self._take(self._reader.arrived(wait=True))
-        if self._watch is not None:
-            self._watch.remove(quiet=True)
-        self._watch = self._reader = None
+        if self._listener is not None:
+            self._take(self._listener.arrived(wait=True))
+            self._listener.remove(quiet=True)
+        self._listener = None
 
     def reset(self) -> None:
         """Forget the last run."""
@@ -181,7 +173,7 @@ class FlightRecorder(TrainingHook):
 
     def compute(self, ctx: RunDataContext) -> None:
         """Record a step of a loop that is only followed."""
-        if not self._wraps and self._reader is not None:
+        if not self._wraps and self._listener is not None:
             self._add(ctx.step or 0, ctx.epoch, ctx.batch_data, ctx.batch_idx, ctx.lr, ctx.raw("loss"), self._streams)
             self._streams = Streams()
 
@@ -199,10 +191,10 @@ class FlightRecorder(TrainingHook):
 
     def note(self, *, loss: Any = None, batch: Any = None, ids: Any = None) -> None:
         """Say what the loss and the batch of the step were that has just ended, or of the one that is under way."""
-        if self._reader is not None and self._steps and self._steps[-1].is_open:
+        if self._listener is not None and self._steps and self._steps[-1].is_open:
             self._steps[-1].note(loss, batch, ids)
-            self._reader.note_loss(self._steps[-1].number, loss)
-            self._take(self._reader.arrived())
+            self._listener.note_loss(self._steps[-1].number, loss)
+            self._take(self._listener.arrived())
             if self._steps[-1].number == self._written_bad:
                 self._dump(self.written[-1])  # now with the batch
         else:
@@ -235,24 +227,24 @@ class FlightRecorder(TrainingHook):
         self, number: int, epoch: int | None, batch: Any, index: int | None, lr: Any, loss: Any,
         streams: Streams | None, *, ids: Any = None,
     ) -> None:  # fmt: skip
-        if self._reader is None:
+        if self._listener is None:
             return
         ids = name_batch(find_ids(batch) if ids is None else ids, index, epoch, count_batches(batch))
         step = _FlightStep(number, epoch, describe_batch(batch, ids), lr, loss, streams)
         if self._steps:
             self._steps[-1].is_open = False
         self._steps.append(step)
-        self._reader.end_step(number, loss if isinstance(loss, Tensor | float) else None)
-        self._take(self._reader.arrived())
+        self._listener.end_step(number, loss if isinstance(loss, Tensor | float) else None)
+        self._take(self._listener.arrived())
 
     def _take(self, arrived: list[StepRows]) -> None:
         """Give steps their numbers, and write if they are bad."""
         by_number = {step.number: step for step in self._steps}
         for rows in arrived:
             step = by_number.get(rows.number)
-            if step is None or self._reader is None:
+            if step is None:
                 continue
-            first = step.take(rows, self._reader.places)
+            first = step.take(rows)
             if first:
                 is_first, self._last_bad = step.number > self._last_bad + 1, step.number
                 if is_first and self.write(f"NaN or infinity at {first} in step {step.number}") is not None:
@@ -272,11 +264,11 @@ class FlightRecorder(TrainingHook):
         path = self.path
         if path is None:
             return None
-        if self._reader is not None:
+        if self._listener is not None:
             by_number = {step.number: step for step in self._steps}
-            for rows in self._reader.coming():  # left there for `_take`: this may run in a signal handler
+            for rows in self._listener.coming():  # left there for `_take`: this may run in a signal handler
                 if rows.number in by_number:
-                    by_number[rows.number].take(rows, self._reader.places)
+                    by_number[rows.number].take(rows)
         try:
             write_flight(path, reason, [(step.facts(), step.streams) for step in self._steps])
         except OSError as error:  # a full disk, a folder that is gone: no reason to end the run
@@ -346,13 +338,13 @@ class _FlightStep:
         self.batch = describe_batch(batch, find_ids(batch) if ids is None else ids)
         self.is_open = False
 
-    def take(self, rows: StepRows, places: list[WatchedPlace]) -> str:
+    def take(self, rows: StepRows) -> str:
         """Take the statistics that have arrived; return the first place that was not finite, ``"loss"`` or nothing."""
-        for _, place, row in rows.of_places(places):
-            count, fires = max(row[_COUNT], 1.0), max(row[_FIRES], 1.0)
-            norm = math.sqrt(row[_SQUARES] / fires) if row[_SQUARES] >= 0 else math.nan
-            self.statistics[place.label] = {"mean": float(row[_SUM] / count), "norm": norm, "bad": float(row[BAD])}
-        calls = rows.bad_places(places)
+        for place, row in rows.of_places():
+            count, fires = max(row[COUNT], 1.0), max(row[FIRES], 1.0)
+            norm = math.sqrt(row[SQUARES] / fires) if row[SQUARES] >= 0 else math.nan
+            self.statistics[place.label] = {"mean": float(row[SUM] / count), "norm": norm, "bad": float(row[BAD])}
+        calls = rows.bad_places()
         bad = [place.label for place in calls.places]
         self.bad = bad or self.bad
         first = name_first(bad, calls.num_candidates) if bad else ""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hookline.debug.first_bad.find_bad_operations import join_optimizers, list_optimizers
 from hookline.debug.first_bad.operator_run import OperatorPlace, OperatorPlaces
-from hookline.debug.first_bad.run_optimizers import join_optimizers, list_optimizers
 from hookline.errors import OptionError
 from hookline.guard.digest import SWITCH, digest, run_digest
 from hookline.guard.guard import Guard

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
-from hookline.debug.first_bad.step_reader import copy_to_host
+from hookline.debug.first_bad.find_bad_operations import FirstBadOperation
 from hookline.errors import OptionError
 from hookline.lifecycle.hook import InterventionHook, TrainingHook
-from hookline.lifecycle.registry import HookRegistry
 from hookline.messages import suggest, type_name
+from hookline.observe.watch.monitor import copy_to_host
 from hookline.report.recent_changes import LossHistory
 from hookline.when import HookPoint, validate_points
 
@@ -47,14 +47,13 @@ def on_trigger(
         closer = hookline.debug.on_trigger("loss_spike", do=[MyHook(), lambda model: hookline.watch(model)], steps=5)
         manager = hookline.HookManager(hooks=[closer], sinks=[...])
 
-    Until then they cost nothing. In a loop of your own: ``closer.start(model)``, after each step ``closer.step(loss)``,
-    at the end ``closer.finish()``.
+    Until then they cost nothing. In a loop of your own, `hookline.follow` fires the hooks of the manager.
 
     Args:
         when: ``"nan"`` (a loss that is not finite, or a bad step of a `FirstBadOperation` of the same manager),
             ``"loss_spike"``, ``"new_best"`` (the smallest loss so far), or a function of the context of POST_STEP.
-        do: What is switched on: lifecycle hooks (objects, classes, names), or functions ``make(model)`` that attach
-            something and return its handle; one, or several.
+        do: What is switched on: lifecycle hooks, or functions ``make(model)`` that attach something and return its
+            handle; one, or several.
         steps: For how many steps. What happens again meanwhile counts from there.
     """
     if when not in _EVENTS and not callable(when):
@@ -63,28 +62,23 @@ def on_trigger(
         raise OptionError(f"when= is one of {known}, or a function; got {when!r}{near or '.'}")
     if not isinstance(steps, int) or steps < 1:
         raise OptionError(f"steps= is a number of steps, 1 or more; got {steps!r}.")
-    given = list(do) if isinstance(do, Iterable) and not isinstance(do, str | type) else [do]
+    given = list(do) if isinstance(do, list | tuple) else [do]
     if not given:
         raise OptionError("do= is empty: give the hooks that are to be switched on.")
-    return TriggeredHooks(when, [_as_hook(each) for each in given], steps)
+    for each in given:
+        _check(each)
+    return TriggeredHooks(when, given, steps)
 
 
-def _as_hook(given: Any) -> TrainingHook | Make:
-    if isinstance(given, str):
-        given = HookRegistry.create([given])[0]
-    elif isinstance(given, type) and issubclass(given, TrainingHook):
-        given = given()
-    if isinstance(given, TrainingHook):
-        if isinstance(given, InterventionHook) or given.needs_grads or given.needs_prev_step_grads:
-            raise OptionError(
-                f"{given.name!r} cannot be switched on for some steps: it intervenes, or the loop has to keep "
-                "gradients for it at every step. Give it a schedule instead, or another hook."
-            )
-        return given
-    if callable(given) and not isinstance(given, type):
-        make: Make = given
-        return make
-    raise OptionError(f"do= takes lifecycle hooks, their names, or functions of the model; got {type_name(given)}.")
+def _check(given: Any) -> None:
+    if isinstance(given, type) or not (callable(given) or isinstance(given, TrainingHook)):
+        raise OptionError(f"do= takes lifecycle hooks, or functions of the model; got {type_name(given)}.")
+    needs_steps = isinstance(given, TrainingHook) and (given.needs_grads or given.needs_prev_step_grads)
+    if needs_steps or isinstance(given, InterventionHook):
+        raise OptionError(
+            f"{given.name!r} cannot be switched on for some steps: it intervenes, or the loop has to keep gradients "
+            "for it at every step. Give it a schedule instead, or another hook."
+        )
 
 
 class TriggeredHooks(TrainingHook):
@@ -105,7 +99,6 @@ class TriggeredHooks(TrainingHook):
         self._num_steps = steps
         self._losses = LossHistory()
         self._arriving: deque[tuple[Any, list[Any]]] = deque()
-        self._model: nn.Module | None = None
         self._left = 0
         self._on = ExitStack()
         self._bad = 0
@@ -123,15 +116,10 @@ class TriggeredHooks(TrainingHook):
         """Whether the hooks are on."""
         return self._left > 0
 
-    def start(self, model: nn.Module) -> None:
-        """Learn the model."""
-        self._model = model
-
     def finish(self) -> None:
         """Switch everything off."""
         if self.is_on:
             self._switch_off()
-        self._model = None
         self._arriving.clear()
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
@@ -142,12 +130,6 @@ class TriggeredHooks(TrainingHook):
             self._end_step(self._judge(ctx.raw("loss")) or asked, ctx.model)
         return metrics or None
 
-    def step(self, loss: Any = None) -> bool:
-        """End a step of a loop of your own; return whether the hooks are on from now on."""
-        asked = self._when(loss) if callable(self._when) else False
-        self._end_step(self._judge(loss) or asked, self._model)
-        return self.is_on
-
     def _run_hooks(self, ctx: RunDataContext) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for hook in self._hooks:
@@ -157,10 +139,9 @@ class TriggeredHooks(TrainingHook):
 
     def _has_bad_step(self) -> bool:
         """Return whether a check of the same manager has found a bad step since the last call."""
-        hooks = getattr(self.manager, "hooks", {})
-        bad, before = getattr(hooks.get("first_bad_operation"), "bad_steps", 0), self._bad
-        self._bad = bad
-        return self._when == "nan" and bad > before
+        hooks = [] if self.manager is None else self.manager.hooks.values()
+        before, self._bad = self._bad, sum(each.bad_steps for each in hooks if isinstance(each, FirstBadOperation))
+        return self._when == "nan" and self._bad > before
 
     def _judge(self, loss: Any) -> bool:
         """Take a loss, and judge those that have arrived."""
@@ -180,7 +161,7 @@ class TriggeredHooks(TrainingHook):
         if happened:
             self.times += 1
             if not self.is_on:
-                self._switch_on(model if self._model is None else self._model)
+                self._switch_on(model)
             self._left = self._num_steps
         elif self.is_on:
             self._left -= 1
@@ -189,7 +170,7 @@ class TriggeredHooks(TrainingHook):
 
     def _switch_on(self, model: nn.Module | None) -> None:
         if model is None:
-            raise OptionError("The trigger does not know the model: call start(model) before the first step.")
+            raise OptionError("The trigger does not know the model: give it to the manager's loop, or to follow().")
         with ExitStack() as opened:
             for hook in self._hooks:
                 hook.start(model)

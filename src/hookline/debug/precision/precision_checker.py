@@ -16,9 +16,15 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 from torch import Tensor, nn
 
-from hookline.debug.precision.precision_config import PrecisionConfig
-from hookline.debug.precision.precision_files import PrecisionContext, PrecisionFiles, PrecisionRecord
-from hookline.debug.precision.tensor_numbers import hash_of, local_copy, measure
+from hookline.debug.precision.precision_record import (
+    PrecisionConfig,
+    PrecisionContext,
+    PrecisionFiles,
+    PrecisionRecord,
+    hash_of,
+    local_copy,
+    measure,
+)
 from hookline.errors import NonFiniteError, OptionError, TargetError
 from hookline.messages import type_name
 from hookline.sites.attach import attach

@@ -1,6 +1,6 @@
 """Sort places by their first bad call, as far as that is known.
 
-`StepAlarm` and `StepReader` ask. Statistics are added up per place, and a module may be called several times in one
+`StepAlarm` and `StepRows` ask. Statistics are added up per place, and a module may be called several times in one
 forward, a shared dropout for instance. On a CPU a row notes when it got its first bad call. Elsewhere only the counts
 are known, so several places may have been the first; they are told as such.
 """

@@ -1,7 +1,7 @@
 """Say which rank, micro-batch and layer was the first with NaN, infinity or a spike.
 
-Users call `alarm`. It keeps a `Watch`, copies its rows at the beginning of each forward that counts, and compares the
-copies when the step is over; from a GPU they come to the host together, by one transfer per step.
+Users call `alarm`. It listens to the steps of the model (`monitor`), forward by forward, and judges a step when it is
+over.
 """
 
 from __future__ import annotations
@@ -10,30 +10,27 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from hookline.distributed.ranks import gather_objects, this_rank
 from hookline.errors import OptionError
 from hookline.messages import counted, short_repr
 from hookline.observe.watch.bad_order import CalledPlace, CallOrder, name_doubts
+from hookline.observe.watch.hooks import checked_kinds
 from hookline.observe.watch.local_gradients import LOCAL_GRADIENT
+from hookline.observe.watch.monitor import PlaceRow, StepListener, listen
 from hookline.observe.watch.row import BAD, FIRES, INF, NAN, SQUARES
-from hookline.observe.watch.watch import Watch, watch
 from hookline.sites.handle import HandleSet
 from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
 from hookline.tables import OFF, ON, ShownAsTable, Table
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from hookline.hook_types import Target
-    from hookline.observe.watch.place import WatchedPlace
 
 __all__ = ["StepAlarm", "Trouble", "alarm"]
 
@@ -49,9 +46,6 @@ _HEADER: Final = ("step", "micro_batch", "rank", "place", "what", "value", "usua
 _HISTORY: Final = 5
 """Micro-batches that a place is seen in before one can be a spike."""
 _SMOOTHING: Final = 0.9
-_APART: Final = 64
-"""Forwards of a step that are told apart where none is in training mode: an evaluation before training makes no step,
-and each holds a copy of the rows."""
 
 
 @dataclass(frozen=True)
@@ -141,13 +135,13 @@ def alarm(
     """
     if spike is not None and not spike > 1:
         raise OptionError(f"spike= is how many times its usual norm makes a spike, 10 for instance; got {spike!r}.")
-    watched = watch(
-        model, target, on=on, stats=["norm", "nonfinite"], exclude=exclude, optimizer=optimizer, scaler=scaler
-    )
+    kinds = checked_kinds(on)
+    options = {"optimizer": optimizer, "scaler": scaler}
+    listener = listen(model, target, on=kinds, stats=("norm", "nonfinite"), exclude=exclude, by_forward=True, **options)
     try:
-        return StepAlarm(watched, optimizer, spike)
+        return StepAlarm(listener, optimizer, spike)
     except BaseException:
-        watched.remove(quiet=True)
+        listener.remove(quiet=True)
         raise
 
 
@@ -158,26 +152,19 @@ class StepAlarm(ShownAsTable):
     Comes off by ``alarm.remove()``, or at the end of a ``with`` block.
     """
 
-    def __init__(self, watched: Watch, optimizer: Optimizer | None, spike: float | None) -> None:
+    def __init__(self, listener: StepListener, optimizer: Optimizer | None, spike: float | None) -> None:
         self.troubles: list[Trouble] = []
         """What this rank has found, the first first; at most 1,000."""
-        self._watch = watched
-        self._engine = watched._engine
+        self._listener = listener
         self._spike = spike
-        self._usual: dict[WatchedPlace, _UsualNorm] = {}
+        self._usual: dict[str, _UsualNorm] = {}
         self._is_high = False
         """Whether the last micro-batch had a spike."""
-        self._batch: Any = None
         self._steps = 0
         self._first_judged: int | None = None
         """The first step in which a place had a usual norm."""
-        self._ordered_rows: dict[torch.device, int] = {}
-        self._marks: list[_Mark] = []
-        self._add_mark()
         self._removed = False
         self._handles = HandleSet()
-        self._passes = watched._passes
-        self._passes.on_forward = self._begin_forward
         self._by_optimizer = optimizer is not None
         if optimizer is not None:
             inner = unwrap_optimizer(optimizer)
@@ -185,13 +172,13 @@ class StepAlarm(ShownAsTable):
 
     def note_batch(self, ids: Any) -> None:
         """Name the batch of the forwards that follow, until the next call: ``alarm.note_batch(batch["ids"])``."""
-        self._batch = ids
+        self._listener.label = ids
 
     def step(self) -> None:
         """End a step; only where no optimizer was given."""
         if self._by_optimizer:
             raise OptionError("The optimizer makes the steps of this alarm; call step(), or give optimizer=, not both.")
-        self._watch.step()
+        self._listener.watch.step()
         self._end_step()
 
     def gather(self) -> list[Trouble]:
@@ -213,7 +200,7 @@ class StepAlarm(ShownAsTable):
         if not self._removed:
             self._removed = True
             self._handles.remove(quiet=True)
-            self._watch.remove(quiet=quiet)
+            self._listener.remove(quiet=quiet)
 
     def __enter__(self) -> Self:
         return self
@@ -249,52 +236,23 @@ class StepAlarm(ShownAsTable):
     def _state(self) -> str:
         return OFF if self._removed else ON
 
-    # -- at forwards and steps -------------------------------------------------------------------------------
-
-    def _begin_forward(self) -> None:
-        """Begin a micro-batch, with a forward that counts."""
-        if len(self._marks) > _APART and not all(self._passes.counter.mode()):
-            self._marks.pop()
-        self._add_mark()
+    # -- at steps --------------------------------------------------------------------------------------------
 
     def _end_step(self, *args: Any) -> None:
-        """Compare the copies of the step that is over."""
-        self._add_mark()
-        micro_batch = 0
-        rows = _on_host(self._marks)
-        for (mark, until), before, after in zip(pairwise(self._marks), rows, rows[1:], strict=False):
-            change = _difference(before, after)
-            if any(found[:, FIRES].any() for found in change.values()):
-                self._ordered_rows = self._ordered_rows or {device: len(found) for device, found in change.items()}
-                self._find(change, micro_batch, mark.batch, CallOrder(until.bad_rows, self._ordered_rows))
-                micro_batch += 1
+        """Judge the step that is over, micro-batch by micro-batch."""
+        self._listener.end_step(self._steps)
+        for step in self._listener.arrived(wait=True):
+            parts = [(part.of_places(step.owns), batch, part.order) for part, batch in step.parts]
+            for micro_batch, (rows, batch, order) in enumerate(each for each in parts if each[0]):
+                self._find(rows, micro_batch, batch, order)
         self._steps += 1
-        self._watch.reset()  # or one NaN would stay in the sums of its place
-        self._marks = []
-        self._add_mark()
 
-    def _add_mark(self) -> None:
-        forgotten = self._watch.times_forgotten
-        if self._marks and self._marks[-1].forgotten != forgotten:  # it was an evaluation, and rows began anew
-            self._marks = [_Mark({}, self._marks[-1].batch, forgotten, {})]
-        self._engine.flush()
-        rows = {device: rows.copy() for device, rows in self._engine.device_rows.items()}
-        bad_rows = CallOrder.take(self._engine.device_rows, {}).bad_rows
-        self._marks.append(_Mark(rows, self._batch, forgotten, bad_rows))
-
-    def _find(
-        self, change: dict[torch.device, NDArray[np.float64]], micro_batch: int, batch: Any, order: CallOrder
-    ) -> None:
+    def _find(self, rows: list[PlaceRow], micro_batch: int, batch: Any, order: CallOrder) -> None:
         """Note the first place of each kind of trouble in one micro-batch."""
         found: dict[str, dict[CalledPlace, tuple[float, float]]] = {}
-        for place in self._engine.places.values():
-            for device, row in place.rows.items():
-                if device in change and row.number < len(change[device]) and change[device][row.number, FIRES]:
-                    numbers = change[device][row.number]
-                    fires, bad = numbers[[FIRES, BAD]].tolist()
-                    called = CalledPlace(place.label, device, row.number, fires == (bad or 1.0))
-                    for what, value, usual in self._judge(place, numbers):
-                        found.setdefault(what, {})[called] = value, usual
+        for each in rows:
+            for what, value, usual in self._judge(each.place.label, each.row):
+                found.setdefault(what, {})[each.called()] = value, usual
         was_high, self._is_high = self._is_high, "spike" in found
         if was_high:
             found.pop("spike", None)
@@ -310,14 +268,12 @@ class StepAlarm(ShownAsTable):
             seen = what, *found[what][first], len(calls.places), first.number, batch, calls.doubts
             self._note(Trouble(self._steps, micro_batch, this_rank(), first.label, *seen))
 
-    def _judge(self, place: WatchedPlace, row: NDArray[np.float64]) -> list[tuple[str, float, float]]:
+    def _judge(self, place: str, row: NDArray[np.float64]) -> list[tuple[str, float, float]]:
         """Return what is wrong with one place in one micro-batch: what, its value, its usual value."""
         fires, squares, bad, nan, inf = row[[FIRES, SQUARES, BAD, NAN, INF]].tolist()
         if bad:
             # Compiled code on a GPU has not counted them before its graph is made anew; there is at least one.
             return [("NaN", nan or 1.0, 0.0)] if nan or not inf else [("Inf", inf, 0.0)]
-        if not squares >= 0:  # NaN was here earlier in this step, and is in the sum
-            return []
         norm = math.sqrt(squares / fires)
         usual = self._usual.setdefault(place, _UsualNorm())
         if usual.is_known and self._first_judged is None:
@@ -359,45 +315,6 @@ class _UsualNorm:
         self._seen, self._high = self._seen + 1, 0
         self.value += (norm - self.value) * max(1 - _SMOOTHING, 1 / self._seen)
         return False
-
-
-class _Mark(NamedTuple):
-    """What there was when a forward began."""
-
-    rows: dict[torch.device, Tensor]
-    """Copies, on their devices."""
-    batch: Any
-    forgotten: int
-    """How often the watch had dropped what it had counted."""
-    bad_rows: dict[torch.device, list[int]]
-    """The bad calls since the mark before."""
-
-
-def _on_host(marks: list[_Mark]) -> list[dict[torch.device, NDArray[np.float64]]]:
-    """Return the rows of each mark, by one transfer from each device."""
-    found: list[dict[torch.device, NDArray[np.float64]]] = [{} for _ in marks]
-    for device in marks[-1].rows:
-        copies = [(index, mark.rows[device]) for index, mark in enumerate(marks) if device in mark.rows]
-        numbers = torch.cat([rows for _, rows in copies]).cpu().numpy()
-        ends = np.cumsum([len(rows) for _, rows in copies])
-        for (index, _), rows in zip(copies, np.split(numbers, ends[:-1]), strict=True):
-            found[index][device] = rows
-    return found
-
-
-def _difference(
-    before: dict[torch.device, NDArray[np.float64]], after: dict[torch.device, NDArray[np.float64]]
-) -> dict[torch.device, NDArray[np.float64]]:
-    """Return by how much rows have grown; a row that is new began at zero."""
-    found = {}
-    for device, rows in after.items():
-        change = rows.copy()
-        old = before.get(device)
-        if old is not None:
-            with np.errstate(invalid="ignore"):  # infinity less infinity, after an infinite sum earlier in the step
-                change[: len(old)] -= old
-        found[device] = change
-    return found
 
 
 def _cell(value: Any) -> str:

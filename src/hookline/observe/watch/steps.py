@@ -258,7 +258,7 @@ class Passes:
         self.counter: ForwardCounter = NO_MODEL
         self._forward = ForwardDecision()
         self.on_forward: Callable[[], None] = lambda: None
-        """Called when a forward that counts begins; an alarm sets it."""
+        """Called when a forward that counts begins; the monitor of steps sets it."""
         self.in_parts = False
         """Whether parts of the model were called without it."""
         self._backward = -1, False

@@ -1,24 +1,27 @@
-"""Run Metta's trackers as analyses: find layers, attach the hooks that feed a tracker, report it and reset it.
+"""Measure layers by hooks of their own, from report to report: statistics, Metta's trackers, routers of experts.
 
-Five hooks: ``relu_activations``, ``saturated_activations``, ``fisher_information``, ``gradient_flow`` and
-``relu_gradient_flow``; trackers and feeders are those of `hookline.metta`. Layers are found when training starts, and
-the hooks are removed when it ends.
+Seven hooks: ``relu_activations``, ``saturated_activations``, ``fisher_information``, ``gradient_flow`` and
+``relu_gradient_flow`` (trackers and feeders are those of `hookline.metta`), ``stats`` (a `hookline.watch`), and
+``moe_routing``. Layers are found when training starts, and the hooks are removed when it ends.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from hookline.analyses._base import CountingAnalysis, mean_of
+from hookline.analyses._base import Analysis, CountingAnalysis, mean_of
+from hookline.factories.moe_statistics import RoutingCounts, routing_metrics
+from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import MetricInfo
+from hookline.metta.builders import ActivationFeeder, GradientFeeder, ParameterFeeder, TrackerFeeder
 from hookline.metta.components import AttachesItself
-from hookline.metta.feeders import ActivationFeeder, GradientFeeder, ParameterFeeder, TrackerFeeder
 from hookline.metta.trackers import (
     FisherInformationState,
     GradientFlowState,
@@ -26,11 +29,17 @@ from hookline.metta.trackers import (
     ReLUGradientFlowState,
     SaturatedActivationState,
 )
-from hookline.observe.host_values import countable, fetch
-from hookline.phases import validate_phases
+from hookline.observe.host_values import countable, fetch, on_host
+from hookline.observe.watch.hooks import checked_kinds
+from hookline.observe.watch.row import Layout
+from hookline.observe.watch.watch import Watch, watch
+from hookline.phases import During, validate_phases
 from hookline.sites.attach import attach
+from hookline.sites.roles import find_roles
+from hookline.sites.site_info import Site
 from hookline.sites.targets import select
 from hookline.sites.wrappers import clean_modules, walk
+from hookline.when import ReportedSteps, StepSchedule
 
 _TRAINING: Final = validate_phases("train")
 """Forwards of evaluations and of other hooks do not count."""
@@ -472,3 +481,261 @@ def _names_by_layer(layers: list[tuple[str, nn.Module]]) -> dict[str, frozenset[
         name = layer or "model"
         found[name] = found.get(name, frozenset()).union(names)  # a layer may be called "model"
     return found
+
+
+# -- statistics -------------------------------------------------------------------------------------------------------
+
+_EVERY: Final = 10
+_STATS: Final = ("mean", "std", "norm", "absmax", "zero_fraction", "nonfinite")
+
+
+class StatsHook(Analysis):
+    """Measure mean, spread, norm and extremes of activations, gradients and parameters, layer by layer.
+
+    Recipe: ``hookline.HookManager(["stats"], hook_config={"stats": {"every": 5}}, sinks=[...])``.
+
+    Metrics are ``{layer}/{kind}/{stat}``; those of the whole model have no layer in front. A step is one of the
+    optimizer, with all batches that it has. Gradients of parameters are as the optimizer sees them: of the whole step,
+    unscaled, and after clipping; ``norms`` has their length before it. What is reported is of the steps looked at since
+    the last report, of which ``looked_at`` is the newest.
+
+    Args:
+        targets: Which modules, and parameters below them; as in ``hookline.watch``.
+        on: What to look at: ``"forward"``, ``"backward"``, ``"param"``, ``"param_grad"``; one, or several with commas.
+        stats: Which statistics; as in ``hookline.watch``, with commas if it is one string.
+        every: Look at every n-th step. If left out: at every tenth, or, where a run reports by steps
+            (`hookline.follow`, callbacks, scripts), at just the steps that it reports. The others cost next to nothing.
+            What a look takes goes with the number of modules and parameters: in small models a step and more, in large
+            ones a fifth of a step.
+        exclude: Modules and parameters to leave out.
+    """
+
+    name = "stats"
+    description = "statistics of activations, gradients and parameters, layer by layer"
+    reduce = MappingProxyType({"*absmax": "max", "max_*": "max", "*nonfinite": "max"})
+
+    def __init__(
+        self,
+        targets: str = "*",
+        on: str | Sequence[str] = ("forward", "backward", "param", "param_grad"),
+        stats: str | Sequence[str] = _STATS,
+        every: int | StepSchedule | None = None,
+        exclude: str | None = None,
+    ) -> None:
+        self.targets, self.exclude = targets, exclude
+        self.on, self.stats = checked_kinds(_listed(on)), _listed(stats)
+        Layout.of(self.stats)  # a statistic that there is not is an error now, and not when training starts
+        self.every = StepSchedule.of(_EVERY if every is None else every)
+        self._takes_reports = every is None
+        self._watch: Watch | None = None
+        self._state_to_load: Mapping[str, Any] = {}
+
+    def describe_metrics(self) -> list[MetricInfo]:
+        """Return the meaning of each metric, for the statistics that were chosen."""
+        kinds = {
+            "forward": "outputs of a layer",
+            "backward": "gradients of a layer's outputs",
+            "param": "a parameter as it is",
+            "param_grad": "gradients of a parameter, after clipping",
+        }
+        found = [MetricInfo("nonfinite", "tensors with NaN or Inf in them, everywhere", sign_info="0 is healthy")]
+        found.append(MetricInfo("looked_at", "newest step that was looked at; the others are of it and those before"))
+        for kind in self.on:
+            what = kinds.get(kind, kind)
+            found.append(MetricInfo(f"max_{kind}", f"largest magnitude in {what}, over all", "max |x|"))
+            for stat in self.stats:
+                found.append(MetricInfo(f"{{layer}}/{kind}/{stat}", f"{stat} over {what} since the last report"))
+                found.append(MetricInfo(f"{kind}/{stat}", f"{stat} over {what}, of the model as a whole"))
+        return found
+
+    def look_at_reports(self, reports: Any) -> None:
+        """Look at the steps for which ``reports.is_due(step)``, unless ``every`` says otherwise; hosts call it."""
+        if self._takes_reports:
+            self.every = ReportedSteps(reports=reports)
+
+    def start(self, model: nn.Module) -> None:
+        """Attach the watch."""
+        self.finish()
+        self._watch = watch(model, self.targets, on=self.on, stats=self.stats, every=self.every, exclude=self.exclude)
+        if self._state_to_load:
+            self._watch.load_state_dict(self._state_to_load)
+        self._state_to_load = {}
+
+    def finish(self) -> None:
+        """Remove the watch."""
+        if self._watch is not None:
+            self._watch.remove(quiet=True)
+        self._watch = None
+
+    def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
+        """Report what was counted, and reset."""
+        if ctx.model is None:
+            return None
+        if self._watch is None:  # the loop has not called start(): count from now on
+            self.start(ctx.model)
+            return None
+        ago, metrics = self._watch.steps_since_look, self._watch.to_metrics(reset=True)
+        looked_at = {} if ago is None or self.manager is None else {"looked_at": self.manager.global_step - ago}
+        return {**_summaries(metrics, self.on), **looked_at, **metrics}
+
+    def reset(self) -> None:
+        """Begin another run."""
+        super().reset()
+        self._state_to_load = {}
+        if self._watch is not None:
+            self._watch.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was counted since the last report."""
+        return dict(self._state_to_load) if self._watch is None else self._watch.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting, if need be when training starts."""
+        if self._watch is None:
+            self._state_to_load = dict(state)
+        elif state:
+            self._watch.load_state_dict(state)
+
+
+def _listed(given: str | Sequence[str]) -> tuple[str, ...]:
+    parts = given.split(",") if isinstance(given, str) else given
+    return tuple(part.strip() for part in parts)
+
+
+def _summaries(metrics: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """Return a few metrics over everything, with names short enough for a console."""
+    bad: list[Any] = []
+    largest: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for name, value in metrics.items():
+        rest, _, stat = name.rpartition("/")
+        if stat == "nonfinite":
+            bad.append(value)
+        elif stat == "absmax":
+            largest.setdefault(rest.rpartition("/")[2], []).append(value)
+    found: dict[str, Any] = {"nonfinite": int(sum(bad))} if bad else {}
+    for kind in kinds:
+        if largest[kind]:
+            found[f"max_{kind}"] = float(torch.tensor(largest[kind]).max())  # NaN if one is
+    return found
+
+
+# -- routers of experts -----------------------------------------------------------------------------------------------
+
+
+class MoeRoutingHook(CountingAnalysis):
+    """Measure the load of experts, the entropy of routers and dead experts, since the last report.
+
+    Recipe: ``hookline.HookManager(["moe_routing"], sinks=[...])``.
+
+    Args:
+        top_k: How many experts each token goes to, for a router that neither returns its choice nor has an attribute
+            ``top_k``.
+        targets: Which routers, by name or glob, with commas; if left out, every module in the role ``router``.
+        exclude: Routers to leave out.
+        per_expert: Report the share of every expert too.
+    """
+
+    name = "moe_routing"
+    description = "load of experts, entropy of routers, dead experts"
+    metrics = (
+        ("load_max", "the busiest expert of all layers, as a multiple of an even share", "max E·load", "1: even"),
+        ("load_entropy", "how evenly tokens are spread over experts, mean of layers", "H(load) / ln E", "1: even"),
+        ("router_entropy", "how undecided routers are, mean of layers", "mean H(p) / ln E", "0: sure; 1: no opinion"),
+        ("dead_experts", "experts that got no token, of all layers", "count of load 0", "0 is healthy"),
+        ("{layer}/tokens", "tokens that the router has seen"),
+        ("{layer}/load_max", "the busiest expert of one layer", "max E·load", "E: all tokens go to one"),
+        ("{layer}/load_entropy", "how evenly tokens are spread in one layer", "H(load) / ln E", "1: even"),
+        ("{layer}/router_entropy", "how undecided one router is", "mean H(p) / ln E"),
+        ("{layer}/dead_experts", "experts of one layer that got no token", "count of load 0"),
+        ("{layer}/nonfinite", "tokens whose logits had NaN or infinity, which are not counted; left out if 0"),
+        ("{layer}/load/{expert}", "the share of choices that one expert got", "choices / all", "1/E is even"),
+    )
+    reduce = MappingProxyType(
+        {
+            "dead_experts": "min",
+            "*/dead_experts": "min",
+            "load_max": "max",
+            "*/load_max": "max",
+            "*/tokens": "sum",
+            "*/nonfinite": "sum",
+        }
+    )
+
+    def __init__(
+        self,
+        top_k: int | None = None,
+        targets: str | None = None,
+        exclude: str | None = None,
+        per_expert: bool = True,
+    ) -> None:
+        self.top_k = None if top_k is None else self.whole_number("top_k", top_k, 1)
+        self.targets, self.exclude, self.per_expert = targets, exclude, per_expert
+        self._counts: dict[str, RoutingCounts] = {}
+        super().__init__()
+
+    def start(self, model: nn.Module) -> None:
+        """Attach a hook to every router."""
+        self.finish()
+        names = find_roles(model).get("router", []) if self.targets is None else self.targets.split(",")
+        if not names:
+            self.turn_off("looked for routers of experts (name others by targets='layers.*.gate') and found none")
+            return
+        routers = [module for _, module in select(model, names, exclude=self.exclude)]
+        during = During(frozenset({"train"}), self._count_from_zero)
+
+        def count(module: nn.Module, args: Any, output: Any, *, site: Site) -> None:
+            if not site.recompute and during.count_forward(site.training, site.gradients, site.step):
+                self._of(site.name).add(module, output)
+
+        self._handles.add(attach(model, routers, count, observe=True, name=self.name))
+        self._is_on = True
+
+    def _of(self, name: str) -> RoutingCounts:
+        return self._counts.setdefault(name, RoutingCounts(name, self.top_k))
+
+    def _count_from_zero(self) -> None:
+        for counts in self._counts.values():  # which know what they have warned of
+            counts.row = None
+
+    def report(self) -> Mapping[str, Any] | None:
+        """Return what was counted, and count from zero."""
+        seen = [(name, counts.row) for name, counts in self._counts.items() if counts.row is not None]
+        rows = [row.tolist() for row in on_host(row for _, row in seen)]
+        self._count_from_zero()
+        layers = {
+            name: found
+            for (name, _), row in zip(seen, rows, strict=True)
+            if (found := routing_metrics(row, per_expert=self.per_expert))
+        }
+        if not layers:
+            return None
+        by_layer = {f"{name}/{metric}": value for name, found in layers.items() for metric, value in found.items()}
+        return {**_summary(list(layers.values())), **by_layer}
+
+    def reset(self) -> None:
+        """Begin another run."""
+        super().reset()
+        self._counts.clear()
+
+    def get_state_tensors(self) -> dict[str, Any]:
+        """Return what was counted since the last report."""
+        found = {name: counts.row for name, counts in self._counts.items() if counts.row is not None}
+        return {"counts": found} if found else {}
+
+    def set_state_tensors(self, tensors: dict[str, Any]) -> None:
+        """Take back what ``get_state_tensors`` gave."""
+        self._counts.clear()
+        kept: Mapping[str, Tensor] = tensors.get("counts", {})
+        for name, row in kept.items():
+            self._of(name).row = row.clone()
+
+
+def _summary(layers: list[dict[str, float]]) -> dict[str, float]:
+    """Return the figures of all layers; one that no layer has is left out."""
+    read = {key: [found[key] for found in layers if key in found] for key in _READ}
+    return {key: _READ[key](values) for key, values in read.items() if values}
+
+
+_READ: Final[Mapping[str, Callable[[list[float]], float]]] = MappingProxyType(
+    {"load_max": max, "load_entropy": mean_of, "router_entropy": mean_of, "dead_experts": sum}
+)
