@@ -31,13 +31,14 @@ PAGE = FOLDER / "RESULTS.md"
 INTRO = """\
 # Results
 
-Written by `make bench` from [results.json](results.json), which has every row with its machine, versions and date. Other
-libraries are on [their own page](../docs/peers.md).
+Written by `make bench` from [results.json](results.json), which has every row with its machine, versions and date.
+Other libraries are on [their own page](../docs/peers.md).
 
-Each ratio is the median over many rounds, with its quartiles; 1.00 is no slowdown. In a round every variant runs once, in shuffled
-order, in one process with one torch thread and the garbage collector off. A/A is the denominator measured against itself in the
-same rounds: a difference smaller than that spread is none. On the CPU it is CPU time of the thread, on the GPU
-wall-clock time up to a synchronize. oneDNN is off: on some machines it makes small layers so slow that they hide every overhead.
+Each ratio is the median over many rounds, with its quartiles; 1.00 is no slowdown. In a round every variant runs once,
+in shuffled order, in one process with one torch thread and the garbage collector off. A/A is the denominator measured
+against itself in the same rounds: a difference smaller than that spread is none. On the CPU it is CPU time of the
+thread, on the GPU wall-clock time up to a synchronize. oneDNN is off: on some machines it makes small layers so slow
+that they hide every overhead.
 """
 
 Sections = dict[str, list[dict[str, Any]]]
