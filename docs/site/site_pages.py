@@ -66,7 +66,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links out of docs/ lead to the site or to the repository, and put in the help of commands where it is named."""
+    """Let links out of docs/ lead to the site or to the repository; put in the help of commands where it is named."""
     source = next((old for old, new in COPIED.items() if new == page.file.src_uri), f"docs/{page.file.src_uri}")
     return "\n".join(_relinked(HELP.sub(_printed_help, markdown), source, page.file.src_uri))
 
