@@ -239,6 +239,8 @@ def test_at_points_where_a_hook_observes_nothing_is_saved():
             calls.append(f"intervene at {run_ctx.hook_point.name}, {[guard.num_saves for guard in guards]}")
 
     manager = hl.HookManager(hooks=[Selective("one"), Selective("two")])
+    assert manager.has_interventions_at(HookPoint.SNAPSHOT)
+    assert not manager.has_interventions_at(HookPoint.POST_EPOCH)
     hl.epoch_loop(make_experiment(), epochs=2, manager=manager)
     assert calls == [
         "compute at POST_EPOCH, []",
@@ -336,6 +338,7 @@ def test_checkpoints_of_an_intervention():
             start = weight.detach().clone()
             for full in (True, False):
                 token = model_ctx.save_checkpoint(full=full)
+                seen.append(token.startswith("ckpt_"))
                 for _ in range(2):
                     model_ctx.apply_perturbation({"0.weight": torch.ones_like(weight)}, 2.0)
                     seen.append(torch.allclose(weight, start + 2.0))
@@ -347,7 +350,7 @@ def test_checkpoints_of_an_intervention():
                     model_ctx.restore_checkpoint(token)
 
     hl.epoch_loop(make_experiment(), epochs=1, manager=hl.HookManager(hooks=[Saves()]))
-    assert seen == [True] * 8
+    assert seen == [True] * 10
 
 
 def test_shuffles_after_going_back_to_before_the_epoch_differ():

@@ -68,31 +68,6 @@ def test_attachment_is_all_or_nothing_when_a_module_refuses():
     assert hl.attached(model) == []
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error"),
-    [
-        ({"target": ["0", "nowhere"]}, KeyError),
-        ({"target": []}, ValueError),
-        ({"target": nn.Linear(1, 1)}, ValueError),
-        ({"on": "forwards"}, ValueError),
-        ({"on": "backward", "always_call": True}, ValueError),
-        ({"on": "backward", "with_kwargs": True}, ValueError),
-        ({"on": "state_dict_pre", "observe": True}, ValueError),
-        ({"hook": "not callable"}, TypeError),
-        ({"hook": lambda only_one: None}, TypeError),
-    ],
-    ids=lambda value: "" if isinstance(value, type) else "_".join(value),
-)
-def test_a_wrong_request_raises_before_anything_is_attached(wrong, error):
-    """One bad target of a list, kind, option or hook: the builtin one would guess, ours too, and no hooks."""
-    model = mlp()
-    request = {"target": "*", "hook": lambda *_: None, "on": "forward", **wrong}
-    with pytest.raises(error) as caught:
-        hl.attach(model, request.pop("target"), request.pop("hook"), **request)
-    assert isinstance(caught.value, hl.HooklineError)
-    assert_untouched(model)
-
-
 def round_trip_pickle(model):
     return pickle.loads(pickle.dumps(model))
 
@@ -189,33 +164,6 @@ def test_state_dict_hooks_run_parents_first_before_and_children_first_after():
     ]
 
 
-def test_state_dict_hooks_get_torchs_arguments():
-    """Each kind is called with what torch hands over; the dictionaries are the real ones and may be changed."""
-    model, seen = nn.Sequential(nn.Linear(2, 2)), {}
-    hl.attach(model, "0", lambda m, prefix, keep_vars: seen.update(pre=(prefix, keep_vars)), on="state_dict_pre")
-
-    def post(module, state_dict, prefix, local_metadata):
-        seen["post"] = sorted(state_dict), prefix, local_metadata
-        state_dict[prefix + "extra"] = torch.ones(1)
-
-    def load_pre(module, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        seen["load_pre"] = prefix, strict, missing, unexpected, errors
-        state_dict.pop(prefix + "extra")
-
-    hl.attach(model, "0", post, on="state_dict_post")
-    hl.attach(model, "0", load_pre, on="load_state_dict_pre")
-    hl.attach(model, "0", lambda m, keys: seen.update(load_post=list(keys.missing_keys)), on="load_state_dict_post")
-    state = model.state_dict(keep_vars=True)
-    assert torch.equal(state["0.extra"], torch.ones(1))
-    model.load_state_dict(state)
-    assert seen == {
-        "pre": ("0.", True),
-        "post": (["0.bias", "0.weight"], "0.", {"version": 1}),
-        "load_pre": ("0.", True, [], [], []),
-        "load_post": [],
-    }
-
-
 @pytest.mark.parametrize("kind", STATE_KINDS)
 def test_bound_methods_are_state_dict_hooks_of_every_kind(kind):
     """A bound method works (torch's state_dict post hook raises AttributeError for one)."""
@@ -233,28 +181,3 @@ def test_bound_methods_are_state_dict_hooks_of_every_kind(kind):
     assert owner.calls == 4
     model.load_state_dict(model.state_dict())
     assert owner.calls == 4
-
-
-@pytest.mark.parametrize("key", ["missing_keys", "unexpected_keys"])
-def test_clearing_the_incompatible_keys_in_a_load_hook_suppresses_the_strict_error(key):
-    """load_state_dict raises without the hook, and goes through with it."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    state = model.state_dict()
-    if key == "missing_keys":
-        del state["0.bias"]
-    else:
-        state["0.other"] = torch.ones(1)
-    with pytest.raises(RuntimeError, match=r"0\."):
-        model.load_state_dict(state)
-    cleared = []
-
-    def clear(module, incompatible_keys):
-        keys = getattr(incompatible_keys, key)
-        cleared.extend(keys)
-        keys.clear()
-
-    with hl.attach(model, clear, on="load_state_dict_post"):
-        model.load_state_dict(state)
-    assert cleared == (["0.bias"] if key == "missing_keys" else ["0.other"])
-    with pytest.raises(RuntimeError, match=r"0\."):
-        model.load_state_dict(state)
