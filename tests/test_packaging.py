@@ -64,7 +64,6 @@ def test_every_install_line_names_an_extra_that_there_is():
 
 
 def test_all_brings_every_extra_for_users():
-    """But no engine, and nothing for developers."""
     (requirement,) = EXTRAS["all"]
     assert sorted(re.search(r"\[(.*)\]", requirement)[1].split(",")) == sorted(set(FOR_USERS) - ENGINES)
 

@@ -329,7 +329,6 @@ def test_a_linear_layer_shows_all_three_levels_in_order():
 
 @each_function
 def test_under_no_grad_only_the_forward_hooks_of_functions_fire(what):
-    """And a later, unrelated backward fires nothing."""
     target, run = FUNCTIONS[what]
     events = []
     kinds = FORWARD_KINDS + GRADIENT_KINDS

@@ -431,7 +431,6 @@ def test_what_a_tracker_cannot_use_is_passed_over():
 
 
 def test_relu_gradient_flow_metrics():
-    """grad_input [[1e-9,1],[0,-1]]: 0 and 1."""
     policy, context = watched(Scale(1.0), attach_relu_gradient_flow_hooks(), "backward")
     send_back(policy, torch.tensor([[1e-9, 1.0], [0.0, -1.0]]))
     assert metrics(context) == {"gradient_flow/relu/c/0": 0.0, "gradient_flow/relu/c/1": 1.0}
@@ -449,8 +448,6 @@ def test_at_the_end_of_an_epoch_everything_is_emitted_once_and_reset():
 
 
 def test_an_exception_in_training_removes_all_handles_even_if_one_refuses(caplog):
-    """In the finally of whoever trains."""
-
     class Stuck(RemovableHandle):
         def remove(self):
             raise RuntimeError("stuck")
@@ -472,7 +469,6 @@ def test_an_exception_in_training_removes_all_handles_even_if_one_refuses(caplog
 
 
 def test_upstream_two_registrations_are_two_distinct_handles():
-    """Both RemovableHandles of torch's."""
     policy = actor_critic()
     first, second = (
         policy.register_component_hook_rule(component_name="actor_mlp", hook=lambda *_: None) for _ in range(2)
@@ -484,7 +480,6 @@ def test_upstream_two_registrations_are_two_distinct_handles():
 
 
 def test_upstream_a_state_of_the_wrong_type_has_no_metrics():
-    """And a builder replaces it."""
     context = hl.metta.ComponentContext()
     context.model_metrics["relu_activation_state"] = object()
     assert hl.metta.StatsReporter(context).on_epoch_end() == {}

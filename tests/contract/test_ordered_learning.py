@@ -255,7 +255,6 @@ def test_at_points_where_a_hook_observes_nothing_is_saved():
 
 
 def test_an_intervention_reads_what_observers_found_in_this_firing():
-    """Not in the one before; by "hook/metric"."""
     read = []
 
     class Reads(hl.InterventionHook):
@@ -292,7 +291,6 @@ def test_gradients_are_kept_for_hooks_that_need_them():
 
 
 def test_batch_gradients_are_those_of_autograd_and_leave_the_others_alone():
-    """Also when the loss raises."""
     found = []
     fails = [False]
 
@@ -379,8 +377,6 @@ def test_shuffles_after_going_back_to_before_the_epoch_differ():
 
 
 def test_one_sink_that_raises_takes_neither_the_others_nor_the_run_down():
-    """It is warned of once, and counted."""
-
     class Broken(hl.MetricSink):
         def emit(self, metrics, epoch, hook_point):
             raise RuntimeError("no such place")
@@ -395,8 +391,6 @@ def test_one_sink_that_raises_takes_neither_the_others_nor_the_run_down():
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_state_of_hooks_waits_on_the_cpu_if_asked(offload):
-    """Metrics are the same either way."""
-
     class Window(hl.TrainingHook):
         hook_points = {HookPoint.POST_EPOCH}
 

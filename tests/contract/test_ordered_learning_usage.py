@@ -5,7 +5,6 @@ Its pictures too: the order of firing within an epoch, and what one firing at a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,18 +32,6 @@ def make_experiment() -> hl.Experiment:
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     data = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(3)]
     return hl.Experiment(model, torch.optim.AdamW(model.parameters(), lr=0.01), data)
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_registered() -> Iterator[None]:
-    """What a test registers is forgotten."""
-    before = HookRegistry.known()
-    groups = dict(HookRegistry.groups)
-    yield
-    for name in set(HookRegistry.known()) - set(before):
-        HookRegistry.unregister(name)
-    HookRegistry.groups.clear()
-    HookRegistry.groups.update(groups)
 
 
 # -- when a hook fires -----------------------------------------------------------------------------------------
@@ -75,7 +62,6 @@ def test_loop_points_by_type_of_loop():
 
 
 def test_the_firing_order_within_one_epoch():
-    """The picture, line by line."""
     events: list[str] = []
 
     class Drawn(TrainingHook):
@@ -210,7 +196,7 @@ def test_a_sink_of_ones_own():
 # -- names -----------------------------------------------------------------------------------------------------
 
 
-def test_registration():
+def test_registration(own_registry):
     """The decorator gives the class back; it is made when it is selected."""
     some_value = 2.0
 
@@ -228,7 +214,7 @@ def test_registration():
     assert isinstance(MyHook(), TrainingHook)
 
 
-def test_hook_sets_and_keywords():
+def test_hook_sets_and_keywords(own_registry):
     """Groups by name; "all" leaves hooks for debugging out, "with_debug" has them."""
 
     def define(kind: type[TrainingHook], hook_name: str) -> None:

@@ -14,14 +14,7 @@ KINDS = {
     "register_forward_hook": "forward",
     "register_full_backward_pre_hook": "backward_pre",
     "register_full_backward_hook": "backward",
-    "register_state_dict_pre_hook": "state_dict_pre",
-    "register_state_dict_post_hook": "state_dict_post",
-    "register_load_state_dict_pre_hook": "load_state_dict_pre",
-    "register_load_state_dict_post_hook": "load_state_dict_post",
 }
-
-
-OBSERVED = ("forward_pre", "forward", "backward_pre", "backward")
 
 
 class ResNet(nn.Module):
@@ -68,10 +61,8 @@ def register(request):
 
     def native(module, method, hook, **options):
         handle = getattr(module, method)(hook, **options)
-        own = KINDS[method]
-        ours = {"always_call": options.get("always_call", False), "observe": True} if own == "forward" else {}
-        beside.append(hl.attach(module, lambda *_: None, on=own, **ours))
-        for kind in OBSERVED if own in OBSERVED else ():
+        beside.append(hl.attach(module, lambda *_: None, on=KINDS[method]))
+        for kind in KINDS.values():
             hl.attach(module, lambda *_: None, on=kind, observe=True)
         return handle
 

@@ -318,7 +318,6 @@ def test_attached_after_compiling_by_data_it_fires_on_every_forward(calls, backe
 
 @pytest.mark.parametrize("hooks", [{}, {"hooks": []}, {"hooks": None}])
 def test_the_flag_on_without_specs_is_one_warning_and_off_with_specs_nothing(hooks, calls, log):
-    """The model works in either case."""
     model = T()
     plain = run(model)
     for args in ({"enable_hooks": True, **hooks}, {"enable_hooks": False, "hooks": [spec("*")]}):
@@ -344,7 +343,6 @@ def test_raw_names_of_wrappers_match_and_clean_names_are_logged(calls, log, patt
 
 @pytest.mark.parametrize("specs", [[], ()])
 def test_no_specs_are_nothing(specs):
-    """Neither a word nor a hook."""
     assert len(ModelRunner(T()).register_hooks(specs)) == 0
 
 
@@ -475,7 +473,6 @@ def test_what_is_no_json_list_is_refused_in_the_words_of_the_source(text, capsys
 
 @pytest.mark.parametrize("factory", [{}, {"hook_factory": None}])
 def test_a_missing_factory_is_passed_over_with_the_line_of_the_source(factory, runner, log):
-    """No key, or null."""
     runner.register_hooks([{"name": "bare", "target_modules": ["outer.0"], **factory}])
     assert log("WARNING") == ["Hook spec 'bare' has no 'hook_factory', skipping"]
     assert len(runner.hook_handles) == 0
