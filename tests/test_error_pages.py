@@ -19,7 +19,6 @@ PAGE = ROOT / "docs" / "errors.md"
 
 
 def test_every_error_has_its_section_and_every_section_its_error() -> None:
-    """By name, in alphabetical order."""
     sections = [line.removeprefix("## ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:3] == "## "]
     assert sections == sorted(errors.__all__, key=str.lower)
 

@@ -13,7 +13,6 @@ from hookline.errors import GuardError, HooklineWarning, OptionError
 
 
 def test_an_unknown_policy_is_refused():
-    """With the values that there are."""
     with pytest.raises(OptionError, match=r"on_error= is one of 'raise', 'warn', 'disable'; got 'ignore'\."):
         ErrorPolicy("ignore")
 
@@ -55,7 +54,6 @@ def test_a_warning_waits_and_comes_once():
 
 
 def test_threads_count_every_error():
-    """1,000 errors by each of four threads."""
     policy = ErrorPolicy("warn")
 
     def fail() -> None:

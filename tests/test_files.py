@@ -51,7 +51,6 @@ def test_a_name_of_the_greatest_length_has_room_for_its_draft(tmp_path: Path) ->
 
 
 def test_a_folder_that_is_missing_is_an_error(tmp_path: Path) -> None:
-    """No folder is made in silence."""
     with pytest.raises(FileNotFoundError):
         replace_file(tmp_path / "gone" / "run.json", "x")
 

@@ -97,7 +97,6 @@ def test_a_picture_has_a_pixel_for_each_number() -> None:
     ids=["number", "whole", "bool", "bfloat16", "nan"],
 )
 def test_what_can_be_drawn(values: Any, words: str) -> None:
-    """Real numbers of every kind."""
     found = hl.observe.HeatMap(values)
     assert str(found) == words
     assert pixels(found._repr_html_())

@@ -55,25 +55,17 @@ def test_an_extra_brings_packages_that_the_library_imports(extra: str):
             assert re.search(rf'(import|from) {package}\b|"{package}[".]', SOURCES), package
 
 
-def test_every_install_line_of_an_error_names_an_extra_that_there_is():
-    """``pip install 'hookline[wandb]'`` has to work."""
-    named = {extra for found in re.findall(r"hookline\[([a-z,]+)\]", SOURCES) for extra in found.split(",")}
-    assert named
-    assert named <= set(EXTRAS)
+def test_every_install_line_names_an_extra_that_there_is():
+    """Of errors and of the README: ``pip install 'hookline[wandb]'`` has to work."""
+    for text in (SOURCES, (ROOT / "README.md").read_text()):
+        named = {extra for found in re.findall(r"hookline\[([a-z,]+)\]", text) for extra in found.split(",")}
+        assert named <= set(EXTRAS)
+        assert named or text is not SOURCES
 
 
 def test_all_brings_every_extra_for_users():
-    """But no engine, and nothing for developers."""
     (requirement,) = EXTRAS["all"]
     assert sorted(re.search(r"\[(.*)\]", requirement)[1].split(",")) == sorted(set(FOR_USERS) - ENGINES)
-
-
-def test_the_extras_that_the_readme_names_are_there():
-    """In its install lines."""
-    named = {
-        e for found in re.findall(r"hookline\[([a-z,]+)\]", (ROOT / "README.md").read_text()) for e in found.split(",")
-    }
-    assert named <= set(EXTRAS)
 
 
 def test_the_project_says_who_where_and_for_which_python():

@@ -67,7 +67,6 @@ def make() -> None:
     ],
 )
 def test_a_value_is_what_strict_json_can_hold(value: Any, plain: Any) -> None:
-    """And JSON gives the same back."""
     found = to_plain(value)
     assert found == plain
     assert json.loads(json.dumps(found, allow_nan=False)) == plain

@@ -15,173 +15,94 @@ from helpers_waiting import PATIENCE
 import hookline as hl
 
 
-def _named(table: dict[str, str]) -> list[str]:
-    """Return ``package.name`` for every name of ``table``."""
-    return [f"{package}.{name}" for package, names in table.items() for name in names.split()]
+def _named(table: str) -> list[str]:
+    """Return ``package.name`` for every name of ``table``, whose packages have a colon behind them."""
+    found, package = [], ""
+    for word in table.split():
+        if word.endswith(":"):
+            package = word[:-1]
+        else:
+            found.append(f"{package}.{word}")
+    return found
 
 
-FUNCTIONS = _named(
-    {
-        "hookline": """
-        assert_no_hooks attach attach_everywhere attach_function attach_node attach_optimizer attach_tensor
+FUNCTIONS = _named("""
+    hookline: assert_no_hooks attach attach_everywhere attach_function attach_node attach_optimizer attach_tensor
         attached audit capture clip_gradients compare doctor epoch_loop find follow freeze load_run load_runs patch
         profile record register_hooks rollback saved_tensors step_loop trace watch write_report
-    """,
-        "debug": """
-        compare_npy_folders read_trace trace_outputs
-        find_bad_operations
-        doctor graph
-        bisect packed_rows padded_rows
+    debug: compare_npy_folders read_trace trace_outputs find_bad_operations doctor graph bisect packed_rows padded_rows
         on_trigger read_flight replay_check
-    """,
-        "distributed": """
-        gather_objects is_distributed rank_count reduce_metrics this_rank
-    """,
-        "edits": """
-        ablate mean_ablate replace scale steer swap
-    """,
-        "guard": """
-        rollback
-    """,
-        "metta": """
-        attach_fisher_information_hooks attach_gradient_flow_hooks attach_relu_activation_hooks
-        attach_relu_gradient_flow_hooks attach_saturated_activation_hooks build_extractor
-        compute_dead_neuron_stats compute_saturated_activation_stats
-    """,
-        "observe": """
-        alarm check_roles
-    """,
-        "report": """
-        load_run load_runs write_report
-    """,
-        "serve": """
-        load make_app
-    """,
-        "sglang": """
-        register_forward_hook_for_model
-    """,
-        "records": """
-        read_log replay
-    """,
-        "lifecycle": """
-        record
-    """,
-        "sites": """
-        find_roles
-    """,
-        "specs": """
-        register_hooks resolve_callable
-    """,
-        "training": """
-        epoch_loop step_loop
-    """,
-    }
-)
-ERRORS = _named(
-    {
-        "hookline": """
-        HooklineError
-    """,
-        "distributed": """
-        RankError
-    """,
-        "errors": """
-        CaptureError CheckpointError ConfigError EngineBusy EngineClosed GuardError HookCheckError HookNameError
-        HookReturnError HookSignatureError HooksLeftError KindError LifecycleError MetricError
-        MissingPackageError NoMatchError NonFiniteError NotAllowedError OptionError RankError ResumeError ScopeError
-        TargetError UnhookableError
-    """,
-    }
-)
-CLASSES = _named(
-    {
-        "hookline": """
-        Checkpoints Experiment HandleSet HookHandle HookManager HookPoint HookRegistry HookSpec
-        InterventionHook Kind MetricInfo MetricSink ModelDataContext PrecisionChecker RunDataContext Site StepSchedule
-        TrainingHook
-    """,
-        "debug": """
-        NpyComparison PrecisionChecker PrecisionConfig PrecisionRecord
-        Fingerprint MeshPlacement RowKey RowKeys Trace TraceFolder Value ValueKey
-        BadOperation BadOperations BadStep TensorSummary
-        FirstBadOperation AutogradGraph Diagnosis FoundHook GraphNode SilentSite
-        Audit Bisection Blame Comparison Culprit FusedRule Pair PairRule RenameRule
-        Flight FlightRecorder Replay TriggeredHooks
-    """,
-        "distributed": """
-        Exchange
-    """,
-        "edits": """
-        Edit
-    """,
-        "guard": """
-        Guard ModelDataContext
-    """,
-        "metta": """
-        ComponentContext FisherInformationState GradientFlowState PolicyAutoBuilder ReLUActivationState
+    distributed: gather_objects is_distributed rank_count reduce_metrics this_rank
+    edits: ablate mean_ablate replace scale steer swap
+    guard: rollback
+    metta: attach_fisher_information_hooks attach_gradient_flow_hooks attach_relu_activation_hooks
+        attach_relu_gradient_flow_hooks attach_saturated_activation_hooks build_extractor compute_dead_neuron_stats
+        compute_saturated_activation_stats
+    observe: alarm check_roles
+    report: load_run load_runs write_report
+    serve: load make_app
+    sglang: register_forward_hook_for_model
+    records: read_log replay
+    lifecycle: record
+    sites: find_roles
+    specs: register_hooks resolve_callable
+    training: epoch_loop step_loop
+""")
+ERRORS = _named("""
+    hookline: HooklineError
+    distributed: RankError
+    errors: CaptureError CheckpointError ConfigError EngineBusy EngineClosed GuardError HookCheckError HookNameError
+        HookReturnError HookSignatureError HooksLeftError KindError LifecycleError MetricError MissingPackageError
+        NoMatchError NonFiniteError NotAllowedError OptionError RankError ResumeError ScopeError TargetError
+        UnhookableError
+""")
+CLASSES = _named("""
+    hookline: Checkpoints Experiment HandleSet HookHandle HookManager HookPoint HookRegistry HookSpec InterventionHook
+        Kind MetricInfo MetricSink ModelDataContext PrecisionChecker RunDataContext Site StepSchedule TrainingHook
+    debug: NpyComparison PrecisionChecker PrecisionConfig PrecisionRecord Fingerprint MeshPlacement RowKey RowKeys Trace
+        TraceFolder Value ValueKey BadOperation BadOperations BadStep TensorSummary FirstBadOperation AutogradGraph
+        Diagnosis FoundHook GraphNode SilentSite Audit Bisection Blame Comparison Culprit FusedRule Pair PairRule
+        RenameRule Flight FlightRecorder Replay TriggeredHooks
+    distributed: Exchange
+    edits: Edit
+    guard: Guard ModelDataContext
+    metta: ComponentContext FisherInformationState GradientFlowState PolicyAutoBuilder ReLUActivationState
         ReLUGradientFlowState SaturatedActivationState StatsReporter Tracker TrainTool Trainer
-    """,
-        "observe": """
-        Budget Cache Captured HeatMap Patch Profile ProfileRow RoleCheck StepAlarm Trouble Watch
-    """,
-        "report": """
-        LoadedRun
-    """,
-        "serve": """
-        Engine Finished GenerationRequest LiveHook LiveHooks Server Settings StatesOfLayer StatesWanted Ticket Token
-    """,
-        "sglang": """
-        Dumper DumperConfig ModelRunner ServerArgs TensorDumper
-    """,
-        "sinks": """
-        CSVSink ConsoleSink JSONLSink MLflowSink MemorySink ParquetSink PrometheusSink TensorBoardSink WandbSink
-    """,
-        "sites": """
-        FunctionSite HandleSet HookHandle Kind OptimizerSite Receipt SavedTensors Site Sites
-    """,
-        "specs": """
-        HookSpec
-    """,
-        "lifecycle": """
-        CheckpointProfiler DebugInterventionHook FiringReceipt HookManager HookRegistry InterventionHook MetricInfo Plan
-        RunDataContext TrackerHook TrainingHook
-    """,
-        "records": """
-        FanOut MetricSink Record RecordLog StepSeries
-    """,
-        "training": """
-        Checkpoints Experiment LoopResult StepResult
-    """,
-    }
-)
-ALIASES = _named(
-    {
-        "hook_types": """
-        FunctionPostHook FunctionPreHook ModulePostHook ModulePreHook
-    """,
-        "metta": """
-        BackwardHookBuilder ComponentBackwardHookSpec ComponentHookSpec HookBuilder
-    """,
-    }
-)
+    observe: Budget Cache Captured HeatMap Patch Profile ProfileRow RoleCheck StepAlarm Trouble Watch
+    report: LoadedRun
+    serve: Engine Finished GenerationRequest LiveHook LiveHooks Server Settings StatesOfLayer StatesWanted Ticket Token
+    sglang: Dumper DumperConfig ModelRunner ServerArgs TensorDumper
+    sinks: CSVSink ConsoleSink JSONLSink MLflowSink MemorySink ParquetSink PrometheusSink TensorBoardSink WandbSink
+    sites: FunctionSite HandleSet HookHandle Kind OptimizerSite Receipt SavedTensors Site Sites
+    specs: HookSpec
+    lifecycle: CheckpointProfiler DebugInterventionHook FiringReceipt HookManager HookRegistry InterventionHook
+        MetricInfo Plan RunDataContext TrackerHook TrainingHook
+    records: FanOut MetricSink Record RecordLog StepSeries
+    training: Checkpoints Experiment LoopResult StepResult
+""")
+ALIASES = _named("""
+    hook_types: FunctionPostHook FunctionPreHook ModulePostHook ModulePreHook
+    metta: BackwardHookBuilder ComponentBackwardHookSpec ComponentHookSpec HookBuilder
+""")
 OBJECTS = ["sglang.dumper"]
 WARNINGS = ["hookline.HooklineWarning", "errors.HookNeverFired"]
 LAZY = [
-    *(
-        "hookline",
-        "debug",
-        "distributed",
-        "factories",
-        "guard",
-        "metta",
-        "observe",
-        "report",
-        "serve",
-        "sglang",
-        "sinks",
-        "sites",
-    ),
-    *("lifecycle", "records", "specs", "training"),
+    "hookline",
+    "debug",
+    "distributed",
+    "factories",
+    "guard",
+    "metta",
+    "observe",
+    "report",
+    "serve",
+    "sglang",
+    "sinks",
+    "sites",
+    "lifecycle",
+    "records",
+    "specs",
+    "training",
 ]
 """Packages whose names are imported when first used; ``hookline`` itself stands for the top."""
 

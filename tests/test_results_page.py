@@ -40,7 +40,6 @@ def test_the_page_is_made_from_the_rows(results: Any) -> None:
 
 
 def test_a_row_replaces_the_one_of_its_name_and_model(results: Any, tmp_path: Path) -> None:
-    """Rows that were not measured again stay."""
     path = tmp_path / "rows.json"
     results.keep(path, {"CPU": [{"name": "a", "model": "m", "ratio": 1}, {"name": "b", "model": "m", "ratio": 2}]})
     results.keep(path, {"CPU": [{"name": "a", "model": "m", "ratio": 3}], "GPU": [{"name": "a", "model": "m"}]})

@@ -301,7 +301,6 @@ class Shadows(Plain):
     ],
 )
 def test_what_is_declared_is_checked_before_it_runs(hook, check, text):
-    """Points, loops, names, methods."""
     assert faulty(hook) == {check}
     assert text in text_of(hook, check)
 

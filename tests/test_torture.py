@@ -63,5 +63,4 @@ def test_cases_that_lose_crash_hang_or_raise_are_named_and_the_others_run():
 
 
 def test_a_part_that_tried_nothing_is_not_clean():
-    """Zero lost of zero is no proof."""
     assert not Outcome(Part("x", "", "", 1, 1, lambda number: Case(number)), 0).is_clean

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from helpers_models import assert_same_grads, leaf, logger, mlp, twin
 from torch import nn
 
 import hookline as hl
@@ -43,34 +44,6 @@ class Reuse(nn.Module):
         return x
 
 
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
-def batch(rows=4, columns=3, *, requires_grad=True):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(rows, columns, generator=generator, requires_grad=requires_grad)
-
-
-def logger(events, label):
-    """A hook for any kind that notes its label and returns nothing."""
-
-    def hook(*_):
-        events.append(label)
-
-    return hook
-
-
-def grads_of(model):
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def assert_same_grads(model, reference):
-    for (name, grad), expected in zip(grads_of(model).items(), grads_of(reference).values(), strict=True):
-        assert torch.equal(grad, expected), name
-
-
 # -- order, and taking off --------------------------------------------------------------------------------
 
 
@@ -86,7 +59,7 @@ def test_the_four_kinds_fire_in_the_order_of_the_call():
     module = Noting(3, 2)
     for kind in ("backward_post", "forward_post", "backward_pre", "forward_pre"):
         hl.attach(module, logger(events, kind), on=kind)
-    output = module(batch())
+    output = module(leaf(4, 3))
     assert events == ["forward_pre", "forward()", "forward_post"]
     output.sum().backward()
     assert events[3:] == ["backward_pre", "backward_post"]
@@ -110,9 +83,20 @@ def test_nested_modules_open_and_close_like_brackets(given, editing):
         module = model.get_submodule(name)
         hl.attach(module, make(f"pre {name}"), on="backward_pre")
         hl.attach(module, make(f"post {name}"), on="backward")
-    x = batch(requires_grad=given != "data")
+    x = leaf(4, 3).requires_grad_(given != "data")
     model(x * 1 if given == "non_leaf" else x).sum().backward()
     assert events == ["pre ", "pre 2", "post 2", "pre 1", "post 1", "pre 0", "post 0", "post "]
+
+
+def test_basic_module_hooks():
+    """The source's own test: all four kinds on a module that returns its input, each fired once."""
+    module, events, kinds = nn.Identity(), [], FORWARD_KINDS + GRADIENT_KINDS
+    for kind in kinds:
+        hl.attach(module, logger(events, kind), on=kind)
+    output = module(leaf(2, 3))
+    assert output.shape == (2, 3)
+    output.sum().backward()
+    assert events == kinds
 
 
 # -- calling ----------------------------------------------------------------------------------------------
@@ -123,19 +107,10 @@ def test_calling_forward_directly_fires_nothing(kind):
     """module.forward(x) is silent for every kind, also in its backward pass; module(x) is not."""
     module, events = nn.Linear(3, 2), []
     hl.attach(module, logger(events, kind), on=kind)
-    module.forward(batch()).sum().backward()
+    module.forward(leaf(4, 3)).sum().backward()
     assert events == []
-    module(batch()).sum().backward()
+    module(leaf(4, 3)).sum().backward()
     assert events == [kind]
-
-
-def test_a_subclass_only_overrides_forward():
-    """A subclass that overrides nothing but forward carries hooks of all four kinds."""
-    module, events = TwoOps(), []
-    for kind in ("forward_pre", "forward", "backward_pre", "backward"):
-        hl.attach(module, logger(events, kind), on=kind)
-    module(batch()).sum().backward()
-    assert events == ["forward_pre", "forward", "backward_pre", "backward"]
 
 
 def test_under_no_grad_only_forward_hooks_fire():
@@ -144,12 +119,12 @@ def test_under_no_grad_only_forward_hooks_fire():
     for kind in ("forward_pre", "forward", "backward_pre", "backward"):
         hl.attach(model[0], logger(events, kind), on=kind)
     with torch.no_grad():
-        assert not model(batch()).requires_grad
+        assert not model(leaf(4, 3)).requires_grad
     assert events == ["forward_pre", "forward"]
     with torch.inference_mode():
-        model(batch())
+        model(leaf(4, 3))
     assert events == ["forward_pre", "forward"] * 2
-    model[2](batch(columns=5)).sum().backward()
+    model[2](leaf(4, 5)).sum().backward()
     assert events == ["forward_pre", "forward"] * 2
 
 
@@ -163,7 +138,7 @@ def test_a_block_called_three_times_numbers_its_calls_anew_in_each_iteration(kin
 
     hl.attach(model, "block", hook, on=kind)
     for _ in range(2):
-        model(batch(columns=4)).sum().backward()
+        model(leaf(4, 4)).sum().backward()
     order = [0, 1, 2] if kind == "forward" else [2, 1, 0]
     assert calls == [("block", step, call) for step in range(2) for call in order]
 
@@ -181,7 +156,7 @@ def test_a_pass_through_module_reports_itself_once_and_not_its_producer(returns)
         return grad_input if returns else None
 
     hl.attach(model, ["0", "1"], hook, on="backward")
-    model(batch()).sum().backward()
+    model(leaf(4, 3)).sum().backward()
     assert [name for name, _, _ in events] == ["1", "0"]
     through = torch.ones(4, 2) @ model[2].weight
     assert torch.equal(events[0][1], through)
@@ -194,18 +169,18 @@ def test_a_hook_on_the_producer_alone_is_not_fired_for_the_pass_through_module()
     """With only the pass-through module hooked, the producer fires nothing, and the other way round."""
     model, events = nn.Sequential(nn.Linear(3, 4), PassThrough(), nn.Linear(4, 2)), []
     with hl.attach(model, "1", lambda module, gi, go: events.append(type(module).__name__), on="backward"):
-        model(batch()).sum().backward()
+        model(leaf(4, 3)).sum().backward()
     assert events == ["PassThrough"]
     with hl.attach(model, "0", lambda module, gi, go: events.append(type(module).__name__), on="backward"):
-        model(batch()).sum().backward()
+        model(leaf(4, 3)).sum().backward()
     assert events == ["PassThrough", "Linear"]
 
 
 @pytest.mark.parametrize("returns", [None, "same"], ids=["observing", "editing"])
 def test_a_two_op_module_reports_gradients_of_its_own_inputs_and_outputs(returns):
     """For Linear then tanh, grad_input belongs to the module's input, without weights; grad_output to its output."""
-    module, x, seen = TwoOps(), batch(), []
-    reference, x_reference = copy.deepcopy(module), x.detach().clone().requires_grad_()
+    module, x, seen = TwoOps(), leaf(4, 3), []
+    reference, x_reference = copy.deepcopy(module), twin(x)
 
     def hook(module, grad_input, grad_output):
         seen.append((grad_input, grad_output))
@@ -224,20 +199,6 @@ def test_a_two_op_module_reports_gradients_of_its_own_inputs_and_outputs(returns
 
 
 # -- hooks on everything ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["backward", "full_backward"])
-def test_everywhere_and_module_backward_hooks_take_their_arguments_in_one_order(kind):
-    """Both are called as (module, grad_input, grad_output)."""
-    module, x, seen = nn.Linear(3, 2), batch(), []
-
-    def hook(module, grad_input, grad_output):
-        seen.append((module, [g.shape for g in grad_input], [g.shape for g in grad_output]))
-
-    hl.attach(module, hook, on=kind)
-    with hl.attach_everywhere(hook, on=kind):
-        module(x).sum().backward()
-    assert seen == [(module, [(4, 3)], [(4, 2)])] * 2
 
 
 # -- hooks that come and go while firing ------------------------------------------------------------------
@@ -260,7 +221,7 @@ def test_a_hook_that_takes_kwargs_may_be_removed_in_the_middle_of_a_call(kind):
     hl.attach(module, remover, on=kind)
     later = hl.attach(module, lambda module, args, kwargs, *_: seen.append(kwargs["by"]), on=kind, with_kwargs=True)
     for by in (2.0, 3.0, 4.0):
-        module(batch(), by=by)
+        module(leaf(4, 3), by=by)
     assert seen == [2.0, 3.0]
 
 
@@ -301,6 +262,34 @@ class Calls(nn.Module):
 
 
 @each_function
+def test_function_hooks_of_each_kind_get_what_the_source_documents(what):
+    """The function first; then inputs, outputs, the gradients of outputs once all are summed, those of inputs."""
+    target, run = FUNCTIONS[what]
+    seen, a, b = {}, leaf(4, 3), leaf(4, 3, seed=2)
+
+    def note(kind):
+        return lambda func, *values: seen.setdefault(kind, []).append((func, *values)) and None
+
+    kinds = ("forward_pre", "forward_post", "backward_pre", "backward_post")
+    with hl.HandleSet(hl.attach_function(target, note(kind), on=kind) for kind in kinds) as handles:
+        output = run(a, b)
+        (output + 2 * output).sum().backward()
+    assert all(isinstance(handle, hl.HookHandle) for handle in handles)
+    ((func, inputs),) = seen["forward_pre"]
+    assert isinstance(func, hl.sites.FunctionSite)
+    assert [one is other for one, other in zip(inputs, (a, b), strict=True)] == [True, True]
+    ((_, inputs, outputs),) = seen["forward_post"]
+    assert [one is other for one, other in zip(inputs, (a, b), strict=True)] == [True, True]
+    assert [torch.equal(one, output) for one in outputs] == [True]
+    ((_, grad_outputs),) = seen["backward_pre"]
+    assert [torch.equal(grad, torch.full((4, 3), 3.0)) for grad in grad_outputs] == [True]
+    ((_, grad_inputs, grad_outputs),) = seen["backward_post"]
+    assert [torch.equal(grad, torch.full((4, 3), 3.0)) for grad in grad_outputs] == [True]
+    for grad, leaf_of_it in zip(grad_inputs, (a, b), strict=True):
+        torch.testing.assert_close(grad, leaf_of_it.grad)
+
+
+@each_function
 def test_module_and_function_hooks_open_and_close_like_brackets(what):
     """module pre, function pre, function post, module post; the same in the backward pass."""
     target, run = FUNCTIONS[what]
@@ -309,7 +298,7 @@ def test_module_and_function_hooks_open_and_close_like_brackets(what):
     handles = [hl.attach_function(target, logger(events, f"function {kind}"), on=kind) for kind in kinds]
     handles += [hl.attach(module, logger(events, f"module {kind}"), on=kind) for kind in kinds]
     with hl.HandleSet(handles):
-        output = module(batch(), batch() * 2)
+        output = module(leaf(4, 3), leaf(4, 3) * 2)
         assert events == ["module forward_pre", "function forward_pre", "function forward_post", "module forward_post"]
         output.sum().backward()
     assert events[4:] == [
@@ -328,7 +317,7 @@ def test_a_linear_layer_shows_its_levels_in_order():
         handles.append(hl.attach_function("torch.nn.functional.linear", logger(events, f"function {kind}"), on=kind))
         handles.append(hl.attach(module, logger(events, f"module {kind}"), on=kind))
     with hl.HandleSet(handles):
-        module(batch() * 1).sum().backward()
+        module(leaf(4, 3) * 1).sum().backward()
     levels = ("module", "function")
     expected = []
     for before, after in (FORWARD_KINDS, GRADIENT_KINDS):
@@ -338,15 +327,14 @@ def test_a_linear_layer_shows_its_levels_in_order():
 
 @each_function
 def test_under_no_grad_only_the_forward_hooks_of_functions_fire(what):
-    """And a later, unrelated backward fires nothing."""
     target, run = FUNCTIONS[what]
     events = []
     kinds = FORWARD_KINDS + GRADIENT_KINDS
     with hl.HandleSet(hl.attach_function(target, logger(events, kind), on=kind) for kind in kinds):
         with torch.no_grad():
-            run(batch(), batch())
+            run(leaf(4, 3), leaf(4, 3))
         assert events == FORWARD_KINDS
-        batch().sum().backward()
+        leaf(4, 3).sum().backward()
     assert events == FORWARD_KINDS
 
 
@@ -358,20 +346,6 @@ def test_the_calls_of_a_function_are_numbered_anew_in_each_iteration(kind):
         "torch.nn.functional.linear", lambda fn, *_: calls.append((fn.module, fn.step, fn.call)), on=kind, within=model
     ):
         for _ in range(2):
-            model(batch(columns=4)).sum().backward()
+            model(leaf(4, 4)).sum().backward()
     order = [0, 1, 2] if kind == "forward" else [2, 1, 0]
     assert calls == [("block", step, call) for step in range(2) for call in order]
-
-
-def test_a_summed_gradient_comes_once():
-    """A function whose output is used twice waits for both: one call, with the sum (source: accumulate, then hooks)."""
-    x, seen = batch(), []
-    with (
-        hl.attach_function(torch.tanh, lambda fn, grads: seen.append(grads[0]), on="backward_pre"),
-        hl.attach_function(torch.tanh, lambda fn, inputs, outputs: seen.append(inputs[0]), on="backward_post"),
-    ):
-        y = torch.tanh(x)
-        (2 * y + 5 * y).sum().backward()
-    assert len(seen) == 2
-    assert torch.equal(seen[0], torch.full((4, 3), 7.0))
-    torch.testing.assert_close(seen[1], 7 * (1 - torch.tanh(x.detach()) ** 2))

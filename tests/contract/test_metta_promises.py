@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers_models import Scale
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -52,13 +53,6 @@ class Given(nn.Module):
 
     def forward(self, x=None):
         return self.outputs.pop(0)
-
-
-class Scaled(nn.Module):
-    """Sends back gradients that the test decides on: grad_output as it comes, grad_input the same."""
-
-    def forward(self, x):
-        return x * 1
 
 
 def watched(component: nn.Module, builder, kind: str = "forward"):
@@ -232,7 +226,9 @@ def test_a_stored_builder_is_attached_at_set_up_and_not_before():
     assert trainer.context.model_metrics == {}
     cfg._register_policy_hooks(policy=policy, trainer=trainer)
     assert isinstance(trainer.context.model_metrics["relu_activation_state"], hl.metta.ReLUActivationState)
-    assert cfg._active_policy_hooks[0].names == ("actor_mlp",)
+    assert [handle.names for handle in cfg._active_policy_hooks] == [("actor_mlp",)]
+    cfg._clear_policy_hooks()
+    assert cfg._active_policy_hooks == []
 
 
 def test_an_unknown_component_is_a_key_error_directly_and_a_warning_when_stored():
@@ -346,7 +342,7 @@ def test_fisher_of_accumulated_micro_batches_takes_each_by_itself():
 
 def test_gradient_flow_metrics():
     """Gradients (1,0,2): mean .05, unit_0 .05, unit_2 .1, no unit_1, a third blocked."""
-    policy, context = watched(Scaled(), attach_gradient_flow_hooks(), "backward")
+    policy, context = watched(Scale(1.0), attach_gradient_flow_hooks(), "backward")
     send_back(policy, torch.tensor([[1.0, 0.0, 2.0]]))
     assert metrics(context) == pytest.approx(
         {
@@ -361,7 +357,7 @@ def test_gradient_flow_metrics():
 
 def test_gradient_flow_of_sequences_has_features_as_units_and_bears_another_length():
     """(B,T,F): F units; the source has T, and raises in the backward pass when T changes."""
-    policy, context = watched(Scaled(), attach_gradient_flow_hooks(beta=0), "backward")
+    policy, context = watched(Scale(1.0), attach_gradient_flow_hooks(beta=0), "backward")
     for length in (4, 6):
         send_back(policy, torch.ones(2, length, 3))
     assert [key for key in metrics(context) if "unit" in key] == [f"gradient_flow/c/unit_{unit}" for unit in range(3)]
@@ -435,8 +431,7 @@ def test_what_a_tracker_cannot_use_is_passed_over():
 
 
 def test_relu_gradient_flow_metrics():
-    """grad_input [[1e-9,1],[0,-1]]: 0 and 1."""
-    policy, context = watched(Scaled(), attach_relu_gradient_flow_hooks(), "backward")
+    policy, context = watched(Scale(1.0), attach_relu_gradient_flow_hooks(), "backward")
     send_back(policy, torch.tensor([[1e-9, 1.0], [0.0, -1.0]]))
     assert metrics(context) == {"gradient_flow/relu/c/0": 0.0, "gradient_flow/relu/c/1": 1.0}
 
@@ -453,8 +448,6 @@ def test_at_the_end_of_an_epoch_everything_is_emitted_once_and_reset():
 
 
 def test_an_exception_in_training_removes_all_handles_even_if_one_refuses(caplog):
-    """In the finally of whoever trains."""
-
     class Stuck(RemovableHandle):
         def remove(self):
             raise RuntimeError("stuck")
@@ -476,7 +469,6 @@ def test_an_exception_in_training_removes_all_handles_even_if_one_refuses(caplog
 
 
 def test_upstream_two_registrations_are_two_distinct_handles():
-    """Both RemovableHandles of torch's."""
     policy = actor_critic()
     first, second = (
         policy.register_component_hook_rule(component_name="actor_mlp", hook=lambda *_: None) for _ in range(2)
@@ -487,18 +479,7 @@ def test_upstream_two_registrations_are_two_distinct_handles():
     assert first != second
 
 
-def test_upstream_the_tool_attaches_one_handle_and_clearing_empties_the_list():
-    """One builder, one handle."""
-    cfg = TrainTool()
-    cfg.add_training_hook("actor_mlp", attach_relu_activation_hooks())
-    cfg._register_policy_hooks(policy=actor_critic(), trainer=new_trainer())
-    assert len(cfg._active_policy_hooks) == 1
-    cfg._clear_policy_hooks()
-    assert cfg._active_policy_hooks == []
-
-
 def test_upstream_a_state_of_the_wrong_type_has_no_metrics():
-    """And a builder replaces it."""
     context = hl.metta.ComponentContext()
     context.model_metrics["relu_activation_state"] = object()
     assert hl.metta.StatsReporter(context).on_epoch_end() == {}

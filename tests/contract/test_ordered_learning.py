@@ -239,6 +239,8 @@ def test_at_points_where_a_hook_observes_nothing_is_saved():
             calls.append(f"intervene at {run_ctx.hook_point.name}, {[guard.num_saves for guard in guards]}")
 
     manager = hl.HookManager(hooks=[Selective("one"), Selective("two")])
+    assert manager.has_interventions_at(HookPoint.SNAPSHOT)
+    assert not manager.has_interventions_at(HookPoint.POST_EPOCH)
     hl.epoch_loop(make_experiment(), epochs=2, manager=manager)
     assert calls == [
         "compute at POST_EPOCH, []",
@@ -253,7 +255,6 @@ def test_at_points_where_a_hook_observes_nothing_is_saved():
 
 
 def test_an_intervention_reads_what_observers_found_in_this_firing():
-    """Not in the one before; by "hook/metric"."""
     read = []
 
     class Reads(hl.InterventionHook):
@@ -290,7 +291,6 @@ def test_gradients_are_kept_for_hooks_that_need_them():
 
 
 def test_batch_gradients_are_those_of_autograd_and_leave_the_others_alone():
-    """Also when the loss raises."""
     found = []
     fails = [False]
 
@@ -336,6 +336,7 @@ def test_checkpoints_of_an_intervention():
             start = weight.detach().clone()
             for full in (True, False):
                 token = model_ctx.save_checkpoint(full=full)
+                seen.append(token.startswith("ckpt_"))
                 for _ in range(2):
                     model_ctx.apply_perturbation({"0.weight": torch.ones_like(weight)}, 2.0)
                     seen.append(torch.allclose(weight, start + 2.0))
@@ -347,7 +348,7 @@ def test_checkpoints_of_an_intervention():
                     model_ctx.restore_checkpoint(token)
 
     hl.epoch_loop(make_experiment(), epochs=1, manager=hl.HookManager(hooks=[Saves()]))
-    assert seen == [True] * 8
+    assert seen == [True] * 10
 
 
 def test_shuffles_after_going_back_to_before_the_epoch_differ():
@@ -376,8 +377,6 @@ def test_shuffles_after_going_back_to_before_the_epoch_differ():
 
 
 def test_one_sink_that_raises_takes_neither_the_others_nor_the_run_down():
-    """It is warned of once, and counted."""
-
     class Broken(hl.MetricSink):
         def emit(self, metrics, epoch, hook_point):
             raise RuntimeError("no such place")
@@ -392,8 +391,6 @@ def test_one_sink_that_raises_takes_neither_the_others_nor_the_run_down():
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_state_of_hooks_waits_on_the_cpu_if_asked(offload):
-    """Metrics are the same either way."""
-
     class Window(hl.TrainingHook):
         hook_points = {HookPoint.POST_EPOCH}
 

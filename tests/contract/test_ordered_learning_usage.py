@@ -5,7 +5,6 @@ Its pictures too: the order of firing within an epoch, and what one firing at a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,9 +18,7 @@ from hookline import (
     HookRegistry,
     InterventionHook,
     MetricSink,
-    ModelDataContext,
     RunDataContext,
-    StepSchedule,
     TrainingHook,
     epoch_loop,
     step_loop,
@@ -35,18 +32,6 @@ def make_experiment() -> hl.Experiment:
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     data = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(3)]
     return hl.Experiment(model, torch.optim.AdamW(model.parameters(), lr=0.01), data)
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_registered() -> Iterator[None]:
-    """What a test registers is forgotten."""
-    before = HookRegistry.known()
-    groups = dict(HookRegistry.groups)
-    yield
-    for name in set(HookRegistry.known()) - set(before):
-        HookRegistry.unregister(name)
-    HookRegistry.groups.clear()
-    HookRegistry.groups.update(groups)
 
 
 # -- when a hook fires -----------------------------------------------------------------------------------------
@@ -76,34 +61,7 @@ def test_loop_points_by_type_of_loop():
     assert sum(len(record.metrics["training_metrics/loss"]) for record in sink.records) == 4
 
 
-def test_epoch_gated_firing():
-    """Epochs 0 to 49 at their end, later ones at snapshots."""
-    fired = []
-
-    class Gated(TrainingHook):
-        hook_points = {HookPoint.POST_EPOCH, HookPoint.SNAPSHOT}
-        loop_points = {
-            "epoch": {
-                HookPoint.POST_EPOCH: (None, 49),
-                HookPoint.SNAPSHOT: (50, None),
-            },
-        }
-
-        def compute(self, ctx):
-            fired.append((ctx.epoch, ctx.hook_point.name))
-
-    epoch_loop(make_experiment(), epochs=61, manager=HookManager(hooks=[Gated()]), snapshot_every=10)
-    assert fired == [(epoch, "POST_EPOCH") for epoch in range(50)] + [(50, "SNAPSHOT"), (60, "SNAPSHOT")]
-
-
-def test_bursts_after_a_warmup():
-    """The Hessian hook's: 11 steps in a row every 1000, none before the first thousand."""
-    schedule = StepSchedule(mode="burst", stride=1000, burst_length=11, warmup=1000)
-    assert [step for step in range(2500) if schedule.is_active(step)] == [*range(1000, 1011), *range(2000, 2011)]
-
-
 def test_the_firing_order_within_one_epoch():
-    """The picture, line by line."""
     events: list[str] = []
 
     class Drawn(TrainingHook):
@@ -157,33 +115,6 @@ def test_an_observer_is_shown_a_frozen_context():
     sink = hl.sinks.MemorySink()
     epoch_loop(make_experiment(), epochs=1, manager=HookManager(hooks=[Norms()], sinks=[sink]))
     assert sink.latest["Norms/norm"] > 0
-
-
-def test_selective_intervention():
-    """MyHook: a light metric at the end of each epoch, an intervention at snapshots."""
-    some_value = 0.5
-
-    class MyHook(InterventionHook):
-        hook_points = {HookPoint.POST_EPOCH, HookPoint.SNAPSHOT}
-        intervention_points = {HookPoint.SNAPSHOT}  # only intervene at SNAPSHOT
-
-        def compute(self, ctx):
-            # Called at POST_EPOCH (observer mode)
-            return {"lightweight_metric": some_value}
-
-        def intervene(self, run_ctx: RunDataContext, model_ctx: ModelDataContext) -> dict[str, Any]:
-            # Called at SNAPSHOT (intervention mode, with ModelDataContext)
-            token = model_ctx.save_checkpoint(full=True)
-            model_ctx.restore_checkpoint(token)
-            return {"token": token}
-
-    sink = hl.sinks.MemorySink()
-    manager = HookManager(hooks=[MyHook()], sinks=[sink])
-    assert manager.has_interventions_at(HookPoint.SNAPSHOT)
-    assert not manager.has_interventions_at(HookPoint.POST_EPOCH)
-    epoch_loop(make_experiment(), epochs=3, manager=manager, snapshot_every=2)
-    assert sink.series("MyHook/lightweight_metric") == [(0, 0.5), (1, 0.5), (2, 0.5)]
-    assert sink.series("MyHook/token") == [(0, "ckpt_0"), (2, "ckpt_0")]
 
 
 @pytest.mark.parametrize("restores", [True, False])
@@ -265,7 +196,7 @@ def test_a_sink_of_ones_own():
 # -- names -----------------------------------------------------------------------------------------------------
 
 
-def test_registration():
+def test_registration(own_registry):
     """The decorator gives the class back; it is made when it is selected."""
     some_value = 2.0
 
@@ -283,7 +214,7 @@ def test_registration():
     assert isinstance(MyHook(), TrainingHook)
 
 
-def test_hook_sets_and_keywords():
+def test_hook_sets_and_keywords(own_registry):
     """Groups by name; "all" leaves hooks for debugging out, "with_debug" has them."""
 
     def define(kind: type[TrainingHook], hook_name: str) -> None:

@@ -188,23 +188,17 @@ def test_an_always_call_hook_may_remove_itself_and_add_others_on_the_error_path(
     assert seen == ["first", "second", "second", "added"]
 
 
-def test_a_shallow_copy_of_a_module_with_an_always_call_hook_runs_its_own_forward():
-    """copy.copy (and a DataParallel replica) shares hooks, as in torch, but computes with its own parameters."""
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_shallow_copy_of_a_module_with_an_always_call_hook_runs_its_own_forward(compiled):
+    """copy.copy (and a DataParallel replica) shares hooks, as in torch, but computes with its own parameters.
+
+    Also where something was compiled: then hooked modules carry a mark, which a shallow copy takes along.
+    """
     module = nn.Linear(3, 2)
     with hl.attach(module, lambda m, args, out: None, always_call=True):
+        if compiled:
+            torch.compile(nn.Linear(3, 2), backend="aot_eager")(leaf(4, 3))
+            module(leaf(4, 3))
         replica = copy.copy(module)
         replica.__dict__["_parameters"] = {name: p * 0 for name, p in module._parameters.items()}
         assert torch.equal(replica(leaf(4, 3)), torch.zeros(4, 2))
-
-
-def test_so_it_does_where_something_was_compiled():
-    """Then hooked modules carry a mark, which a shallow copy takes along."""
-    module = nn.Linear(3, 2)
-    with hl.attach(module, lambda m, args, out: None, always_call=True):
-        torch.compile(nn.Linear(3, 2), backend="aot_eager")(leaf(4, 3))
-        module(leaf(4, 3))
-        assert "forward" in vars(module)
-        replica = copy.copy(module)
-        replica.__dict__["_parameters"] = {name: p * 0 for name, p in module._parameters.items()}
-        assert torch.equal(replica(leaf(4, 3)), torch.zeros(4, 2))
-        assert "forward" in vars(module)

@@ -120,16 +120,6 @@ def test_a_step_pre_hook_may_change_the_arguments_and_the_gradients(put):
     assert weight_of(optimizer).tolist() == [0.5, 1.5]
 
 
-@BOTH
-def test_step_pre_sees_the_old_weights_and_step_post_the_new(put):
-    """SGD with lr 1 and gradient 1: [1, 2] before, [0, 1] after."""
-    optimizer, seen = sgd(lr=1.0), {}
-    for kind in STEP_KINDS:
-        put(optimizer, lambda opt, *_, kind=kind: seen.update({kind: weight_of(opt).tolist()}), kind)
-    optimizer.step()
-    assert seen == {"step_pre": [1.0, 2.0], "step_post": [0.0, 1.0]}
-
-
 # -- once per step --------------------------------------------------------------------------------------------
 
 
@@ -204,17 +194,13 @@ def test_a_step_that_a_scaler_skips_fires_nothing(put, bad):
         (lambda: hl.attach_optimizer(nn.Linear(1, 1), lambda *_: None), hl.errors.UnhookableError),
         (lambda: hl.attach_optimizer(SGD, lambda *_: None), hl.errors.UnhookableError),
         (lambda: hl.attach_optimizer(sgd(), lambda *_: None, on="forward"), hl.errors.KindError),
-        (lambda: hl.attach_optimizer(sgd(), lambda *_: None, on="step"), hl.errors.KindError),
-        (lambda: hl.attach_optimizer(sgd(), lambda opt: None, on="step_pre"), hl.errors.HookSignatureError),
-        (lambda: hl.attach_optimizer(sgd(), "hook"), hl.errors.HookSignatureError),
-        (lambda: hl.attach_optimizer(sgd(), lambda *_: None, on="step_post", observe=True), hl.errors.OptionError),
         (lambda: hl.attach_everywhere(lambda *_: None, on="step_pre", within=nn.Linear(1, 1)), hl.errors.OptionError),
         (lambda: hl.attach(nn.Linear(1, 1), lambda *_: None, on="step_pre"), hl.errors.KindError),
     ],
-    ids=["module", "class", "other kind", "no kind", "signature", "text", "option", "within", "wrong verb"],
+    ids=["module", "class", "other kind", "within", "wrong verb"],
 )
 def test_a_wrong_request_raises_before_anything_is_attached(request_it, error):
-    """Each says what was asked; the last names the call that takes it."""
+    """What the conformance suite does not ask of every site; a wrong verb is told the call that takes the kind."""
     with pytest.raises(error) as caught:
         request_it()
     assert isinstance(caught.value, hl.HooklineError)

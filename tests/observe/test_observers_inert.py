@@ -236,7 +236,6 @@ def test_a_watched_run_with_an_optimizer_and_a_scaler_ends_with_the_same_bits() 
 
 @pytest.mark.parametrize("options", [{}, {"every": 3}, {"stats": ALL_STATS}], ids=["all kinds", "every third", "all"])
 def test_a_watched_compiled_run_ends_with_the_same_bits(options: dict[str, Any]) -> None:
-    """Statistics in the graph change nothing."""
     assert differences(plain(compiled_net), train(watching("optimizer", **options), compiled_net)) == []
 
 

@@ -59,7 +59,6 @@ def test_an_index_by_axes_is_refused_where_tokens_are_rows(target: str, index: A
 
 
 def test_it_is_refused_in_compiled_code() -> None:
-    """The compiler passes the message on."""
     model = make_opt()
     compiled = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)
     with (

@@ -41,24 +41,17 @@ class Reused(nn.Module):
 
 
 def test_outputs_are_kept_by_name_as_the_very_tensors():
-    """What is in the cache is the object that a hand-written hook sees."""
+    """What is in the cache is the object that a hand-written hook sees; the model itself has an empty name."""
     model, seen = stack(), {}
     for name, child in model.named_children():
         child.register_forward_hook(lambda module, args, output, name=name: seen.__setitem__(name, output))
-    with hl.capture(model, "?") as cache:
-        model(X)
+    with hl.capture(model, "?") as cache, hl.capture(model, "*") as everything:
+        output = model(X)
     assert list(cache) == list(cache.names) == ["a", "b", "c"]
     assert len(cache) == 3
     assert all(cache[name].output is seen[name] for name in seen)
-
-
-def test_the_model_itself_is_captured_under_an_empty_name():
-    """And so is everything, with a star."""
-    model = stack()
-    with hl.capture(model, "*") as cache:
-        output = model(X)
-    assert cache[""].output is output
-    assert cache.names == ("a", "b", "c", "")  # in the order in which the calls ended
+    assert everything[""].output is output
+    assert everything.names == ("a", "b", "c", "")  # in the order in which the calls ended
 
 
 STRUCTURES: dict[str, Any] = {
@@ -107,7 +100,6 @@ def test_a_list_that_others_go_on_filling_is_kept_as_it_was():
 
 
 def test_inputs_and_keyword_arguments_are_kept_on_request():
-    """As the module got them, pre-hooks included."""
     model = nn.Sequential(Returns(lambda x: x + 1))
     with (
         hl.attach(model, "0", lambda module, args: (args[0] * 2,), on="forward_pre"),
@@ -299,7 +291,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
 def test_bad_options_are_refused_before_anything_is_attached(options, message):
-    """Each message says what would do."""
     model = stack()
     with pytest.raises(hl.errors.OptionError, match=message):
         hl.capture(model, "a", **options)

@@ -104,7 +104,6 @@ def test_compiled_captures_have_the_values_of_an_eager_run(backend, late):
 
 
 def test_hooks_that_come_and_go_do_not_compile_anew_each_time():
-    """Two graphs, with and without, however often."""
     model = Net()
     call = torch.compile(model, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
@@ -140,7 +139,6 @@ def test_stop_ends_a_compiled_forward():
 
 
 def test_a_limit_ends_a_compiled_forward():
-    """With the same error."""
     model = Net()
     call = torch.compile(model, backend="aot_eager", fullgraph=True)
     with pytest.raises(CaptureError, match=r"The output of 'layers\.1'"), hl.capture(model, "layers.#", limit=300):

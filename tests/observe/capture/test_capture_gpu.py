@@ -52,7 +52,6 @@ def test_offload_does_not_wait_and_reading_does() -> None:
 
 
 def test_compiled_and_offloaded() -> None:
-    """The same from compiled code."""
     net, x = model(), torch.randn(64, 1024, device="cuda")
     call = torch.compile(net, fullgraph=True)
     with torch.no_grad(), hl.capture(net, "#", device="cpu", dtype="bfloat16", index=0) as cache:

@@ -69,7 +69,6 @@ def test_two_threads_on_one_model_never_see_each_others_tensors(options):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_two_tasks_on_one_model_never_see_each_others_tensors(options):
-    """They take turns after every line."""
     model, wrong = stack(), []
 
     async def work(index: int) -> None:

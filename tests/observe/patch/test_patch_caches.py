@@ -27,7 +27,6 @@ def test_swapping_a_layer_gives_the_other_run_from_there_on():
 
 @pytest.mark.parametrize("index", [(slice(None), 1), (slice(None), [0, 2]), (..., slice(0, 2)), torch.eye(2, 3) > 0])
 def test_swapping_a_part_takes_the_same_part_of_both_runs(index):
-    """The rest is that of this run."""
     model, clean, corrupted = _runs()
     with torch.no_grad(), hl.capture(model, "layers.#") as cache:
         model(clean)
@@ -39,7 +38,6 @@ def test_swapping_a_part_takes_the_same_part_of_both_runs(index):
 
 
 def test_a_glob_takes_each_sites_own_activation():
-    """Each site looks up its own name."""
     model, clean, corrupted = _runs()
     with torch.no_grad(), hl.capture(model, "layers.#") as cache:
         model(clean)
@@ -110,7 +108,6 @@ def test_where_parts_are_called_without_the_model_a_swap_of_several_calls_is_ref
 
 
 def test_a_cache_of_several_forwards_does_not_say_which():
-    """The error says what does."""
     model, clean, corrupted = _runs()
     with torch.no_grad(), hl.capture(model, "layers.#") as cache:
         model(clean), model(corrupted)
@@ -120,7 +117,6 @@ def test_a_cache_of_several_forwards_does_not_say_which():
 
 
 def test_a_shared_module_is_found_under_any_of_its_names():
-    """The cache may know it by another."""
     shared = nn.Linear(4, 4)
     model = nn.ModuleDict({"first": shared, "second": shared})
     with hl.patch(model, {"second": hl.edits.swap({"second": torch.ones(4)})}):
@@ -130,7 +126,6 @@ def test_a_shared_module_is_found_under_any_of_its_names():
 
 
 def test_what_was_captured_in_inference_mode_can_be_swapped_in_training():
-    """Gradients of what is behind it flow."""
     model, clean, corrupted = _runs()
     with torch.inference_mode(), hl.capture(model, "layers.#") as cache:
         model(clean)
@@ -149,22 +144,17 @@ def _mean_put_in(activations, x_shape, **options):
         return model(torch.zeros(x_shape))
 
 
-def test_the_mean_is_over_batch_and_positions():
-    """One number for each unit, in whatever batch and length this run has."""
-    given = torch.randn(5, 7, 4)
+def test_the_mean_is_one_number_for_each_unit():
+    """Over batch and positions, whatever this run has; of images that of a channel; a vector is its own mean."""
+    given, image = torch.randn(5, 7, 4), torch.randn(5, 3, 8, 8)
     torch.testing.assert_close(_mean_put_in(given, (2, 3, 4)), given.mean((0, 1)).expand(2, 3, 4))
-
-
-def test_of_images_the_mean_is_that_of_a_channel():
-    """Units are the second of four dimensions."""
-    given = torch.randn(5, 3, 8, 8)
-    found = _mean_put_in(given, (2, 3, 4, 4))
-    torch.testing.assert_close(found, given.mean((0, 2, 3)).view(1, 3, 1, 1).expand(2, 3, 4, 4))
+    found = _mean_put_in(image, (2, 3, 4, 4))
+    torch.testing.assert_close(found, image.mean((0, 2, 3)).view(1, 3, 1, 1).expand(2, 3, 4, 4))
+    assert torch.equal(_mean_put_in(given[0, 0], (2, 3, 4)), given[0, 0].expand(2, 3, 4))
 
 
 @pytest.mark.parametrize(("dims", "over"), [(0, (0,)), ((0, -2), (0, 1)), ([-1], (2,)), ((), ())])
 def test_other_dimensions_can_be_averaged_over(dims, over):
-    """Those that are left keep their size."""
     given = torch.randn(2, 3, 4)
     expected = given.mean(over, keepdim=True) if over else given
     torch.testing.assert_close(_mean_put_in(given, (2, 3, 4), dims=dims), expected.expand(2, 3, 4))
@@ -199,12 +189,6 @@ def test_a_mean_of_a_part_is_put_there_alone():
     torch.testing.assert_close(found[:, 1, :2], given.mean((0, 1))[:2].expand(2, 2))
 
 
-def test_a_ready_mean_is_taken_as_it_is():
-    """A vector for each name is its own mean."""
-    given = torch.randn(4)
-    assert torch.equal(_mean_put_in(given, (2, 3, 4)), given.expand(2, 3, 4))
-
-
 MEANS = {
     "no such dimension": (torch.ones(2, 3), {"dims": 2}, r"dims=\(2,\)\): '' has 2 dimensions"),
     "nothing": (torch.ones(0, 3), {}, "nothing to average for ''"),
@@ -213,7 +197,6 @@ MEANS = {
 
 @pytest.mark.parametrize("case", MEANS)
 def test_a_mean_that_cannot_be_taken_is_said_when_the_patch_is_put_on(case):
-    """With the site."""
     given, options, message = MEANS[case]
     with pytest.raises(hl.errors.OptionError, match=message):
         _mean_put_in(given, (2, 3), **options)

@@ -165,7 +165,6 @@ def test_a_vector_is_trained_through_compiled_code(dtype):
 
 
 def test_sizes_that_are_kept_open_are_edited_too():
-    """dynamic=True: one graph for all lengths."""
     model, _ = made()
     compiled = _compiled(model, dynamic=True)
     with hl.patch(
@@ -179,7 +178,6 @@ def test_sizes_that_are_kept_open_are_edited_too():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_compiled_edits_work_without_gradients(mode):
-    """As in serving."""
     model, x = made()
     compiled = _compiled(model)
     with mode(), hl.patch(model, {"layers.#": hl.edits.steer(V, index=LAST)}):

@@ -174,7 +174,6 @@ def test_ablation_cuts_gradients_and_scaling_scales_them():
     "maker", [hl.edits.replace, lambda t: hl.edits.swap({"0": t}), lambda t: hl.edits.replace(t, index=...)]
 )
 def test_gradients_flow_into_what_was_put_in(maker):
-    """And no longer into what it replaced."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     given = torch.randn(3, 4, requires_grad=True)
     with hl.patch(model, {"0": maker(given)}):

@@ -136,8 +136,6 @@ def test_a_tensor_that_is_there_twice_is_edited_in_both_places():
 
 
 def test_a_dict_that_contains_itself_is_edited_too():
-    """It is followed once."""
-
     def wrap(h: Tensor) -> dict[str, Any]:
         value: dict[str, Any] = {"hidden": h}
         value["self"] = value

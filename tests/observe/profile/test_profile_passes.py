@@ -45,7 +45,6 @@ def test_a_forward_that_raises_spoils_nothing_after_it(stopwatch: Stopwatch) -> 
             try:
                 run(model)
             except RuntimeError:
-                assert prof._recorder._here.stack == []
                 stopwatch.advance(1000)
     assert times(prof)[""] == (4 + 8 + 8 + 4, 14, 12, 0)
     assert times(prof)["1"] == (2, 0, 4, 0)
@@ -99,7 +98,6 @@ def test_a_part_called_by_itself_is_measured_by_itself(stopwatch: Stopwatch) -> 
         with pytest.raises(TypeError):
             model[1].a(1, 2)
         run(model)
-        assert prof._recorder._here.stack == []
         run(model[1], leaf())
     assert times(prof) == {"": (1, 0, 2, 0), "0": (0, 0, 0, 0), "1": (3, 0, 6, 0), "1.a": (3, 3, 6, 6)}
 

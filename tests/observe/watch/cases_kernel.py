@@ -31,7 +31,7 @@ from hookline.observe.watch.kernel import (
     readable,
 )
 from hookline.observe.watch.pending import PendingTensors
-from hookline.observe.watch.place import DeviceRows, Note, StatRow
+from hookline.observe.watch.place import DeviceRows, StatRow
 from hookline.observe.watch.reduce import reduce_on_device
 from hookline.observe.watch.row import Layout
 from hookline.observe.watch.units import ExponentBins
@@ -138,27 +138,6 @@ def test_a_row_that_comes_several_times_counts_each() -> None:
     assert cells["zeros"] == 2.0**25 + 1 + 4
     assert (cells["-min"], cells["max"]) == (3, 5)
     assert state.read()[1][0] == 1
-
-
-def test_a_tensor_that_several_places_saw_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same memory noted for three rows is one job; each row gets its numbers."""
-    layout = LAYOUTS["default"]
-    state, rows = _rows(layout, 4)
-    x, y = torch.randn(500), torch.randn(500)
-    kernel = _kernel(layout)
-    programs = []
-    launch = kernel._launch
-
-    def spy(name: str, key: Any, grid: tuple[int, int, int], told: tuple[Any, ...]) -> None:
-        programs.append((name, grid[0]))
-        launch(name, key, grid, told)
-
-    monkeypatch.setattr(kernel, "_launch", spy)
-    kernel.take([KernelInput(each, row) for each, row in zip([x, x, x.view(-1), y], rows, strict=True)])
-    each = SMALL.division(500, 4)[0]
-    assert programs == [("reduce_chunks", 2 * each), ("merge_slots", 4)]
-    for x_or_y, found in zip([x, x, x, y], state.read(), strict=True):
-        assert_close(found, x_or_y, layout)
 
 
 @pytest.mark.parametrize("count", [3, 700])
@@ -394,38 +373,6 @@ def test_counts_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         for number, (item, wanted) in enumerate(items):
             assert wanted.kept is not None
             assert torch.equal(item.bins, wanted.kept * (2 - number % 2)), (dtype, number)
-
-
-def test_histograms_wait_with_the_rows_and_are_counted_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noted once, counted by one launch at the flush; what was not noted for its row is counted at once."""
-    monkeypatch.setattr(kernels, "_TILE", 64)
-    engine, plain = StatsEngine(COUNTED), StatsEngine(COUNTED)
-    rows = engine._kernels[CPU] = _kernel(COUNTED)
-    monkeypatch.setattr(rows, "take", lambda items: None)  # what is in the rows is for other tests, and takes seconds
-    counting = engine.units.kernels[CPU] = ExponentKernel(COUNTED, CPU)
-    pending = engine._pending[CPU] = PendingTensors(partial(engine._take_notes, CPU))
-    launches: list[int] = []
-    launch = counting._launch
-    monkeypatch.setattr(counting, "_launch", lambda *args, **kw: (launches.append(1), launch(*args, **kw))[1])
-    places = [engine.place(name, "forward") for name in "abc"]
-    for step in range(3):
-        some = [torch.randn(40) * (step + 1) for _ in places]
-        for place, x in zip(places, some, strict=True):
-            pending.take(place, x)
-            plain.take(plain.place(place.name, "forward"), x)
-        assert len(pending) == (3 if step else 0)
-        engine.flush()
-    assert len(launches) == 3 + 1 + 1  # the first tensor of each place is reduced at once
-    changed = torch.ones(4)
-    pending.take(places[0], changed)
-    changed.mul_(2)  # then it is lost, and says so
-    engine.units.take_all([Note(places[1], torch.ones(4))])  # not noted: counted now
-    plain.take(plain.place("b", "forward"), torch.ones(4))
-    assert len(launches) == 6
-    found = engine.snapshot().beside
-    for place, theirs in plain.snapshot().beside.items():
-        assert found[engine.place(place.name, "forward")] == theirs
-    assert pending.lost == {places[0]: 1}
 
 
 def test_where_the_kernels_cannot_be_compiled_torch_counts_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:

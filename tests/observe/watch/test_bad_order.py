@@ -110,20 +110,15 @@ def test_where_calls_are_only_counted_the_doubtful_places_are_named() -> None:
     calls = CallOrder().sort([drop, middle, after])
     assert calls.places == [middle, drop, after]
     assert calls.doubts == ("drop",)
-
-
-def test_a_place_that_was_bad_in_all_of_its_calls_was_bad_in_the_first() -> None:
-    drop, middle = called("drop", 1, is_first_call=True), called("middle", 2, is_first_call=True)
-    calls = CallOrder().sort([middle, drop])
-    assert calls.places == [drop, middle]
-    assert calls.doubts == ()
-
-
-def test_a_place_that_was_first_called_in_a_later_step_may_come_anywhere() -> None:
-    """An expert that no token went to in the first step has a row behind all others."""
+    always = called("always", 1, is_first_call=True)  # bad in all of its calls, so in the first
+    assert CallOrder().sort([middle, always]).places == [always, middle]
+    assert CallOrder().sort([middle, always]).doubts == ()
     head, expert = called("head", 5, is_first_call=True), called("expert", 9, is_first_call=True)
-    assert CallOrder(ordered_rows={GPU: 8}).sort([head, expert]).doubts == ("expert",)
+    assert CallOrder(ordered_rows={GPU: 8}).sort([head, expert]).doubts == ("expert",)  # no token in the first step
     assert CallOrder(ordered_rows={GPU: 10}).sort([head, expert]).doubts == ()
+    here, there = called("here", 4, is_first_call=True, device=CPU), called("there", 1, is_first_call=True)
+    calls = CallOrder({CPU: [4]}).sort([here, there])  # devices have no common order
+    assert {calls.places[0].label, *calls.doubts} == {"here", "there"}
 
 
 def test_an_expert_that_is_first_called_later_is_found_on_a_cpu() -> None:
@@ -144,12 +139,6 @@ def test_an_expert_that_is_first_called_later_is_found_on_a_cpu() -> None:
         step(torch.randn(2, 4))
         step(torch.randn(2, 4))
     assert alarm.troubles[0].place == "expert/forward"
-
-
-def test_devices_have_no_common_order() -> None:
-    here, there = called("here", 4, is_first_call=True, device=CPU), called("there", 1, is_first_call=True)
-    calls = CallOrder({CPU: [4]}).sort([here, there])
-    assert {calls.places[0].label, *calls.doubts} == {"here", "there"}
 
 
 def test_a_doubt_is_told() -> None:

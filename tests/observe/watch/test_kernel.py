@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 import hookline as hl
 from hookline.observe.watch import kernel
 from hookline.observe.watch.engine import StatsEngine
-from hookline.observe.watch.kernel import KernelInput, Tuning
-from hookline.observe.watch.place import DeviceRows
+from hookline.observe.watch.kernel import Tuning
 from hookline.observe.watch.row import Layout
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -137,16 +136,6 @@ def test_programs_cover_a_tensor_of_any_size(size: int, element_size: int) -> No
     assert programs <= tuning.most_programs
     assert each < 1 << 31
     assert 4 * tiles < 1 << 16 or element_size != 2
-
-
-def test_no_row_comes_twice_in_one_launch() -> None:
-    """Two programs adding to one row at a time would lose one: the second firing of a place has to wait its turn."""
-    state = DeviceRows(Layout.of(None), torch.device("cpu"))
-    a, b = state.new_row(), state.new_row()
-    x, y, z = (KernelInput(torch.ones(1), row) for row in (a, b, a))
-    assert [list(batch) for batch in kernel._rounds([x, y, z, z])] == [[x, y], [z], [z]]
-    assert [list(batch) for batch in kernel._rounds([x, y])] == [[x, y]]
-    assert list(kernel._rounds([])) == []
 
 
 def test_without_triton_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

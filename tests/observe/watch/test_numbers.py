@@ -79,6 +79,13 @@ def test_the_spread_is_right_however_far_the_mean_is(way: str, ratio: float, dty
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("value", [0.1, -3.3, 1e-3, 1e6])
+def test_a_constant_has_no_spread(way: str, value: float) -> None:
+    """What rounding leaves of the difference of two large sums is no standard deviation."""
+    assert taken([torch.full((999,), value), torch.full((7,), value)], ("std",), way) == {"std": 0.0}
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_counts_are_exact_past_two_to_the_24(way: str) -> None:
     """Twenty million zeros and one that is none: float32 could not tell."""
     zeros = torch.zeros(20_000_001, dtype=torch.int8)
@@ -113,8 +120,16 @@ def test_a_few_outliers_do_not_spoil_the_rest(way: str, dtype: torch.dtype) -> N
         assert_close(taken(shown, DEFAULT_STATS, way), reference(shown, DEFAULT_STATS))
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_large_tensor_with_several_nan_is_one_firing_with_nan(way: str) -> None:
+    """However many blocks it is read in."""
+    shown = torch.zeros(1 << 20)
+    shown[0] = shown[-1] = math.nan
+    found = taken([shown, torch.zeros(3)], ("mean",), way)
+    assert (found["nonfinite"], found["nan"]) == (1.0, 2.0)
+
+
 def test_only_what_is_asked_for_is_computed_and_told() -> None:
-    """A norm needs neither extremes nor zeros."""
     layout = Layout.of(("norm",))
     assert (layout.moments, layout.extremes, layout.zeros) == (True, False, False)
     shown = [torch.arange(6.0)]
@@ -129,22 +144,6 @@ def test_a_norm_alone_still_raises_the_alarm() -> None:
     found = taken([torch.tensor([1.0, math.nan])], ("norm",), "cpu")
     assert found["nonfinite"] == 1.0
     assert found["nan"] == 1.0
-
-
-def test_after_an_alarm_the_details_are_there_unasked() -> None:
-    """How many NaN and Inf, and what the finite rest spans; before, there is no word of them."""
-    engine = StatsEngine(Layout.of(None))
-    place = engine.place("x", "")
-    engine.take(place, torch.tensor([1.0, -2.0]))
-    assert not {"x/nan", "x/inf"} & engine.to_metrics().keys()
-    engine.take(place, torch.tensor([math.nan, math.inf, -math.inf, 3.0]))
-    found = engine.to_metrics()
-    assert (found["x/nan"], found["x/inf"], found["x/nonfinite"]) == (1.0, 2.0, 1.0)
-    assert (found["x/finite_min"], found["x/finite_max"]) == (-2.0, 3.0)
-    assert math.isnan(found["x/min"])
-    engine.reset()
-    engine.take(place, torch.tensor([1.0]))
-    assert engine.to_metrics()["x/nonfinite"] == 0.0
 
 
 @pytest.mark.filterwarnings("ignore:.*(quantize|beta state|prototype)")
@@ -172,8 +171,8 @@ def test_unusual_tensors_are_counted_by_the_numbers_they_have(kind: str) -> None
     assert_close(taken([shown], DEFAULT_STATS, "cpu"), reference([like], DEFAULT_STATS))
 
 
-def test_rows_never_move_and_the_state_grows_by_blocks() -> None:
-    """A thousand places: the memory of the first row is where it was."""
+def test_rows_never_move() -> None:
+    """A thousand places: the memory of the first row, which a CUDA graph may know, is where it was."""
     engine = StatsEngine(Layout.of(None))
     first = engine.row(engine.place("0", ""), torch.device("cpu"))
     where = first.added.data_ptr()
@@ -181,23 +180,8 @@ def test_rows_never_move_and_the_state_grows_by_blocks() -> None:
         engine.take(engine.place(str(index), ""), torch.full((3,), float(index)))
     engine.reset()
     engine.take(engine.place("0", ""), torch.ones(5))
-    assert first.added.data_ptr() == where
-    assert first.added[1] == 5
-    metrics = engine.to_metrics()
-    assert metrics == {name: value for name, value in metrics.items() if name.startswith("0/")}
-
-
-def test_two_threads_on_one_place_lose_nothing() -> None:
-    """Eight threads, two hundred tensors each."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    engine = StatsEngine(Layout.of(None))
-    place = engine.place("x", "")
-    engine.take(place, torch.ones(4))
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: [engine.take(place, torch.ones(4)) for _ in range(200)], range(8)))
-    (cells,) = engine.read().values()
-    assert (cells["fires"], cells["count"], cells["sum"]) == (1601, 6404, 6404)
+    assert (first.added.data_ptr(), first.added[1]) == (where, 5)
+    assert {name.partition("/")[0] for name in engine.to_metrics()} == {"0"}
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,14 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hookline.errors import HooklineWarning
-from hookline.observe.watch.engine import StatsEngine
-from hookline.observe.watch.hooks import ModuleStatsHook
 from hookline.observe.watch.pending import PendingTensors
 from hookline.observe.watch.place import Note, WatchedPlace
-from hookline.observe.watch.row import Layout
-from hookline.observe.watch.steps import Passes, Steps
-from hookline.phases import During
-from hookline.when import StepSchedule
 
 
 class Seen:
@@ -67,29 +60,19 @@ def test_the_first_firing_is_reduced_at_once_and_later_ones_together() -> None:
 
 
 def test_a_place_whose_tensor_is_changed_in_place_is_reduced_at_once_for_good() -> None:
-    """An in-place consumer is noticed at the first flush: from the first firing on, no number is wrong."""
+    """An in-place consumer is noticed at the first flush: from the first firing on, no number is wrong.
+
+    A module that is called twice in its first forward is not deferred the second time: nothing was looked at yet.
+    """
     seen, pending, place = _made()
-    for value in (-1.0, -2.0, -3.0):
-        x = torch.tensor([value])
-        pending.take(place, x)
-        x.relu_()
+    for values in ([-1.0, -2.0], [-3.0], [-4.0]):
+        for value in values:
+            x = torch.tensor([value])
+            pending.take(place, x)
+            x.relu_()
         pending.flush()
-    assert [x.item() for x in seen.values["a"]] == [-1.0, -2.0, -3.0]
-    assert not pending.lost
-    assert not place.silent
-
-
-def test_until_it_is_known_a_place_is_reduced_at_once() -> None:
-    """A module called twice in its first forward is not deferred the second time: nothing was looked at yet."""
-    seen, pending, place = _made()
-    first, second = torch.tensor([-1.0]), torch.tensor([-2.0])
-    pending.take(place, first)
-    pending.take(place, second)
-    second.relu_()
-    pending.flush()
-    assert [x.item() for x in seen.values["a"]] == [-1.0, -2.0]
-    pending.take(place, torch.ones(1))
-    assert not len(pending)
+    assert [x.item() for x in seen.values["a"]] == [-1.0, -2.0, -3.0, -4.0]
+    assert (pending.lost, place.silent) == ({}, "")
 
 
 def test_a_change_that_comes_later_loses_the_firing_and_says_so() -> None:
@@ -99,6 +82,7 @@ def test_a_change_that_comes_later_loses_the_firing_and_says_so() -> None:
     x = torch.tensor([-5.0])
     pending.take(place, x)
     x.view(-1).relu_()  # by a view, too
+    assert [tensor.item() for _, _, tensor, *_ in pending._notes] == [0.0]  # what would be read: the negative control
     pending.flush()
     assert [x.item() for x in seen.values["a"]] == [0.0]
     assert pending.lost == {place: 1}
@@ -108,32 +92,15 @@ def test_a_change_that_comes_later_loses_the_firing_and_says_so() -> None:
     y.relu_()
     pending.flush()
     assert seen.values["a"][-1].item() == -6.0
-
-
-def test_without_the_check_a_deferred_tensor_would_be_read_changed() -> None:
-    """Negative control: what a reducer would be shown, were versions not looked at."""
-    seen, pending, place = _made()
-    _known(pending, place)
-    x = torch.tensor([-5.0])
-    pending.take(place, x)
-    x.relu_()
-    seen([Note(place, tensor) for _, place, tensor, *_ in pending._notes])
-    assert seen.values["a"][-1].item() == 0.0
-
-
-def test_a_scale_that_was_changed_in_place_loses_the_firing_too() -> None:
-    """GradScaler updates its scale in place; a gradient must not be divided by the next step's."""
-    _, pending, place = _made()
-    _known(pending, place)
-    scale = torch.tensor(8.0)
-    pending.take(place, torch.ones(1), scale)
-    scale.mul_(2)
+    other, scale = _place("b"), torch.tensor(8.0)
+    _known(pending, other)
+    pending.take(other, torch.ones(1), scale)
+    scale.mul_(2)  # as GradScaler does: a gradient must not be divided by the next step's
     pending.flush()
-    assert pending.lost == {place: 1}
+    assert pending.lost == {place: 1, other: 1}
 
 
 def test_tensors_of_inference_mode_are_reduced_at_once() -> None:
-    """They have no version to compare."""
     seen, pending, place = _made()
     _known(pending, place)
     with torch.inference_mode():
@@ -170,12 +137,10 @@ def test_a_view_counts_for_all_that_it_holds() -> None:
     assert memory() is None
 
 
-def test_places_become_known_though_nobody_says_that_a_pass_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluating without an end: what is remembered of first firings has a bound, and the oldest is looked at."""
+def test_what_is_remembered_of_first_firings_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluating without an end: though nobody says that a pass is over, places become known, the oldest first."""
     monkeypatch.setattr("hookline.observe.watch.pending._MOST_CHECKS", 3)
-    seen = Seen()
-    pending = PendingTensors(seen)
-    clean, changed = _place("clean"), _place("changed")
+    seen, pending, clean, changed = _made("clean", "changed")
     for _ in range(4):
         pending.take(clean, torch.ones(1))
         x = torch.tensor([-1.0])
@@ -185,29 +150,6 @@ def test_places_become_known_though_nobody_says_that_a_pass_is_over(monkeypatch:
     assert (clean.deferred, changed.deferred) == (pending, None)
     pending.flush()
     assert [[x.item() for x in seen.values[name]] for name in ("clean", "changed")] == [[1.0] * 4, [-1.0] * 4]
-
-
-def test_a_gradient_that_autograd_would_add_to_is_deferred() -> None:
-    """It adds in place only where nobody else has the tensor; so it is held from the first time on."""
-    seen, pending, place = _made()
-    for _ in range(3):
-        x = torch.ones(3, requires_grad=True) * 1
-        y = x + x.exp()  # the gradient of y goes to x as it is, and that of exp is added to it
-        y.register_hook(lambda grad: pending.take(place, grad))
-        y.sum().backward()
-    assert (seen.batches, pending.lost, place.deferred) == ([1, 1, 1], {}, pending)
-    assert [each.tolist() for each in seen.values["a"]] == [[1, 1, 1]] * 3
-
-
-def test_the_first_firing_holds_no_memory_beyond_the_limit() -> None:
-    """What is kept to see whether a tensor was changed shares its version, not its numbers, beyond the limit."""
-    pending = PendingTensors(Seen(), limit=3999)
-    x = torch.ones(1000)
-    memory = weakref.ref(x.untyped_storage())
-    pending.take(_place(), x)
-    del x
-    assert memory() is None
-    pending.flush()
 
 
 def test_the_end_of_a_backward_pass_is_a_moment_to_reduce() -> None:
@@ -227,16 +169,6 @@ def test_the_end_of_a_backward_pass_is_a_moment_to_reduce() -> None:
         seen.batches.clear()
         x.sum().backward()
         assert (seen.batches, len(pending)) == ([2], 0)
-
-
-def test_what_is_forgotten_is_not_reduced() -> None:
-    """A reset lets go of what is noted."""
-    seen, pending, place = _made()
-    _known(pending, place)
-    pending.take(place, torch.ones(1))
-    pending.forget()
-    pending.flush()
-    assert len(seen.values["a"]) == 1
 
 
 def test_a_reducer_that_fails_later_costs_its_numbers_and_not_the_run() -> None:
@@ -286,77 +218,6 @@ def test_two_threads_lose_nothing() -> None:
     flusher.join()
     pending.flush()
     assert sum(counted) == 4 * 2000
-
-
-def test_two_threads_that_are_first_note_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one makes what it notes in, another has made it: there is one, which the engine has reduced."""
-    engine = StatsEngine(Layout.of(None))
-    others: list[PendingTensors] = []
-
-    def make(*args: Any, **options: Any) -> PendingTensors:
-        if not others:
-            others.append(PendingTensors(*args, **options))
-            others[0] = engine._pending.setdefault(torch.device("cpu"), others[0])
-        return PendingTensors(*args, **options)
-
-    monkeypatch.setattr("hookline.observe.watch.engine.PendingTensors", make)
-    assert engine._pending_on(torch.device("cpu")) is others[0]
-    assert list(engine._pending.values()) == others
-
-
-def test_an_error_on_the_short_way_costs_its_numbers_and_not_the_run() -> None:
-    """A scaler that cannot tell its scale, at a place whose tensors are noted."""
-
-    def fails() -> Tensor:
-        raise RuntimeError("no scale")
-
-    module, engine = nn.Linear(1, 1), StatsEngine(Layout.of(None))
-    passes = Passes(module, During(frozenset({"train"})), Steps(StepSchedule()))
-    hook = ModuleStatsHook(engine, module, [("a", module)], "backward", passes, fails)
-    engine.place("a", "backward").deferred = PendingTensors(Seen())
-    with pytest.warns(HooklineWarning, match="no scale"):
-        hook.backward(module, (torch.ones(1),))
-
-
-class Streams:
-    """Streams that a test goes between, and a record of who waited for whom."""
-
-    def __init__(self) -> None:
-        self.current = 1
-        self.waited: list[tuple[int, int]] = []
-
-    def now(self) -> int:
-        return self.current
-
-    @contextmanager
-    def on(self, number: int) -> Iterator[None]:
-        before, self.current = self.current, number
-        yield
-        self.current = before
-
-    def join(self, number: int) -> None:
-        self.waited.append((self.current, number))
-
-
-def test_a_tensor_is_reduced_on_the_stream_that_it_was_seen_on() -> None:
-    """Notes of another stream are reduced on that one; each stream that adds to rows waits for the one before."""
-    streams = Streams()
-    reduced_on: list[tuple[str, int]] = []
-    pending = PendingTensors(lambda notes: reduced_on.extend((note.place.name, streams.current) for note in notes))
-    pending._streams = streams  # type: ignore[assignment]
-    a, b = _place("a"), _place("b")
-    _known(pending, a, b)
-    reduced_on.clear()
-    pending.take(a, torch.ones(1))
-    streams.current = 2
-    pending.take(b, torch.ones(1))
-    streams.current = 3
-    pending.flush()
-    assert reduced_on == [("a", 1), ("b", 2)]
-    assert streams.waited == [(2, 1), (3, 2)]
-    streams.current = 4
-    pending.take(_place("new"), torch.ones(1))  # at once
-    assert streams.waited[2:] == [(4, 3)]
 
 
 def _train(hold: bool) -> tuple[dict[str, Tensor], Seen]:

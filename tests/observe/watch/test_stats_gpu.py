@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import hookline as hl
 from hookline.errors import HooklineWarning
-from hookline.observe.watch import handover
 from hookline.observe.watch import kernel as kernels
 from hookline.observe.watch.graph import find_in
 from hookline.observe.watch.kernel import FoundByRow, Kernel, KernelInput, readable
@@ -306,40 +305,6 @@ def test_nothing_waits_for_the_device(stats: str | None) -> None:
     watch.remove()
 
 
-@pytest.mark.parametrize("stats", [None, "norm", "histogram"])
-def test_a_step_has_few_launches_and_repeats_its_tables(stats: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two launches at the end of the forward and of the backward, whatever the number of modules; one more for bins.
-
-    Where tensors lie as they lay at the step before, no table goes up; histograms have small ones of their own.
-    """
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(20)]).to(DEVICE)
-    x, y = torch.randn(2, 32, 64, device=DEVICE)
-    launches: list[str] = []
-    uploads: list[int] = []
-    launch, upload = Kernel._launch, Kernel._upload
-
-    def note_launch(self: Kernel, name: str, *args: Any, **options: Any) -> None:
-        launches.append(name)
-        launch(self, name, *args, **options)
-
-    def note_upload(self: Kernel, numbers: list[int]) -> Tensor:
-        uploads.append(len(numbers))
-        return upload(self, numbers)
-
-    monkeypatch.setattr(Kernel, "_launch", note_launch)
-    monkeypatch.setattr(Kernel, "_upload", note_upload)
-    with hl.watch(model, "*", on=("forward", "backward"), stats=stats) as watch:
-        for _ in range(8):
-            launches.clear()
-            uploads.clear()
-            F.mse_loss(model(x), y).backward()
-        bins = ["count_exponents"] if stats == "histogram" else []
-        reduced = [*bins, "reduce_chunks", "merge_slots"]
-        assert launches == [*reduced, *reduced]
-        assert bins or not uploads
-        assert set(watch.report()["fired"].values()) == {8}
-
-
 def test_histograms_are_those_of_torch() -> None:
     """Of outputs, gradients and parameters, over four steps, to the last count; also divided by a scale."""
     model = _model()
@@ -435,49 +400,6 @@ def test_a_compiled_model_tells_what_an_eager_one_does(mode: str) -> None:
     for key, value in eager.items():
         scale = abs(eager[key.rpartition("/")[0] + "/absmax"])
         assert compiled_[key] == pytest.approx(value, rel=1e-3, abs=1e-4 * scale), key
-
-
-@pytest.mark.slow
-def test_a_compiled_step_takes_few_launches_that_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By row one launch a side; whole tensors one for each type, and one that merges; more layers take no more."""
-    made: list[handover.AddressTable] = []
-    init = handover.AddressTable.__init__
-
-    def spy(self: handover.AddressTable, *given: Any) -> None:
-        init(self, *given)
-        made.append(self)
-
-    monkeypatch.setattr(handover.AddressTable, "__init__", spy)
-    counts = []
-    for layers in (2, 4):
-        torch.compiler.reset()
-        made.clear()
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 2048), nn.GELU(), nn.Linear(2048, 256), nn.LayerNorm(256))
-                                for _ in range(layers))).to(DEVICE)  # fmt: skip
-        run = torch.compile(model, fullgraph=True)
-
-        def step(run: Any = run, model: nn.Module = model) -> None:
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = run(torch.randn(64, 256, device=DEVICE)).float().square().mean()
-            loss.backward()
-            model.zero_grad()
-
-        with hl.watch(model, "*", on=("forward", "backward")):
-            for _ in range(3):
-                step()
-            activities = [torch.profiler.ProfilerActivity.CUDA]
-            with torch.profiler.profile(activities=activities, acc_events=True) as run_of_one:
-                step()
-                torch.cuda.synchronize()
-        names = [event.name for event in run_of_one.events() if event.device_type.name == "CUDA"]
-        counts.append(
-            {name: names.count(name) for name in ("fold_table", "reduce_chunks", "merge_slots", "fold_parts")}
-        )
-        assert [table.worked_out for table in made] == [1, 1]
-    assert counts[0] == counts[1]
-    assert counts[0]["fold_table"] == 2
-    assert counts[0]["merge_slots"] == 2
-    assert counts[0]["fold_parts"] == 0
 
 
 def test_a_side_stream_is_followed() -> None:

@@ -56,7 +56,6 @@ def test_outputs_gradients_and_parameters_have_the_statistics_of_a_reference():
 
 
 def test_the_model_itself_has_no_name_in_front():
-    """As in profiles."""
     model = make_model()
     with hl.watch(model, None, on="forward") as watch:
         output = model(batch())
@@ -132,7 +131,6 @@ def test_thresholds_units_and_histograms_are_there_when_asked_for():
 
 
 def test_units_of_an_image_are_its_channels():
-    """The second of four dimensions."""
     model = nn.Identity()
     image = torch.zeros(2, 3, 4, 5)
     image[:, 1] = 1.0
@@ -142,7 +140,6 @@ def test_units_of_an_image_are_its_channels():
 
 
 def test_a_value_of_ones_own_can_be_counted_too():
-    """By a name, without a kind."""
     with hl.watch(make_model(), on="param") as watch:
         watch.update("loss", torch.tensor(2.0))
         watch.update("loss", torch.tensor(4.0))
@@ -193,7 +190,6 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_is_counted_once(reentrant: bool):
-    """Forward and backward, both ways of checkpointing."""
     model = Checkpointed(reentrant)
     with hl.watch(model, ["first", "last"], on=("forward", "backward")) as watch:
         for step in range(2):
@@ -202,7 +198,6 @@ def test_activation_checkpointing_is_counted_once(reentrant: bool):
 
 
 def test_an_output_changed_in_place_is_counted_as_it_was():
-    """The next layer writes over it."""
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True))
     with hl.watch(model, "0", on="forward") as watch:
         model(batch())
@@ -211,7 +206,6 @@ def test_an_output_changed_in_place_is_counted_as_it_was():
 
 
 def test_gradient_accumulation_reads_parameters_once_per_optimizer_step():
-    """When all micro-batches are in."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with hl.watch(model, "2", on=("backward", "param_grad"), optimizer=optimizer) as watch:

@@ -7,13 +7,11 @@ import gc
 import math
 import pickle
 import warnings
-import weakref
 from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers_modules import Returns
 from helpers_stats import batch, make_model, of, train
 from torch import Tensor, nn
@@ -65,7 +63,6 @@ def test_a_watch_that_saw_nothing_says_so_when_it_comes_off():
 
 
 def test_an_output_without_a_tensor_is_a_warning_and_no_error():
-    """Once, with what to do."""
     model = Returns(lambda x: None, 6, 4)
     with hl.watch(model, None, on="forward") as watch:
         with pytest.warns(hl.HooklineWarning, match=r"no tensor in its output, a NoneType.*exclude="):
@@ -173,6 +170,8 @@ def test_it_prints_as_a_table():
     assert columns == "since the last reset, in the unit of the tensors; zero_fraction from 0 to 1"
     assert len(watch.report()["silent"]) == 3
     assert [line.split()[0] for line in lines] == ["0/forward", "1/forward", "2/forward"]
+    watch.to_metrics(reset=True)
+    assert str(watch).startswith("nothing since the last report or reset")
 
 
 def test_a_copied_model_carries_no_watch():
@@ -196,18 +195,6 @@ def test_replaced_parameters_are_followed():
         assert watch.to_metrics()["0.weight/param/mean"] == 2.0
 
 
-def test_a_watched_model_can_go():
-    """The hooks keep nothing alive once the watch is off."""
-    model = make_model()
-    watch = hl.watch(model)
-    F.mse_loss(model(batch()), torch.zeros(5, 3)).backward()
-    watch.remove()
-    gone = weakref.ref(model[0])
-    del model, watch
-    gc.collect()
-    assert gone() is None
-
-
 # -- odd models and threads ----------------------------------------------------------------------------------
 
 
@@ -226,7 +213,6 @@ def test_thresholds_may_be_written_in_any_way():
 
 
 def test_numbers_at_the_end_of_float64_break_nothing():
-    """Whose squares are infinite."""
     model = nn.Identity()
     with hl.watch(model, None, on="forward") as watch:
         model(torch.tensor([1e200, 1e200], dtype=torch.float64))
@@ -254,9 +240,10 @@ def test_first_forwards_in_many_threads_lose_nothing():
     for _ in range(30):
         model = nn.Sequential(*(nn.Identity() for _ in range(8)))
         with hl.watch(model, "#", on="forward") as watch, ThreadPoolExecutor(8) as pool:
-            list(pool.map(model, map(batch, range(8))))
+            shown = list(pool.map(model, map(batch, range(8))))
         assert watch.report()["fired"] == {f"{index}/forward": 8 for index in range(8)}
-        assert len({row.number for place in watch._engine.places.values() for row in place.rows.values()}) == 8
+        means = [value for name, value in watch.to_metrics().items() if name.endswith("/mean")]
+        assert means == pytest.approx([torch.cat(shown).mean().item()] * 8, rel=1e-4)
 
 
 def test_copies_of_a_watched_module_go_unwatched():
@@ -282,8 +269,6 @@ def test_a_scripted_part_is_no_obstacle():
 
 
 def test_a_parameter_that_cannot_be_read_does_not_cost_the_step():
-    """One warning, and the optimizer goes on."""
-
     class Grad(Tensor):
         @classmethod
         def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -372,15 +357,6 @@ def test_a_table_with_the_largest_first() -> None:
         assert str(watch.table(sort="absmax", top=1)).splitlines()[1].startswith("2.bias/param")
         with pytest.raises(hl.errors.OptionError, match="did you mean 'norm'"):
             watch.table(sort="norms")
-
-
-def test_after_a_report_the_table_says_that_nothing_came_since() -> None:
-    model = nn.Linear(4, 4)
-    with hl.watch(model, on="forward") as watch:
-        assert str(watch) == "nothing watched yet"
-        model(torch.randn(2, 4))
-        watch.to_metrics(reset=True)
-        assert str(watch).startswith("nothing since the last report or reset")
 
 
 def test_a_value_and_a_module_called_budget_are_in_tables():

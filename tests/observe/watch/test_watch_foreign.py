@@ -208,7 +208,6 @@ def test_a_resumed_watch_keeps_what_it_counted() -> None:
 
 
 def test_a_capture_that_asks_for_training_leaves_evaluations_out() -> None:
-    """By default it takes everything."""
     model, optimizer = make()
     with hl.capture(model, "head") as everything, hl.capture(model, "head", during="train") as trained:
         foreign_loop(model, optimizer, model, steps=2)

@@ -57,12 +57,13 @@ def test_an_optimizer_that_was_not_given_makes_the_steps_too():
     assert not optimizer._optimizer_step_pre_hooks
 
 
-def test_the_optimizer_that_was_met_last_ends_a_step():
-    """Gradients of each are read at its own step, in the steps that are due."""
+@pytest.mark.parametrize("given", [True, False])
+def test_of_several_optimizers_each_is_read_at_its_own_step_and_the_last_ends_it(given: bool):
+    """In the steps that are due, both; whether they were given, or met: then the one that was met last ends a step."""
     model = make_model()
     first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2]))
     grads: dict[str, list[Tensor]] = {"0": [], "2": []}
-    with hl.watch(model, "#", every=2) as watch:
+    with hl.watch(model, "#", every=2, optimizer=[first, second] if given else None) as watch:
         for step in range(4):
             model.zero_grad()
             model(batch(step)).sum().backward()
@@ -100,7 +101,6 @@ def test_before_an_optimizer_has_stepped_gradients_are_those_that_are_there():
 
 
 def test_a_model_that_only_evaluates_has_steps_too():
-    """Every forward is one."""
     model = make_model().eval()
     with hl.watch(model, "0", on="forward", every=2) as watch, torch.no_grad():
         for step in range(5):
@@ -145,24 +145,6 @@ def test_a_warmup_begins_without_hooks():
         hl.assert_no_hooks(model)
         train(model, optimizer, 10)
     assert watch.report()["fired"] == {"0/forward": 4}  # 4, 5, 8, 9
-
-
-def test_two_optimizers_are_read_each_at_its_own_step():
-    """In the steps that are due, both; a step is over when the last has made its own."""
-    model = make_model()
-    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2]))
-    grads: dict[str, list[Tensor]] = {"0": [], "2": []}
-    with hl.watch(model, "#", on="param_grad", optimizer=[first, second], every=2) as watch:
-        for step in range(4):
-            model.zero_grad()
-            model(batch(step)).sum().backward()
-            for name, seen in grads.items():
-                seen += [model.get_submodule(name).weight.grad.clone()] if step % 2 == 0 else []
-            first.step()
-            second.step()
-    assert watch.steps == 4
-    for name, seen in grads.items():
-        assert_close(of(watch.to_metrics(), f"{name}.weight/param_grad"), reference(seen, DEFAULT_STATS))
 
 
 def test_a_closure_is_read_after_the_step_that_calls_it():
@@ -216,7 +198,6 @@ def test_what_is_not_training_is_left_out_unless_asked_for():
 
 
 def test_phases_left_in_another_order_do_not_stick():
-    """As two threads do it."""
     one, other = in_phase("eval"), in_phase("intervention")
     one.__enter__()
     other.__enter__()

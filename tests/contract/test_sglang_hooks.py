@@ -1,7 +1,10 @@
-"""SGLang's hooks as data: what is promised of specs, patterns, paths and removal."""
+"""SGLang's hooks as data: its configurations and calls, and what is promised of specs, patterns, paths, removal."""
 
 from __future__ import annotations
 
+import argparse
+import fnmatch
+import inspect
 import json
 import logging
 import sys
@@ -17,8 +20,8 @@ from hookline.errors import NoMatchError
 from hookline.sglang.model_runner import ModelRunner
 from hookline.sglang.server_args import ServerArgs
 from hookline.specs import register_hooks, resolve_callable
-
-LOGGER = "hookline.specs.hook_spec"
+from hookline.testing import model_hooks
+from hookline.testing.model_hooks import HOOK_CALLS
 
 
 class T(nn.Module):
@@ -33,41 +36,36 @@ class T(nn.Module):
         return self.outer(x)
 
 
-def counting_module(calls: list[dict[str, Any]]) -> types.ModuleType:
-    """The source's test module: a factory, and what its hooks were called with."""
-    module = types.ModuleType("my_project.hooks")
-
-    def dummy_hook_factory(config):
-        """Factory that returns a forward hook capturing a tag from config."""
-        tag = config.get("tag", "default")
-
-        def hook(module, inputs, output):
-            calls.append({"module_type": type(module).__name__, "tag": tag, "shape": tuple(output.shape)})
-            return output
-
-        return hook
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    """``my_project.hooks`` has the source's factory, and some that fail; what its hooks were called with."""
 
     def broken_factory(config):
         raise RuntimeError("no such layer")
 
-    module.dummy_hook_factory = dummy_hook_factory
+    module = types.ModuleType("my_project.hooks")
+    module.dummy_hook_factory = model_hooks.dummy_hook_factory
     module.broken_factory = broken_factory
     module.none_factory = lambda config: None
-    return module
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    found: list[dict[str, Any]] = []
     monkeypatch.setitem(sys.modules, "my_project", types.ModuleType("my_project"))
-    monkeypatch.setitem(sys.modules, "my_project.hooks", counting_module(found))
-    return found
+    monkeypatch.setitem(sys.modules, "my_project.hooks", module)
+    HOOK_CALLS.clear()
+    return HOOK_CALLS
 
 
 @pytest.fixture
 def log(caplog):
-    caplog.set_level(logging.INFO, LOGGER)
+    caplog.set_level(logging.INFO, "hookline")
     return lambda level: [record.getMessage() for record in caplog.records if record.levelname == level]
+
+
+@pytest.fixture
+def runner():
+    torch.manual_seed(0)
+    made = ModelRunner(T())
+    yield made
+    made.hook_handles.remove(quiet=True)
+    hl.assert_no_hooks(made.model, foreign=True)
 
 
 def spec(*patterns: str, tag: str = "t", **more: Any) -> dict[str, Any]:
@@ -103,21 +101,6 @@ def test_four_calls_each_with_the_tag_of_its_own_spec(calls):
         ("Linear", "b", (3, 2)),
         ("ReLU", "b", (3, 2)),
     ]
-
-
-def test_the_json_of_the_source_is_taken_as_it_is(calls, log):
-    text = """{"enable_hooks": true, "hooks": [{
-        "name": "outer_linear_hooks", "target_modules": ["outer.0", "outer.1"],
-        "hook_factory": "my_project.hooks:dummy_hook_factory", "config": {"tag": "outer-layer"}}]}"""
-    model = T()
-    handles = register_hooks(model, json.loads(text)["hooks"])
-    run(model)
-    assert [call["tag"] for call in calls] == ["outer-layer"] * 2
-    assert log("INFO") == [
-        "Registered forward hook 'outer_linear_hooks' on outer.0",
-        "Registered forward hook 'outer_linear_hooks' on outer.1",
-    ]
-    handles.remove()
 
 
 def test_no_match_is_one_warning_and_no_call(calls, log):
@@ -190,11 +173,6 @@ class Deep(nn.Module):
 def test_stars_cross_dots_and_reach_the_root_but_not_the_prefix_itself(calls, pattern, names):
     handles = register_hooks(Deep(2), [spec(pattern)])
     assert [handle.names for handle in handles] == ([] if names is None else [tuple(names)])
-
-
-def test_a_digit_class_is_one_digit(calls):
-    (handle,) = register_hooks(Deep(12), [spec("layers.[0-9]")])
-    assert handle.names == tuple(f"layers.{index}" for index in range(10))
 
 
 def test_both_forms_of_a_path_are_the_same_object(calls):
@@ -316,15 +294,6 @@ def test_what_the_hook_returns_replaces_the_output():
         assert torch.equal(run(model), plain * 3.0)
 
 
-def test_attached_after_compiling_it_fires(calls):
-    model = T()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    run(compiled)
-    with register_hooks(compiled, [spec("outer.0"), spec("_orig_mod.outer.1")]) as handles:
-        run(compiled)
-        assert [receipt.fired for receipt in handles.report()] == [1, 1]
-
-
 @pytest.mark.parametrize(("backend", "fullgraph"), [("aot_eager", True), ("eager", False)])
 def test_attached_after_compiling_by_data_it_fires_on_every_forward(calls, backend, fullgraph):
     """By the settings of a server, on a model whose graph is there; and off it is off."""
@@ -347,16 +316,14 @@ def test_attached_after_compiling_by_data_it_fires_on_every_forward(calls, backe
     torch._dynamo.reset()
 
 
-def test_the_flag_on_without_specs_is_one_warning_and_off_with_specs_nothing(calls, caplog):
-    """The model works in either case."""
+@pytest.mark.parametrize("hooks", [{}, {"hooks": []}, {"hooks": None}])
+def test_the_flag_on_without_specs_is_one_warning_and_off_with_specs_nothing(hooks, calls, log):
     model = T()
     plain = run(model)
-    for args in ({"enable_hooks": True}, {"enable_hooks": False, "hooks": [spec("*")]}):
+    for args in ({"enable_hooks": True, **hooks}, {"enable_hooks": False, "hooks": [spec("*")]}):
         ModelRunner(model, ServerArgs(**args)).initialize()
         assert torch.equal(run(model), plain)
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "enable_hooks=True but no 'hooks' specified in server_args"
-    ]
+    assert log("WARNING") == ["enable_hooks=True but no 'hooks' specified in server_args"]
     assert calls == []
     assert_bare(model)
 
@@ -376,7 +343,6 @@ def test_raw_names_of_wrappers_match_and_clean_names_are_logged(calls, log, patt
 
 @pytest.mark.parametrize("specs", [[], ()])
 def test_no_specs_are_nothing(specs):
-    """Neither a word nor a hook."""
     assert len(ModelRunner(T()).register_hooks(specs)) == 0
 
 
@@ -384,3 +350,129 @@ def test_an_object_where_a_list_is_wanted_is_refused(calls):
     """It would be gone through key by key."""
     with pytest.raises(hl.errors.OptionError, match="Hook specs come in a list, got dict; write \\[spec\\]"):
         ModelRunner(T()).register_hooks(spec("*"))
+
+
+# -- settings and flags of a server ----------------------------------------------------------------------------
+
+MINIMAL = """{
+  "enable_hooks": true,
+  "hooks": [
+    {
+      "name": "outer_linear_hooks",
+      "target_modules": ["outer.0", "outer.1"],
+      "hook_factory": "my_project.hooks:dummy_hook_factory",
+      "config": {
+        "tag": "outer-layer"
+      }
+    }
+  ]
+}
+"""
+
+
+def test_the_json_of_the_page_attaches_at_initialize(log, tmp_path):
+    """From text and from a file; on every forward; with the lines of the source."""
+    (tmp_path / "server_args.jsonc").write_text(MINIMAL)
+    from_file = ServerArgs.from_file(tmp_path / "server_args.jsonc")
+    assert from_file == ServerArgs(**json.loads(MINIMAL))
+    runner = ModelRunner(T(), from_file)
+    runner.initialize()
+    assert log("INFO") == [f"Registered forward hook 'outer_linear_hooks' on outer.{number}" for number in (0, 1)]
+    for _ in range(2):
+        runner.model(torch.randn(3, 4))
+    once = [{"module_type": kind, "tag": "outer-layer", "shape": (3, 4)} for kind in ("Linear", "ReLU")]
+    assert [*once, *once] == HOOK_CALLS
+    runner.hook_handles.remove()
+
+
+@pytest.mark.parametrize(
+    "pattern", ["outer.0", "outer.*", "outer.inner.*", "inner.*", "*", "?nner", "[io]*", "outer.[!0]", "Outer.*", "*.0"]
+)
+def test_patterns_match_what_fnmatch_matches(runner, pattern):
+    """Over ``named_modules()``, but by every name of a module: ``outer.2`` is ``inner``."""
+    names = [name for name, _ in runner.model.named_modules(remove_duplicate=False) if fnmatch.fnmatch(name, pattern)]
+    modules = dict(runner.model.named_modules(remove_duplicate=False))
+    wanted = {id(modules[name]) for name in names}
+    handles = runner.register_hooks(
+        [{"target_modules": [pattern], "hook_factory": "my_project.hooks.dummy_hook_factory"}]
+    )
+    assert {id(modules[name]) for handle in handles for name in handle.names} == wanted
+
+
+def test_signatures_have_the_parameters_of_the_source(runner):
+    """By name and in order; what is ours comes after, by keyword."""
+    assert list(inspect.signature(ModelRunner.register_hooks).parameters)[:2] == ["self", "hook_specs"]
+    assert list(inspect.signature(hl.register_hooks).parameters)[:2] == ["model", "hook_specs"]
+    assert list(inspect.signature(hl.specs.resolve_callable).parameters)[:1] == ["path"]
+    assert list(inspect.signature(ModelRunner.initialize).parameters)[:1] == ["self"]
+    for function, theirs in ((ModelRunner.register_hooks, 2), (hl.register_hooks, 2), (ModelRunner.initialize, 1)):
+        ours = list(inspect.signature(function).parameters.values())[theirs:]
+        assert all(one.kind is one.KEYWORD_ONLY for one in ours)
+    specs = json.loads(MINIMAL)["hooks"]
+    runner.register_hooks(hook_specs=specs)
+    hl.register_hooks(runner.model, hook_specs=specs).remove(quiet=True)
+    runner.model(torch.randn(3, 4))
+    assert len(HOOK_CALLS) == 2
+
+
+FROM_SHELL = {
+    "name": "outer_and_inner_from_cli",
+    "target_modules": ["outer.0", "outer.1", "inner.*"],
+    "hook_factory": "my_project.hooks:dummy_hook_factory",
+    "config": {"tag": "cli-hook", "levels": [1, {"a": None}]},
+}
+
+
+def flags(*arguments):
+    parser = argparse.ArgumentParser()
+    assert ServerArgs.add_cli_args(parser) is None
+    return ServerArgs.from_cli_args(parser.parse_args(list(arguments)))
+
+
+def test_hooks_from_the_command_line_reach_the_model():
+    """As JSON, by their newer name, beside flags that are not about hooks; they fire on every match."""
+    args = flags("--model-path", "Qwen/Qwen2-7B-Instruct", "--forward-hooks", json.dumps([FROM_SHELL]))
+    assert (args.forward_hooks, args.model_path, args.enable_hooks) == ([FROM_SHELL], "Qwen/Qwen2-7B-Instruct", False)
+    model = T()
+    with hl.register_hooks(model, args.forward_hooks):
+        model(torch.randn(3, 4))
+    assert [call["tag"] for call in HOOK_CALLS] == ["cli-hook"] * 4
+    runner = ModelRunner(model, args)
+    runner.initialize()
+    assert len(runner.hook_handles) == 1
+    runner.hook_handles.remove(quiet=True)
+
+
+def test_the_older_names_are_flags_as_well():
+    """Off without the switch; nothing given is the settings' own defaults."""
+    given = ["--hooks", json.dumps([FROM_SHELL])]
+    assert flags(*given).hook_specs() == []
+    assert flags("--enable-hooks", *given).hook_specs() == [FROM_SHELL]
+    assert flags() == ServerArgs()
+    assert (ServerArgs().enable_hooks, ServerArgs().hooks) == (False, None)
+
+
+def test_a_parser_may_have_flags_of_its_own():
+    """They are kept, as all settings are that are not about hooks."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--dtype")
+    ServerArgs.add_cli_args(parser)
+    args = ServerArgs.from_cli_args(parser.parse_args([]))
+    assert args.others == {"port": 30000}
+
+
+@pytest.mark.parametrize("text", ["{", "", "[1", '{"target_modules": []}', "3", "null"])
+def test_what_is_no_json_list_is_refused_in_the_words_of_the_source(text, capsys):
+    """By the parser, with its exit code; an object, too."""
+    with pytest.raises(SystemExit) as caught:
+        flags("--forward-hooks", text)
+    assert caught.value.code == 2
+    assert f"Invalid JSON list: {text}. Please provide a valid JSON list." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("factory", [{}, {"hook_factory": None}])
+def test_a_missing_factory_is_passed_over_with_the_line_of_the_source(factory, runner, log):
+    runner.register_hooks([{"name": "bare", "target_modules": ["outer.0"], **factory}])
+    assert log("WARNING") == ["Hook spec 'bare' has no 'hook_factory', skipping"]
+    assert len(runner.hook_handles) == 0
