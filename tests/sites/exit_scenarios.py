@@ -75,7 +75,7 @@ def other_hooks() -> None:
     KEPT.model = made = model()
     KEPT.everywhere = hl.attach_everywhere(print)
     targets = ("torch.nn.functional.relu", "torch.mm")
-    KEPT.functions = [hl.attach_function(target, print) for target in targets]
+    KEPT.functions = [hl.attach_function(target, print) for target in (*targets, "aten.addmm")]
     KEPT.within = [hl.attach_function(target, print, within=made, on="backward") for target in targets]
     KEPT.optimizer = torch.optim.AdamW(made.parameters())
     KEPT.step = hl.attach_optimizer(KEPT.optimizer, print)
