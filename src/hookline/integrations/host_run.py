@@ -24,9 +24,9 @@ from hookline.messages import caller_stacklevel, type_name
 from hookline.phases import in_phase
 from hookline.sites.optimizers import unwrap_optimizer
 from hookline.training.experiment import Experiment, MicroBatches, StepResult, whole_number
-from hookline.training.state import Passes
 from hookline.training.ranks import warn_of_join
 from hookline.training.run import Run, Schedule
+from hookline.training.state import Passes
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
