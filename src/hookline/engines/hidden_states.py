@@ -193,6 +193,8 @@ class RequestStates:
     sources: Sequence[StateSource]
     most_bytes: int | None = None
     """How many bytes were set aside for them; None if an engine counts what has come."""
+    shapes: Mapping[StateSource, tuple[int, torch.dtype]] = field(default_factory=dict)
+    """How many numbers, and of which type, a source gives for a token, where that is known before it does."""
     pieces: dict[StateSource, list[tuple[Sequence[int], Tensor]]] = field(default_factory=dict)
     silent: set[StateSource] = field(default_factory=set)
     """Sources that were not called in a step in which the request wanted their states."""
@@ -219,13 +221,18 @@ class RequestStates:
         """Return all states by the names of their sources, and let go of them; a source that gave none has no rows."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies are made by its streams
-        return {source.title: _joined(self.pieces.pop(source, []), source) for source in self.sources}
+        return {source.title: self._joined(source) for source in self.sources}
+
+    def _joined(self, source: StateSource) -> StatesOfLayer:
+        pieces = self.pieces.pop(source, [])
+        if pieces:
+            return _joined(pieces, source)
+        features, dtype = self.shapes.get(source, (0, torch.float32))
+        return StatesOfLayer([], torch.empty(0, features, dtype=dtype))
 
 
 def _joined(pieces: list[tuple[Sequence[int], Tensor]], source: StateSource) -> StatesOfLayer:
     """Return the pieces of one source as one; of a position that came twice, the last."""
-    if not pieces:
-        return StatesOfLayer([], torch.empty(0, 0))
     values = torch.cat([piece for _, piece in pieces])
     places = {position: place for place, position in enumerate(p for each, _ in pieces for p in each)}
     order = sorted(places)

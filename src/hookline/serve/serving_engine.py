@@ -212,7 +212,8 @@ class Engine:
             if request.states is not None:
                 found = sources[request.states]
                 most = self._most_bytes(request, found)
-                states = RequestStates(request.id, request.states, len(request.prompt_ids), found, most)
+                prompt = len(request.prompt_ids)
+                states = RequestStates(request.id, request.states, prompt, found, most, self._shapes)
             options: Any = {"tokenizer": self.tokenizer, "eos": self._eos, "states": states, "most_bytes": most}
             rows.append(RequestRow(request, listener, **options))
         nbytes = sum(row.most_bytes for row in rows)
