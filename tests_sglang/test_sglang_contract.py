@@ -23,7 +23,7 @@ import torch
 from helpers_sglang import seeded_decoder
 
 from hookline.engines.sglang import hooks_of_runner
-from hookline.engines.sglang.runner_patches import AROUND_CAPTURE, CAN_RUN_GRAPH, RUNNER
+from hookline.engines.sglang.runner_hooks import AROUND_CAPTURE, CAN_RUN_GRAPH, RUNNER
 from hookline.factories.served_batch import tokens_of_batch
 
 ROOT = Path(__file__).parent.parent

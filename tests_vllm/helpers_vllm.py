@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -202,6 +204,26 @@ class VllmServer:
             self.process.wait(PATIENCE)
         finally:
             self._reader.join(10)
+
+
+def ask_with_hooks(client: Any, path: str, body: dict[str, Any], hooks: Any, **options: Any) -> Any:
+    """The answer of vLLM with what is fetched afterwards as ``hooks`` of each choice; a 400 if that is an error."""
+    import httpx
+
+    key = str(uuid.uuid4())
+    asked = {**body, "vllm_xargs": {"hookline": json.dumps({"key": key, **hooks})}}
+    answer = client.post(path, json=asked, **options)
+    if answer.status_code != 200:
+        return answer
+    entries = client.get(f"/hooks/results/{key}").json()["answers"]
+    for entry in entries:
+        if entry["error"] is not None:
+            return httpx.Response(400, json={"error": entry["error"]})
+    found = answer.json()
+    for choice, entry in zip(found["choices"], entries, strict=True):
+        choice["hooks"] = entry
+    assert client.get(f"/hooks/results/{key}").status_code == 404  # they are taken once
+    return httpx.Response(200, json=found)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from helpers_vllm import BEARER, VllmServer, head_for
+from helpers_vllm import BEARER, VllmServer, ask_with_hooks, head_for
 from helpers_waiting import PATIENCE
 
 import hookline as hl
@@ -43,7 +43,9 @@ def ask(client: httpx.Client, prompt: Any = PROMPT, *, hooks: Any = None, name: 
         **options,
     }
     headers = {"X-Request-Id": name} if name else {}
-    return client.post("/v1/completions", json=body if hooks is None else {**body, "hooks": hooks}, headers=headers)
+    if hooks is None:
+        return client.post("/v1/completions", json=body, headers=headers)
+    return ask_with_hooks(client, "/v1/completions", body, hooks, headers=headers)
 
 
 def tokens(answer: Any) -> list[int]:
@@ -60,36 +62,25 @@ def alone(reference: Any, prompt: list[int], length: int = 6) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("hooks", "words"),
     [
-        ({"hooks": {"hooks": [{**STEER, "on_error": "raise"}]}}, "on_error"),
-        ({"hooks": {**STATES, "key": "cmpl-victim-0"}}, "X-Request-Id"),
-        ({"hooks": {"hooks": [{**STEER, "hook_factory": "os:system"}]}}, "os:system"),
-        ({"hooks": {"hooks": [STEER] * 65}}, "64"),
-        ({"hooks": STATES, "n": 1_000_000_000}, "answers"),
-        ({"hooks": STATES, "prompt": [[5]] * 100_000}, "answers"),
-        ({"vllm_xargs": {"hookline": json.dumps({"key": "cmpl-victim-0", **STATES})}}, "X-Request-Id"),
-        ({"vllm_xargs": {"hookline": json.dumps({"hooks": [{**STEER, "on_error": "raise"}]})}}, "on_error"),
-        ({"vllm_xargs": "x", "hooks": STATES}, "vllm_xargs"),
-        ({"hooks": STATES, "vllm_xargs": {"hookline": "{"}}, "one of the two"),
+        ({"hooks": [{**STEER, "on_error": "raise"}]}, "on_error"),
+        ({"hooks": [{**STEER, "hook_factory": "os:system"}]}, "os:system"),
+        ({"hooks": [STEER] * 65}, "64"),
+        ({"hidden_states": {"layers": [LAYER] * 300}}, "256"),
+        ({"hook": [STEER]}, "hooks"),
     ],
 )
-@pytest.mark.parametrize("is_escaped", [False, True])
-def test_what_no_client_may_ask_is_refused(client: httpx.Client, asked: Any, words: str, is_escaped: bool) -> None:
-    """At once, by a 400 or 403 that says why, however the keys are spelled."""
-    body = {"prompt": PROMPT, "max_tokens": 2, **asked}
-    content = json.dumps(body).encode()
-    if is_escaped:
-        content = content.replace(b"h", b"\\u0068")  # in texts alone: true, false and null have none
-        assert b"hook" not in content
-    answer = client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
-    assert (answer.status_code in (400, 403), words in answer.text) == (True, True), answer.text[:500]
+def test_what_no_client_may_ask_is_told_instead_of_results(client: httpx.Client, hooks: Any, words: str) -> None:
+    answer = ask(client, hooks=hooks)
+    assert (answer.status_code, words in answer.text) == (400, True), answer.text[:500]
 
 
-def test_a_body_that_lies_too_deep_is_refused(client: httpx.Client) -> None:
-    content = b'{"prompt": [5], "hooks": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-    answer = client.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
-    assert answer.status_code == 400, answer.text[:500]
+@pytest.mark.parametrize("text", ["[" * 100_000, json.dumps({"key": "cmpl-victim-0", **STATES}), "{"])
+def test_options_that_mean_nothing_change_no_answer(client: httpx.Client, reference: Any, text: str) -> None:
+    """And whoever guesses the id of a request gets nothing by it."""
+    assert tokens(ask(client, vllm_xargs={"hookline": text}, name="victim")) == alone(reference, PROMPT)
+    assert client.get("/hooks/results/cmpl-victim-0").status_code == 404
 
 
 def test_one_name_for_all_and_everybody_has_their_own(client: httpx.Client, reference: Any) -> None:
@@ -151,11 +142,8 @@ def test_behind_a_proxy_the_token_is_asked_for_all_the_same(client: httpx.Client
     assert client.post("/proxy/hooks", json=body).status_code == 401
     assert client.post("/proxy/hooks", json=body, headers=BEARER).status_code == 201
     assert len(client.get("/proxy/hooks").json()["hooks"]) == 1
-    sent = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "hooks": STATES}
-    answer = client.post("/proxy/v1/completions", json=sent)
+    answer = ask_with_hooks(client, "/proxy/v1/completions", {"prompt": PROMPT, "max_tokens": 1}, STATES)
     assert LAYER in answer.json()["choices"][0]["hooks"]["hidden_states"], answer.text[:500]
-    sent["hooks"] = {**STATES, "key": "x"}
-    assert client.post("/proxy/v1/completions", json=sent).status_code == 400
 
 
 @pytest.mark.parametrize("action", ["flag", "stop"])

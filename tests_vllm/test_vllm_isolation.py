@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from helpers_vllm import BEARER, ROUNDING, VllmServer, row_error
-from helpers_waiting import PATIENCE, until
+from helpers_vllm import BEARER, ROUNDING, VllmServer, ask_with_hooks, row_error
+from helpers_waiting import PATIENCE
 
 LAYERS = ["model.layers.0", "model.layers.3", "model.norm"]
 
@@ -30,7 +30,7 @@ def ask(client: httpx.Client, prompt: Any, length: int = 5, *, path: str = "/v1/
     wanted = {"layers": LAYERS, **options.pop("states", {})}
     given = {"messages": prompt} if "chat" in path else {"prompt": prompt}
     sampling = {"max_tokens": length, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    return client.post(path, json={**given, **sampling, "hooks": {"hidden_states": wanted}, **options})
+    return ask_with_hooks(client, path, {**given, **sampling, **options}, {"hidden_states": wanted})
 
 
 def tensor(found: dict[str, Any]) -> torch.Tensor:
@@ -93,36 +93,20 @@ def test_positions_and_phase_choose_the_window(client: httpx.Client) -> None:
 
 
 def test_several_prompts_and_answers_are_told_apart(client: httpx.Client, reference: Any) -> None:
-    """Two prompts with two sampled answers each, in one request; streamed, the last event of each choice has them."""
+    """Two prompts with two sampled answers each, in one request: results come in the order of the choices."""
     prompts = [[11, 12, 13], [14, 15]]
     options = {"n": 2, "temperature": 1.0, "seed": 3}
     whole = ask(client, prompts, 4, **options).json()["choices"]
     assert [each["index"] for each in whole] == [0, 1, 2, 3]
     for choice in whole:
         assert_own(reference, prompts[choice["index"] // 2], choice)
-    events = [
-        json.loads(line.removeprefix("data: "))
-        for line in ask(client, prompts, 4, stream=True, **options).text.split("\n\n")
-        if line and "[DONE]" not in line
-    ]
-    ended = {each["choices"][0]["index"]: each["choices"][0] for each in events if "hooks" in each["choices"][0]}
-    assert sorted(ended) == [0, 1, 2, 3]
-    for index, choice in ended.items():
-        ids = [
-            id
-            for event in events
-            for each in event["choices"]
-            if each["index"] == index
-            for id in each["token_ids"] or ()
-        ]
-        assert_own(reference, prompts[index // 2], {**choice, "token_ids": ids})
 
 
 def test_the_prefix_cache_is_told_and_can_be_bypassed(client: httpx.Client, reference: Any) -> None:
     """The second time most rows come from the cache: the answer says how many; bypassed, all are computed."""
     prompt = [3 + (7 * place) % 250 for place in range(70)]
     first, second, third = (
-        ask(client, prompt, 2, states=states).json()["choices"][0] for states in ({}, {}, {"bypass_cache": True})
+        ask(client, prompt, 2, **options).json()["choices"][0] for options in ({}, {}, {"cache_salt": "of its own"})
     )
     assert [each["hooks"]["tokens_not_computed"] for each in (first, second, third)] == [0, 64, 0]
     for choice in (first, second, third):
@@ -159,18 +143,11 @@ def test_whoever_comes_and_goes_everybody_gets_their_own(client: httpx.Client, r
             assert answer.status_code == 200, answer.text
             assert_own(reference, prompt, answer.json()["choices"][0])
     client.delete(f"/hooks/{added['id']}", headers=BEARER)
-    until(lambda: _kept(client) == 0, "workers keep no states of those who left")
 
 
 def _leave(client: httpx.Client, prompt: list[int]) -> None:
-    wanted = {"hidden_states": {"layers": LAYERS}}
-    body = {"prompt": prompt, "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True, "hooks": wanted}
+    asked = {"hookline": json.dumps({"hidden_states": {"layers": LAYERS}})}
+    sampling = {"max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {"prompt": prompt, **sampling, "vllm_xargs": asked}
     with client.stream("POST", "/v1/completions", json=body) as answer:
         next(answer.iter_lines())
-
-
-def _kept(client: httpx.Client) -> float:
-    """The bytes of states that workers hold; a step in between lets them hear who has left."""
-    client.post("/v1/completions", json={"prompt": [5], "max_tokens": 2})
-    [line] = [each for each in client.get("/metrics").text.splitlines() if each.startswith("hookline_engine_captured")]
-    return float(line.split()[-1])

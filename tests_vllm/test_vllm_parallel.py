@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,35 +90,33 @@ def test_one_answer_ends_on_both_ranks(llm: Any, expected: list[list[int]], refe
     head = head_for(cache[layer].output[0], len(PROMPTS[1]) + 1)
     config = {"head": head, "action": "stop", "add_residual": True}
     spec = {"target_modules": [layer], "hook_factory": "hookline.factories:probe", "config": config}
-    asked = [None, {"hookline": {"key": "stopped", "hooks": [spec]}}, None]
+    asked = [None, {"hookline": {"hooks": [spec]}}, None]
     params = [SamplingParams(max_tokens=8, temperature=0, ignore_eos=not each, extra_args=each) for each in asked]
     done = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in PROMPTS], params, use_tqdm=False)
     found = [list(each.outputs[0].token_ids) for each in done]
     assert found == [expected[0], [*expected[1][:2], 1], expected[2]]
-    [flag] = VllmHooks(llm).states("stopped").flags
+    [flag] = VllmHooks(llm).states(done[1].request_id).flags
     assert (flag["position"], flag["stopped"]) == (len(PROMPTS[1]) + 1, True)
 
 
-def test_columns_of_both_ranks_are_put_together(llm: Any, reference: Any) -> None:
-    """Outputs that ranks share, and those that they cut: fused projections by transformers' names, and inputs."""
-    hooks = VllmHooks(llm)
-    layer = "model.layers.1"
-    outputs = [layer, f"{layer}.self_attn.q_proj", f"{layer}.self_attn.v_proj", f"{layer}.mlp.up_proj", "model.norm"]
+def test_states_that_both_ranks_have_are_those_of_one(llm: Any, reference: Any) -> None:
+    """Those that ranks cut into columns are refused, and the answer says what to ask for."""
+    hooks, key = VllmHooks(llm), str(uuid.uuid4())
+    outputs = ["model.layers.1", "model.layers.1.mlp.down_proj", "model.norm"]
     prompt = PROMPTS[1]
-    wanted = {"layers": outputs}
-    [answer] = greedy(llm, [prompt], extra_args={"hookline": {"key": "outputs", "hidden_states": wanted}})
-    inputs = {"layers": [f"{layer}.mlp.down_proj"], "of": "input"}
-    greedy(llm, [prompt], extra_args={"hookline": {"key": "inputs", "hidden_states": inputs}})
+    [answer] = greedy(llm, [prompt], extra_args={"hookline": {"key": key, "hidden_states": {"layers": outputs}}})
     ids = [*prompt, *answer][:-1]
-    with torch.no_grad(), hl.capture(reference, [*outputs, f"{layer}.mlp.down_proj"], inputs=True) as captured:
+    with torch.no_grad(), hl.capture(reference, outputs) as captured:
         reference(torch.tensor([ids]))
-    found = hooks.states("outputs")
+    found = hooks.states(key)
     assert found.not_computed == 0
     for name in outputs:
         assert list(found.states[name].positions) == list(range(len(ids)))
         assert row_error(found.states[name].values, captured[name].output[0]) < ROUNDING, name
-    values = hooks.states("inputs").states[f"{layer}.mlp.down_proj"].values
-    assert row_error(values, captured[f"{layer}.mlp.down_proj"].inputs[0][0]) < ROUNDING
+    for wanted in ({"layers": ["model.layers.1.self_attn.q_proj"]}, {"layers": ["*.down_proj"], "of": "input"}):
+        greedy(llm, [prompt], extra_args={"hookline": {"key": key, "hidden_states": wanted}})
+        with pytest.raises(OptionError, match="each worker has a part"):
+            hooks.states(key)
 
 
 def test_what_cannot_be_attached_is_on_no_rank(llm: Any, expected: list[list[int]]) -> None:

@@ -1,6 +1,6 @@
-"""The three ways to fire on a compiled engine: in the compiled code, on demand, and by hand, too late.
+"""Hooks on a compiled engine: on demand, and by hand, too late.
 
-One engine serves all tests: it takes minutes to start. It is started with statistics in its compiled code.
+One engine serves all tests: it takes minutes to start. It is started with statistics, which the first test takes off.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LateExtension:
 def llm(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     file = tmp_path_factory.mktemp("specs") / "hooks.json"
     file.write_text(json.dumps([STATS]), encoding="utf-8")
-    options = engine_options(hooks=file, in_graph=True, combine_with="test_vllm_ways.LateExtension")
+    options = engine_options(hooks=file, combine_with="test_vllm_ways.LateExtension")
     with running_engine(tiny, enforce_eager=False, enable_prefix_caching=True, block_size=32, **options) as found:
         yield found
 
@@ -55,15 +55,13 @@ def plain(llm: Any) -> list[list[int]]:
     return greedy(llm, PROMPTS, 4)
 
 
-def test_hooks_in_the_compiled_code_fire_in_every_step(llm: Any, hooks: VllmHooks, plain: list[list[int]]) -> None:
-    before = hooks.list()[0]
-    steps = hooks.describe()[0]["steps"]
-    assert before["way"] == "in_graph"
-    assert before["fired"] == 4 * steps  # nothing of the warm-up
-    assert greedy(llm, PROMPTS, 4) == plain
-    steps = hooks.describe()[0]["steps"] - steps
-    assert hooks.list()[0]["fired"] - before["fired"] == 4 * steps
-    assert hooks.describe()[0]["eager_steps"] == 0
+def test_hooks_of_the_start_fire_in_every_step(llm: Any, hooks: VllmHooks) -> None:
+    (stats,) = hooks.list()
+    assert (stats["way"], stats["origin"]) == ("on_demand", "start")
+    assert stats["fired"] == 4 * hooks.describe()[0]["steps"]  # nothing of the warm-up
+    with_hook = greedy(llm, PROMPTS, 4)
+    assert hooks.remove(stats["id"])["fired"] == 4 * hooks.describe()[0]["steps"] > 0
+    assert greedy(llm, PROMPTS, 4) == with_hook
 
 
 def test_hooks_on_demand_fire_and_the_engine_goes_back(llm: Any, hooks: VllmHooks, plain: list[list[int]]) -> None:
@@ -95,8 +93,8 @@ def test_states_and_steering_of_one_request(llm: Any, hooks: VllmHooks, plain: l
     layers = ["model.layers.#", "model.norm", "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"]
     vector = torch.randn(128, generator=torch.Generator().manual_seed(0)).tolist()
     steer = {"target_modules": ["model.layers.1"], "hook_factory": "hookline.factories:steer"}
-    steered = {"key": "steered", "hooks": [{**steer, "config": {"vector": vector, "strength": 20.0}}]}
-    watched = {"key": "watched", "hidden_states": {"layers": layers}}
+    steered = {"hooks": [{**steer, "config": {"vector": vector, "strength": 20.0}}]}
+    watched = {"hidden_states": {"layers": layers}}
     params = [
         SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, extra_args={"hookline": asked})
         for asked in (steered, watched)
@@ -105,8 +103,8 @@ def test_states_and_steering_of_one_request(llm: Any, hooks: VllmHooks, plain: l
     tokens = [list(each.outputs[0].token_ids) for each in done]
     assert tokens[0] != plain[0]
     assert tokens[1] == plain[1]
-    assert hooks.states("steered").hooks[0]["rows"] == len(PROMPTS[0]) + 3
-    answer = hooks.states("watched")
+    assert hooks.states(done[0].request_id).hooks[0]["rows"] == len(PROMPTS[0]) + 3
+    answer = hooks.states(done[1].request_id)
     ids = torch.tensor([PROMPTS[1] + plain[1][:-1]])
     with torch.no_grad(), hl.capture(reference, layers) as expected:
         reference(ids)
@@ -130,14 +128,3 @@ def test_the_prefix_cache_is_counted_and_can_be_bypassed(llm: Any, hooks: VllmHo
         answer = hooks.states(done.request_id)
         found.append((answer.not_computed, len(answer.states["model.layers.0"].positions)))
     assert found == [(0, 70), (64, 6), (0, 70)]
-
-
-def test_last_a_hook_in_the_compiled_code_is_switched_off(llm: Any, hooks: VllmHooks, plain: list[list[int]]) -> None:
-    """Unregistering it would end the engine: it stays on its module and does nothing. Others come and go after it."""
-    hooks.remove(hooks.list()[0]["id"])
-    assert greedy(llm, PROMPTS, 4) == plain
-    assert hooks.list() == []
-    added = hooks.add(STATS)
-    assert greedy(llm, PROMPTS, 4) == plain
-    assert hooks.remove(added["id"])["fired"] > 0
-    assert greedy(llm, PROMPTS, 4) == plain

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hookline.errors import OptionError
 from hookline.sglang import Dumper, DumperConfig, dumper
-from hookline.sglang.filter_expression import FilterExpression
+from hookline.sglang.dumper_config import FilterExpression
 
 
 def make(tmp_path: Path, **settings: Any) -> Dumper:

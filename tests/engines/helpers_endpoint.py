@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import torch
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
-from hookline.engines.vllm.endpoint_plugin import HookEndpoints
+from hookline.serve.http.vllm_endpoints import HookEndpoints
 
 TOKEN = "a-token-for-tests"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 STATS = {"target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:activation_stats"}
-WANTED = {"layers": ["model.norm"]}
-ASKED = {"hidden_states": WANTED}
 
 
 def hook(rank: int, **values: Any) -> dict[str, Any]:
@@ -31,19 +27,12 @@ def hook(rank: int, **values: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def states(value: float, **values: Any) -> dict[str, Any]:
+def result(request: str, value: float, **values: Any) -> dict[str, Any]:
     """What a worker has gathered for one answer."""
     data = torch.full((1, 2), value).numpy().tobytes()
-    layer = {"dtype": "float32", "shape": [1, 2], "positions": [0], "data": data, "part": None, "shard": None}
-    return {
-        "states": {"model.norm": layer},
-        "silent": {},
-        "hooks": [],
-        "flags": [],
-        "prompt_tokens": 5,
-        "not_computed": 4,
-        **values,
-    }
+    layer = {"dtype": "float32", "shape": [1, 2], "positions": [0], "data": data}
+    rest = {"silent": {}, "hooks": [], "flags": [], "prompt_tokens": 5, "not_computed": 4, "error": None}
+    return {"request": request, "states": {"model.norm": layer}, **rest, **values}
 
 
 class Workers:
@@ -68,8 +57,7 @@ class Workers:
             "hookline_add": lambda rank: {"hooks": [hook(rank)]},
             "hookline_remove": lambda rank: {"hook": hook(rank)},
             "hookline_metrics": {"metrics": {"h1": {"mean": 0.5}}},
-            "hookline_take_states": lambda rank: states(float(self.calls[-1][1][0][0] == "1")),
-            "hookline_drop_states": {},
+            "hookline_take": {"answers": []},
         }
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
@@ -90,16 +78,9 @@ class Server:
     def __init__(self, additional: Any = None, root_path: str = "") -> None:
         self.workers = Workers()
         self.bodies: list[Any] = []
-        self.names: list[str] = []
-        self.events: list[Any] = []
         app = FastAPI()
         app.state.args = SimpleNamespace(additional_config=additional)
         app.add_api_route("/v1/completions", self._complete, methods=["POST"])
-        app.add_api_route("/v1/chat/completions", self._complete, methods=["POST"])
-        app.add_api_route("/v1/responses", self._complete, methods=["POST"])
-        app.add_api_route("/inference/v1/generate", self._complete, methods=["POST"])
-        app.add_api_route("/metrics", lambda: PlainTextResponse("vllm_requests 5\n"), methods=["GET"])
-        app.add_api_route("/health", lambda: {}, methods=["GET"])
         plugin = HookEndpoints()
         plugin.attach_router(app)
         asyncio.run(plugin.init_state(self.workers, app.state, app.state.args))
@@ -109,22 +90,7 @@ class Server:
     async def _complete(self, request: Request) -> Any:
         body = await request.json()
         self.bodies.append(body)
-        self.names.append(request.headers.get("x-request-id", ""))
-        if "bad" in body.get("prompt", ""):
-            return JSONResponse({"error": {"message": "no"}}, 400)
-        if body.get("prompt") == "broken":
-            return JSONResponse({"error": {"message": "broken"}}, 500)
-        if body.get("prompt") == "gone":
-            return None
-        if not body.get("stream"):
-            places = range(body.get("n", 1))
-            return {"choices": [{"index": place, "text": "w5", "finish_reason": "length"} for place in places]}
-        return StreamingResponse(self._pieces(), media_type="text/event-stream")
-
-    async def _pieces(self) -> Any:
-        text = "".join(f"data: {each if isinstance(each, str) else json.dumps(each)}\n\n" for each in self.events)
-        for start in range(0, len(text), 7):  # pieces end anywhere
-            yield text[start : start + 7].encode()
+        return {"choices": body.get("n", 1)}
 
     def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Send one request."""

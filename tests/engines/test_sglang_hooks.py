@@ -18,10 +18,9 @@ import torch
 from helpers_sglang import seeded_decoder
 
 import hookline as hl
-from hookline.engines.sglang import runner_patches
+from hookline.engines.sglang import runner_hooks
 from hookline.engines.sglang.runner_hooks import SglangHooks
-from hookline.engines.sglang.sglang_options import SglangOptions
-from hookline.engines.sglang.sglang_plugin import register
+from hookline.engines.sglang.sglang_plugin import SglangOptions, register
 from hookline.errors import ConfigError, OptionError
 from hookline.factories.served_batch import tokens_of_batch
 
@@ -63,7 +62,7 @@ class Runner:
             with torch.no_grad():
                 return runner.model(each.input_ids, each.positions, each)
 
-        return runner_patches._around_forward(forward, self, given)
+        return runner_hooks._around_forward(forward, self, given)
 
 
 @pytest.fixture
@@ -73,13 +72,13 @@ def attached() -> Iterator[Any]:
 
     def attach(*specs: dict[str, Any], runner: Any = None, **options: Any) -> tuple[Any, SglangHooks | None]:
         runner = runner or Runner()
-        runner_patches._attach(runner, SglangOptions(specs=specs, **options))
+        runner_hooks._attach(runner, SglangOptions(specs=specs, **options))
         made.append(runner)
-        return runner, runner_patches.hooks_of_runner(runner)
+        return runner, runner_hooks.hooks_of_runner(runner)
 
     yield attach
     for runner in made:
-        hooks = runner_patches.hooks_of_runner(runner)
+        hooks = runner_hooks.hooks_of_runner(runner)
         if hooks is not None:
             hooks.close()
         hl.assert_no_hooks(runner.model, foreign=True)
@@ -215,6 +214,45 @@ def test_a_hook_that_does_not_fire_is_named(attached: Any, caplog: Any) -> None:
     assert "'head' has not fired on lm_head in 3 forwards" in silent[0]
 
 
+def test_a_request_gets_hooks_and_hidden_states_at_run_time(attached: Any) -> None:
+    """Asked for by its rid before it begins: its rows alone, the sum of the pair that a layer gives, positions."""
+    runner, hooks = attached()
+    plain = Runner()
+    steps = [batch("extend", ["a", "b"], [3, 2], [0, 0]), batch("decode", ["a", "b"], [1, 1])]
+    steps[0].positions = torch.tensor([0, 1, 2, 0, 1])
+    steps[1].positions = torch.tensor([3, 2])
+    assert not hooks.needs_eager
+    hooks.ask("b", {"hidden_states": {"layers": ["model.layers.1"]}, "hooks": [_steer()]})
+    assert hooks.needs_eager
+    expected = []
+    for step in steps:
+        found, without = runner.run(step), plain.run(step)
+        own = slice(3, 5) if len(found) == 5 else slice(1, 2)
+        assert torch.equal(found[: own.start], without[: own.start])
+        assert not torch.isclose(found[own], without[own]).all(dim=-1).any()
+        expected.append(found[own])
+    (entry,) = hooks.take("b")
+    layer = entry["states"]["model.layers.1"]
+    states = torch.frombuffer(bytearray(layer["data"]), dtype=torch.float32).reshape(layer["shape"])
+    assert layer["positions"] == [0, 1, 2]
+    with torch.no_grad():
+        logits = torch.nn.functional.linear(states, runner.model.lm_head.weight)
+    torch.testing.assert_close(logits, torch.cat(expected))
+    assert entry["hooks"][0]["rows"] == 3
+    assert not hooks.needs_eager
+    with pytest.raises(OptionError, match="no option"):
+        hooks.ask("c", {"hiden_states": {}})
+
+
+def test_hooks_come_and_go_between_forwards(attached: Any) -> None:
+    runner, hooks = attached()
+    plain = runner.run(_steps()[0])
+    (live,) = hooks.add([_steer()])
+    assert not torch.equal(runner.run(_steps()[0]), plain)
+    hooks.remove(live.id)
+    assert torch.equal(runner.run(_steps()[0]), plain)
+
+
 # -- graphs ----------------------------------------------------------------------------------------------------
 
 
@@ -222,11 +260,11 @@ def test_forwards_run_eagerly_while_a_hook_is_on(attached: Any) -> None:
     """A graph runner is answered for with False, and by itself again once the last hook is off."""
     runner, hooks = attached(STATS)
     graphs = SimpleNamespace(model_runner=runner)
-    assert runner_patches._unless_hooked(True, graphs, object()) is False
+    assert runner_hooks._unless_hooked(True, graphs, object()) is False
     hooks.remove("h1")
-    assert runner_patches._unless_hooked(True, graphs, object()) is None
-    assert runner_patches._unless_hooked(True, SimpleNamespace(model_runner=Runner()), object()) is None
-    assert runner_patches._unless_hooked(True, SimpleNamespace(), object()) is None
+    assert runner_hooks._unless_hooked(True, graphs, object()) is None
+    assert runner_hooks._unless_hooked(True, SimpleNamespace(model_runner=Runner()), object()) is None
+    assert runner_hooks._unless_hooked(True, SimpleNamespace(), object()) is None
 
 
 # -- the plugin ------------------------------------------------------------------------------------------------

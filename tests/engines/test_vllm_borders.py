@@ -9,7 +9,7 @@ import torch
 from helpers_vllm_worker import PROMPTS, STATS, Engine, Worker
 from torch import nn
 
-from hookline.engines.vllm import VllmHooks, request_states, worker_hooks
+from hookline.engines.vllm import VllmHooks, worker_hooks
 from hookline.errors import HookNameError, OptionError
 from hookline.factories.probe_heads import ProbeHead
 
@@ -21,33 +21,19 @@ STEER = {
 BOTH = {"a-00000001": 3, "b-00000002": 2}
 
 
-def test_no_request_takes_the_name_of_another(context):
+def test_a_hook_of_a_request_is_for_its_rows_whatever_it_is_called(context, monkeypatch):
+    """Two of one name: each has hooks and results of its own."""
+    monkeypatch.setitem(PROMPTS, "a-00000009", 2)
+    both = {"a-00000001": 3, "a-00000009": 2}
     engine = Engine(Worker(context))
     hooks = VllmHooks(engine)
-    plain = engine.step(BOTH)
-    asked = {"key": "a", "hooks": [STEER, {**STATS, "target_modules": ["layers.0"]}]}
-    assert torch.equal(engine.step(BOTH, {"b-00000002": asked, "a-00000001": None}), plain)  # in either order
-    with pytest.raises(OptionError, match="another request"):
-        hooks.states("b")
+    plain = engine.step(both)
+    asked = {"hooks": [STEER, {**STATS, "target_modules": ["layers.0"]}]}
+    changed = engine.step(both, {"a-00000001": None, "a-00000009": asked}) != plain
+    assert changed.any(1).tolist() == [False, False, False, True, True]
     with pytest.raises(HookNameError):
         hooks.states("a")
-    engine.step({}, finished=list(BOTH))
-    changed = engine.step(BOTH, {"b-00000002": {**asked, "key": "mine"}, "a-00000001": None}) != plain
-    assert changed.any(1).tolist() == [False, False, False, True, True]  # negative control
-    assert [each["rows"] for each in hooks.states("mine").hooks] == [2, 2]
-
-
-def test_a_request_whose_name_is_a_key_in_use_is_called_by_the_id_of_the_engine(context):
-    engine = Engine(Worker(context))
-    hooks = VllmHooks(engine)
-    plain = engine.step(BOTH)
-    hooks.add({**STEER, "config": {"vector": [1.0] * 4, "requests": ["a"]}})
-    engine.step({"b-00000002": 2}, {"b-00000002": {"key": "a", "hidden_states": {"layers": ["layers.0"]}}})
-    changed = engine.step(BOTH, {"a-00000001": {"hidden_states": {"layers": ["layers.0"]}}}) != plain
-    assert changed.any(1).tolist() == [False, False, False, True, True]
-    assert len(hooks.states("a").states["layers.0"].positions) == 2
-    with pytest.raises(OptionError, match="Another request"):
-        hooks.states("a-00000001")
+    assert [each["rows"] for each in hooks.states("a-00000009").hooks] == [2, 2]
 
 
 @pytest.mark.parametrize("on_error", ["raise", "disable", "warn"])
@@ -86,25 +72,6 @@ def test_a_vector_or_a_probe_of_another_length_is_refused_when_it_is_attached(co
             hooks.states("a")
         engine.step({}, finished=list(BOTH))
     assert hooks.add({**STEER, "config": {"vector": [1.0] * 4}})["matched"] == ["layers.1"]  # negative control
-
-
-def test_what_requests_leave_has_one_bound(context, monkeypatch):
-    monkeypatch.setattr(request_states, "_MOST_KEPT", 2)
-    engine = Engine(Worker(context))
-    hooks = VllmHooks(engine)
-    kept = []
-    for number in range(4):
-        name = f"r{number}-0000000{number}"
-        monkeypatch.setitem(PROMPTS, name, 2)
-        engine.step({name: 2}, {name: {"hooks": [STEER]}})
-        kept.append(engine.workers[0].__dict__["_hookline_hooks"].request_hooks)
-        engine.step({}, finished=[name])
-    assert not kept[0]._running
-    assert not engine.workers[0].get_model().layers[1]._forward_hooks
-    for number in range(2):
-        with pytest.raises(HookNameError):
-            hooks.states(f"r{number}")
-    assert [hooks.states(f"r{number}").hooks[0]["rows"] for number in (2, 3)] == [2, 2]
 
 
 def probe(**config):
@@ -153,11 +120,11 @@ def test_a_step_whose_rows_cannot_be_read_fails_the_states_of_running_requests(c
     asked = {"hidden_states": {"layers": ["layers.0"]}}
     engine.step(BOTH, {"a-00000001": asked, "b-00000002": None})
 
-    def fail(runner, batch=None):
+    def fail(*args):
         raise RuntimeError("moved")
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker_hooks, "rows_of_runner", fail)
+        patch.setattr(worker_hooks, "tokens_of_step", fail)
         engine.step({"a-00000001": 1}, computed={"a-00000001": 3})
     engine.step({"a-00000001": 1}, computed={"a-00000001": 4})
     assert not context.skip_compiled  # nobody waits for states any more

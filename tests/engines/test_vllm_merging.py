@@ -11,8 +11,7 @@ import pytest
 
 from hookline.engines.vllm import engine_options, merge_added, merge_hooks
 from hookline.engines.vllm.engine_facts import EngineFacts, choose_way
-from hookline.engines.vllm.general_plugin import register, with_hooks
-from hookline.engines.vllm.start_options import EXTENSION, StartOptions
+from hookline.engines.vllm.start_options import EXTENSION, StartOptions, register, with_hooks
 from hookline.errors import OptionError
 
 
@@ -61,29 +60,24 @@ def facts(*, compiled=True, graphs="none", version="0.32.0", runner="V1"):
 
 
 def test_the_way_to_fire():
-    assert choose_way(facts(compiled=False), before_compiling=False) == "eager"
-    assert choose_way(facts(compiled=False), before_compiling=True) == "eager"
-    assert choose_way(facts(), before_compiling=False) == "on_demand"
-    assert choose_way(facts(), before_compiling=True) == "in_graph"
-    assert choose_way(facts(graphs="piecewise"), before_compiling=False) == "on_demand"
-    assert choose_way(facts(graphs="piecewise"), before_compiling=True) == "on_demand"
-    for before in (False, True):
-        with pytest.raises(OptionError, match="enforce-eager"):
-            choose_way(facts(graphs="full"), before_compiling=before)
+    assert choose_way(facts(compiled=False)) == "eager"
+    assert choose_way(facts()) == "on_demand"
+    assert choose_way(facts(graphs="piecewise")) == "on_demand"
+    with pytest.raises(OptionError, match="enforce-eager"):
+        choose_way(facts(graphs="full"))
 
 
 def test_options_of_the_start(tmp_path):
-    given = engine_options(hooks=tmp_path / "h.json", in_graph=True)
+    given = engine_options(hooks=tmp_path / "h.json", captured_bytes=5)
     assert given["worker_extension_cls"] == EXTENSION
     found = StartOptions.read(given["additional_config"], {})
-    assert (found.hooks, found.in_graph) == (str(tmp_path / "h.json"), True)
+    assert (found.hooks, found.captured_bytes) == (str(tmp_path / "h.json"), 5)
     assert StartOptions.read({}, {"HOOKLINE_VLLM_HOOKS": "e.json"}).hooks == "e.json"
     assert StartOptions.read(given["additional_config"], {"HOOKLINE_VLLM_HOOKS": "e.json"}).hooks == found.hooks
     for wrong in (
         {"hoks": "x"},
         {"hooks": ""},
         {"captured_bytes": -1},
-        {"in_graph": 1},
         {"allow": "x"},
         {"allow_requests": [1]},
         {"protect": "x"},
@@ -139,7 +133,7 @@ def test_the_plugin_is_inert_until_asked(monkeypatch, switch):
 
 def test_the_plugin_imports_nothing_until_asked():
     code = (
-        "import sys; from hookline.engines.vllm.general_plugin import register; register(); "
+        "import sys; from hookline.engines.vllm.start_options import register; register(); "
         "assert not {'torch', 'numpy', 'vllm'} & set(sys.modules)"
     )
     clean = {key: value for key, value in os.environ.items() if not key.startswith("HOOKLINE")}

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from hookline.engines.vllm.step_rows import (
+from hookline.engines.vllm.step_tokens import (
     RequestBook,
     client_id,
-    rows_of_runner,
-    table_after_model,
-    table_of_step,
+    place_among_answers,
+    tokens_after_model,
+    tokens_of_step,
 )
 from hookline.factories import activation_stats, steer
 from hookline.observe.tokens import current_tokens, serving
@@ -50,27 +50,22 @@ MIXED = (["a-00000001", "b-00000002"], [0, 1, 7], [9, 0], [9, 6])
 
 
 def mixed_table():
-    rows = rows_of_runner(runner(*MIXED))
-    return table_of_step(rows, ("a", "b"), {"input_ids": torch.arange(8), "positions": torch.arange(8)})
+    inputs = {"input_ids": torch.arange(8), "positions": torch.arange(8)}
+    return tokens_of_step(runner(*MIXED), None, RequestBook(), inputs)
 
 
 def test_a_decode_and_a_prefill_share_a_step():
-    rows = rows_of_runner(runner(*MIXED))
-    assert [(row.first, row.count, row.prompt, row.phase) for row in rows] == [
-        (9, 1, 9, "decode"),
-        (0, 6, 6, "prefill"),
-    ]
     table = mixed_table()
     assert table.phase == "mixed"
     assert table.phases == ("decode", "prefill")
-    assert table.lengths == (1, 6)
-    assert table.requests == ("a", "b")
+    assert (table.lengths, table.firsts, table.room) == ((1, 6), (9, 0), 8)
+    assert (table.requests, table.keys) == (("a", "b"), ("a-00000001", "b-00000002"))
     assert len(table.ids) == 7  # the eighth is padding
 
 
 def test_a_second_chunk_of_a_prompt_is_still_prefill():
-    rows = rows_of_runner(runner(["a"], [0, 4], [4], [9]))
-    assert (rows[0].first, rows[0].phase) == (4, "prefill")
+    table = tokens_of_step(runner(["a"], [0, 4], [4], [9]), None, RequestBook(), {})
+    assert (table.firsts, table.phases) == ((4,), ("prefill",))
 
 
 def test_the_v2_runner_gives_its_batch():
@@ -80,12 +75,12 @@ def test_the_v2_runner_gives_its_batch():
         num_computed_tokens_np=np.array([5]),
         prefill_len_np=np.array([5]),
     )
-    rows = rows_of_runner(None, batch)
-    assert (rows[0].first, rows[0].count, rows[0].phase) == (5, 2, "decode")
+    table = tokens_of_step(None, batch, RequestBook(), {})
+    assert (table.firsts, table.lengths, table.phases) == ((5,), (2,), ("decode",))
 
 
 def test_the_table_behind_the_model_has_one_row_for_each_request():
-    table = table_after_model(mixed_table())
+    table = tokens_after_model(mixed_table())
     assert table.lengths == (1, 1)
     assert table.requests == ("a", "b")
 
@@ -98,7 +93,24 @@ def test_the_book_counts_what_came_from_the_cache():
     assert book.note(scheduled([new_request("a-00000001", 70, 64)])) == ([], [])  # listed again: the same request
     assert (book.prompt_tokens, book.not_computed) == (70, 64)
     assert book.note(scheduled(finished=["a-00000001", "unknown"])) == ([], ["a-00000001"])
-    assert not book.running
+    assert book.names(["a-00000003"]) == ("a",)  # the name is free again
+
+
+def test_no_two_running_requests_have_one_name():
+    """The later one is called by the engine's own id, also one that nobody told of."""
+    book = RequestBook()
+    (first,), _ = book.note(scheduled([new_request("a-00000001", 3)]))
+    (second,), _ = book.note(scheduled([new_request("a-00000002", 3)]))
+    assert (first.name, second.name) == ("a", "a-00000002")
+    assert book.names(["a-00000003", "a-00000001"]) == ("a-00000003", "a")
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("cmpl-x-0", (0, 0)), ("3_cmpl-x-2", (2, 3)), ("1_chatcmpl-abc", (0, 1)), ("7", (0, 0)), ("1_7", (0, 1))],
+)
+def test_answers_stand_in_the_order_of_the_body(name, place):
+    assert place_among_answers(name) == place
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import uuid
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from helpers_vllm_worker import PROMPTS, STATS, Engine, Worker
 from torch import nn
 
+from hookline.engines import request_results
 from hookline.engines.vllm import VllmHooks, extension
 from hookline.errors import HookNameError, NoMatchError, NotAllowedError, OptionError
 from hookline.factories.probe_heads import ProbeHead
@@ -66,20 +68,21 @@ def test_a_request_gets_its_states_and_its_hooks(context):
         "hook_factory": "hookline.factories:steer",
         "config": {"vector": [1.0] * 4},
     }
-    asked = {"key": "mine", "hidden_states": {"layers": ["layers.1"]}, "hooks": [steer]}
+    key = str(uuid.uuid4())
+    asked = {"key": key, "hidden_states": {"layers": ["layers.1"]}, "hooks": [steer]}
     first = engine.step(PROMPTS, {"a-00000001": asked, "b-00000002": None})
     assert context.skip_compiled
     assert torch.equal(first[:3], plain[:3] + 1)
     assert torch.equal(first[3:], plain[3:])
     engine.step({"b-00000002": 1, "a-00000001": 1}, computed={"a-00000001": 3, "b-00000002": 2})
-    answer = hooks.states("mine")
+    answer = hooks.states(key)
     assert answer.states["layers.1"].positions == [0, 1, 2, 3]
     assert torch.equal(answer.states["layers.1"].values[:3], first[:3])
     assert answer.hooks[0]["rows"] == 4
     engine.step(PROMPTS, finished=["a-00000001"])
     assert not context.skip_compiled
     with pytest.raises(HookNameError):
-        hooks.states("mine")
+        hooks.states(key)
 
 
 def test_a_probe_flags_requests(context):
@@ -139,17 +142,19 @@ def counts_nothing(config):
     return lambda module, args, output: None
 
 
-def test_hooks_times_modules_times_answers_of_a_request_are_bounded(context):
-    """The worker gets each answer as a request of its own, and is told how many there are."""
+def test_hooks_times_modules_of_running_requests_are_bounded(context, monkeypatch):
+    """Each answer is a request of its own here: what counts is what runs together."""
+    monkeypatch.setattr(request_results, "MOST_PLACES", 200)
     engine = Engine(Worker(context))
-    for answers, error in ((1, None), (64, OptionError)):
-        engine.step({"a-00000001": 3}, {"a-00000001": {"hooks": [STATS] * 64, "answers": answers}})
-        engine.step({}, finished=["a-00000001"])
-        if error is None:
-            assert len(VllmHooks(engine).states("a").hooks) == 64
-        else:
-            with pytest.raises(error, match="4096 is the most"):
-                VllmHooks(engine).states("a")
+    hooks = VllmHooks(engine)
+    asked = {"hooks": [STATS] * 64}  # on two modules
+    engine.step(PROMPTS, dict.fromkeys(PROMPTS, asked))
+    assert len(hooks.states("a").hooks) == 64
+    with pytest.raises(OptionError, match="256 modules"):
+        hooks.states("b")
+    engine.step({}, finished=list(PROMPTS))
+    engine.step({"b-00000002": 2}, {"b-00000002": asked})
+    assert len(hooks.states("b").hooks) == 64
 
 
 def test_wrong_options_of_a_request_harm_nobody(context):
@@ -168,26 +173,21 @@ def test_hooks_of_the_start_wait_for_the_warm_up(context, tmp_path, monkeypatch)
     file.write_text('[{"target_modules": ["layers.#"], "hook_factory": "hookline.factories:activation_stats"}]')
     base = type("Base", (Worker,), {"load_model": lambda self: "loaded"})
     monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", SimpleNamespace(Worker=base))
-    monkeypatch.delenv("VLLM_DISABLE_COMPILE_CACHE", raising=False)
     extension.watch_loading()
     extension.watch_loading()
-    for in_graph in (False, True):
-        monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "0")
-        worker = base(context, hooks=str(file), in_graph=in_graph)
-        assert worker.load_model() == "loaded"
-        engine = Engine(worker)
-        hooks = VllmHooks(engine)
-        assert len(hooks.list()) == in_graph
-        assert worker.compile_or_warm_up_model() == "warm"
-        assert [(each["way"], each["fired"]) for each in hooks.list()] == [("in_graph" if in_graph else "on_demand", 0)]
-        engine.step(PROMPTS)
-        assert context.skip_compiled is not in_graph
-        assert hooks.list()[0]["fired"] == 2
-        assert hooks.metrics()["h1"]["layers.0/max"] < 1e5  # nothing of the warm-up
-        hooks.remove("h1")
-        assert bool(worker.get_model().layers[0]._forward_hooks) is in_graph  # switched off, not unregistered
-        engine.step(PROMPTS)
-        assert hooks.list() == []
-        hooks.add(STATS)
-        assert worker.shutdown() == "down"
-        assert hooks.list() == []
+    worker = base(context, hooks=str(file))
+    assert worker.load_model() == "loaded"
+    engine = Engine(worker)
+    hooks = VllmHooks(engine)
+    assert hooks.list() == []
+    assert worker.compile_or_warm_up_model() == "warm"
+    assert [(each["way"], each["fired"]) for each in hooks.list()] == [("on_demand", 0)]
+    engine.step(PROMPTS)
+    assert context.skip_compiled
+    assert hooks.list()[0]["fired"] == 2
+    assert hooks.metrics()["h1"]["layers.0/max"] < 1e5  # nothing of the warm-up
+    hooks.remove("h1")
+    assert not worker.get_model().layers[0]._forward_hooks
+    hooks.add(STATS)
+    assert worker.shutdown() == "down"
+    assert hooks.list() == []

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from helpers_waiting import PATIENCE
 
-from hookline.serve.generation_request import GenerationRequest, StatesWanted
+from hookline.engines.hidden_states import StatesWanted
+from hookline.serve.generation_request import GenerationRequest
 from hookline.serve.serving_engine import Engine
 
 SENTENCES = [

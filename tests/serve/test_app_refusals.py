@@ -67,10 +67,10 @@ BAD_BODIES = {
     "a list of both": ({"prompt": ["a", 1]}, "$.prompt", "list of texts"),
     "text for a number": ({"prompt": "a", "max_tokens": "5"}, "$.max_tokens", "valid integer, got '5'"),
     "true for a number": ({"prompt": "a", "n": True}, "$.n", "valid integer"),
-    "a window": (
-        {"prompt": "a", "hooks": {"hidden_states": {"layers": ["model.norm"], "window": [-1, None]}}},
-        "$.hooks.hidden_states.window",
-        "a window is for vLLM alone; give positions here",
+    "a window and positions": (
+        {"prompt": "a", "hooks": {"hidden_states": {"layers": ["a"], "positions": "last", "window": [-1, None]}}},
+        None,
+        "positions or a window, not both",
     ),
     "no such penalty": ({"prompt": "a", "repetition_penalty": 2}, "$.repetition_penalty", "known here. There are"),
     "a mistyped key": ({"prompt": "a", "temprature": 0}, "$.temprature", "Did you mean 'temperature'?"),
@@ -84,7 +84,7 @@ BAD_BODIES = {
     ),
     "no hook of one request": ({"prompt": "a", "hooks": {"hooks": []}}, "$.hooks.hooks", "at least 1"),
     "a negative temperature": ({"prompt": "a", "temperature": -1}, "$.temperature", "greater than or equal to 0"),
-    "what is not done": ({"prompt": "a", "presence_penalty": 1.0}, "$.presence_penalty", "no penalties here; leave"),
+    "what is not done": ({"prompt": "a", "presence_penalty": 1.0}, "$.presence_penalty", "not done here; leave"),
     "a token that is none": ({"prompt": [999_999]}, None, "not in the model's vocabulary"),
     "a prompt that is too long": ({"prompt": "word " * 100}, None, "this model takes 64"),
     "too many answers": ({"prompt": ["a"] * 65}, None, "64 is the most"),
@@ -271,11 +271,10 @@ def test_the_token_is_asked_for_wherever_the_app_is_put(kind: str) -> None:
     from starlette.applications import Starlette
     from starlette.routing import Mount
 
-    from hookline.serve.http.app import make_app
-    from hookline.serve.http.hook_paths import make_hook_app
+    from hookline.serve.http.app import make_app, make_hook_app
 
     settings = Settings(token=TOKEN)
-    app = make_hook_app(HookRoutes(Serving(), settings), settings) if "engine" in kind else make_app(None, settings)
+    app = make_hook_app(HookRoutes(Serving(), settings), settings, {}) if "engine" in kind else make_app(None, settings)
     client = TestClient(
         Starlette(routes=[Mount("/llm", app=app)]) if kind == "mounted" else app,
         root_path="" if kind == "mounted" else "/llm",

@@ -16,8 +16,9 @@ from helpers_serve import (
 )
 from helpers_waiting import PATIENCE, until
 
+from hookline.engines.hidden_states import StatesWanted
 from hookline.errors import OptionError
-from hookline.serve.generation_request import Finished, GenerationRequest, StatesWanted, Token
+from hookline.serve.generation_request import Finished, GenerationRequest, Token
 from hookline.serve.serving_engine import Engine
 
 # -- answers -------------------------------------------------------------------------------------------------

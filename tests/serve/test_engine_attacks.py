@@ -22,9 +22,10 @@ from helpers_waiting import PATIENCE, until
 from helpers_warm import run_warm
 
 import hookline as hl
+from hookline.engines.hidden_states import StatesWanted
 from hookline.errors import EngineBusy, EngineClosed
 from hookline.observe.tokens import current_tokens
-from hookline.serve.generation_request import Finished, GenerationRequest, StatesWanted
+from hookline.serve.generation_request import Finished, GenerationRequest
 from hookline.serve.serving_engine import Engine
 
 

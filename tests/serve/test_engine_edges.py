@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 
 import pytest
@@ -18,9 +17,9 @@ from helpers_serve import (
 from helpers_waiting import PATIENCE, until
 
 import hookline as hl
+from hookline.engines.hidden_states import StatesWanted
 from hookline.errors import OptionError
 from hookline.serve.generation import row_batch as batches
-from hookline.serve.generation_request import StatesWanted
 from hookline.serve.serving_engine import Engine
 
 LAYER = "model.layers.0"
@@ -200,44 +199,7 @@ def test_forwards_go_on_while_a_hook_is_flushed(tiny, caplog) -> None:
     assert "Closing hook" in caplog.text
 
 
-# -- compiled ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_compiled_model_is_compiled_for_single_tokens_and_few_times(tiny) -> None:
-    """Not when the engine is made, nor for prompts of any length; hooks are on, and count, in both."""
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    model = copy.deepcopy(tiny[0])
-    engine = Engine(torch.compile(model, backend=backend, dynamic=True), tiny[1], allow=None)
-    assert graphs == []
-    looks = engine.hooks.add({"target_modules": [LAYER], "hook_factory": "hookline.factories:activation_stats"})
-    halves = engine.hooks.add({"target_modules": ["model.layers.1"], "hook_factory": halving})
-    with pytest.raises(OptionError, match="every=2"):
-        engine.hooks.add({"target_modules": [LAYER], "hook_factory": halving, "every": 2})
-    release = held_back(engine)
-    prompts = [tuple(range(9, 9 + length)) for length in (3, 1, 12, 7)]
-    asked = [ask(engine, each, max_tokens=9, states=StatesWanted((LAYER,))) for each in prompts]
-    release()
-    for each in asked:
-        assert each.wait().finished.reason == "length"
-    assert graphs
-    assert len(graphs) <= 3
-    assert looks.fired == halves.fired == engine.counts()["prefill_forwards"] + engine.counts()["decode_forwards"] == 9
-    assert (looks.errors, halves.errors) == (0, 0)
-    engine.close()
-    with tiny[0].model.layers[1].register_forward_hook(halving({})):
-        for prompt, each in zip(prompts, asked, strict=True):
-            assert each.ids == alone(tiny[0], prompt, 9)
-            assert each.finished.states[LAYER].positions == list(range(len(prompt) + 8))
-
-
-def halving(config):
-    def halve(module, inputs, output):
-        return output * 0.5
-
-    return halve
+def test_a_compiled_model_is_refused(tiny) -> None:
+    """Hooks come and go while it is served, and each change would have it compiled again."""
+    with pytest.raises(OptionError, match="is compiled"):
+        Engine(torch.compile(tiny[0], backend="eager"))

@@ -14,7 +14,8 @@ from helpers_serve import (
     states_alone,
 )
 
-from hookline.serve.generation_request import GenerationRequest, StatesWanted
+from hookline.engines.hidden_states import StatesWanted
+from hookline.serve.generation_request import GenerationRequest
 
 pytestmark = [
     pytest.mark.gpu,

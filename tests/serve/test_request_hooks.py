@@ -15,9 +15,10 @@ from helpers_serve import Answer, alone, ask, held_back, small_model
 from torch import nn
 
 import hookline as hl
+from hookline.engines.hidden_states import StatesWanted
 from hookline.errors import EngineBusy, NoMatchError, NotAllowedError, OptionError
 from hookline.factories import ProbeHead
-from hookline.serve.generation_request import GenerationRequest, StatesWanted
+from hookline.serve.generation_request import GenerationRequest
 from hookline.serve.serving_engine import Engine
 
 PROMPTS = ((5, 6, 7, 8, 9, 10, 11), (20, 21), (30, 31, 32, 33))

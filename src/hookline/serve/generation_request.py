@@ -1,4 +1,4 @@
-"""Define requests to a served model and the events that answer them: tokens, hidden states, endings.
+"""Define requests to a served model, the events that answer them, and the counts of an engine.
 
 The HTTP routes, tests and programs make requests, and `Engine` reads them. All values are checked here, except those
 that only the model knows: its length, its vocabulary, the names of its layers.
@@ -12,54 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from hookline.errors import OptionError
 from hookline.messages import short_repr
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from hookline.engines.hidden_states import StatesOfLayer, StatesWanted
     from hookline.factories.request_notes import RequestFlag
 
-__all__ = ["Event", "Finished", "GenerationRequest", "StatesOfLayer", "StatesWanted", "Token"]
+__all__ = ["EngineCount", "Event", "Finished", "GenerationRequest", "Token"]
 
-_STAGES: Final = ("prefill", "decode", "both")
-_SIDES: Final = ("output", "input")
 _MOST_LOGPROBS: Final = 64
 _LONGEST_SEED: Final = 64  # bits
-
-
-@dataclass(frozen=True)
-class StatesWanted:
-    """The hidden states that a request asks for.
-
-    Recipe::
-
-        wanted = hookline.serve.StatesWanted(("model.layers.#",), positions="last")
-        engine.submit(hookline.serve.GenerationRequest("r1", prompt_ids=(5, 6, 7), states=wanted), on_event=print)
-
-    The token that is sampled last goes through no forward, so that an answer of n tokens has the states of n - 1.
-    """
-
-    layers: tuple[str, ...]
-    """Names or globs of modules, of which each has to match: ``*`` crosses dots, ``#`` is one numeric part."""
-    positions: Literal["all", "last"] | tuple[int, ...] = "all"
-    """Positions in the sequence (prompt and answer) from 0; negative ones count from the end of the prompt; ``"last"``
-    is the last token of each forward: that of the prompt, then every token of the answer."""
-    phase: Literal["prefill", "decode", "both"] = "both"
-    """Of the forward over the prompt, of those over the answer, or of both."""
-    of: Literal["output", "input"] = "output"
-    """What the module returns, or what it is called with; the main tensor of it."""
-
-    def __post_init__(self) -> None:
-        put = object.__setattr__  # it is frozen
-        put(self, "layers", _strings("layers", self.layers))
-        if not self.layers:
-            raise OptionError("layers names at least one module, got none; see hookline.find(model).")
-        put(self, "positions", _positions(self.positions))
-        _one_of("phase", self.phase, _STAGES)
-        _one_of("of", self.of, _SIDES)
 
 
 @dataclass(frozen=True)
@@ -143,19 +109,6 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class StatesOfLayer:
-    """Hidden states of one layer, of one request alone; a copy.
-
-    Recipe: ``finished.states["model.layers.0"].values``, of the `Finished` of a request.
-    """
-
-    positions: list[int]
-    """The position in the sequence of each row of ``values``, rising."""
-    values: Tensor
-    """(positions, features), on the CPU, in the layer's own type."""
-
-
-@dataclass(frozen=True, slots=True)
 class Finished:
     """The last event of a request.
 
@@ -192,6 +145,55 @@ class Finished:
 Event: TypeAlias = Token | Finished
 
 
+class EngineCount(StrEnum):
+    """A count of an engine; no member can be made without its help text.
+
+    Recipe: ``engine.counts()[EngineCount.ANSWER_TOKENS]``, or by its name, ``engine.counts()["answer_tokens"]``.
+    """
+
+    help: str
+    """What it counts, in a sentence for ``# HELP``."""
+    grows: bool
+    """Whether it only grows."""
+
+    def __new__(cls, name: str, help: str, grows: bool) -> EngineCount:
+        """Return the member of that name."""
+        made = str.__new__(cls, name)
+        made._value_ = name
+        made.help = help
+        made.grows = grows
+        return made
+
+    REQUESTS_ACCEPTED = "requests_accepted", "Sequences that were taken into the queue", True
+    REQUESTS_REFUSED = "requests_refused", "Sequences that were refused with 429 because too many waited", True
+    REQUESTS_STOP = "requests_stop", "Sequences that ended at an end-of-text token or a stop text", True
+    REQUESTS_LENGTH = "requests_length", "Sequences that ended because they had max_tokens tokens", True
+    REQUESTS_CANCELLED = "requests_cancelled", "Sequences that were cancelled, as by a client that went away", True
+    REQUESTS_ERROR = "requests_error", "Sequences that ended with an error", True
+    REQUESTS_WAITING = "requests_waiting", "Sequences that wait for their turn now", False
+    REQUESTS_RUNNING = "requests_running", "Sequences in the running batch now", False
+    PROMPT_TOKENS = "prompt_tokens", "Tokens of the prompts of requests that were run", True
+    NOT_COMPUTED = (
+        "not_computed",
+        "Tokens of prompts that the engine took from its prefix cache, so that no hook saw them",
+        True,
+    )
+    ANSWER_TOKENS = "answer_tokens", "Tokens that were sampled", True
+    PREFILL_FORWARDS = "prefill_forwards", "Forwards of the model over prompts", True
+    DECODE_FORWARDS = "decode_forwards", "Forwards of the model over one token of each answer", True
+    FORWARD_SECONDS = "forward_seconds", "Seconds that the engine spent in forwards of the model", True
+    CAPTURED_BYTES = "captured_bytes", "Bytes of hidden states that were gathered for requests", True
+    CAPTURED_BYTES_RESERVED = (
+        "captured_bytes_reserved",
+        "Bytes of hidden states that running requests may still want",
+        False,
+    )
+    CAPTURED_BYTES_LIMIT = "captured_bytes_limit", "The most bytes of hidden states that may be reserved", False
+    HOOKS = "hooks", "Hooks that are attached now", False
+    STEPS = "steps", "Steps of the engine, each a forward over one batch", True
+    EAGER_STEPS = "eager_steps", "Steps that ran eagerly, so that hooks fired", True
+
+
 # -- checks --------------------------------------------------------------------------------------------------
 
 
@@ -208,14 +210,6 @@ def _specs(value: Any) -> tuple[Mapping[str, Any], ...]:
     return tuple(value)
 
 
-def _positions(value: Any) -> Any:
-    if value in ("all", "last"):
-        return value
-    if isinstance(value, str) or not isinstance(value, list | tuple | range) or not value:
-        raise OptionError(f"positions is 'all', 'last' or a list of whole numbers, got {value!r}.")
-    return tuple(_whole("positions", each) for each in value)
-
-
 def _whole(name: str, value: Any, least: int | None = None) -> int:
     if type(value) is not int or (least is not None and value < least):
         raise OptionError(
@@ -227,8 +221,3 @@ def _whole(name: str, value: Any, least: int | None = None) -> int:
 def _number(name: str, value: Any, fits: Any, which: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not fits(value):
         raise OptionError(f"{name} is a number {which}, got {value!r}.")
-
-
-def _one_of(name: str, value: Any, names: tuple[str, ...]) -> None:
-    if value not in names:
-        raise OptionError(f"{name} is one of {', '.join(map(repr, names))}; got {value!r}.")

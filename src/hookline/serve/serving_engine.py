@@ -18,20 +18,22 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hookline.engines.hidden_states import RequestStates, StateSource, StatesWanted
+from hookline.engines.session import Session
 from hookline.errors import EngineBusy, EngineClosed, OptionError
-from hookline.serve.engine_counts import EngineCount
+from hookline.messages import nearest_names
 from hookline.serve.generation.engine_loop import EngineLoop
-from hookline.serve.generation.hidden_states import Gatherer
 from hookline.serve.generation.model_probe import end_tokens, longest_sequence, probe_model
 from hookline.serve.generation.request_row import RequestRow, Ticket
-from hookline.serve.generation.request_validator import RequestValidator, check_settings
 from hookline.serve.generation.row_batch import BatchForward
-from hookline.serve.generation_request import Event, GenerationRequest
-from hookline.serve.live_hooks import LiveHooks
-from hookline.serve.request_hook_maker import RequestHookMaker
+from hookline.serve.generation_request import EngineCount, Event, GenerationRequest
+from hookline.sites import _torch
+from hookline.sites.targets import check_model, select
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from hookline.engines.live_hooks import LiveHooks
 
 __all__ = ["Engine", "Ticket"]
 
@@ -63,10 +65,8 @@ class Engine:
     Args:
         model: A causal language model of ``transformers``, in eval mode, on the device that is to run it. When the
             engine is made, the model is run a few times on a few tokens, which its hooks do not see: to learn which
-            modules have hidden states, and that padding does not change its answers. Of a compiled model, compiled code
-            runs the tokens of answers, and prompts are run as they are; it is compiled three times (for the first
-            answer, for any length, for more than one row) and again when hooks come, or states are asked for, where
-            none were. Requests wait meanwhile; after eight times, torch runs as it is what it has no code for.
+            modules have hidden states, and that padding does not change its answers. It is not to be compiled: hooks
+            come and go.
         tokenizer: Turns answers into text; without one, tokens have none, and there are no stop texts.
         max_batch: So many requests run at once.
         max_waiting: So many more may wait; then `EngineBusy`.
@@ -91,25 +91,25 @@ class Engine:
         allow: Iterable[str] | None = ("hookline.factories",),
         on_error: str = "disable",
     ) -> None:
-        check_settings(model, on_error, max_batch=max_batch, max_waiting=max_waiting, captured_bytes=captured_bytes)
+        _check_settings(model, on_error, max_batch=max_batch, max_waiting=max_waiting, captured_bytes=captured_bytes)
         self.model = model
         self.tokenizer = tokenizer
         self.max_sequence = longest_sequence(model, max_sequence)
-        self._forward = BatchForward(model)
-        shapes = probe_model(self._forward, batches=max_batch > 1)
-        self.widths = {source.name: shape.features for source, shape in shapes.items() if source.of == "output"}
+        self._forward = BatchForward(model, Session(model))
+        self._shapes = probe_model(self._forward, batches=max_batch > 1)
+        self.widths = {source.module: shape.features for source, shape in self._shapes.items() if source.of == "output"}
         """How many numbers the output of each module has for a token; without modules that have no row for each."""
-        self._validator = RequestValidator(
+        self._session = self._forward.session = Session(
             model,
-            shapes,
-            max_sequence=self.max_sequence,
-            vocabulary=self._forward.vocabulary,
-            captured_bytes=captured_bytes,
-            has_text=tokenizer is not None,
+            self.between,
+            allow=allow,
+            on_error=on_error,
+            widths=self.widths,
+            outputs=self.widths,
+            inputs=frozenset(source.module for source in self._shapes if source.of == "input"),
         )
         self._forward.end_probe()
-        self._gatherer = self._forward.gatherer = Gatherer(model, self._forward.device)
-        self._loop = EngineLoop(self._forward, self._gatherer, max_batch=max_batch)
+        self._loop = EngineLoop(self._forward, max_batch=max_batch)
         self._eos = end_tokens(model, tokenizer)
         self._max_waiting = max_waiting
         self._captured_bytes = captured_bytes
@@ -125,16 +125,11 @@ class Engine:
         self._is_closing = False
         self._is_over = False
         self._deadline = float("inf")
-        self.hooks = LiveHooks(model, self.between, allow=allow, on_error=on_error, widths=self.widths)
-        self._request_hooks = LiveHooks(model, self.between, allow=None, widths=self.widths)
-        """Those of single requests, which nobody else is shown."""
-        self._hook_maker = RequestHookMaker(
-            model,
-            self._request_hooks,
-            self.widths,
-            frozenset(source.name for source in shapes if source.of == "input"),
-            is_compiled=self._forward.is_compiled,
-        )
+
+    @property
+    def hooks(self) -> LiveHooks:
+        """Return the hooks of the engine, to add to and take from."""
+        return self._session.live
 
     # -- from any thread -------------------------------------------------------------------------------------
 
@@ -188,15 +183,13 @@ class Engine:
         Patterns of layers and hooks are matched once. With `hold`, the hidden states count as captured until
         `Ticket.release`, because the client still has them; otherwise until the last request has ended.
         """
-        options = {"tokenizer": self.tokenizer, "eos": self._eos}
-        rows = [
-            RequestRow(request, listener, states=states, **options)
-            for request, listener, states in zip(requests, listeners, self._validator.check(requests), strict=True)
-        ]
+        rows = self._rows(requests, listeners)
         ticket = Ticket(rows, self._wake, hold=hold)
         try:
             for row in rows:
-                row.hooks = self._hook_maker.prepare(row.request.id, row.request.hooks, allow, answers=len(rows))
+                if row.request.hooks:
+                    prepare = self._session.of_requests.prepare
+                    row.hooks = prepare(row.request.id, row.request.hooks, allow, answers=len(rows))
             self._accept(rows)
         except BaseException:
             for row in rows:
@@ -204,6 +197,70 @@ class Engine:
                     row.hooks.close()
             raise
         return ticket
+
+    def _rows(
+        self, requests: Sequence[GenerationRequest], listeners: Sequence[Callable[[Event], None]]
+    ) -> list[RequestRow]:
+        """Return a row for each request, checked against the model before any of them touches it."""
+        for request in requests:
+            self._check_tokens(request)
+        wanted = {request.states for request in requests} - {None}  # matched once, however many answers there are
+        sources = {each: self._sources(each) for each in wanted if each is not None}
+        rows = []
+        for request, listener in zip(requests, listeners, strict=True):
+            states, most = None, 0
+            if request.states is not None:
+                found = sources[request.states]
+                most = self._most_bytes(request, found)
+                prompt = len(request.prompt_ids)
+                states = RequestStates(request.id, request.states, prompt, found, most, self._shapes)
+            options: Any = {"tokenizer": self.tokenizer, "eos": self._eos, "states": states, "most_bytes": most}
+            rows.append(RequestRow(request, listener, **options))
+        nbytes = sum(row.most_bytes for row in rows)
+        if nbytes > self._captured_bytes:
+            raise OptionError(
+                f"Its hidden states can come to {nbytes:,} bytes, and all requests together may have "
+                f"{self._captured_bytes:,}; ask for fewer layers, positions, tokens or answers."
+            )
+        return rows
+
+    def _check_tokens(self, request: GenerationRequest) -> None:
+        prompt, answer, most = len(request.prompt_ids), request.max_tokens, self.max_sequence
+        if most is not None and prompt + answer > most:
+            raise OptionError(
+                f"The prompt has {prompt} tokens and the answer may have {answer}, together {prompt + answer}; this "
+                f"model takes {most}."
+            )
+        size = self._forward.vocabulary
+        strange = next((token for token in request.prompt_ids if not 0 <= token < size), None)
+        if strange is not None:  # on a GPU, an index that is out of bounds ends the process
+            raise OptionError(f"Token {strange} is not in the model's vocabulary, which goes from 0 to {size - 1}.")
+        if request.stop and self.tokenizer is None:
+            raise OptionError("stop needs text, and this engine has no tokenizer; leave stop out.")
+
+    def _sources(self, wanted: StatesWanted) -> list[StateSource]:
+        """Return the sources that a request asks for, each once; raise if there is none for a name."""
+        found: dict[StateSource, None] = {}
+        for layer in dict.fromkeys(wanted.layers):
+            named = [StateSource(name, wanted.of) for name, _ in select(self.model, layer)]
+            known = [source for source in named if source in self._shapes]  # a glob over everything has containers too
+            if not known:
+                there = [source.module for source in self._shapes if source.of == wanted.of and source.module]
+                raise OptionError(
+                    f"{layer!r} has no {wanted.of} with a row for each token in a forward of this model; nearest that "
+                    f"has: {', '.join(map(repr, nearest_names(layer, there)))}."
+                )
+            found |= dict.fromkeys(known)
+        return list(found)
+
+    def _most_bytes(self, request: GenerationRequest, sources: Sequence[StateSource]) -> int:
+        """Return the bytes that the states of a request can come to; raise for positions that are never run."""
+        assert request.states is not None
+        prompt = len(request.prompt_ids)
+        end = prompt + max(request.max_tokens, 1) - 1  # the last token of an answer is run by no forward
+        request.states.check(prompt, end - 1)
+        count = len(request.states.places(0, end, prompt))
+        return sum(count * self._shapes[source].nbytes for source in sources)
 
     def _accept(self, rows: Sequence[RequestRow]) -> None:
         with self._changed:
@@ -287,7 +344,7 @@ class Engine:
             EngineCount.PREFILL_FORWARDS: forward.counts["prefill_forwards"],
             EngineCount.DECODE_FORWARDS: forward.counts["decode_forwards"],
             EngineCount.FORWARD_SECONDS: forward.seconds,
-            EngineCount.CAPTURED_BYTES: self._gatherer.gathered,
+            EngineCount.CAPTURED_BYTES: self._session.states.gathered,
             EngineCount.CAPTURED_BYTES_RESERVED: self._reserved(),
             EngineCount.CAPTURED_BYTES_LIMIT: self._captured_bytes,
             EngineCount.HOOKS: len(self.hooks.list()),
@@ -386,9 +443,23 @@ class Engine:
             self._acts.clear()
         for act, future in acts:
             _do(act, future)
-        self.hooks.close()
-        self._request_hooks.close()
+        self._session.close()
         atexit.unregister(self._close_at_exit)
+
+
+def _check_settings(model: nn.Module, on_error: str, **limits: int) -> None:
+    """Raise for a model that cannot be served as it is, and for settings of an engine that mean nothing."""
+    check_model(model)
+    if model.training:
+        raise OptionError("The model is in training mode, where dropout changes its answers; call model.eval().")
+    if any(_torch.is_compiled(each) or _torch.is_compiled_function(each.forward) for each in model.modules()):
+        raise OptionError("The model is compiled, and hooks come and go while it is served; give the model itself.")
+    if on_error not in ("disable", "warn", "raise"):
+        raise OptionError(f"on_error is 'disable', 'warn' or 'raise', got {on_error!r}.")
+    for name, value in limits.items():
+        least = 1 if name == "max_batch" else 0
+        if type(value) is not int or value < least:
+            raise OptionError(f"{name} is a whole number from {least} on, got {value!r}.")
 
 
 def _do(act: Callable[[], T], future: Future[T]) -> None:

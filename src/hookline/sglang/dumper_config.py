@@ -1,28 +1,86 @@
 """Read the settings of the general dumper: from keywords, ``key=value`` pairs, or environment variables ``DUMPER_*``.
 
-`Dumper` keeps a `DumperConfig` and replaces it in ``configure``. The sentences of the errors are SGLang's.
+`Dumper` keeps a `DumperConfig` and replaces it in ``configure``. Its setting ``filter`` is a `FilterExpression` over
+the tags of a dump, such as ``layer_id in (0, 3) and search('mlp', name)``. The sentences of the errors are SGLang's.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import os
+import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
 from hookline.errors import OptionError
 from hookline.messages import did_you_mean
-from hookline.sglang.filter_expression import FilterExpression
 
-__all__ = ["PREFIX", "DumperConfig"]
+__all__ = ["PREFIX", "DumperConfig", "FilterExpression"]
 
 PREFIX: Final = "DUMPER_"
 """What the environment variables begin with."""
 _MODES: Final = ("core", "all", "off")
 _TYPES: Final = {"bool": bool, "str": str, "str | None": str}
+
+
+_NODES: Final = (
+    *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.BoolOp, ast.boolop, ast.Compare, ast.cmpop, ast.UnaryOp),
+    *(ast.Not, ast.USub, ast.BinOp, ast.Add, ast.Sub, ast.Mod, ast.FloorDiv, ast.Tuple, ast.List, ast.Set, ast.Call),
+)
+"""What an expression may be made of: nothing that reaches into an object, or runs for long."""
+_FUNCTIONS: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "search": lambda pattern, text: re.search(pattern, "" if text is None else str(text)) is not None,
+    "match": lambda pattern, text: re.match(pattern, "" if text is None else str(text)) is not None,
+}
+
+
+class _Names(dict[str, Any]):
+    """Tags and functions by name; a tag that is not there is None."""
+
+    def __missing__(self, name: str) -> Any:
+        return _FUNCTIONS.get(name)
+
+
+class FilterExpression:
+    """A filter over tags; a name that no tag has is None.
+
+    >>> FilterExpression("layer_id is not None and layer_id % 2 == 0")({"layer_id": 4})
+    True
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        try:
+            tree = ast.parse(text.strip(), mode="eval")
+        except SyntaxError as error:
+            raise OptionError(f"The filter {text!r} is no expression: {error.msg}.") from error
+        for node in ast.walk(tree):
+            if not isinstance(node, _NODES) or (isinstance(node, ast.Call) and not _is_known(node)):
+                shown = ast.unparse(node) if isinstance(node, ast.expr) else type(node).__name__
+                raise OptionError(
+                    f"The filter {text!r} has {shown!r}; it takes names, constants, comparisons, and, or, not, + - % "
+                    "//, lists, and search(pattern, name), match(pattern, name)."
+                )
+        self._code = compile(tree, "<filter>", "eval")
+
+    def __call__(self, tags: Mapping[str, Any]) -> bool:
+        """Return whether a dump with these tags is wanted."""
+        try:
+            return bool(eval(self._code, {"__builtins__": {}}, _Names(tags)))
+        except TypeError as error:  # layer_id > 3, where there is no layer
+            raise OptionError(
+                f"The filter {self.text!r} cannot be asked of {dict(tags)}: {error}. A tag that is not there is None; "
+                "write 'layer_id is not None and …'."
+            ) from error
+
+
+def _is_known(call: ast.Call) -> bool:
+    is_named = isinstance(call.func, ast.Name) and call.func.id in _FUNCTIONS
+    return is_named and len(call.args) == 2 and not call.keywords
 
 
 @dataclass(frozen=True, slots=True)

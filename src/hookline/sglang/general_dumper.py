@@ -1,35 +1,41 @@
 """Dump tensors by name and tags, from anywhere in a model's code: SGLang's general dumper, `dumper`.
 
 Users call ``dumper.dump("q", q, dims="b s h")``; `non_intrusive` calls it from hooks. It filters by tags, numbers the
-dumps, and writes files (``dump_files``) or hands them to ``capture_output``.
+dumps, and writes files or hands them to ``capture_output``. A file is
+``DIR/EXPERIMENT/step=0___rank=0___dump_index=1___name=x.pt`` and holds ``{"value", "meta"}``; read it with
+``torch.load(path, weights_only=True)``.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import random
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final, TypeVar
+from urllib.parse import quote
 
+import torch
 from torch import Tensor, nn
 
-from hookline.distributed.ranks import rank_count, this_rank
+from hookline.distributed.ranks import gather_objects, rank_count, this_rank
 from hookline.errors import OptionError, ScopeError
+from hookline.files import replace_file
 from hookline.messages import type_name
-from hookline.sglang.dump_files import DumpFiles, file_name, host_copy
-from hookline.sglang.dumper_config import DumperConfig
-from hookline.sglang.filter_expression import FilterExpression
-from hookline.sglang.layer_ids import layer_running
-from hookline.sglang.non_intrusive import attach_dump_hooks
+from hookline.sglang.dumper_config import DumperConfig, FilterExpression
+from hookline.sglang.non_intrusive import attach_dump_hooks, layer_running
 from hookline.sites import _torch
 from hookline.sites.handle import HandleSet
 from hookline.sites.tensors import attach_tensor
 from hookline.sites.wrappers import clean_modules
 from hookline.tree import leaves
 
-__all__ = ["Dumper", "dumper"]
+__all__ = ["Dumper", "dumper", "host_copy"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +62,7 @@ class Dumper:
         self._filter: FilterExpression | None = None
         self._tags = threading.local()
         self._lock = threading.Lock()
-        self._files = DumpFiles()
+        self._files = _DumpFiles()
         self._captured: dict[str, dict[str, Any]] | None = None
         self._step = 0
         self._index = 0
@@ -84,7 +90,7 @@ class Dumper:
     def _set(self, config: DumperConfig) -> None:
         old = self._config
         if old is not None and (old.dir, old.exp_name) != (config.dir, config.exp_name):
-            self._files = DumpFiles()
+            self._files = _DumpFiles()
         self._filter = None if config.filter is None else FilterExpression(config.filter)
         self._config = config
 
@@ -92,7 +98,7 @@ class Dumper:
         """Begin again: step 0, index 0, no tags of this thread, another folder; the settings stay."""
         self._step = self._index = 0
         self._tags.values = {}
-        self._files = DumpFiles()
+        self._files = _DumpFiles()
 
     def get_state(self) -> dict[str, Any]:
         """Return settings, step and index as plain values."""
@@ -253,7 +259,7 @@ class Dumper:
         if save and config.enable_output_file:
             # The status is in the name of a file only where it says something.
             named = {k: v for k, v in tags.items() if v is not None and (k, v) != ("recompute_status", "disabled")}
-            file = file_name({**heads, **named})
+            file = _file_name({**heads, **named})
             path = self._files.write(config.dir, config.exp_name, config.cleanup_previous, file, content)
         if config.enable_output_console:
             logger.info("dump %s step=%d rank=%d %s -> %s", name, step, heads["rank"], _shape(made), path)
@@ -307,6 +313,71 @@ def _plain(value: Any) -> Any:
 
 def _shape(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type_name(value)
+
+
+# -- files -----------------------------------------------------------------------------------------------------
+
+_LONGEST: Final = 240
+"""Most file systems take 255 bytes."""
+
+
+class _DumpFiles:
+    """The folder of one experiment, decided at its first file."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+
+    def write(self, root: str, experiment: str | None, clear: bool, name: str, content: dict[str, Any]) -> Path | None:
+        """Write one file and return it; None if that failed, which is logged and ends nothing."""
+        if self.folder is None:
+            self.folder = _folder(Path(root), experiment, clear)
+        path = self.folder / name
+        try:
+            replace_file(path, lambda draft: torch.save(content, draft))
+        except Exception as error:  # a value that cannot be pickled, a full disk: the run is not to end by its dump
+            logger.warning("could not write %s: %r", path, error)
+            return None
+        return path
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Return a copy on the host: what the model writes into the tensor later does not show, and a view is no more than
+    its own numbers. Of a distributed tensor, copy the part of this rank.
+    """
+    own = tensor.detach()
+    own = own.to_local() if hasattr(own, "to_local") else own
+    copied = own.to("cpu", copy=True)
+    return copied.contiguous() if copied.layout is torch.strided else copied
+
+
+def _file_name(tags: Mapping[str, Any]) -> str:
+    """Return the name of a file with these tags; letters that no file may have are written as %2F and the like."""
+    text = "___".join(f"{key}={quote(str(value), safe=' ,[]()')}" for key, value in tags.items())
+    return f"{text[:_LONGEST]}.pt"
+
+
+def _folder(root: Path, experiment: str | None, clear: bool) -> Path:
+    """Return the folder of the experiment, the same on all ranks; with ``clear``, delete what earlier dumps left."""
+    if experiment is None:
+        now = datetime.now(UTC)
+        # random.Random(): the run's own random numbers stay as they are.
+        drawn = random.Random().randrange(1000)
+        mine = f"dump_{now.strftime('%Y%m%d_%H%M%S')}_{now.microsecond // 1000:03d}{drawn:03d}"
+        experiment = gather_objects(mine, what="name of a dump")[0]
+    folder = root / experiment
+    if clear:
+        if this_rank() == 0:
+            for old in {folder, *root.glob("dump_*")}:
+                if _is_dump(old):
+                    shutil.rmtree(old)
+        gather_objects(None, what="clearing earlier dumps")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _is_dump(folder: Path) -> bool:
+    """Return whether a folder has nothing but dumps in it: what somebody else put there is not ours to delete."""
+    return folder.is_dir() and all(path.name.startswith("step=") for path in folder.iterdir())
 
 
 dumper: Final = Dumper()

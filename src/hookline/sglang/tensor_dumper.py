@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hookline.errors import NoMatchError, OptionError
 from hookline.files import replace_file
 from hookline.messages import nearest_names
-from hookline.sglang.dump_files import host_copy
+from hookline.sglang.general_dumper import host_copy
 from hookline.sites import _torch
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet

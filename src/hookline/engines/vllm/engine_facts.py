@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from hookline.engines.hooks_in_worker import probe_action
+from hookline.engines.engine_modules import probe_action
 from hookline.errors import OptionError
 
-__all__ = ["TESTED_VERSIONS", "EngineFacts", "Way", "check_stop", "choose_way", "hidden_size_of", "way_words"]
+__all__ = ["TESTED_VERSIONS", "EngineFacts", "Way", "check_stop", "choose_way", "hidden_size_of"]
 
-Way = Literal["eager", "on_demand", "in_graph"]
-"""How a hook fires: the model runs eagerly anyway; each step with hooks is run eagerly; it is in the compiled code."""
+Way = Literal["eager", "on_demand"]
+"""How a hook fires: the model runs eagerly anyway; each step with hooks is run eagerly."""
 
 TESTED_VERSIONS: Final = ("0.32.0",)
 """Versions of vLLM that `make test-vllm` has run."""
@@ -66,6 +66,11 @@ class EngineFacts:
             has_random_ids=os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") in ("", "0"),
         )
 
+    def to_plain(self) -> dict[str, Any]:
+        """Return the facts as ``hookline_describe`` shows them."""
+        names = ("rank", "tp_rank", "tp_size", "pp_rank", "pp_size", "version", "runner", "graphs", "notes")
+        return {**{name: getattr(self, name) for name in names}, "compiled": self.is_compiled}
+
     @property
     def notes(self) -> list[str]:
         """Return what a user should know before trusting hooks in this engine."""
@@ -82,17 +87,9 @@ class EngineFacts:
         return found
 
 
-def choose_way(facts: EngineFacts, *, before_compiling: bool) -> Way:
-    """Return how a hook fires; raise where no way is left.
-
-    Args:
-        facts: The engine.
-        before_compiling: Whether the hook comes before the engine compiles the model, and is to be in that code.
-    """
-    # A replayed CUDA graph calls no Python: a hook in it would be silent, and nobody would be told.
-    if before_compiling and facts.is_compiled and facts.graphs == "none":
-        return "in_graph"
-    if facts.graphs == "full":
+def choose_way(facts: EngineFacts) -> Way:
+    """Return how hooks fire; raise where no way is left."""
+    if facts.graphs == "full":  # a replayed CUDA graph calls no Python: a hook would be silent, and nobody be told
         raise OptionError(
             "This engine replays whole forwards as CUDA graphs, where no module is called and no hook can fire. Start "
             """it with --enforce-eager, or with --compilation-config '{"cudagraph_mode": "PIECEWISE"}'."""
@@ -113,16 +110,6 @@ def hidden_size_of(worker: Any) -> int | None:
     """Return how many numbers the model keeps for each token between its layers; None where vLLM does not say."""
     found = getattr(getattr(worker.vllm_config, "model_config", None), "get_hidden_size", None)
     return int(found()) if callable(found) else None
-
-
-def way_words(ways: Sequence[Way]) -> str:
-    """Return a sentence on how these hooks fire, for the log."""
-    words = {
-        "eager": "the engine runs eagerly, and hooks fire in every step",
-        "on_demand": "the engine is compiled, and every step runs eagerly while hooks are on",
-        "in_graph": "hooks are in the compiled code, and can be switched off but not removed",
-    }
-    return "; ".join(words[way] for way in dict.fromkeys(ways))
 
 
 def _why_no_stop(worker: Any, pp_size: int) -> str | None:

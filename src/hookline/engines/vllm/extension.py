@@ -1,20 +1,25 @@
 """Offer hooks as methods of vLLM's workers: ``--worker-extension-cls hookline.engines.vllm.extension.HookExtension``.
 
 vLLM imports this module in each worker when it is named so, and calls the methods by ``collective_rpc``. `VllmHooks`
-and the endpoint plugin call them for users. All of them take and return plain data, and return errors instead of
-raising them: of an exception in a worker only its text arrives.
+and the HTTP routes call them for users. All of them take and return plain data, and return errors instead of raising
+them: of an exception in a worker only its text arrives.
+
+An engine takes one extension class. ``hookline.engines.vllm.extension.package/module/Other`` is a class with the
+methods of both: the part behind this module is the path of the other class, with slashes.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from hookline.engines.vllm.start_options import StartOptions
-from hookline.errors import Hint, HooklineError, OptionError
+from hookline.errors import OptionError
 
 __all__ = ["HookExtension", "watch_loading"]
 
@@ -54,32 +59,30 @@ class HookExtension:
         return _answer(self, lambda hooks: {"hooks": hooks.list()})
 
     def hookline_remove(self, id: str) -> dict[str, Any]:
-        """Remove a hook and return it; one in the compiled code is switched off."""
+        """Remove a hook and return it."""
 
         def remove(hooks: Any) -> dict[str, Any]:
             shown = next((each for each in hooks.list() if each["id"] == id), None)
-            hooks.remove(id)
+            hooks.session.live.remove(id)
             return {"hook": shown}
 
         return _answer(self, remove)
 
     def hookline_metrics(self) -> dict[str, Any]:
         """Return the metrics of each hook by its id."""
-        return _answer(self, lambda hooks: {"metrics": hooks.metrics()})
+        return _answer(self, lambda hooks: {"metrics": hooks.session.live.metrics()})
 
-    def hookline_take_states(self, key: str) -> dict[str, Any]:
-        """Return what a request asked for, by its key or the id that the client gave; forget it."""
-        flags = self.hookline_take_flags(key)  # told beside an error too: another pipeline stage may have the rest
-        return {**flags, **_answer(self, lambda hooks: hooks.take(key))}
+    def hookline_take(self, key: str) -> dict[str, Any]:
+        """Return what the requests under a key, or the one that the client gave an id, asked for; forget it."""
+        return _answer(self, lambda hooks: {"answers": hooks.results.take(key)})
 
-    def hookline_drop_states(self, key: str | Sequence[str]) -> dict[str, Any]:
-        """Forget what a request asked for, or several by their keys; they may be running."""
-        keys = [key] if isinstance(key, str) else list(key)
-        return _answer(self, lambda hooks: {"dropped": sum(map(hooks.drop, keys)) > 0})
+    def hookline_drop(self, key: str) -> dict[str, Any]:
+        """Forget what the requests under a key asked for; they may be running."""
+        return _answer(self, lambda hooks: {"dropped": hooks.results.drop(key)})
 
-    def hookline_take_flags(self, key: str) -> dict[str, Any]:
-        """Return what probes flagged in a request, by its key or the id that the client gave; forget it."""
-        return _answer(self, lambda hooks: {"flags": hooks.take_flags(key)})
+    def hookline_take_flags(self, name: str) -> dict[str, Any]:
+        """Return what probes flagged in a request, by the id that the client gave; forget it."""
+        return _answer(self, lambda hooks: {"flags": hooks.results.take_flags(name)})
 
 
 def _answer(worker: Any, act: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
@@ -88,18 +91,10 @@ def _answer(worker: Any, act: Callable[[Any], dict[str, Any]]) -> dict[str, Any]
     try:
         return {"rank": rank, **act(_hooks_of(worker))}
     except Exception as error:
+        from hookline.engines.request_results import error_to_plain
+
         logger.info("a call of hookline failed", exc_info=error)
-        return {"rank": rank, "error": {"type": type(error).__name__, "message": _text(error)}}
-
-
-def _text(error: Exception) -> str:
-    """Return the message of an error; of a KeyError, without the quotes that Python adds.
-
-    Hints are for the process that has the model: who asked the worker has neither ``hookline.find`` nor ``/modules``.
-    """
-    if isinstance(error, HooklineError):
-        return error.text(dict.fromkeys(Hint, ""))
-    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+        return {"rank": rank, "error": error_to_plain(error)}
 
 
 def _hooks_of(worker: Any) -> Any:
@@ -147,9 +142,7 @@ def watch_loading() -> None:
 
 
 def _start(worker: Any) -> None:
-    """Attach the hooks that the engine was started with: now, or when it has warmed up."""
-    from hookline.engines.vllm.engine_facts import choose_way
-    from hookline.engines.vllm.worker_hooks import keep_compiled_code_fresh
+    """Attach the hooks that the engine was started with when it has warmed up: those numbers are no one's."""
     from hookline.runs.documents import specs_of_file
 
     try:
@@ -159,27 +152,16 @@ def _start(worker: Any) -> None:
             raise
         logger.error("%s", error)  # the engine lives on, and every call of hookline is answered with this
         return
-    options = hooks.options
-    specs = [] if options.hooks is None else specs_of_file(options.hooks)
-    way = choose_way(hooks.facts, before_compiling=options.in_graph) if specs else "eager"
-    if options.in_graph and way == "on_demand":
-        logger.warning(
-            "in_graph is left out: no hook fires in the CUDA graphs that this engine replays; hooks fire on demand"
-        )
-    if way == "in_graph":
-        keep_compiled_code_fresh()
-        hooks.add_in_graph(specs)
-        specs = []
-    warm_up = worker.compile_or_warm_up_model
+    file = hooks.options.hooks
+    specs = [] if file is None else specs_of_file(file)
+    warm_up, shutdown = worker.compile_or_warm_up_model, worker.shutdown
 
     @functools.wraps(warm_up)
     def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
         result = warm_up(*args, **kwargs)
-        hooks.add_deferred(specs)
+        if specs:
+            hooks.add(specs, strict=False, origin="start")
         return result
-
-    worker.compile_or_warm_up_model = compile_or_warm_up_model
-    shutdown = worker.shutdown
 
     @functools.wraps(shutdown)
     def shutdown_after_hooks(*args: Any, **kwargs: Any) -> Any:
@@ -189,7 +171,30 @@ def _start(worker: Any) -> None:
             logger.exception("hooks could not be closed")
         return shutdown(*args, **kwargs)
 
+    worker.compile_or_warm_up_model = compile_or_warm_up_model
     worker.shutdown = shutdown_after_hooks
+
+
+# -- beside another extension ------------------------------------------------------------------------------------
+
+
+def __getattr__(name: str) -> Any:
+    if "/" not in name:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _combined(name.replace("/", "."))
+
+
+@lru_cache
+def _combined(path: str) -> type:
+    """Return the class that has the methods of both; raise if a name is in both."""
+    module, _, name = path.rpartition(".")
+    other = getattr(importlib.import_module(module), name)
+    if issubclass(other, HookExtension):
+        return other  # type: ignore[no-any-return]
+    twice = sorted(each for each in vars(HookExtension) if not each.startswith("__") and hasattr(other, each))
+    if twice:
+        raise OptionError(f"{path} and HookExtension both have {', '.join(twice)}, so that they cannot be combined.")
+    return type(f"Hooked{name}", (HookExtension, other), {})
 
 
 watch_loading()

@@ -1,12 +1,15 @@
-"""Read what an engine was started with: which hooks, and in which way they fire.
+"""Read what an engine was started with, and add hookline to engines that somebody else starts.
 
-`HookExtension` and the plugin read `StartOptions` in each worker; users write them with `engine_options`, as
-``--additional-config``, or in the environment.
+`HookExtension` reads `StartOptions` in each worker; users write them with `engine_options`, as ``--additional-config``,
+or in the environment. `register` is an entry point of ``vllm.general_plugins``: vLLM calls it in each of its processes,
+and without ``HOOKLINE_VLLM=1`` or ``HOOKLINE_VLLM_HOOKS=FILE`` in the environment it does nothing. Imports no torch.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,13 +18,13 @@ from typing import Any, Final
 from hookline.errors import OptionError
 from hookline.messages import suggest
 
-__all__ = ["EXTENSION", "HOOKS_VARIABLE", "ON_VARIABLE", "StartOptions", "combined_path", "engine_options"]
+__all__ = ["EXTENSION", "StartOptions", "combined_path", "engine_options", "register", "with_hooks"]
 
 EXTENSION: Final = "hookline.engines.vllm.extension.HookExtension"
 """What ``--worker-extension-cls`` takes."""
-HOOKS_VARIABLE: Final = "HOOKLINE_VLLM_HOOKS"
+_HOOKS: Final = "HOOKLINE_VLLM_HOOKS"
 """A file of hooks; the plugin adds the extension to every engine of the process."""
-ON_VARIABLE: Final = "HOOKLINE_VLLM"
+_ON: Final = "HOOKLINE_VLLM"
 """Set to 1, the plugin adds the extension without hooks."""
 _KEY: Final = "hookline"
 
@@ -32,8 +35,6 @@ class StartOptions:
 
     hooks: str | None = None
     """A file of hooks."""
-    in_graph: bool = False
-    """Attach them before the engine compiles the model, so that they become part of the compiled code."""
     captured_bytes: int = 1 << 30
     """How much hidden states of requests may take in each worker."""
     allow: tuple[str, ...] | None = None
@@ -44,9 +45,8 @@ class StartOptions:
     export_dir: str | None = None
     """The folder for files of hooks that come over HTTP; without it such hooks get no files."""
     protect: str = "hooks"
-    """Which routes need the token: ``"hooks"`` or ``"everything"``."""
-    max_body: int = 64 << 20
-    """The largest body over HTTP in bytes; more than that of ``hookline serve``, as vLLM takes pictures as text."""
+    """Which of hookline's paths need the token: ``"hooks"``, those that change hooks, or ``"everything"``. Those of
+    vLLM are protected by its own ``--api-key``."""
 
     def __post_init__(self) -> None:
         if self.hooks is not None and (not isinstance(self.hooks, str) or not self.hooks):
@@ -59,10 +59,6 @@ class StartOptions:
                 object.__setattr__(self, name, tuple(given))
         if self.protect not in ("hooks", "everything"):
             raise OptionError(f"protect is 'hooks' or 'everything', got {self.protect!r}.")
-        if type(self.max_body) is not int or self.max_body < 1024:
-            raise OptionError(f"max_body is a whole number from 1024 on, got {self.max_body!r}.")
-        if not isinstance(self.in_graph, bool):
-            raise OptionError(f"in_graph is true or false, got {self.in_graph!r}.")
         if type(self.captured_bytes) is not int or self.captured_bytes < 0:
             raise OptionError(f"captured_bytes is a whole number from 0 on, got {self.captured_bytes!r}.")
 
@@ -84,7 +80,7 @@ class StartOptions:
                     f"It takes {', '.join(known)}."
                 )
         found = {key: value for key, value in given.items() if value is not None}
-        from_environment = (os.environ if environment is None else environment).get(HOOKS_VARIABLE)
+        from_environment = (os.environ if environment is None else environment).get(_HOOKS)
         if from_environment and "hooks" not in found:
             found["hooks"] = from_environment
         return cls(**found)
@@ -93,7 +89,6 @@ class StartOptions:
 def engine_options(
     *,
     hooks: str | Path | None = None,
-    in_graph: bool = False,
     captured_bytes: int | None = None,
     combine_with: str | None = None,
 ) -> dict[str, Any]:
@@ -105,14 +100,11 @@ def engine_options(
 
     Args:
         hooks: A file of hooks, as ``hookline serve --hooks`` takes it; attached on each worker when the model is ready.
-        in_graph: Attach those hooks before the engine compiles the model. They become part of the compiled code, and
-            can be switched off, but not removed. Edits fire on demand all the same.
         captured_bytes: How much hidden states of requests may take in each worker; 1 GiB if left out.
         combine_with: Another extension class, by its dotted path, such as TRL's: vLLM takes only one.
     """
     options: dict[str, Any] = {
         "hooks": None if hooks is None else str(Path(hooks).absolute()),
-        "in_graph": in_graph or None,
         "captured_bytes": captured_bytes,
     }
     given = {key: value for key, value in options.items() if value is not None}
@@ -127,4 +119,33 @@ def combined_path(other: str) -> str:
     """Return the path of a class that is `HookExtension` and the class at the dotted path ``other`` in one."""
     if not other.rpartition(".")[0]:
         raise OptionError(f"An extension class has a dotted path such as 'package.module.Class', got {other!r}.")
-    return f"hookline.engines.vllm.combined.{other.replace('.', '/')}"
+    return f"hookline.engines.vllm.extension.{other.replace('.', '/')}"
+
+
+def register() -> None:
+    """Have every engine that this process configures use `HookExtension`, beside another extension if it has one."""
+    is_on = os.environ.get(_ON, "").lower() not in ("", "0", "false", "no", "off")
+    if not is_on and not os.environ.get(_HOOKS):
+        return
+    arguments: Any = getattr(sys.modules.get("vllm.engine.arg_utils"), "EngineArgs", None)
+    if arguments is None or hasattr(arguments.create_engine_config, "_hookline_wraps"):
+        return  # a process of the engine: its configuration has been made
+    original = arguments.create_engine_config
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = original(self, *args, **kwargs)
+        parallel = config.parallel_config
+        parallel.worker_extension_cls = with_hooks(parallel.worker_extension_cls)
+        return config
+
+    create_engine_config._hookline_wraps = original  # type: ignore[attr-defined]
+    arguments.create_engine_config = create_engine_config
+
+
+def with_hooks(extension: str | None) -> str:
+    """Return the path of an extension class that has the methods of hookline, and those of ``extension``."""
+    if not extension:
+        return EXTENSION
+    is_ours = extension.startswith("hookline.engines.vllm.")
+    return extension if is_ours else combined_path(extension)

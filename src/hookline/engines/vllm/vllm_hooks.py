@@ -6,14 +6,72 @@ Users call `VllmHooks`. It calls the methods of `HookExtension` over ``collectiv
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from hookline.engines.vllm.merge_answers import check_answers, merge_added, merge_hook, merge_hooks, merge_metrics
-from hookline.engines.vllm.merge_states import RequestAnswer, merge_states, merge_worker_flags, request_answer
+import torch
 
-__all__ = ["VllmHooks"]
+from hookline.engines.hidden_states import StatesOfLayer
+from hookline.engines.vllm.merge_answers import (
+    check_answers,
+    error_of,
+    merge_added,
+    merge_flags,
+    merge_hooks,
+    merge_metrics,
+    merge_removed,
+    merge_results,
+)
+from hookline.errors import OptionError
+
+__all__ = ["RequestAnswer", "VllmHooks"]
 
 _Found = list[dict[str, Any]]  # `VllmHooks` has a method of that name
+
+
+@dataclass(frozen=True)
+class RequestAnswer:
+    """What one request asked for, and how many of its tokens no hook has seen."""
+
+    states: dict[str, StatesOfLayer]
+    """Hidden states by the name of the layer."""
+    prompt_tokens: int
+    not_computed: int
+    """How many tokens of the prompt were taken from the prefix cache."""
+    hooks: list[dict[str, Any]]
+    """What the hooks of this request did: name, modules, rows, errors, metrics."""
+    flags: list[dict[str, Any]]
+    """What probes flagged in this request: probe, module, tokens, position, score, stopped."""
+    silent: dict[str, str]
+    """Layers that were asked for and did not fire, with the cause."""
+
+    @classmethod
+    def of(cls, merged: Mapping[str, Any]) -> RequestAnswer:
+        """Return an entry of `merge_results` with tensors in place of bytes; raise the error that it has."""
+        error = error_of([merged])
+        if error is not None:
+            raise error
+        states = {
+            name: StatesOfLayer(list(layer["positions"]), _tensor(layer)) for name, layer in merged["states"].items()
+        }
+        rest = ("prompt_tokens", "not_computed", "hooks", "flags", "silent")
+        return cls(states, *(merged[name] for name in rest))
+
+    def save(self, path: str | Path) -> None:
+        """Write the states as a safetensors file: a tensor for each layer, and ``positions/LAYER``."""
+        from safetensors.torch import save_file
+
+        tensors = {name: layer.values.contiguous() for name, layer in self.states.items()}
+        positions = {f"positions/{name}": torch.tensor(layer.positions) for name, layer in self.states.items()}
+        counts = {"prompt_tokens": str(self.prompt_tokens), "not_computed": str(self.not_computed)}
+        save_file({**tensors, **positions}, str(path), metadata=counts)
+
+
+def _tensor(layer: Mapping[str, Any]) -> torch.Tensor:
+    if not layer["data"]:
+        return torch.empty(layer["shape"])
+    return torch.frombuffer(bytearray(layer["data"]), dtype=getattr(torch, layer["dtype"])).reshape(layer["shape"])
 
 
 class VllmHooks:
@@ -58,19 +116,15 @@ class VllmHooks:
         return merge_hooks(self._checked("hookline_list"))
 
     def remove(self, id: str) -> dict[str, Any]:
-        """Remove a hook from all workers; one in compiled code is switched off for good. Return its last figures."""
-        answers = self._call("hookline_remove", id)
-        found = [answer["hook"] for answer in answers if answer.get("error") is None]
-        if not found:
-            check_answers(answers)
-        return merge_hook(found, [int(answer["rank"]) for answer in answers])
+        """Remove a hook from all workers, and return its last figures."""
+        return merge_removed(self._call("hookline_remove", id))
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Return the metrics of each hook by its id."""
         return merge_metrics(self._checked("hookline_metrics"))
 
     def states(self, key: str) -> RequestAnswer:
-        """Return the hidden states of a request that has ended, merged over the workers, and forget them.
+        """Return what a request that has ended asked for, merged over the workers, and forget it.
 
         Recipe::
 
@@ -83,14 +137,21 @@ class VllmHooks:
             key: The id of the request, or the ``key`` that its options gave.
 
         Raises:
-            HookNameError: It did not ask for any, or they were taken before.
-            OptionError: What it asked for cannot be had.
+            HookNameError: It did not ask for anything, or that was taken before.
+            OptionError: What it asked for cannot be had, or there are several answers under that key.
         """
-        return request_answer(merge_states(self._call("hookline_take_states", key)))
+        found = self.answers(key)
+        if len(found) != 1:
+            raise OptionError(f"{key!r} has {len(found)} answers; VllmHooks.answers returns all of them.")
+        return found[0]
 
-    def flags(self, key: str) -> _Found:
+    def answers(self, key: str) -> Sequence[RequestAnswer]:
+        """Return what all answers of the requests under a key asked for, in their order, and forget it."""
+        return [RequestAnswer.of(each) for each in merge_results(self._call("hookline_take", key))]
+
+    def flags(self, name: str) -> _Found:
         """Return what probes flagged in a request that did not ask for anything itself, and forget it."""
-        return merge_worker_flags(self._checked("hookline_take_flags", key))
+        return merge_flags([answer["flags"] for answer in self._checked("hookline_take_flags", name)])
 
     def describe(self) -> _Found:
         """Return what each worker knows of the engine, and how many tokens came from the prefix cache."""

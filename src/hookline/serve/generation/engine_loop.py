@@ -1,7 +1,7 @@
 """Run the engine's batch on its thread: remove rows that ended, prefill new rows, decode one token for all rows.
 
-`Engine` calls `EngineLoop` in each turn; the loop drives `RowBatch`, `choose` and `Gatherer`, and each row reports its
-tokens and its end.
+`Engine` calls `EngineLoop` in each turn; the loop drives `RowBatch`, `choose` and the `Session`, and each row reports
+its tokens and its end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from hookline.serve.generation.sampling import ChosenToken, choose
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from hookline.serve.generation.hidden_states import Gatherer
     from hookline.serve.generation.request_row import RequestRow, Ticket
     from hookline.serve.generation.row_batch import BatchForward
 
@@ -34,9 +33,9 @@ _PREFILL_TOKENS = 16_384
 class EngineLoop:
     """Hold the batch that runs, and move rows into and out of it."""
 
-    def __init__(self, forward: BatchForward, gatherer: Gatherer, *, max_batch: int) -> None:
+    def __init__(self, forward: BatchForward, *, max_batch: int) -> None:
         self._forward = forward
-        self._gatherer = gatherer
+        self._session = forward.session
         self._batch = RowBatch(forward)
         self._max_batch = max_batch
         self._entering: list[RequestRow] = []
@@ -91,7 +90,7 @@ class EngineLoop:
         """Attach the observers and hooks of `row`; return False, and fail the row, if that raises."""
         try:
             if row.states is not None:
-                self._gatherer.open(row.states)
+                self._session.states.open(row.states)
         except Exception as error:
             row.states = None  # there is nothing to close
             self._fail([row], error)
@@ -129,8 +128,7 @@ class EngineLoop:
         try:
             with torch.inference_mode():
                 chosen = choose(logits, [row.request for row in batch.rows], [row.draws for row in batch.rows])
-            flags = self._forward.notes.read()
-            self._gatherer.deliver()
+            flags = self._session.collect()
         except Exception as error:
             rows = batch.rows
             batch.clear()
@@ -151,7 +149,7 @@ class EngineLoop:
             row.fail(f"Token {choice.id} has no text: {type(error).__name__}: {error}")
         self.answered += len(row.answer) - before
         if row.states is not None and row.states.error is not None:
-            row.fail(f"Its hidden states cannot be had: {row.states.error}.")
+            row.fail(f"Its hidden states cannot be had: {str(row.states.error).rstrip('.')}.")
 
     def leave_cancelled(self) -> None:
         """Release the rows that were cancelled."""
@@ -183,7 +181,7 @@ class EngineLoop:
         else:
             row.cancel()
         if entered and row.states is not None:
-            self._gatherer.close(row.states)
+            self._session.states.close(row.states)
         assert row.finished is not None
         self.ended[row.finished.reason] += 1
 

@@ -8,22 +8,20 @@ warns of one that gives NaN.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from hookline.engines.hidden_states import StateSource
+from hookline.engines.live_hooks import hooks_suspended
 from hookline.errors import OptionError
 from hookline.observe.tokens import current_tokens
-from hookline.serve.generation.hidden_states import StateShape, StateSource
 from hookline.serve.generation.request_row import RequestRow
 from hookline.serve.generation.row_batch import RowBatch
 from hookline.serve.generation.sampling import ChosenToken
 from hookline.serve.generation_request import GenerationRequest
-from hookline.sites import _torch
-from hookline.sites.modules.module_hooks import LOCK, CallGuard, Slot
 from hookline.sites.targets import select
 from hookline.sites.wrappers import unwrap
 from hookline.tree import main_tensor
@@ -33,55 +31,26 @@ if TYPE_CHECKING:
 
     from hookline.serve.generation.row_batch import BatchForward
 
-__all__ = ["end_tokens", "hooks_suspended", "longest_sequence", "probe_model"]
+__all__ = ["StateShape", "end_tokens", "longest_sequence", "probe_model"]
 
 logger = logging.getLogger("hookline.serve")
 
 
-@contextmanager
-def hooks_suspended(model: nn.Module) -> Iterator[None]:
-    """Suspend the hooks that hookline has on `model` for the block, and the counting of its forwards.
+class StateShape(NamedTuple):
+    """Size of the hidden states of a module, for one token."""
 
-    Recipe: ``with hooks_suspended(model): model(ids)``. Hooks must not come or go meanwhile.
-    """
-    modules = list(model.modules())
-    with LOCK:
-        kept = [found for module in modules for found in _take_hooks(module)]
-        guards = [(module, guard) for module in modules if (guard := _take_guard(module)) is not None]
-    try:
-        yield
-    finally:
-        with LOCK:
-            for hooks, items in kept:
-                hooks.clear()
-                hooks.update(items)  # each in its place again: edits first, observers last
-            for module, guard in guards:
-                module.__dict__[_torch.CALL_IMPL] = guard
+    features: int
+    dtype: torch.dtype
 
-
-def _take_hooks(module: nn.Module) -> Iterator[tuple[dict[int, Any], list[tuple[int, Any]]]]:
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        items = list(hooks.items())
-        ours = [hook_id for hook_id, hook in items if isinstance(hook, Slot)]
-        if ours:
-            for hook_id in ours:
-                del hooks[hook_id]
-            yield hooks, items
-
-
-def _take_guard(module: nn.Module) -> CallGuard | None:
-    guard = module.__dict__.get(_torch.CALL_IMPL)
-    if not isinstance(guard, CallGuard):
-        return None
-    del module.__dict__[_torch.CALL_IMPL]
-    return guard
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of one token."""
+        return self.features * self.dtype.itemsize
 
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _TOLERANCE_SHORT = 0.1
 """Of the largest logit; for numbers of 16 bits, of which every sum has another rounding."""
-
-
 _TOKENS = 8
 """Of each prompt that is tried."""
 
@@ -90,7 +59,7 @@ def probe_model(forward: BatchForward, *, batches: bool) -> dict[StateSource, St
     """Run the model on a few tokens; return which hidden states it has, or raise if it cannot be served."""
     kind = type(unwrap(forward.model)).__name__
     try:
-        with forward.eagerly(), hooks_suspended(forward.model):  # compiling is for what is served
+        with hooks_suspended(forward.model):
             found = _find_shapes(forward)
             alone = _probe_logits(forward, [])
             apart = _apart(alone, _probe_logits(forward, [_BESIDE])) if batches else None

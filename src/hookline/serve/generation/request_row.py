@@ -10,14 +10,15 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hookline.factories.request_notes import RequestFlag, merge_flags
 from hookline.serve.generation.sampling import NO_TOKEN, ChosenToken
 from hookline.serve.generation_request import Event, Finished, GenerationRequest, Token
 
 if TYPE_CHECKING:
-    from hookline.serve.generation.hidden_states import RowStates
+    from hookline.engines.hidden_states import RequestStates
+    from hookline.engines.request_hooks import PreparedHooks
 
 __all__ = ["RequestRow", "TextStream", "Ticket"]
 
@@ -135,16 +136,6 @@ def _overlap(text: str, stop: str) -> int:
 logger = logging.getLogger("hookline.serve.serving_engine")
 
 
-class RowHooks(Protocol):
-    """The own hooks of a request: `PreparedHooks`."""
-
-    def open(self) -> None:
-        """Attach them, all or none."""
-
-    def close(self) -> list[dict[str, Any]]:
-        """Remove them, and return what they did."""
-
-
 class RequestRow:
     """A request that waits or runs."""
 
@@ -155,13 +146,16 @@ class RequestRow:
         *,
         tokenizer: Any = None,
         eos: frozenset[int] = frozenset(),
-        states: RowStates | None = None,
+        states: RequestStates | None = None,
+        most_bytes: int = 0,
     ) -> None:
         self.request = request
         self.states = states
+        self.most_bytes = most_bytes
+        """What its hidden states can come to."""
         self.ticket: Ticket
         """What its client holds."""
-        self.hooks: RowHooks | None = None
+        self.hooks: PreparedHooks | None = None
         """Its own hooks, if it asks for any."""
         self.hook_results: tuple[dict[str, Any], ...] = ()
         """What its hooks did, once they are closed."""
@@ -287,7 +281,7 @@ class Ticket:
         self._rows = rows
         self._wake = wake
         self._is_held = hold
-        self.nbytes = sum(row.states.nbytes for row in rows if row.states is not None)
+        self.nbytes = sum(row.most_bytes for row in rows)
         """What all their hidden states can come to."""
         self.has_room = False
         """Whether the engine has set these bytes aside; it does so for all rows at once, or they would wait for each

@@ -19,33 +19,30 @@ import inspect
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import pad
 
 from hookline.errors import MissingPackageError, OptionError
-from hookline.factories.request_notes import RequestNotes, noting
 from hookline.messages import type_name
-from hookline.observe.tokens import Tokens, serving
-from hookline.sites import _torch
+from hookline.observe.tokens import Tokens
 from hookline.sites.modules.module_hooks import existing_hooks
 from hookline.sites.wrappers import unwrap
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from hookline.serve.generation.hidden_states import Gatherer
+    from hookline.engines.session import Session
     from hookline.serve.generation.request_row import RequestRow
 
-__all__ = ["BatchForward", "RowBatch", "is_compiled"]
+__all__ = ["BatchForward", "RowBatch"]
 
 
 class BatchForward:
     """Call a causal language model of ``transformers`` with the arguments that its signature allows."""
 
-    def __init__(self, model: nn.Module, gatherer: Gatherer | None = None) -> None:
+    def __init__(self, model: nn.Module, session: Session) -> None:
         inner: Any = unwrap(model)
         takes = inspect.signature(inner.forward).parameters
         missing = [
@@ -57,9 +54,8 @@ class BatchForward:
                 f"{f', whose forward takes no {missing[0]}' if missing else ''}."
             )
         self.model = model
-        self.gatherer = gatherer
-        self.notes = RequestNotes()
-        """What hooks find out about requests in a forward."""
+        self.session = session
+        """What hooks and hidden states of a forward go through."""
         self.counts: Counter[str] = Counter()
         self.seconds = 0.0
         embedding = inner.get_input_embeddings()
@@ -71,7 +67,6 @@ class BatchForward:
         self._takes_positions = "position_ids" in takes
         self._may_keep_last = "logits_to_keep" in takes
         self._new_cache = _cache_class()
-        self.is_compiled = is_compiled(model)
         self._is_probed = True
         """Whether the model is being probed, which needs the logits of every column."""
 
@@ -81,22 +76,12 @@ class BatchForward:
         self.counts.clear()
         self.seconds = 0.0
 
-    def eagerly(self) -> AbstractContextManager[Any]:
-        """Return a context in which nothing is compiled, and no compiled code is used."""
-        return torch.compiler.set_stance("force_eager") if self.is_compiled else nullcontext()
-
     def new_cache(self) -> Any:
         """Return an empty cache that keeps every column."""
         return self._new_cache()
 
     def run(
-        self,
-        rows: Sequence[RequestRow],
-        table: Tokens,
-        ids: list[list[int]],
-        positions: list[list[int]],
-        mask: Tensor | None,
-        cache: Any,
+        self, table: Tokens, ids: list[list[int]], positions: list[list[int]], mask: Tensor | None, cache: Any
     ) -> Tensor:
         """Return the logits of the last column, (rows, vocabulary)."""
         options: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
@@ -105,12 +90,7 @@ class BatchForward:
         if self._may_keep_last and not self._has_hooks_at_end():
             options["logits_to_keep"] = 1  # of a prompt of 8,000 tokens and a vocabulary of 128,000, 4 GB less
         start = time.perf_counter()
-        if self.gatherer is not None:
-            self.gatherer.expect([row.states for row in rows], table)
-        # Prompts come in all lengths and numbers, and would be compiled again and again, which is worth it for the
-        # single tokens that follow.
-        mode = self.eagerly() if table.phase == "prefill" else nullcontext()
-        with mode, torch.inference_mode(), serving(table), noting(self.notes):
+        with torch.inference_mode(), self.session.step(table):
             logits: Tensor = self.model(input_ids=torch.tensor(ids, device=self.device), **options).logits[:, -1]
         self.counts[f"{table.phase}_forwards"] += 1
         self.counts[f"{table.phase}_tokens"] += sum(table.lengths)
@@ -122,12 +102,6 @@ class BatchForward:
             return True
         tables = (existing_hooks(module) for module in self._ends)
         return any(table is not None and any(True for _ in table.entries()) for table in tables)
-
-
-def is_compiled(model: nn.Module) -> bool:
-    """Return whether any part of `model` is compiled; a wrapper's forward can be a compiled function too."""
-    modules = model.modules()
-    return any(_torch.is_compiled(module) or _torch.is_compiled_function(module.forward) for module in modules)
 
 
 def _cache_class() -> Any:
@@ -165,7 +139,7 @@ class RowBatch:
         # Padding has position 0, which every model has; nothing looks at it.
         positions = [[0] * left + list(range(len(prompt))) for left, prompt in zip(pads, prompts, strict=True)]
         cache = self._forward.new_cache()
-        logits = self._forward.run(rows, table, ids, positions, self._mask(pads, width), cache)
+        logits = self._forward.run(table, ids, positions, self._mask(pads, width), cache)
         self.rows, self.pads, self.width, self._cache = list(rows), pads, width, cache
         return logits
 
@@ -176,12 +150,12 @@ class RowBatch:
         table = Tokens.padded([row.request.id for row in rows], [(row.last,) for row in rows], positions, "decode")
         self.width += 1
         ids = [[row.last] for row in rows]
-        mask = self._mask(self.pads, self.width, always=self._forward.is_compiled)
-        return self._forward.run(rows, table, ids, [[position] for position in positions], mask, self._cache)
+        mask = self._mask(self.pads, self.width)
+        return self._forward.run(table, ids, [[position] for position in positions], mask, self._cache)
 
-    def _mask(self, pads: Sequence[int], width: int, *, always: bool = False) -> Tensor | None:
-        """Return (rows, width), 1 where there is a token; None if that is everywhere and not `always`."""
-        if not always and not any(pads):  # without one there would be twice as many cases to compile
+    def _mask(self, pads: Sequence[int], width: int) -> Tensor | None:
+        """Return (rows, width), 1 where there is a token; None if that is everywhere."""
+        if not any(pads):
             return None
         device = self._forward.device
         return (torch.arange(width, device=device) >= torch.tensor(pads, device=device).unsqueeze(1)).long()

@@ -7,6 +7,7 @@ However an HTTP request ends, its sequences leave the engine. Imports no package
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ from typing import Any, Final, Literal, TypeVar
 
 from hookline.errors import EngineBusy
 from hookline.serve.generation_request import Event, Finished, GenerationRequest, Token
-from hookline.serve.http.chat_template import render_chat
 from hookline.serve.http.error_answers import Refused
 from hookline.serve.serving_engine import Engine, Ticket
 
@@ -104,7 +104,7 @@ class Serving:
 
     async def tokens_of_chat(self, messages: Sequence[dict[str, str]], more: Mapping[str, Any]) -> tuple[int, ...]:
         """Return a conversation in tokens, as the model's chat template writes it, up to where the answer begins."""
-        render = partial(render_chat, self.tokenizer, messages, more)
+        render = partial(_render_chat, self.tokenizer, messages, more)
         if sum(len(each["content"]) for each in messages) < _LONG_TEXT and len(messages) < _LONG_CHAT:
             text = render()
         else:
@@ -206,3 +206,41 @@ def check_complete(finished: Finished) -> None:
         raise Refused(500, f"{said or 'The model failed on this request'}; see the server's log.")
     if finished.reason == "cancelled":
         raise Refused(503, f"{said or 'The server stopped before this answer was whole'}.")
+
+
+# -- conversations: the template is the model's; transformers runs it in Jinja's sandbox -------------------------
+
+
+def _render_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], more: Mapping[str, Any]) -> str:
+    """Return the prompt of `messages`; `more` are other variables of the template. Raise a 400 if it has none."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        raise Refused(
+            400,
+            "The model's tokenizer has no chat template, so that messages mean nothing to it; send a prompt to "
+            "/v1/completions, or start the server with --chat-template FILE.",
+        )
+    _check_variables(tokenizer, more)
+    knows_developer = "developer" in str(template)
+    written = [{**each, "role": _role(each["role"], knows_developer=knows_developer)} for each in messages]
+    try:
+        return str(tokenizer.apply_chat_template(written, tokenize=False, add_generation_prompt=True, **more))
+    except Exception as error:  # the template is a program, which may raise anything on messages it does not like
+        said = str(error) or type(error).__name__
+        raise Refused(400, f"The model's chat template refuses these messages: {said}", param="$.messages") from error
+
+
+def _role(role: str, *, knows_developer: bool) -> str:
+    return "system" if role == "developer" and not knows_developer else role
+
+
+def _check_variables(tokenizer: Any, more: Mapping[str, Any]) -> None:
+    """Raise for a variable that would replace the template, the messages or the form of the result."""
+    taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    wrong = sorted(taken & more.keys())
+    if wrong:
+        raise Refused(
+            400,
+            f"chat_template_kwargs may not set {wrong[0]!r}, which the server sets.",
+            param="$.chat_template_kwargs",
+        )

@@ -97,6 +97,8 @@ def refusal_from_validation(
     # A key that is missing may be there, mistyped.
     first = next(unknown, errors[0]) if errors[0]["type"] == "missing" else errors[0]
     place = [part for part in first["loc"] if part != "body"]
+    if first["type"] == "not_done":
+        place.append(first["ctx"]["key"])
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "malformed")
         return Refused(400, f"The body is not JSON: {reason}, at character {place[0] if place else 0}.")
@@ -121,9 +123,8 @@ def refusal_from_validation(
         return Refused(400, f"{param} is missing.", param=param)
     if first["type"] == "model_type":  # pydantic would name a class of ours
         return Refused(400, f"{param} is an object, got {_short(repr(first.get('input')))}.", param=param)
-    return Refused(
-        400, f"{param}: {_sentence(str(first['msg']))}, got {_short(repr(first.get('input')))}.", param=param
-    )
+    given = "" if first["type"] == "not_done" else f", got {_short(repr(first.get('input')))}"
+    return Refused(400, f"{param}: {_sentence(str(first['msg']))}{given}.", param=param)
 
 
 def _union(place: Sequence[str | int]) -> tuple[int, str | None]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from hookline import factories
+from hookline.engines.live_hooks import LiveHook
+from hookline.engines.shown_hooks import hook_to_json
 from hookline.errors import HooklineError, HookNameError, NotAllowedError, OptionError
 from hookline.factories import FILE_OPTIONS
 from hookline.serve.http.engine_state import Serving
@@ -22,12 +23,11 @@ from hookline.serve.http.error_answers import Refused, refusal_from_error
 from hookline.serve.http.http_settings import Settings
 from hookline.serve.http.metrics_page import HookFigures
 from hookline.serve.http.request_bodies import HookBody
-from hookline.serve.live_hooks import LiveHook
 from hookline.serve.serving_engine import Engine
 from hookline.sites.find import find
 from hookline.specs.hook_spec import HookSpec
 
-__all__ = ["HookRoutes", "hook_to_json", "shown_config", "spec_from_body", "specs_of_request", "values_from_body"]
+__all__ = ["HookRoutes", "specs_of_request", "values_from_body"]
 
 _READY: Final = "hookline.factories"
 _DEPTH: Final = 32
@@ -35,25 +35,13 @@ _DEPTH: Final = 32
 and Python's own limit lies near 300 there."""
 
 
-_MOST_NUMBERS: Final = 16
-"""A list of more numbers is shown by its first ones: the vector of `steer` has thousands."""
-_FIRST: Final = 4
-
-
-def spec_from_body(body: HookBody, settings: Settings) -> HookSpec:
-    """Return the spec to attach.
-
-    Recipe: ``spec_from_body(HookBody(target_modules=["*"], hook_factory="hookline.factories:log_shapes"), settings)``.
+def values_from_body(body: HookBody, settings: Settings) -> dict[str, Any]:
+    """Return the spec to attach as plain data, with its paths inside the export folder.
 
     Raises:
         NotAllowedError: It names a factory or a path that HTTP clients may not use.
         OptionError: It says what no spec can.
     """
-    return HookSpec.from_dict(values_from_body(body, settings))
-
-
-def values_from_body(body: HookBody, settings: Settings) -> dict[str, Any]:
-    """Return the spec to attach as plain data, with its paths inside the export folder; raise as `spec_from_body`."""
     _check_plain(body.config)
     given = body.model_dump(exclude_none=True)
     given.setdefault("on_error", "disable")
@@ -134,60 +122,6 @@ def _inside(folder: Path, given: Any, option: str) -> Path:
     return path
 
 
-def hook_to_json(hook: Any, export_dir: Path | None = None) -> dict[str, Any]:
-    """Return a live hook as ``GET /hooks`` shows it; the location of the export folder stays hidden."""
-    spec = hook.spec
-    return {
-        "id": hook.id,
-        "name": hook.name,
-        "hook_factory": _path_of(spec),
-        "target_modules": list(spec.target_modules),
-        "on": spec.on,
-        "observe": spec.observe,
-        "every": spec.every,
-        "on_error": spec.on_error,
-        "config": shown_config(_path_of(spec), spec.config, export_dir),
-        "matched": list(hook.matched),
-        "origin": hook.origin,
-        "fired": hook.fired,
-        "last_step": hook.last_step,
-        "cost_us": hook.cost_us,
-        "errors": hook.errors,
-        "off": hook.off,
-        "last_error": hook.last_error,
-    }
-
-
-def _path_of(spec: HookSpec) -> str:
-    factory = spec.hook_factory
-    if factory is None or isinstance(factory, str):
-        return factory or ""
-    return f"{getattr(factory, '__module__', '')}:{getattr(factory, '__qualname__', type(factory).__name__)}"
-
-
-def shown_config(factory: str, config: Mapping[str, Any], export_dir: Path | None) -> dict[str, Any]:
-    """Return the configuration of a hook; paths in the export folder are relative to it, as they were sent."""
-    found: dict[str, Any] = _plain(dict(config))
-    name = factory.replace(":", ".").removeprefix(f"{_READY}.")
-    for option in FILE_OPTIONS.get(name, ()) if export_dir is not None else ():
-        given = found.get(option)
-        if isinstance(given, str) and export_dir is not None and Path(given).is_relative_to(export_dir.resolve()):
-            found[option] = str(Path(given).relative_to(export_dir.resolve()))
-    return found
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` as JSON has it: a configuration from YAML may hold infinities and dates, a vector many numbers."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        if len(value) > _MOST_NUMBERS and all(isinstance(each, int | float) for each in value):
-            return [*map(_plain, value[:_FIRST]), f"… {len(value) - _FIRST} more"]
-        return [_plain(each) for each in value]
-    is_number = isinstance(value, float) and math.isfinite(value)
-    return value if is_number or value is None or isinstance(value, str | int) else str(value)
-
-
 logger = logging.getLogger("hookline.serve")
 
 
@@ -208,7 +142,7 @@ class HookRoutes:
 
     async def add(self, body: HookBody) -> dict[str, Any]:
         """Attach one hook, wholly or not at all."""
-        spec = spec_from_body(body, self._settings)
+        spec = HookSpec.from_dict(values_from_body(body, self._settings))
         hooks = self._serving.ready().hooks
         try:
             live = await self._serving.change_hooks(partial(hooks.add, spec, allow=self._settings.allow))

@@ -15,7 +15,7 @@ from hookline.errors import OptionError
 from hookline.local_access import bearer_token, is_local_name, is_same_token
 from hookline.serve.http.error_answers import Refused
 
-__all__ = ["Settings", "check_access", "check_answers_wanted", "check_local", "needs_token"]
+__all__ = ["Settings", "check_access", "check_local", "needs_token"]
 
 Protect = Literal["hooks", "everything"]
 
@@ -117,12 +117,6 @@ def needs_token(settings: Settings, method: str, path: str) -> bool:
         return True
     is_hooks = path == _HOOKS or path.startswith(f"{_HOOKS}/")
     return is_hooks and method not in ("GET", "HEAD", "OPTIONS")
-
-
-def check_answers_wanted(settings: Settings, count: int) -> None:
-    """Raise if a request asks for more than `Settings.max_sequences` answers; called before work goes into them."""
-    if count > settings.max_sequences:
-        raise Refused(400, f"This asks for {count} answers at once, and {settings.max_sequences} is the most.")
 
 
 def _unknown(message: str) -> Refused:

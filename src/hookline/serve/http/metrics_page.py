@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from hookline.errors import MissingPackageError
-from hookline.serve.engine_counts import EngineCount
+from hookline.serve.generation_request import EngineCount
 
 __all__ = ["HookFigures", "Metrics"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hookline.engines.output_widths import output_widths
+from hookline.engines.engine_modules import output_widths
 
 
 class RMSNorm(nn.Module):

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from hookline.engines.vllm.engine_live_hooks import EngineLiveHooks
-from hookline.engines.vllm.step_rows import StepRow, table_of_step
+from hookline.engines.request_hooks import checked_spec
+from hookline.engines.session import Session
 from hookline.errors import NoMatchError, NotAllowedError, OptionError
-from hookline.observe.tokens import serving
-from hookline.serve.request_hooks import RequestHooks, confined_spec
+from hookline.observe.tokens import Tokens, serving
 
-ROWS = [StepRow("a", 9, 1, 9), StepRow("b", 0, 3, 3), StepRow("c", 4, 1, 2)]
+KEYS, LENGTHS = ("a", "b", "c"), (1, 3, 1)
 STEER = {
     "target_modules": ["0"],
     "hook_factory": "hookline.factories:steer",
@@ -31,25 +30,44 @@ def model():
     return nn.Sequential(Pair())
 
 
-def request_hooks(model):
-    return RequestHooks(model, EngineLiveHooks(model))
+class Hooks:
+    """Does what a worker does when a request begins that brings hooks, and when it ends."""
+
+    def __init__(self, model):
+        self.of_requests = Session(model).of_requests
+        self.open_ones = {}
+
+    def begin(self, id, specs, allow=None):
+        prepared = self.of_requests.prepare(id, specs, allow)
+        prepared.open()
+        self.open_ones[id] = prepared
+
+    def close(self, id):
+        return self.open_ones.pop(id).close() if id in self.open_ones else []
+
+    def clear(self):
+        for id in list(self.open_ones):
+            self.close(id)
+
+    @property
+    def is_active(self):
+        return self.of_requests.is_active
 
 
-def begin(hooks, id, specs, allow=None):
-    """Do what a worker does when a request begins that brings hooks."""
-    hooks.open(id, hooks.confine(id, specs, allow))
+def step_table(names=KEYS, room=0):
+    return Tokens(names, LENGTHS, (9, 0, 4), ("decode", "prefill", "decode"), keys=KEYS, room=room)
 
 
-def run(model, rows=ROWS, names=("a", "b", "c")):
+def run(model, names=KEYS):
     x = torch.arange(10.0).reshape(5, 2)
-    with torch.inference_mode(), serving(table_of_step(rows, names, {})):
+    with torch.inference_mode(), serving(step_table(names)):
         return model(x)
 
 
 def test_an_edit_changes_the_rows_of_its_request_alone(model):
     plain, zeros = run(model)
-    hooks = request_hooks(model)
-    begin(hooks, "b", [STEER], None)
+    hooks = Hooks(model)
+    hooks.begin("b", [STEER], None)
     assert hooks.is_active
     steered, second = run(model)
     assert torch.equal(second, zeros)
@@ -64,9 +82,9 @@ def test_an_edit_changes_the_rows_of_its_request_alone(model):
 
 
 def test_two_requests_have_hooks_of_their_own(model):
-    hooks = request_hooks(model)
-    begin(hooks, "a", [STEER, STATS], None)
-    begin(hooks, "c", [STATS], None)
+    hooks = Hooks(model)
+    hooks.begin("a", [STEER, STATS], None)
+    hooks.begin("c", [STATS], None)
     run(model)
     first = hooks.close("a")[1]
     run(model)  # a has ended, and is not in its metrics
@@ -78,8 +96,8 @@ def test_two_requests_have_hooks_of_their_own(model):
 
 
 def test_a_request_that_is_not_in_the_step_is_left_alone(model):
-    hooks = request_hooks(model)
-    begin(hooks, "x", [STEER], None)
+    hooks = Hooks(model)
+    hooks.begin("x", [STEER], None)
     plain = torch.arange(10.0).reshape(5, 2) + 1
     assert torch.equal(run(model)[0], plain)
     assert torch.equal(model(plain - 1)[0], plain)  # nobody says whose rows these are
@@ -88,8 +106,8 @@ def test_a_request_that_is_not_in_the_step_is_left_alone(model):
 
 
 def test_a_hook_that_raises_is_switched_off_and_told(model):
-    hooks = request_hooks(model)
-    begin(hooks, "b", [{**STEER, "config": {"vector": [1.0, 2.0, 3.0]}}], None)
+    hooks = Hooks(model)
+    hooks.begin("b", [{**STEER, "config": {"vector": [1.0, 2.0, 3.0]}}], None)
     plain = torch.arange(10.0).reshape(5, 2) + 1
     assert torch.equal(run(model)[0], plain)
     found = hooks.close("b")[0]
@@ -112,13 +130,13 @@ def test_a_hook_that_raises_is_switched_off_and_told(model):
 )
 def test_what_a_request_may_not_ask_for(spec, error):
     with pytest.raises(error):
-        confined_spec({"target_modules": ["0"], **spec}, "a", None)
+        checked_spec({"target_modules": ["0"], **spec}, None)
 
 
 def test_names_that_clients_choose_do_not_decide_whose_rows_a_hook_gets(model):
     plain = run(model)[0]
-    hooks = request_hooks(model)
-    begin(hooks, "b", [STEER], None)
+    hooks = Hooks(model)
+    hooks.begin("b", [STEER], None)
     changed = run(model, names=("b", "x", "b"))[0] != plain
     assert changed.any(1).tolist() == [False, True, True, True, False]
     hooks.clear()
@@ -126,29 +144,29 @@ def test_names_that_clients_choose_do_not_decide_whose_rows_a_hook_gets(model):
 
 def test_a_refusal_names_what_a_request_can_use():
     with pytest.raises(NotAllowedError, match="factories:steer") as refused:
-        confined_spec({"target_modules": ["0"], "hook_factory": "os:system"}, "a", None)
+        checked_spec({"target_modules": ["0"], "hook_factory": "os:system"}, None)
     assert "export" not in str(refused.value)
     assert "hookline.factories:probe" in str(refused.value)
 
 
 def test_an_error_of_a_request_never_leaves_the_forward():
     for given, expected in (({}, "disable"), ({"on_error": None}, "disable"), ({"on_error": "warn"}, "warn")):
-        assert confined_spec({**STEER, **given}, "a", None).on_error == expected
+        assert checked_spec({**STEER, **given}, None).on_error == expected
 
 
 def test_an_allowed_prefix_lets_other_factories_in():
     spec = {"target_modules": ["0"], "hook_factory": "my_project.hooks:make"}
     with pytest.raises(NotAllowedError):
-        confined_spec(spec, "a", ("my_proj",))
-    assert confined_spec(spec, "a", ("my_project",)).name == "make"
+        checked_spec(spec, ("my_proj",))
+    assert checked_spec(spec, ("my_project",)).name == "make"
 
 
 def test_a_prefix_does_not_let_in_what_its_module_has_imported(model):
-    """`table_of_step` is imported here, and may not be named through this module; a factory of its own may."""
-    hooks = request_hooks(model)
+    """`checked_spec` is imported here, and may not be named through this module; a factory of its own may."""
+    hooks = Hooks(model)
     with pytest.raises(NotAllowedError, match="comes from"):
-        begin(hooks, "b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:table_of_step"}], (__name__,))
-    begin(hooks, "b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:own_factory"}], (__name__,))
+        hooks.begin("b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:checked_spec"}], (__name__,))
+    hooks.begin("b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:own_factory"}], (__name__,))
     hooks.clear()
 
 
@@ -157,23 +175,22 @@ def own_factory(config):
 
 
 def test_a_module_that_is_not_there_attaches_nothing(model):
-    hooks = request_hooks(model)
+    hooks = Hooks(model)
     with pytest.raises(NoMatchError):
-        begin(hooks, "a", [STEER, {**STEER, "target_modules": ["7"]}], None)
+        hooks.begin("a", [STEER, {**STEER, "target_modules": ["7"]}], None)
     assert not hooks.is_active
     assert not model[0]._forward_hooks
 
 
 def test_a_hook_of_a_request_is_shown_its_own_rows_alone(model):
     """Inputs too; what has no row for each token, a table of all requests for example, is not shown at all."""
-    hooks, seen = request_hooks(model), SEEN
+    hooks, seen = Hooks(model), SEEN
     seen.clear()
-    begin(hooks, "b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:sees_all"}], (__name__,))
+    hooks.begin("b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:sees_all"}], (__name__,))
     x = torch.arange(10.0).reshape(5, 2)
     padded = torch.cat([x, torch.zeros(3, 2)])
-    step = {"input_ids": torch.zeros(8)}
     for given, third in ((x, object()), (x, torch.ones(9, 2)), (padded, object())):  # 9: of a cache with many blocks
-        with torch.inference_mode(), serving(table_of_step(ROWS, ("a", "b", "c"), step)):
+        with torch.inference_mode(), serving(step_table(room=8)):
             model[0](given, torch.ones(3), third)
         inputs, output = seen.pop()
         assert torch.equal(inputs[0], x[1:4])
@@ -197,8 +214,8 @@ def test_an_edit_of_another_shape_is_refused_and_changes_nothing(model):
     """It would be spread over the rows by broadcasting, or be passed over without a word."""
     plain = run(model)[0]
     for factory in ("returns_one_number", "returns_one_of_two"):
-        hooks = request_hooks(model)
-        begin(hooks, "b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:{factory}"}], (__name__,))
+        hooks = Hooks(model)
+        hooks.begin("b", [{"target_modules": ["0"], "hook_factory": f"{__name__}:{factory}"}], (__name__,))
         assert torch.equal(run(model)[0], plain)
         found = hooks.close("b")[0]
         assert found["errors"] == 1

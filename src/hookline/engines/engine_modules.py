@@ -1,0 +1,149 @@
+"""Know the modules of vLLM and SGLang: where hidden states come from, how wide outputs are, which are never called.
+
+Their models have three habits: decoder layers return (delta, residual), projections are fused, and tensor parallelism
+cuts outputs into columns. Classes are known by their names and attributes; nothing here imports either engine. The
+adapters of both call these when a hook is attached or a request begins, and `stream_of` at each firing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from hookline.engines.hidden_states import StateSource
+from hookline.errors import NoMatchError, OptionError
+from hookline.sites.targets import select
+from hookline.tree import main_tensor
+
+__all__ = ["find_sources", "never_called", "output_widths", "probe_action", "stream_of"]
+
+
+def find_sources(model: nn.Module, layers: Sequence[str], of: str, tp_size: int = 1) -> list[StateSource]:
+    """Return the sources that names or globs select; raise if one selects none, or what each worker has a part of.
+
+    A name of transformers that the engine has fused into another (``q_proj`` into ``qkv_proj``) selects that part.
+    """
+    found = dict.fromkeys(source for layer in dict.fromkeys(layers) for source in _sources(model, layer, of))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for source in found:
+        if tp_size > 1 and _is_cut(modules.get(source.module), of):
+            raise OptionError(
+                f"{source.title!r}: each worker has a part of its {of}; ask for o_proj, down_proj, a norm or a block, "
+                "or attach hookline.factories:export, which writes the part of each."
+            )
+    return list(found)
+
+
+def _sources(model: nn.Module, layer: str, of: str) -> Iterator[StateSource]:
+    try:
+        found = select(model, layer)
+    except NoMatchError:
+        head, _, last = layer.rpartition(".")
+        packed = getattr(model, "packed_modules_mapping", None) or {}
+        fused = next((name for name, parts in packed.items() if last in parts), None)
+        if fused is None:
+            raise
+        place = list(packed[fused]).index(last)
+        for name, module in select(model, f"{head}.{fused}" if head else fused):
+            title = f"{name.rpartition('.')[0]}.{last}".lstrip(".")
+            yield StateSource(name, of, title, _columns(module, place) if of == "output" else None)
+        return
+    for name, _ in found:
+        yield StateSource(name, of)
+
+
+def _columns(module: nn.Module, place: int) -> tuple[int, int] | None:
+    sizes = [int(size) for size in getattr(module, "output_partition_sizes", None) or ()]
+    return (sum(sizes[:place]), sum(sizes[: place + 1])) if sizes else None
+
+
+def _is_cut(module: nn.Module | None, of: str) -> bool:
+    """Return whether tensor parallelism has cut what a module returns or takes."""
+    kind = type(module).__name__
+    if of == "input":
+        return kind == "RowParallelLinear" and bool(getattr(module, "input_is_parallel", False))
+    return ("ColumnParallel" in kind or kind == "QKVParallelLinear") and not getattr(module, "gather_output", False)
+
+
+def stream_of(module: nn.Module, value: Any) -> Tensor | None:
+    """Return the hidden states in what a module returns, or in ``(args, kwargs)`` that it takes.
+
+    A pair of tensors of one shape that a block takes or returns is (delta, residual), whose sum is the residual stream;
+    a norm takes such a pair too. Of what a norm returns it is the first: (normed, residual); of modules without
+    children too: a rotary embedding takes and returns queries and keys.
+    """
+    given = _float_tensors(value)
+    if len(given) >= 2 and given[0].shape == given[1].shape and given[0].dtype == given[1].dtype:
+        is_call = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
+        is_norm = "norm" in type(module).__name__.lower()
+        if is_call if is_norm else next(module.children(), None) is not None:
+            return given[0] + given[1]
+    return given[0] if given else main_tensor(value)
+
+
+def _float_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of real numbers among the arguments or results of a module, in order."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [found for each in value for found in _float_tensors(each)] if isinstance(value, list | tuple) else []
+
+
+def never_called(module: nn.Module | None) -> str | None:
+    """Return why the engine does not call a module of this class; None if it does."""
+    if type(module).__name__ == "ParallelLMHead":
+        return "the engine reads the weights of this module and never calls it; hook 'logits_processor' instead"
+    return None
+
+
+def output_widths(model: nn.Module, hidden_size: int | None) -> dict[str, int]:
+    """Return the widths of norms, embeddings, projections that give a whole output, and decoder layers, by name.
+
+    Of other modules nothing is known before they run, and they are left out.
+
+    Args:
+        model: The model of a worker.
+        hidden_size: The width of the residual stream, from the engine's configuration; without it, layers are left out.
+    """
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        width = _own_width(module)
+        if width is not None:
+            found[name] = width
+        if hidden_size is not None and isinstance(module, nn.ModuleList):
+            layers = {f"{name}.{key}".lstrip("."): layer for key, layer in module.named_children()}
+            found |= {each: hidden_size for each, layer in layers.items() if hidden_size in _norm_widths(layer)}
+    return found
+
+
+def _own_width(module: nn.Module) -> int | None:
+    kind: Any = type(module).__name__
+    if isinstance(module, nn.Linear):
+        return module.out_features
+    if isinstance(module, nn.Embedding) or kind == "VocabParallelEmbedding":
+        return _whole(module, "embedding_dim")
+    if kind in ("RowParallelLinear", "ReplicatedLinear"):  # others give each worker a part of the columns
+        return _whole(module, "output_size")
+    weight = getattr(module, "weight", None)
+    is_norm = kind.endswith(("RMSNorm", "LayerNorm")) and isinstance(weight, Tensor) and weight.dim() == 1
+    return len(weight) if is_norm and weight is not None else None
+
+
+def _whole(module: nn.Module, attribute: str) -> int | None:
+    found = getattr(module, attribute, None)
+    return found if type(found) is int else None
+
+
+def _norm_widths(layer: nn.Module) -> set[int]:
+    """Return the widths of the norms that are parts of a layer: they stand in the residual stream."""
+    widths = (_own_width(child) for child in layer.children() if "norm" in type(child).__name__.lower())
+    return {width for width in widths if width is not None}
+
+
+def probe_action(spec: Mapping[str, Any]) -> str | None:
+    """Return the ``action`` of a spec whose factory is ``probe``; None for any other."""
+    is_probe = str(spec.get("hook_factory")).replace(":", ".").rpartition(".")[2] == "probe"
+    return (spec.get("config") or {}).get("action") if is_probe else None

@@ -1,0 +1,489 @@
+"""Attach and remove hooks on the model that an engine runs, between two forwards, and count what they do.
+
+`Session` has one `LiveHooks` for the hooks of the engine and one for those of single requests. Specs come from files
+and over HTTP, and go to ``register_hooks``. A spec is attached wholly or not at all, and a hook that raises is switched
+off while requests go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
+
+from hookline.error_policy import ErrorPolicy
+from hookline.errors import EngineBusy, EngineClosed, HookNameError, OptionError
+from hookline.factories.factory_hook import FactoryHook
+from hookline.sites import _torch
+from hookline.sites.handle import HookHandle
+from hookline.sites.modules.call_guard import CallGuard
+from hookline.sites.modules.module_hooks import LOCK, Slot
+from hookline.sites.per_site_hook import PerSiteHook
+from hookline.sites.receipt import likely_cause
+from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value
+from hookline.specs.apply_specs import ErrorHandlingHook, call_factory, close_hook, hooks_of, register_hooks
+from hookline.specs.hook_spec import HookSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = [
+    "Between",
+    "LiveHook",
+    "LiveHooks",
+    "Origin",
+    "at_once",
+    "check_width",
+    "finite_metrics",
+    "hooks_suspended",
+    "silent_sites",
+]
+
+logger = logging.getLogger("hookline.serve.hooks")
+
+T = TypeVar("T")
+Origin = Literal["start", "http"]
+_Specs = Sequence[HookSpec | Mapping[str, Any]]
+
+_CONSEQUENCES: Final = {
+    "raise": "fails the requests of that batch; further errors are not logged",
+    "warn": "stays on; further errors are not logged",
+    "disable": "is switched off",
+}
+_OWN: Final[tuple[str, ...]] = ("the engine's own",)
+"""Stands for the list of what may be named that `LiveHooks` was made with; compared by identity."""
+
+
+class LiveHook(ErrorHandlingHook):
+    """A hook on a served model, and what it has done.
+
+    Recipe::
+
+        for hook in engine.hooks.list():
+            print(hook.id, hook.matched, hook.fired, hook.last_error)
+
+    Its figures are those of the moment they are read, also after it was removed.
+    """
+
+    id: str
+    """``"h1"``, ``"h2"``, …; never used again."""
+    handle: HookHandle
+
+    def __init__(self, spec: HookSpec, hook: Any, origin: Origin, widths: Mapping[str, int]) -> None:
+        kind, site_type = spec.kind_and_site_type
+        wants_site = check_hook(hook, kind, site_type=site_type)
+        name = spec.name or (hook.name if isinstance(hook, FactoryHook) else hook_name(hook))
+        super().__init__(hook, ErrorPolicy(spec.on_error, logger, _CONSEQUENCES), name, wants_site)
+        self.__qualname__ = name  # reports call it by this
+        self.spec = spec
+        """As it was given, but for ``on_error``."""
+        self.origin = origin
+        """Whether it came with the start or later, over HTTP."""
+        self.fired = 0
+        """How often it was called, on all its modules together."""
+        self._seconds = 0.0
+        self._widths = widths
+
+    def check_sites(self, names: Sequence[str]) -> None:
+        """Raise if the hook is made for outputs of another width than that of a module in ``names``."""
+        check_width(self.hook, names, self._widths)
+
+    def run(self, act: Callable[..., Any], args: tuple[Any, ...], where: str) -> Any:
+        """Return what ``act`` of the hook does with ``args``, at the module ``where``; None if it raises."""
+        if self.off:
+            return None
+        self.fired += 1
+        start = time.perf_counter()
+        try:
+            return act(*args)
+        except Exception as error:
+            if not self._handle(error, where):
+                raise
+            return None
+        finally:
+            self._seconds += time.perf_counter() - start
+
+    @property
+    def matched(self) -> tuple[str, ...]:
+        """Return the names of the modules that it is on."""
+        return self.handle.names
+
+    @property
+    def last_step(self) -> int | None:
+        """Return the forward of the model in which it was last due; None if it never was."""
+        return self.handle.report().last_step
+
+    @property
+    def cost_us(self) -> float | None:
+        """Return the microseconds of one call on the host; None before the first."""
+        return self._seconds / self.fired * 1e6 if self.fired else None
+
+    @property
+    def errors(self) -> int:
+        """Return how often it raised."""
+        return self.policy.counts[self.name]
+
+    @property
+    def last_error(self) -> str | None:
+        """Return the last exception, with its place."""
+        return self.policy.last.get(self.name)
+
+    @property
+    def removed(self) -> bool:
+        """Return whether it has been removed."""
+        return self.handle.removed
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the hook itself measures; an error of it is counted."""
+        found = getattr(self.hook, "to_metrics", None)
+        try:
+            return dict(found()) if callable(found) else {}
+        except Exception as error:
+            self.policy.count(self.name, error, "in to_metrics")
+            return {}
+
+
+# Whether a hook can edit is read off its code, hence a class for each.
+
+
+class _LiveEdit(LiveHook):
+    """Call a hook whose return value counts."""
+
+    def __call__(self, *args: Any, site: Any) -> Any:
+        return self.run(self._invoke, (args, site), site.name)
+
+
+class _LiveObserver(LiveHook):
+    """Call a hook that returns nothing."""
+
+    def __call__(self, *args: Any, site: Any) -> None:
+        self.run(self._invoke, (args, site), site.name)
+
+
+class _LivePerSite(_LiveObserver, PerSiteHook):
+    """Call an observer that has a function for each module."""
+
+    def for_site(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        """Return what observes the module called ``name``."""
+        observe = self.hook.for_site(name)
+        return lambda module, args, output: self.run(observe, (module, args, output), name)
+
+
+class _Factory:
+    """The factory of a spec, whose hook becomes a `LiveHook`."""
+
+    def __init__(self, spec: HookSpec, allow: tuple[str, ...] | None, origin: Origin, widths: Mapping[str, int]):
+        self._spec = spec
+        self._allow = allow
+        self._rest = origin, widths
+        self.hook: Any = None
+        self.live: LiveHook | None = None
+
+    def __call__(self, config: dict[str, Any]) -> LiveHook | None:
+        spec = self._spec
+        hook = self.hook = call_factory(spec.hook_factory, config, self._allow, observe=spec.observe)
+        if hook is None:
+            return None
+        edits = not spec.observe and (may_return_value(hook) or changes_in_place(hook))
+        is_per_site = isinstance(hook, PerSiteHook) and hook.is_per_site
+        kind = _LiveEdit if edits else _LivePerSite if is_per_site else _LiveObserver
+        self.live = kind(spec, hook, *self._rest)
+        return self.live
+
+    def __str__(self) -> str:  # in messages
+        return str(self._spec.hook_factory)
+
+
+class Between(Protocol):
+    """Runs an act when no forward is running: `Engine.between`, `at_once`."""
+
+    def __call__(self, act: Callable[[], T]) -> Future[T]: ...
+
+
+def at_once(act: Callable[[], T]) -> Future[T]:
+    """Run ``act`` at once, for an engine that takes calls between its steps only."""
+    done: Future[T] = Future()
+    try:
+        done.set_result(act())
+    except BaseException as error:
+        done.set_exception(error)
+    return done
+
+
+def _in_time(done: Future[T], patience_s: float | None) -> T:
+    """Return the result of an act between two forwards; take back one whose turn has not come in time."""
+    try:
+        return done.result(patience_s)
+    except TimeoutError:
+        if done.cancel():
+            raise EngineBusy(f"The engine had no time for this within {patience_s:g} s; try again.") from None
+        return done.result()  # it is being done, or the error is its own
+
+
+_Hooks = list[LiveHook]  # `LiveHooks` has a method of that name
+_Made = tuple[Any, LiveHook | None]
+"""What a factory made, and the live hook around it, if it came to that."""
+
+
+class LiveHooks:
+    """The hooks of an engine: `Engine.hooks`.
+
+    Recipe::
+
+        hook = engine.hooks.add({"target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:nan_alarm"})
+        print(hook.matched, hook.fired)
+        engine.hooks.remove(hook.id)
+
+    Every call may come from any thread; those that touch the model or ask a hook wait for the forward that is running.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        between: Between = at_once,
+        *,
+        allow: Iterable[str] | None = None,
+        on_error: str = "disable",
+        widths: Mapping[str, int] | None = None,
+    ) -> None:
+        self._model = model
+        self._widths = widths or {}
+        """How many numbers the output of a module has for a token, where that is known."""
+        self._between = between
+        self._allow = allow
+        self._on_error = on_error
+        self._live: dict[str, LiveHook] = {}
+        self._numbered = 0
+        self._is_closed = False
+        self._lock = threading.RLock()
+        """Held while hooks come and go: once the engine is over, any thread may do it at once."""
+        self._closing: dict[threading.Event, int] = {}
+        """The threads that are closing hooks, each with what says that it is done."""
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether a hook is on that no error has switched off."""
+        return any(not live.off for live in self._live.values())
+
+    def add(
+        self,
+        spec: HookSpec | Mapping[str, Any],
+        *,
+        allow: Iterable[str] | None = _OWN,
+        strict: bool = True,
+        origin: Origin = "http",
+        patience_s: float | None = None,
+    ) -> LiveHook:
+        """Attach one hook, wholly or not at all.
+
+        Args:
+            spec: A dictionary, in which ``on_error`` is the engine's unless it says otherwise; or a `HookSpec`, which
+                is taken at its word.
+            allow: What paths of factories may begin with, if not the engine's own list; None allows all.
+            strict: Every pattern has to match; with False, one of them.
+            origin: Where the spec came from.
+            patience_s: How long to wait for the running forward; None waits to its end.
+
+        Raises:
+            NotAllowedError, NoMatchError, OptionError, ValueError, AttributeError, ImportError: As `register_hooks`.
+            EngineBusy: The forward took longer than ``patience_s``; nothing is attached, now or later.
+            OptionError: Its vector or head is not as long as the output of a module, where the engine knows that.
+            Exception: Whatever the factory raises.
+        """
+        added = self.add_all([spec], allow=allow, strict=strict, origin=origin, patience_s=patience_s)
+        if not added:
+            raise OptionError("Nothing was attached: the spec is not enabled, or nothing matches (see the log).")
+        return added[0]
+
+    def add_all(
+        self,
+        specs: _Specs,
+        *,
+        allow: Iterable[str] | None = _OWN,
+        strict: bool = False,
+        origin: Origin = "start",
+        patience_s: float | None = None,
+    ) -> _Hooks:
+        """Attach several hooks, all or none; without ``strict``, log and skip those that match nothing.
+
+        Each spec uses up a number, attached or not: the workers of one engine have the same ids for the same hooks.
+        """
+        own = self._allow if allow is _OWN else allow
+        allowed = None if own is None else (own,) if isinstance(own, str) else tuple(own)
+        return _in_time(self._between(lambda: self._add(specs, allowed, strict, origin)), patience_s)
+
+    def remove(self, id: str, *, patience_s: float | None = None) -> LiveHook:
+        """Remove one hook, and close what its factory made, unless another hook has the same.
+
+        Raises:
+            HookNameError: There is none of that id, or it is off already.
+        """
+        live, going = _in_time(self._between(lambda: self._remove(id)), patience_s)
+        self._close_made(going)  # on this thread: the caller waits until all is written, forwards do not
+        return live
+
+    def list(self) -> _Hooks:
+        """Return the attached hooks, oldest first."""
+        return list(self._live.values())
+
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """Return the metrics of each hook by its id; hooks without ``to_metrics`` are left out."""
+        return self._between(self._metrics).result()
+
+    def close(self) -> None:
+        """Remove all hooks for good, the last first, and flush them."""
+        with self._lock:
+            self._is_closed = True
+        while self._live:
+            with self._lock:
+                id = next(reversed(self._live), None)
+                going = self._remove(id)[1] if id is not None else []
+            self._close_made(going)
+
+    def wait_until_closed(self, patience_s: float | None = None) -> None:
+        """Wait, `patience_s` for each, for removed hooks that other threads are closing."""
+        for done, thread in tuple(self._closing.items()):
+            if thread != threading.get_ident():  # a hook that closes the engine in its close must not wait for itself
+                done.wait(patience_s)
+
+    # -- between two forwards --------------------------------------------------------------------------------
+
+    def _add(self, specs: _Specs, allow: tuple[str, ...] | None, strict: bool, origin: Origin) -> _Hooks:
+        first, self._numbered = self._numbered + 1, self._numbered + len(specs)
+        checked = [self._checked(spec) for spec in specs]
+        factories = [_Factory(spec, allow, origin, self._widths) for spec in checked]
+        ready = [
+            replace(spec, hook_factory=factory, on_error="raise") if spec.hook_factory is not None else spec
+            for spec, factory in zip(checked, factories, strict=True)
+        ]
+        added: _Hooks = []
+        try:
+            with self._lock:
+                if self._is_closed:
+                    raise EngineClosed("The engine is closed, and takes no more hooks.")
+                handles = register_hooks(self._model, ready, strict=strict)
+                by_hook: Any = dict(zip(map(id, hooks_of(handles)), handles, strict=True))
+                for number, factory in enumerate(factories, first):
+                    if factory.live is not None and id(factory.live) in by_hook:
+                        self._keep(f"h{number}", factory.live, by_hook[id(factory.live)])
+                        added.append(factory.live)
+            return added
+        finally:  # of what was made and is not on, also if that is all of it
+            self._close_made([(each.hook, each.live) for each in factories if each.hook is not None])
+
+    def _checked(self, spec: HookSpec | Mapping[str, Any]) -> HookSpec:
+        if isinstance(spec, HookSpec):
+            return spec
+        is_said = not isinstance(spec, Mapping) or spec.get("on_error") is not None
+        return HookSpec.from_dict(spec if is_said else {**spec, "on_error": self._on_error})
+
+    def _keep(self, id: str, live: LiveHook, handle: HookHandle) -> None:
+        live.id, live.handle = id, handle
+        if isinstance(live.hook, FactoryHook):
+            live.hook.expect(handle.names)
+        self._live[id] = live
+
+    def _remove(self, id: str) -> tuple[LiveHook, Sequence[_Made]]:
+        """Return the removed hook, and what is to be closed now."""
+        with self._lock:
+            live = self._live.pop(id, None)
+            if live is None:
+                raise HookNameError(f"No hook has the id {id!r}; {self._ids_text(id)}.")
+            live.handle.remove(quiet=True)
+            return live, [(live.hook, live)]
+
+    def _ids_text(self, asked: str) -> str:
+        """Return which ids there are, each with its name; those of the name `asked`, if there are such."""
+        named = [live for live in self._live.values() if live.name == asked] or list(self._live.values())
+        return f"there is {', '.join(f'{live.id!r} ({live.name})' for live in named) or 'none'}"
+
+    def _close_made(self, going: Sequence[_Made]) -> None:
+        """Close what factories made, each once, unless a hook that stays on has it; may take as long as writing."""
+        with self._lock:
+            kept = {id(live.hook) for live in self._live.values()}
+        done = threading.Event()
+        self._closing[done] = threading.get_ident()
+        try:
+            for hook, live in {id(hook): (hook, live) for hook, live in going if id(hook) not in kept}.values():
+                error = close_hook(hook)
+                if error is not None and live is not None:
+                    live.policy.count(live.name, error, "in close")
+        finally:
+            del self._closing[done]
+            done.set()
+
+    def _metrics(self) -> dict[str, dict[str, float]]:
+        with_metrics = (live for live in self._live.values() if callable(getattr(live.hook, "to_metrics", None)))
+        return {live.id: live.metrics() for live in with_metrics}
+
+
+def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return metrics as JSON takes them: it has no NaN and no infinity."""
+    return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+
+
+def check_width(hook: Any, names: Sequence[str], widths: Mapping[str, int]) -> None:
+    """Raise if ``hook`` is made for outputs of another width than that of a module in ``names``, where it is known."""
+    width = hook.width if isinstance(hook, FactoryHook) else None
+    for name in names if width is not None else ():
+        found = widths.get(name, width)
+        if found != width:
+            raise OptionError(
+                f"{hook.name} was given what is for {width} numbers, and the output of {name or 'the model'} has "
+                f"{found} for each token: give it one of {found}, or name modules whose output has {width}."
+            )
+
+
+def silent_sites(live: LiveHook) -> dict[str, str]:
+    """Return the modules where a hook has not fired although the model ran, each with the likely cause."""
+    attachment = live.handle._attachment
+    entries = [each for each in attachment.members() if not each.fired and each.counter.step > each.step_at_attach]
+    return {each.name: likely_cause(each, attachment) for each in entries}
+
+
+# -- a model without its hooks -------------------------------------------------------------------------------
+
+
+@contextmanager
+def hooks_suspended(model: nn.Module) -> Iterator[None]:
+    """Suspend the hooks that hookline has on `model` for the block, and the counting of its forwards.
+
+    Recipe: ``with hooks_suspended(model): model(ids)``. Hooks must not come or go meanwhile.
+    """
+    modules = list(model.modules())
+    with LOCK:
+        kept = [found for module in modules for found in _take_hooks(module)]
+        guards = [(module, guard) for module in modules if (guard := _take_guard(module)) is not None]
+    try:
+        yield
+    finally:
+        with LOCK:
+            for hooks, items in kept:
+                hooks.clear()
+                hooks.update(items)  # each in its place again: edits first, observers last
+            for module, guard in guards:
+                module.__dict__[_torch.CALL_IMPL] = guard
+
+
+def _take_hooks(module: nn.Module) -> Iterator[tuple[dict[int, Any], list[tuple[int, Any]]]]:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        items = list(hooks.items())
+        ours = [hook_id for hook_id, hook in items if isinstance(hook, Slot)]
+        if ours:
+            for hook_id in ours:
+                del hooks[hook_id]
+            yield hooks, items
+
+
+def _take_guard(module: nn.Module) -> CallGuard | None:
+    guard = module.__dict__.get(_torch.CALL_IMPL)
+    if not isinstance(guard, CallGuard):
+        return None
+    del module.__dict__[_torch.CALL_IMPL]
+    return guard

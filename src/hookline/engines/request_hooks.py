@@ -1,0 +1,383 @@
+"""Run hooks for one request alone: on its rows of the batch, from its first forward to its last.
+
+An engine prepares them when a request asks for hooks, opens them when it begins to run, and closes them when it has
+ended. Any factory will do: the hook is called with the rows of that request, and what it returns replaces these rows.
+Only tensors with a row for each token are shown; a hook of a request never gets a number of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor
+
+from hookline.engines.live_hooks import LiveHook, LiveHooks, check_width, finite_metrics
+from hookline.errors import HooklineError, NotAllowedError, OptionError
+from hookline.factories import FILE_OPTIONS
+from hookline.factories.factory_hook import FactoryHook
+from hookline.messages import type_name
+from hookline.observe.tokens import Tokens, current_tokens, serving
+from hookline.sites.signature import changes_in_place, check_hook, may_return_value
+from hookline.specs.apply_specs import call_factory, close_hook, find_sites
+from hookline.specs.hook_spec import HookSpec
+from hookline.tree import children, map_tensors, rebuilt
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hookline.sites.site_info import Site
+
+__all__ = ["MOST_HOOKS", "MOST_PLACES", "PreparedHooks", "RequestHooks", "checked_spec", "harmless_spec"]
+
+MOST_HOOKS: Final = 64
+"""Of one request."""
+MOST_PLACES: Final = 4096
+"""Hooks times modules times answers of one request. Attaching, calling and removing a hook takes a part of a
+millisecond for each, in which no other request gets a token."""
+_MOST_REMEMBERED: Final = 32
+_READY: Final = "hookline.factories"
+
+
+class RequestHooks:
+    """The hooks of single requests on one model.
+
+    Args:
+        model: The served model.
+        live: What attaches and removes them; its hooks are of requests alone.
+        widths: How many numbers the output of a module has for a token, where that is known.
+        outputs: Modules whose output has a row for each token, by name; None if the engine does not know.
+        inputs: Modules that take a row for each token in the order of the batch, by name; hooks on others are shown no
+            tensors that go in. None if the engine does not know: then the number of rows decides.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        live: LiveHooks,
+        widths: Mapping[str, int] | None = None,
+        *,
+        outputs: Container[str] | None = None,
+        inputs: Container[str] | None = None,
+    ) -> None:
+        self._live = live
+        self._widths = widths or {}
+        self._outputs = outputs
+        self._inputs = inputs
+        # The answers of one request, which come one by one, have the same patterns.
+        self._names = lru_cache(maxsize=_MOST_REMEMBERED)(partial(_names, model))
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether a running request has hooks that are on."""
+        return self._live.is_active
+
+    @property
+    def places(self) -> int:
+        """Return hooks times modules of all running requests."""
+        return sum(len(live.matched) for live in self._live.list())
+
+    def prepare(
+        self, id: str, specs: Sequence[Mapping[str, Any]], allow: Sequence[str] | None = None, *, answers: int = 1
+    ) -> PreparedHooks:
+        """Return the hooks of the request `id`, made and not attached; raise for what a request may not ask.
+
+        Args:
+            id: The engine's own id of the request. Not a name that clients choose, where others can have the same.
+            specs: The hooks.
+            allow: What paths of other factories may begin with.
+            answers: How many answers the client asked for together, each with these hooks.
+        """
+        if len(specs) > MOST_HOOKS:
+            raise OptionError(f"A request may have {MOST_HOOKS} hooks, got {len(specs)}.")
+        checked = [self._on_names(checked_spec(spec, allow)) for spec in specs]
+        places = sum(len(spec.target_modules) for spec in checked)
+        if places * answers > MOST_PLACES:
+            raise OptionError(
+                f"The hooks of this request are on {places} modules, for {answers} answers: together "
+                f"{places * answers}, and {MOST_PLACES} is the most. Name fewer modules or hooks, or ask for fewer "
+                "answers at once."
+            )
+        prepared = PreparedHooks(self._live)
+        try:
+            for spec in checked:
+                self._add(prepared, id, spec, [_READY, *(allow or ())])
+        except BaseException:
+            prepared.close()
+            raise
+        return prepared
+
+    def _on_names(self, spec: HookSpec) -> HookSpec:
+        """Return `spec` with the names of the modules that its patterns match."""
+        found = self._names(spec.target_modules, spec.exclude)
+        if isinstance(found, Exception):
+            raise found.with_traceback(None)
+        return replace(spec, target_modules=found, exclude=())
+
+    def _add(self, prepared: PreparedHooks, id: str, spec: HookSpec, allow: Sequence[str]) -> None:
+        """Make the hook of `spec`, check it, and add it for the modules that have rows of requests."""
+        names = tuple(name for name in spec.target_modules if self._outputs is None or name in self._outputs)
+        if not names:
+            asked = ", ".join(map(repr, spec.target_modules))
+            raise OptionError(f"{asked}: no module of these has an output with a row for each token.")
+        made = _called(spec, allow)
+        try:
+            hook = _confined(made, id, self._inputs)
+            check_width(hook, names, self._widths)
+        except BaseException:
+            close_hook(made)
+            raise
+        prepared.hooks.append(hook)
+        prepared.specs.append(replace(spec, target_modules=names, hook_factory=lambda config: hook))
+
+
+class PreparedHooks:
+    """The hooks of one request, made; attached between `open` and `close`."""
+
+    def __init__(self, live: LiveHooks) -> None:
+        self.hooks: list[HookOfRequest] = []
+        self.specs: list[HookSpec] = []
+        """The spec of each, on the names of its modules."""
+        self._live = live
+        self._opened: list[LiveHook] | None = None
+
+    def open(self) -> None:
+        """Attach them, all or none; called when the request begins to run."""
+        self._opened = []  # where it fails, they are closed as well
+        self._opened = self._live.add_all(self.specs, allow=None, strict=True)
+
+    def close(self) -> list[dict[str, Any]]:
+        """Remove them, and return what they did and found; of a request that has never run, nothing."""
+        if self._opened is None:
+            for hook in self.hooks:
+                close_hook(hook)
+        opened, self._opened = self._opened or [], []
+        for live in opened:
+            self._live.remove(live.id)
+        return [_found(live) for live in opened]
+
+
+def _names(model: nn.Module, patterns: tuple[str, ...], exclude: tuple[str, ...]) -> Any:
+    """Return the names of modules that match, or the error to raise: it took as long, and is remembered too."""
+    try:
+        found = find_sites(model, HookSpec(target_modules=patterns, exclude=exclude), strict=True)
+    except HooklineError as error:
+        return error
+    return () if found is None else tuple(found.names)
+
+
+def _found(live: LiveHook) -> dict[str, Any]:
+    """Return what a hook did, and its metrics, as plain data."""
+    return {
+        "name": live.name,
+        "matched": list(live.matched),
+        "rows": live.hook.rows,
+        "errors": live.errors,
+        "last_error": live.last_error,
+        "metrics": finite_metrics(live.metrics()),
+    }
+
+
+# -- what a request may ask ----------------------------------------------------------------------------------------
+
+
+def checked_spec(given: Mapping[str, Any], allow: Sequence[str] | None) -> HookSpec:
+    """Return the spec of a hook of a request; raise for what requests may not ask.
+
+    Requests come from anybody, so a spec may name a factory of `hookline.factories`, without files, or one that starts
+    with an entry of ``allow``. An error in the hook never leaves the model's forward: it would end the engine.
+    """
+    checked = HookSpec.from_dict(harmless_spec(given))
+    path = checked.hook_factory
+    if not isinstance(path, str):
+        raise OptionError("A hook of a request needs hook_factory, such as 'hookline.factories:steer'.")
+    if checked.on != "forward":
+        raise OptionError(f"Hooks of a request are on='forward', got {checked.on!r}.")
+    _check_allowed(path, checked.config, allow)
+    return replace(checked, name=checked.name or path.rpartition(":")[2].rpartition(".")[2])
+
+
+def harmless_spec(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a spec of a client with its ``on_error``, ``"disable"`` if left out; refuse what could stop the engine."""
+    on_error = given.get("on_error")
+    if on_error not in (None, "disable", "warn"):
+        raise OptionError(f"on_error is 'disable' or 'warn' for a hook of a client, got {on_error!r}.")
+    return {**given, "on_error": on_error or "disable"}
+
+
+def _check_allowed(path: str, config: Mapping[str, Any], allow: Sequence[str] | None) -> None:
+    dotted = path.replace(":", ".")
+    name = dotted.removeprefix(f"{_READY}.")
+    if name in FILE_OPTIONS and dotted.startswith(f"{_READY}."):
+        files = [option for option in FILE_OPTIONS[name] if config.get(option) is not None]
+        if files or "folder" in FILE_OPTIONS[name]:
+            raise NotAllowedError(f"{name} has files, and a hook of a request gets none; attach it to the engine.")
+        return
+    prefixes = [each.replace(":", ".") for each in allow or ()]
+    usable = [each for each, options in FILE_OPTIONS.items() if "folder" not in options]
+    if not any(dotted == each or dotted.startswith(f"{each}.") for each in prefixes if each != _READY):
+        raise NotAllowedError(
+            f"A request may not name {path!r}; it may name {', '.join(f'{_READY}:{each}' for each in usable)}"
+            f"{', or what begins with ' + ', '.join(prefixes) if prefixes else ''}."
+        )
+
+
+def _called(spec: HookSpec, allow: Sequence[str]) -> Any:
+    """Return the hook that the factory of `spec` makes; raise what is wrong with it as one of our errors."""
+    path = spec.hook_factory
+    try:
+        # Checked again, now that its module is imported: what that has from elsewhere is not meant by a prefix.
+        hook = call_factory(path, spec.config, allow, observe=spec.observe)
+    except HooklineError:
+        raise
+    except Exception as error:  # the factory's own, or that of importing it
+        said = str(error).strip().rstrip(".")
+        raise OptionError(f"{path} made no hook: {type(error).__name__}{f': {said}' if said else ''}.") from error
+    if hook is None:
+        raise OptionError(f"{path} returned None, so there is no hook.")
+    return hook
+
+
+# -- a hook that sees the rows of one request ----------------------------------------------------------------------
+
+
+def _confined(hook: Any, request: str, inputs: Container[str] | None) -> HookOfRequest:
+    kind, site_type = HookSpec().kind_and_site_type
+    wants_site = check_hook(hook, kind, site_type=site_type)
+    made = _EditOfRequest if may_return_value(hook) or changes_in_place(hook) else _ObserverOfRequest
+    return made(hook, request, inputs, wants_site)
+
+
+class HookOfRequest(FactoryHook):
+    """Call a hook with the rows of one request."""
+
+    def __init__(self, hook: Any, request: str, inputs: Container[str] | None, wants_site: bool) -> None:
+        self.hook = hook
+        self._inputs = inputs
+        if isinstance(hook, FactoryHook):
+            self.name, self.width = hook.name, hook.width
+        self._request = request
+        self._wants_site = wants_site
+        self._last: tuple[Any, _Rows | None] = (None, None)
+        """The table of the last forward, and the rows in it: all modules of a forward have the same."""
+        self.rows = 0
+        """How many rows it has seen."""
+
+    def to_metrics(self) -> dict[str, float]:
+        """Return the metrics of the hook."""
+        found = getattr(self.hook, "to_metrics", None)
+        return dict(found()) if callable(found) else {}
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Tell the hook the modules that it is on."""
+        if isinstance(self.hook, FactoryHook):
+            self.hook.expect(names)
+
+    def close(self) -> None:
+        """Close the hook, if it can be."""
+        close = getattr(self.hook, "close", None)
+        if callable(close):
+            close()
+
+    def _run(self, module: nn.Module, inputs: Any, output: Any, site: Site) -> tuple[_Rows | None, Any]:
+        """Return the rows of the request, and what the hook makes of them: what it returns, or changes in place."""
+        batch = current_tokens()
+        if self._last[0] is not batch:
+            self._last = batch, _rows_of(batch, self._request)
+        rows = self._last[1]
+        if rows is None:
+            return None, None
+        self.rows += rows.own.count
+        with serving(rows.own):
+            options = {"site": site} if self._wants_site else {}
+            are_rows = self._inputs is None or site.name in self._inputs
+            own = _part(output, rows)
+            edited = self.hook(module, _part(inputs, rows if are_rows else None), own, **options)
+            return rows, own if edited is None else edited
+
+
+class _ObserverOfRequest(HookOfRequest):
+    """Observe the rows of one request."""
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site) -> None:
+        """Observe the rows."""
+        self._run(module, inputs, output, site)
+
+
+class _EditOfRequest(HookOfRequest):
+    """Edit the rows of one request; those of others stay as they are, to the last bit."""
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any, *, site: Site) -> Any:
+        """Return the output with the rows that the hook returned or changed; None if the request has none here."""
+        rows, edited = self._run(module, inputs, output, site)
+        return None if rows is None else _with_part(output, edited, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of one request in the running forward."""
+
+    batch: Tokens
+    row: int
+    own: Tokens
+    """The table of these rows alone."""
+
+    def cut(self, tensor: Tensor) -> Tensor | None:
+        """Return the rows as a view of `tensor`; None if it has no row for each token."""
+        batch, shape = self.batch, tuple(tensor.shape)
+        begin, length = batch.begins[self.row], batch.lengths[self.row]
+        if batch.width is not None and shape[:2] == (len(batch.requests), batch.width) and len(shape) in (2, 3):
+            return tensor[self.row : self.row + 1, batch.width - length :]
+        has_rows = shape[:1] in ((batch.count,), (batch.room,)) and (batch.width is None or len(shape) == 2)
+        return tensor[begin : begin + length] if has_rows else None
+
+
+def _rows_of(batch: Tokens | None, key: str) -> _Rows | None:
+    """Return the rows of the request with that key in the batch of a forward; None if it has none."""
+    keys = () if batch is None else batch.keys or batch.requests
+    if batch is None or key not in keys:
+        return None
+    row = keys.index(key)
+    return _Rows(batch, row, batch.of_request(row))
+
+
+def _part(value: Any, rows: _Rows | None) -> Any:
+    """Return `value` with the rows of the request alone; None stands for what has no such rows, a cache for example.
+
+    The rows are a copy: a view has the whole batch in its storage. With `rows` None, nothing has such rows.
+    """
+
+    def cut(path: str, tensor: Tensor) -> Tensor | None:
+        own = None if rows is None else rows.cut(tensor)
+        return None if own is None else own.clone()
+
+    return map_tensors(value, cut, lambda leaf: leaf if isinstance(leaf, bool | int | float | str) else None)
+
+
+def _with_part(value: Any, edited: Any, rows: _Rows) -> Any:
+    """Return `value` with the rows of the request from `edited`, which has the structure that `_part` gave."""
+    if isinstance(value, Tensor):
+        return _with_rows(value, edited, rows)
+    parts = children(value)
+    if parts is None:
+        return value
+    new = dict(children(edited) or ())
+    if len(new) != len(parts):
+        raise OptionError(f"A hook of a request returned {type_name(edited)} in place of {type_name(value)}.")
+    return rebuilt(value, {key: _with_part(child, new[key], rows) for key, child in parts})
+
+
+def _with_rows(value: Tensor, edited: Any, rows: _Rows) -> Tensor:
+    own = rows.cut(value)
+    if own is None:
+        return value
+    if not isinstance(edited, Tensor) or edited.shape != own.shape:
+        found = tuple(edited.shape) if isinstance(edited, Tensor) else type_name(edited)
+        raise OptionError(f"A hook of a request returned {found} in place of rows of shape {tuple(own.shape)}.")
+    changed = value.clone()
+    place = rows.cut(changed)
+    assert place is not None
+    place.copy_(edited)
+    return changed

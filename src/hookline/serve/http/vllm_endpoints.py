@@ -1,0 +1,258 @@
+"""Add the hook paths of ``hookline serve`` to ``vllm serve``; an entry point of ``vllm.endpoint_plugins``.
+
+vLLM makes `HookEndpoints` in the process that answers HTTP, if ``VLLM_PLUGINS`` names ``hookline``. It puts ``/hooks``
+beside vLLM's own routes, which stay as they are: a request asks in ``vllm_xargs``, and its client fetches the results.
+`WorkerCalls` asks all workers over ``collective_rpc``. Needs fastapi and prometheus_client, which vLLM has.
+
+    HOOKLINE_VLLM=1 VLLM_PLUGINS=hookline HOOKLINE_SERVE_TOKEN=s3cret vllm serve models/tiny
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from fastapi.responses import Response
+
+from hookline.engines.shown_hooks import shown_config
+from hookline.engines.vllm.merge_answers import (
+    check_answers,
+    merge_added,
+    merge_hooks,
+    merge_metrics,
+    merge_removed,
+    merge_results,
+)
+from hookline.engines.vllm.start_options import StartOptions
+from hookline.errors import HookNameError, OptionError
+from hookline.serve.generation_request import EngineCount
+from hookline.serve.http.app import json_response, make_hook_app
+from hookline.serve.http.error_answers import Refused
+from hookline.serve.http.hook_routes import values_from_body
+from hookline.serve.http.http_settings import Settings
+from hookline.serve.http.metrics_page import HookFigures, Metrics
+from hookline.serve.http.request_bodies import HookBody
+
+__all__ = ["HookEndpoints", "WorkerCalls", "endpoint_settings"]
+
+logger = logging.getLogger("hookline.engines.vllm")
+
+_TOKEN: Final = "HOOKLINE_SERVE_TOKEN"
+_TOKEN_FILE: Final = "HOOKLINE_SERVE_TOKEN_FILE"
+_PATHS: Final = ("/hooks", "/hooks/{id}", "/hooks/results/{key}")
+_METHODS: Final = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+"""All of them, so that ours answers those that a path does not take. vLLM's start fails on a route without methods."""
+_ADD: Final = "hookline_add"
+_PATIENCE_S: Final = 60.0
+"""How long a route waits for the workers: they are in a step, and its next comes first."""
+_COUNTS: Final = (EngineCount.STEPS, EngineCount.EAGER_STEPS, EngineCount.PROMPT_TOKENS, EngineCount.NOT_COMPUTED)
+"""Of the engine; each worker counts the same."""
+
+_Shown = list[dict[str, Any]]  # `WorkerCalls` has a method `list`
+
+
+class HookEndpoints:
+    """The endpoint plugin.
+
+    Recipe: ``plugin = HookEndpoints(); plugin.attach_router(app); await plugin.init_state(client, app.state, args)``.
+    """
+
+    name = "hookline"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._calls: WorkerCalls | None = None
+        self._metrics = Metrics()
+
+    def attach_router(self, app: Any) -> None:
+        """Add the paths of hooks."""
+        from starlette.routing import Route
+
+        settings = endpoint_settings(getattr(app.state.args, "additional_config", None))
+        self._calls = WorkerCalls(settings)
+        more = {"/hooks/metrics": self.metrics, "/hooks/results/{key}": self.results}
+        hooks = make_hook_app(self._calls, settings, more)
+        # First of all: a route of vLLM must not take these paths.
+        app.router.routes[:0] = [Route(path, hooks, methods=_METHODS) for path in _PATHS]
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Take the engine; None where a server has none, which then refuses hooks."""
+        assert self._calls is not None
+        self._calls.client = engine_client
+        if engine_client is not None:
+            logger.info("hooks over HTTP: %s", await self._calls.describe())
+
+    async def results(self, key: str) -> Any:
+        """Give what a request asked for under the UUID that its client made up, once; an entry for each answer."""
+        assert self._calls is not None
+        return json_response({"answers": await self._calls.results(key)})
+
+    async def metrics(self) -> Any:
+        """Give the counts of hooks and of the workers' steps, in Prometheus' text format."""
+        assert self._calls is not None
+        page = self._metrics.page(await self._calls.counts(), await self._calls.figures())
+        return Response(page, media_type=self._metrics.content_type)
+
+
+def endpoint_settings(additional: Any) -> Settings:
+    """Return the settings in ``--additional-config`` (`StartOptions`) and the token of the environment."""
+    options = StartOptions.read(additional)
+    return Settings(
+        token=_token(),
+        protect="everything" if options.protect == "everything" else "hooks",
+        allow=options.allow or ("hookline.factories",),
+        export_dir=None if options.export_dir is None else Path(options.export_dir),
+    )
+
+
+def _token() -> str | None:
+    file = os.environ.get(_TOKEN_FILE)
+    if not file:
+        return os.environ.get(_TOKEN) or None
+    try:
+        return Path(file).read_text().strip()
+    except OSError as error:
+        raise OptionError(
+            f"{_TOKEN_FILE}={file} cannot be read: {error.strerror}. Give a file with the token."
+        ) from None
+
+
+class WorkerCalls:
+    """The hooks of a vLLM server, as its HTTP routes use them. Workers take a call between two steps.
+
+    Recipe: ``calls = WorkerCalls(Settings(token="secret")); calls.client = engine_client; await calls.list()``.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.client: Any = None
+        """The engine client of the server; None until it is ready."""
+        self._settings = settings
+        self._changes = asyncio.Lock()
+        """Workers number hooks by themselves: calls that change them come in one order everywhere."""
+        self._undoing: asyncio.Future[None] | None = None
+        """Kept here, as the event loop does not keep it."""
+
+    async def describe(self) -> str:
+        """Return a sentence on what the engine is, for the log."""
+        try:
+            answers = await self._checked("hookline_describe")
+        except Refused as refused:
+            return refused.message
+        first = answers[0]["engine"]
+        kind = "compiled" if first["compiled"] else "eager"
+        return f"{len(answers)} workers of vLLM {first['version']}, {kind}, runner {first['runner']}"
+
+    async def list(self) -> _Shown:
+        """Return the attached hooks, with what they have done in all workers together."""
+        return [self._shown(each) for each in merge_hooks(await self._checked("hookline_list"))]
+
+    async def add(self, body: HookBody) -> dict[str, Any]:
+        """Attach one hook in all workers, or in none."""
+        spec = values_from_body(body, self._settings)
+        async with self._changes:
+            answers = await self._call(_ADD, [spec], [*self._settings.allow], True, "http")
+            try:
+                added = merge_added(answers)[0]
+            except Exception:
+                await self._undo(answers)
+                raise
+        logger.info("hook %s (%s) is attached: %s", added["id"], added["hook_factory"], ", ".join(added["matched"]))
+        return self._shown(added)
+
+    async def _undo(self, answers: _Shown) -> None:
+        """Remove what workers have attached."""
+        for id in {hook["id"] for answer in answers for hook in answer.get("hooks", ())}:
+            await self._call("hookline_remove", id)
+
+    async def remove(self, id: str) -> dict[str, Any]:
+        """Remove one hook from all workers."""
+        async with self._changes:
+            answers = await self._call("hookline_remove", id)
+        try:
+            removed = merge_removed(answers)
+        except HookNameError as error:
+            raise Refused(404, str(error)) from None
+        logger.info("hook %s is taken off", id)
+        return self._shown(removed)
+
+    async def figures(self) -> Sequence[HookFigures]:
+        """Return each hook and its metrics."""
+        metrics = merge_metrics(await self._checked("hookline_metrics"))
+        return [(each, metrics.get(each["id"], {})) for each in await self.list()]
+
+    async def counts(self) -> dict[EngineCount, float]:
+        """Return the counts of the workers' steps; bytes are those of all workers."""
+        found = [answer["engine"] for answer in await self._checked("hookline_describe")]
+        most = {name: max(float(each[name]) for each in found) for name in _COUNTS}
+        return {**most, EngineCount.CAPTURED_BYTES_RESERVED: sum(float(each["captured_bytes"]) for each in found)}
+
+    async def results(self, key: str) -> _Shown:
+        """Return what the requests under a key asked for, and forget it.
+
+        Nothing else has a UUID for a key: results of requests that gave none cannot be had here.
+        """
+        try:
+            known = str(uuid.UUID(key))
+        except ValueError:
+            raise Refused(404, "Results are kept under the UUID that was sent as key in vllm_xargs.hookline.") from None
+        try:
+            merged = merge_results(await self._call("hookline_take", known))
+        except HookNameError as error:
+            raise Refused(404, str(error)) from None
+        return await asyncio.to_thread(lambda: [_to_json(each) for each in merged])
+
+    def _shown(self, hook: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a hook for clients, which are not told where the export folder is."""
+        config = shown_config(hook["hook_factory"], hook["config"], self._settings.export_dir)
+        return {**hook, "config": config}
+
+    async def _checked(self, method: str) -> _Shown:
+        answers = await self._call(method)
+        check_answers(answers)
+        return answers
+
+    async def _call(self, method: str, *args: Any) -> _Shown:
+        if self.client is None:
+            raise Refused(503, "The engine is not ready; ask /health until it is.", headers={"Retry-After": "2"})
+        asked: asyncio.Future[_Shown] = asyncio.ensure_future(self.client.collective_rpc(method, args=args))
+        try:
+            return await asyncio.wait_for(asyncio.shield(asked), _PATIENCE_S)
+        except TimeoutError:
+            asked.add_done_callback(partial(self._on_late, method))
+            raise Refused(503, f"The engine had no time for this within {_PATIENCE_S:g} s; try again.") from None
+        except Exception as error:
+            logger.warning("workers did not answer %s", method, exc_info=error)
+            raise Refused(503, _no_extension(error)) from error
+
+    def _on_late(self, method: str, asked: asyncio.Future[_Shown]) -> None:
+        """Take back a hook that workers attached after its client was told that they had no time: a call that is
+        under way cannot be cancelled.
+        """
+        if not asked.cancelled() and asked.exception() is None and method == _ADD:
+            self._undoing = asyncio.ensure_future(self._undo(asked.result()))
+
+
+def _to_json(merged: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry of `merge_results` as the answer has it."""
+    states = {
+        name: {**layer, "data": base64.b64encode(layer["data"]).decode("ascii")}
+        for name, layer in merged["states"].items()
+    }
+    rest = {name: merged[name] for name in ("request", "hooks", "flags", "silent", "error")}
+    return {**rest, "hidden_states": states, "tokens_not_computed": merged["not_computed"]}
+
+
+def _no_extension(error: Exception) -> str:
+    if "hookline_" in str(error) and "attribute" in str(error):
+        return (
+            "The workers of this engine have no hooks. Start it with HOOKLINE_VLLM=1 in the environment, or with "
+            "--worker-extension-cls hookline.engines.vllm.extension.HookExtension."
+        )
+    return f"The workers did not answer ({type(error).__name__}); see the server's log."
