@@ -428,7 +428,9 @@ def _take(line: dict[str, Any], found: _RankLines, file: Path) -> None:
         found.places[line["place"]] = _place(line)
     elif "rows" in line:
         fields = ("requests", "starts", "lengths", "positions")
-        found.rows[line["rows"]] = RowTable(line["layout"], *(tuple(line[key]) for key in fields))
+        requests, starts, lengths, positions = (tuple(line[key]) for key in fields)
+        table = RowTable(line["layout"], requests, starts, lengths, positions, line.get("width", 0))
+        found.rows[line["rows"]] = table
     elif "note" in line:
         found.notes.append(line["note"])
         found.left_out += [line["note"]] if line.get("left_out") else []
