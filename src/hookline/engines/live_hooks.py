@@ -22,9 +22,8 @@ from hookline.errors import EngineBusy, EngineClosed, HookNameError, OptionError
 from hookline.factories.factory_hook import FactoryHook
 from hookline.sites import _torch
 from hookline.sites.handle import HookHandle
-from hookline.sites.modules.call_guard import CallGuard
-from hookline.sites.modules.module_hooks import LOCK, Slot
-from hookline.sites.per_site_hook import PerSiteHook
+from hookline.sites.hook_at_site import PerSiteHook
+from hookline.sites.modules.module_hooks import LOCK, CallGuard, Slot
 from hookline.sites.receipt import likely_cause
 from hookline.sites.signature import changes_in_place, check_hook, hook_name, may_return_value
 from hookline.specs.apply_specs import ErrorHandlingHook, call_factory, close_hook, hooks_of, register_hooks

@@ -427,9 +427,8 @@ def _take(line: dict[str, Any], found: _RankLines, file: Path) -> None:
     elif "place" in line:
         found.places[line["place"]] = _place(line)
     elif "rows" in line:
-        requests, starts, lengths, positions = (
-            tuple(line[key]) for key in ("requests", "starts", "lengths", "positions")
-        )
+        fields = ("requests", "starts", "lengths", "positions")
+        requests, starts, lengths, positions = (tuple(line[key]) for key in fields)
         table = RowTable(line["layout"], requests, starts, lengths, positions, line.get("width", 0))
         found.rows[line["rows"]] = table
     elif "note" in line:
