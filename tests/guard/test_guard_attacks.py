@@ -241,6 +241,9 @@ def test_containers_of_every_kind_come_back():
     assert model.nested[1][0].tolist() == [1.0, 1.0]
     assert model.ordered is containers[5]
     assert list(model.ordered) == ["a", "b"]
+    with rollback(model):  # nothing else tells that something was changed
+        model.ordered.move_to_end("a")
+    assert list(model.ordered) == ["a", "b"]
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -85,3 +87,16 @@ def test_forward_mode_runs_beside_gradient_hooks() -> None:
     expected = product()
     with hl.attach(model, "*", _watch, on="backward"):
         assert torch.equal(product(), expected)
+
+
+def test_what_an_observer_returns_is_no_input_of_a_call_with_gradient_hooks() -> None:
+    """The slot of observers also gives the inputs their gradients."""
+    model, x = nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    expected = model(x)
+    seen: list[Any] = []
+    observer = hl.attach(model, lambda module, args: (args[0] * 0,), on="forward_pre", observe=True)
+    with observer, hl.attach(model, lambda module, given, out: seen.append(given), on="backward"):
+        output = model(x)
+        output.sum().backward()
+    assert torch.equal(output, expected)
+    assert len(seen) == 1
