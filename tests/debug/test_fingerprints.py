@@ -60,6 +60,16 @@ def test_both_ways_and_torch_agree(name):
         assert fingerprint_on_cpu(value.contiguous(), TABLES).hash == found.hash
 
 
+def test_rows_are_read_again_until_they_are_forgotten():
+    """A flush that Ctrl-C ends writes them the next time."""
+    device = DeviceFingerprints(torch.device("cpu"), TABLES)
+    device.add(torch.randn(5))
+    first, second = device.read(), device.read()
+    assert first[1].tolist() == second[1].tolist() != []
+    device.forget()
+    assert not len(device.read()[1])
+
+
 @pytest.mark.slow
 def test_the_programs_for_gpus_find_the_same(tmp_path: Path) -> None:
     """Hash to the bit, numbers and sketch up to rounding, in Triton's interpreter: one process for all of them."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hookline.observe.watch.kernel import is_available, kernel_types
+from hookline.observe.watch.kernel import is_available, kernel_types, on_device
 
 __all__ = ["DeviceFingerprints", "FoundNumbers", "SketchTables", "fingerprint_on_cpu", "sketch_tables"]
 
@@ -218,17 +217,17 @@ class DeviceFingerprints:
         if not flat.numel():
             self._numbers[row], self._hashes[row] = 0.0, 0
         elif self._by_programs and flat.dtype in _READ and flat.data_ptr() % 8 == 0:
-            with self._on_device():
+            with on_device(self._device):
                 self._launch(flat, row)
         else:
             self._by_operators(flat, row)
         return row
 
     def read(self) -> tuple[NDArray[np.float64], NDArray[np.uint64]]:
-        """Return numbers (mean, norm, absmax, NaN, Inf, sketch) and hashes of all rows, and begin anew."""
-        with self._on_device():
+        """Return numbers (mean, norm, absmax, NaN, Inf, sketch) and hashes of all rows, which stay until `forget`."""
+        with on_device(self._device):
             self._merge()
-        rows, self.used = self.used, 0
+        rows = self.used
         return self._numbers[:rows].cpu().numpy(), self._hashes[:rows].cpu().numpy().view(np.uint64)
 
     def forget(self) -> None:
@@ -268,11 +267,11 @@ class DeviceFingerprints:
         self._run("read_rows", programs, (flat.data_ptr(), *tables, slots, count), constants)
 
     def _merge(self) -> None:
-        jobs, self._jobs, self._used_slots = self._jobs, [], 0
-        if jobs:
-            at = torch.tensor(jobs).to(self._device, non_blocking=True)
+        if self._jobs:
+            at = torch.tensor(self._jobs).to(self._device, non_blocking=True)
             given = (at.data_ptr(), self._slots.data_ptr(), self._numbers.data_ptr(), self._hashes.data_ptr())
-            self._run("merge_slots", len(jobs) // 4, given, (_MERGED,))
+            self._run("merge_slots", len(self._jobs) // 4, given, (_MERGED,))
+        self._jobs, self._used_slots = [], 0
 
     def _run(self, name: str, programs: int, given: tuple[int, ...], constants: tuple[Any, ...]) -> None:
         grid = programs, 1, 1
@@ -282,11 +281,6 @@ class DeviceFingerprints:
             return
         programs_of = importlib.import_module("hookline.debug.compare.triton_fingerprint")
         self._compiled[name, constants] = getattr(programs_of, name)[grid](*given, *constants)  # None: interpreted
-
-    def _on_device(self) -> AbstractContextManager[Any]:
-        if self._device.type != "cuda" or torch.cuda.current_device() == self._device.index:
-            return nullcontext()
-        return torch.cuda.device(self._device)
 
     # -- by torch's operators ------------------------------------------------------------------------------
 

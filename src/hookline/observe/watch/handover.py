@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hookline.observe.watch.kernel import Kernel, is_available, program_named, readable
+from hookline.observe.watch.kernel import Kernel, is_available, on_device, program_named, readable
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class GraphKernel(Kernel):
         addresses = [next(parts).data_ptr() if is_there else 0 for is_there in wanted]
         divisor = self.divisor_of(scale)
         arguments = (table.data_ptr(), *addresses, 0 if divisor is None else divisor.data_ptr(), self._num_added)
-        with self._on_device():
+        with on_device(self._device):
             self._launch("fold_table", None, (num_places, 3, 1), arguments, warps=_WARPS)
 
     def divisor_of(self, scale: Any) -> Tensor | None:
@@ -111,12 +111,12 @@ class GraphKernel(Kernel):
 
     def work_out(self, jobs: Any) -> tuple[list[Any], list[Tensor]]:
         """Return the launches for jobs, and the memory they use; the table of jobs is the last of that."""
-        with self._on_device():
+        with on_device(self._device):
             return self._launches_of(self._tables.of_groups(jobs), [])
 
     def run(self, launches: list[Any], ready: list[Any]) -> None:
         """Launch what `work_out` has returned; ``ready`` is empty before the first time, and has what was compiled."""
-        with self._on_device():
+        with on_device(self._device):
             for launch, arguments in ready:
                 launch(*arguments)
             if not ready:
@@ -128,7 +128,7 @@ class GraphKernel(Kernel):
 
     def upload(self, numbers: list[int]) -> Tensor:
         """Copy numbers to the device without waiting."""
-        with self._on_device():
+        with on_device(self._device):
             return self._upload(numbers)
 
     def replace(self, table: Tensor, numbers: NDArray[np.int64]) -> None:

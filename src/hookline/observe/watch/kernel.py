@@ -41,6 +41,7 @@ __all__ = [
     "is_available",
     "kernel_input",
     "kernel_types",
+    "on_device",
     "program_named",
     "readable",
 ]
@@ -246,7 +247,7 @@ class Kernel:
 
     def take(self, items: Sequence[KernelInput]) -> None:
         """Add the statistics of each tensor to its row, on the current stream."""
-        with self._on_device():
+        with on_device(self._device):
             for batch in _rounds(items):
                 if len(batch) == 1:
                     self._take_one(batch[0])
@@ -262,12 +263,12 @@ class Kernel:
         The table lies on the device from now on, and programs are found once: the host has two launches to make. The
         calls have to follow each other on one stream, as they share memory.
         """
-        with self._on_device():
+        with on_device(self._device):
             launches, held = self._launches(items)
         found: list[tuple[Any, tuple[Any, ...]]] = []
 
         def launch() -> None:
-            with self._on_device():
+            with on_device(self._device):
                 for run, arguments in found:
                     run(*arguments)
                 if not found:
@@ -281,7 +282,7 @@ class Kernel:
 
     def take_rows(self, items: Sequence[FoundByRow]) -> None:
         """Add what `find_in` has found by row, at once: a graph soon uses its memory again."""
-        with self._on_device():
+        with on_device(self._device):
             for batch in _rounds(items):
                 for some in in_parts(batch, 1 if _torch.capturing() else JOBS):
                     if len(some) == 1:
@@ -450,10 +451,12 @@ class Kernel:
             return scale.detach().to(self._device, torch.float32, non_blocking=True)
         return torch.full((), float(scale), dtype=torch.float32, device=self._device)
 
-    def _on_device(self) -> AbstractContextManager[Any]:
-        if self._device.type != "cuda" or torch.cuda.current_device() == self._device.index:
-            return nullcontext()
-        return torch.cuda.device(self._device)
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a block in which programs are launched on ``device``."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def is_available(device: torch.device) -> bool:
@@ -525,7 +528,7 @@ class ExponentKernel(Kernel):
 
     def count(self, items: Sequence[ExponentInput]) -> None:
         """Count each tensor in its bins, on the current stream; all are of one type."""
-        with self._on_device():
+        with on_device(self._device):
             # A table would have to be the same in each replay of a CUDA graph.
             for some in in_parts(items, 1 if _torch.capturing() else JOBS):
                 if len(some) == 1:
