@@ -38,7 +38,7 @@ _ROWS: Final = "batch × tokens"
 _FLATTENED: Final = "tokens are flattened to rows; of one prompt, token 5 is index=5, not index=(slice(None), 5)"
 _BATCHED: Final = 3
 """Dimensions of what an embedding returns for a batch of sequences."""
-_LAST_AXIS: Final = {"head": "vocabulary", "router": "experts"}
+_LAST_AXIS: Final = {"unembed": "vocabulary", "router": "experts"}
 """What the last axis counts, where it is not the width of the model."""
 
 
@@ -325,6 +325,6 @@ _CHECKS: Final[Mapping[str, Callable[..., Iterator[str]]]] = {
     "mlp": partial(_check_part, role="mlp", mixes=False),
     "embed": _check_embed,
     "final_norm": _check_final_norm,
-    "head": _check_head,
+    "unembed": _check_head,
     "router": _check_router,
 }

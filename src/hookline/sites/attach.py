@@ -109,7 +109,7 @@ def attach(
         strict: Raise if nothing matches; with False, warn and return a handle on nothing.
         profile: Measure what the hook costs, for ``handle.report().cost_us``.
         scope: ``"context"``: fire for calls made in this thread, or asyncio task, alone, whoever else runs the model.
-        role: In place of a target: ``"resid"``, ``"attn"``, ``"mlp"``, ``"embed"``, ``"final_norm"``, ``"head"`` or
+        role: In place of a target: ``"resid"``, ``"attn"``, ``"mlp"``, ``"embed"``, ``"final_norm"``, ``"unembed"`` or
             ``"router"`` of a language model, as ``hookline.sites.find_roles`` finds them.
 
     Raises:

@@ -8,7 +8,7 @@ words that all libraries share (``attn``, ``mlp``, ``expert``). ``hookline.obser
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 
 from torch import Tensor, nn
@@ -16,14 +16,20 @@ from torch.nn.parameter import is_lazy
 
 from hookline.errors import TargetError
 from hookline.messages import suggest
+from hookline.sites.attention import PARTS, parts_of
 from hookline.sites.wrappers import walk
 
 ROLE: Final = "role:"
 """What a target begins with that names a role."""
-ROLES: Final = ("resid", "attn", "mlp", "embed", "final_norm", "head", "router")
+ROLES: Final = ("resid", "attn", "mlp", "embed", "final_norm", "unembed", "router")
 """Output of a block; attention and MLP inside it; embedding of the tokens; norm after the last block; logits; choice of
-experts."""
+experts. Tensors inside of attention have the roles of `PARTS`."""
+_IN_BLOCKS: Final = ("resid", "attn", "mlp", "router", *PARTS)
+"""Roles that each block may have, and so a number."""
+_TARGET: Final = re.compile(r"role:(?P<role>[^.]*)(\.(?P<first>-?\d+)|\.(?P<start>-?\d*):(?P<stop>-?\d*))?")
 Named: TypeAlias = tuple[str, nn.Module]
+Layers: TypeAlias = int | slice | Sequence[int] | None
+"""Numbers of blocks: one, negative ones from the end, a list, a slice; None for all."""
 
 _ATTENTION: Final = re.compile(r"attn|attention", re.IGNORECASE)
 _CROSS: Final = re.compile(r"cross|enc_?dec|encoder_attn", re.IGNORECASE)
@@ -43,35 +49,61 @@ _ADAPTED: Final = ("base_layer", "original_module")
 """Under which names an adapter (PEFT, vLLM) keeps the layer in whose place it is called."""
 
 
-def role_target(role: str) -> str:
-    """Return the target that means ``role``; raise if there is no such role.
-
-    >>> role_target("resid")
-    'role:resid'
-    """
-    if not isinstance(role, str):
-        raise TargetError(f"role= is one role, got {role!r}; for several, give targets: ['role:resid', 'role:attn'].")
-    if role == "heads":
-        raise TargetError(
-            "There is no role 'heads': the heads of attention are no modules. They lie side by side in the input of "
-            "its output projection; give that module (patch(…, on='forward_pre', index=…)). The role 'head' is the "
-            "unembedding."
-        )
-    if role not in ROLES:
-        raise TargetError(f"There is no role {role!r}{suggest(role, ROLES) or '.'} Roles are {', '.join(ROLES)}.")
-    return f"{ROLE}{role}"
-
-
-def with_role(target: Any, role: str | None, unset: Any = None) -> Any:
-    """Return ``target``, or, if there is a ``role``, what means that; raise if there are both.
+def with_role(target: Any, role: str | None, unset: Any = None, *, layer: Layers = None) -> Any:
+    """Return ``target``, or, if there is a ``role``, what means that, in the blocks ``layer``; raise if there are both.
 
     ``unset`` is the value of a target that was not given.
+
+    >>> with_role(None, "mlp", layer=-1)
+    'role:mlp.-1'
     """
     if role is None:
+        if layer is not None:
+            raise TargetError(f"layer={layer!r} goes with a role: role='resid', layer={layer!r}.")
         return target
     if target is not unset and target != unset:
         raise TargetError(f"A target and role={role!r} were given: leave one out, or list both: [target, '{ROLE}…'].")
-    return role_target(role)
+    if not isinstance(role, str):
+        raise TargetError(f"role= is one role, got {role!r}; for several, give targets: ['role:resid', 'role:attn'].")
+    if layer is None or isinstance(layer, int | slice):
+        return role_target(role, layer)
+    return [role_target(role, each) for each in layer]
+
+
+def role_target(role: str, layer: int | slice | None = None) -> str:
+    """Return the target that means ``role``, in the blocks ``layer`` or in all; raise if there is no such role."""
+    if isinstance(layer, slice):
+        if layer.step not in (None, 1):
+            raise TargetError(f"layer= takes slices without a step; give a list: layer=range(…), got {layer!r}.")
+        start, stop = ("" if end is None else end for end in (layer.start, layer.stop))
+        found = f"{ROLE}{role}.{start}:{stop}"
+    elif layer is None or type(layer) is int:
+        found = f"{ROLE}{role}" if layer is None else f"{ROLE}{role}.{layer}"
+    else:
+        raise TargetError(f"layer= is the number of a block, a list of such, or a slice; got {layer!r}.")
+    _parsed(found)
+    return found
+
+
+def _parsed(target: str) -> tuple[str, int | slice | None]:
+    """Return the role that a target names, and its blocks; raise if there is no such role, or it has no blocks."""
+    match = _TARGET.fullmatch(target)
+    role = target.removeprefix(ROLE) if match is None else match["role"]
+    known = (*ROLES, *PARTS)
+    if match is None or role not in known:
+        asked = "The role 'head' is called 'unembed'. " if role == "head" else ""
+        raise TargetError(
+            f"There is no role {role!r}{suggest(role, known) or '.'} {asked}Roles are {', '.join(known)}."
+        )
+    if match["first"] is not None:
+        layers: int | slice | None = int(match["first"])
+    elif match["start"] is not None:
+        layers = slice(*(int(end) if end else None for end in (match["start"], match["stop"])))
+    else:
+        return role, None
+    if role not in _IN_BLOCKS:
+        raise TargetError(f"{role!r} is outside of the blocks, and has no number: write '{ROLE}{role}'.")
+    return role, layers
 
 
 def find_roles(model: nn.Module) -> dict[str, list[str]]:
@@ -84,7 +116,7 @@ def find_roles(model: nn.Module) -> dict[str, list[str]]:
 
     ``resid`` are the blocks, whose output is the residual stream; ``attn`` and ``mlp`` the parts of each that are added
     to it; ``embed`` the embedding of the tokens; ``final_norm`` the norm that is given the output of the last block;
-    ``head`` what returns the logits; ``router`` what chooses experts. A role that no module has is left out.
+    ``unembed`` what returns the logits; ``router`` what chooses experts. A role that no module has is left out.
     Cross-attention has no role.
     """
     found = _roles(model)
@@ -92,8 +124,33 @@ def find_roles(model: nn.Module) -> dict[str, list[str]]:
 
 
 def modules_in_role(model: nn.Module, target: str) -> list[Named]:
-    """Return the modules that ``target`` (``"role:resid"``) means; raise if there is no such role."""
-    return _roles(model)[role_target(target.removeprefix(ROLE)).removeprefix(ROLE)]
+    """Return the modules that ``target`` (``"role:resid"``, ``"role:mlp.3"``) means; raise if there is no such role.
+
+    Of a role inside of attention they are no modules of the model: `AttentionPart`, called ``"layers.3.self_attn:q"``.
+    """
+    role, layers = _parsed(target)
+    found = _roles(model)
+    members = found["attn" if role in PARTS else role]
+    if layers is not None:
+        members = _in_blocks(members, [name for name, _ in found["resid"]], layers)
+    if role in PARTS:
+        return [(f"{name}:{role}", parts_of(module)[role]) for name, module in members]
+    return members
+
+
+def _in_blocks(members: list[Named], blocks: list[str], layers: int | slice) -> list[Named]:
+    """Return the members in some of the blocks."""
+    try:
+        chosen = blocks[layers] if isinstance(layers, slice) else [blocks[layers]]
+    except IndexError:
+        raise TargetError(f"There is no block {layers}: this model has {len(blocks)}, from 0 on.") from None
+    return [(name, module) for name, module in members if any(_is_below(f"{name}.", each) for each in chosen)]
+
+
+def block_of(model: nn.Module, name: str) -> int | None:
+    """Return the number of the block that a module is, or is in; None outside of blocks."""
+    blocks = [each for each, _ in _roles(model)["resid"]]
+    return next((number for number, each in enumerate(blocks) if _is_below(f"{name}.", each)), None)
 
 
 def _roles(model: nn.Module) -> dict[str, list[Named]]:
@@ -116,7 +173,7 @@ def _roles(model: nn.Module) -> dict[str, list[Named]]:
         "mlp": [each.mlp for each in parts],
         "embed": embed,
         "final_norm": [_final_norm(tree, stack, heads) for stack in stacks],
-        "head": heads,
+        "unembed": heads,
         "router": [_router(tree, each.mlp) for each in parts],
     }
     return {role: tree.named(names) for role, names in by_role.items()}

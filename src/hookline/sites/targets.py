@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hookline.errors import Hint, HooklineWarning, NoMatchError, TargetError, UnhookableError
 from hookline.messages import caller_stacklevel, counted, listed, nearest_names, type_name
+from hookline.sites.attention import AttentionPart
 from hookline.sites.roles import ROLE, find_roles, modules_in_role
 from hookline.sites.wrappers import WRAPPER_KEYS, Place, inner_key, is_wrapper_type, spellings, unwrap, walk
 
@@ -54,6 +55,7 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
         return [named]
     everything = list(walk(model))
     items = as_list(target)
+    everything += _attention_parts(model, items)
     chosen, matched = _matches(everything, [item if item is not None else unwrap(model) for item in items])
     for item, hit in zip(items, matched, strict=True):
         if not hit:
@@ -70,6 +72,15 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
             f"but exclude={describe(exclude)} takes all of them away."
         )
     return kept
+
+
+def _attention_parts(model: nn.Module, items: list[Any]) -> Iterator[Place]:
+    """Yield the places inside of attention that are asked for by their roles: no module of the model is there."""
+    for item in items:
+        if isinstance(item, str) and item.startswith(ROLE):
+            for name, module in modules_in_role(model, item):
+                if isinstance(module, AttentionPart):
+                    yield name, module, None, (module, name, None, None)
 
 
 def _by_name(model: nn.Module, target: Target) -> Named | None:

@@ -84,7 +84,7 @@ def capture(
         model: The model; names are relative to it.
         targets: Which modules, as in ``attach``.
         role: In place of ``targets``, the role of the modules in a language model: ``"resid"``, ``"attn"``, ``"mlp"``,
-            ``"embed"``, ``"final_norm"``, ``"head"`` or ``"router"``.
+            ``"embed"``, ``"final_norm"``, ``"unembed"`` or ``"router"``.
         inputs: Keep the arguments of each call too, as they were when it began.
         grads: Keep the gradients of the outputs too; they have the structure of the output, None where none came.
         clone: Keep copies, which no in-place operation reaches.

@@ -16,6 +16,7 @@ also has, of its own, the two methods by which it is copied: they leave out what
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import Any, Final
 
@@ -44,9 +45,7 @@ def _add_own_forward(module: nn.Module) -> None:
         if not is_ours and not _torch.is_compiled_function(own):
             module.__dict__[_FORWARD] = _stand_in(own)
     elif isinstance(forward, FunctionType) and forward.__name__ == _FORWARD:  # it is pickled by that name
-        module.__dict__[_FORWARD] = MethodType(forward, module)
-        module.__dict__[_STATE] = MethodType(_state_for_copy, module)
-        module.__dict__[_REPLICATE] = MethodType(_replica, module)
+        bind_forward(module, forward)
     elif forward is not nn.Module.forward:  # which containers have, and which is never called
         _compile_again(type(module))
 
@@ -55,10 +54,22 @@ def _drop_own_forward(module: nn.Module) -> None:
     """Take it away: that code fits again."""
     own = module.__dict__.get(_FORWARD)
     if _is_own_forward(module, own):
-        for name in _BOUND:
-            module.__dict__.pop(name, None)
+        unbind_forward(module)
     elif hasattr(own, _STANDS_FOR):
         module.__dict__[_FORWARD] = getattr(own, _STANDS_FOR)
+
+
+def bind_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Give the module a ``forward`` that its copies do not have."""
+    module.__dict__[_FORWARD] = MethodType(forward, module)
+    module.__dict__[_STATE] = MethodType(_state_for_copy, module)
+    module.__dict__[_REPLICATE] = MethodType(_replica, module)
+
+
+def unbind_forward(module: nn.Module) -> None:
+    """Take it away."""
+    for name in _BOUND:
+        module.__dict__.pop(name, None)
 
 
 def _state_for_copy(module: nn.Module) -> Any:
@@ -84,6 +95,11 @@ def is_forward_replaced(module: nn.Module) -> bool:
     """Return whether the module has a ``forward`` that is not its class's."""
     own = module.__dict__.get(_FORWARD)
     return own is not None and not _is_own_forward(module, own)
+
+
+def stands_for(own: Any) -> Any:
+    """Return the ``forward`` that another of ours stands in for; one that is no stand-in, itself."""
+    return getattr(own, _STANDS_FOR, own)
 
 
 def _stand_in(own: Any) -> Any:

@@ -29,6 +29,7 @@ from torch.compiler import is_dynamo_compiling
 
 from hookline.errors import HooklineWarning, HookReturnError, UnhookableError
 from hookline.sites import _torch
+from hookline.sites.attention import AttentionPart
 from hookline.sites.compiled import recompile_guard
 from hookline.sites.compiled.compiled_gradients import plan_of
 from hookline.sites.compiled.op_schemas import keep_maker
@@ -731,6 +732,8 @@ class ModuleHooks(GradientHooks):
             self._put(module, LAST_FORWARD, last, plan=plan, with_kwargs=bool(early))
         is_hooked = bool(counts or plan or self.around or pre or post)
         recompile_guard.set_own_forward(module, wanted=is_hooked)
+        if isinstance(module, AttentionPart):
+            module.set_hooked(hooked=is_hooked, gradients=self.has_gradients)
 
     def _sync_guard(self, module: nn.Module, forward: _Entries) -> None:
         """Wrap the whole call while there are hooks that run however it ends, or something around it."""

@@ -1,0 +1,326 @@
+"""Inside of attention, in twelve families of transformers: held against what transformers itself gives out.
+
+The pattern is that of ``output_attentions=True``; what heads read is what goes into the output projection. Both come
+from the model without hookline's parts, and so hold queries, keys and values as well: these make them.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import hookline as hl
+from hookline.errors import TargetError, UnhookableError
+
+BASE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+LONG = {**BASE, "max_position_embeddings": 64}
+GROUPED = {**LONG, "num_key_value_heads": 2}
+GPT = {"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+OPT = {**LONG, "ffn_dim": 48, "word_embed_proj_dim": 32}
+T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4}
+FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {  # class, options, output projection in the attention module
+    "GPT2": ("GPT2LMHeadModel", GPT, "c_proj"),
+    "Llama": ("LlamaForCausalLM", GROUPED, "o_proj"),
+    "Mistral": ("MistralForCausalLM", {**GROUPED, "sliding_window": 4}, "o_proj"),
+    "Qwen3": ("Qwen3ForCausalLM", {**GROUPED, "head_dim": 8}, "o_proj"),
+    "Gemma2": ("Gemma2ForCausalLM", {**GROUPED, "head_dim": 8}, "o_proj"),
+    "Phi": ("PhiForCausalLM", LONG, "dense"),
+    "GPTNeoX": ("GPTNeoXForCausalLM", LONG, "dense"),
+    "OPT": ("OPTForCausalLM", OPT, "out_proj"),
+    "Falcon": ("FalconForCausalLM", {key: BASE[key] for key in BASE if key != "intermediate_size"}, "dense"),
+    "Mixtral": ("MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}, "o_proj"),
+    "T5": ("T5ForConditionalGeneration", T5, "o"),
+    "Bert": ("BertForMaskedLM", LONG, "output.dense"),
+}
+WAYS = [(family, way) for family in FAMILIES for way in ("sdpa", "eager")]
+WAYS = [each for each in WAYS if each not in (("Gemma2", "sdpa"), ("Falcon", "eager"))]  # neither is there
+
+
+def _model(family: str, way: str = "sdpa") -> Any:
+    name, options, _ = FAMILIES[family]
+    cls = getattr(transformers, name)
+    config = cls.config_class(**options, attn_implementation=way)
+    torch.manual_seed(0)
+    return cls(config).eval()
+
+
+def _inputs(family: str) -> dict[str, Tensor]:
+    ids = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "decoder_input_ids": ids[:, :5]} if family == "T5" else {"input_ids": ids}
+
+
+def _patterns(family: str, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """What transformers itself says that tokens look at, layer by layer; of T5, encoder and then decoder."""
+    with torch.no_grad():
+        found = _model(family, "eager")(**inputs, output_attentions=True)
+    return list(found.encoder_attentions + found.decoder_attentions if family == "T5" else found.attentions)
+
+
+def _grouped(tensor: Tensor, heads: int) -> Tensor:
+    return tensor.repeat_interleave(heads // tensor.shape[1], 1)
+
+
+@pytest.mark.parametrize(("family", "way"), WAYS)
+def test_parts_are_those_that_transformers_computes_with(family: str, way: str) -> None:
+    model, inputs = _model(family, way), _inputs(family)
+    blocks = hl.find(model, role="resid").names
+    attention = [each.module for each in hl.find(model, role="attn")]
+    read: list[Tensor] = []
+    handles = [
+        each.get_submodule(FAMILIES[family][2]).register_forward_pre_hook(lambda module, args: read.append(args[0]))
+        for each in attention
+    ]
+    with torch.no_grad():
+        plain = model(**inputs).logits
+        for handle in handles:
+            handle.remove()
+        roles = [f"role:{role}" for role in ("attn", "q", "k", "v", "pattern", "z", "attn_out")]
+        with hl.capture(model, roles) as cache:
+            assert torch.equal(model(**inputs).logits, plain)  # observers change no bit
+    patterns = _patterns(family, inputs)
+    for number in range(len(blocks)):
+        q, k, v, pattern, z, heads = (
+            cache[hl.find(model, f"role:{role}.{number}").names[0]].output
+            for role in ("q", "k", "v", "pattern", "z", "attn_out")
+        )
+        assert q.shape[1] == pattern.shape[1] == z.shape[1] == 4
+        torch.testing.assert_close(pattern, patterns[number], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(pattern @ _grouped(v, 4), z, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(z.transpose(1, 2).flatten(2), read[number], atol=0, rtol=0)
+        assert k.shape == v.shape
+        if family != "Bert":  # whose attention module adds the residual stream, and a norm
+            name = hl.find(model, f"role:attn.{number}").names[0]
+            bias = getattr(attention[number].get_submodule(FAMILIES[family][2]), "bias", None)
+            added = heads.sum(1) + (0 if bias is None else bias)
+            output = cache[name].output
+            torch.testing.assert_close(added, output[0] if isinstance(output, tuple) else output, atol=1e-6, rtol=1e-5)
+    hl.assert_no_hooks(model, foreign=True)
+    assert not [key for each in model.modules() for key in ("forward", "_hookline_attention") if key in vars(each)]
+
+
+def test_scores_are_made_of_queries_and_keys() -> None:
+    """The pattern of a Llama by hand: scale, causal mask, grouped keys."""
+    model, inputs = _model("Llama"), _inputs("Llama")
+    with torch.no_grad(), hl.capture(model, ["role:q.1", "role:k.1", "role:pattern.1"]) as cache:
+        model(**inputs)
+    q, k, pattern = (cache[f"model.layers.1.self_attn:{part}"].output for part in ("q", "k", "pattern"))
+    scores = q @ _grouped(k, 4).mT * 8**-0.5
+    scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), float("-inf"))
+    torch.testing.assert_close(scores.softmax(-1), pattern, atol=1e-6, rtol=1e-5)
+
+
+def _first_head_off(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(output[:, :1]), output[:, 1:]], 1)
+
+
+@pytest.mark.parametrize("family", ["GPT2", "Llama", "Falcon", "T5"])
+def test_edits_in_compiled_code_that_was_there_before(family: str) -> None:
+    """With one graph, on and off; the head is gone from the output as it is in eager code."""
+    torch._dynamo.reset()
+    model, inputs = _model(family), _inputs(family)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        plain = compiled(**inputs).logits
+        for part in ("z", "q", "pattern"):
+            with hl.attach(model, f"role:{part}.1", _first_head_off) as handle:
+                changed = compiled(**inputs).logits
+                assert handle.report().fired == 1
+                torch.testing.assert_close(changed, model(**inputs).logits, atol=1e-5, rtol=1e-5)
+            assert not torch.allclose(changed, plain)
+            assert torch.equal(compiled(**inputs).logits, plain)
+
+
+def test_a_pattern_that_is_put_back_gives_the_same_output() -> None:
+    """The control of the edit: the model's own pattern in its place changes nothing but rounding."""
+    model, inputs = _model("Mistral"), _inputs("Mistral")
+    with torch.no_grad():
+        plain = model(**inputs).logits
+        with hl.attach(model, "role:pattern", lambda module, args, output: output.clone()):
+            torch.testing.assert_close(model(**inputs).logits, plain, atol=1e-5, rtol=1e-5)
+        with hl.attach(model, "role:pattern", lambda module, args, output: torch.zeros_like(output)):
+            assert not torch.allclose(model(**inputs).logits, plain)
+
+
+def test_gradients_and_training_are_as_without() -> None:
+    """Twenty steps of AdamW with dropout end with the same bits; the control, which draws a number, does not."""
+
+    def trained(observe: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(**GPT, attn_pdrop=0.1, resid_pdrop=0.1, attn_implementation="sdpa")
+        model = transformers.GPT2LMHeadModel(config).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        ids = _inputs("GPT2")["input_ids"]
+        with observe(model):
+            for _ in range(20):
+                optimizer.zero_grad()
+                model(ids, labels=ids).loss.backward()
+                optimizer.step()
+        return [each.detach() for each in model.parameters()]
+
+    roles = [f"role:{role}" for role in ("q", "k", "v", "pattern", "z", "attn_out")]
+    plain = trained(lambda model: hl.attach(model, lambda module, args, output: None))
+    seen: list[Any] = []
+    watched = trained(lambda model: hl.attach(model, roles, lambda module, args, out: seen.append(0), observe=True))
+    assert all(map(torch.equal, plain, watched))
+    assert len(seen) == 20 * 3 * len(roles)
+    grads = trained(
+        lambda model: hl.attach(model, roles[:3], lambda m, gi, go: seen.append(go), on="backward", observe=True)
+    )
+    assert all(map(torch.equal, plain, grads))
+    drawn = trained(lambda model: hl.attach(model, roles, lambda module, args, output: torch.rand(1) and None))
+    assert not all(map(torch.equal, plain, drawn))
+
+
+def test_gradients_are_those_of_autograd() -> None:
+    """Of all parts, the pattern too, which then takes the place of the fused kernel; of z by hand."""
+    model, inputs = _model("GPT2"), _inputs("GPT2")
+    kept: list[Tensor] = []
+
+    def keep(module: nn.Module, args: Any) -> None:
+        args[0].retain_grad()
+        kept.append(args[0])
+
+    with model.transformer.h[1].attn.c_proj.register_forward_pre_hook(keep):
+        model(**inputs).logits.square().sum().backward()
+    roles = ["role:q.1", "role:pattern.1", "role:z.1"]
+    with hl.capture(model, roles, grads=True) as cache:
+        model(**inputs).logits.square().sum().backward()
+    found = {part: cache[f"transformer.h.1.attn:{part}"].grad for part in ("q", "pattern", "z")}
+    torch.testing.assert_close(found["z"].transpose(1, 2).flatten(2), kept[0].grad, atol=1e-6, rtol=1e-4)
+    assert found["pattern"].shape == (2, 4, 7, 7)
+    assert found["pattern"].abs().sum() > 0
+    assert found["q"].abs().sum() > 0
+
+
+def test_prefill_and_decode_with_a_cache() -> None:
+    model, inputs = _model("Llama"), _inputs("Llama")
+    shapes: list[tuple[int, ...]] = []
+    with hl.attach(model, ["role:q.0", "role:k.0"], lambda m, a, o: shapes.append(tuple(o.shape)), observe=True):
+        model.generate(**inputs, attention_mask=torch.ones(2, 7), max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert shapes == [(2, 4, 7, 8), (2, 2, 7, 8), (2, 4, 1, 8), (2, 2, 8, 8), (2, 4, 1, 8), (2, 2, 9, 8)]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        return self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class ByHand(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out((q @ k.mT).softmax(-1) @ v)
+
+
+class Own(nn.Module):
+    """A model that nobody has heard of."""
+
+    def __init__(self, attention: type[nn.Module] = Attention) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        mlp = lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))  # noqa: E731
+        self.layers = nn.ModuleList([nn.ModuleDict({"attn": attention(), "mlp": mlp()}) for _ in range(2)])
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = x + layer["attn"](x)
+            x = x + layer["mlp"](x)
+        return self.head(x)
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randint(0, 16, (2, 5))
+
+
+def test_a_model_of_ones_own(ids: Tensor) -> None:
+    model = Own()
+    with hl.capture(model, ["role:pattern.0", "role:z.-1"]) as cache:
+        model(ids)
+    assert cache.names == ("layers.0.attn:pattern", "layers.1.attn:z")
+    assert cache["layers.0.attn:pattern"].output.sum(-1).sub(1).abs().max() < 1e-6
+    with (
+        hl.attach(model, "role:attn_out.0", lambda module, args, output: output * 2),
+        pytest.raises(UnhookableError, match="role='z'"),
+    ):
+        model(ids)
+    other = Own(ByHand)
+    handle = hl.attach(other, "role:q", lambda module, args, output: None)
+    with pytest.raises(UnhookableError, match="sdpa"):
+        other(ids)
+    handle.remove(quiet=True)
+
+
+def test_copies_have_no_hooks_and_weights_of_their_own(ids: Tensor, tmp_path: Any) -> None:
+    model = Own()
+    with hl.attach(model, "role:z", _first_head_off), hl.attach(model, "role:attn", lambda m, a, o: None):
+        copied = copy.deepcopy(model)
+        torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    for other in (copied, loaded):
+        assert torch.equal(other(ids), model(ids))
+        with torch.no_grad():
+            other.layers[0]["attn"].qkv.weight.zero_()
+        assert not torch.equal(other(ids), model(ids))
+
+
+def test_hooks_on_the_module_and_inside_come_off_in_any_order(ids: Tensor) -> None:
+    """Both give the module a forward of its own while they are on; a third somebody has replaced it."""
+    fired: list[str] = []
+    for order in ((0, 1), (1, 0)):
+        model = Own()
+        plain = model(ids)
+        fired.clear()
+        handles = [
+            hl.attach(model, "role:attn", lambda m, a, o: fired.append("module"), observe=True),
+            hl.attach(model, "role:q", lambda m, a, o: fired.append("part"), observe=True),
+        ]
+        assert torch.equal(model(ids), plain)
+        assert fired == ["part", "module"] * 2
+        handles[order[0]].remove()
+        assert torch.equal(model(ids), plain)
+        assert fired[4:] == [["part", "module"][order[0]]] * 2
+        handles[order[1]].remove()
+        assert not [each for each in model.modules() if "forward" in vars(each)]
+    model = Own()
+    own = model.layers[0]["attn"].forward
+    model.layers[0]["attn"].forward = lambda x: own(x) * 2
+    doubled = model(ids)
+    with hl.attach(model, "role:q.0", lambda m, a, o: None) as handle:
+        assert torch.equal(model(ids), doubled)
+    assert handle.report().fired == 1
+    assert torch.equal(model(ids), doubled)
+
+
+def test_blocks_by_number() -> None:
+    model = _model("Mixtral")
+    assert hl.find(model, "role:resid.1").names == ["model.layers.1"]
+    assert hl.find(model, "role:mlp.-1").names == ["model.layers.2.mlp"]
+    assert hl.find(model, "role:attn.1:").names == ["model.layers.1.self_attn", "model.layers.2.self_attn"]
+    assert hl.find(model, ["role:router.0", "role:z.2"]).names == [
+        "model.layers.0.mlp.gate",
+        "model.layers.2.self_attn:z",
+    ]
+    for target, words in {
+        "role:resid.3": "this model has 3",
+        "role:embed.0": "has no number",
+        "role:head": "called 'unembed'",
+        "role:quer": "Roles are",
+        "role:mlp.x": "Roles are",
+    }.items():
+        with pytest.raises(TargetError, match=words):
+            hl.find(model, target)
