@@ -12,7 +12,7 @@ import hookline as hl
 
 
 def main() -> None:
-    """Train a few steps of a small encoder under ``hl.profile``, print the table, save a trace if asked to."""
+    """Train a few steps of a small encoder under ``hl.profile`` and print the table."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)

@@ -38,7 +38,7 @@ FUNCTIONS = _named("""
     metta: attach_fisher_information_hooks attach_gradient_flow_hooks attach_relu_activation_hooks
         attach_relu_gradient_flow_hooks attach_saturated_activation_hooks build_extractor compute_dead_neuron_stats
         compute_saturated_activation_stats
-    observe: alarm check_roles
+    observe: alarm
     report: load_run load_runs write_report
     serve: load make_app
     sglang: register_forward_hook_for_model
@@ -68,7 +68,7 @@ CLASSES = _named("""
     guard: Guard ModelDataContext
     metta: ComponentContext FisherInformationState GradientFlowState PolicyAutoBuilder ReLUActivationState
         ReLUGradientFlowState SaturatedActivationState StatsReporter Tracker TrainTool Trainer
-    observe: Budget Cache Captured HeatMap Patch Profile ProfileRow RoleCheck StepAlarm Trouble Watch
+    observe: Budget Cache Captured HeatMap Patch Profile ProfileRow StepAlarm Trouble Watch
     report: LoadedRun
     serve: Engine Finished GenerationRequest LiveHook LiveHooks Server Settings StatesOfLayer StatesWanted Ticket Token
     sglang: Dumper DumperConfig ModelRunner ServerArgs TensorDumper

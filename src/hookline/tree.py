@@ -88,6 +88,25 @@ def replace(
     return made if type(made) is type(value) else value
 
 
+def put_in(value: Any, old: Tensor, new: Tensor, above: tuple[int, ...] = ()) -> tuple[Any, bool]:
+    """Return the structure with ``new`` for every ``old``, and whether it is another one.
+
+    Containers around ``old`` are copied, never changed; the others stay the same objects. The compiler traces it, and
+    cannot always tell by ``is`` whether something changed. Raises what the methods of a container raise.
+    """
+    if isinstance(value, Tensor):
+        return (new, True) if value is old else (value, False)
+    parts = children(value)
+    if parts is None or (within := inside(value, above)) is None:
+        return value, False
+    changed = False
+    items: dict[Any, Any] = {}
+    for key, part in parts:
+        items[key], differs = put_in(part, old, new, within)
+        changed = changed or differs
+    return (twin_of(value, items), True) if changed else (value, False)
+
+
 def swap_back(swapped: Iterable[Swapped]) -> None:
     """Put back what `replace` has taken out of lists and dicts, where nobody else has put something."""
     for container, key, new, old in swapped:
@@ -130,6 +149,19 @@ def map_tensors(
              for key, item in parts}  # fmt: skip
     is_same = isinstance(value, tuple) and all(items[key] is item for key, item in parts)
     return value if is_same else rebuilt(value, items)
+
+
+def to_builtins(value: Any, leaf: Callable[[Any], Any], above: tuple[int, ...] = ()) -> Any:
+    """Return the same structure in tuples, lists and dicts alone, with ``leaf(x)`` for all that is no container."""
+    parts = None if isinstance(value, Tensor) else children(value)
+    if parts is None:
+        return leaf(value)
+    if (within := inside(value, above)) is None:
+        return leaf("…")  # it contains itself
+    items = {key: to_builtins(item, leaf, within) for key, item in parts}
+    if isinstance(value, tuple):
+        return tuple(items.values())
+    return list(items.values()) if isinstance(value, list | deque) else items
 
 
 def copied(value: Any) -> Any:

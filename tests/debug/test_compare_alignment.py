@@ -32,7 +32,7 @@ def test_dicts_caches_and_files_are_compared_by_name(tmp_path: Path) -> None:
     with pytest.raises(CompareError, match="B holds nothing"):
         compare({"x": _random(2)}, cache)
     run = captured(gpt2())
-    path = run.save(tmp_path / "run.safetensors")
+    path = run.save(tmp_path / "run.cache")
     found = compare(run, path)
     assert found.ok
     assert all(value.errors.is_equal for value in found.values)

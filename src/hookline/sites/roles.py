@@ -2,7 +2,7 @@
 
 ``targets`` calls `modules_in_role` for a target such as ``"role:resid"``; users call `find_roles` for all of them. No
 table of model families is used: the answer comes from which lists, matrices and shapes a model has, and from the few
-words that all libraries share (``attn``, ``mlp``, ``expert``). ``hookline.observe.check_roles`` holds it against a run.
+words that all libraries share (``attn``, ``mlp``, ``expert``).
 """
 
 from __future__ import annotations

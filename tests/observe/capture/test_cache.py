@@ -120,7 +120,7 @@ def test_a_copied_or_pickled_model_with_a_cache_works():
     ids=["copy", "deep", "pickle"],
 )
 def test_a_copied_or_pickled_cache_holds_what_was_captured(copied):
-    """Values, gradients, inputs, order and the reasons of what is missing; it captures no more."""
+    """Values, gradients, inputs and order; it captures no more."""
     model = stack()
     with hl.capture(model, ("*",), inputs=True, grads=True) as cache:
         model(X).sum().backward()
@@ -138,32 +138,19 @@ def test_a_copied_or_pickled_cache_holds_what_was_captured(copied):
         twin.__enter__()
 
 
-def test_a_copy_says_what_the_cache_says():
-    """Of what was not asked for, not called, or overwritten since."""
-    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.ReLU(inplace=True), "never": nn.Linear(1, 1)})
-    model.forward = lambda x: model["b"](model["a"](x))
-    with pytest.warns(hl.errors.HookNeverFired), hl.capture(model, ("a", "b", "never")) as cache:
+def test_a_copy_holds_no_wrong_numbers_and_no_objects():
+    """What was overwritten is an error, not a copy; an object, which may not bear pickling, is a text."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
+    with hl.capture(model, "0") as cache:
         model(X)
-    for twin in (copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
-        with pytest.raises(CaptureError, match="changed in place"):
-            twin["a"].output
-        assert torch.equal(twin["b"].output, cache["b"].output)
-        with pytest.raises(CaptureError, match="inputs=True"):
-            twin["b"].inputs
-        with pytest.raises(CaptureError, match="Nothing was captured of 'never'"):
-            twin["never"].output
-
-
-def test_objects_in_a_pickled_cache_are_notes():
-    """Of their class, since they may not bear pickling."""
-    model = stack()
-    model.a.register_forward_hook(lambda module, args, output: (output, iter(())))
-    model.b.register_forward_pre_hook(lambda module, args: args[0][0])
-    with hl.capture(model, "a") as cache:
+    with pytest.raises(CaptureError, match="changed in place"):
+        copy.deepcopy(cache)
+    model[1].register_forward_hook(lambda module, args, output: (output, iter(())))
+    with hl.capture(model, "1") as cache:
         model(X)
-    back = pickle.loads(pickle.dumps(cache))["a"].output
-    assert torch.equal(back[0], cache["a"].output[0])
-    assert repr(back[1]) == "<Unseen builtins.tuple_iterator>"
+    back = pickle.loads(pickle.dumps(cache))["1"].output
+    assert torch.equal(back[0], cache["1"].output[0])
+    assert back[1] == "<builtins.tuple_iterator>"
 
 
 def test_a_closed_cache_is_not_entered_again():

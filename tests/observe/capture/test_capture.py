@@ -270,14 +270,8 @@ def test_stop_needs_a_with_block():
 # -- bad input -----------------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "negative limit": ({"limit": -1}, "limit= must be at least 1 byte, got -1"),
-    "limit in words": ({"limit": "a lot"}, "limit= is a number of bytes or a text such as '500MB'.*'a lot'"),
-    "limit in unknown units": ({"limit": "3 parsecs"}, "limit= is .* got '3 parsecs'"),
-    "limit of a kind": ({"limit": 1.5}, "limit= is .* got 1.5"),
-    "index": ({"index": "last"}, r"index='last' holds 'last': give numbers, slices.*A function from tensor"),
-    "index of fractions": ({"index": torch.tensor([0.5])}, "holds a tensor of torch.float32: give a bool mask"),
-    "index with a list of texts": ({"index": ["a"]}, "holds a list that is none of places"),
-    "index with a step back": ({"index": (0, slice(None, None, -1))}, r"a slice with step -1: torch takes"),
+    "index": ({"index": "last"}, r"index='last' holds 'last': give numbers, slices.*function from tensor"),
+    "index of fractions": ({"index": torch.tensor([0.5])}, "holds <float32 of shape .*give numbers"),
     "index with a bool": ({"index": (True, 1)}, r"index=\(True, 1\) holds True"),
     "device": ({"device": "gpu"}, "device= is a device such as 'cpu'.*got 'gpu'"),
     "device that is not there": ({"device": "cuda:99"}, "torch sees . CUDA devices"),

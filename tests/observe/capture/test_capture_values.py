@@ -1,4 +1,4 @@
-"""What a captured value is worth: never wrong numbers, parts, types, devices, limits, graphs."""
+"""What a captured value is worth: never wrong numbers, parts, types, devices, graphs."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_part_is_taken_of_every_tensor_that_has_dimensions():
 def test_an_index_that_does_not_fit_names_site_and_shape():
     """The forward ends there; captures made before are readable, nothing stays attached."""
     model = nn.Sequential(nn.Linear(3, 3), both())
-    message = r"index=\(slice\(None, None, None\), 0, 0, 0\) does not fit the output of '0', of shape \(2, 4, 3\)"
+    message = r"index=\(:, 0, 0, 0\) does not fit the output of '0', of shape \(2, 4, 3\)"
     with pytest.raises(CaptureError, match=message), hl.capture(model, "#", index=(slice(None), 0, 0, 0)):
         model(X)
     numbers = hl.capture(model, "0", index=lambda tensor: tensor.tolist())
@@ -198,59 +198,6 @@ def test_values_are_moved_to_a_device():
     with hl.capture(model, "0", device="cpu") as cache:  # where it is already
         output = model(X)
     assert cache["0"].output["hidden"] is output["hidden"]
-
-
-# -- limits --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("limit", [96 * 2, "192B", "0.192 kB"])
-def test_what_goes_over_the_limit_raises_and_names_the_site(limit):
-    """Site, shape, type, size, what is in use, and what to do; what came before stays readable."""
-    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
-    message = (
-        r"The output of '2', shape \(2, 4, 3\), float32, takes 96 B; 192 B of limit=192 B are in use\. "
-        r".*index=.*dtype=.*device='cpu'.*stays readable"
-    )
-    cache = hl.capture(model, "#", limit=limit)
-    with pytest.raises(CaptureError, match=message), cache:
-        model(X)
-    assert cache.names == ("0", "1")
-    assert cache["1"].output.shape == (2, 4, 3)
-    hl.assert_no_hooks(model, foreign=True)
-
-
-def test_a_tensor_in_two_places_counts_once_and_clear_makes_room():
-    """The output of one layer is the input of the next."""
-    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
-    with hl.capture(model, "#", limit=4 * 96, inputs=True) as cache:
-        for _ in range(5):
-            model(X)
-            assert cache.bytes == 4 * 96
-            cache.clear()
-    with pytest.raises(CaptureError, match="takes 96 B"), hl.capture(model, "#", limit=4 * 96, inputs=True, clone=True):
-        model(X)
-
-
-@pytest.mark.parametrize("options", [{}, {"detach": True}, {"detach": True, "inputs": True}])
-def test_the_limit_holds_over_many_forwards(options):
-    """A tensor that is kept detached dies, and the id it had says nothing of the next one."""
-    model = nn.Sequential(nn.Linear(3, 3))
-    cache = hl.capture(model, "0", limit=4 * 96, **options)
-    with pytest.raises(CaptureError, match="takes 96 B"), torch.no_grad(), cache:
-        _run_often(model, 50)
-    assert 3 * 96 <= cache.bytes <= 4 * 96
-
-
-def _run_often(model: nn.Module, times: int) -> None:
-    for _ in range(times):
-        model(X)
-
-
-def test_gradients_count_too():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    cache = hl.capture(model, "#", limit=3 * 96, grads=True)
-    with pytest.raises(CaptureError, match=r"The gradient of '0', shape \(2, 4, 3\)"), cache:
-        model(X).sum().backward()
 
 
 # -- the run is left alone -----------------------------------------------------------------------------------
@@ -323,7 +270,7 @@ NO_NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"clone": True, "limit": "1kB"}, {"inputs": True, "grads": True}])
+@pytest.mark.parametrize("options", [{}, {"clone": True}, {"inputs": True, "grads": True}])
 @pytest.mark.parametrize("case", NO_NUMBERS)
 @pytest.mark.filterwarnings("ignore::hookline.errors.HookNeverFired")
 def test_tensors_without_numbers_are_not_kept(case, options):

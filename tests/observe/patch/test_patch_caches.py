@@ -77,43 +77,20 @@ def test_inputs_are_swapped_for_inputs():
         assert torch.equal(model(corrupted), expected)
 
 
-def test_each_call_of_a_reused_module_gets_its_own():
-    """In both of them the activation is that of the other run; a third has none."""
-    model, clean = made(Twice)
-    corrupted = torch.randn(2, 3, 4)
-    with torch.no_grad(), hl.capture(model, "layer") as cache:
-        model(clean)
-    with hl.patch(model, {"layer": hl.edits.swap(cache)}), hl.capture(model, "layer") as after:
-        model(corrupted), model(corrupted)
-    calls = [call.output for call in after["layer"].calls]
-    assert all(map(torch.equal, calls, [call.output for call in cache["layer"].calls] * 2))
-    model.forward = lambda x: model.layer(model.layer(model.layer(x)))
-    with (
-        hl.patch(model, {"layer": hl.edits.swap(cache)}),
-        pytest.raises(hl.errors.HookReturnError, match=r"2 calls.*call 3 of its"),
-    ):
-        model(corrupted)
-
-
-def test_where_parts_are_called_without_the_model_a_swap_of_several_calls_is_refused():
-    """Which of them a call is, is not known; a forward of the model has its own afterwards."""
-    model, clean = made(Twice)
-    with torch.no_grad(), hl.capture(model, "layer") as cache:
-        expected = model(clean)
-    with hl.patch(model, {"layer": hl.edits.swap(cache)}):
-        with pytest.raises(hl.errors.HookReturnError, match=r"own forward is not.*edits\.replace"):
-            model.layer(clean)
-        for _ in range(2):
-            assert torch.equal(model(torch.randn(2, 3, 4)), expected)
-
-
-def test_a_cache_of_several_forwards_does_not_say_which():
-    model, clean, corrupted = _runs()
-    with torch.no_grad(), hl.capture(model, "layers.#") as cache:
-        model(clean), model(corrupted)
-    with pytest.raises(hl.errors.OptionError, match=r"one forward.*holds 2 for 'layers.1'.*clear\(\).*replace"):
-        hl.patch(model, {"layers.1": hl.edits.swap(cache)})
+@pytest.mark.parametrize("kind", ["twice in a forward", "two forwards"])
+def test_a_cache_of_several_calls_does_not_say_which(kind):
+    """The error names what does; a function that asks for the call puts each in its place."""
+    twice = kind == "twice in a forward"
+    model, clean = made(Twice) if twice else made()
+    name = "layer" if twice else "layers.1"
+    with torch.no_grad(), hl.capture(model, name) as cache:
+        expected = model(clean) if twice else (model(clean), model(clean))
+    with pytest.raises(hl.errors.OptionError, match=rf"one call of '{name}'.*holds 2.*clear\(\).*replace.*site\.call"):
+        hl.patch(model, {name: hl.edits.swap(cache)})
     hl.assert_no_hooks(model)
+    if twice:
+        with hl.patch(model, {name: lambda x, *, site: cache[name].calls[site.call].tensor}):
+            assert torch.equal(model(torch.randn(2, 3, 4)), expected)
 
 
 def test_a_shared_module_is_found_under_any_of_its_names():

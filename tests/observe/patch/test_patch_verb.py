@@ -188,15 +188,7 @@ OPTIONS = {
     "no cache": (lambda: hl.edits.swap(V), r"swap\(\) takes the cache.*got a Tensor.*replace"),
     "None in an index": (lambda: hl.edits.ablate(index=(0, None)), r"index=\(0, None\) holds None: give numbers"),
     "a bool": (lambda: hl.edits.ablate(index=True), "index=True holds True"),
-    "fractions as places": (lambda: hl.edits.ablate(index=V), "tensor of torch.float32: give a bool mask"),
-    "a step back": (
-        lambda: hl.edits.ablate(index=(0, slice(None, None, -1))),
-        r"index=\(0, ::-1\) has a slice with step -1",
-    ),
-    "a slice between fractions": (
-        lambda: hl.edits.ablate(index=slice(0.5, 2)),
-        "a slice between 0.5 and 2: give numbers",
-    ),
+    "fractions as places": (lambda: hl.edits.ablate(index=V), "float32 of shape .*a bool mask"),
     "two ellipses": (lambda: hl.edits.ablate(index=(..., 0, ...)), r"more than one '\.\.\.'"),
 }
 
@@ -239,15 +231,10 @@ MISFITS = {
     "None": (lambda h: None, "<lambda> returned NoneType"),
     "a tuple": (lambda h: (h,), "<lambda> returned a tuple"),
     "another shape": (lambda h: h[0], r"returned a tensor of shape \(3, 4\)"),
-    "a number outside": (hl.edits.ablate(index=(0, 3)), r"index=\(0, 3\) is outside of dimension 1"),
-    "a slice outside": (hl.edits.ablate(index=(0, slice(5, 9))), r"index=\(0, 5:9\) is outside of dimension 1"),
-    "a slice behind the end": (
-        hl.edits.scale(2, index=(..., slice(4, 6))),
-        r"index=\(\.\.\., 4:6\) is outside of dimension 2",
-    ),
-    "a slice before the beginning": (hl.edits.ablate(index=slice(-9, -5)), r"index=-9:-5 is outside of dimension 0"),
-    "places outside": (hl.edits.ablate(index=[0, 9]), r"index=\[0, 9\] is outside \(index 9 is out of bounds"),
-    "too many dimensions": (hl.edits.ablate(index=(0, 0, 0, 0)), r"index=\(0, 0, 0, 0\) speaks of 4 dimensions"),
+    "a number outside": (hl.edits.ablate(index=(0, 3)), r"index=\(0, 3\) does not fit \(index 3 is out of bounds"),
+    "places outside": (hl.edits.ablate(index=[0, 9]), r"index=\[0, 9\] does not fit \(index 9 is out of bounds"),
+    "too many dimensions": (hl.edits.ablate(index=(0, 0, 0, 0)), r"index=\(0, 0, 0, 0\) does not fit \(too many"),
+    "a step back": (hl.edits.ablate(index=(0, slice(None, None, -1))), r"index=\(0, ::-1\) does not fit \(step must"),
     "a mask of another shape": (hl.edits.ablate(index=torch.ones(2, 2) > 0), r"mask of shape \(2, 2\)"),
     "a complex factor": (hl.edits.scale(1j), r"scale\(\) was given complex numbers"),
     "a complex vector": (hl.edits.steer(torch.ones(4) * 1j), r"steer\(\) was given complex numbers"),

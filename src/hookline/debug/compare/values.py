@@ -17,19 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hookline.checkpoint_file import is_checkpoint
 from hookline.debug.compare.key import PARAMETERS, Value, ValueKey, Values
 from hookline.debug.compare.rows import as_row_keys
 from hookline.debug.compare.trace_files import TraceFolder, read_trace
-from hookline.errors import CompareError
+from hookline.errors import CaptureError, CompareError
 from hookline.guard.digest import dense
 from hookline.messages import type_name
 from hookline.observe.capture.cache import Cache
 from hookline.tree import leaves
 
 __all__ = ["Run", "RunSource", "by_key", "read_run"]
-
-_CACHE_KEY: Final = "hookline.capture"
-"""What the metadata of a file has that `Cache.save` wrote."""
 
 _RANK: Final = re.compile(r"rank_(\d+)")
 """The folder of one rank in that of a trace, or of a precision check."""
@@ -41,8 +39,8 @@ _STAGES: Final = {
 }  # fmt: skip
 
 RunSource: TypeAlias = str | Path | TraceFolder | Cache | Mapping[str, Any]
-"""What can be compared: the path of a trace, of a safetensors file or of a folder of ``.npy`` files, a read trace, a
-cache, tensors by name."""
+"""What can be compared: the path of a trace, of a safetensors file, of a saved cache or a folder of ``.npy`` files, a
+read trace, a cache, tensors by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,17 +133,16 @@ def _of_rank(path: Path, name: str) -> Run:
 
 def _of_file(path: Path, name: str) -> Run:
     """Read a file that `Cache.save` wrote, or any safetensors file, whose keys are then the names."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
     try:
-        with safe_open(str(path), framework="pt") as file:
-            if _CACHE_KEY not in (file.metadata() or {}):
-                return _of_mapping({key: file.get_tensor(key) for key in file.keys()}, name)  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+        return _of_cache(Cache.load(path), name) if is_checkpoint(path) else _of_mapping(load_file(path), name)
+    except (OSError, SafetensorError, CaptureError) as error:
         raise CompareError(
-            f"{name}: {path} cannot be read as safetensors ({error}). Give the folder of a trace, or such a file."
+            f"{name}: {path} cannot be read as safetensors, or as a cache ({error}). Give the folder of a trace, or "
+            "such a file."
         ) from error
-    return _of_cache(Cache.load(path), name)
 
 
 def _of_arrays(folder: Path, files: Sequence[Path], name: str) -> Run:

@@ -6,27 +6,24 @@ at the end of a ``with`` block, and what it holds stays.
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 from torch import Tensor
 
-from hookline.errors import CaptureError, NoMatchError
-from hookline.files import replace_file
-from hookline.messages import counted, nearest_names, size_text, type_name
-from hookline.observe.capture.calls import AS_IT_IS, Captured, CapturedCall, StoredValue, bytes_of
+from hookline import checkpoint_file
+from hookline.errors import CaptureError, CheckpointError, NoMatchError, ResumeError
+from hookline.messages import counted, nearest_names, size_text
+from hookline.observe.capture.calls import Captured, CapturedCall, ValueStore, bytes_of
 from hookline.observe.capture.recorder import CaptureRecorder, CaptureStopped
-from hookline.sites.compiled.value_layout import Unseen
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import close_context
 from hookline.sites.kinds import Kind
 from hookline.sites.wrappers import submodule
 from hookline.tables import OFF, ON, THE_MODEL, ShownAsTable, Table
-from hookline.tree import children, main_of, map_tensors, tensors_of
+from hookline.tree import main_of, tensors_of, to_builtins
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,25 +32,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Cache", "Captured"]
 
-_Calls: TypeAlias = dict[str, list[CapturedCall]]
 _MAX_ROWS: Final = 60
 _MAX_MAPS: Final = 12
 """Heat maps that a notebook shows at once: 10 kB each at most."""
 _MORE_TENSORS: Final = "+1: .output has one more tensor; the one whose shape is shown is .tensor"
-_CHANGED: Final = -1
-"""A version that no tensor has: reading a copy of what was overwritten raises, as with the original."""
 
 
 class Cache(ShownAsTable, Mapping[str, Captured]):
     """Captured modules by name, in the order in which they were first captured; prints as a table.
 
     Recipe: ``with hookline.capture(model, "layers.#") as cache: model(x)``, then ``cache["layers.3"].output``, or
-    ``for name, captured in cache.items(): ...``; ``cache.save("run.safetensors")`` and
-    ``hookline.observe.Cache.load("run.safetensors")``.
+    ``for name, captured in cache.items(): ...``; ``cache.save("run.cache")`` and
+    ``hookline.observe.Cache.load("run.cache")``.
 
     A module that was to be captured and never was called is no key, but can be asked for: its ``.output`` says why.
-    Copies and pickles hold the tensors without their graphs, and a note of its class for an object that is no tensor,
-    container or number; they capture no more.
+    Copies and pickles hold what a file would; they capture no more.
     """
 
     def __init__(self, recorder: CaptureRecorder, model: Callable[[], nn.Module | None] = lambda: None) -> None:
@@ -137,19 +130,28 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         self._calls.clear()
 
     def save(self, path: str | Path) -> Path:
-        """Write everything to a safetensors file, in a folder that is there; return the path.
+        """Write everything to a file, in a folder that is there; return the path.
 
         Tensors, steps, numbers of calls and structures are kept; a ModelOutput or other mapping or dataclass comes back
-        as a dict, a named tuple as a tuple, and an object that is none of these as a note of its class.
+        as a dict, a named tuple as a tuple, and an object that is none of these as a text that names its class.
         """
         path = Path(path)
-        _write(path, self._calls)
+        try:
+            checkpoint_file.write(path, {_KEY: self._plain_calls()})
+        except CheckpointError as error:
+            raise CaptureError(f"{path} cannot be written: {error} index= converts what is captured.") from error
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> Cache:
-        """Read what ``save`` has written. Nothing is unpickled."""
-        return _closed_cache(_read(Path(path)), {})
+        """Read what ``save`` has written, to the CPU. No code of the file is run."""
+        try:
+            tree = checkpoint_file.read(Path(path), lambda device: torch.device("cpu"))
+        except (CheckpointError, ResumeError) as error:
+            raise CaptureError(f"{path} is no file of Cache.save() that can be read: {error}") from error
+        if _KEY not in tree:
+            raise CaptureError(f"{path} was not written by Cache.save(): there is no {_KEY!r} in it.")
+        return _closed_cache(tree[_KEY])
 
     def __enter__(self) -> Self:
         if self._is_closed:
@@ -166,14 +168,18 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         return isinstance(error, CaptureStopped) and error.owner is self._recorder
 
     def __reduce__(self) -> tuple[Any, ...]:
-        calls = dict(self._calls)
-        reasons = {name: functools.partial(str, why()) for name, why in self.reasons.items() if name not in calls}
-        return _closed_cache, (_without_graphs(calls), reasons)
+        return _closed_cache, (self._plain_calls(),)
 
     # -- inside ------------------------------------------------------------------------------------------
 
+    def _plain_calls(self) -> dict[str, list[dict[str, Any]]]:
+        """Return all calls, checked, in tuples, lists and dicts alone."""
+        return {
+            name: [to_builtins(call.to_dict(), _plain_leaf) for call in calls] for name, calls in self._calls.items()
+        }
+
     def _why_none(self, name: str) -> str:
-        return self.reasons[name]() if name in self.reasons else "the file has no call of it"
+        return self.reasons[name]()
 
     def _resolve(self, name: str) -> str:
         """Return the name under which a module was captured: shared modules have several, wrappers add prefixes."""
@@ -205,172 +211,26 @@ def _cells(name: str, calls: list[CapturedCall]) -> tuple[str, ...]:
     return name or THE_MODEL, shape, dtype, str(len(calls)), size_text(size)
 
 
-# -- copies ----------------------------------------------------------------------------------------------------------
+# -- copies and files ------------------------------------------------------------------------------------------------
+
+_KEY: Final = "hookline.capture"
+"""The one key of the tree that a file holds."""
+_PLAIN: Final = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 
 
-def _closed_cache(calls: _Calls, reasons: dict[str, Callable[[], str]]) -> Cache:
+def _closed_cache(calls: dict[str, list[dict[str, Any]]]) -> Cache:
     """Return a cache that holds these calls and captures no more."""
-    cache = Cache(CaptureRecorder(AS_IT_IS))
-    cache._calls, cache.reasons, cache._is_closed = calls, reasons, True
+    cache = Cache(CaptureRecorder(ValueStore()))
+    cache._calls = {name: [CapturedCall.of_dict(name, call) for call in each] for name, each in calls.items()}
+    cache._is_closed = True
     return cache
 
 
-def _without_graphs(calls: _Calls) -> _Calls:
-    """Return the same calls, fit to be pickled; what is in two places is one tensor there as well."""
-    detached: dict[int, Tensor] = {}
-
-    def one(tensor: Tensor) -> Tensor:
-        return detached.setdefault(id(tensor), tensor.detach())
-
-    def copy_of(kept: StoredValue) -> StoredValue:
-        value = map_tensors(kept.value, lambda path, tensor: one(tensor), _for_pickle)
-        return StoredValue(value, tuple((one(tensor), _CHANGED) for tensor in kept.changed()))
-
-    return {name: [call.copied(copy_of) for call in of_module] for name, of_module in calls.items()}
-
-
-def _for_pickle(leaf: Any) -> Any:
-    """Return a number or the like as it is; of an object, which may not allow pickling, its class."""
-    plain = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
-    return leaf if isinstance(leaf, plain) else _note_of(leaf)
-
-
-def _note_of(value: Any) -> Unseen:
-    kind = type(value)
-    return value if isinstance(value, Unseen) else Unseen(f"{kind.__module__}.{kind.__qualname__}")
-
-
-# -- files -----------------------------------------------------------------------------------------------------------
-#
-# A safetensors file. The tensors are numbered; its metadata says as JSON which number belongs where: names, steps,
-# calls, and the structures they were in. A structure is a list that begins with its kind: ["tensor", "3"],
-# ["tuple", …], ["dict", ["key", …], …], ["value", 1.5], ["object", "some.Class"].
-
-_KEY: Final = "hookline.capture"
-_VERSION: Final = 1
-_PLAIN: Final = (str, int, float, bool, type(None))
-
-
-def _write(path: Path, calls: _Calls) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    if not path.parent.is_dir():
-        raise CaptureError(f"{path} cannot be written: there is no folder {path.parent}. Make it before, os.makedirs.")
-    if path.is_dir():
-        raise CaptureError(f"{path} is a folder: give the path of a file, such as {path / 'run.safetensors'}.")
-    tensors = _FileTensors()
-    sites = [
-        {"name": name, "calls": [_call_as_json(call, tensors) for call in of_module]}
-        for name, of_module in calls.items()
-    ]
-    about = {_KEY: json.dumps({"version": _VERSION, "sites": sites}), "format": "pt"}
-    try:
-        replace_file(path, lambda draft: save_file(tensors.numbered, draft, metadata=about))
-    except (OSError, SafetensorError, KeyError) as error:  # KeyError: a dtype that the format does not have
-        raise CaptureError(
-            f"{path} could not be written ({error!r}); use index= to convert what it cannot hold."
-        ) from error
-
-
-class _FileTensors:
-    """The tensors of a file, each once, in memory of its own, as the format wants them."""
-
-    def __init__(self) -> None:
-        self.numbered: dict[str, Tensor] = {}
-        self._numbers: dict[int, str] = {}
-
-    def add(self, tensor: Tensor, what: str) -> str:
-        """Return the number of a tensor."""
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
-            kind = "on the meta device" if tensor.is_meta else f"a {type(tensor).__name__} ({tensor.layout})"
-            raise CaptureError(f"The {what} is {kind}, which a safetensors file cannot hold; use index= to convert it.")
-        number = self._numbers.setdefault(id(tensor), str(len(self._numbers)))
-        if number not in self.numbered:
-            # Always a copy: the format takes neither two tensors on one memory, nor parts of a larger one, nor numbers
-            # that torch only marks as conjugate or negative.
-            plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-            self.numbered[number] = plain.clone(memory_format=torch.contiguous_format)
-        return number
-
-
-def _call_as_json(call: CapturedCall, tensors: _FileTensors) -> dict[str, Any]:
-    about: dict[str, Any] = {"step": call.step, "call": call.call}
-    about["output"] = _as_json(call.output, tensors, f"output of {call.name!r}")
-    if "inputs" in call.values:
-        about["inputs"] = _as_json(call.inputs, tensors, f"input of {call.name!r}")
-        about["kwargs"] = _as_json(call.kwargs, tensors, f"input of {call.name!r}")
-    if call.gradients is not None:
-        about["grads"] = [_as_json(grad, tensors, f"gradient of {call.name!r}") for grad in call.grads]
-    return about
-
-
-def _as_json(value: Any, tensors: _FileTensors, what: str, above: tuple[int, ...] = ()) -> list[Any]:
-    if isinstance(value, Tensor):
-        return ["tensor", tensors.add(value, what)]
-    if isinstance(value, _PLAIN):
-        return ["value", value]
-    if id(value) in above:
-        raise CaptureError(f"The {what} contains itself, which no file can hold; capture a module inside of it.")
-    parts = children(value)
-    if parts is None:
-        return ["object", _note_of(value).kind]
-    odd = [key for key, _ in parts if not isinstance(key, _PLAIN)]
-    if odd:
-        raise CaptureError(
-            f"The {what} has keys such as {odd[0]!r}, {type_name(odd[0])}, which a file cannot hold: keys are texts, "
-            "numbers or None. Capture a module inside of it."
-        )
-    items = [(key, _as_json(item, tensors, what, (*above, id(value)))) for key, item in parts]
-    if isinstance(value, tuple | list):
-        return ["tuple" if isinstance(value, tuple) else "list", *(item for _, item in items)]
-    return ["dict", *([key, item] for key, item in items)]
-
-
-def _read(path: Path) -> _Calls:
-    from safetensors import SafetensorError, safe_open
-
-    if path.is_dir():
-        raise CaptureError(f"{path} is a folder: give the path of a file that Cache.save() has written.")
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            about = (file.metadata() or {}).get(_KEY)
-            tensors = {name: file.get_tensor(name) for name in file.keys()} if about is not None else {}  # noqa: SIM118
-    except SafetensorError as error:
-        raise CaptureError(f"{path} is no safetensors file that can be read ({error}).") from error
-    if about is None:
-        raise CaptureError(f"{path} was not written by Cache.save(): there is no {_KEY!r} in its metadata.")
-    try:
-        found = json.loads(about)
-        if found["version"] != _VERSION:
-            raise CaptureError(f"{path} is of version {found['version']}, this hookline reads {_VERSION}; update it.")
-        sites = found["sites"]
-        return {site["name"]: [_call_of_json(site["name"], call, tensors) for call in site["calls"]] for site in sites}
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise CaptureError(f"{path} is damaged: its metadata does not fit its tensors ({error!r}).") from error
-
-
-def _call_of_json(name: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> CapturedCall:
-    grads = tuple(StoredValue(_of_json(grad, tensors)) for grad in about.get("grads", ()))
-    call = CapturedCall(name, about["step"], about["call"], grads if "grads" in about else None)
-    call.values = {"output": StoredValue(_of_json(about["output"], tensors))}
-    for key in ("inputs", "kwargs"):
-        if key in about:
-            call.values[key] = StoredValue(_of_json(about[key], tensors))
-    return call
-
-
-def _of_json(about: list[Any], tensors: dict[str, Tensor]) -> Any:
-    kind, *parts = about
-    if kind == "tensor":
-        return tensors[parts[0]]
-    if kind == "dict":
-        return {key: _of_json(item, tensors) for key, item in parts}
-    if kind == "value":
-        return parts[0]
-    if kind == "object":
-        return Unseen(str(parts[0]))
-    if kind in ("tuple", "list"):
-        items = [_of_json(item, tensors) for item in parts]
-        return tuple(items) if kind == "tuple" else items
-    raise ValueError(f"unknown kind {kind!r}")
+def _plain_leaf(leaf: Any) -> Any:
+    """Return a tensor without its graph, a number or text as it is, and of another object its class in words."""
+    if checkpoint_file.is_sharded(leaf):
+        raise CaptureError("A tensor that ranks hold in parts is not copied: capture index=lambda x: x.to_local().")
+    if isinstance(leaf, Tensor):
+        return leaf.detach()
+    kind = type(leaf)
+    return leaf if isinstance(leaf, _PLAIN) else f"<{getattr(leaf, 'kind', f'{kind.__module__}.{kind.__qualname__}')}>"

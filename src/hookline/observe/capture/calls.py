@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from hookline.errors import CaptureError
-from hookline.messages import size_text, type_name
+from hookline.messages import type_name
 from hookline.notebook_html import line
 from hookline.observe.heat_map import heat_maps_of
+from hookline.observe.index import index_text
 from hookline.sites import _torch
 from hookline.tables import THE_MODEL
 from hookline.tree import leaves, main_tensor, map_tensors, tensors_of
 
-__all__ = ["AS_IT_IS", "Captured", "CapturedCall", "NoNumbers", "StoredValue", "ValueStore", "bytes_of"]
+__all__ = ["Captured", "CapturedCall", "NoNumbers", "StoredValue", "ValueStore", "bytes_of"]
 
 _MAX_TENSORS: Final = 4
 """Tensors of one output that a notebook shows."""
@@ -60,20 +61,14 @@ class ValueStore:
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         clone: bool = False,
-        limit: int | None = None,
     ) -> None:
         self._index = index
         self._detach = detach
         self._dtype = dtype
         self._device = device
         self._clone = clone
-        self._limit = limit
-        self._is_plain = not (detach or clone) and all(one is None for one in (index, dtype, device, limit))
+        self._is_plain = not (detach or clone) and index is None and dtype is None and device is None
         """Whether values are kept unchanged."""
-        self._used = 0
-        self._charged: dict[int, int] = {}
-        """Address and size of shared memory that counts already: a block's output is the next one's input. Ids would be
-        wrong: a tensor that is kept detached dies, and the next one gets its id."""
         self._streams: set[Any] = set()
         """CUDA streams that may still be copying into pinned memory."""
 
@@ -87,10 +82,10 @@ class ValueStore:
         borrowed: list[tuple[Tensor, int]] = []
 
         def keep_one(path: str, tensor: Tensor) -> Tensor:
-            piece, is_shared = self._keep_tensor(tensor, f"{side} of {name!r}")
-            if is_shared:
-                borrowed.append((piece, piece._version))
-            return piece
+            kept = self._keep_tensor(tensor, f"{side} of {name!r}")
+            if _shares_memory(kept, tensor):
+                borrowed.append((kept, kept._version))
+            return kept
 
         return StoredValue(map_tensors(value, keep_one), tuple(borrowed))
 
@@ -99,34 +94,19 @@ class ValueStore:
         while self._streams:
             self._streams.pop().synchronize()
 
-    def clear(self) -> None:
-        """Count nothing as kept any more."""
-        self.wait_for_copies()
-        self._used = 0
-        self._charged.clear()
-
-    # -- one tensor --------------------------------------------------------------------------------------
-
-    def _keep_tensor(self, tensor: Tensor, what: str) -> tuple[Tensor, bool]:
-        """Return the tensor to keep, and whether its memory is shared with the model."""
+    def _keep_tensor(self, tensor: Tensor, what: str) -> Tensor:
         if not _torch.has_numbers(tensor):
             raise NoNumbers
-        piece = tensor
-        # Inference mode keeps no count of changes, so there only a copy is safe from them.
-        is_own, copies = False, self._clone or tensor.is_inference()
-        if self._index is not None and tensor.dim():
-            piece = self._cut(tensor, what)
-            is_own = not _share_memory(piece, tensor)
-            copies = not is_own  # a copy of the part frees the whole
-        dtype = self._dtype if self._dtype is not None and piece.is_floating_point() else piece.dtype
-        if self._limit is not None:
-            self._charge(piece, dtype, what, borrows=not copies and piece is tensor)
+        cuts = self._index is not None and tensor.dim() > 0
+        piece = self._cut(tensor, what) if cuts else tensor
         if self._detach:
             piece = piece.detach()
-        kept = self._move(piece if dtype is piece.dtype else piece.to(dtype))
-        if kept is not piece or is_own:
-            return kept, False
-        return (piece.clone(), False) if copies else (piece, True)
+        if self._dtype is not None and piece.is_floating_point():
+            piece = piece.to(self._dtype)
+        kept = self._move(piece)
+        # A copy of a part frees the whole. Inference mode keeps no count of changes: only a copy is safe from them.
+        needs_own = self._clone or cuts or tensor.is_inference()
+        return kept.clone() if needs_own and _shares_memory(kept, tensor) else kept
 
     def _cut(self, tensor: Tensor, what: str) -> Tensor:
         """Return the part that ``index=`` asks for."""
@@ -158,32 +138,6 @@ class ValueStore:
         self._streams.add(torch.cuda.current_stream(piece.device))
         return pinned
 
-    def _charge(self, piece: Tensor, dtype: torch.dtype, what: str, *, borrows: bool) -> None:
-        """Count the bytes that are about to be kept, or raise before they are."""
-        assert self._limit is not None
-        moves = dtype is not piece.dtype or self._device not in (None, piece.device)
-        address, nbytes = _memory_of(piece)
-        is_shared = borrows and not moves and address != 0
-        # A shared tensor keeps the whole memory that it is a view of.
-        size = nbytes - self._charged.get(address, 0) if is_shared else piece.numel() * dtype.itemsize
-        if size <= 0:
-            return
-        if self._used + size > self._limit:
-            raise CaptureError(
-                f"The {what}, shape {tuple(piece.shape)}, {str(dtype).removeprefix('torch.')}, takes "
-                f"{size_text(size)}; {size_text(self._used)} of limit={size_text(self._limit)} are in use. Keep a part "
-                "of it (index=), keep it smaller (dtype=torch.bfloat16), capture fewer sites, call cache.clear() "
-                "between steps, or raise limit=; device='cpu' keeps it out of the memory of a GPU. What was captured "
-                "before stays readable."
-            )
-        self._used += size
-        if is_shared:
-            self._charged[address] = nbytes
-
-
-AS_IT_IS: Final = ValueStore()
-"""Keeps values unchanged; for all captures without options: it counts nothing, and copies nothing elsewhere."""
-
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
     """Return address and size of a tensor's memory; address 0 for kinds of tensor that have none of their own."""
@@ -203,13 +157,12 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(sizes.values())
 
 
-def _share_memory(piece: Tensor, tensor: Tensor) -> bool:
-    address = _memory_of(piece)[0]
-    return piece is tensor or piece._base is not None or address in (0, _memory_of(tensor)[0])
+def _shares_memory(piece: Tensor, tensor: Tensor) -> bool:
+    return piece is tensor or _memory_of(piece)[0] in (0, _memory_of(tensor)[0])
 
 
 def _shown(index: Any) -> str:
-    return str(getattr(index, "__qualname__", index if not isinstance(index, Tensor) else "a tensor"))
+    return str(getattr(index, "__qualname__", index)) if callable(index) else index_text(index)
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------
@@ -222,15 +175,10 @@ class CapturedCall:
     ``.call``.
     """
 
-    __slots__ = ("_wait", "call", "gradients", "is_left_out", "is_mixed", "name", "step", "values")
+    __slots__ = ("_wait", "call", "gradients", "had_graph", "is_left_out", "is_mixed", "name", "step", "values")
 
     def __init__(
-        self,
-        name: str,
-        step: int,
-        call: int,
-        gradients: tuple[StoredValue, ...] | None = None,
-        wait: Callable[[], None] = AS_IT_IS.wait_for_copies,
+        self, name: str, step: int, call: int, *, grads: bool = False, wait: Callable[[], None] = lambda: None
     ) -> None:
         self.name = name
         """The name of the module."""
@@ -240,8 +188,10 @@ class CapturedCall:
         """The number of the call of the module within that forward."""
         self.values: dict[str, StoredValue] = {}
         """What is stored, unchecked: "output", and "inputs" and "kwargs" if they were asked for."""
-        self.gradients = gradients
+        self.gradients: list[StoredValue] | None = [] if grads else None
         """Those of the output, unchecked, one for each backward pass; None if they were not asked for."""
+        self.had_graph = torch.is_grad_enabled()
+        """Whether gradients were on when it began."""
         self.is_mixed = False
         """Whether a gradient may be that of another call."""
         self.is_left_out = False
@@ -293,9 +243,8 @@ class CapturedCall:
             raise CaptureError(f"The gradients of {self.name!r} were not captured: hl.capture(..., grads=True).")
         if self.is_mixed:
             raise CaptureError(
-                f"Activation checkpointing with use_reentrant=True has repeated several calls of {self.name!r}, and "
-                "which gradient belongs to which cannot be told. Use use_reentrant=False, or call backward after each "
-                "forward, with one call of the module in it."
+                f"Activation checkpointing with use_reentrant=True repeats calls of {self.name!r}, and which gradient "
+                "belongs to which call cannot be told. Use use_reentrant=False."
             )
         return tuple(self._read(grad, "gradient") for grad in self.gradients)
 
@@ -304,14 +253,21 @@ class CapturedCall:
         for kept in (*self.values.values(), *(self.gradients or ())):
             yield from tensors_of(kept.value)
 
-    def copied(self, copy_of: Callable[[StoredValue], StoredValue]) -> CapturedCall:
-        """Return the same call with copies of what it holds."""
-        self._wait()
-        grads = None if self.gradients is None else tuple(map(copy_of, self.gradients))
-        twin = CapturedCall(self.name, self.step, self.call, grads)
-        twin.values = {key: copy_of(kept) for key, kept in self.values.items()}
-        twin.is_mixed = self.is_mixed
-        return twin
+    def to_dict(self) -> dict[str, Any]:
+        """Return all that it holds, checked; `of_dict` makes a call of it again."""
+        found: dict[str, Any] = {"step": self.step, "call": self.call, "output": self.output}
+        if "inputs" in self.values:
+            found |= {"inputs": self.inputs, "kwargs": self.kwargs}
+        return found if self.gradients is None else found | {"grads": self.grads}
+
+    @classmethod
+    def of_dict(cls, name: str, found: dict[str, Any]) -> CapturedCall:
+        """Return a call that holds what `to_dict` has given."""
+        call = cls(name, found["step"], found["call"], grads="grads" in found)
+        call.values = {key: StoredValue(found[key]) for key in ("output", "inputs", "kwargs") if key in found}
+        if call.gradients is not None:
+            call.gradients += map(StoredValue, found["grads"])
+        return call
 
     def _taken(self, key: str) -> StoredValue:
         if key not in self.values:

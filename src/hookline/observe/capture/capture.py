@@ -13,12 +13,10 @@ import torch
 from torch import nn
 
 from hookline.errors import OptionError
-from hookline.messages import parse_size
 from hookline.observe.capture.cache import Cache
 from hookline.observe.capture.calls import ValueStore
 from hookline.observe.capture.recorder import CaptureRecorder
-from hookline.observe.index_grammar import plain_item, text_of
-from hookline.observe.token_axes import axes_for
+from hookline.observe.index import TokenAxes, parse_index
 from hookline.phases import ALL_PHASES, PHASES, validate_phases
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.hook_at_site import AttachOptions, open_context
@@ -55,7 +53,6 @@ def capture(
     dtype: str | torch.dtype | None = None,
     index: Any = None,
     stop: bool = False,
-    limit: int | str | None = None,
     exclude: Target = None,
     scope: Scope = "context",
     during: str | Iterable[str] = PHASES,
@@ -96,8 +93,6 @@ def capture(
             function from tensor to tensor. ``(slice(None), -1)`` is the last token of (B, T, D). The rest is let go.
         stop: End the forward as soon as every target was captured once; the rest of the ``with`` block is skipped. It
             ends by a ``BaseException``, which passes a model that catches every ``Exception``.
-        limit: The most bytes to keep, as a number or as ``"2GB"``; more is an error that says where it happened. What
-            is kept by reference counts with the whole memory that it is a view of, and memory that is shared once.
         exclude: Modules to leave out, in the same grammar as ``targets``.
         scope: ``"context"``: capture the calls of this thread, or asyncio task, alone; ``"process"``: all calls.
         during: The phases to capture: ``"train"``, ``"eval"``, ``"intervention"``, or several. By default all of them,
@@ -110,27 +105,26 @@ def capture(
         NoMatchError: (a KeyError) naming the nearest modules.
         OptionError: for an option that makes no sense, before anything is attached.
         CaptureError: (a RuntimeError) when a value is read that is not there, or not what it was, and, inside of the
-            forward, for an ``index`` that does not fit and for what goes over the ``limit``.
+            forward, for an ``index`` that does not fit.
     """
     check_model(model, targets)
     _check_flags(inputs=inputs, grads=grads, clone=clone, detach=detach, stop=stop, strict=strict)
     if scope not in ("context", "process"):
         raise OptionError(f"scope= is 'context' or 'process', got {scope!r}.")
-    part = None if index is None else _parse_index(index)
+    part = index if index is None or callable(index) else parse_index(index, new_dimensions=True)
     store = ValueStore(
         index=part,
         detach=detach,
         dtype=None if dtype is None else _parse_dtype(dtype),
         device=None if device is None else _parse_device(device),
         clone=clone,
-        limit=None if limit is None else _parse_limit(limit),
     )
     recorder = CaptureRecorder(
         store,
         inputs=inputs,
         grads=grads,
         during=ALL_PHASES if during is PHASES else validate_phases(during),
-        axes=axes_for(model, part) if isinstance(part, tuple) else None,
+        axes=TokenAxes.checking(model, part) if isinstance(part, tuple) else None,
     )
     chosen = choose(model, targets if role is None else with_role(targets, role), exclude, strict=strict)
     if stop:
@@ -193,16 +187,6 @@ def _reason(entry: HookAtSite, recorder: CaptureRecorder) -> str:
 # -- options -------------------------------------------------------------------------------------------------
 
 
-def _parse_limit(limit: Any) -> int:
-    """Return a number of bytes, or a text such as "2GB", as bytes."""
-    found = parse_size(limit) if isinstance(limit, str) else limit
-    if type(found) is not int:
-        raise OptionError(f"limit= is a number of bytes or a text such as '500MB' or '2GiB', got {limit!r}.")
-    if found < 1:
-        raise OptionError(f"limit= must be at least 1 byte, got {limit}; leave it out for no limit.")
-    return found
-
-
 def _parse_device(device: Any) -> torch.device:
     """Return a device that this process has; raise for others."""
     try:
@@ -224,22 +208,6 @@ def _parse_dtype(dtype: Any) -> torch.dtype:
             "types are kept as they are."
         )
     return found
-
-
-def _parse_index(index: Any) -> Any:
-    """Return what can index a tensor, with lists and arrays as tensors; or a function, as it is."""
-    if callable(index):
-        return index
-    parts = index if isinstance(index, tuple) else (index,)
-    try:
-        # A new dimension is no place to edit, but may be kept: None is for captures alone.
-        found = tuple([None if part is None else plain_item(part, text_of(index)) for part in parts])
-    except OptionError as error:
-        raise OptionError(
-            f"{error} A function from tensor to tensor will do as well; the last token of (B, T, D), say, is "
-            "index=(slice(None), -1)."
-        ) from None
-    return found if isinstance(index, tuple) else found[0]
 
 
 def _check_flags(**flags: Any) -> None:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from hookline.errors import CaptureError, OptionError
-from hookline.observe.capture.calls import CapturedCall, NoNumbers, StoredValue, ValueStore
-from hookline.observe.token_axes import GIVE_ROWS, TokenAxes
+from hookline.observe.capture.calls import CapturedCall, NoNumbers, ValueStore
+from hookline.observe.index import GIVE_ROWS, TokenAxes
 from hookline.phases import ALL_PHASES, Phases, known_phase
 from hookline.sites import _torch
 from hookline.sites.hook_at_site import open_contexts
@@ -84,9 +84,8 @@ class CaptureRecorder:
         self._seen: set[str] = set()
         """The modules that were called, of those that a stop waits for."""
         self._open = _OpenCalls()
-        self._awaiting: dict[_Key, list[CapturedCall]] = {}
-        """The calls to which the gradients of each call belong: one, or several that may be meant."""
-        self._without_graph: dict[str, list[CapturedCall]] = defaultdict(list)
+        self._awaiting: dict[_Key, CapturedCall] = {}
+        """The calls that gradients can come to."""
 
     @property
     def opens_calls(self) -> bool:
@@ -99,8 +98,6 @@ class CaptureRecorder:
         self.left_out.clear()
         self._seen.clear()
         self._awaiting.clear()
-        self._without_graph.clear()
-        self.store.clear()
 
     def release(self) -> dict[str, list[CapturedCall]]:
         """Return the calls and hold none any more, once the hooks are off.
@@ -109,8 +106,7 @@ class CaptureRecorder:
         garbage collector does not see that circle, since it goes through C++, so it has to be cut.
         """
         self.store.wait_for_copies()
-        calls, self.calls = self.calls, {}
-        self._awaiting, self._without_graph = {}, defaultdict(list)
+        calls, self.calls, self._awaiting = self.calls, {}, {}
         self._open = _OpenCalls()  # that of every thread
         return calls
 
@@ -121,7 +117,7 @@ class CaptureRecorder:
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             if _torch.in_recomputation():
-                self._begin_again(entry)
+                self._mark_mixed(entry.name)
                 return
             call = self._new_call(entry)
             if self.takes_inputs:
@@ -132,10 +128,8 @@ class CaptureRecorder:
                 del under_way[_alive(module, under_way) - 1 :]
             under_way.append(call)
             # A call that is left out is counted all the same: gradients know theirs by number.
-            if self.takes_grads and torch.is_grad_enabled():
-                self._awaiting[entry.name, *entry.counter.moment((entry, "grad"))] = [call]
-            elif self.takes_grads:
-                self._without_graph[entry.name].append(call)
+            if self.takes_grads and call.had_graph:
+                self._awaiting[entry.name, *entry.counter.moment((entry, "grad"))] = call
 
         return begin
 
@@ -157,24 +151,19 @@ class CaptureRecorder:
 
     def take_grads(self, module: nn.Module, grads: Grads, *, site: Site) -> None:
         """Take the gradients of a module's output; one hook for all modules."""
-        waiting = self._awaiting.get((site.name, site.step, site.call), ())
-        if len(waiting) != 1:
-            for call in waiting:
-                call.is_mixed = True
-            return
-        call = waiting[0]
-        if call.is_left_out or call.gradients is None:
+        call = self._awaiting.get((site.name, site.step, site.call))
+        if call is None or call.is_left_out or call.gradients is None:
             return
         by_path = dict(zip(site.outputs, grads, strict=True))
         shaped = map_tensors(call.values["output"].value, lambda path, _: by_path.get(path), lambda leaf: None)
         with suppress(NoNumbers):
-            call.gradients += (self.store.keep(shaped, "gradient", site.name),)
+            call.gradients.append(self.store.keep(shaped, "gradient", site.name))
 
     # -- calls -------------------------------------------------------------------------------------------
 
     def _new_call(self, entry: HookAtSite) -> CapturedCall:
-        grads: tuple[StoredValue, ...] | None = () if self.takes_grads else None
-        call = CapturedCall(entry.name, *entry.counter.moment(entry), grads, self.store.wait_for_copies)
+        moment = entry.counter.moment(entry)
+        call = CapturedCall(entry.name, *moment, grads=self.takes_grads, wait=self.store.wait_for_copies)
         if self._during is not ALL_PHASES:
             # What a loop says that the run is doing, or else what the model's mode and gradients tell.
             now = known_phase() or ("train" if all(entry.counter.mode()) else "eval")
@@ -190,14 +179,15 @@ class CaptureRecorder:
             del under_way[_alive(module, under_way) :]
         return under_way.pop() if under_way else None
 
-    def _begin_again(self, entry: HookAtSite) -> None:
-        """Note a call that checkpointing repeats: if there was no graph the first time, it gets the gradients."""
-        calls = self._without_graph.get(entry.name, ())
-        unclaimed = [call for call in calls if not (call.gradients or call.is_mixed or call.is_left_out)]
-        if not unclaimed or not torch.is_grad_enabled():
-            return
-        waiting = self._awaiting.setdefault((entry.name, *entry.counter.moment((entry, "grad"))), [])
-        waiting.extend(call for call in unclaimed if call not in waiting)
+    def _mark_mixed(self, name: str) -> None:
+        """Mark the calls of a module whose gradients come to a repetition, since the first time there was no graph.
+
+        Checkpointing with use_reentrant=True does that, and the numbers of its calls begin at 0 again.
+        """
+        calls = self.calls.get(name, ()) if self.takes_grads and torch.is_grad_enabled() else ()
+        if not all(call.had_graph for call in calls):
+            for call in calls:
+                call.is_mixed = True
 
     def _end(self, call: CapturedCall, output: Any) -> None:
         name = call.name

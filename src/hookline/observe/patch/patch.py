@@ -6,6 +6,7 @@ as hooks by `hookline.sites`, all or none.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from hookline.messages import caller_stacklevel, counted, type_name
 from hookline.observe.patch.edits import Edit, ablate, mean_ablate, replace, scale, steer, swap
 from hookline.observe.patch.parts import (
     EditedPlace,
+    EditIndex,
     Where,
     main_input,
     main_output,
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hookline.hook_types import Scope, Target
-    from hookline.observe.patch.parts import EditIndex, IndexLike
+    from hookline.observe.patch.parts import IndexLike
     from hookline.sites.site_info import Site
 
 __all__ = ["Patch", "patch"]
@@ -120,28 +122,27 @@ def patch(
         raise TargetError("patch() was given no edits: write what to do where, {'layers.3': ablate()}.")
     if scope not in ("process", "context"):
         raise OptionError(f"scope= is 'process' or 'context', got {scope!r}.")
-    wanted, placed = {}, []
-    for target, given in edits.items():
-        edit = wanted[target] = _as_edit(given, target)
-        if index is not None:
-            wanted[target] = edit.for_part(index)
+    part, placed, inputs = None if index is None else EditIndex(index), [], kind is not _FORWARD
+    wanted = {target: _as_edit(given, target) for target, given in edits.items()}
     for target, edit in wanted.items():
         chosen = choose(model, target, exclude, strict=strict)
         if chosen:
-            placed.append((edit.bound(model, chosen, inputs=kind is not _FORWARD), chosen))
-    found, inputs = Patch(), kind is not _FORWARD
+            whole = edit if edit.index is not None else dataclasses.replace(edit, index=part)
+            placed.append((whole, chosen, whole.bound(model, chosen, inputs=inputs)))
+    found = Patch()
     try:
-        for edit, chosen in placed:
+        for edit, chosen, bound in placed:
             hook = _EditInput(edit) if inputs else _EditOutput(edit)
             options = AttachOptions(with_kwargs=inputs, name=name or edit.word, scope=scope)
             request = new_attachment(hook, kind, options, traits=_READS_INPUTS if inputs else _READS_OUTPUT)
             found.add(attach_to_modules(request, model, chosen))
-            if not (inputs or edit.needs_moment or request.context is not None):
-                for entry in request.entries:
-                    entry.hook, entry.simple = _EditOutput(edit, EditedPlace(entry.name, kind)), True
             found.edits.append(edit)
-            if edit.needs_moment:
-                edit.attached(next(iter(request.counters)))
+            for entry in request.entries:
+                if inputs or edit.wants_site or request.context is not None:
+                    entry.hook = type(hook)(bound[entry.name])
+                else:
+                    entry.hook = _EditOutput(bound[entry.name], EditedPlace(entry.name, kind))
+                    entry.simple = True
     except BaseException:
         found.remove(quiet=True)
         raise
@@ -265,24 +266,19 @@ def _as_edit(given: Any, target: Any) -> Edit:
         raise HookSignatureError(f"The edit for {describe(target)} was not made: write {given.__name__}(…).")
     if isinstance(given, type):
         raise HookSignatureError(f"The edit for {describe(target)} is the class {given.__name__}: make one of it.")
-    return _FunctionEdit(given, target)
+    wants_site = _check_function(given, target)
+    return Edit(hook_name(given), _call_function, (given,), wants_site=wants_site)
 
 
-class _FunctionEdit(Edit):
-    def __init__(self, function: Callable[..., Any], target: Any) -> None:
-        super().__init__(hook_name(function))
-        self.function = function
-        self.needs_moment = _check_function(function, target)
-
-    def change(self, part: Tensor, x: Tensor, site: Where) -> Tensor:
-        new = self.function(part, site=site) if self.needs_moment else self.function(part)
-        if not isinstance(new, Tensor):
-            misfit(f"{self.word} returned {_kind_of(type(new))}", site_text(site), "is a tensor", _RETURN)
-        if new.shape != part.shape:
-            self.misfit(f"returned a tensor of shape {shape_of(new)}", part, x, site, _SAME)
-        if new.dtype is part.dtype and new.device == part.device:
-            return new
-        return new.to(device=part.device, dtype=part.dtype)  # the next layer computes in what it was given before
+def _call_function(edit: Edit, part: Tensor, x: Tensor, site: Where, function: Callable[..., Any]) -> Tensor:
+    new = function(part, site=site) if edit.wants_site else function(part)
+    if not isinstance(new, Tensor):
+        misfit(f"{edit.word} returned {_kind_of(type(new))}", site_text(site), "is a tensor", _RETURN)
+    if new.shape != part.shape:
+        edit.misfit(f"returned a tensor of shape {shape_of(new)}", part, x, site, _SAME)
+    if new.dtype is part.dtype and new.device == part.device:
+        return new
+    return new.to(device=part.device, dtype=part.dtype)  # the next layer computes in what it was given before
 
 
 @_torch.constant_while_tracing

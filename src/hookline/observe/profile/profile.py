@@ -7,14 +7,20 @@ as metrics.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from hookline.errors import OptionError
-from hookline.observe.profile.profile_hooks import CpuClock, ProfileRecorder, Span, Visit, clock_for
+from hookline.observe.profile.profile_hooks import (
+    BACKWARD,
+    FORWARD,
+    CpuClock,
+    ProfileRecorder,
+    Span,
+    Visit,
+    clock_for,
+)
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.functions.attach_function import attach_to_functions
 from hookline.sites.functions.function_names import find_places
@@ -42,7 +48,6 @@ def profile(
     functions: Any = None,
     exclude: Target = None,
     backward: bool = True,
-    max_spans: int = 200_000,
 ) -> Profile:
     """Measure where the time of a model goes.
 
@@ -55,7 +60,7 @@ def profile(
     Times are those of the device the model is on: on a GPU they are taken by events in its stream, which are read
     when you ask for them, so the run does not wait. What a site spends in sites below it that are measured too is in
     its total and not in its own time, so own times add up to the whole. The hooks themselves take some microseconds
-    per site; they count as own time of whatever is around it.
+    per site; they count as own time of whatever is around it. Every call is kept until ``reset()``.
 
     The backward time of a site lasts from when gradients come to its outputs until they leave for its inputs. A site
     none of whose inputs takes a gradient (an embedding) counts as being at it until the next one begins, and what
@@ -70,16 +75,11 @@ def profile(
         functions: Which functions to measure within the model, as in ``attach_function``; None for none.
         exclude: Modules to leave out.
         backward: Measure the backward pass as well.
-        max_spans: How many calls to keep; later ones are counted in ``dropped`` and left out.
     """
-    if not isinstance(max_spans, int):
-        raise OptionError(f"max_spans= must be a whole number, got {max_spans!r}.")
-    if max_spans < 1:
-        raise OptionError(f"max_spans= must be at least 1, got {max_spans}.")
     model = unwrap(model)
     chosen = [named for named in select(model, target, exclude=exclude) if named[1] is not model]
     places = [] if functions is None else find_places(functions)
-    found = Profile(ProfileRecorder(clock_for(model), max_spans, takes_backward=backward))
+    found = Profile(ProfileRecorder(clock_for(model), takes_backward=backward))
     try:
         found._attach(model, chosen, places)
     except BaseException:
@@ -163,11 +163,10 @@ class Profile(ShownAsTable):
     @property
     def rows(self) -> tuple[ProfileRow, ...]:
         """Every module and function that was called, in the order of their first calls."""
-        spans = [span for span in tuple(self._recorder.spans) if span.end is not None]
-        visits = tuple(self._recorder.visits)
+        spans, visits = tuple(self._recorder.spans), tuple(self._recorder.visits)
         self._clock.settle()
-        when = self._clock.since(self._began)
-        return _rows_of({span: when(span.end) - when(span.start) for span in spans}, _own_seconds(visits, when))
+        ended = {visit.span for visit in visits if visit.way == FORWARD and visit.end is not None}
+        return _rows_of(spans, ended, _own_seconds(visits, self._clock.since(self._began)))
 
     @property
     def total(self) -> ProfileRow:
@@ -181,11 +180,6 @@ class Profile(ShownAsTable):
         self._clock.settle()
         return 1e3 * self._clock.since(self._began)(stopped)
 
-    @property
-    def dropped(self) -> int:
-        """Calls that were left out, because there were ``max_spans`` already."""
-        return self._recorder.dropped
-
     def to_metrics(self) -> dict[str, float]:
         """Return the rows as numbers: ``"layers.0/forward_ms"`` and so on, ``"forward_ms"`` for the whole model."""
         metrics: dict[str, float] = {}
@@ -195,7 +189,7 @@ class Profile(ShownAsTable):
         return metrics
 
     def _table(self) -> Table:
-        return _table_of(self.rows, self._clock.name, self.wall_ms, self.dropped)
+        return _table_of(self.rows, self._clock.name, self.wall_ms)
 
     def _state(self) -> str:
         return ON if self._stopped is None else OFF
@@ -231,159 +225,106 @@ class Profile(ShownAsTable):
 
 
 def _nothing_measured() -> Profile:
-    found = Profile(ProfileRecorder(CpuClock(), 1, takes_backward=False))
+    found = Profile(ProfileRecorder(CpuClock(), takes_backward=False))
     found.remove()
     return found
 
 
-# -- the backward pass -----------------------------------------------------------------------------------------------
+# -- whose time it is ------------------------------------------------------------------------------------------------
 #
+# All marks of a thread make one time line, and each gap between two belongs to the innermost call that is open.
 # Autograd runs what a forward has made in the reverse order, so a backward pass goes through the calls as the forward
-# did, last one first. That tells what the marks do not. A call none of whose inputs takes a gradient (an embedding)
-# sees no gradient leave; it is over when another call begins, or the call around it is over. A call that sends its
-# gradient before all calls within it are over is over with the last of them. Each moment is one call's own, so own
-# times are never negative, and add up to the whole whatever the marks say.
+# did, last one first. That tells what the marks do not: a call none of whose inputs takes a gradient (an embedding) is
+# over when another call begins, and one that sends its gradient early is over with the last call within it.
 
 
-class _TimedVisit:
-    """A visit on the time line of its thread."""
-
-    def __init__(self, visit: Visit, when: Callable[[Any], float]) -> None:
-        self.visit = visit
-        self.depth = sum(1 for _ in visit.span.above())
-        self.start = when(visit.start)
-        self.known = visit.end is not None
-        """Whether the end is exact, and not just an upper bound."""
-        last = visit.end if self.known else visit.seen
-        self.end = math.inf if last is None else when(last)
-
-    def is_around(self, other: _TimedVisit) -> bool:
-        """Return whether ``other`` is at a call within the call of this visit, or repeats its forward meanwhile."""
-        if other.visit.repeats and not self.visit.repeats:
-            return True
-        same = self.visit.repeats == other.visit.repeats
-        return same and any(around is self.visit.span for around in other.visit.span.above())
-
-
-def _own_seconds(visits: Sequence[Visit], when: Callable[[Any], float]) -> dict[Span, float]:
-    """Return the time of backward passes that is each call's own; ``when`` gives the seconds of a mark."""
-    threads: dict[int, list[_TimedVisit]] = defaultdict(list)
-    for visit in visits:
-        threads[visit.thread].append(_TimedVisit(visit, when))
-    own: dict[Span, float] = defaultdict(float)
-    for items in threads.values():
-        _end_all(items)
-        _sweep([item for item in items if item.end > item.start], own)
+def _own_seconds(visits: Sequence[Visit], when: Callable[[Any], float]) -> dict[tuple[Span, int], float]:
+    """Return the time that is each call's own, in its forward and in backward passes; ``when`` gives seconds."""
+    ended = [visit for visit in visits if visit.end is not None]  # what raised is time of the call around it
+    ends = _ends(ended, when)
+    own: dict[tuple[Span, int], float] = defaultdict(float)
+    threads: dict[int, list[tuple[float, int, int, Visit]]] = defaultdict(list)
+    for visit in ended:
+        start, end, depth = when(visit.start), ends[visit], sum(1 for _ in visit.span.above())
+        if end > start:
+            # At one moment: ends before beginnings, the inner end first, the outer beginning first.
+            threads[visit.thread] += [(start, 1, depth, visit), (end, 0, -depth, visit)]
+    for marks in threads.values():
+        _add_gaps(sorted(marks, key=lambda mark: mark[:3]), own)
     return own
 
 
-def _end_all(items: list[_TimedVisit]) -> None:
-    """End visits without any end, since their pass was cut short, and extend every visit to the end of those within."""
-    last: dict[int, float] = defaultdict(float)
-    for item in items:
-        known = item.end if math.isfinite(item.end) else item.start
-        last[item.visit.task] = max(last[item.visit.task], item.start, known)
-    for item in items:
-        item.end = min(item.end, last[item.visit.task])
-    visits = [item for item in items if not item.visit.repeats and item.known]
-    found = {(item.visit.task, item.visit.span): item for item in visits}
-    for item in sorted(visits, key=lambda item: -item.depth):  # the innermost first
-        around = (found.get((item.visit.task, span)) for span in item.visit.span.above())
-        nearest = next((one for one in around if one is not None), item)
-        nearest.end = max(nearest.end, item.end)
+def _ends(visits: Sequence[Visit], when: Callable[[Any], float]) -> dict[Visit, float]:
+    """Return the end of each visit; in a backward pass not before those of the calls within it."""
+    ends = {visit: when(visit.end) for visit in visits}
+    told = [visit for visit in visits if visit.way == BACKWARD and visit.is_exact]
+    found = {(visit.task, visit.span): visit for visit in told}
+    for visit in sorted(told, key=lambda visit: -sum(1 for _ in visit.span.above())):  # the innermost first
+        around = next((found[visit.task, span] for span in visit.span.above() if (visit.task, span) in found), visit)
+        ends[around] = max(ends[around], ends[visit])
+    return ends
 
 
-def _sweep(items: list[_TimedVisit], own: dict[Span, float]) -> None:
-    """Go along the time line with a stack of visits that are under way; the time belongs to its top."""
-    # At one moment: ends before beginnings, the inner end first, the outer beginning first.
-    events = [(item.end, 0, -item.depth, item) for item in items]
-    events += [(item.start, 1, item.depth, item) for item in items]
-    events.sort(key=lambda event: event[:3])
-    stack: list[_TimedVisit] = []
+def _add_gaps(marks: Sequence[tuple[float, int, int, Visit]], own: dict[tuple[Span, int], float]) -> None:
+    """Go along a time line with a stack of the visits that are open; each gap belongs to its top."""
+    stack: list[Visit] = []
     last = 0.0
-    for moment, begins, _, item in events:
+    for moment, begins, _, visit in marks:
         if stack:
-            own[stack[-1].visit.span] += moment - last
+            own[stack[-1].span, min(stack[-1].way, BACKWARD)] += moment - last
         last = moment
         if begins:
-            while stack and not stack[-1].is_around(item):
+            while stack and not _is_around(stack[-1], visit):
                 stack.pop()
-            stack.append(item)
-        elif item in stack:
-            del stack[stack.index(item) :]
+            stack.append(visit)
+        elif visit in stack:
+            del stack[stack.index(visit) :]
+
+
+def _is_around(outer: Visit, visit: Visit) -> bool:
+    """Return whether a visit that begins now is within another one that is open."""
+    if outer.way != visit.way:  # a backward pass within a forward, or a forward that is repeated in the pass
+        return outer.way < visit.way
+    return any(around is outer.span for around in visit.span.above())
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------
 
 
-class _SiteTotals:
-    """The spans of one site, added up."""
-
-    def __init__(self, first: Span) -> None:
-        self.first = first
-        self.calls = self.output_bytes = 0
-        self.ms = [0.0, 0.0, 0.0, 0.0]
-        self.allocated: int | None = None
-
-    def add(self, span: Span, *seconds: float, nested: bool) -> None:
-        """Add a call with its four times; of a call within another one of the site, only its own times are new."""
-        self.calls += 1
-        for index, more in enumerate(seconds):
-            if index % 2 or not nested:
-                self.ms[index] += 1e3 * more
-        self.output_bytes += span.output_bytes
-        if span.allocated is not None:
-            self.allocated = (self.allocated or 0) + (0 if nested else span.allocated)
-
-    def row(self) -> ProfileRow:
-        """Return the totals."""
-        forward, forward_own, backward, backward_own = self.ms
-        return ProfileRow(
-            self.first.name, self.first.kind, self.calls, forward, forward_own, backward, backward_own,
-            self.output_bytes, self.allocated,
-        )  # fmt: skip
-
-
-def _rows_of(forward: dict[Span, float], own: dict[Span, float]) -> tuple[ProfileRow, ...]:
-    """Return one row per site, in the order of their first calls.
-
-    Args:
-        forward: The seconds of each call that has ended, in the order they began in.
-        own: The seconds of backward passes at each call, without those at calls within it.
-    """
-    forward_own = dict(forward)
-    backward_own: dict[Span | None, float] = defaultdict(float)
-    for span, seconds in own.items():
-        backward_own[span if span in forward else _around(span, forward)] += seconds
-    backward = {span: backward_own[span] for span in forward}
-    for span in reversed(forward):  # what is inside comes later, so by now it is complete
-        around = _around(span, forward)
-        if around is not None:
-            forward_own[around] -= forward[span]
-            backward[around] += backward[span]
-    sums: dict[tuple[str, str], _SiteTotals] = {}
-    for span in forward:
-        total = sums.setdefault((span.name, span.kind), _SiteTotals(span))
-        times = forward[span], forward_own[span], backward[span], backward_own[span]
-        total.add(span, *times, nested=_is_nested(span, forward))
-    return tuple(each.row() for each in sums.values())
-
-
-def _is_nested(span: Span, measured: dict[Span, Any]) -> bool:
-    """Return whether it is part of another call of the same site, as in a model that calls itself."""
-    return any((around.name, around.kind) == (span.name, span.kind) for around in span.above() if around in measured)
-
-
-def _around(span: Span, measured: dict[Span, Any]) -> Span | None:
-    """Return the nearest call around it that is measured: one that raised is not."""
-    return next((around for around in span.above() if around in measured), None)
+def _rows_of(spans: Sequence[Span], ended: set[Span], own: dict[tuple[Span, int], float]) -> tuple[ProfileRow, ...]:
+    """Return one row per site, in the order of their first calls; of calls that have ``ended``."""
+    total = defaultdict(float, own)
+    for span in reversed(spans):  # what is inside comes later, so by now it is complete
+        if span.parent is not None:
+            total[span.parent, FORWARD] += total[span, FORWARD]
+            total[span.parent, BACKWARD] += total[span, BACKWARD]
+    rows: dict[tuple[str, str], ProfileRow] = {}
+    for span in spans:
+        if span not in ended:
+            continue
+        site = span.name, span.kind
+        row = rows.get(site, ProfileRow(*site, 0, 0.0, 0.0, 0.0, 0.0, 0, None))
+        # Of a call within another one of the site, as in a model that calls itself, only its own times are new.
+        new = 0 if any((around.name, around.kind) == site for around in span.above()) else 1
+        allocated = row.allocated_bytes
+        rows[site] = ProfileRow(
+            *site,
+            row.calls + 1,
+            row.forward_ms + new * 1e3 * total[span, FORWARD],
+            row.forward_own_ms + 1e3 * own[span, FORWARD],
+            row.backward_ms + new * 1e3 * total[span, BACKWARD],
+            row.backward_own_ms + 1e3 * own[span, BACKWARD],
+            row.output_bytes + span.output_bytes,
+            allocated if span.allocated is None else (allocated or 0) + new * span.allocated,
+        )
+    return tuple(rows.values())
 
 
 _MAX_ROWS = 60
 _MAX_NAME = 60
 
 
-def _table_of(rows: Sequence[ProfileRow], device: str, wall_ms: float, dropped: int) -> Table:
+def _table_of(rows: Sequence[ProfileRow], device: str, wall_ms: float) -> Table:
     """Return ``rows`` in columns, the slowest first, with what they add up to."""
     if not rows:
         return Table(title=f"Nothing was measured in {wall_ms:.1f} ms: no call of the model has ended.")
@@ -395,8 +336,6 @@ def _table_of(rows: Sequence[ProfileRow], device: str, wall_ms: float, dropped: 
     forward, backward = (sum(getattr(row, f"{way}_own_ms") for row in rows) for way in ("forward", "backward"))
     sums = f"{forward:,.2f} ms forward and {backward:,.2f} ms backward, of {wall_ms:,.2f} ms ({device})"
     foot = [f"own times add up to {sums}"]
-    if dropped:
-        foot.append(f"{dropped:,} more calls were left out; raise max_spans=.")
     rest = " that took less; all of them are in .rows"
     return Table(
         header[:columns], cells, numbers=range(2, columns), foot=foot, most=_MAX_ROWS, rest=rest, heat="column"

@@ -1,7 +1,7 @@
 """Mark when calls of modules and functions begin and end, without making CPU or GPU wait.
 
-`Profile` puts the hooks of a `ProfileRecorder` on sites, and reads its spans (calls) and visits (of backward passes at
-calls). On a GPU a mark is an event in the stream, so it has the time of the device, not that of Python.
+`Profile` puts the hooks of a `ProfileRecorder` on sites, and reads its spans (calls) and visits (of a thread at calls).
+On a GPU a mark is an event in the stream, so it has the time of the device, not that of Python.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hookline import tree
 from hookline.sites import _torch
@@ -23,29 +23,15 @@ if TYPE_CHECKING:
     from hookline.sites.functions.function_site import FunctionSite
     from hookline.sites.site_info import Site
 
-__all__ = ["CpuClock", "CudaClock", "ProfileClock", "ProfileRecorder", "Span", "Visit", "clock_for"]
+__all__ = ["BACKWARD", "FORWARD", "CpuClock", "ProfileRecorder", "Span", "Visit", "clock_for"]
+
+FORWARD: Final = 0
+BACKWARD: Final = 1
+REPEAT: Final = 2
+"""What a thread does at a call: REPEAT is its forward once more, for activation checkpointing."""
 
 _Key: TypeAlias = tuple[str, int, int]
 """Name, step, and number of the call, as gradient hooks know it."""
-
-
-class ProfileClock(Protocol):
-    """Marks moments now, and gives their times later."""
-
-    name: str
-    """What it measures, for the report."""
-
-    def mark(self) -> Any:
-        """Mark this moment."""
-
-    def settle(self) -> None:
-        """Wait until the device has passed all marks."""
-
-    def since(self, began: Any) -> Callable[[Any], float]:
-        """Return a function that gives the seconds from ``began`` to any other mark, after `settle`."""
-
-    def allocated(self) -> int | None:
-        """Return the bytes in use on the device now; None if they are not counted."""
 
 
 class CpuClock:
@@ -104,8 +90,8 @@ class CudaClock:
         return bytes_now
 
 
-def clock_for(model: nn.Module) -> ProfileClock:
-    """Return the clock of the device that the model is on."""
+def clock_for(model: nn.Module) -> Any:
+    """Return the clock of the device that the model is on: a `CudaClock` or a `CpuClock`."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type == "cuda":
             return CudaClock(tensor.device)
@@ -121,10 +107,7 @@ class Span:
     step: int
     parent: Span | None = None
     """The call around it, of the sites that are measured."""
-    start: Any = None
-    end: Any = None
-    """Marks of the clock; there is no end if the call raised."""
-    visit: Visit | None = None
+    backward: Visit | None = None
     """Its latest backward pass."""
     output_bytes: int = 0
     allocated: int | None = None
@@ -139,41 +122,34 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class Visit:
-    """One backward pass at one call, or its forward once more within that pass."""
+    """What a thread does at a call, from one mark of the clock to another."""
 
     span: Span
-    task: int
-    """The number of the pass."""
-    thread: int
+    way: int
+    """FORWARD, BACKWARD or REPEAT."""
     start: Any
-    """The mark when the first gradient of an output was there."""
+    """In a backward pass, when the first gradient of an output was there."""
+    task: int
+    """The number of the backward pass; -1 outside of one."""
+    thread: int
     end: Any = None
-    """The mark when the last gradient left for an input; None if none did."""
-    seen: Any = None
-    """If there is no end: the mark when the pass had come past all that the call has made."""
-    repeats: bool = False
-    """Whether activation checkpointing repeats the forward; then the marks are around that."""
+    """In a backward pass, when the last gradient left for an input; None if the call, or the pass, raised."""
+    is_exact: bool = True
+    """Whether the call has told its end; else it is when the pass had come past all that the call has made."""
 
 
 class _ThreadCalls(threading.local):
     """The calls that are under way in this thread."""
 
     def __init__(self) -> None:
-        self.stack: list[Span] = []
-        """The calls that have begun and not ended; one that raised goes when the call around it ends."""
+        self.stack: list[Visit] = []
+        """Forwards and repetitions that have not ended; one that raised goes when the call around it ends."""
         self.counts: dict[str, int] = {}
         """How often each module was called with gradients on in this step, as gradient hooks count calls."""
         self.step = -1
         """The step that ``counts`` is of; calls of a part begin steps too, where the model itself is not called."""
-        self.repeats: list[Visit] = []
-        """The same as ``stack`` for calls that activation checkpointing repeats in a backward pass."""
         self.visited: Span | None = None
         """The call that a backward pass came to last."""
-
-    def begin(self) -> None:
-        """Begin a forward of the whole model."""
-        if not any(span.name == "" for span in self.stack):
-            self.stack.clear()  # parts of it were called by themselves, and raised
 
     def count(self, name: str, step: int) -> int:
         """Return the number of this call of a module in `step`, among those with gradients on."""
@@ -188,17 +164,15 @@ class _ThreadCalls(threading.local):
 class ProfileRecorder:
     """Notes marks of the clock, and leaves all arithmetic for later."""
 
-    def __init__(self, clock: ProfileClock, max_spans: int, *, takes_backward: bool) -> None:
+    def __init__(self, clock: Any, *, takes_backward: bool) -> None:
         self.clock = clock
         self.takes_backward = takes_backward
-        self._max_spans = max_spans
         self.reset()
 
     def reset(self) -> None:
         """Drop all that was recorded."""
         self.spans: list[Span] = []
         self.visits: list[Visit] = []
-        self.dropped = 0
         self._here = _ThreadCalls()
         self._calls: dict[_Key, Span] = {}
 
@@ -210,34 +184,28 @@ class ProfileRecorder:
             self._enter_repeat(site)
             return
         here = self._here
-        if not site.name:
-            here.begin()
+        if not site.name and not any(visit.span.name == "" and visit.way == FORWARD for visit in here.stack):
+            here.stack.clear()  # parts of the model were called by themselves, and raised
         number = here.count(site.name, site.step) if torch.is_grad_enabled() else site.call
-        self._enter(here, Span(site.name, site.type, site.step), number)
+        self._enter(Span(site.name, site.type, site.step), number)
 
     def leave_module(self, module: Any, args: Any, output: Any, *, site: Site) -> None:
         """Mark the end of a module's call; the model as a whole may have raised as well."""
-        if site.recompute:
-            self._leave_repeat(site.name)
-        else:
-            self._leave(site.name, output)
+        self._leave(site.name, REPEAT if site.recompute else FORWARD, output)
 
     def enter_function(self, fn: FunctionSite, inputs: Grads) -> None:
         """Mark the begin of a function's call."""
         if not fn.in_backward:
-            self._enter(self._here, Span(fn.name, "function", fn.step), fn.call)
+            self._enter(Span(fn.name, "function", fn.step), fn.call)
 
     def leave_function(self, fn: FunctionSite, inputs: Grads, outputs: Grads) -> None:
         """Mark the end of a function's call."""
         if not fn.in_backward:
-            self._leave(fn.name, outputs)
+            self._leave(fn.name, FORWARD, outputs)
 
-    def _enter(self, here: _ThreadCalls, span: Span, number: int) -> None:
-        span.parent = here.stack[-1] if here.stack else None
-        here.stack.append(span)
-        if len(self.spans) >= self._max_spans:
-            self.dropped += 1
-            return
+    def _enter(self, span: Span, number: int) -> None:
+        stack = self._here.stack
+        span.parent = next((visit.span for visit in reversed(stack) if visit.way == FORWARD), None)
         self.spans.append(span)
         key = span.name, span.step, number
         if torch.is_grad_enabled():
@@ -245,72 +213,58 @@ class ProfileRecorder:
         else:  # gradients come only if checkpointing repeats the call with them on
             self._calls.setdefault(key, span)
         span.allocated = self.clock.allocated()
-        span.start = self.clock.mark()
+        stack.append(self._visit(span, FORWARD, self.clock.mark()))
 
-    def _leave(self, name: str, output: Any) -> None:
+    def _enter_repeat(self, site: Site) -> None:
+        span = self._find(site)
+        if span is not None and self.takes_backward:
+            self._here.stack.append(self._visit(span, REPEAT, self.clock.mark()))
+
+    def _leave(self, name: str, way: int, output: Any) -> None:
         now = self.clock.mark()
         stack = self._here.stack
-        position = next((place for place in reversed(range(len(stack))) if stack[place].name == name), None)
-        if position is None:
+        for place in reversed(range(len(stack))):
+            visit = stack[place]
+            if visit.span.name == name and visit.way == way:
+                del stack[place:]
+                break
+        else:
             return  # it had begun before the profile
-        span = stack[position]
-        del stack[position:]
-        if span.start is None:
-            return
-        span.end = now
-        span.output_bytes = sum(map(_num_bytes, tree.tensors_of(output)))
-        if span.allocated is not None:
-            span.allocated = (self.clock.allocated() or 0) - span.allocated
+        visit.end = now
+        if way == FORWARD:
+            tensors = tree.tensors_of(output)
+            visit.span.output_bytes = sum(each.nbytes for each in tensors if each.layout is torch.strided)
+            if visit.span.allocated is not None:
+                visit.span.allocated = (self.clock.allocated() or 0) - visit.span.allocated
 
     # -- in the backward ---------------------------------------------------------------------------------
 
     def enter_backward(self, subject: Any, grad_outputs: Grads, *, site: Site) -> None:
         """Mark that the gradients of a call's outputs are there."""
-        span = self._find(site)
-        if span is not None:
-            now = self.clock.mark() if site.began is None else site.began
-            span.visit = Visit(span, _torch.graph_task_id(), threading.get_ident(), now)
-            self.visits.append(span.visit)
-            self._here.visited = span
+        span, here = self._find(site), self._here
+        if span is None:
+            return
+        now = self.clock.mark()
+        while here.stack and here.stack[-1].way == REPEAT:  # checkpointing stopped when it had all that it needs
+            here.stack.pop().end = now
+        span.backward = self._visit(span, BACKWARD, now if site.began is None else site.began)
+        here.visited = span
 
     def leave_backward(self, subject: Any, grad_inputs: Grads, grad_outputs: Grads, *, site: Site) -> None:
         """Mark that a backward pass has come past a call, perhaps some time ago."""
         span = self._find(site)
-        if span is None or span.visit is None:
+        if span is None or span.backward is None:
             return
-        if site.ended is None:
-            span.visit.seen = self.clock.mark()
-        else:
-            span.visit.end = site.ended
+        span.backward.is_exact = site.ended is not None
+        span.backward.end = self.clock.mark() if site.ended is None else site.ended
+
+    def _visit(self, span: Span, way: int, start: Any) -> Visit:
+        visit = Visit(span, way, start, _torch.graph_task_id(), threading.get_ident())
+        self.visits.append(visit)
+        return visit
 
     def _find(self, site: Site) -> Span | None:
         step = site.step
         if step == -1 and self._here.visited is not None:
             step = self._here.visited.step  # a thread of autograd's own, which has run no forward, repeats one
         return self._calls.get((site.name, step, site.call))
-
-    def _enter_repeat(self, site: Site) -> None:
-        span = self._find(site)
-        if span is None or not self.takes_backward:
-            return
-        repeats, task = self._here.repeats, _torch.graph_task_id()
-        if repeats and repeats[0].task != task:
-            repeats.clear()
-        visit = Visit(span, task, threading.get_ident(), self.clock.mark(), repeats=True)
-        repeats.append(visit)
-        self.visits.append(visit)
-
-    def _leave_repeat(self, name: str) -> None:
-        now = self.clock.mark()
-        repeats = self._here.repeats
-        while any(visit.span.name == name for visit in repeats):
-            visit = repeats.pop()
-            if visit.span.name == name:
-                visit.end = now
-                return
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    if tensor.layout is torch.sparse_coo:  # torch has no nbytes for these
-        return tensor._indices().nbytes + tensor._values().nbytes
-    return tensor.nbytes
