@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import hookline as hl
-from hookline.errors import TargetError, UnhookableError
+from hookline.errors import OptionError, TargetError, UnhookableError
 
 BASE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
 LONG = {**BASE, "max_position_embeddings": 64}
@@ -324,3 +324,76 @@ def test_blocks_by_number() -> None:
     }.items():
         with pytest.raises(TargetError, match=words):
             hl.find(model, target)
+
+
+def test_a_cache_is_read_by_role_and_block() -> None:
+    model, inputs = _model("Llama"), _inputs("Llama")
+    with torch.no_grad(), hl.capture(model, ["role:resid", "role:q", "role:mlp.0"]) as cache:
+        model(**inputs)
+    assert cache["resid", 1].output is cache["model.layers.1"].output
+    assert cache["q", -1].output is cache["model.layers.2.self_attn:q"].output
+    assert cache.stack("resid").shape == (3, 2, 7, 32)
+    assert torch.equal(cache.stack("q")[1], cache["q", 1].output)
+    for place in (("mlp", 1), ("z", 0)):
+        with pytest.raises(KeyError, match="was not captured"):
+            cache[place]
+    with pytest.raises(KeyError, match="by role and block"):
+        cache["resid", "x"]  # type: ignore[index]
+    with pytest.raises(KeyError, match="Nothing with the role 'z'"):
+        cache.stack("z")
+    with pytest.raises(hl.HooklineError, match="has none"):
+        copy.deepcopy(cache)["resid", 1]
+
+
+def test_layers_wherever_there_are_roles() -> None:
+    model, inputs = _model("Llama"), _inputs("Llama")
+    names = [f"model.layers.{number}.mlp" for number in range(3)]
+    for layer, expected in ((1, names[1:2]), (-1, names[2:]), ([0, 2], names[::2]), (slice(1, None), names[1:])):
+        assert hl.find(model, role="mlp", layer=layer).names == expected
+        with torch.no_grad(), hl.capture(model, role="mlp", layer=layer) as cache:
+            model(**inputs)
+        assert list(cache) == expected
+        with hl.patch(model, hl.edits.ablate(), role="mlp", layer=layer) as patched:
+            model(**inputs)
+            assert [site.name for receipt in patched.report() for site in receipt.sites] == expected
+        with hl.watch(model, role="mlp", layer=layer, on="forward") as watch:
+            model.train()(**inputs)
+            assert {name.partition("/")[0] for name in watch.to_metrics() if "layers" in name} == set(expected)
+        model.eval()
+        assert hl.attach(model, lambda module, args, output: None, role="mlp", layer=layer).names == tuple(expected)
+    with pytest.raises(TargetError, match="goes with a role"):
+        hl.find(model, layer=1)
+    with pytest.raises(TargetError, match="number of a block"):
+        hl.find(model, role="mlp", layer="one")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("heads", [1, (0, 3)])
+def test_edits_by_head(heads: Any) -> None:
+    """What is left is what the other heads add; and with the values of another run, that of the other."""
+    model, inputs = _model("GPT2"), _inputs("GPT2")
+    other = {"input_ids": inputs["input_ids"].flip(1)}
+    chosen = [heads] if isinstance(heads, int) else list(heads)
+    edits = hl.edits
+    with torch.no_grad(), hl.capture(model, ["role:z", "role:attn_out"]) as clean:
+        model(**inputs)
+    with torch.no_grad(), hl.capture(model, ["role:z", "role:pattern"]) as corrupted:
+        model(**other)
+    rest = [head for head in range(4) if head not in chosen]
+    for edit, expected in (
+        (edits.ablate(head=heads), torch.zeros(2, len(chosen), 7, 8)),
+        (edits.swap(corrupted, head=heads), corrupted["z", 0].output[:, chosen]),
+        (edits.mean_ablate(corrupted, head=heads, dims=(0, 2)), None),
+        (edits.scale(2.0, head=heads), clean["z", 0].output[:, chosen] * 2),
+    ):
+        with torch.no_grad(), hl.patch(model, edit, role="z", layer=0), hl.capture(model, role="z", layer=0) as cache:
+            model(**inputs)
+        found = cache["z", 0].output
+        assert torch.equal(found[:, rest], clean["z", 0].output[:, rest])
+        if expected is None:
+            expected = corrupted["z", 0].output.mean((0, 2), keepdim=True)[:, chosen].expand(2, -1, 7, -1)
+        torch.testing.assert_close(found[:, chosen], expected)
+    for bad, words in (({"role": "resid"}, "has no heads"), ({"role": "attn_out"}, "role='z'")):
+        with pytest.raises((OptionError, UnhookableError), match=words), hl.patch(model, edits.ablate(head=1), **bad):
+            model(**inputs)
+    with pytest.raises(OptionError, match="head= or index="):
+        edits.ablate(head=1, index=0)

@@ -56,12 +56,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "qwen2": (
         "Qwen2ForCausalLM",
         SMALL | {"num_key_value_heads": 2},
-        {"resid": "model.layers.#", "attn": "model.layers.#.self_attn", "mlp": "model.layers.#.mlp", "unembed": "lm_head"},
+        {
+            "resid": "model.layers.#",
+            "attn": "model.layers.#.self_attn",
+            "mlp": "model.layers.#.mlp",
+            "unembed": "lm_head",
+        },
     ),
     "gemma2": (
         "Gemma2ForCausalLM",
         SMALL | {"num_key_value_heads": 2, "head_dim": 8},
-        {"resid": "model.layers.#", "attn": "model.layers.#.self_attn", "final_norm": "model.norm", "unembed": "lm_head"},
+        {
+            "resid": "model.layers.#",
+            "attn": "model.layers.#.self_attn",
+            "final_norm": "model.norm",
+            "unembed": "lm_head",
+        },
     ),
     "gpt2": (
         "GPT2LMHeadModel",

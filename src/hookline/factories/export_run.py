@@ -29,7 +29,7 @@ from hookline.messages import caller_stacklevel
 from hookline.observe.tokens import Tokens, serving
 from hookline.sites.attach import attach
 from hookline.sites.kinds import Kind
-from hookline.sites.roles import with_role
+from hookline.sites.roles import Layers, with_role
 from hookline.sites.targets import check_model, select
 from hookline.sites.wrappers import unwrap
 
@@ -74,6 +74,7 @@ def export_activations(
     *,
     folder: str | Path,
     role: str | None = None,
+    layer: Layers = None,
     inputs: bool = False,
     batch_size: int = 8,
     max_bytes: int | None = None,
@@ -110,7 +111,7 @@ def export_activations(
         positions: ``"all"``, or ``"last"``, the last token of each sequence.
     """
     check_model(model, target)
-    target = with_role(target, role)
+    target = with_role(target, role, layer=layer)
     if sequences is None:
         raise OptionError(f"{_NAME} needs sequences= of token ids to run the model on: [[15, 3, 8], [4, 1]].")
     if any(isinstance(module, _DROPOUTS) and module.training and module.p for module in model.modules()):

@@ -28,7 +28,7 @@ from hookline.sites.kinds import KINDS_OF_OPTION, MODULE, REGISTRATION_KINDS, Ki
 from hookline.sites.modules.module_hooks import LOCK, add_entries, sweep
 from hookline.sites.modules.registration_hooks import register_with_torch
 from hookline.sites.parameters import attach_to_parameters, select_parameters
-from hookline.sites.roles import with_role
+from hookline.sites.roles import Layers, with_role
 from hookline.sites.signature import HookTraits, check_observe, examine_hook, hook_name
 from hookline.sites.targets import Named, check_model, describe, select, without_scripted
 
@@ -55,6 +55,7 @@ class AttachKeywords(TypedDict, total=False):
     profile: bool
     scope: Scope
     role: str | None
+    layer: Layers
 
 
 @overload
@@ -79,6 +80,7 @@ def attach(
     profile: bool = False,
     scope: Scope = "process",
     role: str | None = None,
+    layer: Layers = None,
 ) -> HookHandle:
     """Attach a hook to modules of a model.
 
@@ -110,7 +112,9 @@ def attach(
         profile: Measure what the hook costs, for ``handle.report().cost_us``.
         scope: ``"context"``: fire for calls made in this thread, or asyncio task, alone, whoever else runs the model.
         role: In place of a target: ``"resid"``, ``"attn"``, ``"mlp"``, ``"embed"``, ``"final_norm"``, ``"unembed"`` or
-            ``"router"`` of a language model, as ``hookline.sites.find_roles`` finds them.
+            ``"router"`` of a language model, as ``hookline.sites.find_roles`` finds them; inside of attention ``"q"``,
+            ``"k"``, ``"v"``, ``"pattern"``, ``"z"`` and ``"attn_out"``, by head.
+        layer: With ``role``, the number of a block, several, or a slice; -1 is the last.
 
     Raises:
         NoMatchError: (a KeyError) naming the nearest modules.
@@ -119,8 +123,7 @@ def attach(
     if not isinstance(model, nn.Module):
         check_model(model, target)
     place, wanted = _sort_out(target, hook)
-    if role is not None:
-        place = with_role(place, role)
+    place = with_role(place, role, layer=layer)
     options = AttachOptions(
         prepend=prepend,
         with_kwargs=with_kwargs,

@@ -23,7 +23,7 @@ from hookline.sites.modules.module_hooks import Slot, drop_stale, existing_hooks
 from hookline.sites.modules.registration_hooks import registration_entries_everywhere
 from hookline.sites.optimizers import optimizer_entries, optimizer_entries_everywhere, unwrap_optimizer
 from hookline.sites.parameters import LeafHook, parameter_entries
-from hookline.sites.roles import with_role
+from hookline.sites.roles import Layers, with_role
 from hookline.sites.signature import hook_name
 from hookline.sites.site_info import Site
 from hookline.sites.targets import check_model, select
@@ -142,19 +142,31 @@ class Sites(ShownAsTable, Sequence[Site]):
         return facts
 
 
-def find(model: nn.Module, target: Target = "*", *, exclude: Target = None, role: str | None = None) -> Sites:
+def find(
+    model: nn.Module,
+    target: Target = "*",
+    *,
+    exclude: Target = None,
+    role: str | None = None,
+    layer: Layers = None,
+) -> Sites:
     """Return the modules that ``attach`` would hook, without hooking them.
 
     Recipe::
 
         print(hookline.find(model, "layers.#.mlp"))
-        print(hookline.find(model, role="resid"))
+        print(hookline.find(model, role="mlp", layer=-1))
 
     The same grammar and the same errors as ``attach``; the table shows each module's type, how many parameters
     it holds, and which hooks are on it, by whomever.
     """
     sweep()
-    return Sites([Site(name, module) for name, module in select(model, with_role(target, role, "*"), exclude=exclude)])
+    return Sites(
+        [
+            Site(name, module)
+            for name, module in select(model, with_role(target, role, "*", layer=layer), exclude=exclude)
+        ]
+    )
 
 
 def attached(where: nn.Module | Optimizer | None = None) -> list[HookHandle]:

@@ -21,6 +21,7 @@ from hookline.observe.capture.recorder import CaptureRecorder, CaptureStopped
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import close_context
 from hookline.sites.kinds import Kind
+from hookline.sites.roles import modules_in_role, role_target
 from hookline.sites.wrappers import submodule
 from hookline.tables import OFF, ON, THE_MODEL, ShownAsTable, Table
 from hookline.tree import main_of, tensors_of, to_builtins
@@ -42,8 +43,8 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
     """Captured modules by name, in the order in which they were first captured; prints as a table.
 
     Recipe: ``with hookline.capture(model, "layers.#") as cache: model(x)``, then ``cache["layers.3"].output``, or
-    ``for name, captured in cache.items(): ...``; ``cache.save("run.cache")`` and
-    ``hookline.observe.Cache.load("run.cache")``.
+    ``for name, captured in cache.items(): ...``; by role and block ``cache["resid", 3]``, and of all blocks
+    ``cache.stack("resid")``; ``cache.save("run.cache")`` and ``hookline.observe.Cache.load("run.cache")``.
 
     A module that was to be captured and never was called is no key, but can be asked for: its ``.output`` says why.
     Copies and pickles hold what a file would; they capture no more.
@@ -72,10 +73,38 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
         """The memory that the captured tensors keep; what several of them share counts once."""
         return bytes_of(tensor for calls in [*self._calls.values()] for call in calls for tensor in call.tensors())
 
-    def __getitem__(self, name: str) -> Captured:
-        if name not in self._calls and name not in self.reasons:
+    def __getitem__(self, name: str | tuple[str, int]) -> Captured:
+        if isinstance(name, tuple):
+            name = self._in_role(name)
+        elif name not in self._calls and name not in self.reasons:
             name = self._resolve(name)
         return Captured(name, tuple(self._calls.get(name, ())), self._why_none)
+
+    def stack(self, role: str) -> Tensor:
+        """Return the main tensors of a role, block by block, as one: (blocks, …); each was captured once.
+
+        Recipe: ``cache.stack("resid")[:, 0, -1]`` is the last token after each block.
+        """
+        names = [name for name, _ in modules_in_role(self._live_model(), role_target(role)) if name in self._calls]
+        if not names:
+            raise NoMatchError(f"Nothing with the role {role!r} was captured: capture(model, role={role!r}).")
+        return torch.stack([self[name].tensor for name in names])
+
+    def _live_model(self) -> nn.Module:
+        model = self._model()
+        if model is None:
+            raise CaptureError("Roles are read off the model, and this cache has none: it is gone, or this is a copy.")
+        return model
+
+    def _in_role(self, place: tuple[str, int]) -> str:
+        """Return the name of what has a role in a block."""
+        if len(place) != 2 or not isinstance(place[0], str) or type(place[1]) is not int:
+            raise NoMatchError(f"A cache is read by name, or by role and block: cache['resid', 3]; got {place!r}.")
+        named = modules_in_role(self._live_model(), role_target(*place))
+        if not named or (named[0][0] not in self._calls and named[0][0] not in self.reasons):
+            what = f"{named[0][0]!r}, the {place[0]} of block {place[1]}," if named else f"Block {place[1]}"
+            raise NoMatchError(f"{what} was not captured: capture(model, role={place[0]!r}).")
+        return named[0][0]
 
     def __contains__(self, name: object) -> bool:
         return name in self._calls
@@ -191,7 +220,7 @@ class Cache(ShownAsTable, Mapping[str, Captured]):
             except AttributeError:
                 meant = None
             for other in known if meant is not None else ():
-                if submodule(model, other) is meant:
+                if ":" not in other and submodule(model, other) is meant:
                     return other
         if isinstance(name, int) and not isinstance(name, bool):
             raise NoMatchError(f"A cache is read by the names of modules: cache[cache.names[{name}]].")

@@ -22,7 +22,7 @@ from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.hook_at_site import AttachOptions, open_context
 from hookline.sites.kinds import Kind
 from hookline.sites.receipt import likely_cause
-from hookline.sites.roles import with_role
+from hookline.sites.roles import Layers, with_role
 from hookline.sites.signature import HookTraits
 from hookline.sites.targets import Named, check_model, choose
 
@@ -45,6 +45,7 @@ def capture(
     targets: Target = None,
     *,
     role: str | None = None,
+    layer: Layers = None,
     inputs: bool = False,
     grads: bool = False,
     clone: bool = False,
@@ -81,7 +82,9 @@ def capture(
         model: The model; names are relative to it.
         targets: Which modules, as in ``attach``.
         role: In place of ``targets``, the role of the modules in a language model: ``"resid"``, ``"attn"``, ``"mlp"``,
-            ``"embed"``, ``"final_norm"``, ``"unembed"`` or ``"router"``.
+            ``"embed"``, ``"final_norm"``, ``"unembed"`` or ``"router"``; inside of attention ``"q"``, ``"k"``,
+            ``"v"``, ``"pattern"``, ``"z"`` and ``"attn_out"``, by head.
+        layer: With ``role``, the number of a block, several, or a slice; -1 is the last.
         inputs: Keep the arguments of each call too, as they were when it began.
         grads: Keep the gradients of the outputs too; they have the structure of the output, None where none came.
         clone: Keep copies, which no in-place operation reaches.
@@ -126,7 +129,7 @@ def capture(
         during=ALL_PHASES if during is PHASES else validate_phases(during),
         axes=TokenAxes.checking(model, part) if isinstance(part, tuple) else None,
     )
-    chosen = choose(model, targets if role is None else with_role(targets, role), exclude, strict=strict)
+    chosen = choose(model, with_role(targets, role, layer=layer), exclude, strict=strict)
     if stop:
         recorder.stops_after = frozenset(name for name, module in chosen if not isinstance(module, _NEVER_CALLED))
     recorder.scope = open_context() if scope == "context" else None

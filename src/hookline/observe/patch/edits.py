@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from hookline.observe.patch.parts import (
     site_text,
 )
 from hookline.sites import _torch
+from hookline.sites.attention import AttentionPart
 from hookline.sites.targets import named_modules
 from hookline.tables import Table
 from hookline.tree import main_tensor
@@ -79,6 +80,8 @@ class Edit:
     """Of an edit that was given a cache first: makes what is put in of a module's tensors in it, and its name."""
     axes: TokenAxes | None = None
     """Tells where the index cannot mean tokens; None if it names no axis after the first."""
+    by_head: bool = False
+    """Whether the index names heads of attention, which only places inside of it have."""
 
     def __repr__(self) -> str:
         options = [self.options, "" if self.index is None else f"index={self.index}"]
@@ -90,7 +93,10 @@ class Edit:
 
     def bound(self, model: nn.Module, chosen: Sequence[Named], *, inputs: bool) -> dict[str, Edit]:
         """Return for each of the ``chosen`` modules of ``model``, or for their ``inputs``, the edit that it gets."""
-        axes = None if self.index is None else TokenAxes.checking(model, self.index.items)
+        wrong = next((name for name, module in chosen if self.by_head and not isinstance(module, AttentionPart)), None)
+        if wrong is not None:
+            raise OptionError(f"{wrong!r} has no heads: head= is for places inside of attention, such as role='z'.")
+        axes = None if self.index is None or self.by_head else TokenAxes.checking(model, self.index.items)
         edit = self if axes is None else dataclasses.replace(self, axes=axes)
         if self.recorded is None:
             return {name: edit for name, _ in chosen}
@@ -160,14 +166,22 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _indexed(index: IndexLike | None) -> EditIndex | None:
-    return None if index is None else EditIndex(index)
+Heads: TypeAlias = int | Sequence[int] | None
+"""One head of attention, or several; None for all."""
+
+
+def _indexed(index: IndexLike | None, head: Heads = None) -> EditIndex | None:
+    if head is None:
+        return None if index is None else EditIndex(index)
+    if index is not None:
+        raise OptionError("Give head= or index=, which may name heads too: (batch, heads, tokens, width).")
+    return EditIndex((slice(None), head if isinstance(head, int) else list(head)))
 
 
 # -- given values ----------------------------------------------------------------------------------------------------
 
 
-def ablate(value: float = 0.0, *, index: IndexLike | None = None) -> Edit:
+def ablate(value: float = 0.0, *, index: IndexLike | None = None, head: Heads = None) -> Edit:
     """Put zeros, or another number, in the place of an activation.
 
     Recipe::
@@ -178,13 +192,21 @@ def ablate(value: float = 0.0, *, index: IndexLike | None = None) -> Edit:
     Args:
         value: The number.
         index: The part of the activation to ablate, as between the brackets of a tensor; all of it by default.
+        head: The head of attention to ablate, or several, at places inside of attention: ``role="z"``, ``"pattern"``.
     """
     if not isinstance(value, int | float):
         raise OptionError(
             f"ablate() takes a number, got {type_name(value)}. For tensors there is hookline.edits.replace()."
         )
     is_whole = value == value // 1  # not so for nan and inf
-    return Edit("ablate", _ablated, (float(value), is_whole), _indexed(index), repr(value) if value else "")
+    return Edit(
+        "ablate",
+        _ablated,
+        (float(value), is_whole),
+        _indexed(index, head),
+        repr(value) if value else "",
+        by_head=head is not None,
+    )
 
 
 def _ablated(edit: Edit, part: Tensor, x: Tensor, site: Where, value: float, is_whole: bool) -> Tensor:
@@ -196,7 +218,7 @@ def _ablated(edit: Edit, part: Tensor, x: Tensor, site: Where, value: float, is_
     return torch.full_like(part, value)
 
 
-def scale(k: float | Tensor, *, index: IndexLike | None = None) -> Edit:
+def scale(k: float | Tensor, *, index: IndexLike | None = None, head: Heads = None) -> Edit:
     """Multiply an activation.
 
     Recipe::
@@ -207,9 +229,10 @@ def scale(k: float | Tensor, *, index: IndexLike | None = None) -> Edit:
     Args:
         k: The factor; a tensor is one per unit, or of any shape that broadcasts, and may be trained.
         index: The part of the activation to scale; all of it by default.
+        head: The head of attention to scale, or several, at places inside of attention: ``role="z"``, ``"pattern"``.
     """
     factor = _factor(k, "The factor of scale()")
-    return Edit("scale", _scaled, (factor,), _indexed(index), _shown(factor))
+    return Edit("scale", _scaled, (factor,), _indexed(index, head), _shown(factor), by_head=head is not None)
 
 
 def _scaled(edit: Edit, part: Tensor, x: Tensor, site: Where, k: float | GivenTensor) -> Tensor:
@@ -217,7 +240,7 @@ def _scaled(edit: Edit, part: Tensor, x: Tensor, site: Where, k: float | GivenTe
     return part * edit.factor(k, part, x, site)
 
 
-def steer(vector: Tensor, k: float | Tensor = 1.0, *, index: IndexLike | None = None) -> Edit:
+def steer(vector: Tensor, k: float | Tensor = 1.0, *, index: IndexLike | None = None, head: Heads = None) -> Edit:
     """Add ``k`` times a vector to an activation, along its last dimension.
 
     Recipe::
@@ -233,10 +256,12 @@ def steer(vector: Tensor, k: float | Tensor = 1.0, *, index: IndexLike | None = 
         k: How much of it; a tensor broadcasts to the activation, ``(batch, 1, 1)`` being one for each sample of three
             dimensions.
         index: The part of the activation to steer; all of it by default.
+        head: The head of attention to steer, or several, at places inside of attention: ``role="z"``, ``"pattern"``.
     """
     given = GivenTensor(as_tensor(vector, "The vector of steer()"))
     factor = _factor(k, "k= of steer()")
-    return Edit("steer", _steered, (given, factor), _indexed(index), f"{_shown(given)}, {_shown(factor)}")
+    shown = f"{_shown(given)}, {_shown(factor)}"
+    return Edit("steer", _steered, (given, factor), _indexed(index, head), shown, by_head=head is not None)
 
 
 def _steered(edit: Edit, part: Tensor, x: Tensor, site: Where, given: GivenTensor, k: float | GivenTensor) -> Tensor:
@@ -250,7 +275,7 @@ def _steered(edit: Edit, part: Tensor, x: Tensor, site: Where, given: GivenTenso
     return part + vector * edit.factor(k, part, x, site)
 
 
-def replace(tensor: Tensor | float, *, index: IndexLike | None = None) -> Edit:
+def replace(tensor: Tensor | float, *, index: IndexLike | None = None, head: Heads = None) -> Edit:
     """Put a tensor in the place of an activation.
 
     Recipe::
@@ -263,9 +288,10 @@ def replace(tensor: Tensor | float, *, index: IndexLike | None = None) -> Edit:
         tensor: Of the shape of what it replaces, or of one that broadcasts to it. Gradients flow into it if it takes
             them, and no longer into what it replaces.
         index: The part of the activation to replace; all of it by default.
+        head: The head of attention to replace, or several, at places inside of attention: ``role="z"``, ``"pattern"``.
     """
     given = GivenTensor(as_tensor(tensor, "The tensor of replace()"))
-    return Edit("replace", _replaced, (given,), _indexed(index), _shown(given))
+    return Edit("replace", _replaced, (given,), _indexed(index, head), _shown(given), by_head=head is not None)
 
 
 def _replaced(edit: Edit, part: Tensor, x: Tensor, site: Where, given: GivenTensor) -> Tensor:
@@ -287,7 +313,7 @@ def _shown(given: float | GivenTensor) -> str:
 # -- another run -----------------------------------------------------------------------------------------------------
 
 
-def swap(cache: Mapping[str, Any], *, index: IndexLike | None = None) -> Edit:
+def swap(cache: Mapping[str, Any], *, index: IndexLike | None = None, head: Heads = None) -> Edit:
     """Put the activation that the same site had in another run in the place of this one's.
 
     Recipe::
@@ -303,13 +329,19 @@ def swap(cache: Mapping[str, Any], *, index: IndexLike | None = None) -> Edit:
             ``torch.no_grad()`` if they are not to.
         index: The part of the activation to swap, in both runs; all of it by default. If the cache holds nothing but
             such a part, it is taken as it is. Shapes have to agree, but for a batch of one in the cache.
+        head: The head of attention to swap, or several, at places inside of attention: ``role="z"``, ``"pattern"``.
     """
     _check_cache(cache, "swap")
-    return Edit("swap", _put_back, (cache, _is_as_large), _indexed(index), "cache", recorded=_only_one)
+    part, by_head = _indexed(index, head), head is not None
+    return Edit("swap", _put_back, (cache, _is_as_large), part, "cache", recorded=_only_one, by_head=by_head)
 
 
 def mean_ablate(
-    cache: Mapping[str, Any], *, dims: int | Sequence[int] | None = None, index: IndexLike | None = None
+    cache: Mapping[str, Any],
+    *,
+    dims: int | Sequence[int] | None = None,
+    index: IndexLike | None = None,
+    head: Heads = None,
 ) -> Edit:
     """Put the mean of what a site gave in other runs in the place of its activation.
 
@@ -326,6 +358,7 @@ def mean_ablate(
         dims: The dimensions to average over. By default all but that of the units: the last one, of images (four
             dimensions or more) the second. ``dims=0`` keeps one mean for each position.
         index: The part of the activation to ablate; all of it by default.
+        head: The head of attention to ablate, or several, at places inside of attention: ``role="z"``, ``"pattern"``.
     """
     _check_cache(cache, "mean_ablate")
     over = (dims,) if isinstance(dims, int) else dims
@@ -334,7 +367,8 @@ def mean_ablate(
     def mean(found: list[Tensor], name: str) -> Tensor:
         return _mean_of(found, over, name)
 
-    return Edit("mean_ablate", _put_back, (cache, _broadcasts), _indexed(index), options, recorded=mean)
+    part, by_head = _indexed(index, head), head is not None
+    return Edit("mean_ablate", _put_back, (cache, _broadcasts), part, options, recorded=mean, by_head=by_head)
 
 
 def _put_back(

@@ -34,7 +34,7 @@ from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.handle import HandleSet
 from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import Kind
-from hookline.sites.roles import role_target
+from hookline.sites.roles import Layers, with_role
 from hookline.sites.signature import HookTraits, hook_name
 from hookline.sites.targets import check_model, choose, describe
 from hookline.tables import OFF, ON
@@ -58,6 +58,7 @@ def patch(
     edits: Mapping[Any, Edit | Callable[..., Tensor]] | Edit | Callable[..., Tensor],
     *,
     role: str | None = None,
+    layer: Layers = None,
     on: str | Kind = Kind.FORWARD,
     index: IndexLike | None = None,
     exclude: Target = None,
@@ -97,6 +98,7 @@ def patch(
             type, a module), an edit or a function. With ``role``, that edit or function alone.
         role: The role of the modules in a language model, for one edit: ``patch(model, ablate(), role="attn")`` means
             ``{"role:attn": ablate()}``.
+        layer: With ``role``, the number of a block, several, or a slice; -1 is the last.
         on: ``"forward"`` edits outputs, ``"forward_pre"`` inputs: the main tensor of the positional arguments, else
             ``hidden_states``, else that of the keyword arguments.
         index: The part of the activation to edit, as between the brackets of a tensor (``(slice(None), -1)`` is the
@@ -113,8 +115,8 @@ def patch(
     """
     check_model(model, edits)
     kind = _FORWARD if on is _FORWARD else _checked_kind(on)
-    if role is not None:
-        edits = _for_role(edits, role)
+    if role is not None or layer is not None:
+        edits = _for_role(edits, role, layer)
     if type(edits) is not dict and not isinstance(edits, Mapping):
         takes = "a mapping, such as {'layers.3': ablate()}, or one edit with role="
         raise OptionError(f"patch() takes {takes}, got {type_name(edits)}.")
@@ -179,14 +181,15 @@ class Patch(HandleSet):
         return ON if any(report.attached for report in self.report()) else OFF
 
 
-def _for_role(edits: Any, role: str) -> dict[str, Any]:
+def _for_role(edits: Any, role: str | None, layer: Layers) -> dict[str, Any]:
     """Return the mapping that means one edit for a role."""
-    target = role_target(role)
+    found = with_role(None, role, layer=layer)
+    targets = found if isinstance(found, list) else [found]
     if isinstance(edits, Mapping):
         raise TargetError(
-            f"role={role!r} goes with one edit, patch(model, ablate(), role={role!r}); as a key: {target!r}."
+            f"role={role!r} goes with one edit, patch(model, ablate(), role={role!r}); as a key: {targets[0]!r}."
         )
-    return {target: edits}
+    return dict.fromkeys(targets, edits)
 
 
 def _empty(index: EditIndex) -> str:

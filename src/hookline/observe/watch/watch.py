@@ -33,7 +33,7 @@ from hookline.observe.watch.steps import (
     Steps,
 )
 from hookline.phases import During, validate_phases
-from hookline.sites.roles import with_role
+from hookline.sites.roles import Layers, with_role
 from hookline.sites.targets import check_model
 from hookline.sites.wrappers import unwrap
 from hookline.tables import OFF, ON, ShownAsTable, Table
@@ -64,6 +64,7 @@ def watch(
     replicated: Target = None,
     sharded: Target = None,
     role: str | None = None,
+    layer: Layers = None,
     budget: Budget | float | None = None,
 ) -> Watch:
     """Keep streaming statistics of a model.
@@ -120,7 +121,7 @@ def watch(
     In a distributed run every rank watches and calls ``to_metrics()``, which gives the statistics of all ranks.
     """
     check_model(model, target)
-    target = target if role is None else with_role(target, role, "*")
+    target = with_role(target, role, "*", layer=layer)
     kinds = checked_kinds(on)
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "scale")):
         raise OptionError(f"scaler= takes a torch.amp.GradScaler, got {type_name(scaler)}.")
