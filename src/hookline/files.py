@@ -8,17 +8,13 @@ and the system frees the lock of a process that died.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
-
-try:
-    import fcntl
-except ImportError:  # pragma: no cover  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 __all__ = ["AppendFile", "FileLock", "lock_holder", "replace_file", "take_lock"]
 
@@ -61,8 +57,7 @@ class AppendFile:
         """For a caller in a hurry: ``os.write``, then `write_rest` if that was not all."""
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        self.descriptor = os.open(self.path, flags, 0o666)
+        self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
 
     @property
     def size(self) -> int:
@@ -106,14 +101,13 @@ class AppendFile:
 
 # -- locks ----------------------------------------------------------------------------------------------------
 
-_FLAGS: Final = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
 _OURS: Final[dict[tuple[int, int], int]] = {}
 """The files that this process has locked, each with its process number: the system refuses a lock only to other
 processes, and a forked child does not inherit it."""
 _TAKING: Final = threading.Lock()
 """Held while a thread looks whether a file is ours, and makes it so."""
-if hasattr(os, "register_at_fork"):  # no child is to find it taken by a thread that it does not have
-    os.register_at_fork(before=_TAKING.acquire, after_in_parent=_TAKING.release, after_in_child=_TAKING.release)
+# No child is to find it taken by a thread that it does not have.
+os.register_at_fork(before=_TAKING.acquire, after_in_parent=_TAKING.release, after_in_child=_TAKING.release)
 
 
 class FileLock:
@@ -151,14 +145,13 @@ def _take(path: Path) -> FileLock | None:
     # A lock of the process, not of the open file: workers that were forked from a killed run do not hold it. To open
     # and close a file that we have locked would free the lock, so `_is_ours` comes first.
     while not _is_ours(path):
-        file = os.open(path, _FLAGS, 0o666)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         if not _lock(file):
             os.close(file)
             return None
         found = os.fstat(file)
         if _leads_to(path, found):
             os.ftruncate(file, 0)
-            os.lseek(file, 0, os.SEEK_SET)
             os.write(file, str(os.getpid()).encode())
             _OURS[_key(found)] = os.getpid()
             return FileLock(path, file, _key(found))
@@ -171,9 +164,10 @@ def lock_holder(path: Path) -> int | None:
     if _is_ours(path):
         return os.getpid()
     try:
-        return _number(path.read_bytes()[:20])
+        text = path.read_bytes()[:20]
     except OSError:
         return None
+    return int(text) if text.isdigit() else None
 
 
 def _is_ours(path: Path) -> bool:
@@ -190,19 +184,12 @@ def _key(found: os.stat_result) -> tuple[int, int]:
 def _lock(file: int) -> bool:
     """Lock an open file; return False if another process has it."""
     try:
-        if fcntl is not None:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
-    except OSError:  # a file system without locks
-        return True
-    holder = _number(os.read(file, 20))  # pragma: no cover
-    return holder is None or not _is_alive(holder)  # pragma: no cover
-
-
-def _number(text: bytes) -> int | None:
-    return int(text) if text.isdigit() else None
+    except OSError:
+        pass  # a file system without locks
+    return True
 
 
 def _leads_to(path: Path, found: os.stat_result) -> bool:
@@ -210,13 +197,3 @@ def _leads_to(path: Path, found: os.stat_result) -> bool:
         return os.path.samestat(os.stat(path), found)
     except FileNotFoundError:
         return False
-
-
-def _is_alive(process: int) -> bool:  # pragma: no cover
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

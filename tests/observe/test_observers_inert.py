@@ -216,7 +216,7 @@ OBSERVERS = {
     "capture of everything": capturing(inputs=True, grads=True),
     "capture of everything by copies": capturing(inputs=True, grads=True, clone=True, detach=True),
     "capture of parts": capturing(inputs=True, grads=True, index=lambda tensor: tensor[..., -1], dtype="bfloat16"),
-    "capture of the process": capturing(inputs=True, grads=True, scope="process", limit="1GB"),
+    "capture of the process": capturing(inputs=True, grads=True, scope="process"),
     "profile": profiling(),
     "profile of functions": profiling(functions=FUNCTIONS),
 }

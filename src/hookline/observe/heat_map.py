@@ -48,8 +48,8 @@ class HeatMap(ShownAsTable):
         rows: The names of the rows.
         columns: The names of the columns.
         title: A line above it.
-        vmin: The number with the strongest blue, or, from 0 on, the one without a colour; numbers below it look like
-            it. By default as far from zero as ``vmax``, or as the largest number.
+        vmin: With ``vmax``: the number with the strongest blue, or, from 0 on, the one without a colour; numbers below
+            it look like it. Without them zero has no colour, and the largest number the strongest.
         vmax: The number with the strongest red, or, up to 0, the one without a colour.
     """
 
@@ -71,7 +71,7 @@ class HeatMap(ShownAsTable):
             if len(names) not in (0, count):
                 raise OptionError(f"{what}= has {len(names)} names, and the heat map has {count} {what}.")
         self._matrix, self._names = matrix, ([*map(str, rows)], [*map(str, columns)])
-        self._scale = _scale_of(matrix, _limit("vmin", vmin), _limit("vmax", vmax))
+        self._scale = _scale_of(matrix, vmin, vmax)
         self._range = _range_of(matrix)
         self._words = " · ".join(filter(None, (title, f"{tuple(tensor.shape)}{note}", self._range)))
         self._title = title
@@ -186,32 +186,17 @@ def _strongest(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
     return matrix
 
 
-def _limit(name: str, value: Any) -> float | None:
-    try:
-        found = None if value is None else float(value)
-    except (TypeError, ValueError):
-        found = math.nan
-    if found is not None and not math.isfinite(found):
-        raise OptionError(f"{name}= is a finite number, got {value!r}.")
-    return found
-
-
 def _scale_of(matrix: NDArray[np.float64], low: float | None, high: float | None) -> ColourScale | None:
-    """Return the scale from ``low`` to ``high``; of one that is not given, as large as the other, or as any number."""
+    """Return the scale from ``low`` to ``high``; without them, as far from zero on each side as the largest number."""
+    if low is not None and high is not None and -math.inf < low < high < math.inf:
+        return ColourScale(low, high)
+    if low is not None or high is not None:
+        raise OptionError(f"vmin= and vmax= are two finite numbers, the smaller first; got {low!r} and {high!r}.")
     finite = matrix[np.isfinite(matrix)]
-    least, most = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    if high is None and low is None:
-        largest = max(-least, most)  # the same colour on both sides of zero for the same size
-        low, high = largest * -(least < 0), largest * (most > 0)
-        return ColourScale(low, high) if largest else None  # all are zero, or none is finite
-    if low is None:
-        assert high is not None
-        low = -high if high > 0 else least if least < high else high - 1
-    if high is None:
-        high = -low if low < 0 else most if most > low else low + 1
-    if not low < high:
-        raise OptionError(f"vmin={low:g} has to be less than vmax={high:g}.")
-    return ColourScale(low, high)
+    largest = float(np.abs(finite).max()) if finite.size else 0.0
+    if not largest:
+        return None  # all are zero, or none is finite
+    return ColourScale(-largest if finite.min() < 0 else 0.0, largest if finite.max() > 0 else 0.0)
 
 
 def _range_of(matrix: NDArray[np.float64]) -> str:

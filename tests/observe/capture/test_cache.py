@@ -90,18 +90,6 @@ def test_clear_forgets_and_goes_on():
     assert cache["a"].calls[0].step == 1
 
 
-def test_without_a_with_block_remove_takes_it_off():
-    """Twice does no harm; what was captured stays readable."""
-    model = stack()
-    cache = hl.capture(model, "a", inputs=True, grads=True)
-    model(X).sum().backward()
-    cache.remove()
-    cache.remove()
-    model(X)
-    assert len(cache["a"].calls) == 1
-    hl.assert_no_hooks(model, foreign=True)
-
-
 def test_a_copied_or_pickled_model_with_a_cache_works():
     """Copies carry no hooks; a cache they keep holds what it held, and captures no more."""
     model = stack()

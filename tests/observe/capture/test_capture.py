@@ -111,14 +111,6 @@ def test_inputs_and_keyword_arguments_are_kept_on_request():
     assert torch.equal(cache["0"].output, X * 2 + 1)
 
 
-def test_captures_see_what_downstream_sees():
-    """Edits come first, also those attached after the capture."""
-    model = stack()
-    with hl.capture(model, "a") as cache, hl.attach(model, "a", lambda module, args, output: output * 0):
-        model(X)
-    assert not cache["a"].output.any()
-
-
 def test_a_module_called_several_times_has_several_calls():
     """``.output`` asks which is meant; ``.calls`` has step and number of each."""
     model = Reused()
@@ -142,19 +134,6 @@ def test_shared_modules_and_wrapped_names_resolve():
         wrapped(X)
     assert cache["again"].calls[1].output is cache["a"].calls[1].output
     assert cache["module.a"].name == "a"
-
-
-def test_a_target_that_matches_nothing_raises_or_warns():
-    """As ``attach`` does, and nothing is left on the model."""
-    model = stack()
-    with pytest.raises(hl.errors.NoMatchError, match=r"No module matches 'aa'.*nearest: 'a'"):
-        hl.capture(model, ["a", "aa"])
-    with pytest.warns(hl.HooklineWarning, match="No module matches 'aa'"):
-        cache = hl.capture(model, "aa", strict=False)
-    model(X)
-    assert len(cache) == 0
-    cache.remove()
-    hl.assert_no_hooks(model, foreign=True)
 
 
 # -- never called --------------------------------------------------------------------------------------------

@@ -17,16 +17,6 @@ from hookline.errors import HooklineWarning
 V = torch.tensor([1.0, -2.0, 0.5, 3.0])
 
 
-def test_a_key_is_any_target():
-    """A glob, a type, a module, a predicate, a tuple of names."""
-    model, x = made()
-    targets = ["layers.#", nn.Linear, model.layers[0], lambda name, module: name == "head", ("layers.0", "head"), None]
-    with hl.patch(model, {target: hl.edits.scale(1.0) for target in targets}) as patched:
-        model(x)
-        fired = [receipt.fired for receipt in patched.report()]
-    assert fired == [3, 4, 1, 1, 2, 1]
-
-
 @pytest.mark.parametrize("on", ["forward", "forward_pre"])
 def test_after_the_block_everything_is_as_before(on):
     """Outputs and gradients are equal to the bit, and no hook is left."""
@@ -126,9 +116,9 @@ BAD = {
         "No module matches 'layer.0'.*'layers.0'",
     ),
     "not callable": (lambda: {"head": 3}, hl.errors.HookSignatureError, "edit for 'head' is an int: give an edit"),
-    "a tensor": (lambda: {"head": V}, hl.errors.HookSignatureError, r"is a tensor: write replace\(tensor\)"),
-    "not made": (lambda: {"head": hl.edits.ablate}, hl.errors.HookSignatureError, r"was not made: write ablate\("),
-    "a class": (lambda: {"head": nn.Tanh}, hl.errors.HookSignatureError, "edit for 'head' is the class Tanh: make one"),
+    "a tensor": (lambda: {"head": V}, hl.errors.HookSignatureError, r"is a Tensor: give.*replace\(tensor\)"),
+    "not made": (lambda: {"head": hl.edits.ablate}, hl.errors.HookSignatureError, "is ablate without its brackets"),
+    "a class": (lambda: {"head": nn.Tanh}, hl.errors.HookSignatureError, "edit for 'head' is the class Tanh: give"),
     "a whole hook": (
         lambda: {"head": lambda module, args, output: output},
         hl.errors.HookSignatureError,
@@ -174,14 +164,6 @@ def test_only_outputs_and_inputs_are_patched(on):
         hl.patch(model, {"head": hl.edits.ablate()}, on=on)
 
 
-def test_without_strict_a_target_that_matches_nothing_is_a_warning():
-    model, x = made()
-    with pytest.warns(hl.HooklineWarning, match="No module matches 'layer.0'"):
-        patched = hl.patch(model, {"layer.0": hl.edits.ablate(), "head": hl.edits.ablate()}, strict=False)
-    with patched:
-        assert not model(x).any()
-
-
 OPTIONS = {
     "ablate by a tensor": (lambda: hl.edits.ablate(V), r"ablate\(\) takes a number, got a Tensor.*replace"),
     "no vector": (lambda: hl.edits.steer("north"), r"vector of steer\(\) has to be a tensor.*'north'"),
@@ -189,6 +171,7 @@ OPTIONS = {
     "None in an index": (lambda: hl.edits.ablate(index=(0, None)), r"index=\(0, None\) holds None: give numbers"),
     "a bool": (lambda: hl.edits.ablate(index=True), "index=True holds True"),
     "fractions as places": (lambda: hl.edits.ablate(index=V), "float32 of shape .*a bool mask"),
+    "a mask behind an ellipsis": (lambda: hl.edits.ablate(index=(..., V > 0)), r"mask behind '\.\.\.': write a slice"),
     "two ellipses": (lambda: hl.edits.ablate(index=(..., 0, ...)), r"more than one '\.\.\.'"),
 }
 
@@ -204,15 +187,9 @@ def test_an_edit_is_checked_where_it_is_made(case):
 MISFITS = {
     "a vector of another length": (hl.edits.steer(torch.ones(5)), r"steer\(\) was given a vector of shape \(5,\)"),
     "a vector of one": (hl.edits.steer(torch.ones(1)), r"vector of shape \(1,\)"),
-    "a number for a vector": (hl.edits.steer(torch.tensor(1.0)), r"vector of shape \(\)"),
-    "a vector of one in more dimensions": (hl.edits.steer(torch.ones(1, 1)), r"vector of shape \(1, 1\)"),
     "a k that would make the batch larger": (
         hl.edits.steer(torch.ones(4), torch.ones(5, 1, 1, 1)),
         r"steer\(\) was given a factor of shape \(5, 1, 1, 1\)",
-    ),
-    "a k of another length": (
-        hl.edits.steer(torch.ones(4), torch.ones(2)),
-        r"steer\(\) was given a factor of shape \(2,\)",
     ),
     "a tensor that is too large": (
         hl.edits.replace(torch.ones(5, 2, 3, 4)),
@@ -237,8 +214,6 @@ MISFITS = {
     "a step back": (hl.edits.ablate(index=(0, slice(None, None, -1))), r"index=\(0, ::-1\) does not fit \(step must"),
     "a mask of another shape": (hl.edits.ablate(index=torch.ones(2, 2) > 0), r"mask of shape \(2, 2\)"),
     "a complex factor": (hl.edits.scale(1j), r"scale\(\) was given complex numbers"),
-    "a complex vector": (hl.edits.steer(torch.ones(4) * 1j), r"steer\(\) was given complex numbers"),
-    "a complex k": (hl.edits.steer(torch.ones(4), 2j), r"steer\(\) was given complex numbers"),
     "complex numbers": (hl.edits.replace(torch.ones(4) * 1j), r"replace\(\) was given complex numbers"),
 }
 
@@ -293,15 +268,6 @@ def test_a_call_without_a_tensor_is_said(on, value):
     model = Returns(lambda given: value)
     with hl.patch(model, {None: hl.edits.ablate()}, on=on), pytest.raises(hl.errors.HookReturnError, match=message):
         model(value)
-
-
-def test_a_slice_with_an_open_end_takes_what_there_is():
-    """All tokens but the first, in a step that has one: nothing, and no error."""
-    model = nn.Sequential(nn.Identity())
-    one, two = torch.ones(1, 1, 4), torch.ones(1, 2, 4)
-    with hl.patch(model, {"0": hl.edits.scale(3.0, index=(slice(None), slice(1, None)))}):
-        assert torch.equal(model(one), one)
-        assert torch.equal(model(two), torch.tensor([1.0, 3.0]).view(1, 2, 1).expand(1, 2, 4))
 
 
 def test_an_index_that_selects_nothing_in_any_call_is_told() -> None:

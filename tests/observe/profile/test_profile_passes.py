@@ -53,26 +53,6 @@ def test_a_forward_that_raises_spoils_nothing_after_it(stopwatch: Stopwatch) -> 
     assert sum(row.forward_own_ms for row in prof.rows) == pytest.approx(prof.total.forward_ms, rel=1e-6)
 
 
-def test_an_error_that_the_model_catches_leaves_the_sum_right(stopwatch: Stopwatch) -> None:
-    """What a cut-short child had called is the model's, not lost: own times still add up to the whole."""
-
-    def fail(self: Any, x: Tensor) -> Tensor:
-        self.inner(x)
-        raise RuntimeError("on purpose")
-
-    def fallback(self: Any, x: Tensor) -> Tensor:
-        try:
-            return self.first(x)
-        except RuntimeError:
-            return self.second(x)
-
-    model = Calls(fallback, first=Calls(fail, inner=Work(1, 2)), second=Work(3, 4))
-    with hl.profile(model) as prof:
-        run(model, leaf())
-        run(model, leaf())
-    assert times(prof) == {"": (8, 0, 8, 0), "first.inner": (2, 2, 0, 0), "second": (6, 6, 8, 8)}
-
-
 def test_a_backward_that_raises_spoils_nothing_after_it(stopwatch: Stopwatch) -> None:
     """Of a pass that is cut short counts what has told its end; what is done before the next one does not."""
 

@@ -48,26 +48,6 @@ def test_nested_modules_have_totals_and_own_times(stopwatch: Stopwatch) -> None:
     assert prof.total == prof.rows[0]
 
 
-def test_a_reused_module_counts_each_call(stopwatch: Stopwatch) -> None:
-    """Two calls in one forward are two calls, and both backwards are there."""
-    model = Calls(lambda self, x: self.one(self.other(self.one(x))), one=Work(1, 2), other=Work(10, 20))
-    prof = profiled(model, leaf())
-    assert calls(prof) == {"": 1, "one": 2, "other": 1}
-    assert own(prof) == {"": (0, 0), "one": (2, 4), "other": (10, 20)}
-
-
-def test_a_module_without_a_gradient_to_send_ends_with_its_turn(stopwatch: Stopwatch) -> None:
-    """Nothing leaves an embedding for its input, but the backward of what was before it is not its own."""
-    blocks = [Calls(lambda self, x: self.b(x + self.a()), a=Learned(1, 2), b=Work(3, 4)) for _ in range(3)]
-    model = nn.Sequential(nn.Linear(3, 3), *blocks)
-    prof = profiled(model)
-    for index in (1, 2, 3):
-        assert times(prof)[f"{index}"] == (4, 0, 6, 0)
-        assert times(prof)[f"{index}.a"] == (1, 1, 2, 2)
-        assert times(prof)[f"{index}.b"] == (3, 3, 4, 4)
-    assert times(prof)[""] == (12, 0, 18, 0)
-
-
 def test_a_module_that_makes_its_weight_first_has_that_in_its_total(stopwatch: Stopwatch) -> None:
     """The last gradient for an input leaves before what the weight was made of has its turn."""
     hyper = Calls(lambda self, x: Spend.apply(x * self.make(), 1, 2), make=Learned(10, 20))
@@ -189,18 +169,6 @@ def test_two_backwards_through_one_forward_both_count(stopwatch: Stopwatch) -> N
         "2": (5, 5, 18, 18),
         "3": (3, 3, 12, 12),
     }
-
-
-def test_without_gradients_there_is_no_backward(stopwatch: Stopwatch) -> None:
-    """Under no_grad and inference_mode, and with gradients but without a backward, only forwards are there."""
-    model = nn.Sequential(nn.Linear(3, 3), Work(1, 2)).eval()
-    with hl.profile(model) as prof:
-        with torch.no_grad():
-            model(torch.ones(3))
-        with torch.inference_mode():
-            model(torch.ones(3))
-        model(torch.ones(3))
-    assert times(prof) == {"": (3, 0, 0, 0), "0": (0, 0, 0, 0), "1": (3, 3, 0, 0)}
 
 
 def test_calls_without_gradients_before_one_with_them_are_told_apart(stopwatch: Stopwatch) -> None:

@@ -258,17 +258,13 @@ def _as_edit(given: Any, target: Any) -> Edit:
     """Return an edit as it is, a function as an edit; raise for anything else."""
     if isinstance(given, Edit):
         return given
-    if isinstance(given, Tensor):
-        raise HookSignatureError(f"The edit for {describe(target)} is a tensor: write replace(tensor).")
-    if not callable(given):
+    is_maker = type(given) is FunctionType and given in _MAKERS
+    if not callable(given) or is_maker or isinstance(given, type | Tensor):
+        what = f"{given.__name__} without its brackets" if is_maker else type_name(given)
         raise HookSignatureError(
-            f"The edit for {describe(target)} is {type_name(given)}: give an edit (ablate(), scale(0.5), …), or a "
+            f"The edit for {describe(target)} is {what}: give an edit (ablate(), scale(0.5), replace(tensor), …), or a "
             "function of the activation."
         )
-    if type(given) is FunctionType and given in _MAKERS:
-        raise HookSignatureError(f"The edit for {describe(target)} was not made: write {given.__name__}(…).")
-    if isinstance(given, type):
-        raise HookSignatureError(f"The edit for {describe(target)} is the class {given.__name__}: make one of it.")
     wants_site = _check_function(given, target)
     return Edit(hook_name(given), _call_function, (given,), wants_site=wants_site)
 

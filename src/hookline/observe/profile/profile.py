@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from hookline.observe.profile.profile_hooks import (
     BACKWARD,
     FORWARD,
-    CpuClock,
     ProfileRecorder,
     Span,
     Visit,
@@ -29,7 +28,7 @@ from hookline.sites.hook_at_site import AttachOptions
 from hookline.sites.kinds import FUNCTION, MODULE, Kind
 from hookline.sites.targets import Named, select
 from hookline.sites.wrappers import unwrap
-from hookline.tables import OFF, ON, ShownAsTable, Table
+from hookline.tables import OFF, ON, THE_MODEL, ShownAsTable, Table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -154,10 +153,6 @@ class Profile(ShownAsTable):
     def __exit__(self, *exc_info: object) -> None:
         self.remove()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # As with handles: a copied or unpickled model carries no hooks, so a profile it keeps has measured nothing.
-        return _nothing_measured, ()
-
     # -- what was measured -------------------------------------------------------------------------------
 
     @property
@@ -178,7 +173,7 @@ class Profile(ShownAsTable):
         """Time from the beginning of the measurement to its end, or until now, whatever was done in it."""
         stopped = self._clock.mark() if self._stopped is None else self._stopped
         self._clock.settle()
-        return 1e3 * self._clock.since(self._began)(stopped)
+        return float(1e3 * self._clock.since(self._began)(stopped))
 
     def to_metrics(self) -> dict[str, float]:
         """Return the rows as numbers: ``"layers.0/forward_ms"`` and so on, ``"forward_ms"`` for the whole model."""
@@ -222,12 +217,6 @@ class Profile(ShownAsTable):
         if kind is Kind.BACKWARD:
             attachment.clock = self._clock.mark
         return attachment
-
-
-def _nothing_measured() -> Profile:
-    found = Profile(ProfileRecorder(CpuClock(), takes_backward=False))
-    found.remove()
-    return found
 
 
 # -- whose time it is ------------------------------------------------------------------------------------------------
@@ -320,8 +309,7 @@ def _rows_of(spans: Sequence[Span], ended: set[Span], own: dict[tuple[Span, int]
     return tuple(rows.values())
 
 
-_MAX_ROWS = 60
-_MAX_NAME = 60
+_MAX_ROWS: Final = 60
 
 
 def _table_of(rows: Sequence[ProfileRow], device: str, wall_ms: float) -> Table:
@@ -345,11 +333,8 @@ def _table_of(rows: Sequence[ProfileRow], device: str, wall_ms: float) -> Table:
 def _cells(row: ProfileRow) -> tuple[str, ...]:
     times = (row.forward_ms, row.forward_own_ms, row.backward_ms, row.backward_own_ms)
     sizes = (row.output_bytes, row.allocated_bytes or 0)
-    name = row.name or "(the model)"
-    if len(name) > _MAX_NAME:
-        name = f"{name[:20]}…{name[21 - _MAX_NAME :]}"
     return (
-        name,
+        row.name or THE_MODEL,
         row.kind,
         f"{row.calls:,}",
         *(f"{ms:,.2f}" for ms in times),
