@@ -130,7 +130,9 @@ def _split_at_taps() -> dict[str, Any]:
     """Return a compilation config that splits the graph at taps too, and replays nothing but its pieces."""
     from vllm.config import CompilationConfig
 
-    return {"splitting_ops": [*CompilationConfig._attention_ops, TAP], "cudagraph_mode": "PIECEWISE"}
+    # vLLM's own list, which it makes only where none is given, and ours.
+    updates = ("vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update")
+    return {"splitting_ops": [*CompilationConfig._attention_ops, *updates, TAP], "cudagraph_mode": "PIECEWISE"}
 
 
 def combined_path(other: str) -> str:

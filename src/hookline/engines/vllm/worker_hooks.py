@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hookline.engines.engine_modules import never_called, output_widths, stream_of
+from hookline.engines.engine_modules import never_called, output_widths
 from hookline.engines.live_hooks import LiveHook, Origin, silent_sites
 from hookline.engines.request_hooks import harmless_spec
 from hookline.engines.request_results import RequestOptions, RequestResults, check_called
@@ -22,6 +22,7 @@ from hookline.engines.vllm.start_options import StartOptions
 from hookline.engines.vllm.step_tokens import RequestBook, place_among_answers, tokens_after_model, tokens_of_step
 from hookline.engines.vllm.taps import Taps
 from hookline.errors import OptionError
+from hookline.factories.replacing import stream_of
 from hookline.observe.tokens import Tokens, set_tokens
 from hookline.sites.wrappers import submodule
 
