@@ -147,6 +147,11 @@ def raising_hook(config: dict[str, Any] | None = None) -> Any:
     return hook
 
 
+def hook_of_inputs(config: dict[str, Any] | None = None) -> Any:
+    """A factory whose hook goes before a module, and does nothing."""
+    return lambda module, args: None
+
+
 class VllmServer:
     """``vllm serve`` in a process of its own."""
 

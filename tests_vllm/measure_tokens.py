@@ -1,15 +1,13 @@
-"""Measure what hookline costs vLLM: its idle extension, and the hidden states of one layer for all tokens.
+"""Measure what hookline costs vLLM: idle, with hidden states, and with taps in compiled code.
 
 Run it in the environment of ``make test-vllm``, from the root of the repository::
 
-    PYTHONPATH=tests:benchmarks .venv-vllm/bin/python tests_vllm/measure_tokens.py
-    PYTHONPATH=tests:benchmarks .venv-vllm/bin/python tests_vllm/measure_tokens.py --out page.md
+    PYTHONPATH=tests:benchmarks .venv-vllm/bin/python tests_vllm/measure_tokens.py [--keep]
 
-One eager engine of a small Llama answers the same prompts again and again: without hookline, whose hooks are taken off
-the model, the sampler and the runner for that turn; once more so (A/A); with the idle extension; with the hidden states
-of one layer for all tokens, taken and put together. A round has all four in a shuffled order, and ratios are formed
-within a round. Times are those of the processor, of the engine's process and this one: other programs change little.
-``benchmarks/run.py --merge page.md`` takes the rows over.
+Engines of a small Llama answer the same prompts again and again: an eager one with and without hookline, whose hooks
+are taken off the model, the sampler and the runner for that turn; one whose compiled graph is split at attention, and
+one that is split at taps too. A round has every case once in a shuffled order, and ratios are formed within a round.
+Times are those of the processor, of the engine's process and this one: other programs change little.
 """
 
 from __future__ import annotations
@@ -22,19 +20,26 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from helpers_vllm import ENVIRONMENT, running_engine, tiny_llama
 from measure import Row, Spread
-from report import console_line, write
+from results import RESULTS, console_line, keep, measured
 
 CLIENTS = 8
 TOKENS = 64
 LAYER = "model.layers.2"
-ENGINE = f"vLLM 0.32.0 on a CPU ({platform.machine()}), eager"
-MODEL = f"Llama of 4 layers of 128, {ENGINE}, {CLIENTS} clients, answers of {TOKENS}"
-GOALS = {"idle extension": 1.01, "hidden states of one layer, all tokens": 1.10}
+MODEL = f"Llama of 4 layers of 128, vLLM 0.32.0 on a CPU ({platform.machine()}), {CLIENTS} clients, answers of {TOKENS}"
+STATS = {"target_modules": ["model.layers.#"], "hook_factory": "hookline.factories:activation_stats"}
+GOALS = [  # case, what it is held against, that again, target
+    ("idle extension", "eager, bare", "eager, bare again", 1.02),
+    ("hidden states of one layer, all tokens", "eager, bare", "eager, bare again", 1.10),
+    ("taps, no hook", "split", "split again", 1.06),
+    ("taps, statistics of all layers", "split", "split again", 1.10),
+    ("no taps, statistics of all layers", "split", "split again", None),
+]
 
 
 class TokenClock:
@@ -61,31 +66,75 @@ class TokenClock:
             runner.execute_model = self._clock_call
 
 
+def split_on_cpu() -> None:
+    """Have vLLM split compiled graphs on a CPU too, as it does on a GPU: its CPU platform makes one graph of all."""
+    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass
+    from vllm.config import CompilationMode
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+    def keep_mode(cls: Any, config: Any) -> None:
+        compilation = config.compilation_config
+        mode, wrap = compilation.mode, compilation.ir_enable_torch_wrap
+        check(cls, config)
+        if mode == CompilationMode.VLLM_COMPILE:
+            compilation.mode, compilation.backend, compilation.ir_enable_torch_wrap = mode, "inductor", wrap
+
+    CpuPlatform.check_and_update_config = classmethod(keep_mode)  # type: ignore[assignment]
+    # It names operators of CUDA that the CPU build lacks; Inductor itself puts the mutations back.
+    FixFunctionalizationPass.__call__ = lambda self, graph: None  # type: ignore[method-assign]
+
+
+if os.environ.get("MEASURE_TOKENS_SPLIT"):  # in the processes of an engine as well
+    split_on_cpu()
+
+
 def main() -> None:
     """Measure, and print a row for each case."""
     options = parse()
     os.environ.update(ENVIRONMENT)
-    from hookline.engines.vllm import VllmHooks, engine_options
-
-    with tempfile.TemporaryDirectory() as folder:
-        model = tiny_llama(Path(folder) / "tiny")
-        extension = engine_options(combine_with="measure_tokens.TokenClock")
-        with running_engine(model, **extension) as llm:
-            hooks = VllmHooks(llm)
-            hooks.describe()  # the first call installs it, if the start has not
-            turns: dict[str, Callable[[], float]] = {
-                "bare": lambda: turn(llm, is_on=False),
-                "bare again": lambda: turn(llm, is_on=False),
-                "idle extension": lambda: turn(llm),
-                "hidden states of one layer, all tokens": lambda: turn(llm, hooks=hooks),
-            }
-            for take in turns.values():
-                take()  # warms up
-            rows = measure(turns, options.rounds)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as engines:
+        turns = cases(tiny_llama(Path(folder) / "tiny"), engines)
+        for take in turns.values():
+            take()  # warms up
+        rows = measure(turns, options.rounds)
     for row in rows:
         print(console_line(row), flush=True)
-    if options.out is not None:
-        write(options.out, "CPU", rows)
+    if options.keep:
+        keep(RESULTS, measured("CPU", rows))
+
+
+def cases(model: Path, engines: ExitStack) -> dict[str, Callable[[], float]]:
+    """Start the engines; return what takes a turn of each case."""
+    from hookline.engines.vllm import VllmHooks, engine_options
+
+    def start(compilation: dict[str, Any] | None = None, **options: Any) -> Any:
+        made = engine_options(combine_with="measure_tokens.TokenClock", **options)
+        if compilation is not None:
+            given = made.get("compilation_config") or compilation
+            made["compilation_config"] = {**given, "mode": 3, "cudagraph_mode": "NONE", "compile_sizes": []}
+        llm = engines.enter_context(running_engine(model, enforce_eager=compilation is None, **made))
+        VllmHooks(llm).describe()  # the first call installs it, if the start has not
+        return llm
+
+    eager = start()
+    os.environ["MEASURE_TOKENS_SPLIT"] = "1"
+    split_on_cpu()
+    tapped = start({}, taps=["model.layers.#"])
+    ops = tapped.llm_engine.vllm_config.compilation_config.splitting_ops
+    split = start({"splitting_ops": [each for each in ops if "tap" not in each]})
+    return {
+        "eager, bare": lambda: turn(eager, is_on=False),
+        "eager, bare again": lambda: turn(eager, is_on=False),
+        "idle extension": lambda: turn(eager),
+        "hidden states of one layer, all tokens": lambda: turn(eager, hooks=VllmHooks(eager)),
+        "split": lambda: turn(split),
+        "split again": lambda: turn(split),
+        "taps, no hook": lambda: turn(tapped),
+        "taps, statistics of all layers": lambda: turn(tapped, way="tapped"),
+        "no taps, statistics of all layers": lambda: turn(split, way="on_demand"),
+    }
 
 
 def measure(turns: dict[str, Callable[[], float]], rounds: int) -> list[Row]:
@@ -96,20 +145,18 @@ def measure(turns: dict[str, Callable[[], float]], rounds: int) -> list[Row]:
         random.Random(number).shuffle(order)
         for name in order:
             found[name].append(turns[name]())
-    bare = found["bare"]
-    same = spread(found["bare again"], bare)
     return [
         Row(
             name=f"vLLM, {name}",
             numerator="time of the processor for the same answers",
-            denominator="the same engine without hookline",
+            denominator=f"the same engine, {bare}",
             model=MODEL,
-            ratio=spread(found[name], bare),
-            same=same,
-            absolute=f"{speed(found[name]):.0f} / {speed(bare):.0f} tokens a second of the processor",
+            ratio=spread(found[name], found[bare]),
+            same=spread(found[again], found[bare]),
+            absolute=f"{speed(found[name]):.0f} / {speed(found[bare]):.0f} tokens a second of the processor",
             at_most=most,
         )
-        for name, most in GOALS.items()
+        for name, bare, again, most in GOALS
     ]
 
 
@@ -124,21 +171,27 @@ def speed(times: list[float]) -> float:
     return CLIENTS * TOKENS / statistics.median(times)
 
 
-def turn(llm: Any, *, is_on: bool = True, hooks: Any = None) -> float:
-    """Return the processor's time for one batch of answers, with the states of a layer if ``hooks`` are given."""
+def turn(llm: Any, *, is_on: bool = True, hooks: Any = None, way: str = "") -> float:
+    """Return the processor's time for one batch of answers: with the states of a layer (``hooks``), or statistics."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
+
+    from hookline.engines.vllm import VllmHooks
 
     extra = {"hookline": {"hidden_states": {"layers": [LAYER]}}}
     params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, extra_args=extra if hooks else None)
     prompts: Any = [TokensPrompt(prompt_token_ids=[5 + place, 6, 7, 8]) for place in range(CLIENTS)]
     llm.collective_rpc("with_hookline", args=(is_on,))
+    added = VllmHooks(llm).add(STATS) if way else None
+    assert added is None or added["way"] == way, added
     start = seconds(llm)
     answers = llm.generate(prompts, params, use_tqdm=False)
     if hooks:
         for answer in answers:
             assert hooks.states(answer.request_id).states[LAYER].values.shape == (TOKENS + 3, 128)
     taken = seconds(llm) - start
+    if added is not None:
+        assert VllmHooks(llm).remove(added["id"])["fired"] > 0
     llm.collective_rpc("with_hookline", args=(True,))
     return taken
 
@@ -151,7 +204,7 @@ def seconds(llm: Any) -> float:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--out", type=Path, metavar="PAGE", help="write the rows to a page of results")
+    parser.add_argument("--keep", action="store_true", help="write the rows to benchmarks/results.json")
     return parser.parse_args()
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from hookline.engines import request_results
-from hookline.engines.engine_modules import find_sources, stream_of
+from hookline.engines.engine_modules import find_sources
 from hookline.engines.request_results import RequestOptions, RequestResults
 from hookline.engines.session import Session
 from hookline.errors import HookNameError, OptionError
+from hookline.factories import stream_of
 from hookline.observe.tokens import Tokens
 
 D = 4

@@ -11,9 +11,9 @@ import torch
 from helpers_vllm_worker import PROMPTS, STATS, Engine, Worker
 from torch import nn
 
-from hookline.engines import request_results
+from hookline.engines import request_hooks
 from hookline.engines.vllm import VllmHooks, extension
-from hookline.errors import HookNameError, NoMatchError, NotAllowedError, OptionError
+from hookline.errors import EngineBusy, HookNameError, NoMatchError, NotAllowedError, OptionError
 from hookline.factories.probe_heads import ProbeHead
 
 
@@ -144,13 +144,13 @@ def counts_nothing(config):
 
 def test_hooks_times_modules_of_running_requests_are_bounded(context, monkeypatch):
     """Each answer is a request of its own here: what counts is what runs together."""
-    monkeypatch.setattr(request_results, "MOST_PLACES", 200)
+    monkeypatch.setattr(request_hooks, "MOST_PLACES", 200)
     engine = Engine(Worker(context))
     hooks = VllmHooks(engine)
     asked = {"hooks": [STATS] * 64}  # on two modules
     engine.step(PROMPTS, dict.fromkeys(PROMPTS, asked))
     assert len(hooks.states("a").hooks) == 64
-    with pytest.raises(OptionError, match="256 modules"):
+    with pytest.raises(EngineBusy, match="256 modules"):
         hooks.states("b")
     engine.step({}, finished=list(PROMPTS))
     engine.step({"b-00000002": 2}, {"b-00000002": asked})

@@ -150,7 +150,8 @@ def test_a_page_of_another_site_gets_nothing_from_a_server_of_this_machine(clien
             assert client.post(path, json=body, headers=headers).status_code == 200, headers
     with_token = {"Host": "evil.example", "Authorization": f"Bearer {TOKEN}"}
     _error(client.delete("/hooks/h0", headers=with_token), 404)  # asked for with the token, and not there
-    check_local(Settings(), "POST", path, {"Host": b"evil.example"})  # control: without the setting
+    _error(_without_engine(Settings()).get("/modules", headers={"Host": "evil.example"}), 403)  # of an app alone, too
+    check_local(Settings(local_only=False), "POST", path, {"Host": b"evil.example"})  # control: without the setting
 
 
 def _deep(levels: int) -> dict[str, Any]:
@@ -299,7 +300,7 @@ def _without_engine(settings: Settings) -> Any:
 
     from hookline.serve.http.app import make_app
 
-    return TestClient(make_app(None, settings))
+    return TestClient(make_app(None, settings), base_url="http://localhost")
 
 
 def test_settings_that_would_let_everybody_in_are_errors() -> None:

@@ -15,6 +15,7 @@ from helpers_serve import Answer, alone, ask, held_back, small_model
 from torch import nn
 
 import hookline as hl
+from hookline.engines import request_hooks
 from hookline.engines.hidden_states import StatesWanted
 from hookline.errors import EngineBusy, NoMatchError, NotAllowedError, OptionError
 from hookline.factories import ProbeHead
@@ -262,6 +263,27 @@ def test_hooks_are_closed_once_however_the_request_ends(tiny: Any) -> None:
     engine.close()
     assert CLOSED == ["closed"] * 3
     hl.assert_no_hooks(tiny[0], foreign=True)
+
+
+def test_hooks_of_requests_that_wait_or_run_are_bounded_together(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many clients bring them; there is room again when one has ended."""
+    monkeypatch.setattr(request_hooks, "MOST_PLACES", 2)
+    engine = Engine(*tiny)
+    release = held_back(engine)
+    answers = {name: Answer() for name in "abcd"}
+
+    def submit(name: str) -> None:
+        engine.submit(GenerationRequest(name, (5, 6), hooks=(STATS,)), answers[name])
+
+    submit("a")
+    submit("b")
+    with pytest.raises(EngineBusy, match="3 modules"):
+        submit("c")
+    release()
+    assert answers["a"].wait().finished.reason == answers["b"].wait().finished.reason == "length"
+    submit("d")
+    assert answers["d"].wait().finished.hooks[0]["rows"] > 0
+    engine.close()
 
 
 # -- over HTTP -------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Their models have three habits: decoder layers return (delta, residual), projections are fused, and tensor parallelism
 cuts outputs into columns. Classes are known by their names and attributes; nothing here imports either engine. The
-adapters of both call these when a hook is attached or a request begins, and `stream_of` at each firing.
+adapters of both call these when a hook is attached or a request begins.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from hookline.engines.hidden_states import StateSource
 from hookline.errors import NoMatchError, OptionError
 from hookline.sites.targets import select
-from hookline.tree import main_tensor
 
-__all__ = ["find_sources", "never_called", "output_widths", "probe_action", "stream_of"]
+__all__ = ["find_sources", "never_called", "output_widths", "probe_action"]
 
 
 def find_sources(model: nn.Module, layers: Sequence[str], of: str, tp_size: int = 1) -> list[StateSource]:
@@ -65,31 +64,6 @@ def _is_cut(module: nn.Module | None, of: str) -> bool:
     if of == "input":
         return kind == "RowParallelLinear" and bool(getattr(module, "input_is_parallel", False))
     return ("ColumnParallel" in kind or kind == "QKVParallelLinear") and not getattr(module, "gather_output", False)
-
-
-def stream_of(module: nn.Module, value: Any) -> Tensor | None:
-    """Return the hidden states in what a module returns, or in ``(args, kwargs)`` that it takes.
-
-    A pair of tensors of one shape that a block takes or returns is (delta, residual), whose sum is the residual stream;
-    a norm takes such a pair too. Of what a norm returns it is the first: (normed, residual); of modules without
-    children too: a rotary embedding takes and returns queries and keys.
-    """
-    given = _float_tensors(value)
-    if len(given) >= 2 and given[0].shape == given[1].shape and given[0].dtype == given[1].dtype:
-        is_call = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)
-        is_norm = "norm" in type(module).__name__.lower()
-        if is_call if is_norm else next(module.children(), None) is not None:
-            return given[0] + given[1]
-    return given[0] if given else main_tensor(value)
-
-
-def _float_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors of real numbers among the arguments or results of a module, in order."""
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    return [found for each in value for found in _float_tensors(each)] if isinstance(value, list | tuple) else []
 
 
 def never_called(module: nn.Module | None) -> str | None:

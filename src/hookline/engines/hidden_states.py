@@ -8,7 +8,7 @@ other requests are never among them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -348,6 +348,11 @@ class HiddenStates:
     def is_active(self) -> bool:
         """Return whether a running request wants states."""
         return bool(self._observers)
+
+    @property
+    def places(self) -> Iterator[tuple[str, str]]:
+        """Yield the modules that have observers, with the kind of hook."""
+        return ((name, "forward" if of == "output" else "forward_pre") for name, of in self._observers)
 
     def open(self, states: RequestStates) -> None:
         """Attach observers for what a request wants, all or none; called when it begins to run."""

@@ -37,6 +37,7 @@ __all__ = [
     "LiveHook",
     "LiveHooks",
     "Origin",
+    "Place",
     "at_once",
     "check_width",
     "finite_metrics",
@@ -48,6 +49,8 @@ logger = logging.getLogger("hookline.serve.hooks")
 
 T = TypeVar("T")
 Origin = Literal["start", "http"]
+Place = tuple[str, str]
+"""The name of a module, and the kind of hook that is on it."""
 _Specs = Sequence[HookSpec | Mapping[str, Any]]
 
 _CONSEQUENCES: Final = {
@@ -112,6 +115,12 @@ class LiveHook(ErrorHandlingHook):
     def matched(self) -> tuple[str, ...]:
         """Return the names of the modules that it is on."""
         return self.handle.names
+
+    @property
+    def places(self) -> Iterator[Place]:
+        """Yield the modules that it is on, with the kind of hook."""
+        kind, _ = self.spec.kind_and_site_type
+        return ((name, kind.value) for name in self.matched)
 
     @property
     def last_step(self) -> int | None:

@@ -7,7 +7,8 @@ Only tensors with a row for each token are shown; a hook of a request never gets
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 from hookline.engines.live_hooks import LiveHook, LiveHooks, check_width, finite_metrics
-from hookline.errors import HooklineError, NotAllowedError, OptionError
+from hookline.errors import EngineBusy, HooklineError, NotAllowedError, OptionError
 from hookline.factories import FILE_OPTIONS
 from hookline.factories.factory_hook import FactoryHook
 from hookline.messages import type_name
@@ -35,8 +36,8 @@ __all__ = ["MOST_HOOKS", "MOST_PLACES", "PreparedHooks", "RequestHooks", "checke
 MOST_HOOKS: Final = 64
 """Of one request."""
 MOST_PLACES: Final = 4096
-"""Hooks times modules times answers of one request. Attaching, calling and removing a hook takes a part of a
-millisecond for each, in which no other request gets a token."""
+"""Hooks times modules, over the answers of all requests that wait or run. Attaching, calling and removing a hook takes
+a part of a millisecond for each, in which no other request gets a token."""
 _MOST_REMEMBERED: Final = 32
 _READY: Final = "hookline.factories"
 
@@ -66,6 +67,9 @@ class RequestHooks:
         self._widths = widths or {}
         self._outputs = outputs
         self._inputs = inputs
+        self._lock = threading.Lock()
+        self._held = 0
+        """Hooks times modules of all requests that were prepared and are not closed."""
         # The answers of one request, which come one by one, have the same patterns.
         self._names = lru_cache(maxsize=_MOST_REMEMBERED)(partial(_names, model))
 
@@ -74,15 +78,12 @@ class RequestHooks:
         """Return whether a running request has hooks that are on."""
         return self._live.is_active
 
-    @property
-    def places(self) -> int:
-        """Return hooks times modules of all running requests."""
-        return sum(len(live.matched) for live in self._live.list())
-
     def prepare(
         self, id: str, specs: Sequence[Mapping[str, Any]], allow: Sequence[str] | None = None, *, answers: int = 1
     ) -> PreparedHooks:
         """Return the hooks of the request `id`, made and not attached; raise for what a request may not ask.
+
+        Raises `EngineBusy` while the hooks of other requests leave no room for these.
 
         Args:
             id: The engine's own id of the request. Not a name that clients choose, where others can have the same.
@@ -100,7 +101,8 @@ class RequestHooks:
                 f"{places * answers}, and {MOST_PLACES} is the most. Name fewer modules or hooks, or ask for fewer "
                 "answers at once."
             )
-        prepared = PreparedHooks(self._live)
+        self._hold(places)
+        prepared = PreparedHooks(self._live, partial(self._hold, -places))
         try:
             for spec in checked:
                 self._add(prepared, id, spec, [_READY, *(allow or ())])
@@ -108,6 +110,16 @@ class RequestHooks:
             prepared.close()
             raise
         return prepared
+
+    def _hold(self, places: int) -> None:
+        """Count hooks that are made, or with a negative number closed; raise if there is no room for them."""
+        with self._lock:
+            if places > 0 and self._held + places > MOST_PLACES:
+                raise EngineBusy(
+                    f"The hooks of all requests would be on {self._held + places} modules, and {MOST_PLACES} is the "
+                    "most. Try again later, or name fewer modules or hooks."
+                )
+            self._held += places
 
     def _on_names(self, spec: HookSpec) -> HookSpec:
         """Return `spec` with the names of the modules that its patterns match."""
@@ -136,11 +148,12 @@ class RequestHooks:
 class PreparedHooks:
     """The hooks of one request, made; attached between `open` and `close`."""
 
-    def __init__(self, live: LiveHooks) -> None:
+    def __init__(self, live: LiveHooks, let_go: Callable[[], None]) -> None:
         self.hooks: list[HookOfRequest] = []
         self.specs: list[HookSpec] = []
         """The spec of each, on the names of its modules."""
         self._live = live
+        self._let_go = let_go
         self._opened: list[LiveHook] | None = None
 
     def open(self) -> None:
@@ -156,6 +169,8 @@ class PreparedHooks:
         opened, self._opened = self._opened or [], []
         for live in opened:
             self._live.remove(live.id)
+        let_go, self._let_go = self._let_go, lambda: None
+        let_go()
         return [_found(live) for live in opened]
 
 

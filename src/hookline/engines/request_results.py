@@ -18,7 +18,6 @@ import torch
 
 from hookline.engines.engine_modules import find_sources, never_called
 from hookline.engines.hidden_states import RequestStates, StatesOfLayer, StateSource, StatesWanted
-from hookline.engines.request_hooks import MOST_PLACES
 from hookline.errors import Hint, HooklineError, HookNameError, OptionError
 from hookline.factories.request_notes import RequestFlag, merge_flags
 from hookline.messages import suggest
@@ -226,12 +225,6 @@ class RequestResults:
             result.hooks = session.of_requests.prepare(result.id, asked.hooks, self._allow)
             for spec in result.hooks.specs:
                 check_called(session.model, spec.target_modules)
-            places = sum(len(spec.target_modules) for spec in result.hooks.specs) + session.of_requests.places
-            if places > MOST_PLACES:
-                raise OptionError(
-                    f"The hooks of all running requests would be on {places} modules, and {MOST_PLACES} is the most. "
-                    "Name fewer modules or hooks, ask for fewer answers at once, or try again later."
-                )
             result.hooks.open()
 
     def close(self, id: str) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hookline.engines.hidden_states import HiddenStates
-from hookline.engines.live_hooks import Between, LiveHooks, at_once
+from hookline.engines.live_hooks import Between, LiveHooks, Place, at_once
 from hookline.engines.request_hooks import RequestHooks
 from hookline.factories.request_notes import RequestFlag, RequestNotes, set_notes
 from hookline.observe.tokens import Tokens, set_tokens
@@ -81,6 +81,14 @@ class Session:
     def has_requests(self) -> bool:
         """Return whether a running request has hooks, or wants hidden states."""
         return self.states.is_active or self.of_requests.is_active
+
+    @property
+    def places(self) -> Iterator[Place]:
+        """Yield the places of all hooks, and of the observers of hidden states."""
+        yield from self.states.places
+        for hooks in (self.live, self._own):
+            for live in hooks.list():
+                yield from live.places
 
     def begin_step(self, table: Tokens | None) -> None:
         """Say whose tokens the next forward has; None if nobody knows."""

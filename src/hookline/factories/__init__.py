@@ -18,6 +18,7 @@ FILE_OPTIONS: dict[str, tuple[str, ...]] = {
     "nan_alarm": (),
     "log_shapes": (),
     "steer": ("file",),
+    "replace_rows": ("file",),
     "probe": ("file",),
     "moe_routing": (),
     "record_mean": ("file",),

@@ -12,6 +12,9 @@ from hookline.factories.moe_statistics import moe_routing as moe_routing
 from hookline.factories.probe_heads import ProbeHead as ProbeHead
 from hookline.factories.probe_heads import train_probe as train_probe
 from hookline.factories.probing import probe as probe
+from hookline.factories.replacing import replace_rows as replace_rows
+from hookline.factories.replacing import stream_of as stream_of
+from hookline.factories.replacing import with_stream as with_stream
 from hookline.factories.shape_log import log_shapes as log_shapes
 from hookline.factories.steering import steer as steer
 from hookline.observe.tokens import Tokens as Tokens

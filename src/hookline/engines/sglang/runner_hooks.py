@@ -20,13 +20,14 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
-from hookline.engines.engine_modules import output_widths, probe_action, stream_of
+from hookline.engines.engine_modules import output_widths, probe_action
 from hookline.engines.live_hooks import LiveHook, finite_metrics, hooks_suspended, silent_sites
 from hookline.engines.request_results import RequestOptions, RequestResults
 from hookline.engines.session import Session
 from hookline.engines.sglang.sglang_plugin import SglangOptions
 from hookline.engines.shown_hooks import hook_to_json
 from hookline.errors import OptionError
+from hookline.factories.replacing import stream_of
 from hookline.factories.served_batch import tokens_of_batch
 from hookline.files import replace_file
 from hookline.observe.tokens import Tokens

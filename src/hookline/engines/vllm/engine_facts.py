@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from hookline.engines.engine_modules import probe_action
+from hookline.engines.vllm.start_options import TAP
 from hookline.errors import OptionError
 
-__all__ = ["TESTED_VERSIONS", "EngineFacts", "Way", "check_stop", "choose_way", "hidden_size_of"]
+__all__ = ["TESTED_VERSIONS", "EngineFacts", "Way", "check_stop", "check_taps", "choose_way", "hidden_size_of"]
 
-Way = Literal["eager", "on_demand"]
-"""How a hook fires: the model runs eagerly anyway; each step with hooks is run eagerly."""
+Way = Literal["eager", "on_demand", "tapped"]
+"""How a hook fires: the model runs eagerly anyway; each step with hooks is run eagerly; in compiled code."""
 
 TESTED_VERSIONS: Final = ("0.32.0",)
 """Versions of vLLM that `make test-vllm` has run."""
@@ -39,6 +40,8 @@ class EngineFacts:
     tp_size: int
     pp_rank: int
     pp_size: int
+    is_split_at_taps: bool = False
+    """Whether the compiled graph is split at taps, so that CUDA graphs of its pieces leave them out."""
     why_no_stop: str | None = None
     """Why no probe can end an answer in this engine; None if one can."""
     has_random_ids: bool = True
@@ -62,6 +65,7 @@ class EngineFacts:
             tp_size=tp_size,
             pp_rank=rank // tp_size % pp_size,
             pp_size=pp_size,
+            is_split_at_taps=TAP in (getattr(compilation, "splitting_ops", None) or ()),
             why_no_stop=_why_no_stop(worker, pp_size),
             has_random_ids=os.environ.get("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "0") in ("", "0"),
         )
@@ -95,6 +99,15 @@ def choose_way(facts: EngineFacts) -> Way:
             """it with --enforce-eager, or with --compilation-config '{"cudagraph_mode": "PIECEWISE"}'."""
         )
     return "on_demand" if facts.is_compiled else "eager"
+
+
+def check_taps(facts: EngineFacts, taps: Sequence[str]) -> None:
+    """Raise if taps were asked for, and would be silent in this engine."""
+    if taps and facts.graphs == "piecewise" and not facts.is_split_at_taps:
+        raise OptionError(
+            f"CUDA graphs replay no tap unless the graph is split there. Start the engine with engine_options(taps=…), "
+            f"or add {TAP!r} to splitting_ops of --compilation-config, after vLLM's own."
+        )
 
 
 def check_stop(facts: EngineFacts, spec: Mapping[str, Any]) -> None:

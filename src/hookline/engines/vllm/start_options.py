@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +18,7 @@ from typing import Any, Final
 from hookline.errors import OptionError
 from hookline.messages import suggest
 
-__all__ = ["EXTENSION", "StartOptions", "combined_path", "engine_options", "register", "with_hooks"]
+__all__ = ["EXTENSION", "TAP", "StartOptions", "combined_path", "engine_options", "register", "with_hooks"]
 
 EXTENSION: Final = "hookline.engines.vllm.extension.HookExtension"
 """What ``--worker-extension-cls`` takes."""
@@ -27,6 +27,8 @@ _HOOKS: Final = "HOOKLINE_VLLM_HOOKS"
 _ON: Final = "HOOKLINE_VLLM"
 """Set to 1, the plugin adds the extension without hooks."""
 _KEY: Final = "hookline"
+TAP: Final = "hookline_vllm::tap"
+"""The operator of `Taps`, as ``splitting_ops`` of vLLM's compilation config takes it."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,9 @@ class StartOptions:
 
     hooks: str | None = None
     """A file of hooks."""
+    taps: tuple[str, ...] = ()
+    """Modules at which hooks fire in compiled code (`Taps`), by name or pattern. vLLM makes these part of the key of
+    its compile cache, so that it never runs code with other taps."""
     captured_bytes: int = 1 << 30
     """How much hidden states of requests may take in each worker."""
     allow: tuple[str, ...] | None = None
@@ -51,11 +56,11 @@ class StartOptions:
     def __post_init__(self) -> None:
         if self.hooks is not None and (not isinstance(self.hooks, str) or not self.hooks):
             raise OptionError(f"hooks is the path of a file of hooks, got {self.hooks!r}.")
-        for name in ("allow", "allow_requests"):
+        for name, example in (("allow", "my_project"), ("allow_requests", "my_project"), ("taps", "model.layers.#")):
             given = getattr(self, name)
             if given is not None:
-                if isinstance(given, str) or not all(isinstance(each, str) for each in given):
-                    raise OptionError(f"{name} is a list of prefixes such as ['my_project'], got {given!r}.")
+                if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
+                    raise OptionError(f"{name} is a list such as ['{example}'], got {given!r}.")
                 object.__setattr__(self, name, tuple(given))
         if self.protect not in ("hooks", "everything"):
             raise OptionError(f"protect is 'hooks' or 'everything', got {self.protect!r}.")
@@ -89,6 +94,7 @@ class StartOptions:
 def engine_options(
     *,
     hooks: str | Path | None = None,
+    taps: Sequence[str] = (),
     captured_bytes: int | None = None,
     combine_with: str | None = None,
 ) -> dict[str, Any]:
@@ -100,11 +106,15 @@ def engine_options(
 
     Args:
         hooks: A file of hooks, as ``hookline serve --hooks`` takes it; attached on each worker when the model is ready.
+        taps: Modules whose outputs hooks see in compiled code, such as ``["model.layers.#"]``: the steps of a compiled
+            engine then stay compiled while hooks are on these alone. The graph is split there, and decodes are
+            replayed as pieces instead of whole CUDA graphs.
         captured_bytes: How much hidden states of requests may take in each worker; 1 GiB if left out.
         combine_with: Another extension class, by its dotted path, such as TRL's: vLLM takes only one.
     """
     options: dict[str, Any] = {
         "hooks": None if hooks is None else str(Path(hooks).absolute()),
+        "taps": (taps if isinstance(taps, str) else list(taps)) or None,
         "captured_bytes": captured_bytes,
     }
     given = {key: value for key, value in options.items() if value is not None}
@@ -112,7 +122,17 @@ def engine_options(
     return {
         "worker_extension_cls": EXTENSION if combine_with is None else combined_path(combine_with),
         "additional_config": {_KEY: given},
+        **({"compilation_config": _split_at_taps()} if taps else {}),
     }
+
+
+def _split_at_taps() -> dict[str, Any]:
+    """Return a compilation config that splits the graph at taps too, and replays nothing but its pieces."""
+    from vllm.config import CompilationConfig
+
+    # vLLM's own list, which it makes only where none is given, and ours.
+    updates = ("vllm::unified_kv_cache_update", "vllm::unified_mla_kv_cache_update")
+    return {"splitting_ops": [*CompilationConfig._attention_ops, *updates, TAP], "cudagraph_mode": "PIECEWISE"}
 
 
 def combined_path(other: str) -> str:

@@ -11,16 +11,18 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hookline.engines.engine_modules import never_called, output_widths, stream_of
+from hookline.engines.engine_modules import never_called, output_widths
 from hookline.engines.live_hooks import LiveHook, Origin, silent_sites
 from hookline.engines.request_hooks import harmless_spec
 from hookline.engines.request_results import RequestOptions, RequestResults, check_called
 from hookline.engines.session import Session
 from hookline.engines.shown_hooks import hook_to_json
-from hookline.engines.vllm.engine_facts import EngineFacts, check_stop, choose_way, hidden_size_of
+from hookline.engines.vllm.engine_facts import EngineFacts, Way, check_stop, check_taps, choose_way, hidden_size_of
 from hookline.engines.vllm.start_options import StartOptions
 from hookline.engines.vllm.step_tokens import RequestBook, place_among_answers, tokens_after_model, tokens_of_step
+from hookline.engines.vllm.taps import Taps
 from hookline.errors import OptionError
+from hookline.factories.replacing import stream_of
 from hookline.observe.tokens import Tokens, set_tokens
 from hookline.sites.wrappers import submodule
 
@@ -42,7 +44,9 @@ class WorkerHooks:
     def __init__(self, worker: Any, options: StartOptions) -> None:
         self.facts = EngineFacts.of(worker)
         self.options = options
+        check_taps(self.facts, options.taps)
         self.model: nn.Module = worker.get_model()
+        self.taps = Taps(self.model, options.taps if self.facts.is_compiled else ())
         self.book = RequestBook(has_random_ids=self.facts.has_random_ids)
         self.steps = 0
         """Real steps while there was a hook."""
@@ -79,7 +83,7 @@ class WorkerHooks:
         origin: Origin = "http",
     ) -> list[LiveHook]:
         """Attach hooks to the running engine, all or none; each spec uses up a number in every worker."""
-        way = choose_way(self.facts)
+        choose_way(self.facts)  # raises where there is none
         given = specs if allow is None else [harmless_spec(each) for each in specs]
         for spec in given:
             check_stop(self.facts, spec)
@@ -92,9 +96,14 @@ class WorkerHooks:
             for each in added:
                 live.remove(each.id)
             raise
-        if added:
-            logger.info("%d hooks attached, which fire %s", len(added), way)
+        for each in added:
+            logger.info("hook %s attached, which fires %s", each.id, self._way_of(each))
         return added
+
+    def _way_of(self, live: LiveHook) -> Way:
+        """Return how a hook fires."""
+        is_tapped = self.facts.is_compiled and self.taps.reach(live.places)
+        return "tapped" if is_tapped else choose_way(self.facts)
 
     def close(self) -> None:
         """Remove all hooks, and write what they still have."""
@@ -115,7 +124,7 @@ class WorkerHooks:
         return {
             **hook_to_json(live),
             "rank": self.facts.rank,
-            "way": choose_way(self.facts),
+            "way": self._way_of(live),
             "sites": {site.name: site.fired for site in live.handle.report().sites if site.name not in absent},
             "silent": {
                 name: never_called(submodule(self.model, name) if name else self.model) or cause
@@ -177,6 +186,7 @@ class WorkerHooks:
         """Tell hooks whose rows the step has, and run it eagerly if a hook needs that."""
         self._table = None
         set_tokens(None)
+        self.taps.begin()
         if not self.session.is_active:
             return
         try:
@@ -191,7 +201,7 @@ class WorkerHooks:
         if context.attn_metadata is None:  # a run that warms up
             return
         self.steps += 1
-        if self.facts.is_compiled:
+        if self.facts.is_compiled and not self.taps.reach(self.session.places):
             context.skip_compiled = True
             self.eager_steps += 1
         batch, self._batch = self._batch, None
@@ -199,6 +209,7 @@ class WorkerHooks:
         self.session.begin_step(self._table)
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.taps.end()
         self.session.end_forward()
         table, self._table = self._table, None
         if table is None:

@@ -43,9 +43,9 @@ class Settings:
     need no files: of whoever may generate, with any configuration."""
     export_dir: Path | None = None
     """Where files of hooks that come over HTTP have to lie; without it such hooks get no files."""
-    local_only: bool = False
-    """Whether a request without the token has to name this machine in its ``Host`` and ``Origin``: set where the server
-    listens at a loopback address, or any page in a browser of this machine could use it (DNS rebinding)."""
+    local_only: bool = True
+    """Whether a request without the token has to name this machine in its ``Host`` and ``Origin``, or any page in a
+    browser of this machine could use the server (DNS rebinding). `Server` sets it False at an address of a network."""
     max_body: int = 4 << 20
     """The largest body of a request in bytes: a prompt of a million tokens fits."""
     body_s: float = 30.0
@@ -96,7 +96,7 @@ def check_access(settings: Settings, method: str, path: str, authorization: byte
 def check_local(settings: Settings, method: str, path: str, names: Mapping[str, bytes | None]) -> None:
     """Raise for a request that needs no token and was sent by a page of another site; called before the body is read.
 
-    Recipe: ``check_local(Settings(local_only=True), "GET", "/hooks", {"Host": b"localhost", "Origin": None})``.
+    Recipe: ``check_local(Settings(), "GET", "/hooks", {"Host": b"localhost", "Origin": None})``.
     """
     if not settings.local_only or path in _OPEN or needs_token(settings, method, path):
         return
@@ -105,7 +105,8 @@ def check_local(settings: Settings, method: str, path: str, names: Mapping[str, 
             raise Refused(
                 403,
                 f"The header {header} names another machine, and this server answers only its own without a token. "
-                "Ask for localhost; behind a proxy, start it with a token and --protect everything.",
+                "Ask for localhost; behind a proxy, start it with a token and --protect everything (of an app of your "
+                "own: Settings(local_only=False)).",
             )
 
 

@@ -78,7 +78,7 @@ class Server:
     ) -> None:
         need_packages()
         self._make_engine = make_engine
-        self._settings = replace(settings, local_only=settings.local_only or is_loopback(host))
+        self._settings = replace(settings, local_only=settings.local_only and is_loopback(host))
         self._socket = _bound(host, port)
         self._is_stopping = False
         self._uvicorn: Any = None

@@ -109,6 +109,7 @@ def endpoint_settings(additional: Any) -> Settings:
         protect="everything" if options.protect == "everything" else "hooks",
         allow=options.allow or ("hookline.factories",),
         export_dir=None if options.export_dir is None else Path(options.export_dir),
+        local_only=False,  # vLLM's other paths are open to all that reach its address
     )
 
 
