@@ -80,30 +80,6 @@ def test_yaml_names_no_python_object(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
-JSON = """{
-  // a comment, with "quotes"
-  "url": "http://x//y", /* another
-  one */ "list": [1, 2,], \t
-  "deep": {"inner": [true, {"x": null}],},
-}
-"""
-
-
-def test_json_may_have_comments_and_last_commas_and_lines_stay(tmp_path):
-    """What looks like a comment inside a string is text."""
-    file = tmp_path / "run.json"
-    file.write_text(JSON)
-    document = read_document(file)
-    assert document.values == {
-        "url": "http://x//y",
-        "list": [1, 2],
-        "deep": {"inner": [True, {"x": None}]},
-    }
-    assert document.line_of(["list", 1]) == 4
-    assert document.line_of(["deep", "inner", 1, "x"]) == 5
-    assert document.place(["deep", "inner", 1]) == f"{file}, line 5, at $.deep.inner[1]"
-
-
 @pytest.mark.parametrize("name", ["a.json", "a.yaml"])
 def test_windows_files_are_read_with_their_lines(tmp_path, name):
     """A byte order mark, and two characters at the end of each line."""
@@ -178,7 +154,7 @@ def test_an_alias_has_the_line_where_its_value_is_written(tmp_path):
     assert document.line_of(["b", 1, 1]) == 1
 
 
-@pytest.mark.parametrize("ending", [".yaml", ".json", ".jsonc", ".toml"])
+@pytest.mark.parametrize("ending", [".yaml", ".json", ".toml"])
 @pytest.mark.parametrize("text", ["", " \n\n", "\ufeff"])
 def test_an_empty_file_says_nothing(tmp_path, ending, text):
     """In any language."""

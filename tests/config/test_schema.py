@@ -64,7 +64,7 @@ WRONG = [
     ("server", {"enable_hooks": "true"}),
     ("server", {"forward_hooks": [{**SPEC, "config": 3}]}),
     ("run", {"hoks": {}}),
-    ("run", {"hooks": {"schedules": {"a": {"stride": 0}}}}),
+    ("run", {"hooks": {"schedules": {"a": {"stride": "x"}}}}),
     ("run", {"specs": [{**SPEC, "on_error": "ignore"}]}),
 ]
 

@@ -31,7 +31,7 @@ def test_the_settings_of_a_server_are_kept_whole(tmp_path):
     ("name", "text", "line"),
     [
         ("a.json", '{"hooks": [\n {}, {},\n {"name": "x",\n  "target_modules": [1]}]}', 4),
-        ("a.json", '// c\n{"hooks": [{}, {}, {"target_modules": [1]}]}', 2),
+        ("a.json", '\n{"hooks": [{}, {}, {"target_modules": [1]}]}', 2),
         ("a.yaml", "hooks:\n- {}\n- {}\n- name: x\n  target_modules:\n  - 1\n", 6),
         ("a.yaml", "hooks: [{}, {},\n {target_modules: [1]}]\n", 2),
         ("a.toml", "[[hooks]]\n[[hooks]]\n[[hooks]]\ntarget_modules = [1]\n", None),

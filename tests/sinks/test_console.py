@@ -279,20 +279,6 @@ def test_it_is_a_sink_of_a_run():
     assert "val_acc" in text
 
 
-def test_metrics_are_chosen_by_name_hook_and_pattern():
-    """In the order they are asked for; what is in a layer can be asked for too; what has not come is told."""
-    metrics = {"eval/val_acc": 0.5, "norms/a": 1.0, "norms/b": 2.0, "stats/layers/0": 3.0, "other/x": 4.0}
-    file = io.StringIO()
-    show = ["norms/*", "val_acc", "stats/layers/0", "nothing"]
-    sink = ConsoleSink(console=Console(file=file, width=160), show=show)
-    sink.write(Record(metrics, 0, "SNAPSHOT"))
-    rows = [line.split() for line in file.getvalue().splitlines() if line.startswith("│")]
-    assert [row[3] for row in rows] == ["a", "b", "val_acc", "layers/0"]
-    assert sink.missing() == ["nothing"]
-    with pytest.raises(hl.errors.OptionError, match=r"write \['loss'\]"):
-        ConsoleSink(show="loss")
-
-
 def test_a_table_is_of_the_epoch_and_its_snapshot_together():
     """One, although they come as two records; epochs between snapshots have none; without hooks at snapshots too."""
     records = []

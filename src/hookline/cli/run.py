@@ -155,7 +155,7 @@ def _dry_run(asked: Asked) -> int:
     assert found is not None
     strategies = found.chosen(run.strategy)
     made, built = make_experiment(run, found, strategies[0]), build(run, found)
-    manager = built.make_manager([*built.hooks, *made.hooks], loop_type=made.loop)
+    manager = built.make_manager(loop_type=made.loop)
     planned = manager.plan
     plan = {
         "experiment": found.name,

@@ -26,11 +26,11 @@ from hookline.records.log import FanOut
 from hookline.runs.build import Built, build
 from hookline.runs.find import (
     RunExperiment,
-    choose_threads,
     from_rank_zero,
     is_first_rank,
     launched_ranks,
     make_experiment,
+    set_threads,
 )
 from hookline.runs.folder import (
     LOG,
@@ -96,13 +96,12 @@ class Session:
             stack.enter_context(built.attached(made))  # first, as factories and sinks may raise
             sinks = self._make_sinks(made, built)
             folder, resume = from_rank_zero(lambda: self._folder(strategy), "choosing the folder of the run")
-            threads = self._set_threads(made, folder)
+            threads = self._set_threads(folder)
             if is_first_rank():
                 stack.enter_context(lock_folder(folder))  # before the log is opened: another process may be writing it
             log = folder / LOG if self.hooks else None
             manager = built.make_manager(self.hooks, loop_type=made.loop, sinks=FanOut(sinks, log=log))
             stack.callback(manager.close)
-            made.report_trackers_to(manager)
             notes = RunNotes(folder, manager, sinks, is_written=is_first_rank())
             notes.begin(self._facts(made, strategy, threads))
             return self._train(made, strategy, folder, manager, notes, resume=resume)
@@ -112,7 +111,7 @@ class Session:
     def _make_sinks(self, made: RunExperiment, built: Built) -> list[Any]:
         """Return the sinks of a strategy, and choose the hooks of all; without hooks there are no sinks."""
         if not self.hooks:
-            self.hooks = [*built.hooks, *made.hooks, *([TrajectoryHook()] if self._run.record_trajectory else ())]
+            self.hooks = [*built.hooks, *([TrajectoryHook()] if self._run.record_trajectory else ())]
         if not self.hooks:
             self._warn_of_unused()
             self._shown.say("No hooks: metrics are not recorded, and there is no page. --hooks records the loss.")
@@ -126,13 +125,11 @@ class Session:
         folder = newest_run(output_dir, name, strategy) if self._asked.how.resume else None
         return (new_folder(output_dir, name, strategy), False) if folder is None else (folder, True)
 
-    def _set_threads(self, made: RunExperiment, folder: Path) -> int:
-        """Set the number of torch threads, and say what was chosen and why."""
-        recorded = read_run_json(folder).get("threads")
-        count = model_facts(made.bare_model)["parameters"]
-        threads, reason = choose_threads(self._run.threads, count, on_cpu=str(made.device) == "cpu", recorded=recorded)
-        if reason:
-            self._shown.say(reason)
+    def _set_threads(self, folder: Path) -> int:
+        """Set the number of torch threads, and say if it is another than before."""
+        threads, change = set_threads(self._run.threads, read_run_json(folder).get("threads"))
+        if change:
+            self._shown.say(change)
         return threads
 
     def _warn_of_unused(self) -> None:
@@ -195,7 +192,6 @@ class Session:
             notes.end("stopped", time.perf_counter() - began, error=error)
             self._shown.say(_left_at_once(folder))
             raise
-        self._shown.say_what_is_missing()
         status = "stopped" if getattr(result, "interrupted", None) else "finished"
         seconds = time.perf_counter() - began
         notes.end(status, seconds, result=result)

@@ -37,7 +37,6 @@ from hookline.guard.loaders import (
 )
 from hookline.guard.rng import GENERATOR_TYPES, RandomStates
 from hookline.messages import type_name
-from hookline.sites.optimizers import unwrap_optimizer
 from hookline.sites.wrappers import inner_key
 from hookline.training.experiment import (
     Experiment,
@@ -166,10 +165,9 @@ def save_object(thing: Any, *, gradients: bool = True) -> dict[str, Any]:
     if isinstance(thing, GENERATOR_TYPES):
         return {"generator": rng.state_of(thing)}
     saved = {"kind": type(thing).__name__, "state": thing.state_dict()}
-    optimizer = unwrap_optimizer(thing)
-    if isinstance(optimizer, Optimizer):
+    if isinstance(thing, Optimizer):
         # Whether it has made a step: a scheduler that comes first in a resumed run would be warned of otherwise.
-        saved["stepped"] = getattr(optimizer, "_opt_called", False)
+        saved["stepped"] = getattr(thing, "_opt_called", False)
     return saved
 
 
@@ -201,10 +199,9 @@ def load_object(thing: Any, saved: Mapping[str, Any], name: str) -> Any:
         set_generators([thing], [saved["generator"]], name)
     else:
         thing.load_state_dict(saved["state"])
-        optimizer = unwrap_optimizer(thing)
-        if isinstance(optimizer, Optimizer):
-            optimizer._opt_called = saved["stepped"]  # type: ignore[attr-defined]
-            _widen(optimizer, saved["state"].get("state", {}))
+        if isinstance(thing, Optimizer):
+            thing._opt_called = saved["stepped"]  # type: ignore[attr-defined]
+            _widen(thing, saved["state"].get("state", {}))
     return thing
 
 
