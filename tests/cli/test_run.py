@@ -409,13 +409,12 @@ def test_first_flags_outlive_a_resume_without_the_file(tmp_path):
 
 
 def test_a_dry_run_prints_the_plan_and_leaves_nothing(capsys, tmp_path):
-    """Hooks with points and steps, sites, files."""
+    """Hooks with points and steps, files."""
     hooks = ("--hooks", "norms", "hessian", "stats", "--hook-config", "hessian.every_n_steps=50")
     assert run_here("run", TINY, *hooks, "--hook-csv", "--dry-run") == 0
     out = capsys.readouterr().out
     assert "11 of every 50 steps from 50" in out
     assert "intervenes" in out
-    assert "stats" in out.partition("On the model")[2]
     assert "run.json, checkpoints/, records.jsonl, forward.csv, report.html" in out
     assert not any(tmp_path.iterdir())
 

@@ -51,7 +51,7 @@ RIGHT = [
     ("server", {"enable_hooks": True, "hooks": [SPEC], "forward_hooks": None, "model_path": "x", "port": 30000}),
     ("server", {"hooks": None}),
     ("run", {"experiment": "x", "hooks": ["norms"], "$schema": "run.schema.json"}),
-    ("run", {"experiment": "x", "enable_hooks": True, "hooks": [SPEC], "seed": None}),
+    ("run", {"experiment": "x", "enable_hooks": True, "hooks": [SPEC], "seed": 3}),
     ("run", {"hooks": {"names": ["hessian"], "schedules": {"hessian": {"stride": 50}}}, "specs": [SPEC]}),
     ("run", {"save_checkpoints": 3}),
 ]
