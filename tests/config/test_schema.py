@@ -9,10 +9,11 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import yaml
 
 from hookline.cli.commands import schema_of
 from hookline.errors import ConfigError
-from hookline.runs.documents import load_yaml, read_document, server_settings
+from hookline.runs.documents import CoreLoader, read_document, server_settings
 from hookline.runs.read import read_file
 from hookline.runs.run import Run
 from hookline.specs.hook_spec import HookSpec
@@ -39,7 +40,10 @@ def test_the_run_files_of_the_pages_pass():
     found = []
     for page in ("command_line.md", "specs.md"):
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-        found += [load_yaml(block) for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+        found += [
+            yaml.load(block, CoreLoader)
+            for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        ]
     runs = [values for values in found if "experiment" in values]
     assert runs
     for values in runs:

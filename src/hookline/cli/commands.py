@@ -204,11 +204,10 @@ def _made_model(thing: Any, path: str) -> Any:
         strategies = thing.strategies or ("default",)
         return thing(config, strategies[0])  # type: ignore[arg-type]
     try:
-        return thing()
+        inspect.signature(thing).bind()
     except TypeError as error:
-        if "argument" not in str(error) or error.__traceback__ is None or error.__traceback__.tb_next is not None:
-            raise
         raise OptionError(f"{path} cannot be called without arguments ({error}); name a function that can.") from None
+    return thing()
 
 
 # -- doctor: who hooks what in a model -------------------------------------------------------------------------

@@ -170,11 +170,6 @@ CoreLoader.add_constructor(
 )
 
 
-def load_yaml(text: str) -> Any:
-    """Return the value of a YAML text. Raises `yaml.YAMLError`."""
-    return _read_yaml(text)[0]
-
-
 def _read_yaml(text: str) -> tuple[Any, Callable[[], Lines]]:
     """Return the value of `text`, and what finds its lines; aliases are written out, so values share nothing."""
     loader = CoreLoader(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -226,17 +225,3 @@ def _small_with(tensor: Tensor) -> hl.Experiment:
     )
     experiment.table = tensor
     return experiment
-
-
-def test_a_large_tensor_among_the_attributes_is_told_once(tmp_path, monkeypatch):
-    """It is copied for each intervention, and saved each time; a run without either does not mind."""
-    monkeypatch.setattr("hookline.training.state.LARGE", 1000)
-    large = _small_with(torch.zeros(300))
-    checkpoints = hl.Checkpoints(tmp_path, every=1)
-    with pytest.warns(hl.HooklineWarning, match=r"experiment\.table.*`state`") as told:
-        hl.epoch_loop(large, epochs=2, manager=hl.HookManager(hooks=[Trains()]), checkpoints=checkpoints)
-    assert len(told) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        hl.epoch_loop(large, epochs=1)
-        hl.epoch_loop(_small_with(torch.zeros(3)), epochs=1, manager=hl.HookManager(hooks=[Trains()]))
