@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import threading
 from pathlib import Path
@@ -35,19 +34,6 @@ def test_all_hooks_are_listed_with_what_they_do(arguments, capsys):
     assert "(for debugging)" in lines["counterfactual_validator"]
     assert {"first_bad_operation", "flight_recorder"} <= lines.keys()
     assert f"{len(BUILT_IN) + 2} hooks" in out
-
-
-@pytest.mark.parametrize("columns", [80, 110])
-def test_the_list_of_hooks_can_be_read_on_a_screen(columns, capsys, monkeypatch):
-    """No hook takes more than three lines, and none is wider than the screen."""
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert run_here("hooks") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= columns
-    assert len(lines) <= 3 * len(BUILT_IN)
-    starts = [number for number, line in enumerate(lines) if line.split(" ")[0] in BUILT_IN]
-    assert len(starts) == len(BUILT_IN)
-    assert max(later - sooner for sooner, later in itertools.pairwise(starts[:20])) <= 3
 
 
 @pytest.mark.parametrize("arguments", [("hooks", "norms"), ("run", "--hooks-describe", "norms")])

@@ -171,37 +171,6 @@ def test_the_experiment_to_start_from_runs_in_any_precision(tmp_path, dtype):
     assert records_of(tmp_path / "runs" / "parity" / "shuffled")
 
 
-def test_a_file_with_a_blank_in_its_name_is_quoted(capsys):
-    """The line that is printed can be pasted."""
-    assert run_here("new", "hook", "my hook.py") == 0
-    assert "--hooks 'my hook.py:MyHook'" in capsys.readouterr().out
-
-
-def test_replay_says_where_it_went_and_mlflow_takes_a_folder(capsys, own, tmp_path):
-    """MLflow's stores of files are no more: in a folder there is a database."""
-    pytest.importorskip("mlflow")
-    assert run_here("run", f"{own}:Own", "--epochs", "1", "--hooks", *QUIET) == 0
-    assert run_here("replay", "runs/own/default", "--to", "csv") == 0
-    assert "into runs/own/default/default.csv." in capsys.readouterr().out
-    from hookline.cli.commands import _store
-
-    assert _store("kept") == "kept/mlflow.db"
-    assert (tmp_path / "kept").is_dir()
-    assert _store("sqlite:///a.db") == "sqlite:///a.db"
-
-
-def test_a_page_that_is_interrupted_says_how_to_make_it_later(capsys, own, monkeypatch):
-    """The run itself is over and saved."""
-    from hookline.report import report_page as page
-
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(page, "write_page", interrupted)
-    assert run_here("run", f"{own}:Own", "--epochs", "1", "--hooks", "norms", "--silent") == 130
-    assert "Later: hookline report runs/own/default" in capsys.readouterr().err
-
-
 def test_a_second_ctrl_c_says_what_there_is_to_go_on_from(capsys, own, monkeypatch):
     """Nothing is saved then."""
     from hookline.runs.find import RunExperiment

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers_cli import TINY, facts_of, records_of, run_here, same_weights
+from helpers_cli import TINY, records_of, run_here, same_weights
 from helpers_warm import WarmPopen
 
 SMALL = ("--p", "11", "--width", "8", "--batch-size", "32", "--epochs", "3", "--snapshot-every", "1")
@@ -61,17 +61,6 @@ def test_a_bare_run_records_its_loss_and_has_a_page(capsys, tmp_path):
     assert same_weights(folder, tmp_path / "runs" / "tiny" / "forward_1")
     assert run_here("run", TINY, "--epochs", "8", "--hooks", "none", "--silent", "--seed", "5") == 0
     assert not same_weights(folder, tmp_path / "runs" / "tiny" / "forward_2")
-
-
-@pytest.mark.parametrize("name", ["Tiny", "Steps"])
-def test_no_hooks_is_said(name, capsys, tmp_path):
-    """That nothing is recorded is no surprise then; of an experiment without groups as well."""
-    path = TINY.replace(":Tiny", f":{name}")
-    assert run_here("run", path, "--hooks", "none", "--save-checkpoints") == 0
-    assert "No hooks: metrics are not recorded, and there is no page." in capsys.readouterr().out
-    (folder,) = (tmp_path / "runs").glob("*/*")
-    assert facts_of(folder)["hooks"] == {}
-    assert not (folder / "report.html").exists()
 
 
 # -- on a terminal ---------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from hookline.errors import ConfigError
-from hookline.runs import documents as read_settings
 from hookline.runs.documents import CoreLoader, read_document
 
 
@@ -201,10 +200,3 @@ def _paths(value, path):
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _paths(item, (*path, key))
-
-
-def test_lines_are_looked_for_only_if_something_is_wrong(tmp_path, monkeypatch):
-    """It takes as long as reading the file once more."""
-    monkeypatch.setattr(read_settings, "_json_lines", lambda text: pytest.fail("looked for"))
-    (tmp_path / "a.json").write_text('{"a": 1}')
-    assert read_document(tmp_path / "a.json").values == {"a": 1}

@@ -88,14 +88,6 @@ def test_a_mistake_is_named_with_its_path_and_line(tmp_path, text, said):
         read([write(tmp_path, text)])
 
 
-def test_a_very_long_value_is_not_told_whole(tmp_path):
-    """An error is to be read."""
-    with pytest.raises(ConfigError) as caught:
-        read([write(tmp_path, f"experiment: digits\nseed: [{', '.join(map(str, range(10_000)))}]\n")])
-    assert "got [0, 1, 2, 3" in str(caught.value)
-    assert len(str(caught.value)) < 500
-
-
 def test_null_is_the_same_as_nothing(tmp_path):
     """A key without a value is what is left of a file somebody is writing."""
     run = read_file(write(tmp_path, "hooks:\nspecs: ~\nsinks: {csv: null}\nconfig:\nseed:\n"))
@@ -176,13 +168,6 @@ def test_a_mistake_in_a_flag_names_the_flag_and_not_the_file(tmp_path):
     with pytest.raises(ConfigError) as caught:
         read([write(tmp_path, WHOLE), "--hooks", "nrms", "--device", "warp"])
     assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == ["--device", "--hooks"]
-
-
-def test_reference_weights_are_the_managers_in_every_build():
-    """A manager gets the path; no hook is given it for an argument."""
-    run = Run(hooks={"names": ["gradient_projection"], "config": {"reference_weights": {"path": "final.pt"}}})
-    assert build(run).options["reference_weights"] == "final.pt"
-    assert build(run, only=["gradient_projection"]).options["reference_weights"] == "final.pt"
 
 
 def test_sinks_by_name_are_those_of_the_package_in_every_build(tmp_path):

@@ -113,12 +113,3 @@ def test_forward_hooks_count_whatever_the_switch_says(tmp_path):
     assert [spec["name"] for spec in read_specs(read(tmp_path, text))] == ["b"]
     text["enable_hooks"] = True
     assert [spec["name"] for spec in read_specs(read(tmp_path, text))] == ["a", "b"]
-
-
-def test_ten_thousand_hooks_are_read_and_the_wrong_one_is_found(tmp_path):
-    """In a second or two; whichever it is."""
-    specs = [SPEC | {"name": f"hook {number}"} for number in range(10_000)]
-    document = read(tmp_path, json.dumps({"hooks": [*specs, {"nme": 1}]}, indent=1))
-    with pytest.raises(ConfigError, match=r"line 70004, at \$\.hooks\[10000\]\.nme: "):
-        server_settings(document)
-    assert len(read_specs(read(tmp_path, {"hooks": specs}))) == 10_000

@@ -137,21 +137,6 @@ def test_an_experiment_can_be_a_class():
     assert given.model.bias.item() != before
 
 
-def test_any_object_with_the_attributes_will_do():
-    """A namespace with a model, a loader and a training step."""
-    model = nn.Linear(1, 1)
-    seen = []
-    experiment = SimpleNamespace(model=model, loader=[1, 2], train_step=lambda batch: seen.append(batch) or 0.5)
-    hook = noting("POST_STEP", "POST_EPOCH")
-    result = hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook]))
-    assert seen == [1, 2]
-    assert result.loss == 0.5
-    assert hook.contexts[0].lr is None
-    plain = SimpleNamespace(model=model, loader=[(torch.ones(1, 1), torch.ones(1, 1))])
-    plain.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert hl.step_loop(plain, steps=2).loss > 0
-
-
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -468,30 +453,6 @@ def test_a_distributed_sampler_is_told_the_epoch():
 def test_a_step_may_return_no_loss(given, loss):
     """True is no loss of 1."""
     assert hl.epoch_loop(linear_experiment(2, train_step=lambda batch: given), epochs=1).loss == loss
-
-
-def test_all_building_blocks_can_be_functions():
-    """Those that a class would have as methods."""
-    asked = []
-
-    class Shuffles(hl.InterventionHook):
-        hook_points = {hl.HookPoint.POST_EPOCH}
-
-        def intervene(self, run_ctx, model_ctx):
-            asked.append(("shuffled", len(list(model_ctx.get_shuffled_loader()))))
-
-    data = linear_experiment(2).loader
-    experiment = linear_experiment(
-        1,
-        get_loader=lambda epoch: asked.append(("loader", epoch)) or iter(data),
-        shuffled_loader=lambda generator: data,
-        on_epoch_end=lambda epoch, metrics: asked.append(("end", sorted(metrics))),
-        evaluate=lambda model: {"val_loss": torch.tensor(2.0)},
-    )
-    result = hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Shuffles()]))
-    assert asked == [("loader", 0), ("shuffled", 2), ("end", ["loss", "val_loss"])]
-    assert result.metrics == {"val_loss": 2.0}
-    assert isinstance(result.metrics["val_loss"], float)
 
 
 # -- the usual loss --------------------------------------------------------------------------------------------
