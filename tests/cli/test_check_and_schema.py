@@ -102,42 +102,6 @@ def test_a_pattern_that_matches_nothing_is_an_error(values, no_factory, capsys):
     assert out.endswith("hooks.json: nothing is wrong with it, but see the 1 warning above.\n")
 
 
-def test_all_mistakes_of_a_file_are_told_at_once(no_factory, capsys):
-    """What it says, and of what it names, what there is not."""
-    specs = [SPEC | {"evry": 3}, SPEC | {"on": "foward"}, "x", SPEC | {"hook_factory": "experiments:nope"}]
-    assert run_here("check", write(specs, "hooks.json")) == 2
-    assert [line.partition(" at ")[2].partition(":")[0] for line in capsys.readouterr().err.splitlines()] == [
-        "$[0].evry",
-        "$[1].on",
-        "$[2]",
-        "$[3].hook_factory",
-    ]
-    one = {"name": "a", "on": "forwrd", "target_modules": ["7"], "hook_factory": "hookline.factories:activation_stat"}
-    assert run_here("check", write([one], "hooks.json"), "--model", MODEL) == 2
-    assert "at $[0].on: No kind 'forwrd'" in capsys.readouterr().err
-    one["on"] = "forward"
-    assert run_here("check", write([one], "hooks.json"), "--model", MODEL) == 2
-    said = capsys.readouterr().err
-    assert "at $[0].hook_factory: Module 'hookline.factories' has no attribute 'activation_stat'" in said
-    assert "Did you mean 'activation_stats'?" in said
-    one |= {"hook_factory": "hookline.factories:activation_stats", "config": {"stat": ["mean"]}}
-    assert run_here("check", write([one], "hooks.json"), "--model", MODEL) == 2
-    said = capsys.readouterr().err
-    assert "at $[0].config: activation_stats has no option 'stat'; did you mean 'stats'?" in said
-    assert said.count("at $[0]") == 1
-    specs = [SPEC | {"hook_factory": "experiments:nope"}, SPEC | {"target_modules": []}, SPEC | {"hook_factory": "abc"}]
-    specs += [SPEC | {"hook_factory": path} for path in ("os:sep", "r1_imports_what_is_not_there:f", None)]
-    Path("r1_imports_what_is_not_there.py").write_text("import r1_not_there")
-    assert run_here("check", write({"forward_hooks": specs}, "hooks.json")) == 2
-    said = capsys.readouterr().err
-    assert "at $.forward_hooks[0].hook_factory: Module 'experiments' has no attribute 'nope'" in said
-    assert "at $.forward_hooks[1]: the hook 'count' has no target_modules." in said
-    assert "at $.forward_hooks[2].hook_factory: Invalid hook callable path 'abc'." in said
-    assert "[3].hook_factory: Hook factory 'os:sep' is called with a config, and is a str." in said
-    assert "at $.forward_hooks[5]: the hook 'count' has no hook_factory." in said
-    assert "No module named 'r1_not_there' (from hook path 'r1_imports_what_is_not_there:f')." in said
-
-
 @pytest.mark.parametrize(
     ("factory", "config", "said"),
     [
@@ -344,17 +308,6 @@ def test_a_factory_that_cannot_be_had_leaves_no_folder_behind(factory, code, sai
     assert run_here("run", TINY, "--hook-specs", file, *QUIET) == code
     assert said in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_schedule_says_at_which_steps(seen, tmp_path):
-    """Of the steps 0 to 5; without a schedule, all of them."""
-    schedule = "{mode: burst, stride: 4, burst_length: 1, warmup: 2}"
-    for number, given in enumerate([schedule, "{stride: 2, warmup: 1}", "{warmup: 3}", "{stride: 4, burst_length: 2}"]):
-        assert run_here("run", write(RUN.replace(schedule, given))) == 0
-        folder = tmp_path / f"runs/tiny/forward{f'_{number}' if number else ''}"
-        assert _steps_of(folder) == [[4], [2, 4], [3, 4, 5], [0, 1, 4, 5]][number]
-    assert run_here("run", write(RUN.replace(f"  schedules:\n    seen: {schedule}\n", ""))) == 0
-    assert _steps_of(tmp_path / "runs/tiny/forward_4") == [0, 1, 2, 3, 4, 5]
 
 
 def _steps_of(folder: Path) -> list[int]:

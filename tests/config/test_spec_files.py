@@ -28,24 +28,6 @@ def test_the_settings_of_a_server_are_kept_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "line"),
-    [
-        ("a.json", '{"hooks": [\n {}, {},\n {"name": "x",\n  "target_modules": [1]}]}', 4),
-        ("a.json", '\n{"hooks": [{}, {}, {"target_modules": [1]}]}', 2),
-        ("a.yaml", "hooks:\n- {}\n- {}\n- name: x\n  target_modules:\n  - 1\n", 6),
-        ("a.yaml", "hooks: [{}, {},\n {target_modules: [1]}]\n", 2),
-        ("a.toml", "[[hooks]]\n[[hooks]]\n[[hooks]]\ntarget_modules = [1]\n", None),
-    ],
-)
-def test_a_mistake_has_its_path_and_line_in_every_language(tmp_path, name, text, line):
-    """The third of the hooks, the first of its patterns."""
-    with pytest.raises(ConfigError) as caught:
-        server_settings(read(tmp_path, text, name))
-    place = f"{tmp_path / name}" if line is None else f"{tmp_path / name}, line {line}"
-    assert str(caught.value).startswith(f"{place}, at $.hooks[2].target_modules[0]: ")
-
-
-@pytest.mark.parametrize(
     ("text", "said"),
     [
         ({"hooks": {"name": "x"}}, "at $.hooks: expected a valid list"),

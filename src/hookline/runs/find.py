@@ -343,7 +343,7 @@ def process_settings(*, deterministic: bool, matmul_precision: str | None) -> It
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     kernels = cudnn.deterministic, cudnn.benchmark
     fills, threads = memory.fill_uninitialized_memory, torch.get_num_threads()
-    precision = torch.get_float32_matmul_precision()
+    precision = matmul_precision and torch.get_float32_matmul_precision()
     try:
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
@@ -358,7 +358,8 @@ def process_settings(*, deterministic: bool, matmul_precision: str | None) -> It
         cudnn.deterministic, cudnn.benchmark = kernels
         memory.fill_uninitialized_memory = fills
         torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(precision)
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
 
 
 def set_threads(asked: int | None, recorded: int | None) -> tuple[int, str]:

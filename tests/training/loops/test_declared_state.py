@@ -216,12 +216,3 @@ def test_one_guard_serves_the_whole_run(monkeypatch):
     monkeypatch.setattr(Guard, "__init__", lambda self, *args, **kw: made.append(1) or real(self, *args, **kw))
     hl.epoch_loop(Adversaries(), epochs=EPOCHS, manager=hl.HookManager(hooks=[Trains()]))
     assert made == [1]
-
-
-def _small_with(tensor: Tensor) -> hl.Experiment:
-    model = nn.Linear(2, 1)
-    experiment = hl.Experiment(
-        model, torch.optim.SGD(model.parameters()), [torch.ones(1, 2)], lambda m, batch: m(batch).sum()
-    )
-    experiment.table = tensor
-    return experiment

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers_loops import linear_experiment, noting, rich_experiment
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
 from hookline.phases import phase
@@ -67,27 +66,6 @@ def test_with_accumulation_a_step_is_one_of_the_optimizer():
     assert [len(ctx.batch_data) for ctx in hook.at("PRE_STEP")] == [2, 2, 1]
     [(_, norms)] = sink.series("Same/norm")
     assert norms[-1] == pytest.approx(experiment.model.bias.grad.norm().item(), rel=1e-6)
-
-
-def test_processes_wait_for_each_other_once_a_step():
-    """DDP's no_sync is around every batch of a step but the last."""
-    events = []
-
-    class Parallel(nn.Linear):
-        @contextmanager
-        def no_sync(self):
-            events.append("alone")
-            yield
-            events.append("together")
-
-        def forward(self, x):
-            events.append("forward")
-            return super().forward(x)
-
-    model = Parallel(2, 1)
-    data = linear_experiment(3).loader
-    hl.epoch_loop(hl.Experiment(model, torch.optim.SGD(model.parameters(), lr=0.1), data, accumulate=3), epochs=1)
-    assert events == ["alone", "forward", "together"] * 2 + ["forward"]
 
 
 def test_each_epoch_may_have_a_loader_of_its_own():
@@ -433,20 +411,6 @@ def test_trackers_count_training_alone():
 
 
 # -- data ------------------------------------------------------------------------------------------------------
-
-
-def test_a_distributed_sampler_is_told_the_epoch():
-    """Or it would give out the same order every time."""
-    dataset = TensorDataset(torch.arange(8.0).unsqueeze(1), torch.zeros(8, 1))
-    sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True)
-    model = nn.Linear(1, 1)
-    loader = DataLoader(dataset, sampler=sampler)
-    experiment = hl.Experiment(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-    orders: list[list[float]] = [[], []]
-    experiment.train_step = lambda batch: orders[sampler.epoch].append(batch[0].item())
-    hl.epoch_loop(experiment, epochs=2)
-    assert sorted(orders[0]) == sorted(orders[1]) == list(range(8))
-    assert orders[0] != orders[1]
 
 
 @pytest.mark.parametrize(("given", "loss"), [(True, None), (None, None), (2, 2.0), ({"more": 1}, None)])

@@ -493,27 +493,6 @@ def test_a_run_that_has_had_enough_stays_so(tmp_path):
     assert again == first
 
 
-def test_epochs_and_steps_that_hooks_see_go_on(tmp_path):
-    """No epoch is shown twice, none is left out, and step numbers have no gap."""
-    seen = []
-
-    class Sees(hl.TrainingHook):
-        hook_points = {hl.HookPoint.PRE_EPOCH, hl.HookPoint.POST_STEP, hl.HookPoint.POST_EPOCH}
-
-        def compute(self, ctx):
-            seen.append((ctx.hook_point.name, ctx.epoch, ctx.step))
-
-    def run(*stops):
-        seen.clear()
-        for stop in (*stops, -1):
-            manager = hl.HookManager(hooks=[Sees(), StopAt(stop)])
-            options = {"checkpoints": Checkpoints(tmp_path / str(stops)), "resume": True}
-            hl.epoch_loop(linear_experiment(), epochs=3, manager=manager, **options)
-        return list(seen)
-
-    assert run() == run(0, 2, 3)
-
-
 def test_a_trainer_is_resumed_by_the_same_options(tmp_path):
     """It hands them on to the loop; what it has reported of each epoch is part of its state."""
 
