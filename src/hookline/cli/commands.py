@@ -267,8 +267,6 @@ class CheckOptions:
     """The file: .yaml, .toml, .json."""
     model: Annotated[str | None, Show("FILE:MODEL")] = None
     """Show what the patterns match in this model; one that matches nothing is an error."""
-    no_strict: bool = False
-    """With --model, warn of a pattern that matches nothing, and go on."""
     json: bool = False
     """Print JSON; what is said otherwise goes to the standard error."""
 
@@ -297,10 +295,7 @@ def check(arguments: Sequence[str]) -> int:
         else:
             specs, places = _of_run(options.config, plan)
         unmatched = {place: _why_unmatched(model, spec, options.model or "") for place, spec in specs.items()}
-        if options.no_strict:
-            warned += [f"hook {specs[place].name!r}: {text}" for place, text in unmatched.items() if text]
-        else:
-            refuse(places, [((*place, "target_modules"), text) for place, text in unmatched.items() if text])
+        refuse(places, [((*place, "target_modules"), text) for place, text in unmatched.items() if text])
         plan["hooks"] = [spec_row(spec, model) for spec in specs.values()]
     if options.json:
         tell_json("check", plan | {"warnings": warned})
@@ -402,8 +397,6 @@ def schema_of(what: str) -> dict[str, Any]:
 
 _PAGE_EVERY: Final = 5.0
 """Seconds from one page of ``--live`` to the next, and until a page loads itself anew."""
-_LOOK_EVERY: Final = 0.5
-"""Seconds from one look for a folder that is not there yet to the next."""
 
 
 @dataclass
@@ -424,7 +417,7 @@ class ReportOptions:
     open: bool = False
     """Show it in the browser."""
     live: bool = False
-    """Write the page again every few seconds while the runs go on; it loads itself anew. Waits for a run to begin."""
+    """Write the page again every few seconds while the runs go on; it loads itself anew."""
 
 
 def report(arguments: Sequence[str]) -> int:
@@ -458,7 +451,6 @@ def _follow(options: ReportOptions) -> WrittenPage | None:
     """Write the page again and again, until all runs have ended or Ctrl-C; the last one does not load itself anew."""
     page = None
     try:
-        _wait_for(options.runs)
         while page is None or not page.is_over:
             began, is_first = time.monotonic(), page is None
             page = _write_report(options.runs, options, live=_PAGE_EVERY)
@@ -470,15 +462,6 @@ def _follow(options: ReportOptions) -> WrittenPage | None:
         tell("Ended.")
         return None if page is None else _write_report(options.runs, options)
     return page
-
-
-def _wait_for(runs: Sequence[str]) -> None:
-    """Wait until all folders are there."""
-    missing = [run for run in runs if not Path(run).exists()]
-    if missing:
-        print(f"Waiting for {', '.join(missing)}; Ctrl-C ends that.", file=sys.stderr)
-    while not all(Path(run).exists() for run in missing):
-        time.sleep(_LOOK_EVERY)
 
 
 def _run_or_folder(path: str) -> Path:
