@@ -147,19 +147,12 @@ class NoBatches(Tiny):
         self.loader = []
 
 
-def make_tiny(width: int = 6, strategy: str = "default") -> hl.Experiment:
-    """A function whose parameters are flags."""
+def make_tiny(strategy: str) -> hl.Experiment:
+    """A function that makes an experiment."""
     model = nn.Linear(4, 2)
-    model.width, model.strategy = width, strategy
+    model.strategy = strategy
     data = [(torch.ones(3, 4), torch.zeros(3, dtype=torch.long))]
     return hl.Experiment(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
-
-
-def make_tool() -> hl.metta.TrainTool:
-    """A tool with a tracker on a component."""
-    tool = hl.metta.TrainTool(epochs=3)
-    tool.add_training_hook("actor_mlp", hl.metta.attach_relu_activation_hooks())
-    return tool
 
 
 def make_model() -> nn.Module:

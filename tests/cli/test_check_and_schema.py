@@ -55,7 +55,7 @@ def no_factory(monkeypatch):
 
 
 def test_the_settings_of_a_server_are_checked_dry(no_factory, capsys):
-    """Both lists, with what they match; other keys are named and left alone; no factory is called."""
+    """Both lists, with what they match; other keys are left alone; no factory is called."""
     forward = SPEC | {"name": "grads", "on": "backward", "target_modules": ["0"]}
     values = {"model_path": "m", "port": 3, "enable_hooks": True, "hooks": [SPEC], "forward_hooks": [forward]}
     assert run_here("check", write(values, "server.json"), "--model", MODEL) == 0
@@ -63,14 +63,12 @@ def test_the_settings_of_a_server_are_checked_dry(no_factory, capsys):
     rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     assert "1.0, 1.1" in rows["count"]
     assert "backward" in rows["grads"]
-    assert "unchecked  model_path, port" in out
     assert out.endswith("server.json: nothing is wrong with it.\n")
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"hooks": [SPEC], "port": 3}, "attaches none of 'hooks' unless its settings say enable_hooks: true"),
         ({"hooks": [SPEC], "enable_hooks": False}, "enable_hooks is false: none of 'hooks' is attached."),
         ({"enable_hooks": True, "hooks": None}, "enable_hooks=True but no 'hooks' specified in server_args"),
         ({"forward_hooks": [SPEC | {"enabled": False, "hook_factory": "nowhere:f"}]}, "(not enabled)"),
@@ -90,54 +88,13 @@ LOST = SPEC | {"name": "lost", "target_modules": ["1.#", "2.*"]}
 
 @pytest.mark.parametrize("values", [[SPEC, LOST], {"forward_hooks": [LOST]}, {"experiment": TINY, "specs": [LOST]}])
 def test_a_pattern_that_matches_nothing_is_an_error(values, no_factory, capsys):
-    """In each kind of file, with its line and the nearest names, as for ``serve``; with --no-strict a warning."""
+    """In each kind of file, with its line and the nearest names, as for ``serve``."""
     file = write(values, "hooks.json")
     assert run_here("check", file, "--model", MODEL) == 2
     said = capsys.readouterr().err
     assert re.search(r"line \d+, at \$\S*\[\d\]\.target_modules: No module matches '2\.\*'", said)
     assert "hookline find" in said
     assert run_here("check", file) == 0
-    capsys.readouterr()
-    assert run_here("check", file, "--model", MODEL, "--no-strict") == 0
-    out = capsys.readouterr().out
-    assert "warning: hook 'lost': No module matches '2.*'" in out
-    assert out.endswith("hooks.json: nothing is wrong with it, but see the 1 warning above.\n")
-
-
-def test_all_mistakes_of_a_file_are_told_at_once(no_factory, capsys):
-    """What it says, and of what it names, what there is not."""
-    specs = [SPEC | {"evry": 3}, SPEC | {"on": "foward"}, "x", SPEC | {"hook_factory": "experiments:nope"}]
-    assert run_here("check", write(specs, "hooks.json")) == 2
-    assert [line.partition(" at ")[2].partition(":")[0] for line in capsys.readouterr().err.splitlines()] == [
-        "$[0].evry",
-        "$[1].on",
-        "$[2]",
-        "$[3].hook_factory",
-    ]
-    one = {"name": "a", "on": "forwrd", "target_modules": ["7"], "hook_factory": "hookline.factories:activation_stat"}
-    assert run_here("check", write([one], "hooks.json"), "--model", MODEL) == 2
-    assert "at $[0].on: No kind 'forwrd'" in capsys.readouterr().err
-    one["on"] = "forward"
-    assert run_here("check", write([one], "hooks.json"), "--model", MODEL) == 2
-    said = capsys.readouterr().err
-    assert "at $[0].hook_factory: Module 'hookline.factories' has no attribute 'activation_stat'" in said
-    assert "Did you mean 'activation_stats'?" in said
-    one |= {"hook_factory": "hookline.factories:activation_stats", "config": {"stat": ["mean"]}}
-    assert run_here("check", write([one], "hooks.json"), "--model", MODEL) == 2
-    said = capsys.readouterr().err
-    assert "at $[0].config: activation_stats has no option 'stat'; did you mean 'stats'?" in said
-    assert said.count("at $[0]") == 1
-    specs = [SPEC | {"hook_factory": "experiments:nope"}, SPEC | {"target_modules": []}, SPEC | {"hook_factory": "abc"}]
-    specs += [SPEC | {"hook_factory": path} for path in ("os:sep", "r1_imports_what_is_not_there:f", None)]
-    Path("r1_imports_what_is_not_there.py").write_text("import r1_not_there")
-    assert run_here("check", write({"forward_hooks": specs}, "hooks.json")) == 2
-    said = capsys.readouterr().err
-    assert "at $.forward_hooks[0].hook_factory: Module 'experiments' has no attribute 'nope'" in said
-    assert "at $.forward_hooks[1]: the hook 'count' has no target_modules." in said
-    assert "at $.forward_hooks[2].hook_factory: Invalid hook callable path 'abc'." in said
-    assert "[3].hook_factory: Hook factory 'os:sep' is called with a config, and is a str." in said
-    assert "at $.forward_hooks[5]: the hook 'count' has no hook_factory." in said
-    assert "No module named 'r1_not_there' (from hook path 'r1_imports_what_is_not_there:f')." in said
 
 
 @pytest.mark.parametrize(
@@ -348,17 +305,6 @@ def test_a_factory_that_cannot_be_had_leaves_no_folder_behind(factory, code, sai
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_schedule_says_at_which_steps(seen, tmp_path):
-    """Of the steps 0 to 5; without a schedule, all of them."""
-    schedule = "{mode: burst, stride: 4, burst_length: 1, warmup: 2}"
-    for number, given in enumerate([schedule, "{stride: 2, warmup: 1}", "{warmup: 3}", "{stride: 4, burst_length: 2}"]):
-        assert run_here("run", write(RUN.replace(schedule, given))) == 0
-        folder = tmp_path / f"runs/tiny/forward{f'_{number}' if number else ''}"
-        assert _steps_of(folder) == [[4], [2, 4], [3, 4, 5], [0, 1, 4, 5]][number]
-    assert run_here("run", write(RUN.replace(f"  schedules:\n    seen: {schedule}\n", ""))) == 0
-    assert _steps_of(tmp_path / "runs/tiny/forward_4") == [0, 1, 2, 3, 4, 5]
-
-
 def _steps_of(folder: Path) -> list[int]:
     """The steps at which the hook was asked."""
     found = []
@@ -373,10 +319,8 @@ def test_a_dry_run_shows_schedules_and_where_hooks_sit(seen, capsys):
     assert run_here("run", write(RUN), "--dry-run") == 0
     out = capsys.readouterr().out
     assert "1 of every 4 steps from 2" in " ".join(out.split())
-    sites = out[out.index("On the model") :]
-    rows = {line.split()[0]: line.split() for line in sites.splitlines() if line.strip()}
-    assert rows["relu_activations"][-1] == "1"
-    assert rows["count"] == ["count", "(spec)", "forward", "1"]
+    rows = {line.split()[0]: line.split() for line in out[out.index("Specs") :].splitlines() if line.strip()}
+    assert rows["count"] == ["count", "forward", "1", "1"]
 
 
 def test_a_dry_run_shows_hooks_on_modules_of_a_run_that_has_no_others(capsys):
@@ -384,7 +328,7 @@ def test_a_dry_run_shows_hooks_on_modules_of_a_run_that_has_no_others(capsys):
     spec = {"name": "s", "target_modules": ["*"], "hook_factory": "hookline.testing.model_hooks:dummy_hook_factory"}
     assert run_here("run", TINY, "--hooks", "none", "--hook-specs", write([spec], "hooks.json"), "--dry-run") == 0
     out = capsys.readouterr().out
-    assert "s (spec)" in out.partition("On the model")[2]
+    assert "s      forward" in out.partition("Specs")[2]
     assert "records.jsonl" not in out
 
 

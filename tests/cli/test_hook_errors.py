@@ -95,14 +95,6 @@ def test_a_hook_that_cannot_start_is_named(capsys):
     assert "in runs/tiny/forward." in err
 
 
-def test_a_failure_that_is_no_hooks_names_the_folder_alone(capsys):
-    """The experiment's own."""
-    assert run_here("run", TINY.replace(":Tiny", ":Broken"), *QUIET) == 1
-    err = capsys.readouterr().err
-    assert "what it recorded until then is in runs/broken/forward." in err
-    assert "--on-hook-error" not in err
-
-
 def test_a_missing_package_is_its_install_line(capsys, monkeypatch):
     """Whoever needs it: the experiment that comes with hookline, or a file of one's own."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "sklearn"]:
@@ -116,18 +108,3 @@ def test_a_missing_package_is_its_install_line(capsys, monkeypatch):
     assert "pip install 'hookline[experiments]'" in err
     assert "Traceback" not in err
     assert "your code" not in err
-
-
-def test_ctrl_c_while_torch_is_imported_is_no_traceback(capsys, monkeypatch):
-    """An error that follows it, of a module that is half imported, is not shown."""
-    from hookline.cli import run as command
-
-    def interrupted(arguments):
-        try:
-            raise KeyboardInterrupt
-        finally:
-            raise AttributeError("partially initialized module")
-
-    monkeypatch.setattr(command, "run", interrupted)
-    assert run_here("run", TINY) == 130
-    assert capsys.readouterr().err == ""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-import re
 import sys
 from pathlib import Path
 
 import pytest
-from helpers_cli import TINY, records_of, run_here
+from helpers_cli import records_of, run_here
 
 QUIET = ("--silent", "--no-report")
 OWN = """
@@ -87,22 +86,6 @@ def test_a_negative_length_is_wrong_use_and_makes_no_folder(capsys, own, tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.filterwarnings("always::hookline.errors.HooklineWarning")  # as outside of tests
-def test_sinks_without_hooks_are_not_passed_over_in_silence(capsys, own):
-    """Nothing would be written; with a hook there is no warning."""
-    assert (
-        run_here(
-            "run", f"{own}:Own", "--epochs", "1", "--hook-csv", "--hook-prometheus", "0", "--hooks", "none", *QUIET
-        )
-        == 0
-    )
-    err = capsys.readouterr().err
-    assert "--hook-csv, --hook-prometheus will write nothing: no hooks are on" in err
-    assert run_here("run", f"{own}:Own", "--epochs", "1", *QUIET) == 0
-    assert run_here("run", f"{own}:Own", "--epochs", "1", "--hooks", "norms", "--hook-csv", *QUIET) == 0
-    assert "will write nothing" not in capsys.readouterr().err
-
-
 def test_a_port_that_there_is_not_is_told_before_training(capsys, own, tmp_path):
     """Not by a sink that fails in the run."""
     assert run_here("run", f"{own}:Own", "--hooks", "norms", "--hook-prometheus", "99999999") == 2
@@ -128,17 +111,6 @@ def test_the_bar_moves_without_an_optimizer_of_torch(capsys, own):
     """It counts the experiment's own steps."""
     assert run_here("run", f"{own}:ByItself", "--epochs", "2", *QUIET) == 0
     assert "10/10 steps" in capsys.readouterr().out
-
-
-def test_the_bar_ends_with_the_figures_of_the_end(capsys):
-    """Not with those of the epoch before."""
-    assert run_here("run", TINY, "--epochs", "3", "--hooks", *QUIET) == 0
-    out = capsys.readouterr().out
-    shown = re.search(r"9/9 steps.*loss (\S+)", out)
-    ended = re.search(r"finished: 9 steps.*?loss ([^,\s]+)", out)
-    assert shown is not None
-    assert ended is not None
-    assert shown[1] == ended[1]
 
 
 def test_a_snapshot_of_the_step_loop_is_one_table(capsys, own):
@@ -169,37 +141,6 @@ def test_the_experiment_to_start_from_runs_in_any_precision(tmp_path, dtype):
     assert run_here("new", "experiment", "parity.py") == 0
     assert run_here("run", "parity.py:Parity", "--dtype", dtype, "--epochs", "1", "--hooks", *QUIET) == 0
     assert records_of(tmp_path / "runs" / "parity" / "shuffled")
-
-
-def test_a_file_with_a_blank_in_its_name_is_quoted(capsys):
-    """The line that is printed can be pasted."""
-    assert run_here("new", "hook", "my hook.py") == 0
-    assert "--hooks 'my hook.py:MyHook'" in capsys.readouterr().out
-
-
-def test_replay_says_where_it_went_and_mlflow_takes_a_folder(capsys, own, tmp_path):
-    """MLflow's stores of files are no more: in a folder there is a database."""
-    pytest.importorskip("mlflow")
-    assert run_here("run", f"{own}:Own", "--epochs", "1", "--hooks", *QUIET) == 0
-    assert run_here("replay", "runs/own/default", "--to", "csv") == 0
-    assert "into runs/own/default/default.csv." in capsys.readouterr().out
-    from hookline.cli.commands import _store
-
-    assert _store("kept") == "kept/mlflow.db"
-    assert (tmp_path / "kept").is_dir()
-    assert _store("sqlite:///a.db") == "sqlite:///a.db"
-
-
-def test_a_page_that_is_interrupted_says_how_to_make_it_later(capsys, own, monkeypatch):
-    """The run itself is over and saved."""
-    from hookline.report import report_page as page
-
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(page, "write_page", interrupted)
-    assert run_here("run", f"{own}:Own", "--epochs", "1", "--hooks", "norms", "--silent") == 130
-    assert "Later: hookline report runs/own/default" in capsys.readouterr().err
 
 
 def test_a_second_ctrl_c_says_what_there_is_to_go_on_from(capsys, own, monkeypatch):

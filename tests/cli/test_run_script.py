@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -22,8 +21,6 @@ from hookline.cli import script
 from hookline.cli.main import main
 from hookline.errors import NoMatchError
 from hookline.integrations.first_step import find_model
-from hookline.integrations.host_facts import arguments_by_name
-from hookline.integrations.snapshot_steps import SnapshotSteps
 
 WARM_START = Path(__file__).with_name("warm_start.py")
 TRAIN = """
@@ -529,23 +526,6 @@ def test_a_script_of_one_epoch_has_more_than_one_report(flags: list[str], steps:
     assert [one.get("step") for one in records] == steps
 
 
-def test_an_interval_that_grows_gives_few_reports_to_a_long_run() -> None:
-    steps = SnapshotSteps(10, grows=True)
-    due = [step for step in range(1000) if steps.is_due(step)]
-    assert due[:21] == list(range(0, 210, 10))
-    assert due[-3:] == [800, 880, 960]
-    assert steps.count(961) == len(due)
-    assert steps.count(1000) == len(due) + 1  # step 999 is the last
-    assert steps.count(1_000_000) == 144
-    page = Path(__file__).parents[2] / "docs" / "command_line.md"
-    for text in (page.read_text(), inspect.getsource(SnapshotSteps)):
-        told = re.search(r"(\d+) times\s+in 1,000,000 steps|1,000,000 steps has (\d+) reports", text)
-        assert told is not None
-        assert int(told[1] or told[2]) == steps.count(1_000_000)
-    assert SnapshotSteps(0).count(1000) == steps.count(0) == 0
-    assert all(steps.next(step) == min(one for one in [*due, 1040] if one >= step) for step in range(1000))
-
-
 ENDS = """
 import os, signal, sys, time
 import torch
@@ -661,20 +641,6 @@ def test_a_command_that_leaves_with_a_code_of_its_own_after_a_signal_was_stopped
     assert json.loads((folder / "runs/outer/script/run.json").read_text())["status"] == "stopped"
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ([], {}),
-        (["--lr", "1e-3", "--steps=100", "--amp", "-v"], {"lr": 0.001, "steps": 100, "amp": True, "v": True}),
-        (["data", "more", "--bounds", "-1", "0.5", "--"], {"arguments": "data more", "bounds": "-1 0.5 --"}),
-        (["optim.lr=3e-4", "model=gpt2", "a/b=c"], {"optim.lr": 3e-4, "model": "gpt2", "arguments": "a/b=c"}),
-        (["--tag", "a", "--tag", "b", "--shift", "-0.5"], {"tag": "a b", "shift": -0.5}),
-    ],
-)
-def test_arguments_of_a_script_are_told_by_name(words: list[str], expected: dict[str, Any]) -> None:
-    assert arguments_by_name(words) == expected
-
-
 def test_a_run_has_the_name_that_it_was_given_and_the_arguments_of_its_script(folder: Path, capfd: Any) -> None:
     (folder / "script.py").write_text(ONE_EPOCH)
     (folder / "run.yaml").write_text("name: of the file\nhooks: [norms]\n")
@@ -685,17 +651,6 @@ def test_a_run_has_the_name_that_it_was_given_and_the_arguments_of_its_script(fo
         told = json.loads((run / "run.json").read_text())
         assert (told["name"], told["config"]) == (name, {"width": 64, "amp": True})
         assert f"<title>{name}" in (run / "report.html").read_text()
-
-
-def test_a_sink_is_known_by_its_name(folder: Path, capfd: Any) -> None:
-    """As without a script."""
-    (folder / "script.py").write_text(ONE_EPOCH)
-    asked = ["--hooks", "norms", "--hook-sink", "memory", "--no-report"]
-    assert main(["run", *asked, "--", sys.executable, "script.py"]) == 0
-    assert "not attached" not in capfd.readouterr().err
-    facts = json.loads((folder / "runs/script/script/run.json").read_text())
-    assert facts["sinks"] == ["MemorySink"]
-    assert facts["result"]["steps"] == 30
 
 
 def test_a_negative_interval_is_refused(folder: Path, capfd: Any) -> None:

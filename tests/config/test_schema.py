@@ -9,10 +9,11 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import yaml
 
 from hookline.cli.commands import schema_of
 from hookline.errors import ConfigError
-from hookline.runs.documents import load_yaml, read_document, server_settings
+from hookline.runs.documents import CoreLoader, read_document, server_settings
 from hookline.runs.read import read_file
 from hookline.runs.run import Run
 from hookline.specs.hook_spec import HookSpec
@@ -39,7 +40,10 @@ def test_the_run_files_of_the_pages_pass():
     found = []
     for page in ("command_line.md", "specs.md"):
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-        found += [load_yaml(block) for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
+        found += [
+            yaml.load(block, CoreLoader)
+            for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        ]
     runs = [values for values in found if "experiment" in values]
     assert runs
     for values in runs:
@@ -51,7 +55,7 @@ RIGHT = [
     ("server", {"enable_hooks": True, "hooks": [SPEC], "forward_hooks": None, "model_path": "x", "port": 30000}),
     ("server", {"hooks": None}),
     ("run", {"experiment": "x", "hooks": ["norms"], "$schema": "run.schema.json"}),
-    ("run", {"experiment": "x", "enable_hooks": True, "hooks": [SPEC], "seed": None}),
+    ("run", {"experiment": "x", "enable_hooks": True, "hooks": [SPEC], "seed": 3}),
     ("run", {"hooks": {"names": ["hessian"], "schedules": {"hessian": {"stride": 50}}}, "specs": [SPEC]}),
     ("run", {"save_checkpoints": 3}),
 ]
@@ -64,7 +68,7 @@ WRONG = [
     ("server", {"enable_hooks": "true"}),
     ("server", {"forward_hooks": [{**SPEC, "config": 3}]}),
     ("run", {"hoks": {}}),
-    ("run", {"hooks": {"schedules": {"a": {"stride": 0}}}}),
+    ("run", {"hooks": {"schedules": {"a": {"stride": "x"}}}}),
     ("run", {"specs": [{**SPEC, "on_error": "ignore"}]}),
 ]
 

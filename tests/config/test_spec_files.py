@@ -28,24 +28,6 @@ def test_the_settings_of_a_server_are_kept_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "line"),
-    [
-        ("a.json", '{"hooks": [\n {}, {},\n {"name": "x",\n  "target_modules": [1]}]}', 4),
-        ("a.json", '// c\n{"hooks": [{}, {}, {"target_modules": [1]}]}', 2),
-        ("a.yaml", "hooks:\n- {}\n- {}\n- name: x\n  target_modules:\n  - 1\n", 6),
-        ("a.yaml", "hooks: [{}, {},\n {target_modules: [1]}]\n", 2),
-        ("a.toml", "[[hooks]]\n[[hooks]]\n[[hooks]]\ntarget_modules = [1]\n", None),
-    ],
-)
-def test_a_mistake_has_its_path_and_line_in_every_language(tmp_path, name, text, line):
-    """The third of the hooks, the first of its patterns."""
-    with pytest.raises(ConfigError) as caught:
-        server_settings(read(tmp_path, text, name))
-    place = f"{tmp_path / name}" if line is None else f"{tmp_path / name}, line {line}"
-    assert str(caught.value).startswith(f"{place}, at $.hooks[2].target_modules[0]: ")
-
-
-@pytest.mark.parametrize(
     ("text", "said"),
     [
         ({"hooks": {"name": "x"}}, "at $.hooks: expected a valid list"),
@@ -113,12 +95,3 @@ def test_forward_hooks_count_whatever_the_switch_says(tmp_path):
     assert [spec["name"] for spec in read_specs(read(tmp_path, text))] == ["b"]
     text["enable_hooks"] = True
     assert [spec["name"] for spec in read_specs(read(tmp_path, text))] == ["a", "b"]
-
-
-def test_ten_thousand_hooks_are_read_and_the_wrong_one_is_found(tmp_path):
-    """In a second or two; whichever it is."""
-    specs = [SPEC | {"name": f"hook {number}"} for number in range(10_000)]
-    document = read(tmp_path, json.dumps({"hooks": [*specs, {"nme": 1}]}, indent=1))
-    with pytest.raises(ConfigError, match=r"line 70004, at \$\.hooks\[10000\]\.nme: "):
-        server_settings(document)
-    assert len(read_specs(read(tmp_path, {"hooks": specs}))) == 10_000

@@ -385,7 +385,6 @@ def test_mistakes_are_errors_that_say_what_to_do():
 
 
 SCRIPT = """
-import sys
 import torch
 from torch import nn
 
@@ -395,21 +394,20 @@ def draws(module, args, output):
 def look(module, args, output):
     pass
 
-if __name__ == "__main__":
-    torch.manual_seed(int(sys.argv[1]))
+def train():
+    torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(5):
         model(torch.rand(3, 2)).sum().backward()
         optimizer.step()
     print("trained")
-    sys.exit(0)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*stays silent")
-def test_the_command_audits_scripts_functions_and_run_files(
+def test_the_command_audits_functions_and_run_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Exit codes 0 to 3; the answer on the standard output alone; reference weights reach the hook that needs them."""
@@ -421,11 +419,11 @@ def test_the_command_audits_scripts_functions_and_run_files(
         code = main(["audit", *words])
         return code, capsys.readouterr().out
 
-    code, out = hookline("--hooks", "norms", f"{script}:look", "--", "python", str(script), "3")
+    code, out = hookline("--hooks", "norms", f"{script}:look", "--train", f"{script}:train")
     assert code == 0
     assert out.startswith("Same: 5 steps")
     assert "trained" not in out
-    code, out = hookline("--hooks", f"{script}:look", f"{script}:draws", "--json", "--", str(script), "3")
+    code, out = hookline("--hooks", f"{script}:look", f"{script}:draws", "--json", "--train", f"{script}:train")
     assert code == 1
     assert json.loads(out)["culprits"][0]["hooks"] == ["draws"]
     experiments = Path(__file__).parent.parent / "cli" / "experiments.py"

@@ -82,22 +82,6 @@ def test_what_they_declare_fits_the_command_line(cls):
     assert all(issubclass(hook, hl.InterventionHook) for hook in interventions)
 
 
-def test_mod_arithmetic_has_the_groups_of_the_source():
-    """Fourteen observers and ours, three interventions; the source's fifteenth needs a file of weights."""
-    assert len(ModArithmetic.hook_sets["observers"]) == 15
-    assert "gradient_projection" not in ModArithmetic.hook_sets["full"]
-    assert ModArithmetic.hook_sets["interventions"] == ["hessian", "counterfactual", "adam_dynamics"]
-    assert {"random", "stride"} < set(ModArithmetic.strategies)
-
-
-@pytest.mark.parametrize("cls", SMALL, ids=lambda cls: cls.name)
-def test_arguments_that_they_have_for_hooks_are_taken(cls):
-    """Of hooks that are in their groups."""
-    for name, arguments in getattr(cls, "hook_config", {}).items():
-        assert name in cls.hook_sets["full"]
-        hl.HookRegistry.get(name)(**arguments)
-
-
 def test_fourier_of_mod_arithmetic_counts_five_frequencies():
     """As many as a model of this size learns; by itself the hook asks for more than each of them has."""
     p = mod_arithmetic.Config().p
@@ -234,15 +218,6 @@ def test_the_target_gradient_is_that_of_the_other_pairs():
     assert {name: p.grad for name, p in experiment.model.named_parameters()}.keys() == found.keys()
     for name, parameter in experiment.model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad)
-
-
-@pytest.mark.parametrize("cls", SMALL, ids=lambda cls: cls.name)
-def test_they_follow_the_model_in_another_precision(cls):
-    """``--dtype float64``: batches go where and as the model is."""
-    experiment = made(cls)
-    experiment.to("cpu", torch.float64)
-    assert train(experiment).steps > 0
-    assert next(experiment.model.parameters()).dtype is torch.float64
 
 
 @pytest.mark.gpu

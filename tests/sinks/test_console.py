@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from rich.console import Console
 import hookline as hl
 from hookline.guard.digest import changed
 from hookline.records.sink import Record, StepSeries
-from hookline.screen import screen_text
 from hookline.sinks.console_sink import ConsoleSink, format_value, trend
 from hookline.testing.small_run import left_by, small_experiment
 
@@ -122,29 +120,6 @@ def test_names_are_text_and_not_markup():
     text = printed(Record({"größe/[bold]μ[red]": 1.0}, 0, "SNAPSHOT"))
     assert "größe" in text
     assert "[bold]μ[red]" in text
-
-
-def test_a_screen_that_knows_ascii_alone_is_given_that():
-    """Where rich would raise, letters are spelled out."""
-    raw = io.BytesIO()
-    file = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
-    sink = ConsoleSink(console=Console(file=file, width=80))
-    sink.set_run_context(strategy="zufällig")
-    sink.emit({"größe/μ": None}, 0, "SNAPSHOT")
-    text = raw.getvalue().decode("ascii")
-    assert "gr\\xf6\\xdfe" in text
-    assert "\\u03bc" in text
-    assert screen_text(sink.console, "▲ ▼ ━").plain == "^ v -"
-    assert screen_text(Console(file=io.StringIO()), "▲").plain == "▲"
-
-
-def test_in_the_step_loop_the_title_says_the_step_alone():
-    """There the axis is the step; in the epoch loop an epoch of the same number is said beside it."""
-    assert "Hook Metrics · step 40 " in printed(Record({"a/b": 1}, None, "SNAPSHOT", step=40)) + " "
-    assert "epoch" not in printed(Record({"a/b": 1}, None, "SNAPSHOT", step=40))
-    assert "Hook Metrics · before the first step" in printed(Record({"a/b": 1}, None, "SNAPSHOT"))
-    assert "epoch 40 · step 40" in printed(Record({"a/b": 1}, 40, "SNAPSHOT", step=40))
-    assert "epoch 40" in printed(Record({"a/b": 1}, 40, "SNAPSHOT"))
 
 
 @pytest.mark.parametrize(
@@ -279,20 +254,6 @@ def test_it_is_a_sink_of_a_run():
     assert "val_acc" in text
 
 
-def test_metrics_are_chosen_by_name_hook_and_pattern():
-    """In the order they are asked for; what is in a layer can be asked for too; what has not come is told."""
-    metrics = {"eval/val_acc": 0.5, "norms/a": 1.0, "norms/b": 2.0, "stats/layers/0": 3.0, "other/x": 4.0}
-    file = io.StringIO()
-    show = ["norms/*", "val_acc", "stats/layers/0", "nothing"]
-    sink = ConsoleSink(console=Console(file=file, width=160), show=show)
-    sink.write(Record(metrics, 0, "SNAPSHOT"))
-    rows = [line.split() for line in file.getvalue().splitlines() if line.startswith("│")]
-    assert [row[3] for row in rows] == ["a", "b", "val_acc", "layers/0"]
-    assert sink.missing() == ["nothing"]
-    with pytest.raises(hl.errors.OptionError, match=r"write \['loss'\]"):
-        ConsoleSink(show="loss")
-
-
 def test_a_table_is_of_the_epoch_and_its_snapshot_together():
     """One, although they come as two records; epochs between snapshots have none; without hooks at snapshots too."""
     records = []
@@ -308,35 +269,3 @@ def test_a_table_is_of_the_epoch_and_its_snapshot_together():
     first, second, third = bar.console.file.getvalue().split("Hook Metrics")[1:]
     assert ["epoch 0" in first, "epoch 2" in second, "epoch 3" in third] == [True] * 3
     assert ["code" in each for each in (first, second, third)] == [True, True, False]
-
-
-def test_the_live_view_is_no_higher_than_the_screen():
-    """The bar is on the first line: it stays to be seen, whatever does not fit."""
-    screen = {"width": 80, "height": 12, "force_terminal": True, "color_system": None, "_environ": {"TERM": "xterm"}}
-    console = Console(file=io.StringIO(), **screen)
-    sink = ConsoleSink("live", console=console)
-    sink.start(10, "epochs")
-    sink.emit({f"norms/layer{number}": 1.0 for number in range(20)}, 0, "POST_EPOCH")
-    drawn = console.file.getvalue().rpartition("\x1b[?25l")[2]
-    assert "0/10 epochs" in drawn
-    assert "layer3" in drawn
-    assert "layer19" not in drawn
-    sink.close()
-
-
-@pytest.mark.parametrize("mode", ["normal", "live"])
-def test_a_notebook_shows_what_rich_draws_there(monkeypatch: pytest.MonkeyPatch, mode: Any):
-    """Each table is an output; without widgets nothing can be drawn in place."""
-    shown: list[str] = []
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    monkeypatch.setattr("rich.jupyter.display", lambda segments, text: shown.append(text))
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    sink = ConsoleSink(mode)
-    shown.clear()
-    sink.start(2)
-    for epoch in range(2):
-        sink.emit({"norms/x": epoch + 0.5}, epoch, "SNAPSHOT")
-        sink.advance(1)
-    sink.close()
-    assert ["0.5" in shown[0], "1.5" in shown[1]] == [True, True]
-    assert shown[2].startswith("2/2 steps")

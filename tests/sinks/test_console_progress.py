@@ -112,16 +112,3 @@ def test_in_live_mode_the_bar_is_above_the_column(width):
     assert any("loss" in line for line in rest)
     assert all(len(line) <= width for line in (first, *rest))
     sink.close()
-
-
-def test_it_is_cheap_to_advance():
-    """The metrics are read, which waits for the device, and drawn when a tenth of a second has gone by."""
-    console, clock = on_screen(), Clock()
-    progress = RunProgress(console, clock=clock)
-    progress.start(100, "steps")
-    read: list[dict[str, float]] = []
-    for _ in range(100):
-        clock.now += 1 / 32
-        progress.advance(1, lambda: read.append({}) or {})  # type: ignore[func-returns-value]
-    assert len(read) == 25
-    progress.stop()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -146,27 +145,6 @@ def test_a_full_disk_is_no_end_and_when_there_is_room_again_nothing_is_missing(t
     code = FULL.format(here=str(Path(__file__).parents[1]), path=str(tmp_path / "records.jsonl"))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "went on\n", done.stderr
-
-
-def test_a_resumed_run_has_the_log_and_the_sinks_as_if_it_had_never_stopped(tmp_path):
-    """No gaps, no duplicates, byte for byte."""
-
-    def run(folder: Path, stop: bool) -> tuple[bytes, bytes]:
-        log, jsonl = folder / "records.jsonl", folder / "metrics.jsonl"
-        with FanOut([hl.sinks.MemorySink(), JSONLSink(jsonl)], log=log) as fan_out:
-            for number in range(4):
-                fan_out.write(record(number))
-            state = json.dumps(fan_out.state_dict())
-            for number in range(4, 7 if stop else 10):
-                fan_out.write(record(number))
-        if stop:
-            with FanOut([hl.sinks.MemorySink(), JSONLSink(jsonl)], log=log) as fan_out:
-                fan_out.load_state_dict(json.loads(state))
-                for number in range(4, 10):
-                    fan_out.write(record(number))
-        return log.read_bytes().partition(b"\n")[2], jsonl.read_bytes()  # the first line has the time and the place
-
-    assert run(tmp_path / "a", stop=True) == run(tmp_path / "b", stop=False)
 
 
 def test_each_process_of_a_distributed_run_has_a_log_of_its_own(tmp_path, monkeypatch):

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import urllib.request
 
 import pytest
 from helpers_loops import linear_experiment, noting
-from rich.console import Console
 
 import hookline as hl
-from hookline.records.log import RecordLog
-from hookline.report.metric_series import Collector
 
 
 class OwnSink(hl.MetricSink):
@@ -60,14 +56,6 @@ def test_csv_begins_with_the_step(tmp_path, rows):
     assert [row["step"] for row in found if row["noting/seen"]] == steps
 
 
-def test_the_screen_says_step():
-    """In tables."""
-    text = io.StringIO()
-    train(hl.sinks.ConsoleSink(console=Console(file=text, width=100)))
-    assert "step" in text.getvalue()
-    assert "epoch" not in text.getvalue()
-
-
 def test_files_have_no_epoch(tmp_path):
     """JSON lines and the log have null, Parquet an empty cell; the file of step metrics too."""
     from pyarrow import parquet
@@ -108,22 +96,3 @@ def test_tensorboard_and_prometheus_have_no_epoch(tmp_path):
     found.Reload()
     assert "epoch" not in found.Tags()["scalars"]
     assert [event.step for event in found.Scalars("eval/accuracy")] == [0, 2, 4]
-
-
-def test_an_older_log_goes_on_and_is_read(tmp_path):
-    """There the step stood in place of the epoch, too: the page has no axis of epochs for either half."""
-    log = RecordLog(tmp_path / "records.jsonl")
-    for step in range(3):
-        log.append(hl.records.Record({"norms/total": 1.0}, step, "POST_STEP", step, time=100.0 + step))
-    log.close()
-    manager = hl.HookManager(log=tmp_path / "records.jsonl", loop_type="step")
-    for step in range(3, 6):
-        manager.emit_metrics({"norms/total": 2.0}, step, hl.HookPoint.POST_STEP)
-    manager.close()
-    run = hl.load_run(tmp_path)
-    assert [(record.epoch, record.step) for record in run][2:4] == [(2, 2), (None, 3)]
-    assert run.to_pandas()["norms/total"].tolist() == [1.0] * 3 + [2.0] * 3
-    collector = Collector()
-    for record in run:
-        collector.take(record)
-    assert collector.series().clock.epochs is None

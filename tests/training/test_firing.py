@@ -17,8 +17,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hookline.errors import HooklineWarning, LifecycleError, OptionError
-from hookline.guard.model_context import ModelDataContext
-from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.hook import TrainingHook
 from hookline.lifecycle.manager import HookManager
 from hookline.phases import phase
@@ -58,20 +56,6 @@ def test_receipts_are_of_the_last_firing_and_counts_of_all():
     assert {name: cost["count"] for name, cost in manager.hooks.costs().items()} == {"a": 2, "b": 1}
 
 
-def test_contexts_are_made_once_for_all_hooks_and_the_models_only_for_interventions():
-    """A factory is called once per firing."""
-    made = []
-
-    def make():
-        made.append(context())
-        return made[-1]
-
-    one, two = observer("a"), observer("b")
-    HookManager(hooks=[one, two]).fire(POST_EPOCH, make, never)
-    assert len(made) == 1
-    assert one.seen[0] is two.seen[0] is made[0]
-
-
 def test_a_schedule_of_ones_own_is_asked_at_every_step():
     """Anything with ``is_active`` will do."""
 
@@ -106,59 +90,11 @@ def test_windows_count_steps_in_the_step_loop_from_step_0():
     assert fired == [0, 1, 2]
 
 
-def test_points_depend_on_the_loop():
-    """By its type; a hook without an entry for it takes no part, one without ``loop_points`` always does."""
-
-    def hooks():
-        return [
-            observer("both", POST_STEP, POST_EPOCH, loop_points={"epoch": {POST_EPOCH}, "step": {POST_STEP}}),
-            observer("epochs", POST_EPOCH, loop_points={"epoch": {POST_EPOCH}}),
-            observer("nothing", POST_EPOCH, loop_points={"epoch": {POST_EPOCH}, "step": set()}),
-            observer("plain", POST_EPOCH),
-        ]
-
-    def names(manager, point):
-        return [row.hook for row in manager.plan.rows if row.point == point.name]
-
-    by_epoch = HookManager(hooks=hooks(), loop_type="epoch")
-    assert (names(by_epoch, POST_EPOCH), names(by_epoch, POST_STEP)) == (["both", "epochs", "nothing", "plain"], [])
-    by_step = HookManager(hooks=hooks(), loop_type="step")
-    assert (names(by_step, POST_EPOCH), names(by_step, POST_STEP)) == (["plain"], ["both"])
-    assert list(by_step.plan.left_out) == ["epochs", "nothing"]
-    by_hand = HookManager(hooks=hooks())
-    assert names(by_hand, POST_STEP) == ["both"]
-    by_hand.plan.use_loop("step")
-    assert names(by_hand, POST_EPOCH) == ["plain"]
-    with pytest.raises(OptionError, match=r"'epoch'.*the step loop"):
-        by_epoch.plan.use_loop("step")
-
-
 @pytest.mark.parametrize("window", [(3, 1), (1, 2, 3), ("a", None), 5, "ab"])
 def test_a_window_that_is_none_is_refused(window):
     """When the manager is made."""
     with pytest.raises(OptionError, match=r"'a' at POST_EPOCH.*window"):
         HookManager(hooks=[observer("a", loop_points={"epoch": {POST_EPOCH: window}})], loop_type="epoch")
-
-
-def test_hooks_see_what_others_of_this_firing_have_returned():
-    """Not what was returned the last time; also through ``hook.manager``."""
-    seen = []
-
-    class Reads(TrainingHook):
-        hook_points = {POST_EPOCH}
-
-        def compute(self, ctx):
-            seen.append((self.manager.get_last_metrics(), self.manager.get_last_metrics(POST_EPOCH)))
-
-    number = iter(range(10))
-    manager = HookManager(hooks=[observer("a", do=lambda ctx: {"x": next(number)}), Reads()])
-    fire(manager, POST_EPOCH)
-    fire(manager, POST_EPOCH)
-    assert seen == [({"a/x": 0}, {"a/x": 0}), ({"a/x": 1}, {"a/x": 1})]
-    assert manager.get_last_metrics() == manager.get_last_metrics(POST_EPOCH) == {"a/x": 1}
-    assert manager.get_last_metrics(SNAPSHOT) == {}
-    manager.get_last_metrics().clear()
-    assert manager.get_last_metrics() == {"a/x": 1}
 
 
 # -- phases, nesting, cost -----------------------------------------------------------------------------------
@@ -313,26 +249,6 @@ def test_hooks_fire_exactly_when_their_schedules_say_whichever_steps_are_fired(s
 
 
 # -- a point that is named once -----------------------------------------------------------------------------------
-
-
-def test_contexts_are_shown_as_they_were_given():
-    """That of the run, in which the point may be a name, and that of the model, made if it is a function."""
-    seen = []
-    hook, edit = (
-        observer("a", POST_STEP, returns={"x": 1}),
-        intervention("b", SNAPSHOT, do=lambda run, m: seen.append(m)),
-    )
-    manager = HookManager(hooks=[hook, edit])
-    model = nn.Linear(2, 1)
-    ctx = context(POST_STEP, 3, model=model)
-    assert manager.fire(POST_STEP, ctx) == {"a/x": 1}
-    assert manager.fire(POST_STEP, run_ctx=RunDataContext("POST_STEP", 4)) == {"a/x": 1}
-    assert [shown.epoch for shown in hook.seen] == [3, 4]
-    assert hook.seen[0] is ctx
-    model_ctx = ModelDataContext(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    manager.fire(SNAPSHOT, context(SNAPSHOT), model_ctx)
-    manager.fire(SNAPSHOT, context(SNAPSHOT), model_ctx=lambda: model_ctx)
-    assert seen == [model_ctx, model_ctx]
 
 
 def test_fields_make_the_context_of_the_point_if_a_hook_is_due():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from helpers_hooks import PathLength, fire, observer
@@ -16,7 +14,6 @@ from hookline.errors import (
     MetricError,
     OptionError,
 )
-from hookline.lifecycle.hook import TrackerHook
 from hookline.lifecycle.manager import HookManager, record
 from hookline.metta.trackers import ReLUActivationState
 from hookline.observe.watch.watch import watch
@@ -54,14 +51,6 @@ def test_two_hooks_with_one_name_are_an_error():
         HookManager(hooks=[observer("a"), observer("a")])
     with pytest.raises(HookNameError, match=r"Two hooks are called 'path'"):
         HookManager(["path", "path"], hooks=[PathLength])
-
-
-def test_a_hook_belongs_to_the_manager_that_was_made_last():
-    """A notebook may make the manager again; the loops reset its hooks."""
-    hook = observer("a")
-    HookManager(hooks=[hook])
-    again = HookManager(hooks=[hook])
-    assert hook.manager is again
 
 
 def test_configuration_that_has_no_effect_is_not_passed_over():
@@ -160,27 +149,6 @@ def test_a_watch_is_a_hook():
     assert key.startswith("watch/")
     assert sink.latest[key] == pytest.approx(expected)
     assert fires == [1, 1]
-
-
-@pytest.mark.parametrize("starts", [True, False], ids=["a loop that starts hooks", "fired by hand"])
-def test_a_watch_on_another_model_is_told_once_a_run(starts):
-    """A wrapper of the trained model, and a part of it, are the same model."""
-    model, other = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
-    with watch(other) as elsewhere, watch(model[0]) as part, watch(nn.Sequential(model)) as wrapper:
-        assert (elsewhere.model, part.model) == (other, model[0])
-        hooks = [TrackerHook(part, name="part"), TrackerHook(wrapper, name="wrapper"), elsewhere]
-        manager = HookManager(hooks=hooks)
-        for _ in range(2):
-            manager.reset_all()
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                if starts:
-                    manager.hooks.start(model, manager.output.ranks)
-                for epoch in range(3):
-                    fire(manager, POST_EPOCH, epoch, model=model)
-            assert [str(each.message).partition(" that has no")[0] for each in told] == [
-                "The watch 'watch' is on a Linear"
-            ]
 
 
 # -- record --------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers_hooks import intervention, observer
 
-from hookline.errors import HooklineWarning, LifecycleError, OptionError
+from hookline.errors import LifecycleError, OptionError
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.manager import HookManager
 from hookline.when import HookPoint, StepSchedule
@@ -20,16 +20,6 @@ def order(*hooks, point=POST_EPOCH):
 def test_without_wishes_hooks_run_as_given_observers_first():
     """Interventions after all observers, whatever was given first."""
     assert order(intervention("i"), observer("b"), intervention("h"), observer("a")) == ["b", "a", "i", "h"]
-
-
-@pytest.mark.parametrize(("attribute", "value"), [("priority", 3), ("before", ("a",)), ("after", "a")])
-def test_a_hook_that_asks_for_a_place_is_told_that_the_list_is_the_order(attribute, value):
-    """One that keeps something of its own by such a name is not."""
-    hook = observer("b", **{attribute: value})
-    assert order(observer("a"), hook) == ["a", "b"]
-    setattr(type(hook), attribute, value)
-    with pytest.warns(HooklineWarning, match=rf"{attribute} has no effect.*list it earlier or later"):
-        assert order(observer("a"), hook) == ["a", "b"]
 
 
 def test_the_plan_prints_who_runs_where_when_and_what_it_needs():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 import types
@@ -141,40 +140,6 @@ def test_a_hook_that_cannot_be_called_is_refused_when_registered(registry):
     assert registry.known() == []
 
 
-def test_lists_leave_debug_hooks_out(three):
-    """Registration order; what is for debugging has a list of its own."""
-    assert three.list_all() == ["norms", "hessian"]
-    assert three.list_observers() == ["norms"]
-    assert three.list_interventions() == ["hessian"]
-    assert three.list_debug() == ["validator"]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "names"),
-    [
-        ([], []),
-        (["all"], ["norms", "hessian"]),
-        ("all", ["norms", "hessian"]),
-        (["observers"], ["norms"]),
-        (["interventions"], ["hessian"]),
-        (["all", "with_debug"], ["norms", "hessian", "validator"]),
-        (["validator"], ["validator"]),
-        (["hessian", "all", "hessian"], ["hessian", "norms"]),
-    ],
-)
-def test_tokens_stand_for_hooks_each_once_in_order(three, tokens, names):
-    """Debug hooks come by name or by "with_debug" alone."""
-    assert three.resolve(tokens) == names
-
-
-def test_an_unknown_hook_is_an_error_that_lists_the_known(three):
-    """In the source's words, with the nearest."""
-    with pytest.raises(ValueError, match=re.escape("Unknown hook: 'norm'. Did you mean 'norms'?")) as caught:
-        three.resolve(["norm"])
-    assert isinstance(caught.value, HookNameError)
-    assert str(caught.value).endswith("Available: norms, hessian, validator.")
-
-
 def test_an_argument_that_a_hook_does_not_take_is_named(three):
     """With those it takes."""
     with pytest.raises(OptionError, match=r"'norms' takes no 'oder'; it takes order, scale"):
@@ -198,31 +163,6 @@ def test_info_says_what_each_hook_is(three):
     assert info["hessian"]["description"] == "products with the Hessian"
     assert info["hessian"]["kind"] == "intervention"
     assert info["validator"]["debug"] is True
-
-
-def test_info_has_the_points_however_they_are_declared(registry):
-    """One alone, by loop, or worked out by each object, which is not known before there is one."""
-
-    class Base(TrainingHook):
-        def compute(self, ctx):
-            return {}
-
-    @registry.register
-    class One(Base):
-        hook_points = HookPoint.POST_EPOCH
-
-    @registry.register
-    class ByLoop(Base):
-        loop_points = {"epoch": {HookPoint.POST_EPOCH: (3, None)}, "step": ["SNAPSHOT"]}
-
-    @registry.register
-    class Own(Base):
-        @property
-        def hook_points(self):
-            return {HookPoint.PRE_STEP}
-
-    found = {name: info["hook_points"] for name, info in registry.get_all_info().items()}
-    assert found == {"One": ["POST_EPOCH"], "ByLoop": ["POST_EPOCH", "SNAPSHOT"], "Own": []}
 
 
 def test_metrics_are_described_by_the_hook(registry):
@@ -282,15 +222,6 @@ def test_a_name_that_is_taken_by_a_path_or_a_word_is_refused(registry):
     for name in ("observers", "norms"):
         with pytest.raises(HookNameError, match=f"{name!r} is taken, so it cannot stand for a group"):
             registry.add_group(name, ["hessian"])
-
-
-def test_a_path_that_cannot_be_imported_yet_may_be_later(registry, monkeypatch):
-    """And the error is the one of the import."""
-    registry.register_path("elsewhere", "made_up_module_of_hooks:Norms")
-    with pytest.raises(ModuleNotFoundError):
-        registry.get("elsewhere")
-    monkeypatch.setitem(sys.modules, "made_up_module_of_hooks", types.SimpleNamespace(Norms=Norms))
-    assert registry.get("elsewhere") is Norms
 
 
 class EntryPoint:

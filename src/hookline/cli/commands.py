@@ -16,7 +16,7 @@ import shlex
 import sys
 import time
 import webbrowser
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -204,11 +204,10 @@ def _made_model(thing: Any, path: str) -> Any:
         strategies = thing.strategies or ("default",)
         return thing(config, strategies[0])  # type: ignore[arg-type]
     try:
-        return thing()
+        inspect.signature(thing).bind()
     except TypeError as error:
-        if "argument" not in str(error) or error.__traceback__ is None or error.__traceback__.tb_next is not None:
-            raise
         raise OptionError(f"{path} cannot be called without arguments ({error}); name a function that can.") from None
+    return thing()
 
 
 # -- doctor: who hooks what in a model -------------------------------------------------------------------------
@@ -268,8 +267,6 @@ class CheckOptions:
     """The file: .yaml, .toml, .json."""
     model: Annotated[str | None, Show("FILE:MODEL")] = None
     """Show what the patterns match in this model; one that matches nothing is an error."""
-    no_strict: bool = False
-    """With --model, warn of a pattern that matches nothing, and go on."""
     json: bool = False
     """Print JSON; what is said otherwise goes to the standard error."""
 
@@ -279,7 +276,7 @@ def check(arguments: Sequence[str]) -> int:
     options = parse(CheckOptions, arguments, "check")
     if options.config is None:
         raise OptionError("hookline check needs a file: hookline check run.yaml.")
-    from hookline.runs.documents import is_server_file, placed_specs, read_document, refuse
+    from hookline.runs.documents import NO_HOOKS, is_server_file, placed_specs, read_document, refuse
 
     document = read_document(options.config)
     add_current_folder_to_path()
@@ -290,16 +287,16 @@ def check(arguments: Sequence[str]) -> int:
         warned: list[str] = []
         if isinstance(document.values, list) or is_server_file(document.values):
             specs = placed_specs(document, is_server=False, even_off=True)
-            if isinstance(document.values, dict):
-                warned += _of_switch(document.values, plan)
+            settings = document.values if isinstance(document.values, dict) else {}
+            if settings.get("enable_hooks") is False and settings.get("hooks"):
+                warned.append("enable_hooks is false: none of 'hooks' is attached.")
+            if settings.get("enable_hooks") and not settings.get("hooks"):
+                warned.append(f"{NO_HOOKS}.")
         else:
             specs, places = _of_run(options.config, plan)
         unmatched = {place: _why_unmatched(model, spec, options.model or "") for place, spec in specs.items()}
-        if options.no_strict:
-            warned += [f"hook {specs[place].name!r}: {text}" for place, text in unmatched.items() if text]
-        else:
-            refuse(places, [((*place, "target_modules"), text) for place, text in unmatched.items() if text])
-        plan["hooks"] = [_spec_row(spec, model) for spec in specs.values()]
+        refuse(places, [((*place, "target_modules"), text) for place, text in unmatched.items() if text])
+        plan["hooks"] = [spec_row(spec, model) for spec in specs.values()]
     if options.json:
         tell_json("check", plan | {"warnings": warned})
         return DONE
@@ -328,20 +325,6 @@ def _of_run(path: str, plan: dict[str, Any]) -> tuple[dict[KeyPath, HookSpec], P
     return {("specs", place): spec for place, spec in enumerate(run.specs)}, run.places
 
 
-def _of_switch(settings: Mapping[str, Any], plan: dict[str, Any]) -> list[str]:
-    """Warn if the hooks of a server's settings are switched off; add to the plan what is not looked at."""
-    others = [str(key) for key in settings if key not in ("$schema", "enable_hooks", "hooks", "forward_hooks")]
-    switch, hooks = settings.get("enable_hooks"), settings.get("hooks")
-    plan["unchecked"] = others
-    if switch and not hooks:
-        return ["enable_hooks=True but no 'hooks' specified in server_args."]
-    if hooks and switch is False:
-        return ["enable_hooks is false: none of 'hooks' is attached."]
-    if hooks and not switch and others:  # it has more than hooks, so that it is for --server-args
-        return ["a server attaches none of 'hooks' unless its settings say enable_hooks: true."]
-    return []
-
-
 def _why_unmatched(model: Any, spec: HookSpec, path: str) -> str:
     """Return why a pattern of ``spec`` matches nothing; empty if each matches something, or there is no model."""
     from hookline.specs.apply_specs import find_sites
@@ -357,7 +340,8 @@ def _why_unmatched(model: Any, spec: HookSpec, path: str) -> str:
     return ""
 
 
-def _spec_row(spec: HookSpec, model: Any) -> dict[str, Any]:
+def spec_row(spec: HookSpec, model: Any) -> dict[str, Any]:
+    """Return what a spec is, and the modules of `model` that it is on, if there is a model."""
     from hookline.specs.apply_specs import find_sites
 
     matches = "(not enabled)" if not spec.enabled else "(no --model given)"
@@ -401,15 +385,11 @@ def schema_of(what: str) -> dict[str, Any]:
     from hookline.runs.run import Run
     from hookline.specs.hook_spec import HookSpec
 
-    if what == "hooks":
-        return {"$schema": _DIALECT, "title": "Hooks on modules", **TypeAdapter(list[HookSpec]).json_schema()}
-    if what == "server":
-        return {"$schema": _DIALECT, **ServerFile.model_json_schema()}
-    found = Run.model_json_schema()
-    for name, one in found["properties"].items():  # null is the same as nothing
-        found["properties"][name] = {"anyOf": [one, {"type": "null"}], "description": one.get("description", "")}
-    found["properties"]["$schema"] = {"type": "string", "description": "Where this schema is, for editors."}
-    return {"$schema": _DIALECT, **found}
+    kinds: dict[str, Any] = {"run": Run, "hooks": list[HookSpec], "server": ServerFile}
+    found = {"$schema": _DIALECT, **TypeAdapter(kinds[what]).json_schema()}
+    if what == "run":
+        found["properties"]["$schema"] = {"type": "string", "description": "Where this schema is, for editors."}
+    return found
 
 
 # -- report: the page of runs ----------------------------------------------------------------------------------
@@ -417,8 +397,6 @@ def schema_of(what: str) -> dict[str, Any]:
 
 _PAGE_EVERY: Final = 5.0
 """Seconds from one page of ``--live`` to the next, and until a page loads itself anew."""
-_LOOK_EVERY: Final = 0.5
-"""Seconds from one look for a folder that is not there yet to the next."""
 
 
 @dataclass
@@ -439,7 +417,7 @@ class ReportOptions:
     open: bool = False
     """Show it in the browser."""
     live: bool = False
-    """Write the page again every few seconds while the runs go on; it loads itself anew. Waits for a run to begin."""
+    """Write the page again every few seconds while the runs go on; it loads itself anew."""
 
 
 def report(arguments: Sequence[str]) -> int:
@@ -473,7 +451,6 @@ def _follow(options: ReportOptions) -> WrittenPage | None:
     """Write the page again and again, until all runs have ended or Ctrl-C; the last one does not load itself anew."""
     page = None
     try:
-        _wait_for(options.runs)
         while page is None or not page.is_over:
             began, is_first = time.monotonic(), page is None
             page = _write_report(options.runs, options, live=_PAGE_EVERY)
@@ -485,15 +462,6 @@ def _follow(options: ReportOptions) -> WrittenPage | None:
         tell("Ended.")
         return None if page is None else _write_report(options.runs, options)
     return page
-
-
-def _wait_for(runs: Sequence[str]) -> None:
-    """Wait until all folders are there."""
-    missing = [run for run in runs if not Path(run).exists()]
-    if missing:
-        print(f"Waiting for {', '.join(missing)}; Ctrl-C ends that.", file=sys.stderr)
-    while not all(Path(run).exists() for run in missing):
-        time.sleep(_LOOK_EVERY)
 
 
 def _run_or_folder(path: str) -> Path:
@@ -517,7 +485,6 @@ class CompareOptions:
       hookline compare trace_a trace_b
       hookline compare trace_a trace_b --noise trace_float64 --html compared.html
       hookline compare trace_a trace_b --threshold 'layers.#.mlp=1e-3' --threshold 'lm_head=max_abs:0.1' --json
-      hookline compare one_gpu two_gpus --dims '*.q_proj=b s h[tp]'
     """
 
     a: Annotated[str, Show("A", is_word=True)]
@@ -532,10 +499,6 @@ class CompareOptions:
     """Bounds for sites: a relative error, or MEASURE:NUMBER[,…] with rel, rel_diff, max_abs or mean_abs."""
     noise: Annotated[tuple[str, ...], Show("PATH ...")] = ()
     """Other traces of A that differ by rounding alone (float64, repeated, permuted): what is noise at each site."""
-    dims: Annotated[tuple[str, ...], Show("[PATTERN=]DIMS ...")] = ()
-    """How tensors lie on ranks, such as 'b s h[tp] d', for all sites or for those that a pattern matches."""
-    mesh: Annotated[tuple[str, ...], Show("AXIS=RANKS ...")] = ()
-    """How many ranks each axis of --dims has, the outermost first."""
     tensors: bool = False
     """Compare only what both traces have tensors of; no estimates from fingerprints."""
     json: bool = False
@@ -558,8 +521,6 @@ def compare(arguments: Sequence[str]) -> int:
             rtol=options.rtol,
             thresholds=parse_thresholds(options.threshold),
             noise=list(options.noise) or None,
-            dims=_dims(options.dims),
-            mesh=_mesh(options.mesh),
             tensors_only=options.tensors,
         )
     except HooklineError as error:
@@ -576,26 +537,6 @@ def compare(arguments: Sequence[str]) -> int:
         if not options.json:
             tell(f"The page is {page}.")
     return DONE if found.ok else FAILED
-
-
-def _dims(texts: Sequence[str]) -> Any:
-    """Return one string for all sites, or strings by pattern."""
-    if len(texts) == 1 and "=" not in texts[0]:
-        return texts[0]
-    pairs = [text.partition("=") for text in texts]
-    if not all(sign for _, sign, _ in pairs):
-        raise OptionError("--dims: write one 'b s h[tp] d' for all sites, or PATTERN='b s h[tp] d' for each.")
-    return {pattern: dims for pattern, _, dims in pairs} or None
-
-
-def _mesh(texts: Sequence[str]) -> dict[str, int] | None:
-    found = {}
-    for text in texts:
-        axis, _, size = text.partition("=")
-        if not size.isdecimal():
-            raise OptionError(f"--mesh {text!r}: write AXIS=RANKS, such as dp=2.")
-        found[axis] = int(size)
-    return found or None
 
 
 # -- replay: the records of a run to another sink --------------------------------------------------------------
@@ -621,7 +562,7 @@ class ReplayOptions:
     """The sink that gets the records: csv, jsonl, parquet, tensorboard, mlflow, wandb, prometheus, console, memory,
     or one of your own."""
     into: Annotated[str | None, Show("PATH")] = None
-    """The file or folder; in the run's folder if left out."""
+    """The file or folder (for mlflow a file, FILE.db); in the run's folder if left out."""
     project: Annotated[str | None, Show("PROJECT")] = None
     """The project, for wandb; the experiment's name if left out."""
 
@@ -640,22 +581,9 @@ def replay(arguments: Sequence[str]) -> int:
 
     # The contexts of the log name the folder in which the run was made; it may have been moved or copied since.
     replay_log(folder / LOG, sink, context={"run_dir": str(folder)})
-    into = _written(sink) or options.into or _usual_place(options.to, folder)
-    tell(f"{folder / LOG} is replayed to {options.to}{f', into {into}' if into else ''}.")
+    files = ", ".join(map(str, getattr(sink, "files", ()))) or options.into
+    tell(f"{folder / LOG} is replayed to {options.to}{f', into {files}' if files else ''}.")
     return DONE
-
-
-def _written(sink: Any) -> str:
-    """Return the files of a sink that tells them: one that was there already is not written over."""
-    return ", ".join(map(str, getattr(sink, "files", ())))
-
-
-def _usual_place(to: str, folder: Path) -> Path | None:
-    """Return the file of ``folder`` that the sink ``to`` has written without ``--into``; None if there is none."""
-    from hookline.runs.run import Sinks
-
-    name = Sinks.FILES.get(to, "").format(strategy=read_run_json(folder).get("strategy", folder.name))
-    return folder / name if name and (folder / name).exists() else None
 
 
 def _sink_arguments(cls: Any, options: ReplayOptions, folder: Path) -> dict[str, Any]:
@@ -666,20 +594,12 @@ def _sink_arguments(cls: Any, options: ReplayOptions, folder: Path) -> dict[str,
         name = next((name for name in _PATHS if name in takes), None)
         if name is None:
             raise OptionError(f"--into: {cls.__name__} does not write to a path; leave it out.")
-        found[name] = _store(options.into) if name == "tracking_uri" else options.into
+        found[name] = options.into
     if "project" in takes:
         found["project"] = options.project or read_run_json(folder).get("experiment", "hookline")
     elif options.project is not None:
         raise OptionError(f"--project goes with --to wandb, not with {options.to}.")
     return found
-
-
-def _store(into: str) -> str:
-    """Return the MLflow store for ``--into``: for a folder, the database in it, as newer versions of MLflow need."""
-    if "://" in into or into.endswith(".db"):
-        return into
-    Path(into).mkdir(parents=True, exist_ok=True)
-    return str(Path(into) / "mlflow.db")
 
 
 # -- new: a file to start from ---------------------------------------------------------------------------------

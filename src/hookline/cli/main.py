@@ -82,18 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return DONE
     except Exception as error:
-        if _is_interrupted(error) and not debug:
-            return 130
         return _explain(error, debug=debug)
-
-
-def _is_interrupted(error: BaseException | None) -> bool:
-    """Return whether Ctrl-C came first: while torch is imported, it may lead to another error that hides it."""
-    seen: set[int] = set()  # code may have made a circle of errors
-    while error is not None and id(error) not in seen and not isinstance(error, KeyboardInterrupt):
-        seen.add(id(error))
-        error = error.__cause__ or error.__context__
-    return isinstance(error, KeyboardInterrupt)
 
 
 def _replace_unknown_letters() -> None:

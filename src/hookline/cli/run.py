@@ -1,7 +1,7 @@
 """Train an experiment, with hooks, one strategy after the other: ``hookline run EXPERIMENT``.
 
 `main` calls `run`, which reads the run, has a `Session` train each strategy, and prints where everything is; with
-``--dry-run`` it prints which hook is due when, on which sites, and which files there would be.
+``--dry-run`` it prints which hook is due when, and which files there would be.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from hookline.runs.folder import LOG, model_facts, newest_run, next_folder, read
 from hookline.runs.read import Asked, read
 
 if TYPE_CHECKING:
-    from hookline.runs.build import Built
-    from hookline.runs.find import RunExperiment
     from hookline.runs.run import Run
     from hookline.runs.session import Ended
 
@@ -49,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
             rank_group(device_of(local_device(asked.run.device))),
             contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(),
         ):
-            code, told = _Command(asked, arguments).run_all()
+            code, told = _train(asked, arguments)
         if as_json and is_first_rank():
             tell_json("run", told)
         return code
@@ -64,59 +62,45 @@ def _show_hooks(asked: Asked) -> int:
     return show_hooks(None if asked.how.hooks_list else asked.how.hooks_describe, as_json=asked.how.json)
 
 
-class _Command:
-    """Train each strategy of a run, and say what came of it."""
+def _train(asked: Asked, arguments: Sequence[str]) -> tuple[int, dict[str, Any]]:
+    """Train each strategy, and say what came of it; return the exit code, and what ``--json`` prints."""
+    from hookline.runs.session import Session  # and torch, which help does not need
 
-    def __init__(self, asked: Asked, arguments: Sequence[str]) -> None:
-        from hookline.runs.session import Session  # and torch, which help does not need
-
-        assert asked.found is not None
-        self._run, self._found = asked.run, asked.found
-        self._screen = Screen(asked.run, self._found.live_metrics, quiet=asked.how.json or not is_first_rank())
-        self._session = Session(asked, self._screen, ["hookline", "run", *arguments])
-
-    def run_all(self) -> tuple[int, dict[str, Any]]:
-        """Return the exit code, and what is said at the end, for ``--json``."""
-        name, strategies = self._found.name, self._found.chosen(self._run.strategy)
-        folders: list[Path] = []
-        told: dict[str, Any] = {"experiment": name, "runs": [], "comparison": None}
-        for strategy in strategies:
-            if len(strategies) > 1:
-                self._screen.say(f"{name}: {strategy}")
-            ended = self._session.run(strategy)
-            folders.append(ended.folder)
-            told["runs"].append(self._close(strategy, ended))
-            if ended.interrupted is not None:
-                return self._stopped(ended), told
-        page = folders[0].parent / "comparison.html"
-        if len(folders) > 1 and self._has_page and write_page(folders, page) is not None:
-            self._screen.say(f"  {'comparison':<13}{page}")
-            told["comparison"] = str(page)
-        return DONE, told
-
-    def _stopped(self, ended: Ended) -> int:
-        run = self._run
-        where = [] if run.strategy is None else ["--strategy", run.strategy]
-        where += ["--output-dir", run.output_dir] if "output_dir" in run.model_fields_set else []
-        again = shlex.join(["hookline", "run", self._found.path, *where, "--resume"])
-        self._screen.say(f"Stopped by {ended.interrupted}, and saved. To go on: {again}")
-        return _STOPPED.get(ended.interrupted or "", 1)
-
-    @property
-    def _has_page(self) -> bool:
-        return bool(self._run.report and self._session.hooks and is_first_rank())
-
-    def _close(self, strategy: str, ended: Ended) -> dict[str, Any]:
-        """Write the page of a strategy, and say where everything is; return it for ``--json``."""
-        found = write_page([ended.folder]) if self._has_page else None
-        files = files_of(self._run, ended.folder, strategy, has_page=found is not None)
-        lines = failed_hooks(self._run, ended.folder)
-        lines += [] if ended.profiler is None else [str(ended.profiler)]
-        lines.append(f"{self._found.name}/{strategy} {ended.status}: {_figures(ended)}")
+    run, found = asked.run, asked.found
+    assert found is not None
+    screen = Screen(run, found.live_metrics, quiet=asked.how.json or not is_first_rank())
+    session = Session(asked, screen, ["hookline", "run", *arguments])
+    has_page = bool(run.report and session.hooks and is_first_rank())
+    strategies, folders = found.chosen(run.strategy), []
+    told: dict[str, Any] = {"experiment": found.name, "runs": [], "comparison": None}
+    for strategy in strategies:
+        if len(strategies) > 1:
+            screen.say(f"{found.name}: {strategy}")
+        ended = session.run(strategy)
+        folders.append(ended.folder)
+        findings = write_page([ended.folder]) if has_page else None
+        files = files_of(run, ended.folder, strategy, has_page=findings is not None)
+        told["runs"].append(_plain(strategy, ended, files))
+        lines = [] if ended.profiler is None else [str(ended.profiler)]
+        lines.append(f"{found.name}/{strategy} {ended.status}: {_figures(ended)}")
         lines += [f"  {label:<13}{path}" for label, path in files.items()]
-        for line in [*lines, *(f"  {line}" for line in found or ())]:
-            self._screen.say(line)
-        return _plain(strategy, ended, files)
+        for line in [*failed_hooks(run, ended.folder), *lines, *(f"  {line}" for line in findings or ())]:
+            screen.say(line)
+        if ended.interrupted is not None:
+            screen.say(f"Stopped by {ended.interrupted}, and saved. To go on: {_resuming(run, found.path)}")
+            return _STOPPED.get(ended.interrupted, 1), told
+    page = folders[0].parent / "comparison.html"
+    if len(folders) > 1 and has_page and write_page(folders, page) is not None:
+        screen.say(f"  {'comparison':<13}{page}")
+        told["comparison"] = str(page)
+    return DONE, told
+
+
+def _resuming(run: Run, experiment: str) -> str:
+    """Return the command that resumes a run."""
+    where = [] if run.strategy is None else ["--strategy", run.strategy]
+    where += ["--output-dir", run.output_dir] if "output_dir" in run.model_fields_set else []
+    return shlex.join(["hookline", "run", experiment, *where, "--resume"])
 
 
 def _plain(strategy: str, ended: Ended, files: dict[str, Path]) -> dict[str, Any]:
@@ -148,6 +132,7 @@ def _figures(ended: Ended) -> str:
 
 def _dry_run(asked: Asked) -> int:
     """Print the plan."""
+    from hookline.cli.commands import spec_row
     from hookline.runs.build import build
     from hookline.runs.find import make_experiment
 
@@ -155,8 +140,7 @@ def _dry_run(asked: Asked) -> int:
     assert found is not None
     strategies = found.chosen(run.strategy)
     made, built = make_experiment(run, found, strategies[0]), build(run, found)
-    manager = built.make_manager([*built.hooks, *made.hooks], loop_type=made.loop)
-    planned = manager.plan
+    planned = built.make_manager(loop_type=made.loop).plan
     plan = {
         "experiment": found.name,
         "strategies": strategies,
@@ -165,35 +149,11 @@ def _dry_run(asked: Asked) -> int:
         "config": {} if made.config is None else to_plain(vars(made.config)),
         "hooks": [row._asdict() for row in planned.rows],
         "left_out": [{"hook": name, "why": why} for name, why in planned.left_out.items()],
-        "on_the_model": _sites(manager, made, built),
-        "files": [_files(asked, found.name, strategy, has_hooks=bool(manager.hooks)) for strategy in strategies],
+        "specs": [spec_row(spec, made.experiment.model) for spec in built.specs],
+        "files": [_files(asked, found.name, strategy, has_hooks=bool(built.hooks)) for strategy in strategies],
     }
     tell_plan("dry-run", plan, as_json=asked.how.json)
     return DONE
-
-
-def _sites(manager: Any, made: RunExperiment, built: Built) -> list[Row]:
-    """Return what hooks attach to the model: start each, look, and finish it again."""
-    from hookline.sites.find import attached
-
-    model = made.experiment.model
-    rows = []
-    for name, hook in manager.hooks.items():
-        before = len(attached(model))
-        hook.start(model)
-        try:
-            rows += [_site(name, handle) for handle in attached(model)[before:]]
-        finally:
-            hook.finish()
-    if built.specs:
-        with built.attached(made):
-            rows += [_site(f"{handle.name} (spec)", handle) for handle in attached(model)]
-    return rows
-
-
-def _site(hook: str, handle: Any) -> Row:
-    names = list(dict.fromkeys(name or "(the model)" for name in handle.names))
-    return {"hook": hook, "kind": str(handle.report().kind), "sites": names}
 
 
 def _files(asked: Asked, name: str, strategy: str, *, has_hooks: bool) -> Row:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hookline.errors import Hint
-from hookline.messages import did_you_mean
 from hookline.screen import RunProgress, can_redraw
 
 if TYPE_CHECKING:
@@ -114,12 +113,10 @@ class Screen:
 
     def __init__(self, run: Run, live_metrics: Mapping[str, Mapping[str, str]], *, quiet: bool = False) -> None:
         self._console = _console()
-        # A log of a run has its progress, and tables if they are asked for.
-        usual = "live" if can_redraw(self._console) else "tables" if run.show else "silent"
+        usual = "live" if can_redraw(self._console) else "silent"
         self.mode = "none" if quiet else run.console or usual
         """``"live"``, ``"tables"``, ``"silent"`` or ``"none"``."""
         self._live_metrics = live_metrics
-        self._show = tuple(run.show)
         self._sink: Any = None
 
     def sinks(self, snapshot_every: int | None = None) -> list[Any]:
@@ -133,8 +130,7 @@ class Screen:
         from hookline.sinks.console_sink import ConsoleSink
 
         mode: Any = "normal" if self.mode == "tables" else self.mode
-        how: dict[str, Any] = {"show": self._show, "snapshot_every": snapshot_every, "console": self._console}
-        self._sink = ConsoleSink(mode, self._live_metrics or None, **how)
+        self._sink = ConsoleSink(mode, self._live_metrics, snapshot_every=snapshot_every, console=self._console)
         return [self._sink]
 
     def progress(self) -> Any:
@@ -142,15 +138,6 @@ class Screen:
         if self.mode == "none":
             return False
         return RunProgress(self._console) if self._sink is None else self._sink
-
-    def say_what_is_missing(self) -> None:
-        """Tell of metrics that ``--show`` asked for and that have not come."""
-        missing = [] if self._sink is None else self._sink.missing()
-        for pattern in missing:
-            known = self._sink.names
-            names = sorted({*known, *(key.partition("/")[2] for key in known)} - {""})
-            meant = did_you_mean(pattern, names)
-            self.say(f"--show {pattern}: no metric of that name has come.{meant}")
 
     def say(self, text: str) -> None:
         """Print a line, unless nothing is to be shown."""

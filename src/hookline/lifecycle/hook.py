@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from hookline.error_policy import warn_user
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
@@ -101,6 +100,9 @@ class TrainingHook:
     """Left out of ``"all"`` and ``"observers"``; selected by its name, or by ``"with_debug"``."""
     wraps_steps: bool = False
     """Have the loop make each step through ``around_step``."""
+    may_work_inside_steps: bool = False
+    """Whether it may put hooks into the model when it starts, as those with a ``start`` do: what these take is in no
+    firing."""
     manager: Any = None
     """The manager that it belongs to, once it does."""
 
@@ -108,6 +110,8 @@ class TrainingHook:
         super().__init_subclass__(**options)
         if not vars(cls).get("name"):
             cls.name = cls.__name__
+        if "start" in vars(cls):
+            cls.may_work_inside_steps = True
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Observe, and return metrics by name."""
@@ -166,11 +170,6 @@ class TrainingHook:
         """Return what its metrics mean."""
         return []
 
-    @property
-    def may_work_inside_steps(self) -> bool:
-        """Whether it may put hooks into the model when it starts: what these take is in no firing."""
-        return type(self).start is not TrainingHook.start
-
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
 
@@ -227,31 +226,17 @@ class TrackerHook(TrainingHook):
     hook_points = frozenset({HookPoint.POST_EPOCH, HookPoint.SNAPSHOT})
     loop_points = {"epoch": {HookPoint.POST_EPOCH}, "step": {HookPoint.SNAPSHOT}}  # noqa: RUF012
     pure = True
+    may_work_inside_steps = True
 
     def __init__(self, tracker: Any, *, name: str = "") -> None:
         self.tracker = tracker
         self.name = name or getattr(tracker, "name", "") or type(tracker).__name__
         self._reported: tuple[Any, int, int] | None = None
-        self._knows_model = False
         if getattr(tracker, "budget", None) is not None:  # every decision becomes a record of the run
             tracker.budget.tell = self._record_decision
 
-    def start(self, model: nn.Module) -> None:
-        """Warn of a watch that is on another model than the one that is trained."""
-        self._knows_model = True
-        from hookline.observe.watch.watch import Watch  # here: names of hooks are listed without importing torch
-
-        watched = self.tracker.model if isinstance(self.tracker, Watch) else model
-        if {id(module) for module in model.modules()}.isdisjoint(map(id, watched.modules())):
-            warn_user(
-                f"The watch {self.name!r} is on a {type(watched).__name__} that has no module of the "
-                f"{type(model).__name__} that is trained: it may never fire. Next: hookline.watch(model) with that one."
-            )
-
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Return what was counted since the last time."""
-        if not self._knows_model and ctx.model is not None:  # a loop that does not call start()
-            self.start(ctx.model)
         step = -1 if self.manager is None else self.manager.global_step
         now = (ctx.hook_point, ctx.epoch, step)
         if self._reported is not None and self._reported[0] is not now[0] and self._reported[1:] == now[1:]:
@@ -264,7 +249,6 @@ class TrackerHook(TrainingHook):
     def reset(self) -> None:
         """Forget the last run."""
         self._reported = None
-        self._knows_model = False
         self.tracker.reset()
 
     def state_dict(self) -> dict[str, Any]:

@@ -659,16 +659,14 @@ class ReferenceWeights:
 
 
 def read_weights(path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
-    """Return the weights in a file, on the CPU; of a run's folder or its checkpoints, those of the newest.
+    """Return the weights in a file, or in a checkpoint of a run, on the CPU.
 
     Recipe::
 
-        reference = read_weights("runs/mod_arithmetic/random")
+        reference = read_weights("runs/mod_arithmetic/random/checkpoints/step_00000120.pt")
         hookline.HookManager(["gradient_projection"], reference_weights=reference, sinks=[...])
     """
     path = Path(path)
-    if path.is_dir():
-        path = _newest(path)
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -687,10 +685,3 @@ def _model_of(found: Any) -> Any:
     """Return the weights inside a checkpoint that has other things beside them, or `found` itself."""
     inner = found.get("model") if isinstance(found, Mapping) else None
     return inner if isinstance(inner, Mapping) else found
-
-
-def _newest(folder: Path) -> Path:
-    found = [path for kind in ("*.pt", "*.safetensors", "checkpoints/*.pt") for path in folder.glob(kind)]
-    if not found:
-        raise CheckpointError(f"{folder} has no checkpoints in it (*.pt, *.safetensors). Name the file itself.")
-    return max(found, key=lambda path: path.name)

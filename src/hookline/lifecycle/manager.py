@@ -53,12 +53,9 @@ from hookline.sinks.jsonl_sink import JSONLSink
 from hookline.when import HookPoint
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from hookline.lifecycle.context import RunDataContext
     from hookline.lifecycle.hook import TrainingHook
-    from hookline.lifecycle.managed_hooks import FiringReceipt, Plan, PlannedHook
-    from hookline.records.log import FanOut, RecordLog
+    from hookline.lifecycle.managed_hooks import Plan
+    from hookline.records.log import RecordLog
 
 _NOT_TRAINING: Final = in_phase("intervention")
 _HOOK_OF: Final = attrgetter("hook")

@@ -30,8 +30,6 @@ _TOOLS: Final = {
 }
 """Hooks of ``hookline.debug``: selected by their own names alone, since they look for faults and measure nothing."""
 _SCOPES: Final = ("reads", "grads", "trains")
-_NO_ORDER: Final = {"priority": (int,), "before": (str, tuple, list, set), "after": (str, tuple, list, set)}
-"""Attributes by which a hook cannot change its place."""
 _CALLS: Final = {"compute": "compute(self, ctx)", "intervene": "intervene(self, run_ctx, model_ctx)"}
 
 
@@ -286,11 +284,6 @@ def check_hook(hook: TrainingHook | type[TrainingHook]) -> None:
         raise HookSignatureError(
             f"{cls.__name__} hands out get_state_tensors() and cannot take them back, so a resumed run would go on "
             "without: define set_state_tensors(self, tensors)."
-        )
-    for name in [name for name, kinds in _NO_ORDER.items() if isinstance(getattr(cls, name, None), kinds)]:
-        warn_user(
-            f"{cls.__name__}.{name} has no effect: hooks run in the order in which they are given. Next: list it "
-            "earlier or later."
         )
     _check_call(cls, "compute", 1)
     if is_intervention:

@@ -1,6 +1,6 @@
 """Train a policy with the hooks that builders make, report their trackers at the end of each epoch, and reset them.
 
-The user and the command line call `TrainTool`, which stores builders by component name, attaches the hooks when there
+The user calls `TrainTool`, which stores builders by component name, attaches the hooks when there
 is a policy, and removes them at the end. It makes a `Trainer` and gives its ``context`` to the builders.
 `StatsReporter` reads the trackers of that context, and gives one dictionary of metrics to sinks and to the caller.
 """

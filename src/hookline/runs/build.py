@@ -66,19 +66,18 @@ class Built:
 
     @contextmanager
     def attached(self, made: RunExperiment) -> Iterator[None]:
-        """Attach the hooks on modules to an experiment, and those that it brings, while the block lasts."""
-        with made.attach_own():
-            if not self.specs:
-                yield
-                return
-            from hookline.specs.apply_specs import close_hooks, hooks_of, register_hooks
+        """Attach the hooks on modules to an experiment, while the block lasts."""
+        if not self.specs:
+            yield
+            return
+        from hookline.specs.apply_specs import close_hooks, hooks_of, register_hooks
 
-            handles = register_hooks(made.experiment.model, self.specs)
-            try:
-                yield
-            finally:
-                handles.remove()
-                close_hooks(hooks_of(handles))
+        handles = register_hooks(made.experiment.model, self.specs)
+        try:
+            yield
+        finally:
+            handles.remove()
+            close_hooks(hooks_of(handles))
 
 
 def build(run: Run, found: FoundExperiment | None = None, *, only: Collection[str] | None = None) -> Built:
@@ -103,7 +102,7 @@ def build(run: Run, found: FoundExperiment | None = None, *, only: Collection[st
         hooks = HookRegistry.create(chosen, config)
         for hook in hooks:
             if hook.name in run.hooks.schedules:
-                hook.step_schedule = run.hooks.schedules[hook.name].make()
+                hook.step_schedule = run.hooks.schedules[hook.name]
     kept = [spec for place, spec in enumerate(specs) if only is None or spec_name(spec, place) in only]
     options = {
         "offload_state": run.hooks.offload_state,

@@ -1,4 +1,4 @@
-"""Read a file of settings by its ending: YAML, TOML, or JSON with comments; validate it; tell all mistakes at once.
+"""Read a file of settings by its ending: YAML, TOML or JSON; validate it; tell all mistakes at once.
 
 `read` and `ServerArgs` call `read_document` and `validated`. A `Document` has plain values and, once one of them is
 wrong, the line of each from the marks of PyYAML; TOML has no lines. `Faults` collects the mistakes of look-ups, which
@@ -32,7 +32,7 @@ from hookline.specs.hook_spec import HookSpec
 
 logger = logging.getLogger("hookline.serve")
 
-ENDINGS: Final = (".yaml", ".yml", ".toml", ".json", ".jsonc")
+ENDINGS: Final = (".yaml", ".yml", ".toml", ".json")
 """What the name of such a file ends in."""
 NO_HOOKS: Final = "enable_hooks=True but no 'hooks' specified in server_args"
 _RUN_KEYS: Final = frozenset(("experiment", "strategy", "specs", "sinks", "console", "output_dir", "save_checkpoints"))
@@ -170,11 +170,6 @@ CoreLoader.add_constructor(
 )
 
 
-def load_yaml(text: str) -> Any:
-    """Return the value of a YAML text. Raises `yaml.YAMLError`."""
-    return _read_yaml(text)[0]
-
-
 def _read_yaml(text: str) -> tuple[Any, Callable[[], Lines]]:
     """Return the value of `text`, and what finds its lines; aliases are written out, so values share nothing."""
     loader = CoreLoader(text)
@@ -201,22 +196,12 @@ def _lines_below(root: Any) -> Lines:
     return found
 
 
-# -- JSON with comments ----------------------------------------------------------------------------------------
-
-_QUOTED: Final = r'"(?:\\.|[^"\\\n])*"'
-_COMMENT: Final = re.compile(_QUOTED + r"|//[^\n]*|/\*.*?\*/", re.DOTALL)
-_LAST_COMMA: Final = re.compile(_QUOTED + r"|,(?=\s*[\]}])")
+# -- JSON ------------------------------------------------------------------------------------------------------
 
 
 def _read_json(text: str) -> tuple[Any, Callable[[], Lines]]:
-    """Return the value of `text`, and what finds its lines; comments and last commas become blanks."""
-    text = _LAST_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
+    """Return the value of `text`, and what finds its lines."""
     return json.loads(text, object_pairs_hook=_unique_keys), partial(_json_lines, text)
-
-
-def _blank(match: re.Match[str]) -> str:
-    token = match[0]
-    return token if token.startswith('"') else re.sub(r"[^\n]", " ", token)  # lines stay where they are
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -247,7 +232,6 @@ _READERS: Final[dict[str, tuple[str, Callable[[str], tuple[Any, Callable[[], Lin
     ".yaml": ("YAML", _read_yaml),
     ".yml": ("YAML", _read_yaml),
     ".json": ("JSON", _read_json),
-    ".jsonc": ("JSON", _read_json),
     ".toml": ("TOML", _read_toml),
 }
 
@@ -361,14 +345,18 @@ def _fields_at(path: KeyPath, kind: Any) -> Mapping[str, Any]:
     """Return the keys that there are where an unknown one was found."""
     here = _model_in(kind)
     for key in path:
-        if here is not None and key in here.__pydantic_fields__:
-            here = _model_in(here.__pydantic_fields__[key].annotation)
-    return {} if here is None else here.__pydantic_fields__
+        if str(key) in (fields := _fields_of(here)):
+            here = _model_in(getattr(fields[str(key)], "annotation", None))
+    return _fields_of(here)
+
+
+def _fields_of(model: Any) -> Mapping[str, Any]:
+    return getattr(model, "__pydantic_fields__", None) or getattr(model, "__dataclass_fields__", {})
 
 
 def _model_in(annotation: Any) -> Any:
-    """Return the model, or dataclass of pydantic, of an annotation such as a list of them."""
-    if hasattr(annotation, "__pydantic_fields__"):
+    """Return the model, or dataclass, of an annotation such as a list of them."""
+    if _fields_of(annotation):
         return annotation
     return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)
 

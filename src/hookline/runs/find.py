@@ -2,8 +2,8 @@
 
 `read` calls `find_experiment` with a name, a file or a module, and makes flags of its options; `Run` checks them.
 `session`, the dry run and the audit call `make_experiment` later, and get a `RunExperiment`, whatever it was made from:
-a class, a function, or a `TrainTool`. Seeds, determinism, precision, threads, device and ranks hold for the whole
-process; `process_settings` restores them. Importing this module imports no torch.
+a class, or a function. Seeds, determinism, precision, threads, device and ranks hold for the whole process;
+`process_settings` restores them. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -16,20 +16,17 @@ import re
 import shutil
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from hookline.errors import ConfigError, OptionError
 from hookline.load import load_object
 from hookline.messages import unknown_name_text
 from hookline.runs.flags import KeyPath, declared
 from hookline.runs.run import Run, run_flags_by_name
-
-if TYPE_CHECKING:
-    from hookline.metta.train_tool import TrainTool
 
 EMBEDDED: Final = {
     "mod_arithmetic": "hookline.training.mod_arithmetic:ModArithmetic",
@@ -54,7 +51,7 @@ class FoundExperiment:
     path: str
     """What the user wrote."""
     make: Callable[[Any, str], Any]
-    """Takes a configuration and a strategy; returns an `Experiment`, an object like one, or a `TrainTool`."""
+    """Takes a configuration and a strategy; returns an `Experiment`, or an object like one."""
     loop: str | None = None
     """``"epoch"`` or ``"step"``; None if only the experiment itself knows."""
     config_class: type | None = None
@@ -147,12 +144,12 @@ def _found(thing: Any, path: str) -> FoundExperiment:
         return _of_class(thing, path)
     if callable(thing) and not hasattr(thing, "model"):
         return _of_function(thing, path)
-    if hasattr(thing, "model") or _is_tool(thing):
+    if hasattr(thing, "model"):
         # The object exists already: every strategy would train the same one.
         return replace(_of_class(type(thing), path), make=lambda config, strategy: thing, config_class=None)
     raise OptionError(
-        f"{path} is {thing!r}, and hookline run takes an Experiment (its class, a function that makes one, or one that "
-        "is made), or a TrainTool."
+        f"{path} is {thing!r}, and hookline run takes an Experiment: its class, a function that makes one, or one that "
+        "is made."
     )
 
 
@@ -185,32 +182,13 @@ def _call(make: Callable[..., Any], config: Any, strategy: str) -> Any:
 
 
 def _of_function(function: Callable[..., Any], path: str) -> FoundExperiment:
-    """Return the experiment that a function makes: its parameters, but for ``strategy``, are its options."""
-    parameters, hints = inspect.signature(function).parameters, typing.get_type_hints(function)
-    name = getattr(function, "__name__", "experiment")
-    fields: list[Any] = []
-    for one in parameters.values():
-        if one.name != "strategy" and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
-            default = one.default
-            hint = hints.get(one.name, str if default in (None, one.empty) else type(default))
-            fields.append((one.name, hint) if default is one.empty else (one.name, hint, _constant(default)))
+    """Return the experiment that a function makes, without arguments or with the ``strategy``."""
+    takes_strategy = "strategy" in inspect.signature(function).parameters
 
     def make(config: Any, strategy: str) -> Any:
-        own = {} if config is None else vars(config)
-        return function(**own, **({"strategy": strategy} if "strategy" in parameters else {}))
+        return function(strategy=strategy) if takes_strategy else function()
 
-    config_class = dataclasses.make_dataclass(name, fields, kw_only=True) if fields else None
-    return FoundExperiment(_folder_name(name), path, make, config_class=config_class)
-
-
-def _constant(value: Any) -> Any:
-    return dataclasses.field(default_factory=lambda: value)
-
-
-def _is_tool(thing: Any) -> bool:
-    from hookline.metta.train_tool import TrainTool
-
-    return isinstance(thing, TrainTool)
+    return FoundExperiment(_folder_name(getattr(function, "__name__", "experiment")), path, make)
 
 
 def _folder_name(name: str) -> str:
@@ -233,13 +211,6 @@ class RunExperiment:
     """How many of them."""
     snapshot_every: int | None
     eval_every: int | None
-    tool: TrainTool | None = None
-    """What it comes from, if it does."""
-
-    @property
-    def hooks(self) -> list[Any]:
-        """Lifecycle hooks of its own."""
-        return [] if self.tool is None else list(self.tool.hooks)
 
     @property
     def unit(self) -> str:
@@ -272,18 +243,6 @@ class RunExperiment:
             return self.snapshot_every
         own = getattr(getattr(self.experiment, "config", None), "snapshot_every", None)
         return 1 if own is None else int(own)
-
-    def attach_own(self) -> AbstractContextManager[None]:
-        """Attach the hooks on modules that a tool has, while the block lasts."""
-        if self.tool is None:
-            return nullcontext()
-        return self.tool.attached(policy=self.experiment.policy, trainer=self.experiment)
-
-    def report_trackers_to(self, manager: Any) -> None:
-        """Send what the trackers of a tool report to the sinks of `manager`."""
-        reporter = getattr(self.experiment, "reporter", None)
-        if self.tool is not None and reporter is not None:
-            reporter.sinks.append(SimpleNamespace(emit=manager.emit_metrics))
 
     def train(self, manager: Any, context: Mapping[str, Any], **options: Any) -> Any:
         """Run the loop, and return its result; `context` is what hooks and sinks are told of the run."""
@@ -337,15 +296,13 @@ def make_experiment(run: Run, found: FoundExperiment, strategy: str) -> RunExper
 def _make(run: Run, found: FoundExperiment, strategy: str) -> RunExperiment:
     config = make_config(run, found)
     made = found.make(config, strategy)
-    tool = made if _is_tool(made) else None
-    if tool is None and not hasattr(made, "model"):
+    if not hasattr(made, "model"):
         raise OptionError(
-            f"{found.path} gave {made!r}, and hookline run takes an Experiment, something with its attributes (model, "
-            "optimizer, loader, …), or a TrainTool."
+            f"{found.path} gave {made!r}, and hookline run takes an Experiment, or something with its attributes "
+            "(model, optimizer, loader, …)."
         )
-    experiment = made if tool is None else tool._initialize_trainer(tool._load_or_create_policy())
-    loop = "step" if run.steps is not None and tool is None else str(found.loop or getattr(made, "loop", "epoch"))
-    own = getattr(made, "config", None) if tool is None else tool
+    loop = "step" if run.steps is not None else str(found.loop or getattr(made, "loop", "epoch"))
+    own = getattr(made, "config", None)
     places = [run, config, SimpleNamespace(**own) if isinstance(own, Mapping) else own]
 
     def option(name: str, places: Sequence[Any]) -> Any:
@@ -353,7 +310,7 @@ def _make(run: Run, found: FoundExperiment, strategy: str) -> RunExperiment:
 
     length = option(f"{loop}s", places)
     every = {name: option(name, places[:2]) for name in ("snapshot_every", "eval_every")}
-    return RunExperiment(experiment, config, loop, int(_USUAL[loop] if length is None else length), **every, tool=tool)
+    return RunExperiment(made, config, loop, int(_USUAL[loop] if length is None else length), **every)
 
 
 # -- what holds for the whole process --------------------------------------------------------------------------
@@ -361,9 +318,6 @@ def _make(run: Run, found: FoundExperiment, strategy: str) -> RunExperiment:
 _VARIABLES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _T = TypeVar("_T")
 _DTYPES: Final = ("float32", "float64", "bfloat16", "float16")
-_SMALL: Final = 1_000_000
-"""Parameters below which one thread is taken. On two cores with a load of 10, a step of digits (6k parameters) took
-38 ms with one thread and 92 ms with two, one of mod_arithmetic (57k) 57 and 215 ms, of a MLP of 1.1M 103 and 251 ms."""
 
 
 def seed_everything(seed: int) -> None:
@@ -384,54 +338,42 @@ def process_settings(*, deterministic: bool, matmul_precision: str | None) -> It
     """
     import torch
 
-    from hookline.guard.torch_switches import TorchSwitches
-
-    before = TorchSwitches()
+    cudnn: Any = torch.backends.cudnn
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    kernels = cudnn.deterministic, cudnn.benchmark
+    fills, threads = memory.fill_uninitialized_memory, torch.get_num_threads()
+    precision = matmul_precision and torch.get_float32_matmul_precision()
     try:
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
             torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-            memory: Any = torch.utils.deterministic
+            cudnn.deterministic, cudnn.benchmark = True, False
             memory.fill_uninitialized_memory = False  # it would write every new tensor twice
         if matmul_precision is not None:
             torch.set_float32_matmul_precision(matmul_precision)
         yield
     finally:
-        before.restore()
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        cudnn.deterministic, cudnn.benchmark = kernels
+        memory.fill_uninitialized_memory = fills
+        torch.set_num_threads(threads)
+        if precision is not None:
+            torch.set_float32_matmul_precision(precision)
 
 
-def choose_threads(asked: int | None, parameters: int, *, on_cpu: bool, recorded: int | None = None) -> tuple[int, str]:
-    """Set the number of torch threads; return it, and a sentence where it is not torch's own or has changed.
+def set_threads(asked: int | None, recorded: int | None) -> tuple[int, str]:
+    """Set the number of torch threads: as asked, else as the run that is resumed had it, else torch's own number.
 
-    The first of these counts: ``--threads``, the variable OMP_NUM_THREADS, what the run that is resumed had, one for a
-    small model on the CPU, torch's own number.
-
-    Args:
-        asked: ``--threads``.
-        parameters: How many the model has.
-        on_cpu: Whether it is trained on the CPU.
-        recorded: What ``run.json`` says, of a run that is resumed. Another number may change the last bits of sums.
+    Return it, and a sentence where it is another than before: that may change the last bits of sums.
     """
     import torch
 
-    own = torch.get_num_threads()
-    by_environment = own if os.environ.get("OMP_NUM_THREADS") else None
-    small = 1 if on_cpu and parameters < _SMALL else None
-    number = next(one for one in (asked, by_environment, recorded, small, own) if one is not None)
+    number = asked or recorded or torch.get_num_threads()
     torch.set_num_threads(number)
-    if recorded is not None and number != recorded:
-        return number, f"{_threads(number)}, and {recorded} before: results may differ in their last bits."
-    if number == own or asked is not None:
+    if recorded in (None, number):
         return number, ""
-    if recorded is not None:
-        return number, f"{_threads(number)}, as before; set OMP_NUM_THREADS or --threads N to change"
-    size = f"{parameters / 1000:.0f}k" if parameters >= 1000 else str(parameters)
-    return 1, f"1 thread: a model of {size} parameters is faster so; set OMP_NUM_THREADS or --threads N to change"
-
-
-def _threads(number: int) -> str:
-    return f"{number} thread{'s' * (number > 1)}"
+    return number, f"Torch threads: {number}, and {recorded} before: results may differ in their last bits."
 
 
 def device_of(name: str | None) -> Any:

@@ -80,12 +80,6 @@ def _age(folder: Path) -> tuple[float, int]:
     return newest, int(number[1]) if number else 0
 
 
-_OF_OWN_LOOPS: Final = (
-    f" hl.follow and HooklineCallback leave one if they are asked to: log='FOLDER/{LOG}' among their options; then: "
-    "hookline report FOLDER. A file of a JSONLSink is no such log: it has no times, and nothing of the run itself."
-)
-
-
 def run_folder(path: str | Path) -> Path:
     """Return the folder of a run that a user means by its path, or by that of the log in it."""
     folder = Path(path)
@@ -98,19 +92,16 @@ def run_folder(path: str | Path) -> Path:
     below = sorted(one.parent for one in folder.glob(f"**/{LOG}")) if folder.is_dir() else []
     if len(below) == 1:
         return below[0]
-    there = f" Runs below it: {', '.join(map(str, below[:8]))}." if below else _OF_OWN_LOOPS + _runs_near(folder)
+    there = f" Runs below it: {', '.join(map(str, below[:8]))}." if below else _runs_near(folder)
     raise OptionError(f"{path} is no folder of a run: there is no {LOG} in it.{there}")
 
 
 def _runs_near(folder: Path) -> str:
-    """Return the end of an error about a folder: the runs there are, the nearest name first, at most eight."""
+    """Return the end of an error about a folder: the runs there are, at most eight."""
     known = sorted({str(one.parent) for one in Path("runs").glob(f"*/*/{_FACTS}")})
-    by_name = [run for run in known if folder.name and folder.name in Path(run).parts][:1]
-    meant = did_you_mean(folder, known) or "".join(f" Did you mean {run!r}?" for run in by_name)
-    listed = ", ".join(known[:8]) + (f" and {len(known) - 8} more" if len(known) > 8 else "")
     if not known:
-        return " A run leaves one in runs/EXPERIMENT/STRATEGY: hookline run EXPERIMENT."
-    return f"{meant} Runs here: {listed}."
+        return f" hookline run leaves one in runs/EXPERIMENT/STRATEGY; hl.follow(…, log='FOLDER/{LOG}') leaves one too."
+    return f"{did_you_mean(folder, known)} Runs here: {', '.join(known[:8])}{', …' * (len(known) > 8)}."
 
 
 class RunFailed(Exception):

@@ -78,7 +78,7 @@ class How:
     no_console_output: bool = False
     """The same as --console none: print nothing but errors. Goes before --silent."""
     dry_run: bool = False
-    """Print the plan (which hook when, on what, at what cost in memory, which files), and leave."""
+    """Print the plan (which hook when, which files), and leave."""
     json: bool = False
     """Print as JSON what is said at the end, what --profile-hooks measured among it, or the plan of --dry-run. Nothing
     else goes to the standard output."""

@@ -11,7 +11,7 @@ import pkgutil
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -29,9 +29,7 @@ from pydantic import (
 from hookline.runs.documents import Places, Spec, collected
 from hookline.runs.flags import Option, Show, options_of_model
 from hookline.specs.hook_spec import HookSpec
-
-if TYPE_CHECKING:
-    from hookline.when import StepSchedule
+from hookline.when import StepSchedule
 
 _LAST_PORT: Final = 65535
 _TRAINING: Final = "How it is trained"
@@ -100,39 +98,11 @@ class _Part(BaseModel):
         return {key: value for key, value in values.items() if value is not None and key != "$schema"}
 
 
-class Schedule(_Part):
-    """At which steps a hook is due; what `hookline.StepSchedule` takes."""
-
-    mode: Literal["continual", "stride", "burst"] | None = None
-    """Every step, every n-th, or some in a row every n; by what else is given, if left out."""
-    stride: int | None = Field(default=None, ge=1)
-    """Steps from one (or the first of a burst) to the next."""
-    burst_length: int | None = Field(default=None, ge=1)
-    """How many steps in a row."""
-    warmup: int = Field(default=0, ge=0)
-    """No step before this one."""
-
-    @model_validator(mode="after")
-    def _goes_together(self) -> Schedule:
-        mode = self._mode
-        if mode == "continual" and self.stride is not None:
-            raise ValueError("A continual schedule has no stride: it is mode: stride, or burst.")
-        if mode != "burst" and self.burst_length is not None:
-            raise ValueError(f"A schedule by {mode} has no burst_length: it is mode: burst.")
-        if mode != "continual" and self.stride is None:
-            raise ValueError(f"A schedule by {mode} says how many steps there are from one to the next: stride: 50.")
-        return self
-
-    @property
-    def _mode(self) -> str:
-        implied = "burst" if self.burst_length is not None else "continual" if self.stride is None else "stride"
-        return self.mode or implied
-
-    def make(self) -> StepSchedule:
-        """Return the schedule."""
-        from hookline.when import StepSchedule
-
-        return StepSchedule(self._mode, self.stride or 1, self.burst_length or 1, self.warmup)
+def _with_mode(given: Any) -> Any:
+    """Return a schedule with the mode that it has by what else is given, if it says none."""
+    if not isinstance(given, Mapping) or "mode" in given:
+        return given
+    return {"mode": "burst" if "burst_length" in given else "stride" if "stride" in given else "continual", **given}
 
 
 class Hooks(_Part):
@@ -146,7 +116,7 @@ class Hooks(_Part):
     """More hooks: by name, from a file (file.py:Class), or all of a kind. training_metrics is always among them."""
     config: Annotated[dict[str, dict[str, Any]], _hook_flag("hook_config", "HOOK.PARAM=VALUE ...")] = {}
     """Arguments of hooks, typed as the hook declares them: hessian.epsilon=1e-3 stats.targets=a,b x.flag=true."""
-    schedules: dict[str, Schedule] = {}
+    schedules: dict[str, Annotated[StepSchedule, BeforeValidator(_with_mode)]] = {}
     """At which steps hooks are due that fire at steps, by name."""
     offload_state: Annotated[bool, _hook_flag("hook_offload_state")] = False
     """Keep the tensors of hooks on the CPU while they do not run."""
@@ -184,7 +154,7 @@ class Hooks(_Part):
 
     @field_validator("schedules")
     @classmethod
-    def _has_effect(cls, schedules: dict[str, Schedule], info: ValidationInfo) -> dict[str, Schedule]:
+    def _has_effect(cls, schedules: dict[str, StepSchedule], info: ValidationInfo) -> dict[str, StepSchedule]:
         from hookline.runs.build import check_schedule
 
         hooks = cls._chosen(info)
@@ -330,7 +300,7 @@ class Run(_Part):
     matmul_precision: Annotated[Literal["highest", "high", "medium"] | None, Show(group=_TRAINING)] = None
     """How exactly a GPU multiplies float32 matrices."""
     threads: Annotated[int | None, Field(ge=1), Show("N", group=_TRAINING)] = None
-    """Threads of torch on the CPU. If left out: OMP_NUM_THREADS, or one for a small model, or torch's own number."""
+    """Threads of torch on the CPU. If left out: those of the run that is resumed, or torch's own number."""
     hooks: Annotated[Hooks, BeforeValidator(_one_list, json_schema_input_type=Hooks | list[str] | list[HookSpec])] = (
         Field(default_factory=Hooks)
     )
@@ -351,9 +321,7 @@ class Run(_Part):
     """What W&B calls the strategies of one run together; EXPERIMENT and the time if left out."""
     console: Annotated[Literal["live", "tables", "silent", "none"] | None, Show(group=_OUTPUT)] = None
     """live: a column of chosen metrics with trends; tables: all metrics at every snapshot; silent: progress and closing
-    lines alone; none. If left out: live on a terminal; elsewhere tables of what --show names, or silent."""
-    show: Annotated[list[str], Show("METRIC ...", group=_OUTPUT)] = []
-    """Which metrics are in the tables and the live view: val_acc, norms/total_norm, 'hessian/*'."""
+    lines alone; none. If left out: live on a terminal, else silent."""
     report: Annotated[bool, Show(group=_OUTPUT)] = True
     """Write report.html at the end."""
     record_trajectory: Annotated[bool, Show(group=_OUTPUT)] = False

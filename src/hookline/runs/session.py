@@ -23,14 +23,14 @@ from hookline.errors import HooklineWarning, OptionError, ResumeError
 from hookline.lifecycle.hook import TrainingHook
 from hookline.plain import to_plain
 from hookline.records.log import FanOut
-from hookline.runs.build import Built, build
+from hookline.runs.build import build
 from hookline.runs.find import (
     RunExperiment,
-    choose_threads,
     from_rank_zero,
     is_first_rank,
     launched_ranks,
     make_experiment,
+    set_threads,
 )
 from hookline.runs.folder import (
     LOG,
@@ -84,41 +84,37 @@ class Session:
         self._asked, self._found, self._run = asked, asked.found, asked.run
         self._shown, self._command = shown, list(command)
         self._group = asked.run.run_group or f"{asked.found.name}_{time.strftime('%Y%m%d-%H%M%S')}"
-        self.hooks: list[Any] = []
-        """The hooks, once the first strategy has made them."""
-        self._built: Built | None = None
+        self._built = build(asked.run, asked.found)
+        self.hooks = [*self._built.hooks, *([TrajectoryHook()] if asked.run.record_trajectory else ())]
+        """The hooks of all strategies."""
 
     def run(self, strategy: str) -> Ended:
         """Make the experiment, train it, and write ``run.json``."""
         made = make_experiment(self._run, self._found, strategy)
-        built = self._built = self._built or build(self._run, self._found)
         with ExitStack() as stack:
-            stack.enter_context(built.attached(made))  # first, as factories and sinks may raise
-            sinks = self._make_sinks(made, built)
+            stack.enter_context(self._built.attached(made))  # first, as factories and sinks may raise
+            sinks = self._make_sinks(made)
             folder, resume = from_rank_zero(lambda: self._folder(strategy), "choosing the folder of the run")
-            threads = self._set_threads(made, folder)
+            threads = self._set_threads(folder)
             if is_first_rank():
                 stack.enter_context(lock_folder(folder))  # before the log is opened: another process may be writing it
             log = folder / LOG if self.hooks else None
-            manager = built.make_manager(self.hooks, loop_type=made.loop, sinks=FanOut(sinks, log=log))
+            manager = self._built.make_manager(self.hooks, loop_type=made.loop, sinks=FanOut(sinks, log=log))
             stack.callback(manager.close)
-            made.report_trackers_to(manager)
             notes = RunNotes(folder, manager, sinks, is_written=is_first_rank())
             notes.begin(self._facts(made, strategy, threads))
             return self._train(made, strategy, folder, manager, notes, resume=resume)
 
     # -- before ----------------------------------------------------------------------------------------------
 
-    def _make_sinks(self, made: RunExperiment, built: Built) -> list[Any]:
-        """Return the sinks of a strategy, and choose the hooks of all; without hooks there are no sinks."""
-        if not self.hooks:
-            self.hooks = [*built.hooks, *made.hooks, *([TrajectoryHook()] if self._run.record_trajectory else ())]
+    def _make_sinks(self, made: RunExperiment) -> list[Any]:
+        """Return the sinks of a strategy; without hooks there are none."""
         if not self.hooks:
             self._warn_of_unused()
             self._shown.say("No hooks: metrics are not recorded, and there is no page. --hooks records the loss.")
         if not self.hooks or not is_first_rank():  # some sinks begin a run somewhere when they are made
             return []
-        return [*self._shown.sinks(made.epochs_to_snapshot), *built.make_sinks()]
+        return [*self._shown.sinks(made.epochs_to_snapshot), *self._built.make_sinks()]
 
     def _folder(self, strategy: str) -> tuple[Path, bool]:
         """Return the folder of the run, and whether there is a run in it to resume."""
@@ -126,13 +122,11 @@ class Session:
         folder = newest_run(output_dir, name, strategy) if self._asked.how.resume else None
         return (new_folder(output_dir, name, strategy), False) if folder is None else (folder, True)
 
-    def _set_threads(self, made: RunExperiment, folder: Path) -> int:
-        """Set the number of torch threads, and say what was chosen and why."""
-        recorded = read_run_json(folder).get("threads")
-        count = model_facts(made.bare_model)["parameters"]
-        threads, reason = choose_threads(self._run.threads, count, on_cpu=str(made.device) == "cpu", recorded=recorded)
-        if reason:
-            self._shown.say(reason)
+    def _set_threads(self, folder: Path) -> int:
+        """Set the number of torch threads, and say if it is another than before."""
+        threads, change = set_threads(self._run.threads, read_run_json(folder).get("threads"))
+        if change:
+            self._shown.say(change)
         return threads
 
     def _warn_of_unused(self) -> None:
@@ -195,7 +189,6 @@ class Session:
             notes.end("stopped", time.perf_counter() - began, error=error)
             self._shown.say(_left_at_once(folder))
             raise
-        self._shown.say_what_is_missing()
         status = "stopped" if getattr(result, "interrupted", None) else "finished"
         seconds = time.perf_counter() - began
         notes.end(status, seconds, result=result)

@@ -6,8 +6,7 @@ A `Reader` hands records to `ConsoleSink`, which prints by rich.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from hookline.errors import OptionError
@@ -46,8 +45,6 @@ class ConsoleSink(RunProgress, MetricSink):
             ``"live"`` shows a column with chosen metrics and whether they rise or fall, always up to date; where the
             screen cannot be redrawn it says so, and prints tables.
         live_metrics: The metrics of the column: ``{group: {label: metric}}``. If left out: all, by hook.
-        show: The metrics of the tables and the column: ``"hook/metric"``, a metric's name alone, or a pattern with
-            ``*``. Overrides ``live_metrics``.
         snapshot_every: Print after every so many epochs as well, for runs where no hook fires at SNAPSHOT.
         console: A rich console to print to: ``Console(file=…, width=…)``; one on the standard output if left out.
     """
@@ -57,20 +54,15 @@ class ConsoleSink(RunProgress, MetricSink):
         mode: Mode = "normal",
         live_metrics: Mapping[str, Mapping[str, str]] | None = None,
         *,
-        show: Sequence[str] = (),
         snapshot_every: int | None = None,
         console: Console | None = None,
     ) -> None:
         if str(mode).lower() not in get_args(Mode):
             raise OptionError(f"mode= of ConsoleSink is 'normal' or 'live', got {mode!r}.")
-        if isinstance(show, str):
-            raise OptionError(f"show= of ConsoleSink is a list of metrics, got {show!r}; write [{show!r}].")
         super().__init__(console)
         self.mode = str(mode).lower()
         """As given; the column is drawn only where the screen can be redrawn."""
-        self._show, self._live_metrics = tuple(show), live_metrics or {}
-        self.names: set[str] = set()
-        """Every metric that has come."""
+        self._live_metrics = live_metrics or {}
         self._snapshot_every = snapshot_every
         self._is_live = self.mode == "live" and can_redraw(self.console)
         if self.mode == "live" and not self._is_live:
@@ -97,7 +89,6 @@ class ConsoleSink(RunProgress, MetricSink):
             self._print_due()
         self._last = record
         self._latest.update(record.metrics)
-        self.names.update(record.metrics)
         if self._is_live:
             self._note_numbers(record.metrics)
             self.draw()
@@ -121,8 +112,6 @@ class ConsoleSink(RunProgress, MetricSink):
         if self._is_live:
             return
         latest, self._latest, self._is_due = self._latest, {}, False
-        if self._show:
-            latest = {key: latest[key] for key in self._chosen(latest)}
         if latest:
             self.console.print(self._table(latest))
 
@@ -134,14 +123,6 @@ class ConsoleSink(RunProgress, MetricSink):
     def _is_snapshot(self, record: Record) -> bool:
         every = self._snapshot_every if record.point == "POST_EPOCH" else None
         return record.point == "SNAPSHOT" or bool(every and record.position % every == 0)
-
-    def missing(self) -> list[str]:
-        """Return what ``show`` asked for and no metric that has come matches."""
-        return [pattern for pattern in self._show if not any(_matches(name, pattern) for name in self.names)]
-
-    def _chosen(self, metrics: Iterable[str]) -> list[str]:
-        """Return the metrics that ``show`` asks for, in its order."""
-        return list(dict.fromkeys(key for pattern in self._show for key in metrics if _matches(key, pattern)))
 
     def _print_due(self) -> None:
         if self._is_due:
@@ -159,8 +140,7 @@ class ConsoleSink(RunProgress, MetricSink):
     def _table(self, latest: Mapping[str, Any]) -> RenderableType:
         from rich.table import Table
 
-        keys = latest if self._show else [key for key in sorted(latest) if key.count("/") <= _MAX_SLASHES]
-        shown = {key: latest[key] for key in keys}
+        shown = {key: latest[key] for key in sorted(latest) if key.count("/") <= _MAX_SLASHES}
         hidden = f"{len(latest) - len(shown)} more by layer or parameter, not shown"
         title = screen_text(self.console, " · ".join(["Hook Metrics", *reversed(self._title())]))
         if not shown:
@@ -212,7 +192,7 @@ class ConsoleSink(RunProgress, MetricSink):
 
     def _groups(self) -> dict[str, dict[str, str]]:
         """Return the metrics of the column: by group, the labels of those that have come, each with its key."""
-        if self._live_metrics and not self._show:
+        if self._live_metrics:
             found = {
                 group: {label: key for label, key in labels.items() if key in self._latest}
                 for group, labels in self._live_metrics.items()
@@ -220,7 +200,7 @@ class ConsoleSink(RunProgress, MetricSink):
             return {group: labels for group, labels in found.items() if labels}
         keys = [key for key in self._latest if key.count("/") == 1][:_MAX_ROWS]
         by_hook: dict[str, dict[str, str]] = {}
-        for key in self._chosen(self._latest) if self._show else keys:
+        for key in keys:
             hook, metric = _split_key(key)
             by_hook.setdefault(hook, {})[metric] = key
         return by_hook
@@ -295,7 +275,3 @@ def _split_key(key: str) -> tuple[str, str]:
     """Return hook and metric of ``"hook/metric"``."""
     hook, slash, metric = key.partition("/")
     return (hook, metric) if slash else ("–", key)
-
-
-def _matches(key: str, pattern: str) -> bool:
-    return fnmatchcase(key, pattern) or fnmatchcase(_split_key(key)[1], pattern)

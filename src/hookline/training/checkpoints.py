@@ -40,8 +40,6 @@ from hookline.training.state import RunState, SavedPasses, set_streams, unwrappe
 from hookline.tree import map_tensors
 
 if TYPE_CHECKING:
-    import os
-
     from torch import nn
 
     from hookline.lifecycle.ranks import OneProcess
@@ -349,7 +347,6 @@ class Saving(NotSaved):
         self._rank, self._count = run.ranks.rank, run.ranks.size
         self._experiment = run.experiment
         self._checkpoints = checkpoints
-        run.guarded.warn_of_large()
         self._core = RunState(self._experiment)
         run.passes = self._passes = SavedPasses(self._experiment, self._core, replay=checkpoints.replay)
         config = self._experiment.config if checkpoints.config is None else checkpoints.config

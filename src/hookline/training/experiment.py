@@ -196,17 +196,6 @@ class Experiment:
         found = getattr(self, method)
         return found is not None and getattr(found, "__func__", None) is not getattr(Experiment, method)
 
-    def __repr__(self) -> str:
-        # A subclass may set these later than __init__, or never.
-        parts = [getattr(self, name, None) for name in ("model", "optimizer", "scheduler", "scaler")]
-        words = [type(part).__name__ for part in parts if part is not None]
-        loader: Any = getattr(self, "loader", None)
-        try:
-            words.append("no loader" if loader is None else f"{len(loader)} batches")
-        except TypeError:
-            words.append("a loader without a length")
-        return f"<{type(self).__name__} of {', '.join(words)}>"
-
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
         """Move the model, before training has begun; its parameters stay the objects that the optimizer has."""
         self.model.to(device=device, dtype=dtype)

@@ -15,7 +15,6 @@ from hookline.errors import OptionError
 from hookline.lifecycle.manager import HookManager
 from hookline.messages import type_name
 from hookline.screen import RunProgress
-from hookline.tables import Table, number_text
 from hookline.training.checkpoints import Checkpoints, Saving
 from hookline.training.experiment import Experiment, whole_number
 from hookline.training.run import LoopProgress, Run, is_scalar
@@ -45,13 +44,6 @@ class LoopResult:
     """The newest evaluation."""
     interrupted: str | None = None
     """The signal, ``"SIGINT"`` or ``"SIGTERM"``, that asked a run with checkpoints to stop; it was saved then."""
-
-    def _repr_html_(self) -> str:
-        ended = f"interrupted by {self.interrupted}" if self.interrupted else "early" if self.stopped_early else "done"
-        rows = [("epochs", f"{self.epochs:,}"), ("steps", f"{self.steps:,}"), ("ended", ended)]
-        rows += [] if self.loss is None else [("loss", number_text(self.loss))]
-        rows += [(name, number_text(value)) for name, value in self.metrics.items()]
-        return Table(("LoopResult", ""), rows, numbers=(1,)).html()
 
 
 def epoch_loop(

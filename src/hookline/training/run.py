@@ -71,8 +71,6 @@ class Run:
         self.passes = passes or Passes(experiment)
         self.schedule = schedule or Schedule(experiment, loop)
         self.guarded = GuardedState(experiment)
-        if manager.has_interventions():
-            self.guarded.warn_of_large()
         self.retention = GradientRetention(experiment, manager, self.guarded)
         self.has_loss = experiment.has_own("loss_fn") or not experiment.has_own("train_step")
         """Whether a loss can be had without a step."""

@@ -37,7 +37,6 @@ from hookline.guard.loaders import (
 )
 from hookline.guard.rng import GENERATOR_TYPES, RandomStates
 from hookline.messages import type_name
-from hookline.sites.optimizers import unwrap_optimizer
 from hookline.sites.wrappers import inner_key
 from hookline.training.experiment import (
     Experiment,
@@ -51,8 +50,6 @@ from hookline.training.experiment import (
 )
 from hookline.tree import rebuilt
 
-LARGE: Final = 256 * 2**20
-"""Bytes of a declared tensor that is more likely data than state."""
 _PARTS: Final = ("optimizer", "scheduler", "scaler")
 _AROUND: Final = ("OptimizedModule", "DistributedDataParallel", "DataParallel")
 """Wrappers that add nothing of their own; a run may be compiled before it is killed, and not when it goes on."""
@@ -67,8 +64,6 @@ class RunState:
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
         self._object = object_of(experiment)
-        self._objects = _objects_in(experiment.state)
-        """The places of objects that were there when the run began, or were told of."""
         for name, value in experiment.state.items():
             if not self._is_settable(name) and not _can_be_filled(value):
                 raise CheckpointError(
@@ -110,13 +105,6 @@ class RunState:
     def _save_own(self) -> dict[str, Any]:
         experiment, declared = self._experiment, self._experiment.state
         elsewhere = {id(getattr(experiment, name)) for name in _PARTS} | set(map(id, experiment.model.modules()))
-        late = _objects_in(declared) - self._objects
-        self._objects |= late
-        for place in sorted(late):
-            warn_user(
-                f"experiment.{place} was made after the run had begun: a resumed run would have nothing to load its "
-                "state into, and is refused. Next: make it before the loop begins, in __init__ for example."
-            )
         return {name: _saved(value, elsewhere) for name, value in declared.items()}
 
     # -- loading -----------------------------------------------------------------------------------------------
@@ -166,10 +154,9 @@ def save_object(thing: Any, *, gradients: bool = True) -> dict[str, Any]:
     if isinstance(thing, GENERATOR_TYPES):
         return {"generator": rng.state_of(thing)}
     saved = {"kind": type(thing).__name__, "state": thing.state_dict()}
-    optimizer = unwrap_optimizer(thing)
-    if isinstance(optimizer, Optimizer):
+    if isinstance(thing, Optimizer):
         # Whether it has made a step: a scheduler that comes first in a resumed run would be warned of otherwise.
-        saved["stepped"] = getattr(optimizer, "_opt_called", False)
+        saved["stepped"] = getattr(thing, "_opt_called", False)
     return saved
 
 
@@ -201,10 +188,9 @@ def load_object(thing: Any, saved: Mapping[str, Any], name: str) -> Any:
         set_generators([thing], [saved["generator"]], name)
     else:
         thing.load_state_dict(saved["state"])
-        optimizer = unwrap_optimizer(thing)
-        if isinstance(optimizer, Optimizer):
-            optimizer._opt_called = saved["stepped"]  # type: ignore[attr-defined]
-            _widen(optimizer, saved["state"].get("state", {}))
+        if isinstance(thing, Optimizer):
+            thing._opt_called = saved["stepped"]  # type: ignore[attr-defined]
+            _widen(thing, saved["state"].get("state", {}))
     return thing
 
 
@@ -375,12 +361,6 @@ def _walk(value: Any, place: str) -> Iterator[tuple[str, Any]]:
             yield from _walk(item, f"{place}[{key!r}]")
 
 
-def _objects_in(declared: Mapping[str, Any]) -> set[str]:
-    """Return the places of objects that a resumed run has to have, before their states can be loaded."""
-    nodes = (node for name, value in declared.items() for node in _walk(value, name))
-    return {place for place, thing in nodes if _form(thing) is not None}
-
-
 def _saved(value: Any, elsewhere: set[int]) -> Any:
     """Return a value with a dictionary in place of each object; of one that is saved ``elsewhere``, an empty one."""
     form = _form(value)
@@ -402,7 +382,8 @@ def _fit(live: Any, saved: Any, name: str, *, force: bool) -> Callable[[], Any]:
     form = next((key for key in (_STATE, _ATTRIBUTES, _MEMBER) if isinstance(saved, dict) and key in saved), None)
     if form is not None and (form != _form(live) or (form == _MEMBER and saved[form] not in type(live).__members__)):
         raise ResumeError(
-            f"The state of {name} was saved, and here it is {type_name(live)}. Nothing was loaded. Make it as it was."
+            f"The state of {name} was saved, and here it is {type_name(live)}. Nothing was loaded. Next: make it "
+            "before the loop begins, in __init__ for example."
         )
     if form == _MEMBER:
         return lambda: type(live)[saved[form]]
@@ -471,7 +452,6 @@ class GuardedState:
         self._experiment = experiment
         self._joints = {name: SimpleNamespace() for name in _PARTS}
         """What the guard looks through; the same objects each time, since it keeps its memory by them."""
-        self._has_warned = False
 
     def parts(self, loader: Any) -> tuple[Any, Any, Any, Any, Any]:
         """Return what a guard has to save: model, optimizer, scheduler, scaler, loader, with all that is declared."""
@@ -484,18 +464,6 @@ class GuardedState:
     def all_but_optimizer(self) -> Any:
         """The scheduler and all that is declared, where optimizer and scaler have to be handed over as they are."""
         return self._joined("scheduler", self._found())
-
-    def warn_of_large(self) -> None:
-        """Warn once of each large tensor that is declared, since it will be copied or saved again and again."""
-        for name, value in {} if self._has_warned else self._experiment.state.items():
-            for place, thing in _walk(value, name):
-                if isinstance(thing, Tensor | np.ndarray) and thing.nbytes > LARGE:
-                    warn_user(
-                        f"experiment.{place} has {thing.nbytes >> 20:,} MB, and so part of the experiment's "
-                        "state: it is copied for each intervention and saved in each checkpoint. Next: if the run does "
-                        "not change it, override the property `state` and leave it out, or keep it in a Dataset."
-                    )
-        self._has_warned = True
 
     def _found(self) -> dict[str, Any]:
         """Return what is declared, and the attributes of objects that the guard does not enter by itself."""

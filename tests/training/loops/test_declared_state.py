@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -217,26 +216,3 @@ def test_one_guard_serves_the_whole_run(monkeypatch):
     monkeypatch.setattr(Guard, "__init__", lambda self, *args, **kw: made.append(1) or real(self, *args, **kw))
     hl.epoch_loop(Adversaries(), epochs=EPOCHS, manager=hl.HookManager(hooks=[Trains()]))
     assert made == [1]
-
-
-def _small_with(tensor: Tensor) -> hl.Experiment:
-    model = nn.Linear(2, 1)
-    experiment = hl.Experiment(
-        model, torch.optim.SGD(model.parameters()), [torch.ones(1, 2)], lambda m, batch: m(batch).sum()
-    )
-    experiment.table = tensor
-    return experiment
-
-
-def test_a_large_tensor_among_the_attributes_is_told_once(tmp_path, monkeypatch):
-    """It is copied for each intervention, and saved each time; a run without either does not mind."""
-    monkeypatch.setattr("hookline.training.state.LARGE", 1000)
-    large = _small_with(torch.zeros(300))
-    checkpoints = hl.Checkpoints(tmp_path, every=1)
-    with pytest.warns(hl.HooklineWarning, match=r"experiment\.table.*`state`") as told:
-        hl.epoch_loop(large, epochs=2, manager=hl.HookManager(hooks=[Trains()]), checkpoints=checkpoints)
-    assert len(told) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        hl.epoch_loop(large, epochs=1)
-        hl.epoch_loop(_small_with(torch.zeros(3)), epochs=1, manager=hl.HookManager(hooks=[Trains()]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers_loops import linear_experiment, noting, rich_experiment
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
 from hookline.phases import phase
@@ -69,27 +68,6 @@ def test_with_accumulation_a_step_is_one_of_the_optimizer():
     assert norms[-1] == pytest.approx(experiment.model.bias.grad.norm().item(), rel=1e-6)
 
 
-def test_processes_wait_for_each_other_once_a_step():
-    """DDP's no_sync is around every batch of a step but the last."""
-    events = []
-
-    class Parallel(nn.Linear):
-        @contextmanager
-        def no_sync(self):
-            events.append("alone")
-            yield
-            events.append("together")
-
-        def forward(self, x):
-            events.append("forward")
-            return super().forward(x)
-
-    model = Parallel(2, 1)
-    data = linear_experiment(3).loader
-    hl.epoch_loop(hl.Experiment(model, torch.optim.SGD(model.parameters(), lr=0.1), data, accumulate=3), epochs=1)
-    assert events == ["alone", "forward", "together"] * 2 + ["forward"]
-
-
 def test_each_epoch_may_have_a_loader_of_its_own():
     """Which is what hooks are shown, and what interventions train on."""
     loaders = [DataLoader(TensorDataset(torch.full((4, 1), float(n)), torch.zeros(4, 1))) for n in range(2)]
@@ -135,21 +113,6 @@ def test_an_experiment_can_be_a_class():
     assert experiment.steps == result.steps == 6
     assert result.metrics == {"val_acc": 1.0}
     assert given.model.bias.item() != before
-
-
-def test_any_object_with_the_attributes_will_do():
-    """A namespace with a model, a loader and a training step."""
-    model = nn.Linear(1, 1)
-    seen = []
-    experiment = SimpleNamespace(model=model, loader=[1, 2], train_step=lambda batch: seen.append(batch) or 0.5)
-    hook = noting("POST_STEP", "POST_EPOCH")
-    result = hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[hook]))
-    assert seen == [1, 2]
-    assert result.loss == 0.5
-    assert hook.contexts[0].lr is None
-    plain = SimpleNamespace(model=model, loader=[(torch.ones(1, 1), torch.ones(1, 1))])
-    plain.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert hl.step_loop(plain, steps=2).loss > 0
 
 
 @pytest.mark.parametrize(
@@ -450,48 +413,10 @@ def test_trackers_count_training_alone():
 # -- data ------------------------------------------------------------------------------------------------------
 
 
-def test_a_distributed_sampler_is_told_the_epoch():
-    """Or it would give out the same order every time."""
-    dataset = TensorDataset(torch.arange(8.0).unsqueeze(1), torch.zeros(8, 1))
-    sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=True)
-    model = nn.Linear(1, 1)
-    loader = DataLoader(dataset, sampler=sampler)
-    experiment = hl.Experiment(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
-    orders: list[list[float]] = [[], []]
-    experiment.train_step = lambda batch: orders[sampler.epoch].append(batch[0].item())
-    hl.epoch_loop(experiment, epochs=2)
-    assert sorted(orders[0]) == sorted(orders[1]) == list(range(8))
-    assert orders[0] != orders[1]
-
-
 @pytest.mark.parametrize(("given", "loss"), [(True, None), (None, None), (2, 2.0), ({"more": 1}, None)])
 def test_a_step_may_return_no_loss(given, loss):
     """True is no loss of 1."""
     assert hl.epoch_loop(linear_experiment(2, train_step=lambda batch: given), epochs=1).loss == loss
-
-
-def test_all_building_blocks_can_be_functions():
-    """Those that a class would have as methods."""
-    asked = []
-
-    class Shuffles(hl.InterventionHook):
-        hook_points = {hl.HookPoint.POST_EPOCH}
-
-        def intervene(self, run_ctx, model_ctx):
-            asked.append(("shuffled", len(list(model_ctx.get_shuffled_loader()))))
-
-    data = linear_experiment(2).loader
-    experiment = linear_experiment(
-        1,
-        get_loader=lambda epoch: asked.append(("loader", epoch)) or iter(data),
-        shuffled_loader=lambda generator: data,
-        on_epoch_end=lambda epoch, metrics: asked.append(("end", sorted(metrics))),
-        evaluate=lambda model: {"val_loss": torch.tensor(2.0)},
-    )
-    result = hl.epoch_loop(experiment, epochs=1, manager=hl.HookManager(hooks=[Shuffles()]))
-    assert asked == [("loader", 0), ("shuffled", 2), ("end", ["loss", "val_loss"])]
-    assert result.metrics == {"val_loss": 2.0}
-    assert isinstance(result.metrics["val_loss"], float)
 
 
 # -- the usual loss --------------------------------------------------------------------------------------------

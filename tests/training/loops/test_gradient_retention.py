@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -128,25 +127,6 @@ def test_a_hook_outside_its_window_asks_for_nothing(monkeypatch):
     hooks = [Window("gradients", 1, needs_grads=True), Window("state", 2, needs_pre_epoch_state=True)]
     run(*hooks, epochs=4, snapshot_every=5)
     assert (len(added), len(taken)) == (3, 1)
-
-
-def test_what_was_kept_is_let_go():
-    """When the run is over no gradient of it is alive but in the model."""
-    kept = []
-
-    class Kept(Noting):
-        hook_points = {hl.HookPoint.POST_EPOCH}
-        needs_grads = True
-
-        def compute(self, ctx):
-            kept.append(weakref.ref(ctx.accumulated_grads["weight"]))
-
-    manager = hl.HookManager(hooks=[Kept()])
-    hl.epoch_loop(linear_experiment(3), epochs=3, manager=manager)
-    manager.reset_all()
-    gc.collect()
-    assert len(kept) == 3
-    assert [ref() for ref in kept] == [None] * 3
 
 
 def test_steps_that_were_not_trained_do_not_count():

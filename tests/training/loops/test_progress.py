@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from typing import Any
 
 import pytest
@@ -49,15 +48,6 @@ class Ticks:
         return self.now
 
 
-def test_a_terminal_shows_a_bar_with_the_loss():
-    """Steps of all epochs, the loss and the evaluation beside them."""
-    console = screen()
-    result = hl.epoch_loop(rich_experiment(), epochs=3, progress=RunProgress(console, clock=Ticks()))
-    text = console.file.getvalue()
-    assert "15/15" in text
-    assert re.search(rf"loss {result.loss:.4g}  val_acc {result.metrics['val_acc']:.4g}", text)
-
-
 def test_no_thread_draws():
     """A data loader forks its workers: a lock that a drawing thread held then would never be free in them."""
     import threading
@@ -69,14 +59,6 @@ def test_no_thread_draws():
     hl.epoch_loop(experiment, epochs=1, progress=sink, manager=manager)
     assert "training_metrics" in sink.console.file.getvalue()
     assert threads == [before]
-
-
-def test_without_a_terminal_a_line_tells_the_end(capsys: pytest.CaptureFixture[str]):
-    """A log has to show where a run ended; no control codes."""
-    hl.step_loop(rich_experiment(), steps=4, progress=True)
-    out = capsys.readouterr().out
-    assert out.startswith("4/4 steps")
-    assert "\x1b" not in out
 
 
 def test_it_is_off_unless_asked_for(capsys: pytest.CaptureFixture[str]):
@@ -148,20 +130,6 @@ def test_an_error_of_the_run_leaves_the_bar_and_reads_no_figure():
     assert "0/3 steps" in bar.lines[-1]
     with pytest.raises(AssertionError, match="the loss was read"):  # else this test could not fail
         run()
-
-
-def test_the_tool_and_its_trainer_show_it_as_well(capsys: pytest.CaptureFixture[str]):
-    """``TrainTool(progress=True)``, ``trainer.train(progress=True)``."""
-    trainer = hl.metta.TrainTool(progress=True, epochs=2).invoke()
-    assert "16/16 steps" in capsys.readouterr().out
-    trainer.train(1, progress=True)
-    assert "8/8 steps" in capsys.readouterr().out
-
-
-def test_something_else_than_yes_or_no_is_refused():
-    """Before anything is trained."""
-    with pytest.raises(hl.errors.OptionError, match=r"progress= is True.* got a str"):
-        hl.epoch_loop(rich_experiment(), epochs=1, progress="tqdm")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("loop", ["epoch", "step"])

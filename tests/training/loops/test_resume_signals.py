@@ -73,22 +73,6 @@ def test_a_signal_at_any_moment_leaves_a_run_that_goes_on(point, tmp_path):
     assert differences(left_by(expected), left_by(experiment)) == []
 
 
-def test_a_signal_during_the_evaluation_waits_for_its_end(tmp_path):
-    """And what was found is reported."""
-    calls = []
-
-    def evaluate(model):
-        calls.append(1)
-        signal.raise_signal(signal.SIGINT)
-        return {"val_acc": 0.5}
-
-    sink = hl.sinks.MemorySink()
-    options = {"manager": hl.HookManager(sinks=[sink]), "checkpoints": Checkpoints(tmp_path)}
-    result = hl.epoch_loop(linear_experiment(evaluate=evaluate), epochs=4, **options)
-    assert (len(calls), result.interrupted, result.epochs) == (1, "SIGINT", 1)
-    assert sink.series("eval/val_acc") == [(0, 0.5)]
-
-
 def test_a_signal_in_the_very_last_step_is_not_swallowed(tmp_path):
     """The run is complete all the same."""
     manager = hl.HookManager(hooks=[Presses("SNAPSHOT", 1)])

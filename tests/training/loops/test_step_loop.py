@@ -24,13 +24,6 @@ def test_points_are_post_step_and_snapshot():
     assert [ctx.batch_idx for ctx in hook.at("POST_STEP")] == [0, 1, 0, 1, 0]
 
 
-def test_hooks_with_a_schedule_are_due():
-    """The global step goes on, from 0."""
-    hook = noting("POST_STEP", step_schedule=hl.StepSchedule("burst", stride=10, burst_length=3, warmup=5))
-    hl.step_loop(linear_experiment(4), steps=30, manager=hl.HookManager(hooks=[hook]))
-    assert [ctx.step for ctx in hook.contexts] == [10, 11, 12, 20, 21, 22]
-
-
 def test_step_metrics_go_out_at_each_snapshot_and_at_the_end():
     """All of them, once; before the snapshot's own."""
     sink, hook = hl.sinks.MemorySink(), noting("POST_STEP", "SNAPSHOT")
