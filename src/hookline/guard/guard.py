@@ -193,7 +193,7 @@ class Guard:
 
     def _restore(self, receipt: GuardReceipt, switches: TorchSwitches) -> list[StateChange]:
         bytewise = self._strict and receipt.scope != "trains"
-        changes, lost = self._snapshot.restore(bytewise=bytewise, own_stream=False)
+        changes, lost = self._snapshot.restore(bytewise=bytewise)
         if receipt.scope == "grads":  # which computes some; those that were there are parked
             changes = [each for each in changes if "gradient" not in each.kind or not each.has_copy]
         changes += [StateChange("switch", name) for name in switches.restore()]

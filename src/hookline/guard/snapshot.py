@@ -186,7 +186,7 @@ class Snapshot:
 
     @interrupts_deferred()
     def restore(
-        self, *, bytewise: bool = False, hooks: bool = True, versions: bool = True, own_stream: bool = True
+        self, *, bytewise: bool = False, hooks: bool = True, versions: bool = True
     ) -> tuple[list[StateChange], dict[str, str]]:
         """Put everything back, any number of times; return what was other, and by name what is lost, and why.
 
@@ -196,7 +196,6 @@ class Snapshot:
                 run goes back only for a while.
             versions: Set autograd's counters back too. Not for numbers of long ago: as many steps as were made since
                 would reach the counters of now again.
-            own_stream: Set back also the stream of NumPy that only hooks draw from.
         """
         parts = self._parts
         is_hooked = hooks and self._notice_new_hooks()
@@ -215,7 +214,7 @@ class Snapshot:
             for part in parts:
                 (part.restore_versions if versions else part.advance_versions)()
         if self._random is not None:
-            self._random.restore(own=own_stream)
+            self._random.restore()
         torch.clear_autocast_cache()  # it holds casts of numbers that may be others now
         return changes, lost
 

@@ -207,8 +207,6 @@ class Run:
         """Return the experiment's metrics; modes, random streams and trackers are as before afterwards."""
         model = self.experiment.model
         modes = [(module, module.training) for module in model.modules()]
-        # Not `kept_rng`: there NumPy draws from a stream that hooks draw from as well, and what an evaluation finds
-        # would depend on the hooks of the run.
         random = RandomStates()
         try:
             with in_phase("eval"), torch.no_grad():
