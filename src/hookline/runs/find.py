@@ -384,7 +384,7 @@ def process_settings(*, deterministic: bool, matmul_precision: str | None) -> It
     """
     import torch
 
-    from hookline.guard.torch_switches import TorchSwitches
+    from hookline.guard.switches import TorchSwitches
 
     before = TorchSwitches()
     try:
