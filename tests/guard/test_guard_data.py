@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hookline as hl
 from hookline.guard.guard import Guard, rollback
-from hookline.guard.torch_switches import _SWITCHES
+from hookline.guard.switches import _SWITCHES
 
 
 @dataclass

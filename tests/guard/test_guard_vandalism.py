@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hookline as hl
 from hookline.guard.guard import Guard, rollback
-from hookline.guard.torch_switches import TorchSwitches
+from hookline.guard.switches import TorchSwitches
 from hookline.sites import _torch
 
 

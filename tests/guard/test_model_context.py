@@ -10,7 +10,7 @@ from torch import nn
 from hookline.errors import GuardError, LifecycleError, OptionError
 from hookline.guard.guard import Guard
 from hookline.guard.model_context import ModelDataContext
-from hookline.guard.snapshot import PreEpochState
+from hookline.guard.snapshot import Snapshot, roots_of
 
 # -- checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ def test_going_back_to_before_the_epoch_and_forth_again():
     """The state before it, inside a guard; after the guard the state after it."""
     run = Run("adam", steps=0)
     model_before = {name: value.clone() for name, value in run.model.state_dict().items()}
-    pre_epoch = PreEpochState.take(*run.guarded)
+    pre_epoch = Snapshot.of(roots_of(*run.guarded), gradients=False)
     for _ in range(3):
         run.step()
     guard = Guard(*run.guarded)
@@ -103,18 +103,18 @@ def test_without_a_saved_epoch_it_says_what_to_declare():
 def test_the_next_epoch_uses_the_memory_of_the_last():
     """If it is about the same objects."""
     run = Run()
-    first = PreEpochState.take(*run.guarded)
-    second = PreEpochState.take(*run.guarded, into=first)
-    other = PreEpochState.take(run.model, into=first)
-    assert second._snapshot is first._snapshot
-    assert other._snapshot is not first._snapshot
-    assert second.saved_bytes > other.saved_bytes > 0
+    first = Snapshot.of(roots_of(*run.guarded), gradients=False)
+    second = Snapshot.of(roots_of(*run.guarded), first, gradients=False)
+    other = Snapshot.of(roots_of(run.model), first, gradients=False)
+    assert second is first
+    assert other is not first
+    assert second.nbytes > other.nbytes > 0
 
 
 def test_k_shuffles_after_going_back_differ_and_move_no_stream_of_the_run():
     """Each from a stream of its own, also if each starts from the same state, and from one firing to the next."""
     run = Run()
-    pre_epoch = PreEpochState.take(*run.guarded)
+    pre_epoch = Snapshot.of(roots_of(*run.guarded), gradients=False)
     orders = []
     for _ in range(2):
         context = context_of(run, pre_epoch=pre_epoch)

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hookline.guard.rng import stream_states
-from hookline.guard.torch_switches import TorchSwitches
+from hookline.guard.switches import TorchSwitches
 from hookline.sites import _torch
 from hookline.tree import leaves
 

@@ -13,14 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, get_args
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from hookline.errors import GuardError, OptionError
-from hookline.guard.interrupts import interrupts_deferred
-from hookline.guard.snapshot import ALL, BUFFERS, NOTHING, Snapshot, first_names, roots_of, unrestored_message
-from hookline.guard.tensors import Where
-from hookline.guard.torch_switches import TorchSwitches
+from hookline.guard.snapshot import ALL, BUFFERS, NOTHING, Snapshot, Where, first_names, raise_if_lost, roots_of
+from hookline.guard.switches import TorchSwitches, interrupts_deferred
 from hookline.guard.walk import StateChange
 from hookline.messages import suggest
 from hookline.tables import ShownAsTable, Table
@@ -119,11 +116,6 @@ class Guard:
         """How many bytes the latest save copied."""
 
     @property
-    def devices(self) -> dict[torch.device, torch.device]:
-        """For each device that holds something of the run, the device of its copies."""
-        return self._snapshot.memory.devices
-
-    @property
     def gradients(self) -> dict[str, Tensor]:
         """The run's gradients as they were saved, also while they are parked, by the path of their parameter."""
         return self._snapshot.gradients
@@ -193,7 +185,7 @@ class Guard:
 
     def _restore(self, receipt: GuardReceipt, switches: TorchSwitches) -> list[StateChange]:
         bytewise = self._strict and receipt.scope != "trains"
-        changes, lost = self._snapshot.restore(bytewise=bytewise, own_stream=False)
+        changes, lost = self._snapshot.restore(bytewise=bytewise)
         if receipt.scope == "grads":  # which computes some; those that were there are parked
             changes = [each for each in changes if "gradient" not in each.kind or not each.has_copy]
         changes += [StateChange("switch", name) for name in switches.restore()]
@@ -202,8 +194,7 @@ class Guard:
         missing = {*lost, *(change.name for change in forbidden if not change.has_copy)}
         receipt.touched = tuple(dict.fromkeys(change.name for change in changes))
         receipt.restored = tuple(name for name in receipt.touched if name not in missing)
-        if lost:
-            raise GuardError(unrestored_message(f"Hook {receipt.hook!r}", lost))
+        raise_if_lost(f"Hook {receipt.hook!r}", lost)
         return forbidden
 
     @interrupts_deferred()
@@ -268,15 +259,16 @@ def rollback(
     less and hold the block to that; `Guard` says ``where`` the copies go.
     """
     guard = Guard(model, optimizer, scheduler, scaler, loader=loader, where=where)
-    memory = guard._snapshot.memory
-    memory.copies |= _HOST_MEMORY.pop(model, {})
+    snapshot = guard._snapshot
+    snapshot.pool.free |= _HOST_MEMORY.pop(model, {})
     guard.save([scope], batch=batch)
     try:
         with guard.protecting("rollback", scope) as receipt:
             yield receipt
     finally:
         guard.release()
-        _HOST_MEMORY[model] = memory.on_host()
+        snapshot.forget(everything=True)
+        _HOST_MEMORY[model] = {key: free for key, free in snapshot.pool.free.items() if key[0].type == "cpu"}
 
 
 def _check_scope(scope: str) -> str:

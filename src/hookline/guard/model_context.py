@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hookline.errors import LifecycleError, NoMatchError, OptionError
 from hookline.guard.guard import Guard
 from hookline.guard.loaders import call_loader_factory, copy_loader, private_generator
-from hookline.guard.snapshot import ALL, PreEpochState, Snapshot, roots_of
+from hookline.guard.snapshot import ALL, Snapshot, roots_of
 from hookline.messages import nearest_names
 from hookline.sites import _torch
 from hookline.sites.optimizers import unwrap_optimizer
@@ -58,7 +58,7 @@ class ModelDataContext:
         loader: Any = None,
         loss_fn: _Loss | None = None,
         batch: Any = None,
-        pre_epoch: PreEpochState | None = None,
+        pre_epoch: Snapshot | None = None,
         shuffled_loader: Callable[..., Any] | None = None,
         train_step: Callable[[Any], Any] | None = None,
         device: torch.device | str | None = None,
@@ -168,7 +168,7 @@ class ModelDataContext:
                 "restore_pre_epoch() goes back to before the epoch, and nobody has saved that. "
                 "Next: set needs_pre_epoch_state = True on the hook, and take the epoch loop."
             )
-        self._pre_epoch.restore()
+        self._pre_epoch.go_back("restore_pre_epoch(): something since")
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Iterable, Mapping
-from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -47,6 +46,7 @@ _DATA: Final = ("dataset", "data_source")
 """The attributes by which loaders and samplers hold the data: it may be large, and is not written."""
 _INNER: Final = ("_modules", "_parameters", "_buffers")
 """Keys that a path leaves out."""
+_held: Final = itemgetter(0)
 
 _Place: TypeAlias = tuple[Any, Any]
 """The place of the container that something is in, None for a root, and its key there."""
@@ -88,13 +88,10 @@ class _Container(NamedTuple):
             return all(map(is_, held, self.values))
         return all(map(is_, held, keys)) and all(map(is_, held.values(), self.values))
 
-    def has_other_atoms(self) -> bool:
-        """Return whether it differs by plain values alone, under the same keys."""
-        held, keys = self.held, self.keys
-        if len(held) != len(self.values) or (keys is not None and not all(map(is_, held, keys))):
-            return False
-        pairs = zip(held if keys is None else held.values(), self.values, strict=True)
-        return not any(_category(now) or _category(before) for now, before in pairs if now is not before)
+    def has_same_parts(self, other: _Container) -> bool:
+        """Return whether another note of it differs by plain values alone: a number, a text."""
+        ours, theirs = ([value for value in one.values if _category(value)] for one in (self, other))
+        return len(ours) == len(theirs) and all(map(is_, ours, theirs))
 
     def changed_places(self) -> list[_Place]:
         """Return the places of what is not as it was; of a list or set its own."""
@@ -112,14 +109,13 @@ class _Container(NamedTuple):
             (held.update if isinstance(held, set) else held.extend)(self.values)
             return
         ours = {key: value for key, value in held.items() if _is_ours(value)}
-        own = {}
-        for key, value in zip(self.keys, self.values, strict=True):
-            if key in ours:
-                own[key] = ours.pop(key)
-            elif not _is_ours(value):
-                own[key] = value
+        items = [
+            (key, ours.pop(key, value))
+            for key, value in zip(self.keys, self.values, strict=True)
+            if key in ours or not _is_ours(value)
+        ]
         held.clear()
-        for key, value in (*own.items(), *ours.items()):
+        for key, value in (*items, *ours.items()):
             held[key] = value  # update() adds up in a Counter
 
 
@@ -135,14 +131,13 @@ class RunWalk:
         """The kind of each tensor: "parameter", "state" (of the optimizer), "batch", "gradient", "buffer" (others)."""
         self.places: list[_Place] = []
         self.generators: list[Any] = []
-        self.seen: set[int] = set()
-        """The ids of what was met."""
+        self.seen: dict[int, int] = {}
+        """The ids of what was met; of tensors with their index."""
         self._known = known
         self._containers: list[_Container] = []
-        self._empty: list[Any] = []
+        self._empty: list[tuple[Any, _Place]] = []
         """Containers with nothing in them: most of a model are hook tables."""
-        self._empty_places: list[_Place] = []
-        self._objects: list[Any] = []
+        self._objects: list[tuple[Any, type]] = []
         self._own_classes: list[tuple[type, dict[str, Any]]] = []
         """Classes that were made for one object alone, and their attributes."""
         self._slotted: list[tuple[Any, dict[str, Any]]] = []
@@ -153,7 +148,6 @@ class RunWalk:
         for self._root, root in roots.items():
             if root is not None:
                 self._walk(root)
-        self._classes = list(map(type, self._objects))
         self._note_versions()
 
     # -- walking ---------------------------------------------------------------------------------------------------
@@ -164,7 +158,7 @@ class RunWalk:
         while stack:
             value, category, place = stack.pop()
             if id(value) not in self.seen and id(value) not in self._known:
-                self.seen.add(id(value))
+                self.seen[id(value)] = -1
                 self._add(value, category, place)
                 stack += reversed(self._todo)
                 self._todo.clear()
@@ -173,7 +167,7 @@ class RunWalk:
         if category == _CONTAINER:
             self._add_container(value, place)
         elif category == _TENSOR:
-            self._add_tensor(value, place)
+            self._add_found(value, place)
         elif category == _GENERATOR:
             self.generators.append(value)
         elif category == _ARRAY:
@@ -193,14 +187,13 @@ class RunWalk:
             if category is None:
                 category = _category(value)
             if category == _CONTAINER and not value and not is_tuple:
-                self._empty.append(value)
-                self._empty_places.append((place, key))
+                self._empty.append((value, (place, key)))
             elif not category and not (is_batch and _is_record(value)):
                 continue
             elif not (is_loader and isinstance(key, str) and key in _DATA):
                 self._todo.append((value, category or _OWNED, (place, key)))
 
-    def _add_tensor(self, tensor: Tensor, place: _Place) -> None:
+    def _add_found(self, tensor: Tensor, place: _Place) -> None:
         is_parameter = type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)  # which takes 1 µs to ask
         if is_parameter or (place[0] is not None and _is_key(place[0][1], "params")):
             kind = "parameter"
@@ -210,14 +203,13 @@ class RunWalk:
         if is_parameter and tensor.__dict__:
             self._todo.append((tensor.__dict__, _CONTAINER, place))
         elif is_parameter:
-            self._empty.append(tensor.__dict__)
-            self._empty_places.append(place)
+            self._empty.append((tensor.__dict__, place))
 
     def add_tensor(self, tensor: Tensor, place: _Place, kind: str) -> None:
         """Add a tensor; refuse one without numbers of its own, unless it is in a batch."""
-        self.seen.add(id(tensor))
         reason = _why_not_saveable(tensor)
         if not reason:
+            self.seen[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
             self.kinds.append(kind)
             self.places.append(place)
@@ -225,9 +217,12 @@ class RunWalk:
             raise GuardError(f"{self._path(place)} {reason}")
 
     def _add_object(self, value: Any, place: _Place) -> None:
-        if isinstance(value, torch.jit.ScriptModule):
-            _refuse_scripted(value, self._path(place))
-        self._objects.append(value)
+        if isinstance(value, torch.jit.ScriptModule) and any(True for _ in (*value.parameters(), *value.buffers())):
+            raise GuardError(
+                f"{self._path(place)} is a {type(value).__name__}: its parameters are kept outside of Python, where "
+                "they cannot be looked after. Next: guard the model before it is scripted."
+            )
+        self._objects.append((value, type(value)))
         if isinstance(value, nn.Module) and is_parametrized(value):  # its class has properties for its parameters
             self._own_classes.append((type(value), dict(vars(type(value)))))
         # A scheduler writes the attributes of callable objects it goes by into its state dict, too.
@@ -254,20 +249,21 @@ class RunWalk:
         """Return the containers that do not hold the very same objects any more, as they were."""
         is_quick = self._versions and self._versions == self._versions_now()
         found = [one for one in (self._odd if is_quick else self._containers) if not one.is_same()]
-        if any(self._empty):
-            pairs = zip(self._empty, self._empty_places, strict=True)
-            found += [_Container(held, at, () if isinstance(held, dict) else None, ()) for held, at in pairs if held]
+        if any(map(_held, self._empty)):
+            filled = [(held, place) for held, place in self._empty if held]
+            found += [_Container(held, place, () if isinstance(held, dict) else None, ()) for held, place in filled]
         return found
 
     def refresh(self) -> bool:
         """Note plain values (a learning rate) and arrays anew; return False if anything else has changed."""
-        changed = self.changed()
-        if list(map(type, self._objects)) != self._classes or not all(map(_Container.has_other_atoms, changed)):
+        if any(map(_held, self._empty)) or any(type(value) is not cls for value, cls in self._objects):
+            return False
+        changed = {id(one.held): (one, _Container.of(one.held, one.place)) for one in self.changed()}
+        if not all(before.has_same_parts(now) for before, now in changed.values()):
             return False
         if changed:
-            others = {id(one.held) for one in changed}
             self._containers = [
-                _Container.of(one.held, one.place) if id(one.held) in others else one for one in self._containers
+                changed[id(one.held)][1] if id(one.held) in changed else one for one in self._containers
             ]
             self._note_versions()
         self._arrays = [(array, array.copy(), place) for array, _, place in self._arrays]
@@ -287,17 +283,19 @@ class RunWalk:
 
         Return the names of arrays that could not be put back, and why.
         """
-        for value, cls in zip(self._objects, self._classes, strict=True):
+        for value, cls in self._objects:
             if type(value) is not cls:
                 value.__class__ = cls
         for cls, attributes in self._own_classes:
-            _restore_attributes(cls, attributes)
+            for name in vars(cls).keys() - attributes.keys():
+                delattr(cls, name)
+            for name in [name for name, own in attributes.items() if vars(cls).get(name) is not own]:
+                setattr(cls, name, attributes[name])
         for container in changed:
             container.restore()
         for value, slots in self._slotted:
-            for name, before in slots.items():
-                if getattr(value, name, None) is not before:
-                    object.__setattr__(value, name, before)
+            for name, own in slots.items():
+                object.__setattr__(value, name, own)
         lost = [self._path(place) for array, numbers, place in self._changed_arrays() if not _fill(array, numbers)]
         return dict.fromkeys(lost, "an array of another type or size")
 
@@ -313,8 +311,9 @@ class RunWalk:
         if above is None:
             return str(key)
         if isinstance(key, Tensor):
-            known = (self.name(index) for index, tensor in enumerate(self.tensors) if tensor is key)
-            return f"{self._path(above)}[{next(known, f'a tensor of shape {tuple(key.shape)}')}]"
+            index = self.seen.get(id(key), -1)
+            key = self.name(index) if index >= 0 else f"a tensor of shape {tuple(key.shape)}"
+            return f"{self._path(above)}[{key}]"
         if not isinstance(key, str):
             return f"{self._path(above)}[{key!r}]"
         return self._path(above) if key in _INNER else f"{self._path(above)}.{key}"
@@ -360,20 +359,9 @@ def _why_not_saveable(tensor: Tensor) -> str:
         return "has no numbers yet, so there is nothing to save. Next: run the model once."
     if tensor.is_meta:
         return "is on the meta device, where nothing can be saved. Next: to_empty() gives it memory."
-    if not _torch.has_numbers(tensor):
-        return "stands for other tensors (a trace, a transform), and cannot be saved there."
-    if hasattr(type(_torch.own_part(tensor)), "__tensor_flatten__"):
-        kind = type(tensor).__name__
-        return f"is a {kind}, which wraps other tensors that would not be saved. Next: guard it unwrapped."
+    if not _torch.has_numbers(tensor) or hasattr(type(_torch.own_part(tensor)), "__tensor_flatten__"):
+        return f"is a {type(tensor).__name__} that stands for other tensors, which would not be saved. Next: unwrap it."
     return ""
-
-
-def _refuse_scripted(module: nn.Module, name: str) -> None:
-    if any(True for _ in chain(module.parameters(), module.buffers())):
-        raise GuardError(
-            f"{name} is a {type(module).__name__}: its parameters are kept outside of Python, where they cannot be "
-            "looked after. Next: guard the model before it is scripted."
-        )
 
 
 def _is_equal(now: Any, before: Any) -> bool:
@@ -383,15 +371,6 @@ def _is_equal(now: Any, before: Any) -> bool:
 
 def _is_ours(value: Any) -> bool:
     return type(value).__module__.startswith("hookline.sites.")
-
-
-def _restore_attributes(cls: type, before: dict[str, Any]) -> None:
-    now = dict(vars(cls))
-    for name in now.keys() - before.keys():
-        delattr(cls, name)
-    for name, value in before.items():
-        if now.get(name) is not value:
-            setattr(cls, name, value)
 
 
 def _is_same_array(now: Any, before: Any) -> bool:

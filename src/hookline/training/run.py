@@ -24,7 +24,7 @@ from hookline.guard.guard import Guard, rollback
 from hookline.guard.loaders import copy_loader, private_generator
 from hookline.guard.model_context import ModelDataContext
 from hookline.guard.rng import RandomStates
-from hookline.guard.snapshot import PreEpochState
+from hookline.guard.snapshot import Snapshot, roots_of
 from hookline.lifecycle.context import RunDataContext
 from hookline.lifecycle.manager import to_host
 from hookline.lifecycle.ranks import OneProcess
@@ -205,8 +205,6 @@ class Run:
         """Return the experiment's metrics; modes, random streams and trackers are as before afterwards."""
         model = self.experiment.model
         modes = [(module, module.training) for module in model.modules()]
-        # Not `kept_rng`: there NumPy draws from a stream that hooks draw from as well, and what an evaluation finds
-        # would depend on the hooks of the run.
         random = RandomStates()
         try:
             with in_phase("eval"), torch.no_grad():
@@ -441,9 +439,9 @@ class GradientRetention:
         """Mean gradients since `begin`, from `end` on."""
         self.previous: dict[str, Tensor] | None = None
         """Gradients of the step before the one that is being made."""
-        self.pre_epoch: PreEpochState | None = None
+        self.pre_epoch: Snapshot | None = None
         """Everything as it was when the epoch began."""
-        self._memory: PreEpochState | None = None
+        self._memory: Snapshot | None = None
         """Of an earlier epoch: the memory is used again, also if epochs in between did without."""
 
     def begin(self, points: tuple[HookPoint, ...], position: int) -> None:
@@ -459,9 +457,8 @@ class GradientRetention:
         within = (HookPoint.PRE_EPOCH, HookPoint.PRE_STEP, HookPoint.POST_STEP, *points)
         if self._manager.needs_pre_epoch_state_at(*within, epoch=epoch):
             experiment, others = self._experiment, self._guarded.all_but_optimizer
-            self.pre_epoch = self._memory = PreEpochState.take(
-                experiment.model, experiment.optimizer, others, experiment.scaler, into=self._memory
-            )
+            roots = roots_of(experiment.model, experiment.optimizer, others, experiment.scaler)
+            self.pre_epoch = self._memory = Snapshot.of(roots, self._memory, gradients=False)
 
     def begin_step(self, position: int) -> None:
         """Keep the gradients of the step before, which are still in ``.grad``, if a hook needs them."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hookline as hl
-from hookline.guard.snapshot import PreEpochState
+from hookline.guard.snapshot import Snapshot
 from hookline.training.run import Gradients
 
 
@@ -105,11 +105,11 @@ def test_nothing_of_the_size_of_the_model_is_made_without_a_hook_that_needs_it()
 def test_a_hook_outside_its_window_asks_for_nothing(monkeypatch):
     """Gradients are added up in epoch 1, earlier state is kept for epoch 2; for snapshots that do not come, never."""
     added, taken = [], []
-    real_add, real_take = Gradients.add, PreEpochState.take.__func__
+    real_add, real_take = Gradients.add, Snapshot.of.__func__
     monkeypatch.setattr(Gradients, "add", lambda self: added.append(1) or real_add(self))
     monkeypatch.setattr(
-        PreEpochState,
-        "take",
+        Snapshot,
+        "of",
         classmethod(lambda cls, *args, **kwargs: taken.append(1) or real_take(cls, *args, **kwargs)),
     )
 

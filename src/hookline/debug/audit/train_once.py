@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hookline.errors import NoMatchError, OptionError
 from hookline.guard.digest import SWITCH, RunDigest, changed, digest, run_digest
 from hookline.guard.rng import RandomStates, kept_rng, restart_hook_stream
-from hookline.guard.torch_switches import TorchSwitches
+from hookline.guard.switches import TorchSwitches
 from hookline.integrations.first_step import FirstStep, find_model, find_optimizers
 from hookline.lifecycle.hook import TrainingHook
 from hookline.messages import type_name

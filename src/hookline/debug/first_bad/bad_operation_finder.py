@@ -29,8 +29,7 @@ from hookline.distributed.ranks import is_distributed
 from hookline.guard.digest import digest
 from hookline.guard.guard import Guard
 from hookline.guard.rng import RandomStates
-from hookline.guard.snapshot import Snapshot, roots_of
-from hookline.guard.tensors import Where
+from hookline.guard.snapshot import Snapshot, Where, roots_of
 from hookline.observe.watch.monitor import StepRows, listen
 from hookline.phases import in_phase, known_phase, phase
 from hookline.sites import _torch
@@ -40,7 +39,7 @@ from hookline.training.experiment import MicroBatches
 from hookline.tree import leaves
 
 if TYPE_CHECKING:
-    from hookline.guard.tensors import Where
+    from hookline.guard.snapshot import Where
     from hookline.hook_types import Target
     from hookline.sites.site_info import Site
 
@@ -118,9 +117,7 @@ class KeptSteps:
         roots = roots_of(*self._parts())
         window = self._windows.pop(0) if len(self._windows) == self._most else None
         # The memory of the older one is used again, unless the run has other parts now (another loader, say).
-        same = window is not None and window.snapshot.roots == roots
-        snapshot = window.snapshot if window is not None and same else Snapshot(roots, self._where)
-        snapshot.take()
+        snapshot = Snapshot.of(roots, None if window is None else window.snapshot, where=self._where)
         self._windows.append(_Window(snapshot, None if attributes is None else attributes()))
 
     def has(self, number: int) -> bool:

@@ -34,7 +34,7 @@ from hookline.when import HookPoint
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.guard.tensors import Where
+    from hookline.guard.snapshot import Where
     from hookline.hook_types import Target
     from hookline.lifecycle.context import RunDataContext
     from hookline.training.run import RunStep

@@ -1,4 +1,4 @@
-"""Read the switches of torch that a thread or the process has, and set them back.
+"""Read the switches of torch that a thread or the process has, and set them back; hold interrupts back meanwhile.
 
 `Guard` reads them before an intervention (about 50 µs), sets back those that differ afterwards, and names an observer
 that moves one. They decide how the run computes: ``torch.set_num_threads`` alone alters the bits of later sums.
@@ -6,15 +6,19 @@ that moves one. They decide how the run computes: ``torch.set_num_threads`` alon
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, Final
 
 import torch
 
 from hookline.sites import _torch
 
-__all__ = ["TorchSwitches"]
+__all__ = ["TorchSwitches", "interrupts_deferred"]
 
 _Switch = tuple[Callable[[], Any], Callable[[Any], Any]]
 
@@ -96,3 +100,23 @@ class TorchSwitches:
             except RuntimeError as error:
                 self.lost[name] = str(error)
         return changed
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Deliver an interrupt (Ctrl-C) that comes inside the block after it (8 µs).
+
+    Only the main thread is sent interrupts, so do nothing in others; nor where a handler was not set from Python, since
+    it could not be set again.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+        yield
+        return
+    received: list[FrameType | None] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: received.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if received:
+            signal.raise_signal(signal.SIGINT)
