@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hookline as hl
-from hookline.observe.watch.kernel import Kernel, KernelInput, Tuning, readable
+from hookline.observe.watch.kernel import Kernel, Tuning, readable
 from hookline.observe.watch.place import DeviceRows
 from hookline.observe.watch.row import Layout
 
@@ -115,7 +115,7 @@ def _taking(setting: Setting, some: list[Tensor], tuning: Tuning | None = None) 
     if setting.device.type != "cuda":
         return lambda: [x.sum() for x in some] and None
     kernel = Kernel(layout, setting.device, tuning)
-    items = [KernelInput(readable(x), state.new_row()) for x in some]
+    items = [(readable(x), state.new_row(), None) for x in some]
     return lambda: kernel.take(items)
 
 

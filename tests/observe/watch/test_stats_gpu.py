@@ -19,7 +19,7 @@ import hookline as hl
 from hookline.errors import HooklineWarning
 from hookline.observe.watch import kernel as kernels
 from hookline.observe.watch.graph import find_in
-from hookline.observe.watch.kernel import FoundByRow, Kernel, KernelInput, readable
+from hookline.observe.watch.kernel import Kernel, readable
 from hookline.observe.watch.place import DeviceRows, StatRow
 from hookline.observe.watch.reduce import reduce_on_device
 from hookline.observe.watch.row import Layout
@@ -62,13 +62,13 @@ def _tensor(dtype: torch.dtype, size: int, *, bad: bool = False) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_finds_the_numbers_of_float64(dtype: torch.dtype) -> None:
     """All types, sizes around tiles and programs, aligned or not, with and without NaN and Inf, alone and together."""
-    layout = LAYOUTS["all"]
+    layout = LAYOUTS["two thresholds"]
     sizes = [0, 1, 2, 31, 1000, 4096, 8192, 8193, 100_003, 5_000_000]
     some = [_tensor(dtype, size, bad=bad) for size in sizes for bad in (False, True)]
     some += [x[1:] for x in some if x.numel() > 1000]
     state, rows = _rows(layout, 2 * len(some))
     kernel = Kernel(layout, DEVICE)
-    items = [KernelInput(readable(x), row) for x, row in zip(some * 2, rows, strict=True)]
+    items = [(readable(x), row, None) for x, row in zip(some * 2, rows, strict=True)]
     kernel.take(items[: len(some)])
     for item in items[len(some) :]:
         kernel.take([item])
@@ -89,14 +89,14 @@ def test_the_kernel_and_torch_find_the_same(name: str, scale: float | None) -> N
     kernel = Kernel(layout, DEVICE)
     for size in (1000, 300_032, 3_000_064):  # rows for one program, and for several
         x = _tensor(torch.bfloat16, size)
-        kernel.take([KernelInput(readable(x), ours, divisor)])
+        kernel.take([(readable(x), ours, divisor)])
         by_torch.merge_tensor(reduce_on_device(x, layout, divisor))
         parts, each = find_in(x.view(-1, 8 if size == 1000 else 64), layout)
         assert each == (64 if layout.fits_one_read and size > 1000 else 1)
         if each == 1:
-            kernel.take([KernelInput(readable(parts[0]), by_row, divisor)])
+            kernel.take([(readable(parts[0]), by_row, divisor)])
         else:
-            kernel.take_rows([FoundByRow(parts, each, by_row, divisor)])
+            kernel.add_found([(by_row, parts, each, divisor)])
         assert_close(_one(kernel, layout, x, divisor), x.cpu(), layout, scale or 1.0)
     found = state.read()
     assert np.allclose(found[0], found[2], rtol=1e-5)
@@ -106,7 +106,7 @@ def test_the_kernel_and_torch_find_the_same(name: str, scale: float | None) -> N
 
 def _one(kernel: Kernel, layout: Layout, x: Tensor, scale: Any) -> np.ndarray:
     state, (row,) = _rows(layout, 1)
-    kernel.take([KernelInput(readable(x), row, scale)])
+    kernel.take([(readable(x), row, scale)])
     return state.read()[0]
 
 
@@ -119,13 +119,13 @@ def test_comparing_two_at_a_time_finds_what_one_at_a_time_does(
     some = [_tensor(dtype, 1_000_000, bad=bad) for bad in (False, True)]
     some += [torch.full((50_000,), -0.0, dtype=dtype, device=DEVICE), -some[0].abs()]
     found = {}
-    for pairs in (2, 1):
-        monkeypatch.setattr(kernels, "_pairs", lambda device, pairs=pairs: pairs)
+    for pairs in (True, False):
+        monkeypatch.setattr(kernels, "_compares_pairs", lambda device, pairs=pairs: pairs)
         kernel = Kernel(layout, DEVICE)
         found[pairs] = np.stack([_one(kernel, layout, x, None) for x in some])
     exact = [place for place, name in enumerate(layout.names) if name not in ("sum", "squares")]
-    assert np.array_equal(found[2][:, exact], found[1][:, exact], equal_nan=True)
-    assert np.allclose(found[2], found[1], rtol=1e-5, equal_nan=True)
+    assert np.array_equal(found[True][:, exact], found[False][:, exact], equal_nan=True)
+    assert np.allclose(found[True], found[False], rtol=1e-5, equal_nan=True)
 
 
 def test_counts_are_exact_past_two_to_the_24() -> None:
@@ -157,11 +157,11 @@ def test_a_single_tensor_may_be_taken_while_a_graph_is_recorded() -> None:
     state, (row,) = _rows(layout, 1)
     kernel = Kernel(layout, DEVICE)
     x = torch.ones(100_000, device=DEVICE)
-    kernel.take([KernelInput(x, row)])
+    kernel.take([(x, row, None)])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel.take([KernelInput(x, row)])
+        kernel.take([(x, row, None)])
     for value in (2.0, 3.0):
         x.fill_(value)
         graph.replay()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from hookline.observe.watch.row import Layout
 
-__all__ = ["factor_of", "flat_view", "reduce", "reduce_on_device"]
+__all__ = ["factor_of", "flat_view", "reduce", "reduce_on_device", "row_of_parts"]
 
 _BLOCK: Final = 1 << 18
 """Numbers per block: 1 MiB of float32. Of 2^14 to 2^18, the largest was the fastest."""
@@ -130,25 +130,32 @@ def reduce_on_device(tensor: Tensor, layout: Layout, scale: Any = None) -> Tenso
     if scale is not None:
         numbers = numbers / torch.as_tensor(scale, device=tensor.device)
     count = numbers.numel()
-    ones = torch.ones((), dtype=_WIDE, device=tensor.device)
+    one = torch.ones((), dtype=_WIDE, device=tensor.device)
     if not count:
         return torch.tensor((1.0, *layout.empty[1:]), dtype=_WIDE, device=tensor.device)
-    nothing = ones * 0
-    total = squares = zeros = nan = bad = nothing
-    if layout.moments:
-        total, squares = numbers.sum(dtype=_WIDE), torch.linalg.vector_norm(numbers, dtype=_WIDE).square()
-    if layout.zeros:
-        zeros = (numbers == 0).sum()
-    finite = numbers.isfinite()
-    if layout.moments or layout.extremes:
-        nan, bad = numbers.isnan().sum(), count - finite.sum()
-    kept = [nothing - math.inf] * len(layout.kept)
-    if layout.extremes:
-        low, high = torch.where(finite, numbers, math.inf).amin(), torch.where(finite, numbers, -math.inf).amax()
-        kept = [-numbers.amin(), numbers.amax(), -low, high]
+    finite, nan = numbers.isfinite(), numbers.isnan().sum()
+    bad = count - finite.sum()
+    total, squares = numbers.sum(dtype=_WIDE), torch.linalg.vector_norm(numbers, dtype=_WIDE).square()
     over = [(numbers.abs() > threshold).sum() for threshold in layout.thresholds]
-    added = [ones, ones * count, total, squares, zeros, bad > 0, nan, bad - nan, *over]
-    return torch.stack([each.to(_WIDE) for each in (*added, *kept)])
+    added = [one, one * count, total, squares, (numbers == 0).sum(), bad > 0, nan, bad - nan, *over]
+    low, high = torch.where(finite, numbers, math.inf).amin(), torch.where(finite, numbers, -math.inf).amax()
+    return torch.stack([each.to(_WIDE) for each in (*added, -numbers.amin(), numbers.amax(), -low, high)])
+
+
+def row_of_parts(found: list[Tensor], each: int, layout: Layout, scale: Any = None) -> Tensor:
+    """Return the row of a tensor from what compiled code has found in its rows of ``each`` numbers."""
+    sums, squares, lows, highs, zeros = (part.to(_WIDE) for part in found)
+    one = torch.ones((), dtype=_WIDE, device=sums.device)
+    factor = one if scale is None else one / torch.as_tensor(scale, device=sums.device)
+    least, most = -one * math.inf, -one * math.inf
+    if sums.numel():
+        least, most = -lows.amin(), highs.amax()
+    bad = ~(least.isfinite() & most.isfinite()) if sums.numel() else one * 0
+    # Of a place with something else than numbers, the rest was not looked at.
+    finite = [torch.where(end.isfinite(), end, -math.inf) for end in (least + 0 * most, most + 0 * least)]
+    added = [one, one * sums.numel() * each, sums.sum() * factor, squares.sum() * factor**2, zeros.sum(), bad]
+    added += [one * 0] * (len(layout.added) - len(added))
+    return torch.stack([*(end.to(_WIDE) for end in added), *(end * factor for end in (least, most, *finite))])
 
 
 def factor_of(scale: Any) -> float:

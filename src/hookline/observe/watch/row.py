@@ -115,8 +115,8 @@ class Layout:
 
     @property
     def fits_one_read(self) -> bool:
-        """Whether a compiled graph on a GPU can reduce rows of the tensor to all columns in one read."""
-        return (self.moments or self.extremes) and not self.details and not self.thresholds
+        """Whether a compiled graph on a GPU finds all columns that are asked for."""
+        return not self.details and not self.thresholds
 
     @cached_property
     def empty(self) -> tuple[float, ...]:
