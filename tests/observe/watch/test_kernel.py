@@ -46,10 +46,10 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"ELEMENT": "bfloat16", **_PAIRS["bfloat16"]},
     "float16": {"ELEMENT": "float16", **_PAIRS["float16"]},
     "bfloat16, four thresholds": {"ELEMENT": "bfloat16", "OVER": 4},
-    "float32, alone": {"ELEMENT": "float32", "SINGLE": True},
+    "float32": {"ELEMENT": "float32"},
     "int64, anywhere in memory": {"ELEMENT": "int64", "WIDE": "float64", "ALIGNED": False},
 }
-_USUAL = {"WIDE": "float32", "ALIGNED": True, "LOWER": "", "HIGHER": "", "SINGLE": False, "OVER": 0, "JOBS": 256}
+_USUAL = {"WIDE": "float32", "ALIGNED": True, "LOWER": "", "HIGHER": "", "OVER": 0, "JOBS": 256}
 
 
 @needs_triton
@@ -64,9 +64,7 @@ def test_the_kernel_compiles_for_a_hopper_gpu(name: str, tmp_path: Path, monkeyp
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("name", "constants"), [("merge_slots", {"SINGLE": False, "WIDTH": 256}), ("fold_rows", {"WIDTH": 2048})]
-)
+@pytest.mark.parametrize(("name", "constants"), [("merge_slots", {"WIDTH": 256}), ("fold_rows", {"WIDTH": 2048})])
 def test_the_small_programs_compile_too(
     name: str, constants: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

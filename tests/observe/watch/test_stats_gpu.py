@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import hookline as hl
 from hookline.errors import HooklineWarning
 from hookline.observe.watch import kernel as kernels
+from hookline.observe.watch.engine import StatsEngine
 from hookline.observe.watch.graph import find_in
 from hookline.observe.watch.kernel import Kernel, readable
 from hookline.observe.watch.place import DeviceRows, StatRow
@@ -151,23 +152,24 @@ def test_the_variance_survives_a_mean_far_from_zero(far: int) -> None:
     assert variance == pytest.approx(x.double().var(correction=0).item(), rel=1e-3)
 
 
-def test_a_single_tensor_may_be_taken_while_a_graph_is_recorded() -> None:
-    """Each replay of a CUDA graph counts once more, with the numbers of that moment."""
-    layout = LAYOUTS["default"]
-    state, (row,) = _rows(layout, 1)
-    kernel = Kernel(layout, DEVICE)
+def test_each_replay_of_a_cuda_graph_counts() -> None:
+    """Recorded with the watch on: each replay counts once more, with the numbers of that moment; histograms too."""
+    engine = StatsEngine(Layout.of(["max", "mean", "histogram"]))
+    place = engine.place("x", "forward")
     x = torch.ones(100_000, device=DEVICE)
-    kernel.take([(x, row, None)])
+    engine.take(place, x)
+    engine.flush()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kernel.take([(x, row, None)])
+        engine.take(place, x)
     for value in (2.0, 3.0):
         x.fill_(value)
         graph.replay()
-    cells = dict(zip(layout.names, state.read()[0], strict=True))
-    assert (cells["fires"], cells["max"]) == (3, 3.0)
-    assert cells["sum"] == pytest.approx(600_000)
+    metrics = engine.to_metrics()
+    assert engine.read()[place]["fires"] == 3
+    assert (metrics["x/forward/max"], metrics["x/forward/mean"]) == (3.0, pytest.approx(2.0))
+    assert metrics["x/forward/histogram"] == {"0": 100_000, "1": 200_000}
 
 
 # -- watched runs --------------------------------------------------------------------------------------------

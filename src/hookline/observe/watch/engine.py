@@ -182,9 +182,11 @@ class StatsEngine:
         return found
 
     def _take_notes(self, device: torch.device, notes: Sequence[Note]) -> None:
+        # A table would have to be the same in each replay of a CUDA graph.
+        is_recorded = _torch.capturing()
         if self.layout.by_unit:
-            self._take_by_unit(notes, self.kernel(device))
-        kernel = self.kernel(device)
+            self._take_by_unit(notes, None if is_recorded else self.kernel(device))
+        kernel = None if is_recorded else self.kernel(device)
         if kernel is not None:
             try:
                 kernel.take(list(self._inputs(device, notes)))

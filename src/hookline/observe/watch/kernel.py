@@ -2,9 +2,9 @@
 
 The engine calls it, and `GraphHandover` for compiled code. The programs in `triton_programs` read each tensor once,
 and add what they found to rows. Nothing waits for the device and nothing comes back from it; one small table goes up
-through pinned memory, and for a single tensor not even that, so a single one may be taken while a CUDA graph is
-recorded. Training takes the same memory at each step: where all tensors lie as they lay once, the table is on the
-device already, the launches are worked out, and the host only makes them.
+through pinned memory. Training takes the same memory at each step: where all tensors lie as they lay once, the table is
+on the device already, the launches are worked out, and the host only makes them. Not for a CUDA graph that is being
+recorded: the table would have to be the same in each replay.
 
 The number of chunks of a tensor depends on its size alone: its numbers are the same to the last bit whichever tensors
 it is taken together with, and in every run.
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from hookline.observe.watch.pending import streams_of
 from hookline.observe.watch.reduce import flat_view
-from hookline.sites import _torch
 
 if TYPE_CHECKING:
     from hookline.observe.watch.place import StatRow
@@ -53,8 +52,9 @@ FIELDS: Final = 6
 """Of a job: first program, number of programs, address, size, tiles per program, address of the scale or 0."""
 _ALIGNMENT: Final = 16
 """The bytes that a thread reads at a time."""
-_CALLS: Final = 64
-"""How many sets of tensors are remembered: a step of GPT-2 with 300 modules has about 20."""
+_CALLS: Final = 512
+"""How many sets of tensors are remembered: a step of GPT-2 with 300 modules has about 20, and one more for each place
+whose tensors cannot wait."""
 _WARPS: Final = {"reduce_chunks": 4, "merge_slots": 4, "fold_rows": 16, "count_exponents": 8}
 """Per program. An H200 counts the exponents of 100 million numbers in bfloat16 in 0.375 ms, by four warps in 0.389, by
 16 in 0.564."""
@@ -153,11 +153,15 @@ class Kernel:
         """Add the statistics of each tensor to its row, on the current stream."""
         with on_device(self._device):
             for batch in rounds_of(items, by=1):
-                if len(batch) == 1 or _torch.capturing():  # a table would have to be the same in each replay
-                    for item in batch:
-                        self._take_one(item)
-                else:
-                    self._take_many(batch)
+                uses, divisors = self._uses(batch)
+                key = self._stream(), *uses
+                with self._lock:
+                    call = self._calls.pop(key, None) or self._work_out(uses)
+                    self._calls[key] = call
+                    if len(self._calls) > _CALLS:
+                        del self._calls[next(iter(self._calls))]
+                    call()
+                del divisors  # they live until they are read
 
     def prepare(self, items: Sequence[KernelInput]) -> Callable[[], None]:
         """Return a call that adds the statistics of these tensors to their rows, as they are then, where they are now.
@@ -228,29 +232,6 @@ class Kernel:
 
     # -- working out launches ----------------------------------------------------------------------------
 
-    def _take_one(self, item: KernelInput) -> None:
-        flat, row, scale = item
-        divisors: dict[int, Tensor] = {}
-        address, size, at = flat.data_ptr(), flat.numel(), self._address_of(scale, divisors)
-        programs, tiles = self._division(size, flat.element_size())
-        # From torch's allocator: it knows the memory of CUDA graphs (3 µs).
-        slots = torch.empty(self._width * max(programs, 1), dtype=torch.float64, device=self._device)
-        arguments = (0, 0, address, size, tiles, at, slots.data_ptr(), programs, 0)
-        if programs:
-            self._launch(*self._reduce(flat.dtype, address, programs, arguments, single=True))
-        self._launch(*self._merge(1, (0, 0, row.address, size, programs, at, slots.data_ptr(), programs), single=True))
-
-    def _take_many(self, items: Sequence[KernelInput]) -> None:
-        uses, divisors = self._uses(items)
-        key = self._stream(), *uses
-        with self._lock:
-            call = self._calls.pop(key, None) or self._work_out(uses)
-            self._calls[key] = call
-            if len(self._calls) > _CALLS:
-                del self._calls[next(iter(self._calls))]
-            call()
-        del divisors  # lives until it is read
-
     def _uses(self, items: Sequence[KernelInput]) -> tuple[list[_Use], dict[int, Tensor]]:
         """Return what is read, and scales that have to live until then."""
         divisors: dict[int, Tensor] = {}
@@ -277,29 +258,29 @@ class Kernel:
             jobs.setdefault((address, size, scale), []).append(row)
         table: list[int] = []
         rows: list[int] = []
-        launches: list[tuple[torch.dtype, int, int, int, int, int]] = []
+        parts: list[tuple[tuple[torch.dtype, bool], int, int, int, int]] = []
         slot = number = 0
-        for (dtype, _), jobs in groups.items():
+        for group, jobs in groups.items():
             for some in _in_parts(list(jobs.items()), JOBS):
                 begin, first = number, slot
                 for (address, size, scale), addresses in some:
-                    programs, tiles = self._division(size, dtype.itemsize)
+                    programs, tiles = self._division(size, group[0].itemsize)
                     table += (slot, programs, address, size, tiles, scale)
                     for row in addresses:
                         rows += (row, number)
                     slot += programs
                     number += 1
                 if slot > first:  # else they are empty
-                    launches.append((dtype, some[0][0][0], begin, len(some), first, slot - first))
+                    parts.append((group, begin, len(some), first, slot - first))
         uploaded, slots = self.upload(table + rows), self._slots_for(slot)
-        at, to = uploaded.data_ptr(), slots.data_ptr()
-        worked_out: list[_Launch] = []
-        for dtype, address, begin, count, first, programs in launches:
-            arguments = (at + begin * FIELDS * 8, count, 0, 0, 0, 0, to, slot, first)
-            worked_out.append(self._reduce(dtype, address, programs, arguments, single=False))
-        merged = (at, at + len(table) * 8, 0, 0, 0, 0, to, slot)
-        worked_out.append(self._merge(len(rows) // 2, merged, single=False))
-        return _Call(self, worked_out, (uploaded, slots))
+        at, to, limits = uploaded.data_ptr(), slots.data_ptr(), self._thresholds.data_ptr()
+        launches: list[_Launch] = []
+        for group, begin, count, first, programs in parts:
+            arguments = (at + begin * FIELDS * 8, count, to, slot, first, self._num_added, limits)
+            launches.append(("reduce_chunks", group, (programs, 1, 1), arguments))
+        arguments = (at, at + len(table) * 8, to, slot, self._num_added)
+        launches.append(("merge_slots", None, (len(rows) // 2, self._width, 1), arguments))
+        return _Call(self, launches, (uploaded, slots))
 
     def _slots_for(self, programs: int) -> Tensor:
         stream, size = self._stream(), self._width * max(programs, 1)
@@ -307,15 +288,6 @@ class Kernel:
         if slots is None or slots.numel() < size:
             slots = self._slots[stream] = torch.empty(2 * size, dtype=torch.float64, device=self._device)
         return slots
-
-    def _reduce(
-        self, dtype: torch.dtype, address: int, programs: int, arguments: tuple[int, ...], *, single: bool
-    ) -> _Launch:
-        key = dtype, address % _ALIGNMENT == 0, single
-        return "reduce_chunks", key, (programs, 1, 1), (*arguments, self._num_added, self._thresholds.data_ptr())
-
-    def _merge(self, uses: int, arguments: tuple[int, ...], *, single: bool) -> _Launch:
-        return "merge_slots", single, (uses, self._width, 1), (*arguments, self._num_added)
 
     # -- launching ---------------------------------------------------------------------------------------
 
@@ -341,15 +313,15 @@ class Kernel:
     def _constants(self, name: str, key: Any) -> tuple[Any, ...]:
         """Return the constants to compile a program with."""
         if name == "merge_slots":
-            return key, self._tuning.merged
+            return (self._tuning.merged,)
         if name == "fold_rows":
             return (_ROWS_AT_A_TIME,)
         if name == "count_exponents":
             return kernel_types()[key][0], JOBS, _TILE
-        dtype, aligned, single = key
+        dtype, aligned = key
         compared = _PAIRS.get(dtype) if aligned and not self._over and _compares_pairs(self._device) else None
         pairs = [f"{each}.NaN.{compared} $0, $1, $2;" if compared else "" for each in ("min", "max")]
-        return *kernel_types()[dtype], aligned, *pairs, single, self._over, JOBS, self._tuning.width(dtype.itemsize)
+        return *kernel_types()[dtype], aligned, *pairs, self._over, JOBS, self._tuning.width(dtype.itemsize)
 
 
 class _Call:

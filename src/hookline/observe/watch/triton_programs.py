@@ -116,14 +116,10 @@ def job_of(program, jobs, num_jobs, JOBS: tl.constexpr):
     return table + (tl.sum((firsts <= program).to(tl.int32), 0) - 1) * FIELDS
 
 
-@triton.jit(do_not_specialize=range(11))
+@triton.jit(do_not_specialize=range(7))
 def reduce_chunks(
     jobs: tl.int64,
     num_jobs: tl.int64,
-    address: tl.int64,
-    size: tl.int64,
-    tiles: tl.int64,
-    scale: tl.int64,
     slots: tl.int64,
     num_slots: tl.int64,
     offset: tl.int64,
@@ -134,28 +130,23 @@ def reduce_chunks(
     ALIGNED: tl.constexpr,
     LOWER: tl.constexpr,
     HIGHER: tl.constexpr,
-    SINGLE: tl.constexpr,
     OVER: tl.constexpr,
     JOBS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Reduce one chunk of one tensor into the slot of this program; a slot has the columns of a row.
 
-    Of several tensors, ``jobs`` tells which program begins which; of a SINGLE one, the arguments do. Programs are
-    numbered from ``offset`` on, for launches that share the slots. LOWER and HIGHER are the instructions that compare
-    two numbers of 16 bits at a time, empty for none. OVER thresholds are counted, a power of two; what is too many of
-    them is infinite.
+    ``jobs`` tells which program begins which tensor. Programs are numbered from ``offset`` on, for launches that share
+    the slots. LOWER and HIGHER are the instructions that compare two numbers of 16 bits at a time, empty for none. OVER
+    thresholds are counted, a power of two; what is too many of them is infinite.
     """
     program = offset + tl.program_id(0)
-    if SINGLE:
-        begin = program * (tiles * (4 * WIDTH))
-    else:
-        job = job_of(program, jobs, num_jobs, JOBS)
-        address = tl.load(job + 2)
-        size = tl.load(job + 3)
-        tiles = tl.load(job + 4)
-        scale = tl.load(job + 5)
-        begin = (program - tl.load(job)) * (tiles * (4 * WIDTH))
+    job = job_of(program, jobs, num_jobs, JOBS)
+    address = tl.load(job + 2)
+    size = tl.load(job + 3)
+    tiles = tl.load(job + 4)
+    scale = tl.load(job + 5)
+    begin = (program - tl.load(job)) * (tiles * (4 * WIDTH))
     left = tl.minimum(size - begin, tiles * (4 * WIDTH)).to(tl.int32)
     numbers = address.to(tl.pointer_type(ELEMENT))
     if ALIGNED:
@@ -277,32 +268,25 @@ def factor_of(scale):
     return factor
 
 
-@triton.jit(do_not_specialize=range(9))
+@triton.jit(do_not_specialize=range(5))
 def merge_slots(
     jobs: tl.int64,
     uses: tl.int64,
-    row: tl.int64,
-    size: tl.int64,
-    count: tl.int64,
-    scale: tl.int64,
     slots: tl.int64,
     num_slots: tl.int64,
     num_added: tl.int64,
-    SINGLE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Add one column of the slots of one job to one row."""
+    """Add one column of the slots of one job to one row; a use has the address of the row, and the number of the job."""
     use = tl.program_id(0)
     number = tl.program_id(1)
-    first = tl.full((), 0, tl.int64)
-    if not SINGLE:
-        entry = uses.to(tl.pointer_type(tl.int64)) + 2 * use
-        row = tl.load(entry)
-        job = jobs.to(tl.pointer_type(tl.int64)) + tl.load(entry + 1) * FIELDS
-        first = tl.load(job)
-        count = tl.load(job + 1)
-        size = tl.load(job + 3)
-        scale = tl.load(job + 5)
+    entry = uses.to(tl.pointer_type(tl.int64)) + 2 * use
+    row = tl.load(entry)
+    job = jobs.to(tl.pointer_type(tl.int64)) + tl.load(entry + 1) * FIELDS
+    first = tl.load(job)
+    count = tl.load(job + 1)
+    size = tl.load(job + 3)
+    scale = tl.load(job + 5)
     cell = row.to(tl.pointer_type(tl.float64)) + number
     before = tl.load(cell)
     if number == 0:

@@ -15,7 +15,6 @@ from torch import Tensor
 from hookline.observe.host_values import fetch, unit_axis
 from hookline.observe.watch.kernel import readable
 from hookline.observe.watch.reduce import factor_of
-from hookline.sites import _torch
 
 if TYPE_CHECKING:
     from hookline.observe.watch.kernel import Kernel
@@ -101,11 +100,10 @@ def take_by_unit(
     Histograms are counted by the kernel; ``give_up`` warns if it does not work, and torch does the rest.
     """
     counted: dict[torch.dtype, list[tuple[ExponentBins, Tensor, Any]]] = {}
-    by_kernel = kernel is not None and not _torch.capturing()
     for place, tensor, scale in notes:
         try:
             for statistic in place.beside:
-                if by_kernel and isinstance(statistic, ExponentBins):
+                if kernel is not None and isinstance(statistic, ExponentBins):
                     flat = readable(tensor)
                     counted.setdefault(flat.dtype, []).append((statistic, flat, scale))
                 else:
