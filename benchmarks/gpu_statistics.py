@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hookline as hl
-from hookline.observe.watch.kernel import Kernel, Tuning, readable
+from hookline.observe.watch.kernel import Kernel, readable
 from hookline.observe.watch.place import DeviceRows
 from hookline.observe.watch.row import Layout
 
@@ -109,12 +109,12 @@ def gpu_kernel(setting: Setting) -> Iterator[Row]:
               spread(ratios(samples, "statistics", "sum")), same, told)  # fmt: skip
 
 
-def _taking(setting: Setting, some: list[Tensor], tuning: Tuning | None = None) -> Callable[[], None]:
+def _taking(setting: Setting, some: list[Tensor]) -> Callable[[], None]:
     layout = Layout.of(None)
     state = DeviceRows(layout, setting.device)
     if setting.device.type != "cuda":
         return lambda: [x.sum() for x in some] and None
-    kernel = Kernel(layout, setting.device, tuning)
+    kernel = Kernel(layout, setting.device)
     items = [(readable(x), state.new_row(), None) for x in some]
     return lambda: kernel.take(items)
 

@@ -19,7 +19,7 @@ from hookline.observe.watch import graph as by_rows
 from hookline.observe.watch import kernel as kernels
 from hookline.observe.watch.engine import StatsEngine
 from hookline.observe.watch.graph import GraphHandover
-from hookline.observe.watch.kernel import Kernel, Tuning, readable
+from hookline.observe.watch.kernel import Kernel, readable
 from hookline.observe.watch.pending import PendingTensors
 from hookline.observe.watch.place import DeviceRows, StatRow
 from hookline.observe.watch.row import Layout
@@ -29,8 +29,16 @@ from hookline.sites.compiled.op_schemas import Share
 # numpy, which the interpreter computes with, warns of NaN and Inf.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CPU = torch.device("cpu")
-SMALL = Tuning(threads=4, least_tiles=1, most_programs=3, merged=2)
-"""Tiles of 128 numbers of 16 bits, so that a few hundred numbers meet full tiles, rests, and several programs."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small() -> Any:
+    """Tiles of 128 numbers of 16 bits, so that a few hundred numbers meet full tiles, rests, and several programs."""
+    sizes = {"_THREADS": 4, "_LEAST_TILES": 1, "_MOST_PROGRAMS": 3, "_MERGED": 2, "_ROWS_AT_A_TIME": 16, "_COUNTED": 64}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in sizes.items():
+            patch.setattr(kernels, name, size)
+        yield
 
 
 def _rows(layout: Layout, count: int) -> tuple[DeviceRows, list[StatRow]]:
@@ -39,7 +47,7 @@ def _rows(layout: Layout, count: int) -> tuple[DeviceRows, list[StatRow]]:
 
 
 def _kernel(layout: Layout) -> Kernel:
-    return Kernel(layout, CPU, SMALL)
+    return Kernel(layout, CPU)
 
 
 @st.composite
@@ -139,7 +147,6 @@ def _engine() -> StatsEngine:
 @pytest.mark.parametrize("joined", [True, False])
 def test_rows_of_compiled_code_add_up_as_by_torch(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Joined in buffers, or each apart; NaN, Inf, nothing at all, and scales included; one place may come twice."""
-    monkeypatch.setattr(kernels, "_ROWS_AT_A_TIME", 16)
     monkeypatch.setattr(by_rows, "_BY_ROW", frozenset({"cpu"}))
     monkeypatch.setattr(by_rows._torch, "current_stream_of", lambda index: lambda: 0)
     engine, plain = _engine(), StatsEngine(LAYOUTS["default"])
@@ -179,6 +186,7 @@ def test_tensors_of_compiled_code_are_found_where_they_are(monkeypatch: pytest.M
         one, other = torch.randn(30), torch.randn(9).bfloat16()
         found = [one, other, one.view(3, 10) if number < 3 else torch.randn(10, 3).t()]
         kept.append(kept[0] if number == 1 else found)
+        kept[-1][1].fill_(number)  # read as it is at the call
         scale = torch.tensor(4.0) if number == 2 else None
         handover.take(kept[-1], scale)
         for name, at in zip(names, numbers, strict=True):
@@ -214,29 +222,6 @@ def test_an_engine_that_defers_gives_the_metrics_of_one_that_does_not() -> None:
     assert deferring.to_metrics() == {}
 
 
-def test_a_prepared_call_reads_what_is_there_then_and_uploads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tensors of two types, filled anew before each call: the sums of all of them, by one table."""
-    layout = Layout.of(None)
-    state, rows = _rows(layout, 3)
-    alone, others = _rows(layout, 3)
-    kernel = _kernel(layout)
-    made = [torch.empty(200), torch.empty(33, dtype=torch.bfloat16), torch.empty(129)]
-    uploads: list[int] = []
-    upload = kernel.upload
-    monkeypatch.setattr(kernel, "upload", lambda numbers: (uploads.append(len(numbers)), upload(numbers))[1])
-    call = kernel.prepare([(tensor, row, None) for tensor, row in zip(made, rows, strict=True)])
-    assert len(uploads) == 1
-    for number in range(3):
-        for tensor, row in zip(made, others, strict=True):
-            tensor.normal_(generator=torch.Generator().manual_seed(number))
-            if number == 1:
-                tensor[3] = math.nan
-            _kernel(layout).take([(tensor.clone(), row, None)])
-        call()
-    assert len(uploads) == 1
-    assert np.array_equal(state.read(), alone.read(), equal_nan=True)
-
-
 # -- histograms ----------------------------------------------------------------------------------------------
 
 COUNTED = Layout.of("histogram")
@@ -262,20 +247,8 @@ def _views(x: Tensor) -> list[Tensor]:
     return [x, x.reshape(20, 15)[:, ::3], x[1:].reshape(13, 23).t(), x[4], x[5:6].expand(40, 3), x[::2]]
 
 
-def test_a_view_has_its_own_numbers_and_no_others() -> None:
-    """The kernel reads memory from an address on: what does not lie so is copied first."""
-    layout = LAYOUTS["default"]
-    for x in _views(torch.arange(300.0))[1:5]:
-        state, (row,) = _rows(layout, 1)
-        plain, (other,) = _rows(layout, 1)
-        _kernel(layout).take([(readable(x), row, None)])
-        _kernel(layout).take([(x.clone(memory_format=torch.contiguous_format), other, None)])
-        assert np.allclose(state.read(), plain.read()), x.stride()
-
-
-def test_counts_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_are_those_of_torch() -> None:
     """Types that are read each in their way, with and without a scale, alone and together: exact whole numbers."""
-    monkeypatch.setattr(kernels, "_TILE", 64)
     kernel = _kernel(COUNTED)
     items: list[tuple[Any, ExponentBins]] = []
     scale = torch.tensor(1024.0)
@@ -298,7 +271,6 @@ def test_counts_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_where_the_kernels_cannot_be_compiled_torch_counts_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the program for one type could be, and that for another not: nothing is lost or counted twice."""
-    monkeypatch.setattr(kernels, "_TILE", 64)
     engine, plain = StatsEngine(COUNTED), StatsEngine(COUNTED)
     counting = engine._kernels[CPU] = _kernel(COUNTED)
     launch = counting._launch

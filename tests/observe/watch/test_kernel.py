@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 import hookline as hl
 from hookline.observe.watch import kernel
 from hookline.observe.watch.engine import StatsEngine
-from hookline.observe.watch.kernel import Tuning
 from hookline.observe.watch.row import Layout
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -64,21 +63,20 @@ def test_the_kernel_compiles_for_a_hopper_gpu(name: str, tmp_path: Path, monkeyp
 
 
 @needs_triton
-@pytest.mark.parametrize(("name", "constants"), [("merge_slots", {"WIDTH": 256}), ("fold_rows", {"WIDTH": 2048})])
+@pytest.mark.parametrize(
+    ("name", "constants", "adds"),
+    [
+        ("merge_slots", {"WIDTH": 256}, r"add(\.rn)?\.f64"),
+        ("fold_rows", {"WIDTH": 2048}, r"add(\.rn)?\.f64"),
+        ("count_exponents", {"ELEMENT": "bfloat16", "JOBS": 256, "WIDTH": 4096}, r"(atom|red)\.global\S*\.add\.u64"),
+    ],
+)
 def test_the_small_programs_compile_too(
-    name: str, constants: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, constants: dict[str, Any], adds: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Machine code comes out, and adds up in float64."""
+    """Machine code comes out, and adds up in 64 bits."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert re.search(r"add(\.rn)?\.f64", _compiled(name, constants))
-
-
-@needs_triton
-def test_the_program_that_counts_exponents_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machine code comes out, and adds whole numbers of 64 bits to the bins in memory."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    text = _compiled("count_exponents", {"ELEMENT": "bfloat16", "JOBS": 256, "WIDTH": 4096})
-    assert re.search(r"(atom|red)\.global\S*\.add\.u64", text)
+    assert re.search(adds, _compiled(name, constants))
 
 
 @needs_triton
@@ -108,7 +106,7 @@ def _compiled(name: str, constants: dict[str, Any]) -> str:
     program = kernel.program_named(name)
     if "ELEMENT" in constants:
         constants = constants | {key: getattr(tl, constants[key]) for key in ("ELEMENT", "WIDE") if key in constants}
-        constants.setdefault("WIDTH", Tuning().width(constants["ELEMENT"].primitive_bitwidth // 8))
+        constants.setdefault("WIDTH", kernel.width_of(constants["ELEMENT"].primitive_bitwidth // 8))
     signature = {each.name: "constexpr" if each.is_constexpr else each.annotation_type for each in program.params}
     places = {(program.arg_names.index(key),): value for key, value in constants.items()}
     source = ASTSource(fn=program, signature=signature, constexprs=places)
@@ -120,12 +118,11 @@ def _compiled(name: str, constants: dict[str, Any]) -> str:
 @given(st.integers(0, 1 << 36), st.sampled_from([1, 2, 4, 8]))
 def test_programs_cover_a_tensor_of_any_size(size: int, element_size: int) -> None:
     """Every number has a program, none has no number, and counters of 16 bits and of 32 are never too small."""
-    tuning = Tuning()
-    programs, tiles = tuning.division(size, element_size)
-    each = tiles * 4 * tuning.width(element_size)
+    programs, tiles = kernel.division(size, element_size)
+    each = tiles * 4 * kernel.width_of(element_size)
     assert programs * each >= size
     assert (programs - 1) * each < max(size, 1)
-    assert programs <= tuning.most_programs
+    assert programs <= 2048
     assert each < 1 << 31
     assert 4 * tiles < 1 << 16 or element_size != 2
 

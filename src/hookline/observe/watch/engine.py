@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from hookline.errors import HooklineWarning
 from hookline.messages import caller_stacklevel, type_name
 from hookline.observe.watch.kernel import READ, Kernel, is_available, readable
 from hookline.observe.watch.pending import PendingTensors
-from hookline.observe.watch.place import DeviceRows, Note, StatRow, WatchedPlace
+from hookline.observe.watch.place import DeviceRows, StatRow, WatchedPlace
 from hookline.observe.watch.reduce import factor_of, reduce, reduce_on_device, row_of_parts
 from hookline.observe.watch.row import merge_into, metrics_of
 from hookline.observe.watch.units import BY_UNIT, read_by_unit, take_by_unit
@@ -31,11 +31,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from hookline.observe.watch.kernel import KernelInput
+    from hookline.observe.watch.place import Note
     from hookline.observe.watch.row import Layout
 
 __all__ = ["StatsEngine", "StatsSnapshot"]
 
 _CPU: Final = torch.device("cpu")
+_Taken: TypeAlias = tuple[WatchedPlace, Tensor, Any]
+"""The fields of a `Note`: place, tensor, scale."""
 _READ_ON_HOST: Final = ("cpu", "mps")
 """Devices whose tensors are reduced on the CPU; Apple's GPU has no float64 to add up in."""
 
@@ -94,16 +97,16 @@ class StatsEngine:
         if local.device.type in _READ_ON_HOST:
             self._take_on_host(place, local, scale)
         elif place.at_once or self.kernel(local.device) is None:
-            self._take_notes(local.device, [Note(place, local, scale)])
+            self._take_notes(local.device, [(place, local, scale)])
         else:
             self._pending_on(local.device).take(place, local, scale)
 
-    def take_all(self, tensors: Iterable[tuple[WatchedPlace, Tensor, Any]]) -> None:
+    def take_all(self, tensors: Iterable[_Taken]) -> None:
         """Add the statistics of several tensors at once, each with its place and scale; those on a GPU in one launch.
 
         One that cannot be read costs neither the run nor the rest.
         """
-        notes: dict[torch.device, list[Note]] = {}
+        notes: dict[torch.device, list[_Taken]] = {}
         for place, tensor, scale in tensors:
             try:
                 local = self._local(place, tensor)
@@ -112,7 +115,7 @@ class StatsEngine:
                 if local.device.type in _READ_ON_HOST:
                     self._take_on_host(place, local, scale)
                 else:
-                    notes.setdefault(local.device, []).append(Note(place, local, scale))
+                    notes.setdefault(local.device, []).append((place, local, scale))
             except Exception as error:
                 place.give_up(tensor, error)
         for device, some in notes.items():
@@ -121,7 +124,7 @@ class StatsEngine:
     def take_found(self, items: Iterable[tuple[WatchedPlace, list[Tensor], int, Any]]) -> None:
         """Add what compiled code has found, as `find_in` gives it: the tensor itself, or rows of it."""
         by_row: dict[tuple[torch.device, int], list[tuple[StatRow, list[Tensor], int, Any]]] = {}
-        whole: list[tuple[WatchedPlace, Tensor, Any]] = []
+        whole: list[_Taken] = []
         for place, found, each, scale in items:
             if each == 1:
                 whole.append((place, found[0], scale))
@@ -142,7 +145,7 @@ class StatsEngine:
     def _take_on_host(self, place: WatchedPlace, local: Tensor, scale: Any) -> None:
         self.row(place, _CPU).merge(reduce(local.cpu(), self.layout, factor_of(scale)))
         if place.beside:
-            self._take_by_unit([Note(place, local, scale)], None)
+            self._take_by_unit([(place, local, scale)], None)
 
     def prepare(self, notes: Sequence[Note]) -> Callable[[], None] | None:
         """Return a call that reduces these tensors of one GPU as they are then, by launches that are worked out now.
@@ -181,12 +184,10 @@ class StatsEngine:
             found = self._pending.setdefault(device, made)
         return found
 
-    def _take_notes(self, device: torch.device, notes: Sequence[Note]) -> None:
-        # A table would have to be the same in each replay of a CUDA graph.
-        is_recorded = _torch.capturing()
+    def _take_notes(self, device: torch.device, notes: Sequence[_Taken]) -> None:
         if self.layout.by_unit:
-            self._take_by_unit(notes, None if is_recorded else self.kernel(device))
-        kernel = None if is_recorded else self.kernel(device)
+            self._take_by_unit(notes, self.kernel(device))
+        kernel = self.kernel(device)
         if kernel is not None:
             try:
                 kernel.take(list(self._inputs(device, notes)))
@@ -200,7 +201,7 @@ class StatsEngine:
             except Exception as error:
                 place.give_up(tensor, error)
 
-    def _inputs(self, device: torch.device, notes: Sequence[Note]) -> Iterator[KernelInput]:
+    def _inputs(self, device: torch.device, notes: Sequence[_Taken]) -> Iterator[KernelInput]:
         """Yield the tensors with their rows, by no call of Python's in the common case."""
         for place, tensor, scale in notes:
             row = place.rows.get(device)
@@ -217,7 +218,7 @@ class StatsEngine:
             yield tensor, row, scale
 
     def _take_rows(self, device: torch.device, items: Sequence[tuple[StatRow, list[Tensor], int, Any]]) -> None:
-        kernel = None if _torch.capturing() else self.kernel(device)
+        kernel = self.kernel(device)
         if kernel is not None:
             try:
                 kernel.add_found(items)
@@ -228,12 +229,14 @@ class StatsEngine:
             for row, found, each, scale in items:
                 row.merge_tensor(row_of_parts(found, each, self.layout, scale))
 
-    def _take_by_unit(self, notes: Sequence[Note], kernel: Kernel | None) -> None:
+    def _take_by_unit(self, notes: Sequence[_Taken], kernel: Kernel | None) -> None:
         with torch.no_grad(), self.lock:
             take_by_unit(notes, kernel, self._give_up_kernel)
 
     def kernel(self, device: torch.device) -> Kernel | None:
-        """Return what reduces tensors on a device; None where torch does."""
+        """Return what reduces tensors on a device; None where torch does, as while a CUDA graph is recorded."""
+        if _torch.capturing():
+            return None
         if device not in self._kernels:
             self._kernels[device] = Kernel(self.layout, device) if is_available(device) else None
             if device.type == "cuda" and self._kernels[device] is None:

@@ -168,7 +168,7 @@ class GraphHandover:
         if not self._shares:
             return
         device = found[0].device
-        kernel = None if _torch.capturing() else self._engine.kernel(device)
+        kernel = self._engine.kernel(device)
         if kernel is not None:
             stream = _torch.current_stream_of(device.index)()
             try:

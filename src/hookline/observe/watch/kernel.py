@@ -18,7 +18,6 @@ import importlib.util
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import torch
@@ -36,7 +35,7 @@ __all__ = [
     "ExponentInput",
     "Kernel",
     "KernelInput",
-    "Tuning",
+    "division",
     "is_available",
     "is_read_in_place",
     "kernel_types",
@@ -44,6 +43,7 @@ __all__ = [
     "program_named",
     "readable",
     "rounds_of",
+    "width_of",
 ]
 
 JOBS: Final = 256
@@ -58,13 +58,18 @@ whose tensors cannot wait."""
 _WARPS: Final = {"reduce_chunks": 4, "merge_slots": 4, "fold_rows": 16, "count_exponents": 8}
 """Per program. An H200 counts the exponents of 100 million numbers in bfloat16 in 0.375 ms, by four warps in 0.389, by
 16 in 0.564."""
+_THREADS: Final = 128
+"""Per program that reduces: 32 per warp. Each reads 16 bytes at a time."""
+_LEAST_TILES: Final = 4
+"""A tile is what a program reads at a time (8 KiB for four warps). Fewer, and starting programs takes the time."""
+_MOST_PROGRAMS: Final = 2048
+"""For one tensor. More, and merging their slots takes long."""
+_MERGED: Final = 256
+"""How many slots a merging program takes at a time."""
 _ROWS_AT_A_TIME: Final = 2048
 """Rows of compiled code that a program takes at a time."""
-_TILE: Final = 4096
-_LEAST_TILES: Final = 4
-_MOST_PROGRAMS: Final = 2048
-"""Numbers whose exponents are counted at a time; at least so many tiles a program, at most so many programs a tensor:
-each ends with up to 256 atomic additions."""
+_COUNTED: Final = 4096
+"""Numbers whose exponents are counted at a time; a program ends with up to 256 atomic additions."""
 _PAIRS: Final = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}
 _NARROW: Final = (torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.uint8, torch.int16)
 READ: Final = frozenset({*_NARROW, torch.float64, torch.int32, torch.int64})
@@ -91,28 +96,16 @@ def readable(tensor: Tensor) -> Tensor:
     return flat.float() if dtype.is_floating_point else flat.double()
 
 
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """The division of work, by device; none of it changes a number by more than rounding."""
+def width_of(element_size: int) -> int:
+    """Return how many numbers a program reads by one instruction."""
+    return max(_THREADS * _ALIGNMENT // element_size, 32)
 
-    threads: int = 128
-    """Per program: 32 per warp. Each reads 16 bytes at a time."""
-    least_tiles: int = 4
-    """A tile is what a program reads at a time (8 KiB for four warps). Fewer, and starting programs takes the time."""
-    most_programs: int = 2048
-    """For one tensor. More, and merging their slots takes long."""
-    merged: int = 256
-    """How many slots a merging program takes at a time."""
 
-    def width(self, element_size: int) -> int:
-        """Return how many numbers a program reads by one instruction."""
-        return max(self.threads * _ALIGNMENT // element_size, 32)
-
-    def division(self, size: int, element_size: int) -> tuple[int, int]:
-        """Return how many programs read a tensor of ``size`` numbers, and how many tiles each."""
-        num_tiles = -(-size // (4 * self.width(element_size)))
-        tiles = max(self.least_tiles, -(-num_tiles // self.most_programs))
-        return -(-num_tiles // tiles), tiles
+def division(size: int, element_size: int) -> tuple[int, int]:
+    """Return how many programs read a tensor of ``size`` numbers, and how many tiles each."""
+    num_tiles = -(-size // (4 * width_of(element_size)))
+    tiles = max(_LEAST_TILES, -(-num_tiles // _MOST_PROGRAMS))
+    return -(-num_tiles // tiles), tiles
 
 
 KernelInput: TypeAlias = "tuple[Tensor, StatRow, Any]"
@@ -130,15 +123,13 @@ _Item = TypeVar("_Item", bound=tuple[Any, ...])
 class Kernel:
     """Adds the statistics of tensors on one device to rows of one layout. Threads may share it."""
 
-    def __init__(self, layout: Layout, device: torch.device, tuning: Tuning | None = None) -> None:
+    def __init__(self, layout: Layout, device: torch.device) -> None:
         self._width = layout.width
         self._num_added = len(layout.added)
         self._over = 1 << (len(layout.thresholds) - 1).bit_length() if layout.thresholds else 0
         spare = [torch.inf] * (self._over - len(layout.thresholds))
         self._thresholds = torch.tensor([*layout.thresholds, *spare], dtype=torch.float64, device=device)
         self._device = device
-        self._tuning = tuning or Tuning()
-        self._division = functools.lru_cache(maxsize=4096)(self._tuning.division)
         self._stream = streams_of(device).now
         self._slots: dict[int, Tensor] = {}
         """By stream, the memory for partial results: launches on one stream follow each other."""
@@ -209,7 +200,7 @@ class Kernel:
                 first = 0
                 for flat, bins, scale in some:
                     size = flat.numel()
-                    share = _TILE * max(_LEAST_TILES, -(-size // (_TILE * _MOST_PROGRAMS)))
+                    share = _COUNTED * max(_LEAST_TILES, -(-size // (_COUNTED * _MOST_PROGRAMS)))
                     at = self._address_of(scale, divisors)
                     jobs += (first, bins.data_ptr(), flat.data_ptr(), size, share, at)
                     first += -(-size // share)
@@ -264,7 +255,7 @@ class Kernel:
             for some in _in_parts(list(jobs.items()), JOBS):
                 begin, first = number, slot
                 for (address, size, scale), addresses in some:
-                    programs, tiles = self._division(size, group[0].itemsize)
+                    programs, tiles = division(size, group[0].itemsize)
                     table += (slot, programs, address, size, tiles, scale)
                     for row in addresses:
                         rows += (row, number)
@@ -278,8 +269,8 @@ class Kernel:
         for group, begin, count, first, programs in parts:
             arguments = (at + begin * FIELDS * 8, count, to, slot, first, self._num_added, limits)
             launches.append(("reduce_chunks", group, (programs, 1, 1), arguments))
-        arguments = (at, at + len(table) * 8, to, slot, self._num_added)
-        launches.append(("merge_slots", None, (len(rows) // 2, self._width, 1), arguments))
+        merged = (at, at + len(table) * 8, to, slot, self._num_added)
+        launches.append(("merge_slots", None, (len(rows) // 2, self._width, 1), merged))
         return _Call(self, launches, (uploaded, slots))
 
     def _slots_for(self, programs: int) -> Tensor:
@@ -313,15 +304,15 @@ class Kernel:
     def _constants(self, name: str, key: Any) -> tuple[Any, ...]:
         """Return the constants to compile a program with."""
         if name == "merge_slots":
-            return (self._tuning.merged,)
+            return (_MERGED,)
         if name == "fold_rows":
             return (_ROWS_AT_A_TIME,)
         if name == "count_exponents":
-            return kernel_types()[key][0], JOBS, _TILE
+            return kernel_types()[key][0], JOBS, _COUNTED
         dtype, aligned = key
         compared = _PAIRS.get(dtype) if aligned and not self._over and _compares_pairs(self._device) else None
         pairs = [f"{each}.NaN.{compared} $0, $1, $2;" if compared else "" for each in ("min", "max")]
-        return *kernel_types()[dtype], aligned, *pairs, self._over, JOBS, self._tuning.width(dtype.itemsize)
+        return *kernel_types()[dtype], aligned, *pairs, self._over, JOBS, width_of(dtype.itemsize)
 
 
 class _Call:

@@ -277,7 +277,7 @@ def merge_slots(
     num_added: tl.int64,
     WIDTH: tl.constexpr,
 ):
-    """Add one column of the slots of one job to one row; a use has the address of the row, and the number of the job."""
+    """Add one column of the slots of one job to one row; a use has the address of the row and the number of the job."""
     use = tl.program_id(0)
     number = tl.program_id(1)
     entry = uses.to(tl.pointer_type(tl.int64)) + 2 * use

@@ -18,7 +18,7 @@ from hookline.observe.watch.reduce import factor_of
 
 if TYPE_CHECKING:
     from hookline.observe.watch.kernel import Kernel
-    from hookline.observe.watch.place import Note, WatchedPlace
+    from hookline.observe.watch.place import WatchedPlace
 
 __all__ = ["BY_UNIT", "AliveUnits", "ExponentBins", "read_by_unit", "take_by_unit"]
 
@@ -93,19 +93,21 @@ BY_UNIT: Final[dict[str, type[AliveUnits | ExponentBins]]] = {kind.name: kind fo
 
 
 def take_by_unit(
-    notes: Iterable[Note], kernel: Kernel | None, give_up: Callable[[torch.device, Exception], None]
+    notes: Iterable[tuple[WatchedPlace, Tensor, Any]],
+    kernel: Kernel | None,
+    give_up: Callable[[torch.device, Exception], None],
 ) -> None:
     """Add the tensors of several places; one that cannot be read costs neither the run nor the rest.
 
     Histograms are counted by the kernel; ``give_up`` warns if it does not work, and torch does the rest.
     """
-    counted: dict[torch.dtype, list[tuple[ExponentBins, Tensor, Any]]] = {}
+    counted: dict[torch.dtype, list[tuple[WatchedPlace, ExponentBins, Tensor, Any]]] = {}
     for place, tensor, scale in notes:
         try:
             for statistic in place.beside:
                 if kernel is not None and isinstance(statistic, ExponentBins):
                     flat = readable(tensor)
-                    counted.setdefault(flat.dtype, []).append((statistic, flat, scale))
+                    counted.setdefault(flat.dtype, []).append((place, statistic, flat, scale))
                 else:
                     statistic.take(tensor.detach(), scale)
         except Exception as error:
@@ -113,13 +115,16 @@ def take_by_unit(
     for same in counted.values():
         if kernel is not None:
             try:
-                kernel.count([(flat, bins.on(flat.device), scale) for bins, flat, scale in same])
+                kernel.count([(flat, bins.on(flat.device), scale) for _, bins, flat, scale in same])
                 continue  # of one type, so that all were counted or none
             except Exception as error:  # no compiler for C, for instance
-                give_up(same[0][1].device, error)
+                give_up(same[0][2].device, error)
                 kernel = None
-        for bins, flat, scale in same:
-            bins.take(flat.detach(), scale)
+        for place, bins, flat, scale in same:
+            try:
+                bins.take(flat.detach(), scale)
+            except Exception as error:
+                place.give_up(flat, error)
 
 
 def read_by_unit(places: Iterable[WatchedPlace]) -> dict[WatchedPlace, list[list[float]]]:
