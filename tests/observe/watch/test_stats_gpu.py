@@ -161,6 +161,20 @@ def test_each_replay_of_a_cuda_graph_counts() -> None:
     assert metrics["x/forward/histogram"] == {"0": 100_000, "1": 200_000}
 
 
+def test_what_is_kept_per_unit_goes_on_from_a_checkpoint_on_the_host() -> None:
+    """A histogram and the marks of units that were alive, loaded with ``map_location="cpu"``."""
+    first, second = (StatsEngine(Layout.of(["histogram", "dead_fraction"])) for _ in range(2))
+    x = torch.eye(4, device=DEVICE)
+    first.take(first.place("x", "forward"), x[:2])
+    saved = first.state_dict()
+    saved[0]["beside"] = [kept.cpu() for kept in saved[0]["beside"]]
+    second.load_state_dict(saved)
+    second.take(second.place("x", "forward"), x[2:3])
+    metrics = second.to_metrics()
+    assert metrics["x/forward/histogram"] == {"zero": 9, "0": 3}
+    assert metrics["x/forward/dead_fraction"] == 0.25
+
+
 # -- watched runs --------------------------------------------------------------------------------------------
 
 

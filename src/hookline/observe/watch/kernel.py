@@ -101,6 +101,7 @@ def width_of(element_size: int) -> int:
     return max(_THREADS * _ALIGNMENT // element_size, 32)
 
 
+@functools.lru_cache(maxsize=4096)
 def division(size: int, element_size: int) -> tuple[int, int]:
     """Return how many programs read a tensor of ``size`` numbers, and how many tiles each."""
     num_tiles = -(-size // (4 * width_of(element_size)))

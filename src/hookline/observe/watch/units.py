@@ -35,7 +35,7 @@ class AliveUnits:
         self.kept: Tensor | None = None
 
     def take(self, tensor: Tensor, scale: Any = None) -> None:
-        """Mark the units that are not zero in ``tensor``."""
+        """Mark the units that are not zero in ``tensor``, whatever its scale."""
         dim = unit_axis(tensor, None)
         if dim is None or not tensor.numel():
             return
