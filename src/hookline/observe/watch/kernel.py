@@ -52,7 +52,7 @@ FIELDS: Final = 6
 """Of a job: first program, number of programs, address, size, tiles per program, address of the scale or 0."""
 _ALIGNMENT: Final = 16
 """The bytes that a thread reads at a time."""
-_CALLS: Final = 512
+_CALLS: Final = 128
 """How many sets of tensors are remembered: a step of GPT-2 with 300 modules has about 20, and one more for each place
 whose tensors cannot wait."""
 _WARPS: Final = {"reduce_chunks": 4, "merge_slots": 4, "fold_rows": 16, "count_exponents": 8}
