@@ -88,6 +88,17 @@ def test_infinity_comes_before_the_nan_that_a_shared_module_makes_of_it() -> Non
     ]
 
 
+def test_a_check_of_operators_lists_the_places_in_the_order_of_bad_calls() -> None:
+    model = OneDropout(LogOfNegative())
+    optimizer, step = step_of(model)
+    with hl.debug.find_bad_operations(model, optimizer, step_fn=step) as check:
+        check.step(torch.randn(2, 4))
+    (report,) = check.reports
+    assert report.places == ("middle/forward", "drop/forward", "forward", "loss")
+    assert report.num_candidates == 1
+    assert "seen at middle/forward and 3 more places" in str(report)
+
+
 def called(label: str, number: int, *, is_first_call: bool, device: torch.device = GPU) -> CalledPlace:
     return CalledPlace(label, device, number, is_first_call)
 
@@ -128,3 +139,23 @@ def test_an_expert_that_is_first_called_later_is_found_on_a_cpu() -> None:
         step(torch.randn(2, 4))
         step(torch.randn(2, 4))
     assert alarm.troubles[0].place == "expert/forward"
+
+
+def test_a_doubt_is_told() -> None:
+    trouble = hl.observe.Trouble(3, 0, 0, "middle/forward", "NaN", 8.0, 0.0, 4, 2, None, ("drop/forward",))
+    assert str(trouble).endswith(
+        "NaN (8) at 'middle/forward', the first among it and 'drop/forward', and 2 places after it"
+    )
+
+
+def test_the_table_says_what_it_counts_and_shows_the_first_bad_steps_alone() -> None:
+    model = OneDropout(LogOfNegative())
+    optimizer, step = step_of(model)
+    with hl.observe.alarm(model, on="forward", optimizer=optimizer) as alarm:
+        for _ in range(7):
+            step(torch.randn(2, 4))
+    text = str(alarm)
+    assert "8 numbers" in text
+    assert "and 4 more steps, up to step 6, in alarm.troubles" in text
+    assert len(alarm.troubles) == 7
+    assert len(text.splitlines()) == 1 + 3 + 1
