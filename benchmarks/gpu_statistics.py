@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hookline as hl
-from hookline.observe.watch.kernel import Kernel, KernelInput, Tuning, readable
+from hookline.observe.watch.kernel import Kernel, readable
 from hookline.observe.watch.place import DeviceRows
 from hookline.observe.watch.row import Layout
 
@@ -109,13 +109,13 @@ def gpu_kernel(setting: Setting) -> Iterator[Row]:
               spread(ratios(samples, "statistics", "sum")), same, told)  # fmt: skip
 
 
-def _taking(setting: Setting, some: list[Tensor], tuning: Tuning | None = None) -> Callable[[], None]:
+def _taking(setting: Setting, some: list[Tensor]) -> Callable[[], None]:
     layout = Layout.of(None)
     state = DeviceRows(layout, setting.device)
     if setting.device.type != "cuda":
         return lambda: [x.sum() for x in some] and None
-    kernel = Kernel(layout, setting.device, tuning)
-    items = [KernelInput(readable(x), state.new_row()) for x in some]
+    kernel = Kernel(layout, setting.device)
+    items = [(readable(x), state.new_row(), None) for x in some]
     return lambda: kernel.take(items)
 
 

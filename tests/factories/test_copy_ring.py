@@ -115,9 +115,10 @@ class _TwoStreams(Streams):
         self.now = lambda: self.current
         self.done: list[tuple[str, int]] = []
 
-    def _on_other(self, number: int) -> Any:
-        self.done.append(("on", number))
-        return super()._on_other(number)
+    def on(self, number: int) -> Any:
+        if number != self.current:
+            self.done.append(("on", number))
+        return super().on(number)
 
     def join(self, number: int) -> None:
         self.done.append(("join", number))

@@ -16,23 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hookline.observe.watch import graph as by_rows
-from hookline.observe.watch import handover
 from hookline.observe.watch import kernel as kernels
 from hookline.observe.watch.engine import StatsEngine
-from hookline.observe.watch.graph import row_of_parts
-from hookline.observe.watch.handover import AddressTable, GraphKernel, RowTable
-from hookline.observe.watch.kernel import (
-    ExponentInput,
-    ExponentKernel,
-    FoundByRow,
-    Kernel,
-    KernelInput,
-    Tuning,
-    readable,
-)
+from hookline.observe.watch.graph import GraphHandover
+from hookline.observe.watch.kernel import Kernel, readable
 from hookline.observe.watch.pending import PendingTensors
 from hookline.observe.watch.place import DeviceRows, StatRow
-from hookline.observe.watch.reduce import reduce_on_device
 from hookline.observe.watch.row import Layout
 from hookline.observe.watch.units import ExponentBins
 from hookline.sites.compiled.op_schemas import Share
@@ -40,8 +29,16 @@ from hookline.sites.compiled.op_schemas import Share
 # numpy, which the interpreter computes with, warns of NaN and Inf.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CPU = torch.device("cpu")
-SMALL = Tuning(threads=4, least_tiles=1, most_programs=3, merged=2)
-"""Tiles of 128 numbers of 16 bits, so that a few hundred numbers meet full tiles, rests, and several programs."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small() -> Any:
+    """Tiles of 128 numbers of 16 bits, so that a few hundred numbers meet full tiles, rests, and several programs."""
+    sizes = {"_THREADS": 4, "_LEAST_TILES": 1, "_MOST_PROGRAMS": 3, "_MERGED": 2, "_ROWS_AT_A_TIME": 16, "_COUNTED": 64}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in sizes.items():
+            patch.setattr(kernels, name, size)
+        yield
 
 
 def _rows(layout: Layout, count: int) -> tuple[DeviceRows, list[StatRow]]:
@@ -50,7 +47,7 @@ def _rows(layout: Layout, count: int) -> tuple[DeviceRows, list[StatRow]]:
 
 
 def _kernel(layout: Layout) -> Kernel:
-    return Kernel(layout, CPU, SMALL)
+    return Kernel(layout, CPU)
 
 
 @st.composite
@@ -89,7 +86,7 @@ def test_every_column_is_that_of_float64(some: list[Tensor], name: str, scale: f
     layout = LAYOUTS[name]
     state, rows = _rows(layout, len(some))
     divisor = None if scale is None else torch.tensor(scale)
-    _kernel(layout).take([KernelInput(readable(x), row, divisor) for x, row in zip(some, rows, strict=True)])
+    _kernel(layout).take([(readable(x), row, divisor) for x, row in zip(some, rows, strict=True)])
     for x, found in zip(some, state.read(), strict=True):
         assert_close(found, x, layout, scale or 1.0)
 
@@ -99,8 +96,8 @@ def test_the_variance_survives_a_mean_far_from_zero(far: int) -> None:
     """With a mean of 100 and of 10,000 standard deviations, the variance has a relative error below 1e-3."""
     torch.manual_seed(0)
     x = torch.randn(2000) + far
-    state, (row,) = _rows(LAYOUTS["moments"], 1)
-    _kernel(LAYOUTS["moments"]).take([KernelInput(readable(x), row)])
+    state, (row,) = _rows(LAYOUTS["default"], 1)
+    _kernel(LAYOUTS["default"]).take([(readable(x), row, None)])
     _, count, total, squares = state.read()[0][:4]
     variance = squares / count - (total / count) ** 2
     assert variance == pytest.approx(x.double().var(correction=0).item(), rel=1e-3)
@@ -112,9 +109,9 @@ def test_together_and_alone_give_the_same_bits() -> None:
     """How many tensors are taken together changes no bit of what is found in each."""
     torch.manual_seed(0)
     some = [torch.randn(300).bfloat16(), torch.randn(777), torch.randn(500).half()[1:], torch.randn(40)]
-    layout = LAYOUTS["all"]
+    layout = LAYOUTS["two thresholds"]
     state, rows = _rows(layout, 2 * len(some))
-    items = [KernelInput(readable(x), row) for x, row in zip(some * 2, rows, strict=True)]
+    items = [(readable(x), row, None) for x, row in zip(some * 2, rows, strict=True)]
     kernel = _kernel(layout)
     kernel.take(items[:4])
     for item in items[4:]:
@@ -130,8 +127,8 @@ def test_a_row_that_comes_several_times_counts_each() -> None:
     row.added[layout.names.index("zeros")] = 2.0**25 + 1
     first, second = torch.tensor([0.0, 1.0, -3.0]), torch.tensor([0.0, 0.0, 5.0])
     kernel = _kernel(layout)
-    kernel.take([KernelInput(first, row), KernelInput(first, other), KernelInput(second, row)])
-    kernel.take([KernelInput(first, row)])
+    kernel.take([(first, row, None), (first, other, None), (second, row, None)])
+    kernel.take([(first, row, None)])
     cells = dict(zip(layout.names, state.read()[0], strict=True))
     assert (cells["fires"], cells["count"]) == (3, 9)
     assert cells["sum"] == pytest.approx(1, rel=1e-6)
@@ -140,135 +137,67 @@ def test_a_row_that_comes_several_times_counts_each() -> None:
     assert state.read()[1][0] == 1
 
 
-@pytest.mark.parametrize("count", [3, 700])
-@pytest.mark.parametrize("name", sorted(name for name, layout in LAYOUTS.items() if layout.fits_one_read))
-def test_rows_of_compiled_code_add_up_as_by_torch(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fold_parts finds what as_columns does, with and without a scale, by one program and by several."""
-    monkeypatch.setattr(kernels, "_FOLDED", 256)
-    monkeypatch.setattr(kernels, "_FOLDED_AT_A_TIME", 128)
+def _engine() -> StatsEngine:
+    """One that takes the CPU for a GPU."""
+    engine = StatsEngine(LAYOUTS["default"])
+    engine._kernels[CPU] = _kernel(engine.layout)
+    return engine
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_rows_of_compiled_code_add_up_as_by_torch(joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joined in buffers, or each apart; NaN, Inf, nothing at all, and scales included; one place may come twice."""
     monkeypatch.setattr(by_rows, "_BY_ROW", frozenset({"cpu"}))
-    layout = LAYOUTS[name]
-    state, (row, other) = _rows(layout, 2)
-    kernel = _kernel(layout)
-    usual = torch.randn(count, 32).relu()
-    odd = usual.index_fill(0, torch.tensor(1), math.nan)
-    for x in (usual, odd, usual.bfloat16() + 100, torch.empty(0, 32), torch.full((count, 64), -math.inf)):
-        for scale in (None, torch.tensor(8.0)):
-            parts, each = by_rows.find_in(x, layout)
-            assert each == x.shape[-1]
-            kernel.take_rows([FoundByRow(parts, each, row, scale)])
-            if x.numel():
-                other.merge_tensor(row_of_parts(parts, each, layout, scale))
-            else:
-                other.added[0] += 1
-    found = state.read()
-    assert np.allclose(found[0], found[1], rtol=1e-12, equal_nan=True)
-
-
-def test_rows_of_many_tensors_add_up_as_those_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last bit; also where one row comes twice, and with scales, and where there are more than fit a launch."""
-    monkeypatch.setattr(kernels, "_FOLDED", 256)
-    monkeypatch.setattr(kernels, "_FOLDED_AT_A_TIME", 128)
-    monkeypatch.setattr(kernels, "JOBS", 4)
-    monkeypatch.setattr(by_rows, "_BY_ROW", frozenset({"cpu"}))
-    layout = LAYOUTS["default"]
-    state, rows = _rows(layout, 12)
-    together, alone = _kernel(layout), _kernel(layout)
-    torch.manual_seed(0)
-    items = []
-    for number, count in enumerate((3, 700, 0, 256, 257, 1, 3)):
-        found, each = by_rows.find_in(torch.randn(count, 32) + number, layout)
-        items.append((found, each, number % 6, torch.tensor(3.0) if number % 2 else None))
-    launches = _spied(together, monkeypatch)
-    together.take_rows([FoundByRow(found, each, rows[at], scale) for found, each, at, scale in items])
-    assert launches == ["fold_parts", "merge_slots"] * 3  # four, two, and the one whose row comes again
-    for found, each, at, scale in items:
-        alone.take_rows([FoundByRow(found, each, rows[6 + at], scale)])
-    cells = state.read()
-    assert np.array_equal(cells[:6], cells[6:])
-    assert cells[1][0] == 1
-    assert cells[0][0] == 2
-
-
-@pytest.mark.parametrize("name", sorted(name for name, layout in LAYOUTS.items() if layout.fits_one_read))
-def test_joined_rows_add_up_as_by_torch_in_one_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """fold_table finds what as_columns does, NaN, Inf and nothing at all included; one place may come twice."""
-    monkeypatch.setattr(handover, "_ROWS_AT_A_TIME", 16)
-    monkeypatch.setattr(by_rows, "_BY_ROW", frozenset({"cpu"}))
-    layout = LAYOUTS[name]
-    state, rows = _rows(layout, 10)
+    monkeypatch.setattr(by_rows._torch, "current_stream_of", lambda index: lambda: 0)
+    engine, plain = _engine(), StatsEngine(LAYOUTS["default"])
+    plain._kernels[CPU] = None
     torch.manual_seed(0)
     usual = torch.randn(37, 32).relu()
     some = [usual, usual.index_fill(0, torch.tensor(1), math.nan), usual - 100, torch.empty(0, 32), usual / 0, usual]
-    places = [0, 1, 2, 3, 4, 0]
-    found, shares, begin = [], [], 0
-    for place, x in zip(places, some, strict=True):
-        parts, each = by_rows.find_in(x, layout)
-        found.append(parts)
-        shares.append((rows[place], Share(begin, len(x), each)))
-        begin += len(x)
-    table = RowTable(GraphKernel(layout, CPU, SMALL), shares)
-    launches = _spied(table._kernel, monkeypatch)
+    names = ["a", "b", "c", "d", "e", "a"]
+    found = [by_rows.find_in(x, engine.layout) for x in some]
+    begins = np.cumsum([0, *map(len, some)]).tolist()
+    shares = [Share(begin, len(x), 32) for begin, x in zip(begins, some, strict=False)]
+    buffers = [torch.cat(kind) for kind in zip(*(parts for parts, _ in found), strict=True)]
+    handover = GraphHandover(
+        engine, [(engine.place(name, ""), share) for name, share in zip(names, shares, strict=True)]
+    )
     for scale in (None, torch.tensor(8.0)):
-        table.take([torch.cat(kind) for kind in zip(*found, strict=True)], scale)
-        for place, parts in zip(places, found, strict=True):
-            if parts[0].numel():
-                rows[5 + place].merge_tensor(row_of_parts(parts, 32, layout, scale))
-            else:
-                rows[5 + place].added[0] += 1
-    assert (
-        launches == ["fold_table"] * 4
-    )  # the place that comes twice has a launch of its own, with and without a scale
-    cells = state.read()
-    assert np.allclose(cells[:5], cells[5:], rtol=1e-12, equal_nan=True)
+        if joined:
+            handover.take(buffers, scale)
+        for each in (plain,) if joined else (plain, engine):
+            each.take_found([(each.place(name, ""), *one, scale) for name, one in zip(names, found, strict=True)])
+    ours, theirs = engine.snapshot().rows, plain.snapshot().rows
+    assert np.allclose(ours, theirs, rtol=1e-12, equal_nan=True)
+    assert ours[:, 0].tolist() == [4, 2, 2, 2, 2]
 
 
-def test_tensors_that_moved_are_found_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches are worked out once; only where two tensors share memory no longer are they worked out again."""
-    layout = LAYOUTS["default"]
-    state, rows = _rows(layout, 8)
-    shares = [
-        (rows[0], Share(0, 0, 1)),
-        (rows[1], Share(1, 0, 1)),
-        (rows[2], Share(1, 0, 1)),
-        (rows[3], Share(2, 0, 1)),
-    ]
-    table = AddressTable(GraphKernel(layout, CPU, SMALL), shares)
-    launches = _spied(table._kernel, monkeypatch)
+def test_tensors_of_compiled_code_are_found_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At other addresses, back at those of before, and where two of them share memory: launches are kept for each."""
+    monkeypatch.setattr(by_rows._torch, "current_stream_of", lambda index: lambda: 0)
+    engine, plain = _engine(), StatsEngine(LAYOUTS["default"])
+    names, numbers = ["a", "b", "c", "d", "a"], [0, 1, 1, 2, 2]
+    handover = GraphHandover(
+        engine, [(engine.place(n, ""), Share(at, 0, 1)) for n, at in zip(names, numbers, strict=True)]
+    )
     torch.manual_seed(0)
-    kept, counts = [], []
-    for number in range(4):
+    kept: list[list[Tensor]] = []
+    for number in range(5):
         one, other = torch.randn(30), torch.randn(9).bfloat16()
-        found = [one, other, one.view(3, 10) if number < 3 else torch.randn(3, 10)]
-        if number == 1:
-            found = kept[-1]
-        kept.append(found)
+        found = [one, other, one.view(3, 10) if number < 3 else torch.randn(10, 3).t()]
+        kept.append(kept[0] if number == 1 else found)
+        kept[-1][1].fill_(number)  # read as it is at the call
         scale = torch.tensor(4.0) if number == 2 else None
-        table.take(found, scale)
-        for row, at in enumerate((0, 1, 1, 2)):
-            rows[4 + row].merge_tensor(reduce_on_device(found[at], layout, scale))
-        counts.append((table.worked_out, table.moved))
-    assert counts == [(1, 0), (1, 0), (1, 1), (2, 1)]
-    assert launches == ["reduce_chunks", "reduce_chunks", "merge_slots"] * 4  # one for each type
-    cells = state.read()
-    assert np.allclose(cells[:4], cells[4:], rtol=1e-5)
-
-
-def _spied(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    launches: list[str] = []
-    launch = kernel._launch
-
-    def spy(name: str, key: Any, grid: Any, told: Any, **options: Any) -> None:
-        launches.append(name)
-        launch(name, key, grid, told, **options)
-
-    monkeypatch.setattr(kernel, "_launch", spy)
-    return launches
+        handover.take(kept[-1], scale)
+        for name, at in zip(names, numbers, strict=True):
+            plain.take(plain.place(name, ""), kept[-1][at], scale)
+        assert len(handover._calls) == (1, 1, 2, 2, 2)[number]  # the last two do not lie in one piece
+    assert np.allclose(engine.snapshot().rows, plain.snapshot().rows, rtol=1e-5)
 
 
 def test_an_engine_that_defers_gives_the_metrics_of_one_that_does_not() -> None:
     """Noted, reduced together by the kernel, and read: as by the CPU's own way, also with in-place changes."""
-    layout = LAYOUTS["all"]
+    layout = LAYOUTS["two thresholds"]
     deferring, plain = StatsEngine(layout), StatsEngine(layout)
     deferring._kernels[CPU] = _kernel(layout)
     pending = deferring._pending[CPU] = PendingTensors(partial(deferring._take_notes, CPU))
@@ -291,29 +220,6 @@ def test_an_engine_that_defers_gives_the_metrics_of_one_that_does_not() -> None:
     pending.take(deferring.place("kept", "forward"), torch.ones(2))
     deferring.reset()
     assert deferring.to_metrics() == {}
-
-
-def test_a_prepared_call_reads_what_is_there_then_and_uploads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tensors of two types, filled anew before each call: the sums of all of them, by one table."""
-    layout = Layout.of(None)
-    state, rows = _rows(layout, 3)
-    alone, others = _rows(layout, 3)
-    kernel = _kernel(layout)
-    made = [torch.empty(200), torch.empty(33, dtype=torch.bfloat16), torch.empty(129)]
-    uploads: list[int] = []
-    upload = kernel._upload
-    monkeypatch.setattr(kernel, "_upload", lambda numbers: (uploads.append(len(numbers)), upload(numbers))[1])
-    call = kernel.prepare([KernelInput(tensor, row) for tensor, row in zip(made, rows, strict=True)])
-    assert len(uploads) == 1
-    for number in range(3):
-        for tensor, row in zip(made, others, strict=True):
-            tensor.normal_(generator=torch.Generator().manual_seed(number))
-            if number == 1:
-                tensor[3] = math.nan
-            _kernel(layout).take([KernelInput(tensor.clone(), row)])
-        call()
-    assert len(uploads) == 1
-    assert np.array_equal(state.read(), alone.read(), equal_nan=True)
 
 
 # -- histograms ----------------------------------------------------------------------------------------------
@@ -341,22 +247,10 @@ def _views(x: Tensor) -> list[Tensor]:
     return [x, x.reshape(20, 15)[:, ::3], x[1:].reshape(13, 23).t(), x[4], x[5:6].expand(40, 3), x[::2]]
 
 
-def test_a_view_has_its_own_numbers_and_no_others() -> None:
-    """The kernel reads memory from an address on: what does not lie so is copied first."""
-    layout = LAYOUTS["default"]
-    for x in _views(torch.arange(300.0))[1:5]:
-        state, (row,) = _rows(layout, 1)
-        plain, (other,) = _rows(layout, 1)
-        _kernel(layout).take([KernelInput(readable(x), row)])
-        _kernel(layout).take([KernelInput(x.clone(memory_format=torch.contiguous_format), other)])
-        assert np.allclose(state.read(), plain.read()), x.stride()
-
-
-def test_counts_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_are_those_of_torch() -> None:
     """Types that are read each in their way, with and without a scale, alone and together: exact whole numbers."""
-    monkeypatch.setattr(kernels, "_TILE", 64)
-    kernel = ExponentKernel(COUNTED, CPU)
-    items: list[tuple[ExponentInput, ExponentBins]] = []
+    kernel = _kernel(COUNTED)
+    items: list[tuple[Any, ExponentBins]] = []
     scale = torch.tensor(1024.0)
     types = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64)
     for dtype in types:
@@ -366,27 +260,25 @@ def test_counts_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
             for by in (None, scale) if dtype.is_floating_point and dtype.itemsize > 1 else (None,):
                 wanted = ExponentBins()
                 wanted.take(x if by is None else x * (1 / 1024))
-                items.append((ExponentInput(readable(x), torch.zeros(256, dtype=torch.int64), by), wanted))
+                items.append(((readable(x), torch.zeros(256, dtype=torch.int64), by), wanted))
         kernel.count([item for item, _ in items])
         for item, _ in items[::2]:
             kernel.count([item])
         for number, (item, wanted) in enumerate(items):
             assert wanted.kept is not None
-            assert torch.equal(item.bins, wanted.kept * (2 - number % 2)), (dtype, number)
+            assert torch.equal(item[1], wanted.kept * (2 - number % 2)), (dtype, number)
 
 
 def test_where_the_kernels_cannot_be_compiled_torch_counts_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the program for one type could be, and that for another not: nothing is lost or counted twice."""
-    monkeypatch.setattr(kernels, "_TILE", 64)
     engine, plain = StatsEngine(COUNTED), StatsEngine(COUNTED)
-    engine._kernels[CPU] = _kernel(COUNTED)
-    counting = engine.units.kernels[CPU] = ExponentKernel(COUNTED, CPU)
+    counting = engine._kernels[CPU] = _kernel(COUNTED)
     launch = counting._launch
 
-    def refuse(name: str, key: Any, *args: Any, **options: Any) -> None:
-        if key[0] is torch.float64:
+    def refuse(name: str, key: Any, *args: Any) -> None:
+        if key is torch.float64:
             raise RuntimeError("no C compiler")
-        launch(name, key, *args, **options)
+        launch(name, key, *args)
 
     monkeypatch.setattr(counting, "_launch", refuse)
     pending = engine._pending[CPU] = PendingTensors(partial(engine._take_notes, CPU))
@@ -402,10 +294,7 @@ def test_where_the_kernels_cannot_be_compiled_torch_counts_and_says_so_once(monk
                 assert pending.note(place, x)
                 plain.take(plain.place(name, "forward"), x)
             engine.flush()
-    assert [str(each.message) for each in said if "no C compiler" in str(each.message)] == [
-        "Statistics on cpu are taken by operations of torch, which is several times slower: the Triton kernel does not "
-        "work here (RuntimeError: no C compiler)."
-    ]
+    assert len([each for each in said if "no C compiler" in str(each.message)]) == 1
     found, wanted = engine.to_metrics(), plain.to_metrics()
     assert found == wanted
     assert found["b/forward/histogram"]

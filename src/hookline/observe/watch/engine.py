@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -19,22 +19,26 @@ from torch import Tensor
 
 from hookline.errors import HooklineWarning
 from hookline.messages import caller_stacklevel, type_name
-from hookline.observe.watch.graph import row_of_parts
-from hookline.observe.watch.kernel import READ, FoundByRow, Kernel, KernelInput, is_available, kernel_input, readable
+from hookline.observe.watch.kernel import READ, Kernel, is_available, readable
 from hookline.observe.watch.pending import PendingTensors
-from hookline.observe.watch.place import DeviceRows, Note, StatRow, WatchedPlace
-from hookline.observe.watch.reduce import factor_of, reduce, reduce_on_device
+from hookline.observe.watch.place import DeviceRows, StatRow, WatchedPlace
+from hookline.observe.watch.reduce import factor_of, reduce, reduce_on_device, row_of_parts
 from hookline.observe.watch.row import merge_into, metrics_of
-from hookline.observe.watch.units import BY_UNIT, UnitStats
+from hookline.observe.watch.units import BY_UNIT, read_by_unit, take_by_unit
+from hookline.sites import _torch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from hookline.observe.watch.kernel import KernelInput
+    from hookline.observe.watch.place import Note
     from hookline.observe.watch.row import Layout
 
 __all__ = ["StatsEngine", "StatsSnapshot"]
 
 _CPU: Final = torch.device("cpu")
+_Taken: TypeAlias = tuple[WatchedPlace, Tensor, Any]
+"""The fields of a `Note`: place, tensor, scale."""
 _READ_ON_HOST: Final = ("cpu", "mps")
 """Devices whose tensors are reduced on the CPU; Apple's GPU has no float64 to add up in."""
 
@@ -62,11 +66,6 @@ class StatsEngine:
         self._pending: dict[torch.device, PendingTensors] = {}
         self.lock = threading.RLock()
         """Held while rows and places are handed out, and while what is kept per unit changes."""
-
-    @cached_property
-    def units(self) -> UnitStats:
-        """What is kept per unit."""
-        return UnitStats(self.layout, self.lock, self._give_up_kernel)
 
     def place(self, name: str, kind: str) -> WatchedPlace:
         """Return the place of that name; make it the first time."""
@@ -97,17 +96,17 @@ class StatsEngine:
             return
         if local.device.type in _READ_ON_HOST:
             self._take_on_host(place, local, scale)
-        elif place.at_once or self._kernel(local.device) is None:
-            self._take_notes(local.device, [Note(place, local, scale)])
+        elif place.at_once or self.kernel(local.device) is None:
+            self._take_notes(local.device, [(place, local, scale)])
         else:
             self._pending_on(local.device).take(place, local, scale)
 
-    def take_all(self, tensors: Iterable[tuple[WatchedPlace, Tensor, Any]]) -> None:
+    def take_all(self, tensors: Iterable[_Taken]) -> None:
         """Add the statistics of several tensors at once, each with its place and scale; those on a GPU in one launch.
 
         One that cannot be read costs neither the run nor the rest.
         """
-        notes: dict[torch.device, list[Note]] = {}
+        notes: dict[torch.device, list[_Taken]] = {}
         for place, tensor, scale in tensors:
             try:
                 local = self._local(place, tensor)
@@ -116,7 +115,7 @@ class StatsEngine:
                 if local.device.type in _READ_ON_HOST:
                     self._take_on_host(place, local, scale)
                 else:
-                    notes.setdefault(local.device, []).append(Note(place, local, scale))
+                    notes.setdefault(local.device, []).append((place, local, scale))
             except Exception as error:
                 place.give_up(tensor, error)
         for device, some in notes.items():
@@ -124,17 +123,16 @@ class StatsEngine:
 
     def take_found(self, items: Iterable[tuple[WatchedPlace, list[Tensor], int, Any]]) -> None:
         """Add what compiled code has found, as `find_in` gives it: the tensor itself, or rows of it."""
-        by_row: dict[torch.device, list[tuple[WatchedPlace, FoundByRow]]] = {}
-        whole: list[tuple[WatchedPlace, Tensor, Any]] = []
+        by_row: dict[tuple[torch.device, int], list[tuple[StatRow, list[Tensor], int, Any]]] = {}
+        whole: list[_Taken] = []
         for place, found, each, scale in items:
             if each == 1:
                 whole.append((place, found[0], scale))
             else:
                 device = found[0].device
-                parts = FoundByRow(found, each, self.row(place, device), scale)
-                by_row.setdefault(device, []).append((place, parts))
+                by_row.setdefault((device, id(scale)), []).append((self.row(place, device), found, each, scale))
         self.take_all(whole)
-        for device, some in by_row.items():
+        for (device, _), some in by_row.items():
             self._take_rows(device, some)
 
     def _local(self, place: WatchedPlace, tensor: Tensor) -> Tensor | None:
@@ -147,7 +145,7 @@ class StatsEngine:
     def _take_on_host(self, place: WatchedPlace, local: Tensor, scale: Any) -> None:
         self.row(place, _CPU).merge(reduce(local.cpu(), self.layout, factor_of(scale)))
         if place.beside:
-            self.units.take_all([Note(place, local, scale)])
+            self._take_by_unit([(place, local, scale)], None)
 
     def prepare(self, notes: Sequence[Note]) -> Callable[[], None] | None:
         """Return a call that reduces these tensors of one GPU as they are then, by launches that are worked out now.
@@ -155,14 +153,10 @@ class StatsEngine:
         None if the kernel does not work there. Each place has to come once.
         """
         device = notes[0].tensor.device
-        kernel = self._kernel(device)
+        kernel = self.kernel(device)
         if kernel is None:
             return None
-        try:
-            launch = kernel.prepare([KernelInput(note.tensor, self.row(note.place, device)) for note in notes])
-        except Exception as error:
-            self._give_up_kernel(device, error)
-            return None
+        launch = kernel.prepare([(note.tensor, self.row(note.place, device), None) for note in notes])
 
         def run() -> None:
             if self._kernels[device] is kernel:
@@ -190,10 +184,10 @@ class StatsEngine:
             found = self._pending.setdefault(device, made)
         return found
 
-    def _take_notes(self, device: torch.device, notes: Sequence[Note]) -> None:
+    def _take_notes(self, device: torch.device, notes: Sequence[_Taken]) -> None:
         if self.layout.by_unit:
-            self.units.take_all(notes)
-        kernel = self._kernel(device)
+            self._take_by_unit(notes, self.kernel(device))
+        kernel = self.kernel(device)
         if kernel is not None:
             try:
                 kernel.take(list(self._inputs(device, notes)))
@@ -207,7 +201,7 @@ class StatsEngine:
             except Exception as error:
                 place.give_up(tensor, error)
 
-    def _inputs(self, device: torch.device, notes: Sequence[Note]) -> Iterator[KernelInput]:
+    def _inputs(self, device: torch.device, notes: Sequence[_Taken]) -> Iterator[KernelInput]:
         """Yield the tensors with their rows, by no call of Python's in the common case."""
         for place, tensor, scale in notes:
             row = place.rows.get(device)
@@ -221,21 +215,28 @@ class StatsEngine:
                 except Exception as error:  # it is not the kernel that does not work
                     place.give_up(tensor, error)
                     continue
-            yield kernel_input((tensor, row, scale))
+            yield tensor, row, scale
 
-    def _take_rows(self, device: torch.device, items: Sequence[tuple[WatchedPlace, FoundByRow]]) -> None:
-        kernel = self._kernel(device)
+    def _take_rows(self, device: torch.device, items: Sequence[tuple[StatRow, list[Tensor], int, Any]]) -> None:
+        kernel = self.kernel(device)
         if kernel is not None:
             try:
-                kernel.take_rows([parts for _, parts in items])
+                kernel.add_found(items)
                 return
             except Exception as error:
                 self._give_up_kernel(device, error)
         with torch.no_grad():
-            for _, (found, each, row, scale) in items:
+            for row, found, each, scale in items:
                 row.merge_tensor(row_of_parts(found, each, self.layout, scale))
 
-    def _kernel(self, device: torch.device) -> Kernel | None:
+    def _take_by_unit(self, notes: Sequence[_Taken], kernel: Kernel | None) -> None:
+        with torch.no_grad(), self.lock:
+            take_by_unit(notes, kernel, self._give_up_kernel)
+
+    def kernel(self, device: torch.device) -> Kernel | None:
+        """Return what reduces tensors on a device; None where torch does, as while a CUDA graph is recorded."""
+        if _torch.capturing():
+            return None
         if device not in self._kernels:
             self._kernels[device] = Kernel(self.layout, device) if is_available(device) else None
             if device.type == "cuda" and self._kernels[device] is None:
@@ -243,7 +244,7 @@ class StatsEngine:
         return self._kernels[device]
 
     def _give_up_kernel(self, device: torch.device, why: Exception | str) -> None:
-        self._kernels[device] = self.units.kernels[device] = None
+        self._kernels[device] = None
         reason = why if isinstance(why, str) else f"{type(why).__name__}: {why}"
         warnings.warn(
             f"Statistics on {device} are taken by operations of torch, which is several times slower: the Triton "
@@ -270,7 +271,7 @@ class StatsEngine:
             given = [(index, place.rows[device].number) for index, place in enumerate(places) if device in place.rows]
             index, numbers = np.array(given, dtype=np.int64).reshape(-1, 2).T
             merge_into(rows, index, of_device.read()[numbers], len(self.layout.added))
-        return StatsSnapshot(places, rows, self.units.read(places) if self.layout.by_unit else {})
+        return StatsSnapshot(places, rows, read_by_unit(places) if self.layout.by_unit else {})
 
     def to_metrics(self, snapshot: StatsSnapshot | None = None) -> dict[str, Any]:
         """Return every statistic, by ``"name/kind/statistic"``."""

@@ -1,58 +1,49 @@
-"""Say what compiled code hands over of a tensor.
+"""Say what compiled code hands over of a tensor, and add that to its places, call after call.
 
-Watch hooks leave `find_in` in compiled graphs; `GraphHandover` takes what it has found. On a CPU that is the tensor.
+Watch hooks leave `find_in` in compiled graphs, and make a `GraphHandover` for each ``sink_all`` in a graph. On a CPU
+the tensor itself is handed over.
 
 On a GPU the compiler would make a launch of its own for the last step of every sum, six per tensor, and those take
 longer than reading it. So the graph finds the same for rows of up to 1024 numbers, while it computes them (21 µs for
 nine outputs of a GPT-2 block on an H200, 1.4 ms with all six launches). It writes that into one buffer for each
-statistic, and one launch of ours (`GraphHandover`) adds up what it has found in all tensors of a pass. Wider tensors,
-and gradients of 16 bits, our kernel reads itself, many in one launch: see `_is_read_whole`.
+statistic; a table on the device tells which rows belong to which place, and one launch of ours adds them all. Wider
+tensors, and gradients of 16 bits, our kernel reads itself, many in one launch: see `_is_read_whole`.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
+from hookline.observe.watch.kernel import is_read_in_place, rounds_of
 from hookline.sites import _torch
 from hookline.sites.compiled.graph_passes import arrange
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hookline.observe.watch.engine import StatsEngine
+    from hookline.observe.watch.kernel import Kernel
+    from hookline.observe.watch.place import WatchedPlace
     from hookline.observe.watch.row import Layout
+    from hookline.sites.compiled.op_schemas import Share
 
-__all__ = ["find_in", "hand_over_late", "row_of_parts"]
+__all__ = ["GraphHandover", "find_in", "hand_over_late"]
 
-_WIDE: Final = torch.float64
 _LONGEST: Final = 1024
 """The longest row that the compiler holds in registers."""
+_SHORTEST: Final = 32
+"""Of shorter ones there would be too many."""
 _BY_ROW: Final = frozenset({"cuda"})
 """Device types where a graph finds statistics by row."""
 _IN_ROWS: Final = frozenset({torch.bfloat16, torch.float16, torch.float32})
+_CALLS: Final = 16
+"""How many sets of addresses are remembered for the tensors of one operator."""
 
 
-def row_of_parts(parts: list[Tensor], each: int, layout: Layout, scale: Any = None) -> Tensor:
-    """Return the row of a tensor from what was found ``by row``, in rows of ``each`` numbers; without a kernel."""
-    found = iter(parts)
-    size = parts[0].numel() * each
-    nothing = torch.zeros((), dtype=_WIDE, device=parts[0].device)
-    total, squares = (next(found).sum(), next(found).sum()) if layout.moments else (nothing, nothing)
-    low, high = nothing + math.inf, nothing - math.inf
-    if layout.extremes:
-        lows, highs = next(found), next(found)
-        low, high = (lows.amin().to(_WIDE), highs.amax().to(_WIDE)) if size else (low, high)
-    zeros = next(found).sum() if layout.zeros else nothing
-    factor = 1.0 if scale is None else 1.0 / torch.as_tensor(scale, dtype=_WIDE, device=nothing.device)
-    ends = (low, high) if layout.extremes and size else (total, squares)
-    good = ends[0].isfinite() & ends[1].isfinite()
-    # Of a place with something else than numbers, the rest was not looked at.
-    finite = [torch.where(good, end, nothing - math.inf) for end in (-low, high)]
-    added = [nothing + 1, nothing + size, total * factor, squares * factor * factor, zeros, ~good, nothing, nothing]
-    return torch.stack([*(end.to(_WIDE) for end in added), *(end * factor for end in (-low, high, *finite))])
+# -- while a graph is traced ---------------------------------------------------------------------------------
 
 
 def find_in(tensor: Tensor, layout: Layout, *, is_gradient: bool = False) -> tuple[list[Tensor], int]:
@@ -65,33 +56,25 @@ def find_in(tensor: Tensor, layout: Layout, *, is_gradient: bool = False) -> tup
         return [numbers], 1
     if numbers.dim() > 3:
         numbers = numbers.flatten(2)  # images: a row is one channel of one image
-    each = _row_length(numbers, layout, is_gradient)
     hand_over_late()
-    if each == 1:
+    if numbers.dim() == 0 or _is_read_whole(numbers.dtype, layout, is_gradient):
         return [tensor.detach()], 1
-    return _FIND(numbers, each, layout.moments, layout.extremes, layout.zeros), each
-
-
-def _row_length(numbers: Tensor, layout: Layout, is_gradient: bool) -> int:
-    """Return how long a row is; 1 if statistics are not to be found by row."""
-    if not layout.fits_one_read or numbers.dtype not in _IN_ROWS or numbers.dim() == 0:
-        return 1
-    length = numbers.shape[-1]
-    if not _torch.is_known_to_be_at_most(length, _LONGEST) or _is_read_whole(numbers.dtype, is_gradient):
-        return 1
-    return _row_of(length)
+    each = numbers.shape[-1]
+    if not _torch.is_known_to_be_at_most(each, _LONGEST) or each < _SHORTEST:
+        return [tensor.detach()], 1
+    return _FIND(numbers, each), each
 
 
 @_torch.constant_while_tracing
-def _is_read_whole(dtype: torch.dtype, is_gradient: bool) -> bool:
-    """Return whether our kernel reads a tensor, though its rows are short enough for the compiler.
+def _is_read_whole(dtype: torch.dtype, layout: Layout, is_gradient: bool) -> bool:
+    """Return whether our kernel reads a tensor, however short its rows are.
 
     Gradients of 16 bits: by row, the compiler joins them with the sum for the bias in a kernel that takes 22 + 11 µs
     instead of 6 + 7 (H200). Rows of more than 1024 numbers are read whole as well: its kernels go through them in parts
     that wait for one another. A GELU with both statistics takes 69 µs, 36 without any, and 13 each to read both at full
     speed; and what is as wide lies in memory anyway, because a matrix product reads it.
     """
-    return is_gradient and dtype is not torch.float32
+    return not layout.fits_one_read or dtype not in _IN_ROWS or (is_gradient and dtype is not torch.float32)
 
 
 @_torch.constant_while_tracing
@@ -104,53 +87,35 @@ def hand_over_late() -> None:
     arrange(_FIND, _JOIN)
 
 
-@_torch.constant_while_tracing
-def _row_of(length: int) -> int:
-    """Return the length of a row; 1 if it is so short that there would be too many rows."""
-    return length if length >= 32 else 1
+def _by_row(numbers: Any, each: int, aten: Callable[..., Any]) -> list[Any]:
+    """Return sums, sums of squares, extremes and zeros of each row.
+
+    By calls of ``aten``, which compute it or tell the compiler what to write.
+    """
+    narrow = aten("_to_copy.default", aten("reshape.default", numbers, [-1, each]), dtype=torch.float32)
+    wide = aten("_to_copy.default", narrow, dtype=torch.float64)
+    return [
+        aten("sum.dim_IntList", wide, [-1]),
+        aten("sum.dim_IntList", aten("mul.Tensor", wide, wide), [-1]),
+        aten("amin.default", narrow, [-1]),
+        aten("amax.default", narrow, [-1]),
+        aten("sum.dim_IntList", aten("eq.Scalar", narrow, 0), [-1], dtype=torch.int32),
+    ]
 
 
-def _by_row(numbers: Any, each: int, moments: bool, extremes: bool, zeros: bool, aten: Callable[..., Any]) -> list[Any]:
-    """Return what is found, by calls of ``aten``, which compute it or tell the compiler what to write."""
-    rows = aten("reshape.default", numbers, [-1, each])
-    narrow = aten("_to_copy.default", rows, dtype=torch.float32)
-    found = []
-    if moments:
-        wide = aten("_to_copy.default", narrow, dtype=torch.float64)
-        found += [aten("sum.dim_IntList", wide, [-1])]
-        found += [aten("sum.dim_IntList", aten("mul.Tensor", wide, wide), [-1])]
-    if extremes:
-        found += [aten("amin.default", narrow, [-1]), aten("amax.default", narrow, [-1])]
-    if zeros:
-        found += [aten("sum.dim_IntList", aten("eq.Scalar", narrow, 0), [-1], dtype=torch.int32)]
-    return found
+_TYPES: Final = (torch.float64, torch.float64, torch.float32, torch.float32, torch.int32)
+"""Of what `_by_row` returns."""
 
 
-def _compute(numbers: Tensor, each: int, moments: bool, extremes: bool, zeros: bool) -> list[Tensor]:
-    return _by_row(numbers, each, moments, extremes, zeros, _torch.call_aten)
+def _compute(numbers: Tensor, each: int) -> list[Tensor]:
+    return _by_row(numbers, each, _torch.call_aten)
 
 
-def _pretend(numbers: Tensor, each: int, moments: bool, extremes: bool, zeros: bool) -> list[Tensor]:
+def _pretend(numbers: Tensor, each: int) -> list[Tensor]:
     # The compiler is there by now, if it is the one that can open the operator.
     _torch.open_late(_FIND, _by_row)
     _torch.join_late(_JOIN)
-    size = [numbers.numel() // each]
-    types = [torch.float64] * 2 * moments + [torch.float32] * 2 * extremes + [torch.int32] * zeros
-    return [numbers.new_empty(size, dtype=dtype) for dtype in types]
-
-
-def _define() -> Any:
-    # The compiler keeps what it has written on disk, by the operator's name: another meaning needs another name.
-    name = "find_2"
-    library = _torch.operators(f"{name}(Tensor numbers, int each, bool moments, bool extremes, bool zeros) -> Tensor[]")
-    library.impl(name, _compute, "CompositeExplicitAutograd")
-    library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"hookline::{name}", _pretend, lib=library)
-    return getattr(torch.ops.hookline, name).default
-
-
-_FIND: Final[Any] = _define()
-"""The operator that finds statistics by row; the compiler opens it only when it writes the loops."""
+    return [numbers.new_empty([numbers.numel() // each], dtype=dtype) for dtype in _TYPES]
 
 
 def _join(parts: list[Tensor], kinds: int) -> list[Tensor]:
@@ -161,13 +126,82 @@ def _pretend_join(parts: list[Tensor], kinds: int) -> list[Tensor]:
     return [parts[kind].new_empty([sum(part.numel() for part in parts[kind::kinds])]) for kind in range(kinds)]
 
 
-def _define_join() -> Any:
-    library = _torch.operators("join_1(Tensor[] parts, int kinds) -> Tensor[]")
-    library.impl("join_1", _join, "CompositeExplicitAutograd")
-    library.impl("join_1", torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake("hookline::join_1", _pretend_join, lib=library)
-    return torch.ops.hookline.join_1.default
+def _define(name: str, arguments: str, compute: Callable[..., Any], pretend: Callable[..., Any]) -> Any:
+    library = _torch.operators(f"{name}({arguments}) -> Tensor[]")
+    library.impl(name, compute, "CompositeExplicitAutograd")
+    library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"hookline::{name}", pretend, lib=library)
+    return getattr(torch.ops.hookline, name).default
 
 
-_JOIN: Final[Any] = _define_join()
+# The compiler keeps what it has written on disk, by the operator's name: another meaning needs another name.
+_FIND: Final[Any] = _define("find_3", "Tensor numbers, int each", _compute, _pretend)
+"""The operator that finds statistics by row; the compiler opens it only when it writes the loops."""
+_JOIN: Final[Any] = _define("join_1", "Tensor[] parts, int kinds", _join, _pretend_join)
 """The operator that joins what was found: each ``kinds``-th part, beginning with each of the first ``kinds``."""
+
+
+# -- when it runs --------------------------------------------------------------------------------------------
+
+
+class GraphHandover:
+    """Adds to places what one operator hands over in each call.
+
+    What does not change from call to call is worked out once: which rows are whose; and of whole tensors the launches
+    that read them, for as long as they lie where they lay in one of the last calls.
+
+    Args:
+        engine: Where the places are.
+        shares: The places, and what belongs to each.
+    """
+
+    def __init__(self, engine: StatsEngine, shares: list[tuple[WatchedPlace, Share]]) -> None:
+        self._engine = engine
+        self._shares = shares
+        self._tables: dict[int, list[Tensor]] = {}
+        """By stream: another one does not wait until a table is there."""
+        self._calls: dict[tuple[int, ...], Callable[[], None]] = {}
+        """By stream, address of the scale, and addresses of the tensors."""
+
+    def take(self, found: list[Tensor], scale: Any) -> None:
+        """Add the tensors of one call, divided by ``scale``."""
+        if not self._shares:
+            return
+        device = found[0].device
+        kernel = self._engine.kernel(device)
+        if kernel is not None:
+            stream = _torch.current_stream_of(device.index)()
+            try:
+                if self._shares[0][1].each != 1:
+                    self._add_rows(kernel, stream, found, scale)
+                    return
+                if self._read_whole(kernel, stream, found, scale):
+                    return
+            except Exception:  # the engine says why, if the kernel does not work for it either
+                self._calls.clear()
+        self._engine.take_found([(place, share.of(found), share.each, scale) for place, share in self._shares])
+
+    def _add_rows(self, kernel: Kernel, stream: int, found: list[Tensor], scale: Any) -> None:
+        tables = self._tables.get(stream)
+        if tables is None:
+            entries = [(self._engine.row(place, found[0].device).address, *share) for place, share in self._shares]
+            rounds = rounds_of(entries, by=0)
+            tables = [kernel.upload([number for entry in some for number in entry]) for some in rounds]
+            self._tables[stream] = tables
+        for table in tables:
+            kernel.add_rows(table, found, scale)
+
+    def _read_whole(self, kernel: Kernel, stream: int, found: list[Tensor], scale: Any) -> bool:
+        """Read tensors where they lie; return False if that cannot be done."""
+        divisor = None if scale is None else kernel.divisor(scale)
+        key = (stream, 0 if divisor is None else divisor.data_ptr(), *[tensor.data_ptr() for tensor in found])
+        call = self._calls.get(key)
+        if call is None:
+            if not all(map(is_read_in_place, found)):
+                return False
+            rows = [(found[share.first], self._engine.row(place, found[0].device)) for place, share in self._shares]
+            call = self._calls[key] = kernel.prepare([(tensor, row, divisor) for tensor, row in rows])
+            if len(self._calls) > _CALLS:
+                del self._calls[next(iter(self._calls))]
+        call()
+        return True

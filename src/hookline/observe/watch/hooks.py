@@ -19,8 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from hookline.errors import HooklineWarning, NoMatchError, OptionError
 from hookline.messages import caller_stacklevel, suggest, type_name
-from hookline.observe.watch.graph import find_in
-from hookline.observe.watch.handover import GraphHandover
+from hookline.observe.watch.graph import GraphHandover, find_in
 from hookline.observe.watch.local_gradients import LOCAL_GRADIENT, LocalGradients
 from hookline.sites import _torch
 from hookline.sites.attach import attach_to_modules, new_attachment

@@ -16,19 +16,14 @@ them, and otherwise makes a new one of the same numbers.
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from hookline.errors import HooklineWarning
-from hookline.messages import caller_stacklevel
-from hookline.observe.watch.place import Note
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
@@ -43,8 +38,6 @@ _LEAST: Final = 64 << 20
 _MOST_CHECKS: Final = 4096
 """How many firings at places that are not known are remembered; that is more than a step has."""
 
-_T = TypeVar("_T")
-
 
 def limit_of(device: torch.device) -> int:
     """Return how many bytes are held, beside the tensor that exceeds them: one part in 64 of the device's memory.
@@ -57,10 +50,10 @@ def limit_of(device: torch.device) -> int:
     return max(torch.cuda.get_device_properties(device).total_memory // _SHARE, _LEAST)
 
 
-_note: Final[Callable[[tuple[Any, ...]], Note]] = functools.partial(tuple.__new__, Note)
-"""Return a tuple as a `Note`, without a call of Python's."""
 _Kept: TypeAlias = "tuple[int, WatchedPlace, Tensor, Any, int, int]"
 """Stream, place, tensor, its scale, and the versions of both."""
+_Note: TypeAlias = "tuple[WatchedPlace, Tensor, Any]"
+"""The fields of a `Note`: a class of Python's takes longer to make than all else here."""
 
 
 class PendingTensors:
@@ -72,7 +65,7 @@ class PendingTensors:
 
     def __init__(
         self,
-        reduce: Callable[[Sequence[Note]], None],
+        reduce: Callable[[Sequence[_Note]], None],
         device: torch.device = _CPU,
         *,
         limit: int | None = None,
@@ -141,13 +134,14 @@ class PendingTensors:
         self.reduce_noted()
         self._follow()
         self._checked = 0
-        for check in _taken(self._checks):
-            self._judge(*check)
+        with suppress(IndexError):  # another thread may be faster
+            while True:
+                self._judge(*self._checks.popleft())
 
     def reduce_noted(self) -> None:
         """Reduce all notes."""
         self._bytes = 0
-        by_stream: dict[int, list[Note]] = {}
+        by_stream: dict[int, list[_Note]] = {}
         pop = self._notes.popleft  # one step, which no other thread can divide
         with suppress(IndexError):
             while True:
@@ -155,31 +149,18 @@ class PendingTensors:
                 if tensor._version != version or (scale is not None and _version_of(scale) != scale_version):
                     self._lose(place)
                 elif stream in by_stream:
-                    by_stream[stream].append(_note((place, tensor, scale)))
+                    by_stream[stream].append((place, tensor, scale))
                 else:
-                    by_stream[stream] = [_note((place, tensor, scale))]
+                    by_stream[stream] = [(place, tensor, scale)]
         for stream, notes in by_stream.items():
             with self._streams.on(stream):
                 self._follow()
-                self._hand_over(notes)
+                self._reduce(notes)
 
     def forget(self) -> None:
         """Drop all notes."""
         self._notes.clear()
         self._bytes = 0
-
-    def _hand_over(self, notes: list[Note]) -> None:
-        try:
-            self._reduce(notes)
-        except Exception as error:  # a watch must not end the run
-            for note in notes:
-                note.place.silent = f"{type(error).__name__}: {error}"
-            warnings.warn(
-                f"The statistics of {len(notes)} tensors could not be taken: {type(error).__name__}: {error}. The run "
-                "goes on without them.",
-                HooklineWarning,
-                stacklevel=caller_stacklevel(),
-            )
 
     def _follow(self) -> None:
         """Make the current stream wait for the one that last added to rows."""
@@ -191,7 +172,7 @@ class PendingTensors:
 
     def _take_at_once(self, place: WatchedPlace, tensor: Tensor, scale: Any) -> None:
         self._follow()
-        self._reduce([Note(place, tensor, scale)])
+        self._reduce([(place, tensor, scale)])
         if place in self._stays or tensor.is_inference():
             return
         # Autograd adds to a gradient in place if nothing else holds it. Later ones are held, so this one is, too.
@@ -221,15 +202,6 @@ class PendingTensors:
         place.silent = f"{count} firing(s) not counted: the tensor was changed in place, which it was not at first"
 
 
-def _taken(queue: deque[_T]) -> Iterator[_T]:
-    """Empty a queue, and yield what was in it."""
-    while True:
-        try:
-            yield queue.popleft()
-        except IndexError:
-            return
-
-
 def _without_numbers(tensor: Tensor) -> Tensor:
     """Return a tensor that shares the version of ``tensor``, and none of its memory."""
     with torch.no_grad():
@@ -253,9 +225,6 @@ class Streams:
 
     def on(self, number: int) -> AbstractContextManager[Any]:
         """Return a block whose work is put on stream ``number``."""
-        return nullcontext() if number == self.now() else self._on_other(number)
-
-    def _on_other(self, number: int) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def join(self, number: int) -> None:
@@ -267,19 +236,18 @@ class _CudaStreams(Streams):
         self._device = device
         self.now = _torch.current_stream_of(torch.cuda.current_device() if device.index is None else device.index)
 
-    def _on_other(self, number: int) -> AbstractContextManager[Any]:
+    def on(self, number: int) -> AbstractContextManager[Any]:
         context: Any = torch.cuda.stream
-        return cast(AbstractContextManager[Any], context(self._stream(number)))
+        return nullcontext() if number == self.now() else cast(AbstractContextManager[Any], context(self._of(number)))
 
     def join(self, number: int) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._stream(number))
+        torch.cuda.current_stream(self._device).wait_stream(self._of(number))
 
-    def _stream(self, number: int) -> torch.cuda.Stream:
+    def _of(self, number: int) -> torch.cuda.Stream:
+        if not number:  # given 0, ExternalStream would be any stream
+            return torch.cuda.default_stream(self._device)
         other: Any = torch.cuda.ExternalStream
-        # Given 0, ExternalStream would be any stream.
-        return (
-            cast(torch.cuda.Stream, other(number, self._device)) if number else torch.cuda.default_stream(self._device)
-        )
+        return cast(torch.cuda.Stream, other(number, self._device))
 
 
 def streams_of(device: torch.device) -> Streams:

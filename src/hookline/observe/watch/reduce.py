@@ -11,7 +11,6 @@ are added up in float64. torch counts zeros four times slower than it adds; comp
 from __future__ import annotations
 
 import math
-import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -21,11 +20,9 @@ from torch import Tensor
 from hookline.observe.watch.row import BAD, FIRES, SQUARES, SUM, merge
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from hookline.observe.watch.row import Layout
 
-__all__ = ["factor_of", "flat_view", "reduce", "reduce_on_device"]
+__all__ = ["factor_of", "flat_view", "reduce", "reduce_on_device", "row_of_parts"]
 
 _BLOCK: Final = 1 << 18
 """Numbers per block: 1 MiB of float32. Of 2^14 to 2^18, the largest was the fastest."""
@@ -41,31 +38,19 @@ _WIDE: Final = torch.float64
 
 def reduce(tensor: Tensor, layout: Layout, factor: float = 1.0) -> list[float]:
     """Return the row of a tensor that is on the CPU, its numbers multiplied by a positive ``factor``."""
-    tensor, times = _once(tensor.detach())
-    flat = flat_view(tensor)
+    flat = flat_view(tensor.detach())
+    if not flat.numel():
+        return [1.0, *layout.empty[1:]]
     num_added = len(layout.added)
-    found = list(layout.empty)
-    if flat.numel() <= _BLOCK:
-        found = _of_block(_as_float(flat), layout, 1.0 / factor) if flat.numel() else found
-    else:
-        for block in torch.split(flat, _BLOCK):
-            found = merge(found, _of_block(_as_float(block), layout, 1.0 / factor), num_added)
-    if times > 1:
-        found[:num_added] = [times * value for value in found[:num_added]]
+    blocks = [flat] if flat.numel() <= _BLOCK else torch.split(flat, _BLOCK)
+    found, *others = [_of_block(_as_float(block), layout, 1.0 / factor) for block in blocks]
+    for row in others:
+        found = merge(found, row, num_added)
     if factor != 1.0:
         found[SUM], found[SQUARES] = found[SUM] * factor, found[SQUARES] * factor * factor
         found[num_added:] = [value * factor for value in found[num_added:]]
     found[FIRES], found[BAD] = 1.0, float(found[BAD] > 0)  # one firing, however many of its blocks
     return found
-
-
-def _once(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return a tensor that repeats itself, as the gradient of a sum does, without repetitions, and their number."""
-    times = 1
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            tensor, times = tensor.narrow(dim, 0, 1), times * size
-    return tensor, times
 
 
 def _of_block(block: Tensor, layout: Layout, unit: float) -> list[float]:
@@ -104,15 +89,11 @@ def _moments(block: Tensor, count: int, low: float, high: float) -> tuple[float,
 
 def _zeros(block: Tensor) -> int:
     count = block.numel()
-    if count < _FEW:
-        return count - int(torch.count_nonzero(block))
-    numbers: NDArray[np.floating] = block.numpy()
-    return int(np.count_nonzero(np.equal(numbers, 0, out=_scratch(count))))
+    return count - int(torch.count_nonzero(block)) if count < _FEW else int(np.count_nonzero(block.numpy() == 0))
 
 
 def _count_over(block: Tensor, threshold: float) -> int:
-    numbers: NDArray[np.floating] = block.numpy()
-    return int(np.count_nonzero(np.greater(np.abs(numbers), threshold, out=_scratch(block.numel()))))
+    return int(np.count_nonzero(np.abs(block.numpy()) > threshold))
 
 
 def _details(block: Tensor) -> tuple[int, int, float, float]:
@@ -130,25 +111,32 @@ def reduce_on_device(tensor: Tensor, layout: Layout, scale: Any = None) -> Tenso
     if scale is not None:
         numbers = numbers / torch.as_tensor(scale, device=tensor.device)
     count = numbers.numel()
-    ones = torch.ones((), dtype=_WIDE, device=tensor.device)
+    one = torch.ones((), dtype=_WIDE, device=tensor.device)
     if not count:
         return torch.tensor((1.0, *layout.empty[1:]), dtype=_WIDE, device=tensor.device)
-    nothing = ones * 0
-    total = squares = zeros = nan = bad = nothing
-    if layout.moments:
-        total, squares = numbers.sum(dtype=_WIDE), torch.linalg.vector_norm(numbers, dtype=_WIDE).square()
-    if layout.zeros:
-        zeros = (numbers == 0).sum()
-    finite = numbers.isfinite()
-    if layout.moments or layout.extremes:
-        nan, bad = numbers.isnan().sum(), count - finite.sum()
-    kept = [nothing - math.inf] * len(layout.kept)
-    if layout.extremes:
-        low, high = torch.where(finite, numbers, math.inf).amin(), torch.where(finite, numbers, -math.inf).amax()
-        kept = [-numbers.amin(), numbers.amax(), -low, high]
+    finite, nan = numbers.isfinite(), numbers.isnan().sum()
+    bad = count - finite.sum()
+    total, squares = numbers.sum(dtype=_WIDE), torch.linalg.vector_norm(numbers, dtype=_WIDE).square()
     over = [(numbers.abs() > threshold).sum() for threshold in layout.thresholds]
-    added = [ones, ones * count, total, squares, zeros, bad > 0, nan, bad - nan, *over]
-    return torch.stack([each.to(_WIDE) for each in (*added, *kept)])
+    added = [one, one * count, total, squares, (numbers == 0).sum(), bad > 0, nan, bad - nan, *over]
+    low, high = torch.where(finite, numbers, math.inf).amin(), torch.where(finite, numbers, -math.inf).amax()
+    return torch.stack([each.to(_WIDE) for each in (*added, -numbers.amin(), numbers.amax(), -low, high)])
+
+
+def row_of_parts(found: list[Tensor], each: int, layout: Layout, scale: Any = None) -> Tensor:
+    """Return the row of a tensor from what compiled code has found in its rows of ``each`` numbers."""
+    sums, squares, lows, highs, zeros = (part.to(_WIDE) for part in found)
+    one = torch.ones((), dtype=_WIDE, device=sums.device)
+    factor = one if scale is None else one / torch.as_tensor(scale, device=sums.device)
+    least, most = -one * math.inf, -one * math.inf
+    if sums.numel():
+        least, most = -lows.amin(), highs.amax()
+    bad = ~(least.isfinite() & most.isfinite()) if sums.numel() else one * 0
+    # Of a place with something else than numbers, the rest was not looked at.
+    finite = [torch.where(end.isfinite(), end, -math.inf) for end in (least + 0 * most, most + 0 * least)]
+    added = [one, one * sums.numel() * each, sums.sum() * factor, squares.sum() * factor**2, zeros.sum(), bad]
+    added += [one * 0] * (len(layout.added) - len(added))
+    return torch.stack([*(end.to(_WIDE) for end in added), *(end * factor for end in (least, most, *finite))])
 
 
 def factor_of(scale: Any) -> float:
@@ -173,17 +161,3 @@ def flat_view(tensor: Tensor) -> Tensor:
         return tensor.view(-1)
     in_memory = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     return in_memory.view(-1) if in_memory.is_contiguous() else tensor.reshape(-1)
-
-
-class _Scratch(threading.local):
-    flags: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
-
-
-_SCRATCH: Final = _Scratch()
-
-
-def _scratch(count: int) -> NDArray[np.bool_]:
-    """Return an array of ``count`` flags; a new one for each block would mostly be page faults."""
-    if _SCRATCH.flags.size < count:
-        _SCRATCH.flags = np.empty(max(count, _BLOCK), dtype=np.bool_)
-    return _SCRATCH.flags[:count]

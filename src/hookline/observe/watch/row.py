@@ -36,7 +36,6 @@ __all__ = [
     "ZEROS",
     "Layout",
     "as_metrics",
-    "larger",
     "merge",
     "merge_into",
     "metrics_of",
@@ -115,8 +114,8 @@ class Layout:
 
     @property
     def fits_one_read(self) -> bool:
-        """Whether a compiled graph on a GPU can reduce rows of the tensor to all columns in one read."""
-        return (self.moments or self.extremes) and not self.details and not self.thresholds
+        """Whether a compiled graph on a GPU finds all columns that are asked for."""
+        return not self.details and not self.thresholds
 
     @cached_property
     def empty(self) -> tuple[float, ...]:
@@ -231,10 +230,10 @@ def _values(name: str, cells: Mapping[str, NDArray[np.float64]]) -> NDArray[np.f
 def merge(one: Sequence[float], other: Sequence[float], num_added: int) -> list[float]:
     """Return two rows as one."""
     both = list(zip(one, other, strict=True))
-    return [a + b for a, b in both[:num_added]] + [larger(a, b) for a, b in both[num_added:]]
+    return [a + b for a, b in both[:num_added]] + [_larger(a, b) for a, b in both[num_added:]]
 
 
-def larger(one: float, other: float) -> float:
+def _larger(one: float, other: float) -> float:
     """Return the larger number; NaN if either is."""
     return one if one != one or one > other else other
 

@@ -1,9 +1,9 @@
 """Reduce tensors on the GPU: programs in Triton, which `Kernel` launches and nothing else imports.
 
 ``reduce_chunks`` reads tensors once and leaves one column of partial results per program, which ``merge_slots`` adds to
-rows. No program writes where another one does, so the numbers are the same in every run. ``fold_parts`` adds up what a
-compiled graph has found by row; ``fold_table`` does both at once for what a graph has joined in buffers.
-``count_exponents`` counts whole numbers by atomic operations: the same in whichever order programs come.
+rows. No program writes where another one does, so the numbers are the same in every run. ``fold_rows`` adds up what a
+compiled graph has found by row. ``count_exponents`` counts whole numbers by atomic operations: the same in whichever
+order programs come.
 
 Numbers go in by address: all arguments are 64 bits wide, and none is specialized on, so that one compiled program fits
 every call. A thread reads 16 bytes at a time, and spends 6.6 instructions on each number of 16 bits (machine code for
@@ -18,7 +18,7 @@ are chunks whose squares are too large or too small for float32.
 import triton
 import triton.language as tl
 
-__all__ = ["count_exponents", "fold_parts", "fold_table", "merge_slots", "reduce_chunks"]
+__all__ = ["count_exponents", "fold_rows", "merge_slots", "reduce_chunks"]
 
 INF = tl.constexpr(float("inf"))
 _TINY = tl.constexpr(1e-30)
@@ -60,35 +60,6 @@ def _centre(numbers, left, WIDE: tl.constexpr):
     return tl.where(is_finite(mean), mean, 0.0)
 
 
-@triton.jit
-def _fold(
-    x, inside, sum_, squares, low, high, zeros, over0, over1, over2, over3, centre, limit0, limit1, limit2, limit3,
-    MASKED: tl.constexpr, MOMENTS: tl.constexpr, EXTREMES: tl.constexpr, ZEROS: tl.constexpr, OVER: tl.constexpr,
-):  # fmt: skip
-    """Add one number per lane; with MASKED only those ``inside``, and the others are 0."""
-    if MOMENTS:
-        about = x - centre
-        if MASKED:
-            about = tl.where(inside, about, 0.0)
-        sum_ += about
-        squares += about * about
-    if EXTREMES:
-        low = lower(low, tl.where(inside, x, INF) if MASKED else x)
-        high = higher(high, tl.where(inside, x, -INF) if MASKED else x)
-    if ZEROS:
-        zeros += ((x == 0.0) & inside).to(tl.int32) if MASKED else (x == 0.0).to(tl.int32)
-    if OVER > 0:  # what is masked is 0, and no limit is lower
-        size = tl.abs(x)
-        over0 += (size > limit0).to(tl.int32)
-        if OVER > 1:
-            over1 += (size > limit1).to(tl.int32)
-        if OVER > 2:
-            over2 += (size > limit2).to(tl.int32)
-        if OVER > 3:
-            over3 += (size > limit3).to(tl.int32)
-    return sum_, squares, low, high, zeros, over0, over1, over2, over3
-
-
 # -- two numbers of 16 bits at a time ------------------------------------------------------------------------
 
 
@@ -109,26 +80,8 @@ def _second_of(pair, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def _lower_pair(one, other, ELEMENT: tl.constexpr):
-    if ELEMENT == tl.bfloat16:
-        return tl.inline_asm_elementwise("min.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [one, other], tl.int32, True, 1)
-    else:
-        return tl.inline_asm_elementwise("min.NaN.f16x2 $0, $1, $2;", "=r,r,r", [one, other], tl.int32, True, 1)
-
-
-@triton.jit
-def _higher_pair(one, other, ELEMENT: tl.constexpr):
-    if ELEMENT == tl.bfloat16:
-        return tl.inline_asm_elementwise("max.NaN.bf16x2 $0, $1, $2;", "=r,r,r", [one, other], tl.int32, True, 1)
-    else:
-        return tl.inline_asm_elementwise("max.NaN.f16x2 $0, $1, $2;", "=r,r,r", [one, other], tl.int32, True, 1)
-
-
-@triton.jit
-def _filled(pair):
-    """Return 1 for each half, unless it is a zero of either sign."""
-    return tl.inline_asm_elementwise("min.u16x2 $0, $1, $2;", "=r,r,r", [pair & 0x7FFF7FFF, 0x00010001], tl.int32,
-                                     True, 1)  # fmt: skip
+def _of_pairs(INSTRUCTION: tl.constexpr, one, other):
+    return tl.inline_asm_elementwise(INSTRUCTION, "=r,r,r", [one, other], tl.int32, True, 1)
 
 
 @triton.jit
@@ -155,96 +108,69 @@ def _look_again(numbers, left, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def job_of(program, jobs, num_jobs, NUM_FIELDS: tl.constexpr, JOBS: tl.constexpr):
+def job_of(program, jobs, num_jobs, JOBS: tl.constexpr):
     """Return where the job of a program begins in a table; the first field of a job is its first program."""
     table = jobs.to(tl.pointer_type(tl.int64))
     places = tl.arange(0, JOBS)
-    firsts = tl.load(table + places * NUM_FIELDS, mask=places < num_jobs, other=1 << 62)
-    return table + (tl.sum((firsts <= program).to(tl.int32), 0) - 1) * NUM_FIELDS
+    firsts = tl.load(table + places * FIELDS, mask=places < num_jobs, other=1 << 62)
+    return table + (tl.sum((firsts <= program).to(tl.int32), 0) - 1) * FIELDS
 
 
-@triton.jit(do_not_specialize=range(15))
+@triton.jit(do_not_specialize=range(7))
 def reduce_chunks(
     jobs: tl.int64,
     num_jobs: tl.int64,
-    address: tl.int64,
-    size: tl.int64,
-    tiles: tl.int64,
-    scale: tl.int64,
     slots: tl.int64,
     num_slots: tl.int64,
     offset: tl.int64,
     num_added: tl.int64,
-    over_at: tl.int64,
-    threshold0: tl.float64,
-    threshold1: tl.float64,
-    threshold2: tl.float64,
-    threshold3: tl.float64,
+    thresholds: tl.int64,
     ELEMENT: tl.constexpr,
     WIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    PAIRS: tl.constexpr,
-    SINGLE: tl.constexpr,
-    MOMENTS: tl.constexpr,
-    EXTREMES: tl.constexpr,
-    ZEROS: tl.constexpr,
+    LOWER: tl.constexpr,
+    HIGHER: tl.constexpr,
     OVER: tl.constexpr,
-    FIRST: tl.constexpr,
     JOBS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Reduce one chunk of one tensor into the slot of this program; a slot has the columns of a row.
 
-    Of several tensors, ``jobs`` tells which program begins which; of a SINGLE one, the arguments do. Only the FIRST
-    launch writes more than the columns for thresholds, of which there are OVER from column ``over_at`` on. Programs
-    are numbered from ``offset`` on, for launches that share the slots.
+    ``jobs`` tells which program begins which tensor. Programs are numbered from ``offset`` on, for launches that share
+    the slots. LOWER and HIGHER are the instructions that compare two numbers of 16 bits at a time, empty for none. OVER
+    thresholds are counted, a power of two; what is too many of them is infinite.
     """
     program = offset + tl.program_id(0)
-    if SINGLE:
-        begin = program * (tiles * (4 * WIDTH))
-    else:
-        job = job_of(program, jobs, num_jobs, FIELDS, JOBS)
-        address = tl.load(job + 2)
-        size = tl.load(job + 3)
-        tiles = tl.load(job + 4)
-        scale = tl.load(job + 5)
-        begin = (program - tl.load(job)) * (tiles * (4 * WIDTH))
+    job = job_of(program, jobs, num_jobs, JOBS)
+    address = tl.load(job + 2)
+    size = tl.load(job + 3)
+    tiles = tl.load(job + 4)
+    scale = tl.load(job + 5)
+    begin = (program - tl.load(job)) * (tiles * (4 * WIDTH))
     left = tl.minimum(size - begin, tiles * (4 * WIDTH)).to(tl.int32)
     numbers = address.to(tl.pointer_type(ELEMENT))
     if ALIGNED:
         numbers = tl.multiple_of(numbers, 16)
     numbers += begin
 
-    LANES: tl.constexpr = WIDTH // 2 if PAIRS > 0 else WIDTH
+    PAIRS: tl.constexpr = LOWER != ""
+    LANES: tl.constexpr = WIDTH // 2 if PAIRS else WIDTH
     lanes = tl.arange(0, LANES)
     sum_ = tl.zeros([LANES], WIDE)
     squares = tl.zeros([LANES], WIDE)
     low = tl.full([LANES], INF, WIDE)
     high = tl.full([LANES], -INF, WIDE)
     zeros = tl.zeros([LANES], tl.int32)
-    over0 = tl.zeros([LANES], tl.int32)
-    over1 = tl.zeros([LANES], tl.int32)
-    over2 = tl.zeros([LANES], tl.int32)
-    over3 = tl.zeros([LANES], tl.int32)
-    limit0 = tl.full((), threshold0, WIDE)
-    limit1 = tl.full((), threshold1, WIDE)
-    limit2 = tl.full((), threshold2, WIDE)
-    limit3 = tl.full((), threshold3, WIDE)
+    centre = _centre(numbers, left, WIDE)
     if OVER > 0:
-        unit = tl.full((), 1.0, WIDE)
+        columns = tl.arange(0, OVER)
+        limits = tl.load(thresholds.to(tl.pointer_type(tl.float64)) + columns).to(WIDE)
         if scale != 0:
-            unit = tl.load(scale.to(tl.pointer_type(tl.float32))).to(WIDE)
-        limit0 *= unit
-        limit1 *= unit
-        limit2 *= unit
-        limit3 *= unit
-    if MOMENTS:
-        centre = _centre(numbers, left, WIDE)
-    else:
-        centre = tl.full((), 0.0, WIDE)
+            limits *= tl.load(scale.to(tl.pointer_type(tl.float32))).to(WIDE)
+        over = tl.zeros([LANES, OVER], tl.int32)
 
     place = numbers
-    if PAIRS > 0:
+    if PAIRS:
         words = place.to(tl.pointer_type(tl.int32))
         if ELEMENT == tl.bfloat16:
             low_pair = tl.full([LANES], 0x7F807F80, tl.int32)
@@ -256,101 +182,80 @@ def reduce_chunks(
         for _ in range(left // (4 * WIDTH)):
             for part in tl.static_range(4):
                 pair = tl.load(words + (part * LANES + lanes))
-                if PAIRS == 2:
-                    if EXTREMES:
-                        low_pair = _lower_pair(low_pair, pair, ELEMENT)
-                        high_pair = _higher_pair(high_pair, pair, ELEMENT)
-                    if ZEROS:
-                        filled += _filled(pair)
-                sum_, squares, low, high, zeros, over0, over1, over2, over3 = _fold(
-                    _first_of(pair, ELEMENT), True, sum_, squares, low, high, zeros, over0, over1, over2, over3, centre,
-                    limit0, limit1, limit2, limit3, False, MOMENTS, EXTREMES and PAIRS == 1, ZEROS and PAIRS == 1, OVER,
-                )  # fmt: skip
-                sum_, squares, low, high, zeros, over0, over1, over2, over3 = _fold(
-                    _second_of(pair, ELEMENT), True, sum_, squares, low, high, zeros, over0, over1, over2, over3,
-                    centre, limit0, limit1, limit2, limit3, False, MOMENTS, EXTREMES and PAIRS == 1,
-                    ZEROS and PAIRS == 1, OVER,
-                )  # fmt: skip
+                low_pair = _of_pairs(LOWER, low_pair, pair)
+                high_pair = _of_pairs(HIGHER, high_pair, pair)
+                # 1 for each half, unless it is a zero of either sign
+                filled += _of_pairs("min.u16x2 $0, $1, $2;", pair & 0x7FFF7FFF, 0x00010001)
+                about = _first_of(pair, ELEMENT) - centre
+                sum_ += about
+                squares += about * about
+                about = _second_of(pair, ELEMENT) - centre
+                sum_ += about
+                squares += about * about
             words += 4 * LANES
-        if PAIRS == 2:
-            low = lower(_first_of(low_pair, ELEMENT), _second_of(low_pair, ELEMENT))
-            high = higher(_first_of(high_pair, ELEMENT), _second_of(high_pair, ELEMENT))
-            if ZEROS:  # 16 bits each: a chunk has less than 2^16 pairs per lane
-                zeros = left // (4 * WIDTH) * 8 - (filled & 0xFFFF) - ((filled >> 16) & 0xFFFF)
+        low = lower(_first_of(low_pair, ELEMENT), _second_of(low_pair, ELEMENT))
+        high = higher(_first_of(high_pair, ELEMENT), _second_of(high_pair, ELEMENT))
+        # 16 bits each: a chunk has less than 2^16 pairs per lane
+        zeros = left // (4 * WIDTH) * 8 - (filled & 0xFFFF) - ((filled >> 16) & 0xFFFF)
         place = words.to(tl.pointer_type(ELEMENT))
     else:
         for _ in range(left // (4 * WIDTH)):
             for part in tl.static_range(4):
-                sum_, squares, low, high, zeros, over0, over1, over2, over3 = _fold(
-                    tl.load(place + (part * LANES + lanes)).to(WIDE), True, sum_, squares, low, high, zeros,
-                    over0, over1, over2, over3, centre, limit0, limit1, limit2, limit3,
-                    False, MOMENTS, EXTREMES, ZEROS, OVER,
-                )  # fmt: skip
+                x = tl.load(place + (part * LANES + lanes)).to(WIDE)
+                sum_ += x - centre
+                squares += (x - centre) * (x - centre)
+                low = lower(low, x)
+                high = higher(high, x)
+                zeros += (x == 0.0).to(tl.int32)
+                if OVER > 0:
+                    over += (tl.abs(x)[:, None] > limits[None, :]).to(tl.int32)
             place += 4 * LANES
     rest = left % (4 * WIDTH)
     for at in range(0, rest, LANES):
         inside = at + lanes < rest
-        sum_, squares, low, high, zeros, over0, over1, over2, over3 = _fold(
-            tl.load(place + (at + lanes), mask=inside, other=0).to(WIDE), inside, sum_, squares, low, high, zeros,
-            over0, over1, over2, over3, centre, limit0, limit1, limit2, limit3,
-            True, MOMENTS, EXTREMES, ZEROS, OVER,
-        )  # fmt: skip
+        x = tl.load(place + (at + lanes), mask=inside, other=0).to(WIDE)
+        about = tl.where(inside, x - centre, 0.0)
+        sum_ += about
+        squares += about * about
+        low = lower(low, tl.where(inside, x, INF))
+        high = higher(high, tl.where(inside, x, -INF))
+        zeros += ((x == 0.0) & inside).to(tl.int32)
+        if OVER > 0:  # what is not inside is 0, and no limit is lower
+            over += (tl.abs(x)[:, None] > limits[None, :]).to(tl.int32)
 
+    about, spread, least, most, num_zeros = tl.reduce((sum_, squares, low, high, zeros), 0, _joined)
+    is_usual = is_finite(least) & is_finite(most) & is_finite(about) & is_finite(spread)
+    is_usual = is_usual & ((spread >= _TINY) | (least == most))
+    # From here in float64: what was taken about the centre, about zero.
+    about = about.to(tl.float64)
+    middle = centre.to(tl.float64)
+    count = left.to(tl.float64)
+    total = about + count * middle
+    power = spread.to(tl.float64) + 2 * middle * about + count * middle * middle
+    nan = tl.full((), 0, tl.int32)
+    inf = tl.full((), 0, tl.int32)
+    finite_least = least.to(tl.float64)
+    finite_most = most.to(tl.float64)
+    if is_usual == 0:
+        total, power, nan, inf, finite_least, finite_most = _look_again(numbers, left, WIDTH // 4)
     column = slots.to(tl.pointer_type(tl.float64)) + program
+    tl.store(column + 2 * num_slots, total)
+    tl.store(column + 3 * num_slots, power)
+    tl.store(column + 4 * num_slots, num_zeros.to(tl.float64))
+    tl.store(column + 5 * num_slots, tl.where(nan + inf > 0, 1.0, 0.0).to(tl.float64))
+    tl.store(column + 6 * num_slots, nan.to(tl.float64))
+    tl.store(column + 7 * num_slots, inf.to(tl.float64))
+    kept = column + num_added * num_slots
     if OVER > 0:
-        tl.store(column + over_at * num_slots, tl.sum(over0, 0).to(tl.float64))
-    if OVER > 1:
-        tl.store(column + (over_at + 1) * num_slots, tl.sum(over1, 0).to(tl.float64))
-    if OVER > 2:
-        tl.store(column + (over_at + 2) * num_slots, tl.sum(over2, 0).to(tl.float64))
-    if OVER > 3:
-        tl.store(column + (over_at + 3) * num_slots, tl.sum(over3, 0).to(tl.float64))
-    if FIRST:
-        about, spread, least, most, num_zeros = tl.reduce((sum_, squares, low, high, zeros), 0, _joined)
-        unusual = False
-        if EXTREMES:
-            unusual = (is_finite(least) & is_finite(most)) == 0
-            if MOMENTS:
-                unusual = unusual | ((is_finite(about) & is_finite(spread)) == 0)
-                unusual = unusual | ((spread < _TINY) & (least != most))
-        elif MOMENTS:
-            unusual = (is_finite(about) & is_finite(spread)) == 0
-            unusual = unusual | ((spread < _TINY) & ((spread != 0.0) | (about != 0.0)))
-        # From here in float64: what was taken about the centre, about zero.
-        about = about.to(tl.float64)
-        middle = centre.to(tl.float64)
-        count = left.to(tl.float64)
-        total = about + count * middle
-        power = spread.to(tl.float64) + 2 * middle * about + count * middle * middle
-        nan = 0
-        inf = 0
-        finite_least = least.to(tl.float64)
-        finite_most = most.to(tl.float64)
-        if unusual:
-            total, power, nan, inf, finite_least, finite_most = _look_again(numbers, left, WIDTH // 4)
-        if not MOMENTS:
-            total = tl.full((), 0.0, tl.float64)
-            power = tl.full((), 0.0, tl.float64)
-        if not EXTREMES:
-            finite_least = tl.full((), INF, tl.float64)
-            finite_most = tl.full((), -INF, tl.float64)
-        tl.store(column + 2 * num_slots, total)
-        tl.store(column + 3 * num_slots, power)
-        tl.store(column + 4 * num_slots, num_zeros.to(tl.float64))
-        tl.store(column + 5 * num_slots, tl.where(nan + inf > 0, 1.0, 0.0).to(tl.float64))
-        tl.store(column + 6 * num_slots, (nan + tl.zeros((), tl.int32)).to(tl.float64))
-        tl.store(column + 7 * num_slots, (inf + tl.zeros((), tl.int32)).to(tl.float64))
-        kept = column + num_added * num_slots
-        tl.store(kept, -least.to(tl.float64))
-        tl.store(kept + num_slots, most.to(tl.float64))
-        tl.store(kept + 2 * num_slots, -finite_least)
-        tl.store(kept + 3 * num_slots, finite_most)
+        is_column = 8 + columns < num_added
+        tl.store(column + (8 + columns) * num_slots, tl.sum(over, 0).to(tl.float64), mask=is_column)
+    tl.store(kept, -least.to(tl.float64))
+    tl.store(kept + num_slots, most.to(tl.float64))
+    tl.store(kept + 2 * num_slots, -finite_least)
+    tl.store(kept + 3 * num_slots, finite_most)
 
 
 # -- adding to rows ------------------------------------------------------------------------------------------
-
-_FOLD_FIELDS = tl.constexpr(7)
-"""Of a job of ``fold_parts``: first program, addresses of sums, squares, lows, highs and zeros, number of rows."""
 
 
 @triton.jit
@@ -363,32 +268,25 @@ def factor_of(scale):
     return factor
 
 
-@triton.jit(do_not_specialize=range(9))
+@triton.jit(do_not_specialize=range(5))
 def merge_slots(
     jobs: tl.int64,
     uses: tl.int64,
-    row: tl.int64,
-    size: tl.int64,
-    count: tl.int64,
-    scale: tl.int64,
     slots: tl.int64,
     num_slots: tl.int64,
     num_added: tl.int64,
-    SINGLE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Add one column of the slots of one job to one row."""
+    """Add one column of the slots of one job to one row; a use has the address of the row and the number of the job."""
     use = tl.program_id(0)
     number = tl.program_id(1)
-    first = tl.full((), 0, tl.int64)
-    if not SINGLE:
-        entry = uses.to(tl.pointer_type(tl.int64)) + 2 * use
-        row = tl.load(entry)
-        job = jobs.to(tl.pointer_type(tl.int64)) + tl.load(entry + 1) * FIELDS
-        first = tl.load(job)
-        count = tl.load(job + 1)
-        size = tl.load(job + 3)
-        scale = tl.load(job + 5)
+    entry = uses.to(tl.pointer_type(tl.int64)) + 2 * use
+    row = tl.load(entry)
+    job = jobs.to(tl.pointer_type(tl.int64)) + tl.load(entry + 1) * FIELDS
+    first = tl.load(job)
+    count = tl.load(job + 1)
+    size = tl.load(job + 3)
+    scale = tl.load(job + 5)
     cell = row.to(tl.pointer_type(tl.float64)) + number
     before = tl.load(cell)
     if number == 0:
@@ -419,119 +317,17 @@ def merge_slots(
 
 
 @triton.jit
-def _added(sums, squares, begin, end, WIDTH: tl.constexpr):
-    """Return the sums of entries of two columns of float64."""
-    lanes = tl.arange(0, WIDTH)
-    total = tl.zeros([WIDTH], tl.float64)
-    power = tl.zeros([WIDTH], tl.float64)
-    for at in range(begin, end, WIDTH):
-        inside = at + lanes < end
-        total += tl.load(sums.to(tl.pointer_type(tl.float64)) + at + lanes, mask=inside, other=0.0)
-        power += tl.load(squares.to(tl.pointer_type(tl.float64)) + at + lanes, mask=inside, other=0.0)
-    return tl.sum(total, 0), tl.sum(power, 0)
+def _add_to(cell, value):
+    tl.store(cell, tl.load(cell) + value)
 
 
 @triton.jit
-def _ends(lows, highs, begin, end, WIDTH: tl.constexpr):
-    """Return the lowest entry of a column of float32, negated, and the highest one of another; NaN if there is one."""
-    lanes = tl.arange(0, WIDTH)
-    least = tl.full([WIDTH], INF, tl.float32)
-    most = tl.full([WIDTH], -INF, tl.float32)
-    for at in range(begin, end, WIDTH):
-        inside = at + lanes < end
-        low = tl.load(lows.to(tl.pointer_type(tl.float32)) + at + lanes, mask=inside, other=INF)
-        high = tl.load(highs.to(tl.pointer_type(tl.float32)) + at + lanes, mask=inside, other=-INF)
-        least = lower(least, low)
-        most = higher(most, high)
-    return -tl.reduce(least, 0, lower).to(tl.float64), tl.reduce(most, 0, higher).to(tl.float64)
-
-
-@triton.jit
-def _counted(zeros, begin, end, WIDTH: tl.constexpr):
-    """Return the sum of entries of a column of int32."""
-    lanes = tl.arange(0, WIDTH)
-    none = tl.zeros([WIDTH], tl.int64)
-    for at in range(begin, end, WIDTH):
-        none += tl.load(zeros.to(tl.pointer_type(tl.int32)) + at + lanes, mask=at + lanes < end, other=0)
-    return tl.sum(none, 0).to(tl.float64)
-
-
-@triton.jit(do_not_specialize=range(11))
-def fold_parts(
-    jobs: tl.int64,
-    num_jobs: tl.int64,
-    sums: tl.int64,
-    squares: tl.int64,
-    lows: tl.int64,
-    highs: tl.int64,
-    zeros: tl.int64,
-    count: tl.int64,
-    slots: tl.int64,
-    num_slots: tl.int64,
-    num_added: tl.int64,
-    MOMENTS: tl.constexpr,
-    EXTREMES: tl.constexpr,
-    ZEROS: tl.constexpr,
-    SINGLE: tl.constexpr,
-    JOBS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SHARE: tl.constexpr,
-):
-    """Add up what `find_in` has found: each program a SHARE of one tensor's rows, into its slot.
-
-    Of several tensors, ``jobs`` tells which program begins which; of a SINGLE one, the arguments do. Sums, extremes and
-    zeros are for three programs, since they mostly wait for memory. What is not finite is only seen here, not
-    counted; the next graph that is compiled hands over the tensor itself.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    begin = program * SHARE
-    if not SINGLE:
-        job = job_of(program, jobs, num_jobs, _FOLD_FIELDS, JOBS)
-        sums = tl.load(job + 1)
-        squares = tl.load(job + 2)
-        lows = tl.load(job + 3)
-        highs = tl.load(job + 4)
-        zeros = tl.load(job + 5)
-        count = tl.load(job + 6)
-        begin = (program - tl.load(job)) * SHARE
-    end = tl.minimum(begin + SHARE, count)
-    column = slots.to(tl.pointer_type(tl.float64)) + program
-    if part == 0:
-        sum_ = tl.full((), 0.0, tl.float64)
-        spread = tl.full((), 0.0, tl.float64)
-        if MOMENTS:
-            sum_, spread = _added(sums, squares, begin, end, WIDTH)
-        tl.store(column + 2 * num_slots, sum_)
-        tl.store(column + 3 * num_slots, spread)
-        if not EXTREMES:
-            finite = is_finite(sum_) & is_finite(spread)
-            tl.store(column + 5 * num_slots, tl.where(finite, 0.0, 1.0).to(tl.float64))
-    elif part == 1:
-        low_ = tl.full((), -INF, tl.float64)
-        high_ = tl.full((), -INF, tl.float64)
-        if EXTREMES:
-            low_, high_ = _ends(lows, highs, begin, end, WIDTH)
-        finite = is_finite(low_) & is_finite(high_)
-        if EXTREMES:
-            tl.store(column + 5 * num_slots, tl.where(finite | (count == 0), 0.0, 1.0).to(tl.float64))
-        kept = column + num_added * num_slots
-        tl.store(kept, low_)
-        tl.store(kept + num_slots, high_)
-        # Of a place with something else than numbers, the rest was not looked at.
-        tl.store(kept + 2 * num_slots, tl.where(finite, low_, -INF).to(tl.float64))
-        tl.store(kept + 3 * num_slots, tl.where(finite, high_, -INF).to(tl.float64))
-    else:
-        none = tl.full((), 0.0, tl.float64)
-        if ZEROS:
-            none = _counted(zeros, begin, end, WIDTH)
-        tl.store(column + 4 * num_slots, none)
-        tl.store(column + 6 * num_slots, tl.full((), 0.0, tl.float64))
-        tl.store(column + 7 * num_slots, tl.full((), 0.0, tl.float64))
+def _raise_to(cell, value):
+    tl.store(cell, higher(tl.load(cell), value))
 
 
 @triton.jit(do_not_specialize=range(8))
-def fold_table(
+def fold_rows(
     table: tl.int64,
     sums: tl.int64,
     squares: tl.int64,
@@ -540,15 +336,13 @@ def fold_table(
     zeros: tl.int64,
     scale: tl.int64,
     num_added: tl.int64,
-    MOMENTS: tl.constexpr,
-    EXTREMES: tl.constexpr,
-    ZEROS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Add what was found for one place to its row: sums, extremes and zeros by one program each.
+    """Add what a graph has found for one place to its row: sums, extremes and zeros by one program each.
 
     The table has four numbers for a place: the address of its row, its first row in the buffers, how many are its own,
     and how many numbers each stands for. It stays while the graph is used; only the addresses of the buffers change.
+    What is not finite is only seen here, not counted; the next graph that is compiled hands over the tensor itself.
     """
     entry = table.to(tl.pointer_type(tl.int64)) + 4 * tl.program_id(0)
     part = tl.program_id(1)
@@ -557,74 +351,70 @@ def fold_table(
     count = tl.load(entry + 2)
     end = begin + count
     factor = factor_of(scale)
+    lanes = tl.arange(0, WIDTH)
     if part == 0:
-        sum_ = tl.full((), 0.0, tl.float64)
-        spread = tl.full((), 0.0, tl.float64)
-        if MOMENTS:
-            sum_, spread = _added(sums, squares, begin, end, WIDTH)
-        size = count * tl.load(entry + 3)
-        tl.store(row, tl.load(row) + 1.0)  # fires
-        tl.store(row + 1, tl.load(row + 1) + size.to(tl.float64))
-        tl.store(row + 2, tl.load(row + 2) + sum_ * factor)
-        tl.store(row + 3, tl.load(row + 3) + spread * factor * factor)
-        if not EXTREMES:
-            finite = is_finite(sum_) & is_finite(spread)
-            tl.store(row + 5, tl.load(row + 5) + tl.where(finite, 0.0, 1.0).to(tl.float64))
+        total = tl.zeros([WIDTH], tl.float64)
+        power = tl.zeros([WIDTH], tl.float64)
+        for at in range(begin, end, WIDTH):
+            inside = at + lanes < end
+            total += tl.load(sums.to(tl.pointer_type(tl.float64)) + at + lanes, mask=inside, other=0.0)
+            power += tl.load(squares.to(tl.pointer_type(tl.float64)) + at + lanes, mask=inside, other=0.0)
+        _add_to(row, 1.0)  # fires
+        _add_to(row + 1, (count * tl.load(entry + 3)).to(tl.float64))
+        _add_to(row + 2, tl.sum(total, 0) * factor)
+        _add_to(row + 3, tl.sum(power, 0) * factor * factor)
     elif part == 1:
-        if EXTREMES:
-            low_, high_ = _ends(lows, highs, begin, end, WIDTH)
-            finite = is_finite(low_) & is_finite(high_)
-            tl.store(row + 5, tl.load(row + 5) + tl.where(finite | (count == 0), 0.0, 1.0).to(tl.float64))
-            # Of a place with something else than numbers, the rest was not looked at.
-            good_low = tl.where(finite, low_, -INF).to(tl.float64)
-            good_high = tl.where(finite, high_, -INF).to(tl.float64)
-            kept = row + num_added
-            tl.store(kept, higher(tl.load(kept), low_ * factor))
-            tl.store(kept + 1, higher(tl.load(kept + 1), high_ * factor))
-            tl.store(kept + 2, higher(tl.load(kept + 2), good_low * factor))
-            tl.store(kept + 3, higher(tl.load(kept + 3), good_high * factor))
-    elif ZEROS:
-        tl.store(row + 4, tl.load(row + 4) + _counted(zeros, begin, end, WIDTH))
+        least = tl.full([WIDTH], INF, tl.float32)
+        most = tl.full([WIDTH], -INF, tl.float32)
+        for at in range(begin, end, WIDTH):
+            inside = at + lanes < end
+            least = lower(least, tl.load(lows.to(tl.pointer_type(tl.float32)) + at + lanes, mask=inside, other=INF))
+            most = higher(most, tl.load(highs.to(tl.pointer_type(tl.float32)) + at + lanes, mask=inside, other=-INF))
+        low = -tl.reduce(least, 0, lower).to(tl.float64)
+        high = tl.reduce(most, 0, higher).to(tl.float64)
+        finite = is_finite(low) & is_finite(high)
+        _add_to(row + 5, tl.where(finite | (count == 0), 0.0, 1.0).to(tl.float64))
+        kept = row + num_added
+        _raise_to(kept, low * factor)
+        _raise_to(kept + 1, high * factor)
+        # Of a place with something else than numbers, the rest was not looked at.
+        _raise_to(kept + 2, tl.where(finite, low, -INF).to(tl.float64) * factor)
+        _raise_to(kept + 3, tl.where(finite, high, -INF).to(tl.float64) * factor)
+    else:
+        none = tl.zeros([WIDTH], tl.int64)
+        for at in range(begin, end, WIDTH):
+            none += tl.load(zeros.to(tl.pointer_type(tl.int32)) + at + lanes, mask=at + lanes < end, other=0)
+        _add_to(row + 4, tl.sum(none, 0).to(tl.float64))
 
 
 # -- histograms ----------------------------------------------------------------------------------------------
 
-_COUNT_FIELDS = tl.constexpr(6)
-"""Of a job: first program, address of the bins, address of the numbers, how many, a program's share, the scale or 0."""
 _BINS = tl.constexpr(256)
 
 
-@triton.jit(do_not_specialize=range(7))
+@triton.jit(do_not_specialize=range(2))
 def count_exponents(
     jobs: tl.int64,
     num_jobs: tl.int64,
-    bins: tl.int64,
-    address: tl.int64,
-    size: tl.int64,
-    share: tl.int64,
-    scale: tl.int64,
     ELEMENT: tl.constexpr,
-    SINGLE: tl.constexpr,
     JOBS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Count one share of one tensor.
 
-    Of several tensors, ``jobs`` tells which program begins which; of a SINGLE one, the arguments do.
+    A job has its first program, the address of its bins, and of its numbers, how many, a program's share, and the
+    address of the scale or 0.
     """
     program = tl.program_id(0).to(tl.int64)
-    begin = program * share
-    if not SINGLE:
-        job = job_of(program, jobs, num_jobs, _COUNT_FIELDS, JOBS)
-        bins = tl.load(job + 1)
-        address = tl.load(job + 2)
-        size = tl.load(job + 3)
-        share = tl.load(job + 4)
-        scale = tl.load(job + 5)
-        begin = (program - tl.load(job)) * share
+    job = job_of(program, jobs, num_jobs, JOBS)
+    bins = tl.load(job + 1)
+    address = tl.load(job + 2)
+    size = tl.load(job + 3)
+    share = tl.load(job + 4)
+    begin = (program - tl.load(job)) * share
     left = tl.minimum(size - begin, share).to(tl.int32)
     numbers = address.to(tl.pointer_type(ELEMENT)) + begin
-    factor = factor_of(scale)
+    factor = factor_of(tl.load(job + 5))
     lanes = tl.arange(0, WIDTH)
     counts = tl.zeros([_BINS], tl.int32)
     for at in range(0, left, WIDTH):

@@ -26,7 +26,7 @@ from hookline.sites.compiled import op_schemas as ops
 
 __all__ = ["arrange"]
 
-_VERSION: Final = "5"
+_VERSION: Final = "6"
 """Part of what the compiler knows graphs on the disk by: another for each change of this file."""
 _SMALL: Final = 1 << 20
 _SMALL_TOGETHER: Final = 64 << 20
@@ -70,8 +70,8 @@ def _arrange_joint(graph: Any, found: _Found) -> None:
         whole = [node for node in calls if _is_whole(node) and (has_backward or node in small)]
         groups = _held_groups([node for node in whole if _num_bytes_of(node) < math.inf])
         sides += bool(joined or groups)
-        for some in _of_one_kind(joined):
-            _join_rows(graph, some, found.join)
+        if joined:
+            _join_rows(graph, joined, found.join)
         for some in groups:
             _hand_over(graph, some)
         done = {*joined, *(node for some in groups for node in some)}
@@ -220,14 +220,6 @@ def _sides(graph: Any, find: Any) -> list[list[Any]]:
         if node.target is ops.SINK and (_is_whole(node) or _is_by_row(node, find)):
             sides[node in backward].append(node)
     return [side for side in sides if side]
-
-
-def _of_one_kind(calls: list[Any]) -> list[list[Any]]:
-    """Return the calls that hand over the same statistics; two watches may count different ones."""
-    kinds: dict[Any, list[Any]] = {}
-    for node in calls:
-        kinds.setdefault(tuple(node.args[2][0].args[0].args[2:]), []).append(node)
-    return list(kinds.values())
 
 
 def _held_groups(calls: list[Any]) -> list[list[Any]]:
