@@ -233,8 +233,6 @@ class TrackerHook(TrainingHook):
         self.name = name or getattr(tracker, "name", "") or type(tracker).__name__
         self._reported: tuple[Any, int, int] | None = None
         self._knows_model = False
-        if getattr(tracker, "budget", None) is not None:  # every decision becomes a record of the run
-            tracker.budget.tell = self._record_decision
 
     def start(self, model: nn.Module) -> None:
         """Warn of a watch that is on another model than the one that is trained."""
@@ -275,11 +273,6 @@ class TrackerHook(TrainingHook):
         """Load the state of the tracker, if it can."""
         if state and hasattr(self.tracker, "load_state_dict"):
             self.tracker.load_state_dict(state)
-
-    def _record_decision(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            if self.manager is not None:
-                self.manager.output.record(f"budget/{self.name}/{name}", value)
 
 
 def is_tracker(thing: Any) -> bool:

@@ -8,7 +8,6 @@ from hookline.observe.profile.profile import Profile as Profile
 from hookline.observe.profile.profile import ProfileRow as ProfileRow
 from hookline.observe.role_check import RoleCheck as RoleCheck
 from hookline.observe.role_check import check_roles as check_roles
-from hookline.observe.watch.budget import Budget as Budget
 from hookline.observe.watch.step_alarm import StepAlarm as StepAlarm
 from hookline.observe.watch.step_alarm import Trouble as Trouble
 from hookline.observe.watch.step_alarm import alarm as alarm
