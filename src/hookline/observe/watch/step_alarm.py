@@ -16,7 +16,6 @@ from hookline.distributed.ranks import gather_objects, this_rank
 from hookline.errors import OptionError
 from hookline.messages import counted, short_repr
 from hookline.observe.watch.bad_order import CalledPlace, name_doubts
-from hookline.observe.watch.hooks import checked_kinds
 from hookline.observe.watch.local_gradients import LOCAL_GRADIENT
 from hookline.observe.watch.monitor import RowPart, StepListener, listen
 from hookline.observe.watch.row import BAD, FIRES, INF, NAN, SQUARES
@@ -122,14 +121,11 @@ def alarm(
     """
     if spike is not None and not spike > 1:
         raise OptionError(f"spike= is how many times its usual norm makes a spike, 10 for instance; got {spike!r}.")
-    kinds = checked_kinds(on)
-    options = {"optimizer": optimizer, "scaler": scaler}
-    listener = listen(model, target, on=kinds, stats=("norm", "nonfinite"), exclude=exclude, by_forward=True, **options)
-    try:
-        return StepAlarm(listener, optimizer, spike)
-    except BaseException:
-        listener.remove(quiet=True)
-        raise
+    inner = None if optimizer is None else unwrap_optimizer(optimizer)
+    options = {"exclude": exclude, "optimizer": optimizer, "scaler": scaler}
+    return StepAlarm(
+        listen(model, target, on=on, stats=("norm", "nonfinite"), by_forward=True, **options), inner, spike
+    )
 
 
 class StepAlarm(ShownAsTable):
@@ -153,8 +149,7 @@ class StepAlarm(ShownAsTable):
         self._handles = HandleSet()
         self._by_optimizer = optimizer is not None
         if optimizer is not None:
-            inner = unwrap_optimizer(optimizer)
-            self._handles.add(attach_optimizer(inner, self._end_step, on="step_post", name="alarm"))
+            self._handles.add(attach_optimizer(optimizer, self._end_step, on="step_post", name="alarm"))
 
     def note_batch(self, ids: Any) -> None:
         """Name the batch of the forwards that follow, until the next call: ``alarm.note_batch(batch["ids"])``."""
