@@ -148,7 +148,7 @@ def observers(model: nn.Module, optimizer: Any) -> list[Any]:
     kinds = ["forward", "backward", "param", "param_grad", "param_grad_local"]
     watch = hl.watch(model, on=kinds, optimizer=optimizer)
     hl.attach_optimizer(optimizer, lambda *args: watch.to_metrics(), on="step_post")
-    return [watch, hl.observe.alarm(model, optimizer=optimizer, spike=10)]
+    return [watch, hl.watch(model, every=2), hl.observe.alarm(model, optimizer=optimizer, spike=10)]
 
 
 def meddler(model: nn.Module, optimizer: Any) -> list[Any]:

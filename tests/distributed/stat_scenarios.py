@@ -149,18 +149,6 @@ def flushes() -> Any:
     return made, str(watch).splitlines()[-1]
 
 
-def per_rank() -> Any:
-    """NaN in the batch of rank 2, and numbers that grow with the rank."""
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Identity())
-    with torch.no_grad():
-        model[0].weight.fill_(1.0)
-    watch = hl.watch(model, on="forward", stats=["mean", "nonfinite"])
-    model(torch.full((2, 2), 1.0 + dist.get_rank()))
-    clean = watch.to_metrics(per_rank=True, reset=True)
-    model(torch.full((2, 2), float("nan") if dist.get_rank() == 2 else 1.0))
-    return clean, watch.to_metrics(per_rank=True)
-
-
 def nothing_yet() -> Any:
     watch = hl.watch(small_net(), on="forward")
     return watch.to_metrics()
@@ -210,7 +198,6 @@ CASES = [
         own_values,
         dead_units,
         flushes,
-        per_rank,
     ),
     *(nothing_yet, other_stats, other_target, without_a_module, partial_outputs),
 ]

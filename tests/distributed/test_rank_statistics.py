@@ -109,17 +109,6 @@ def test_a_flush_is_one_gather_and_printing_is_none(ranks):
         assert foot.startswith(f"rank {rank} of 4 alone")
 
 
-def test_values_per_rank_name_the_ranks_of_the_extremes(ranks):
-    """A rank whose value is NaN is that of the largest."""
-    clean, broken = ranks[3]["per_rank"]
-    assert clean["0/forward/mean"] == 5.0
-    assert clean["0/forward/mean/per_rank"] == [2.0, 4.0, 6.0, 8.0]
-    assert (clean["0/forward/mean/min_rank"], clean["0/forward/mean/max_rank"]) == (0, 3)
-    assert broken["0/forward/nonfinite"] == 1
-    assert (broken["0/forward/nonfinite/max_rank"], broken["0/forward/mean/max_rank"]) == (2, 2)
-    assert broken["0/forward/nan/per_rank"] == [None, None, 4.0, None]
-
-
 def test_a_value_of_the_users_own_is_reduced_over_the_ranks_that_have_it(ranks):
     """``watch.update`` on two ranks of four; every rank receives it."""
     assert [found["own_values"] for found in ranks] == [{"loss/mean": 2.5, "loss/max": 5.0}] * 4

@@ -122,8 +122,8 @@ class NanAlarm(StreamingObserver[_AlarmModule]):
         if not super()._take(seen, tensor, gathered):
             return False
         row = seen.watched.rows.get(_CPU)
-        if row is not None and row.cells is not None and row.cells[row.start + BAD] and not seen.was_logged:
-            self._log(seen, row.cells[row.start + NAN], row.cells[row.start + INF], _running_requests())
+        if row is not None and row.cells is not None and row.cells[BAD] and not seen.was_logged:
+            self._log(seen, row.cells[NAN], row.cells[INF], _running_requests())
         if self._raises:
             self._check_now(seen)
         return True

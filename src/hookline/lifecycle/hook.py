@@ -232,8 +232,6 @@ class TrackerHook(TrainingHook):
         self.tracker = tracker
         self.name = name or getattr(tracker, "name", "") or type(tracker).__name__
         self._reported: tuple[Any, int, int] | None = None
-        if getattr(tracker, "budget", None) is not None:  # every decision becomes a record of the run
-            tracker.budget.tell = self._record_decision
 
     def compute(self, ctx: RunDataContext) -> Mapping[str, Any] | None:
         """Return what was counted since the last time."""
@@ -259,11 +257,6 @@ class TrackerHook(TrainingHook):
         """Load the state of the tracker, if it can."""
         if state and hasattr(self.tracker, "load_state_dict"):
             self.tracker.load_state_dict(state)
-
-    def _record_decision(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            if self.manager is not None:
-                self.manager.output.record(f"budget/{self.name}/{name}", value)
 
 
 def is_tracker(thing: Any) -> bool:

@@ -144,18 +144,16 @@ def test_an_expert_that_is_first_called_later_is_found_on_a_cpu() -> None:
 def test_a_doubt_is_told() -> None:
     trouble = hl.observe.Trouble(3, 0, 0, "middle/forward", "NaN", 8.0, 0.0, 4, 2, None, ("drop/forward",))
     assert str(trouble).endswith(
-        "NaN (8) at 'middle/forward', the first among it and 'drop/forward', and 2 places after it"
+        "NaN (8 numbers) at 'middle/forward', the first among it and 'drop/forward', and 2 places after it"
     )
 
 
-def test_the_table_says_what_it_counts_and_shows_the_first_bad_steps_alone() -> None:
+def test_the_table_says_what_it_counts_and_shows_the_first_troubles() -> None:
     model = OneDropout(LogOfNegative())
     optimizer, step = step_of(model)
     with hl.observe.alarm(model, on="forward", optimizer=optimizer) as alarm:
-        for _ in range(7):
+        for _ in range(12):
             step(torch.randn(2, 4))
-    text = str(alarm)
-    assert "8 numbers" in text
-    assert "and 4 more steps, up to step 6, in alarm.troubles" in text
-    assert len(alarm.troubles) == 7
-    assert len(text.splitlines()) == 1 + 3 + 1
+    assert "8 numbers" in str(alarm)
+    assert "2 more, in alarm.troubles" in str(alarm)
+    assert len(alarm.troubles) == 12

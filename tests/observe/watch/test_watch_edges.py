@@ -17,7 +17,6 @@ from helpers_stats import batch, make_model, of, train
 from torch import Tensor, nn
 
 import hookline as hl
-from hookline.errors import OptionError
 from hookline.factories import activation_stats
 
 # -- coming off, being told ----------------------------------------------------------------------------------
@@ -136,16 +135,6 @@ def test_a_model_without_parameters_is_watched_all_the_same():
         hl.watch(nn.Tanh(), None, on="param")
 
 
-def test_the_table_says_what_a_norm_of_several_calls_is():
-    """As it is computed: norms of 3 and 4 are 3.536, and their mean would be 3.5."""
-    model = nn.Identity()
-    with hl.watch(model, on="forward", stats=("norm",)) as watch:
-        for length in (3.0, 4.0):
-            model(torch.tensor([length]))
-    assert watch.to_metrics()["forward/norm"] == pytest.approx(((9 + 16) / 2) ** 0.5)
-    assert str(watch).splitlines()[-1].endswith("norm root mean square over firings")
-
-
 @pytest.mark.parametrize(("stats", "always"), [(("max",), False), (("max", "finite_max"), True)])
 def test_extremes_of_finite_numbers_are_in_reports_with_nan_or_in_all_if_asked_for(stats, always):
     model, found = nn.Identity(), []
@@ -157,19 +146,17 @@ def test_extremes_of_finite_numbers_are_in_reports_with_nan_or_in_all_if_asked_f
 
 
 def test_it_prints_as_a_table():
-    """One line per place, one column per statistic; two lines on how many there are, and what the columns mean."""
+    """One line per place, one column per statistic; then what is not shown, and whether the hooks are on."""
     model = make_model()
     with hl.watch(model, "#", on=("forward", "backward"), stats=("mean", "zero_fraction")) as watch:
         assert str(watch) == "nothing watched yet"
-        assert repr(watch) == "nothing watched yet\nhooks: on, .remove() takes it off"
         model(batch())
-    head, *lines, sites, columns = str(watch).splitlines()
-    assert repr(watch) == f"{watch}\nhooks: off"
+        head, *lines = str(watch).splitlines()
+        assert repr(watch).startswith(f"{watch}\nhooks: on")
     assert head.split() == ["mean", "zero_fraction"]
-    assert sites == "3 sites, 3 rows, 3 not shown: no numbers yet, report()['silent'] says why"
-    assert columns == "since the last reset, in the unit of the tensors; zero_fraction from 0 to 1"
+    assert [line.split()[0] for line in lines[:3]] == ["0/forward", "1/forward", "2/forward"]
+    assert "3 not shown" in lines[3]
     assert len(watch.report()["silent"]) == 3
-    assert [line.split()[0] for line in lines] == ["0/forward", "1/forward", "2/forward"]
     watch.to_metrics(reset=True)
     assert str(watch).startswith("nothing since the last report or reset")
 
@@ -187,14 +174,6 @@ def test_a_copied_model_carries_no_watch():
     model.watch.remove(quiet=True)
 
 
-def test_replaced_parameters_are_followed():
-    """What is at the name when it is read is what counts."""
-    model = make_model()
-    with hl.watch(model, "0.weight", on="param") as watch:
-        model[0].weight = nn.Parameter(torch.full((8, 6), 2.0))
-        assert watch.to_metrics()["0.weight/param/mean"] == 2.0
-
-
 # -- odd models and threads ----------------------------------------------------------------------------------
 
 
@@ -210,13 +189,6 @@ def test_thresholds_may_be_written_in_any_way():
         "forward/over:0.1234567": 1.0,
         "forward/over:0.1234568": 0.5,
     }
-
-
-def test_numbers_at_the_end_of_float64_break_nothing():
-    model = nn.Identity()
-    with hl.watch(model, None, on="forward") as watch:
-        model(torch.tensor([1e200, 1e200], dtype=torch.float64))
-    assert of(watch.to_metrics(), "forward")["mean"] == 1e200
 
 
 def test_a_gradient_that_repeats_itself_is_not_written_out():
@@ -344,19 +316,9 @@ def test_memory_is_flat_over_many_steps():
         assert watch.steps == 700
 
 
-def test_a_table_with_the_largest_first() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    with torch.no_grad():
-        model[1].weight.mul_(100.0)
-    with hl.watch(model, on="param", stats=["norm", "absmax"]) as watch:
-        text = str(watch.table(sort="norm", top=2))
-        assert text.splitlines()[1].startswith("1.weight/param")
-        assert "4 more, none with a larger norm" in text
-        with torch.no_grad():
-            model[2].bias.fill_(float("nan"))
-        assert str(watch.table(sort="absmax", top=1)).splitlines()[1].startswith("2.bias/param")
-        with pytest.raises(hl.errors.OptionError, match="did you mean 'norm'"):
-            watch.table(sort="norms")
+def test_histograms_alone_are_told_to_be_in_the_metrics():
+    with hl.watch(nn.Linear(2, 2), on="param", stats="histogram") as watch:
+        assert "to_metrics()" in str(watch)
 
 
 def test_a_value_and_a_module_called_budget_are_in_tables():
@@ -371,8 +333,3 @@ def test_a_value_and_a_module_called_budget_are_in_tables():
     assert "budget" in rows
     assert "budget/forward" in rows
     assert ">budget<" in hook._repr_html_()
-
-
-def test_this_rank_alone_and_all_ranks_is_refused():
-    with hl.watch(make_model(), on="param") as watch, pytest.raises(OptionError, match=r"(?s)per_rank=.*local="):
-        watch.to_metrics(local=True, per_rank=True)

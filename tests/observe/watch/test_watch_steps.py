@@ -36,7 +36,7 @@ def test_with_every_only_due_steps_are_counted_and_other_steps_carry_no_hooks():
 
 
 def test_an_optimizer_that_was_not_given_makes_the_steps_too():
-    """From its first step on, with all batches of it; between steps that are due nothing is on the modules."""
+    """Until its first step each forward is one; between steps that are due nothing is on the modules."""
     model, others = make_model(), make_model()
     optimizer, other = (torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, others))
     grads = []
@@ -52,7 +52,7 @@ def test_an_optimizer_that_was_not_given_makes_the_steps_too():
             assert has_hooks is (step % 2 == 1)
         assert (watch.steps, watch.step_is) == (4, "the optimizer's step")
         report = watch.report()
-    assert (report["fired"]["0/forward"], report["fired"]["0/backward"]) == (6, 6)
+    assert (report["fired"]["0/forward"], report["fired"]["0/backward"]) == (2 + 3, 2 + 3)
     assert_close(of(watch.to_metrics(), "0.weight/param_grad"), reference(grads, DEFAULT_STATS))
     assert not optimizer._optimizer_step_pre_hooks
 
@@ -89,15 +89,35 @@ def test_a_watch_that_is_gone_hears_of_no_optimizer():
     assert not optimizer._optimizer_step_post_hooks
 
 
-def test_before_an_optimizer_has_stepped_gradients_are_those_that_are_there():
-    """As parameters are; forwards in training belong to one step."""
+def test_without_an_optimizer_a_step_is_a_forward_and_gradients_are_those_that_are_there():
+    """As parameters are; ``every=`` holds in training too."""
     model = make_model()
     with hl.watch(model, "0", on=("forward", "param_grad"), every=2) as watch:
-        for step in range(3):
+        for step in range(4):
             model(batch(step)).sum().backward()
             found = of(watch.to_metrics(), "0.weight/param_grad")
             assert_close(found, reference([model[0].weight.grad], DEFAULT_STATS))
-    assert (watch.steps, watch.report()["fired"]["0/forward"]) == (0, 3)
+    assert (watch.steps, watch.report()["fired"]["0/forward"]) == (3, 2)
+
+
+def test_gradients_that_no_optimizer_holds_are_told_as_they_are():
+    """Those it holds are read at its steps, and stay when gradients are gone; so in a resumed watch."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    watch, resumed = (hl.watch(model, "*.weight", on="param_grad") for _ in range(2))
+    with watch, resumed:
+        for step in range(2):
+            optimizer.zero_grad()
+            model(batch(step)).sum().backward()
+            optimizer.step()
+        resumed.load_state_dict(watch.state_dict())
+        grad = model[2].weight.grad
+        for each in (watch, resumed):
+            assert_close(of(each.to_metrics(), "2.weight/param_grad"), reference([grad], DEFAULT_STATS))
+            assert each.report()["fired"]["0.weight/param_grad"] == 2
+        model.zero_grad()
+        for each in (watch, resumed):
+            assert each.report()["fired"] == {"0.weight/param_grad": 2, "2.weight/param_grad": 0}
 
 
 def test_a_model_that_only_evaluates_has_steps_too():
@@ -268,17 +288,19 @@ def test_steps_counted_by_hand_stay_so() -> None:
         each.remove(quiet=True)
 
 
-def test_an_optimizer_that_steps_no_more_does_not_stop_the_count() -> None:
-    """One that was used for a warm-up alone: steps go on with the one that goes on, and none is lost."""
+@pytest.mark.parametrize("is_first", [False, True])
+def test_an_optimizer_that_steps_no_more_does_not_stop_the_count(is_first: bool) -> None:
+    """One that was used for a warm-up, beside the other or before it: steps go on with the one that goes on."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     main, warm_up = (torch.optim.SGD(part.parameters(), 0.01) for part in (model, model[0]))
-    watch = hl.watch(model, every=4)
-    for step in range(100):
-        model(torch.ones(2, 3)).sum().backward()
-        main.step()
-        if step < 5:
-            warm_up.step()
-        main.zero_grad()
+    with hl.watch(model, every=4) as watch:
+        for step in range(100):
+            model(torch.ones(2, 3)).sum().backward()
+            if step >= 5 or not is_first:
+                main.step()
+            if step < 5:
+                warm_up.step()
+            main.zero_grad()
     report = watch.report()
-    assert report["steps"] == 100
-    assert 19 <= report["fired"]["0/forward"] <= 25
+    assert report["steps"] == 100 - is_first  # the first step of the other counts with the last of the one before
+    assert report["fired"]["0/forward"] == 25

@@ -25,6 +25,7 @@ from hookline.errors import NoMatchError, OptionError
 from hookline.factories.served_batch import running
 from hookline.messages import nearest_names, parse_size, suggest
 from hookline.observe.watch.steps import OptimizerSteps
+from hookline.phases import phase
 from hookline.sites import _torch
 from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
@@ -144,7 +145,7 @@ class Trace:
         self, targets: Target, exclude: Target, optimizer: Any, tensors: bool | str | Sequence[str] = False
     ) -> None:
         if optimizer is not None:
-            self._steps = OptimizerSteps(optimizer, self._sites.read_gradients, self._advance)
+            self._steps = OptimizerSteps(optimizer, self._at_step)
             given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
             self._sites.optimizers = tuple(map(unwrap_optimizer, given))
         self._sites.put_on(targets, exclude)
@@ -186,6 +187,12 @@ class Trace:
                 )
         self._sites.read_gradients()
         self._advance()
+
+    def _at_step(self, optimizer: Optimizer) -> None:
+        """Read the gradients of an optimizer that makes a step; the last of several ends the step."""
+        self._sites.read_gradients(optimizer)
+        if optimizer is self._sites.optimizers[-1] and phase() == "train":
+            self._advance()
 
     def _advance(self) -> None:
         self._numbers.advance()

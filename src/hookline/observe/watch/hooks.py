@@ -1,18 +1,17 @@
 """Give the tensors of modules and parameters to the statistics engine.
 
 `Watch` makes one `WatchSites`, which puts a `ModuleStatsHook` on modules, one for all modules of a kind, and has a
-`ParameterReader`, which is called at steps. In compiled code a hook leaves a summary of the tensor in the graph instead
-of being called.
+`ParameterReader`, which `Watch` calls at steps. In compiled code a hook leaves a summary of the tensor in the graph
+instead of being called.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -21,6 +20,7 @@ from hookline.errors import HooklineWarning, NoMatchError, OptionError
 from hookline.messages import caller_stacklevel, suggest, type_name
 from hookline.observe.watch.graph import GraphHandover, find_in
 from hookline.observe.watch.local_gradients import LOCAL_GRADIENT, LocalGradients
+from hookline.observe.watch.row import BAD, INF, NAN
 from hookline.sites import _torch
 from hookline.sites.attach import attach_to_modules, new_attachment
 from hookline.sites.compiled.op_schemas import Summary
@@ -42,9 +42,8 @@ if TYPE_CHECKING:
     from hookline.observe.watch.row import Layout
     from hookline.observe.watch.steps import Passes
     from hookline.sites.compiled.op_schemas import Found, Handed, Share
-    from hookline.sites.parameters import NamedParameter
 
-__all__ = ["MODULE_KINDS", "ModuleStatsHook", "ParameterReader", "WatchSites", "checked_kinds"]
+__all__ = ["MODULE_KINDS", "ModuleStatsHook", "ParameterReader", "ParameterSlot", "WatchSites", "checked_kinds"]
 
 _DEFAULT_KINDS: Final = ("forward", "backward", "param", "param_grad")
 _KINDS: Final = (*_DEFAULT_KINDS, LOCAL_GRADIENT)
@@ -67,6 +66,7 @@ class ModuleStatsHook(Summary):
 
     Args:
         engine: Where they are added up.
+        model: The model; when its own forward is over, tensors that wait are reduced.
         sites: The modules by name.
         kind: ``"forward"`` or ``"backward"``.
         passes: Which passes count.
@@ -77,16 +77,16 @@ class ModuleStatsHook(Summary):
         self,
         engine: StatsEngine,
         model: nn.Module,
-        sites: list[tuple[str, nn.Module]],
+        sites: list[Named],
         kind: str,
         passes: Passes,
         scale: Callable[[], Tensor | None],
     ) -> None:
         self._engine = engine
         self._model = model
-        self._passes = passes
-        self._scale = scale
         self._is_forward = kind == "forward"
+        self._enter = passes.enter_forward if self._is_forward else passes.enter_backward
+        self._scale = _no_scale if self._is_forward else scale
         self._places = {id(module): engine.place(name, kind) for name, module in sites}
         """By the identity of modules that carry the hook, which live as long as it is on them."""
         self._use(engine.layout)
@@ -101,26 +101,23 @@ class ModuleStatsHook(Summary):
 
     def forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Take the output of a module."""
-        task = _torch.graph_task_id()
-        if task != -1 and _torch.in_recomputation():  # it was counted the first time
-            return
-        if self._passes.current().takes:
-            self._take(module, output, task)
+        if self._enter():
+            self._take(module, output)
             if module is self._model:
                 self._engine.flush()
 
     def backward(self, module: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
         """Take the gradients of a module's output."""
-        if self._passes.counts_backward():
-            self._take(module, grads[0] if len(grads) == 1 else grads, _torch.graph_task_id())
+        if self._enter():
+            self._take(module, grads[0] if len(grads) == 1 else grads)
 
-    def _take(self, module: nn.Module, value: Any, task: int) -> None:
+    def _take(self, module: nn.Module, value: Any) -> None:
         place = self._places.get(id(module))
         if place is None:  # a copy of a module takes its hooks along, and goes unwatched
             return
         try:
-            scale = None if self._is_forward else self._scale()
-            if place.deferred is not None and place.deferred.note(place, value, scale, task):
+            scale = self._scale()
+            if place.deferred is not None and place.deferred.note(place, value, scale, _torch.graph_task_id()):
                 return
             tensor = value if isinstance(value, Tensor) else main_tensor(value)
             if tensor is not None:
@@ -134,15 +131,12 @@ class ModuleStatsHook(Summary):
 
     def receive(self, items: Sequence[Handed]) -> None:
         """Take what compiled code has found."""
-        if not self._counts_graph():
-            return
-        places, scale = self._places, self._scale()
-        known = [(places[id(module)], found, each, scale) for _, module, found, each in items if id(module) in places]
-        try:
-            self._engine.take_found(known)
-        except Exception as error:
-            for place, found, _, _ in known:
-                place.give_up(found[0], error)
+        known = [(self._places[id(item.module)], item) for item in items if id(item.module) in self._places]
+
+        def take(scale: Tensor | None) -> None:
+            self._engine.take_found([(place, item.found, item.each, scale) for place, item in known])
+
+        self._take_handed(take, [(place, item.found) for place, item in known])
 
     def prepare(self, sites: Sequence[tuple[str, nn.Module, Share]]) -> Callable[[list[Tensor]], None]:
         """Return what takes the summaries of one operator in a graph: rows and launches are worked out once."""
@@ -151,20 +145,20 @@ class ModuleStatsHook(Summary):
         handover = GraphHandover(self._engine, shares)
 
         def take(found: list[Tensor]) -> None:
-            if self._counts_graph():
-                try:
-                    handover.take(found, self._scale())
-                except Exception as error:
-                    for place, share in shares:
-                        place.give_up(share.of(found)[0], error)
+            self._take_handed(functools.partial(handover.take, found), [(place, found) for place, _ in shares])
 
         return take
 
-    def _counts_graph(self) -> bool:
-        """Return whether what compiled code hands over counts."""
-        if not self._is_forward:
-            return self._passes.counts_backward()
-        return not _torch.in_recomputation() and self._passes.current().takes
+    def _take_handed(
+        self, take: Callable[[Tensor | None], None], places: Sequence[tuple[WatchedPlace, list[Tensor]]]
+    ) -> None:
+        """Call `take` with the scale, if the pass counts; an error silences the places."""
+        if self._enter():
+            try:
+                take(self._scale())
+            except Exception as error:  # a watch must not end the run
+                for place, found in places:
+                    place.give_up(found[0], error)
 
 
 def _no_scale() -> None:
@@ -182,61 +176,60 @@ def _maker(layout: Layout, is_gradient: bool) -> Callable[[list[Tensor]], Found 
     return make
 
 
-class _ParameterSlot:
+class ParameterSlot(NamedTuple):
     """A parameter by its module and name: FSDP2 or ``load_state_dict(assign=True)`` may put another one there."""
 
-    __slots__ = ("_key", "_module", "place")
-
-    def __init__(self, item: NamedParameter, place: WatchedPlace) -> None:
-        self._module = weakref.ref(item.module)
-        self._key = item.name.rpartition(".")[2]
-        self.place = place
+    module: nn.Module
+    key: str
+    place: WatchedPlace
 
     def current(self) -> Tensor | None:
-        module = self._module()
-        if module is None or self._key not in module._parameters:
-            return None
-        found = module._parameters[self._key]  # those of a ScriptModule have no get()
+        """Return the parameter that is there now."""
+        parameters = self.module._parameters
+        found = parameters[self.key] if self.key in parameters else None  # noqa: SIM401  (ScriptModule has no get)
         return None if found is None or is_lazy(found) else found
 
 
 class ParameterReader:
-    """Reads the parameters of one watch, and their gradients, when asked."""
+    """Reads the parameters of one watch, and their gradients."""
 
-    def __init__(self, engine: StatsEngine, values: list[NamedParameter], gradients: list[NamedParameter]) -> None:
+    def __init__(self, engine: StatsEngine, values: list[ParameterSlot], gradients: list[ParameterSlot]) -> None:
         self._engine = engine
-        self._values = [_ParameterSlot(item, engine.place(item.name, "param")) for item in values]
-        self._gradients = [_ParameterSlot(item, engine.place(item.name, "param_grad")) for item in gradients]
+        self._values = values
+        self.gradients = gradients
+        """The parameters whose gradients are read."""
+        self.at_steps: set[WatchedPlace] = set()
+        """The places whose gradients are read at steps; those of the others, when numbers are asked for."""
 
-    @property
-    def wants_gradients(self) -> bool:
-        """Whether gradients are to be read."""
-        return bool(self._gradients)
-
-    def read_values(self) -> None:
-        """Take the parameters as they are now, in the place of those taken before."""
-        self._take([(slot.place, slot.current(), None) for slot in self._values], instead=True)
-
-    def read_gradients(self, scale: Any, of: Optimizer | None = None, *, instead: bool = False) -> None:
-        """Add the gradients as they are now, or take them `instead` of those before; those `of` an optimizer alone."""
-        own = None if of is None else {id(each) for group in of.param_groups for each in group["params"]}
+    def read(self, scale: Tensor | None) -> None:
+        """Take parameters as they are now, and gradients that no step reads, in the place of those taken before."""
         found: list[tuple[WatchedPlace, Tensor | None, Any]] = []
-        for slot in self._gradients:
-            value = slot.current()
-            if own is None or id(value) in own:
-                found.append((slot.place, None if value is None else value.grad, scale))
-        self._take(found, instead=instead)
+        found += [(slot.place, slot.current(), None) for slot in self._values]
+        others = [slot for slot in self.gradients if slot.place not in self.at_steps]
+        found += [(slot.place, _gradient(slot.current()), scale) for slot in others]
+        for place, _, _ in found:
+            place.empty()
+        self._take(found)
 
-    def forget_gradients(self) -> None:
-        """Drop all gradients that were read."""
-        for slot in self._gradients:
-            slot.place.empty()
+    def read_step(self, scale: Any, of: Optimizer | None = None, *, counts: bool) -> None:
+        """Add the gradients as they are at a step, if it `counts`; of an optimizer, those of its own parameters."""
+        if not counts and len(self.at_steps) == len(self.gradients):
+            return
+        own = None if of is None else {id(each) for group in of.param_groups for each in group["params"]}
+        slots = [slot for slot in self.gradients if own is None or id(slot.current()) in own]
+        for slot in slots:
+            if slot.place not in self.at_steps:
+                self.at_steps.add(slot.place)
+                slot.place.empty()
+        if counts:
+            self._take([(slot.place, _gradient(slot.current()), scale) for slot in slots])
 
-    def _take(self, items: list[tuple[WatchedPlace, Tensor | None, Any]], *, instead: bool) -> None:
-        with self._engine.lock:
-            for place, _, _ in items if instead else ():
-                place.empty()
-            self._engine.take_all([(place, value, scale) for place, value, scale in items if value is not None])
+    def _take(self, items: list[tuple[WatchedPlace, Tensor | None, Any]]) -> None:
+        self._engine.take_all([(place, value, scale) for place, value, scale in items if value is not None])
+
+
+def _gradient(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.grad
 
 
 class WatchSites:
@@ -247,18 +240,17 @@ class WatchSites:
         engine: Where the hooks add up.
         passes: Which passes count.
         scaler: The ``GradScaler`` in use, or None.
-        name: The name of the hooks.
     """
 
-    def __init__(self, model: nn.Module, engine: StatsEngine, passes: Passes, scaler: Any, name: str) -> None:
+    def __init__(self, model: nn.Module, engine: StatsEngine, passes: Passes, scaler: Any) -> None:
         self._model = model
         self._engine = engine
         self._passes = passes
         self._scaler = scaler
-        self._name = name
         self._chosen: list[Named] = []
-        self.hooks: dict[str, ModuleStatsHook] = {}
+        self._hooks: dict[str, ModuleStatsHook] = {}
         self.handles = HandleSet()
+        """The hooks on modules."""
         self.parameters = ParameterReader(engine, [], [])
         self._local: LocalGradients | None = None
         self._is_on = False
@@ -268,21 +260,16 @@ class WatchSites:
         """Select modules and parameters; with ``lenient`` it is enough that either answers to ``target``."""
         modules = [kind for kind in kinds if kind in MODULE_KINDS]
         if modules:
-            self._chosen = self._choose_modules(target, exclude, lenient=lenient)
-            modules = modules if self._chosen else []
+            try:
+                self._chosen = without_scripted(select(self._model, target, exclude=exclude), target)
+            except NoMatchError:
+                if not lenient:
+                    raise
+                modules = []  # parameters may answer to it
         for kind in modules:
-            scale = self.scale if kind == "backward" else _no_scale
-            self.hooks[kind] = ModuleStatsHook(self._engine, self._model, self._chosen, kind, self._passes, scale)
+            self._hooks[kind] = ModuleStatsHook(self._engine, self._model, self._chosen, kind, self._passes, self.scale)
         if set(kinds) - set(MODULE_KINDS):
             self._choose_parameters(target, exclude, kinds, required=not modules)
-
-    def _choose_modules(self, target: Target, exclude: Target, *, lenient: bool) -> list[Named]:
-        try:
-            return without_scripted(select(self._model, target, exclude=exclude), target)
-        except NoMatchError:
-            if not lenient:
-                raise
-            return []  # parameters may answer to it
 
     def _choose_parameters(self, target: Target, exclude: Target, kinds: list[str], *, required: bool) -> None:
         try:
@@ -291,47 +278,53 @@ class WatchSites:
             if required:
                 raise
             return  # modules without parameters are watched all the same
-        values = chosen if "param" in kinds else []
-        gradients = chosen if "param_grad" in kinds else []
-        self.parameters = ParameterReader(self._engine, values, gradients)
-        if LOCAL_GRADIENT in kinds:
-            self._local = LocalGradients(self._model, self._engine, chosen, self._take_local)
+        slots = {
+            kind: [
+                ParameterSlot(item.module, item.name.rpartition(".")[2], self._engine.place(item.name, kind))
+                for item in chosen
+            ]
+            for kind in kinds
+            if kind not in MODULE_KINDS
+        }
+        self.parameters = ParameterReader(self._engine, slots.get("param", []), slots.get("param_grad", []))
+        if LOCAL_GRADIENT in slots:
+            self._local = LocalGradients(slots[LOCAL_GRADIENT], self._take_local)
 
     def switch(self, on: bool) -> None:
         """Put the hooks on, or take them off."""
         if on is self._is_on:
             return
         self._is_on = on
-        if self._local is not None:
-            self._local.switch(on)
         if not on:
-            self._passes.switch(False)
-            self.handles.remove(quiet=True)
+            self.remove(quiet=True)
             self.handles = HandleSet()
             return
         layout = self._engine.layout
-        for kind, hook in self.hooks.items():
+        for kind, hook in self._hooks.items():
             call = hook.forward if kind == "forward" else hook.backward
-            options = AttachOptions(observe=True, name=self._name)
-            attachment = new_attachment(call, MODULE_KINDS[kind], options)
             # What is kept per unit needs the tensor. A graph does not know the scale of the moment, so it could not
             # tell what is over a threshold.
             is_scaled = kind == "backward" and self._scaler is not None
-            if not layout.by_unit and not (is_scaled and layout.thresholds):
-                attachment.summary = hook
-            self.handles.add(attach_to_modules(attachment, self._model, self._chosen))
-        if self.hooks or self._local is not None:
-            self._passes.switch(True)
+            in_graph = not layout.by_unit and not (is_scaled and layout.thresholds)
+            self._attach(call, MODULE_KINDS[kind], self._chosen, hook if in_graph else None)
+        if self._local is not None:
+            others = [named for named in self._local.put_on() if named[1] is not self._model]
+            self._attach(self._begin_local, Kind.FORWARD_PRE, [("", self._model), *others])
+
+    def _attach(self, call: Any, kind: Kind, chosen: list[Named], summary: Summary | None = None) -> None:
+        attachment = new_attachment(call, kind, AttachOptions(observe=True, name="watch"))
+        attachment.summary = summary
+        self.handles.add(attach_to_modules(attachment, self._model, chosen))
+        self._passes.counter = next(iter(attachment.counters))
 
     def look_closer(self, rows: NDArray[np.float64]) -> None:
         """Count NaN and Inf in compiled code from now on, if it has found something that is not finite by row."""
         layout = self._engine.layout
         if layout.details or self._looks_closer:
             return
-        bad, nan, inf = (rows[:, layout.names.index(name)] for name in ("bad", "nan", "inf"))
-        if ((bad > 0) & (nan + inf == 0)).any():
+        if ((rows[:, BAD] > 0) & (rows[:, NAN] + rows[:, INF] == 0)).any():
             self._looks_closer = True
-            for hook in self.hooks.values():
+            for hook in self._hooks.values():
                 hook.look_closer()
             if self._is_on:
                 self.switch(False)
@@ -343,14 +336,20 @@ class WatchSites:
 
     def remove(self, *, quiet: bool) -> None:
         """Take everything off; warn, unless ``quiet``, if nothing fired."""
-        self._passes.switch(False)
         if self._local is not None:
-            self._local.switch(False)
+            self._local.remove()
         self.handles.remove(quiet=quiet)
+
+    def _begin_local(self, module: nn.Module, args: Any) -> None:
+        """Hook the parameters that are there for this forward."""
+        if module is self._model:
+            self._passes.enter_forward()
+        assert self._local is not None
+        self._local.hook_parameters(module)
 
     def _take_local(self, place: WatchedPlace, gradient: Tensor) -> None:
         """Take a gradient of a parameter, as the backward pass under way made it."""
-        if self._passes.counts_backward():
+        if self._passes.enter_backward():
             try:
                 self._engine.take(place, gradient, self.scale())
             except Exception as error:  # a watch must not end the run

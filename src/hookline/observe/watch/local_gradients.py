@@ -10,90 +10,68 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor, nn
 
 from hookline.distributed.shards import placed
-from hookline.sites.attach import attach_to_modules, new_attachment
-from hookline.sites.handle import HandleSet
-from hookline.sites.hook_at_site import AttachOptions
-from hookline.sites.kinds import Kind
 from hookline.sites.tensors import attach_tensor
 
 if TYPE_CHECKING:
-    from hookline.observe.watch.engine import StatsEngine
+    from hookline.observe.watch.hooks import ParameterSlot
     from hookline.observe.watch.place import WatchedPlace
     from hookline.sites.handle import HookHandle
-    from hookline.sites.parameters import NamedParameter
+    from hookline.sites.targets import Named
 
 __all__ = ["LOCAL_GRADIENT", "LocalGradients"]
 
-LOCAL_GRADIENT = "param_grad_local"
+LOCAL_GRADIENT: Final = "param_grad_local"
 
 
 class LocalGradients:
-    """Hooks the parameters of one watch, and gives each gradient to the engine.
+    """Hooks on the parameters of one watch.
 
     Args:
-        model: The model.
-        engine: Takes the gradients.
-        parameters: The parameters to hook.
+        slots: Where the parameters are.
         take: Called with the place and the gradient, in the backward pass.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        engine: StatsEngine,
-        parameters: list[NamedParameter],
-        take: Callable[[WatchedPlace, Tensor], None],
-    ) -> None:
-        self._model = model
+    def __init__(self, slots: list[ParameterSlot], take: Callable[[WatchedPlace, Tensor], None]) -> None:
+        self._slots: dict[nn.Module, list[ParameterSlot]] = {}
+        for slot in slots:
+            self._slots.setdefault(slot.module, []).append(slot)
         self._take = take
-        self._keys: dict[nn.Module, dict[str, WatchedPlace]] = {}
-        for item in parameters:
-            key = item.name.rpartition(".")[2]
-            self._keys.setdefault(item.module, {})[key] = engine.place(item.name, LOCAL_GRADIENT)
-        self._names = {id(item.module): item.name.rpartition(".")[0] for item in parameters}
-        self._handles = HandleSet()
-        self._hooked: dict[tuple[int, str], tuple[Callable[[], Tensor | None], HookHandle]] = {}
+        self._hooked: dict[ParameterSlot, tuple[Callable[[], Tensor | None], HookHandle]] = {}
 
-    def switch(self, on: bool) -> None:
-        """Put the hooks on, or take them off."""
-        if not on:
-            self._handles.remove(quiet=True)
-            self._handles = HandleSet()
-            for _, handle in self._hooked.values():
-                handle.remove(quiet=True)
-            self._hooked.clear()
-            return
-        for module in self._keys:
-            self._hook_parameters(module)
-        gathered = [(self._names[id(module)], module) for module in self._keys if _is_distributed(module)]
-        if gathered:
-            request = new_attachment(
-                self._begin_forward, Kind.FORWARD_PRE, AttachOptions(observe=True, name="watch local gradients")
-            )
-            self._handles.add(attach_to_modules(request, self._model, gathered))
+    def put_on(self) -> list[Named]:
+        """Hook all parameters; return the modules whose parameters FSDP2 replaces for a forward, with their names."""
+        for module in self._slots:
+            self.hook_parameters(module)
+        return [
+            (slots[0].place.name.rpartition(".")[0], module)
+            for module, slots in self._slots.items()
+            if any(map(_is_distributed, module._parameters.values()))
+        ]
 
-    def _begin_forward(self, module: nn.Module, args: Any) -> None:
-        """Hook the parameters that are there for this forward."""
-        if module in self._keys:
-            self._hook_parameters(module)
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for _, handle in self._hooked.values():
+            handle.remove(quiet=True)
+        self._hooked.clear()
 
-    def _hook_parameters(self, module: nn.Module) -> None:
-        for key, place in self._keys[module].items():
-            parameter = module._parameters.get(key)
+    def hook_parameters(self, module: nn.Module) -> None:
+        """Hook the parameters that a module has now."""
+        for slot in self._slots.get(module, ()):
+            parameter = slot.current()
             if parameter is None or not parameter.requires_grad or not parameter.is_leaf:
                 continue
-            before = self._hooked.get((id(module), key))
+            before = self._hooked.get(slot)
             if before is not None and before[0]() is parameter:
                 continue
-            if before is not None and placed(parameter) is None:
+            if before is not None and not _is_distributed(parameter):
                 before[1].remove(quiet=True)  # that on the shard, which never fires
-            handle = attach_tensor(parameter, self._hook_for(place), observe=True, name=place.label)
-            self._hooked[id(module), key] = weakref.ref(parameter), handle
+            handle = attach_tensor(parameter, self._hook_for(slot.place), observe=True, name=slot.place.label)
+            self._hooked[slot] = weakref.ref(parameter), handle
 
     def _hook_for(self, place: WatchedPlace) -> Callable[[Tensor | None], None]:
         def take_gradient(grad: Tensor | None) -> None:
@@ -103,6 +81,6 @@ class LocalGradients:
         return take_gradient
 
 
-def _is_distributed(module: nn.Module) -> bool:
-    """Return whether FSDP2 may put other parameters into ``module`` for a forward."""
-    return any(each is not None and placed(each) is not None for each in module._parameters.values())
+def _is_distributed(parameter: Any) -> bool:
+    """Return whether a parameter is a shard, which FSDP2 replaces by the whole one for a forward."""
+    return parameter is not None and placed(parameter) is not None

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from hookline.observe.watch.row import BAD
 from hookline.sites import _torch
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from hookline.observe.watch.row import Layout
@@ -78,17 +78,16 @@ class WatchedPlace:
 
     def numbers_in(self, tensor: Tensor) -> Tensor | None:
         """Return the numbers of a tensor, those of this rank, None if it has none; note how it lies on its mesh."""
-        if tensor.is_nested:
-            tensor = tensor.values()
+        tensor = tensor.values() if tensor.is_nested else tensor
+        local: Tensor | None = tensor
         if type(tensor) not in _PLAIN:
             tensor = arrived(tensor)
             self.placed = placed(tensor, self.placed)
             if self.placed is not None and self.placed.is_partial and self.kind != "param_grad_local":
                 self.silent = _PARTIAL
                 return None
-        local: Tensor | None = _torch.local_tensor(tensor)
-        if local is not None and type(local) not in _PLAIN:
-            local = arrived(local)
+            local = _torch.local_tensor(tensor)
+            local = local if local is None or type(local) in _PLAIN else arrived(local)
         if local is None or local.device.type == "meta" or _torch.is_wrapped(local):
             return None
         if local.layout is torch.strided:
@@ -133,42 +132,32 @@ class Note(NamedTuple):
 class StatRow:
     """The numbers of one place on one device."""
 
-    __slots__ = ("added", "address", "bad_order", "cells", "kept", "number", "start")
+    __slots__ = ("added", "address", "bad_order", "cells", "kept", "number")
 
-    def __init__(
-        self,
-        number: int,
-        values: Tensor,
-        num_added: int,
-        cells: memoryview[float] | None,
-        start: int,
-        bad_order: dict[int, None],
-    ) -> None:
+    def __init__(self, number: int, values: Tensor, num_added: int, bad_order: dict[int, None]) -> None:
         self.number = number
         """Its position among the rows of the device."""
         self.added = values[:num_added]
         """The columns that are added up."""
-        self.address = values.data_ptr()
         self.kept = values[num_added:]
         """The columns of which the largest number is kept."""
-        self.cells = cells
-        """On a CPU, the memory of its block as plain numbers; 0.07 µs to change one, a tensor takes 3."""
-        self.start = start
-        """The position of its first column in ``cells``."""
+        self.address = values.data_ptr()
+        memory: Any = values.numpy() if values.device.type == "cpu" else None
+        self.cells = None if memory is None else memoryview(memory).cast("B").cast("d")
+        """On a CPU, the columns as plain numbers; 0.07 µs to change one, a tensor takes 3."""
         self.bad_order = bad_order
         """The numbers of the device's rows in the order of their first bad calls; only the CPU knows them."""
 
     def merge(self, found: Sequence[float]) -> None:
         """Merge the row of one firing into this one, which is on a CPU."""
-        cells, at, kept = self.cells, self.start, self.start + self.added.numel()
+        cells, num_added = self.cells, self.added.numel()
         assert cells is not None
         with _LOCK:
-            for value in found:
-                if at < kept:
+            for at, value in enumerate(found):
+                if at < num_added:
                     cells[at] += value
                 elif not value <= cells[at] and cells[at] == cells[at]:  # NaN comes in, and stays
                     cells[at] = value
-                at += 1
             if found[BAD]:
                 self.bad_order.setdefault(self.number)
 
@@ -190,9 +179,7 @@ class DeviceRows:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._layout = layout
-        self._on_cpu = device.type == "cpu"
         self._blocks: list[Tensor] = []
-        self._cells: list[memoryview[float] | None] = []
         self._count = 0
         self._bad_order: dict[int, None] = {}
         self._initial = torch.tensor(layout.empty, dtype=torch.float64, device=device)
@@ -204,11 +191,11 @@ class DeviceRows:
         """Return one more row, empty."""
         block, index = divmod(self._count, _ROWS_IN_BLOCK)
         if block == len(self._blocks):
-            self._add_block()
+            # Not in inference mode: what is made there could not be changed outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                self._blocks.append(self._initial.repeat(_ROWS_IN_BLOCK, 1))
         self._count += 1
-        values, num_added = self._blocks[block][index], len(self._layout.added)
-        start = index * self._layout.width
-        return StatRow(self._count - 1, values, num_added, self._cells[block], start, self._bad_order)
+        return StatRow(self._count - 1, self._blocks[block][index], len(self._layout.added), self._bad_order)
 
     def reset(self) -> None:
         """Empty every row."""
@@ -222,25 +209,11 @@ class DeviceRows:
         self._bad_order.clear()
         return found
 
+    def copy(self) -> Tensor:
+        """Return all rows as they are now, on their device; nothing waits."""
+        return torch.cat([self._initial[None][:0], *self._blocks])[: self._count]
+
     def read(self) -> NDArray[np.float64]:
         """Return all rows on the host, by one transfer."""
-        if not self._blocks:
-            return np.zeros((0, self._layout.width))
-        rows = self._blocks[0] if len(self._blocks) == 1 else torch.cat(self._blocks)
-        numbers: NDArray[np.float64] = rows[: self._count].to("cpu", copy=True).numpy()
+        numbers: NDArray[np.float64] = self.copy().cpu().numpy()
         return numbers
-
-    def copy(self) -> Tensor:
-        """Return the columns of all rows that are added up, as they are now, on their device; nothing waits."""
-        width = len(self._layout.added)
-        parts = [block[:, :width] for block in self._blocks]
-        rows = torch.cat(parts) if len(parts) > 1 else parts[0].clone() if parts else self._initial[None, :width][:0]
-        return rows[: self._count]
-
-    def _add_block(self) -> None:
-        # Not in inference mode: what is made there could not be changed outside of it.
-        with torch.inference_mode(False), torch.no_grad():
-            block = self._initial.expand(_ROWS_IN_BLOCK, -1).clone(memory_format=torch.contiguous_format)
-        self._blocks.append(block)
-        memory: Any = block.numpy() if self._on_cpu else None
-        self._cells.append(memoryview(memory).cast("B").cast("d") if self._on_cpu else None)

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from hookline.distributed.ranks import gather_objects, this_rank
 from hookline.errors import OptionError
 from hookline.messages import counted, short_repr
-from hookline.observe.watch.bad_order import CalledPlace, CallOrder, name_doubts
-from hookline.observe.watch.hooks import checked_kinds
+from hookline.observe.watch.bad_order import CalledPlace, name_doubts
 from hookline.observe.watch.local_gradients import LOCAL_GRADIENT
-from hookline.observe.watch.monitor import PlaceRow, StepListener, listen
+from hookline.observe.watch.monitor import RowPart, StepListener, listen
 from hookline.observe.watch.row import BAD, FIRES, INF, NAN, SQUARES
 from hookline.sites.handle import HandleSet
 from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
@@ -40,12 +39,11 @@ _KINDS: Final = ("forward", "backward", LOCAL_GRADIENT)
 _KEPT: Final = 1000
 """How many troubles are kept: after the first NaN in a weight, every step has some."""
 _LOGGED: Final = 10
-_SHOWN: Final = 3
-"""How many bad steps the table shows in full."""
-_HEADER: Final = ("step", "micro_batch", "rank", "place", "what", "value", "usual", "places", "batch")
+"""How many are logged, and shown."""
 _HISTORY: Final = 5
 """Micro-batches that a place is seen in before one can be a spike."""
 _SMOOTHING: Final = 0.9
+_WORDS: Final = ("NaN", "Inf", "spike")
 
 
 @dataclass(frozen=True)
@@ -75,25 +73,14 @@ class Trouble:
     """Other places that may have been the first. On a GPU the numbers of all calls of a module are added up, so which
     call was bad is not known where it was called several times; a spike is that of all calls together."""
 
-    def cells(self) -> list[str]:
-        """Return it as a row of the table of an alarm."""
-        place = f"{self.place} or {name_doubts(self.doubts)}" if self.doubts else self.place
-        value = f"norm {self.value:.4g}" if self.what == "spike" else f"{int(self.value)} numbers"
-        usual = f"{self.usual:.4g}" if self.what == "spike" else ""
-        where = f"{self.step}", f"{self.micro_batch}", f"{self.rank}"
-        return [*where, place, self.what, value, usual, f"{self.places}", _cell(self.batch)]
-
     def __str__(self) -> str:
         where = f"step {self.step}, rank {self.rank}, micro-batch {self.micro_batch}"
         batch = "" if self.batch is None else f", batch {short_repr(self.batch, 80)}"
-        others = self.places - 1
-        if self.doubts:
-            others -= len(self.doubts)
-            doubt = f", the first among it and {name_doubts(self.doubts)}"
-        else:
-            doubt = ""
-        more = f", and {'one place' if others == 1 else f'{others} places'} after it" if others else ""
-        told = f"norm {self.value:.4g}, usually {self.usual:.4g}" if self.what == "spike" else f"{int(self.value)}"
+        is_spike = self.what == "spike"
+        told = f"norm {self.value:.4g}, usually {self.usual:.4g}" if is_spike else f"{int(self.value)} numbers"
+        doubt = f", the first among it and {name_doubts(self.doubts)}" if self.doubts else ""
+        others = self.places - 1 - len(self.doubts)
+        more = f", and {counted(others, 'place')} after it" if others > 0 else ""
         return f"{where}{batch}: {self.what} ({told}) at {self.place!r}{doubt}{more}"
 
 
@@ -128,21 +115,17 @@ def alarm(
         on: Where to look: ``"forward"``, ``"backward"``, and ``"param_grad_local"``, the gradients of parameters before
             ranks reduce them; after that every rank has the NaN of one.
         spike: How many times its usual norm makes a spike; None looks for NaN and infinity alone. The usual norm is a
-            running mean, known after five micro-batches. Norms that stay high are one spike, and after five more
-            micro-batches the usual ones.
+            running mean, known after five micro-batches. Norms that stay high are one spike, and soon the usual ones.
         exclude: Modules and parameters to leave out.
         scaler: The ``GradScaler`` in use.
     """
     if spike is not None and not spike > 1:
         raise OptionError(f"spike= is how many times its usual norm makes a spike, 10 for instance; got {spike!r}.")
-    kinds = checked_kinds(on)
-    options = {"optimizer": optimizer, "scaler": scaler}
-    listener = listen(model, target, on=kinds, stats=("norm", "nonfinite"), exclude=exclude, by_forward=True, **options)
-    try:
-        return StepAlarm(listener, optimizer, spike)
-    except BaseException:
-        listener.remove(quiet=True)
-        raise
+    inner = None if optimizer is None else unwrap_optimizer(optimizer)
+    options = {"exclude": exclude, "optimizer": optimizer, "scaler": scaler}
+    return StepAlarm(
+        listen(model, target, on=on, stats=("norm", "nonfinite"), by_forward=True, **options), inner, spike
+    )
 
 
 class StepAlarm(ShownAsTable):
@@ -157,18 +140,16 @@ class StepAlarm(ShownAsTable):
         """What this rank has found, the first first; at most 1,000."""
         self._listener = listener
         self._spike = spike
-        self._usual: dict[str, _UsualNorm] = {}
+        self._usual: dict[str, tuple[int, float]] = {}
+        """By place: in how many micro-batches it was seen, and the running mean of its norms."""
         self._is_high = False
         """Whether the last micro-batch had a spike."""
         self._steps = 0
-        self._first_judged: int | None = None
-        """The first step in which a place had a usual norm."""
         self._removed = False
         self._handles = HandleSet()
         self._by_optimizer = optimizer is not None
         if optimizer is not None:
-            inner = unwrap_optimizer(optimizer)
-            self._handles.add(attach_optimizer(inner, self._end_step, on="step_post", name="alarm"))
+            self._handles.add(attach_optimizer(optimizer, self._end_step, on="step_post", name="alarm"))
 
     def note_batch(self, ids: Any) -> None:
         """Name the batch of the forwards that follow, until the next call: ``alarm.note_batch(batch["ids"])``."""
@@ -210,28 +191,9 @@ class StepAlarm(ShownAsTable):
 
     def _table(self) -> Table:
         if not self.troubles:
-            return Table(
-                title=f"rank {this_rank()}: no trouble in {counted(self._steps, 'step')}", foot=self._unjudged()
-            )
-        shown = self._shown()
-        rows = [each.cells() for each in shown]
-        left_out = self.troubles[len(shown) :]
-        more = () if not left_out else (_count_left_out(left_out),)
-        return Table(list(_HEADER), rows, rule=False, foot=(*more, *self._unjudged()))
-
-    def _shown(self) -> list[Trouble]:
-        """Return the troubles of the first bad steps: after NaN in a weight, every step has the same."""
-        steps = list(dict.fromkeys(each.step for each in self.troubles))
-        last = steps[min(len(steps), _SHOWN) - 1]
-        return [each for each in self.troubles if each.step <= last]
-
-    def _unjudged(self) -> tuple[str, ...]:
-        """Return which steps could not be compared with a usual norm."""
-        last = self._steps - 1 if self._first_judged is None else self._first_judged - 1
-        if self._spike is None or last < 0:
-            return ()
-        which = "step 0" if last == 0 else f"steps 0 to {last}"
-        return (f"{which} not judged: no usual norm yet",)
+            return Table(title=f"rank {this_rank()}: no trouble in {counted(self._steps, 'step')}")
+        rows = [(str(each),) for each in self.troubles]
+        return Table(("trouble",), rows, most=_LOGGED, rest=" more, in alarm.troubles")
 
     def _state(self) -> str:
         return OFF if self._removed else ON
@@ -242,44 +204,39 @@ class StepAlarm(ShownAsTable):
         """Judge the step that is over, micro-batch by micro-batch."""
         self._listener.end_step(self._steps)
         for step in self._listener.arrived(wait=True):
-            parts = [(part.of_places(step.owns), batch, part.order) for part, batch in step.parts]
-            for micro_batch, (rows, batch, order) in enumerate(each for each in parts if each[0]):
-                self._find(rows, micro_batch, batch, order)
+            for micro_batch, part in enumerate(part for part in step.parts if part.of_places()):
+                self._find(part, micro_batch)
         self._steps += 1
 
-    def _find(self, rows: list[PlaceRow], micro_batch: int, batch: Any, order: CallOrder) -> None:
+    def _find(self, part: RowPart, micro_batch: int) -> None:
         """Note the first place of each kind of trouble in one micro-batch."""
-        found: dict[str, dict[CalledPlace, tuple[float, float]]] = {}
-        for each in rows:
-            for what, value, usual in self._judge(each.place.label, each.row):
-                found.setdefault(what, {})[each.called()] = value, usual
-        was_high, self._is_high = self._is_high, "spike" in found
-        if was_high:
-            found.pop("spike", None)
-        bad = order.sort([place for what in found if what != "spike" for place in found[what]]).places
-
-        def position(what: str) -> tuple[int, int]:
-            first = order.sort(found[what]).places[0]
-            return (bad[0].number, bad.index(first)) if what != "spike" else (first.number, 0)
-
-        for what in sorted(found, key=position):
-            calls = order.sort(found[what])
+        found: dict[str, dict[CalledPlace, tuple[float, float]]] = {what: {} for what in _WORDS}
+        for each in part.of_places():
+            what, value, usual = self._judge(each.place.label, each.row)
+            if what:
+                found[what][each.called()] = value, usual
+        was_high, self._is_high = self._is_high, bool(found["spike"])
+        bad = part.order.sort([*found["NaN"], *found["Inf"]]).places
+        first_first = dict.fromkeys("NaN" if place in found["NaN"] else "Inf" for place in bad)
+        for what in (*first_first, *(["spike"] if self._is_high and not was_high else [])):
+            calls = part.order.sort(found[what])
             first = calls.places[0]
-            seen = what, *found[what][first], len(calls.places), first.number, batch, calls.doubts
+            seen = what, *found[what][first], len(calls.places), first.number, part.label, calls.doubts
             self._note(Trouble(self._steps, micro_batch, this_rank(), first.label, *seen))
 
-    def _judge(self, place: str, row: NDArray[np.float64]) -> list[tuple[str, float, float]]:
-        """Return what is wrong with one place in one micro-batch: what, its value, its usual value."""
+    def _judge(self, place: str, row: NDArray[np.float64]) -> tuple[str, float, float]:
+        """Return what is wrong with one place in one micro-batch, nothing or of `_WORDS`; its value, the usual one."""
         fires, squares, bad, nan, inf = row[[FIRES, SQUARES, BAD, NAN, INF]].tolist()
         if bad:
             # Compiled code on a GPU has not counted them before its graph is made anew; there is at least one.
-            return [("NaN", nan or 1.0, 0.0)] if nan or not inf else [("Inf", inf, 0.0)]
-        norm = math.sqrt(squares / fires)
-        usual = self._usual.setdefault(place, _UsualNorm())
-        if usual.is_known and self._first_judged is None:
-            self._first_judged = self._steps
-        before = usual.value
-        return [("spike", norm, before)] if usual.take(norm, self._spike) else []
+            return ("NaN", nan or 1.0, 0.0) if nan or not inf else ("Inf", inf, 0.0)
+        norm, most = math.sqrt(squares / fires), math.inf
+        seen, usual = self._usual.get(place, (0, 0.0))
+        if self._spike is not None and seen >= _HISTORY:
+            most = self._spike * usual
+        weight = max(1 - _SMOOTHING, 1 / (seen + 1))
+        self._usual[place] = seen + 1, usual + (min(norm, most) - usual) * weight
+        return ("spike" if norm > most else "", norm, usual)
 
     def _note(self, trouble: Trouble) -> None:
         if len(self.troubles) < _KEPT:
@@ -288,41 +245,3 @@ class StepAlarm(ShownAsTable):
             logger.warning("%s", trouble)
         elif len(self.troubles) == _LOGGED + 1:
             logger.warning("rank %d: more follow, which are in alarm.troubles and not logged", this_rank())
-
-
-_WORDS: Final = ("NaN", "Inf", "spike")
-
-
-class _UsualNorm:
-    """The running mean of the norms of one place."""
-
-    def __init__(self) -> None:
-        self.value = 0.0
-        self._seen = self._high = 0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether enough norms were seen to call one a spike."""
-        return self._seen >= _HISTORY
-
-    def take(self, norm: float, spike: float | None) -> bool:
-        """Take one more norm; return whether it is a spike. It has no part in the mean then, unless norms stay high."""
-        if spike is not None and self.is_known and norm > spike * self.value:
-            self._high += 1
-            if self._high == _HISTORY:
-                self._seen, self._high, self.value = 1, 0, norm
-            return True
-        self._seen, self._high = self._seen + 1, 0
-        self.value += (norm - self.value) * max(1 - _SMOOTHING, 1 / self._seen)
-        return False
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else short_repr(value, 40).strip("'")
-
-
-def _count_left_out(troubles: list[Trouble]) -> str:
-    """Return how many steps the table leaves out, in words."""
-    steps = sorted({each.step for each in troubles})
-    which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} more steps, up to step {steps[-1]}"
-    return f"and {which}, in alarm.troubles"

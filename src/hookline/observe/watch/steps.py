@@ -1,250 +1,178 @@
 """Count the steps of a watch, and decide which passes through the model count.
 
-`Watch` makes one `Steps` and one `Passes`. A pre-hook of the model has `Passes` decide once for each forward; the hooks
-on modules read the answer. `OptimizerSteps` tells both, and a trace, when an optimizer steps.
+A step is a step of the optimizer. `OptimizerSteps` tells `Watch`, and a trace, of each; `Steps` counts them. The hooks
+of a watch enter each forward by `Passes`, which decides about it once.
 """
 
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.optim import Optimizer
 
-from hookline.errors import HooklineWarning, OptionError
-from hookline.messages import caller_stacklevel, type_name
-from hookline.phases import During, known_phase, phase
+from hookline.errors import OptionError
+from hookline.phases import During, phase
 from hookline.sites import _torch
-from hookline.sites.attach import attach
 from hookline.sites.handle import HandleSet
 from hookline.sites.hook_at_site import NO_MODEL, ForwardCounter
 from hookline.sites.modules.attach_everywhere import attach_everywhere
-from hookline.sites.modules.module_hooks import existing_hooks
 from hookline.sites.optimizers import attach_optimizer, unwrap_optimizer
-from hookline.when import StepSchedule
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from hookline.observe.watch.budget import BudgetedSchedule
-    from hookline.observe.watch.place import WatchedPlace
+__all__ = ["BY_FORWARD", "BY_HAND", "BY_OPTIMIZER", "OptimizerSteps", "Passes", "Steps"]
 
-__all__ = [
-    "BY_FORWARD",
-    "BY_HAND",
-    "BY_OPTIMIZER",
-    "ForwardDecision",
-    "OptimizerSteps",
-    "OptimizersOf",
-    "Passes",
-    "Schedule",
-    "Steps",
-]
-
-Schedule: TypeAlias = "StepSchedule | BudgetedSchedule"
-"""Says which steps are due; asked once for each, when it begins."""
-BY_FORWARD: Final = "one forward of the model; in training, one step of the optimizer"
+BY_FORWARD: Final = "one forward of the model, until an optimizer steps"
 BY_OPTIMIZER: Final = "the optimizer's step"
 BY_HAND: Final = "watch.step()"
-_MOST_WAITING: Final = 16
-"""How often another optimizer may step before the one that was met last counts as out of use: a critic steps five times
-for each step of its generator."""
+_STATE: Final = ("what", "count", "is_due", "last_look", "_has_begun")
+"""What a resumed watch has to know of its steps."""
 
 
 class OptimizerSteps:
-    """Calls `before` ahead of each step of an optimizer, and `over` after the last one's.
+    """Calls `on_step` with an optimizer once for each of its steps, when gradients are final.
+
+    That is just before the step; just after, where a closure makes the gradients in it.
 
     Args:
-        given: The optimizers whose steps count.
-        before: Called with the optimizer when gradients are final: after the step, if a closure makes them in it.
-        over: Called when the last optimizer has made its step.
+        given: The optimizers; None for every one that holds parameters of `model`.
+        on_step: What is called.
+        model: The model; of no account where optimizers are given.
     """
 
     def __init__(
-        self, given: Optimizer | Sequence[Optimizer], before: Callable[[Optimizer], None], over: Callable[[], None]
+        self,
+        given: Optimizer | Sequence[Optimizer] | None,
+        on_step: Callable[[Optimizer], None],
+        model: nn.Module | None = None,
     ) -> None:
-        self._before, self._over = before, over
+        self._on_step = on_step
+        self._model = model if given is None else None
+        self._holds: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        """Of optimizers that have stepped, whether they count."""
         self._handles = HandleSet()
         listed: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
         if not listed:
             raise OptionError("optimizer= is an empty list; leave it out, or give the optimizers whose steps count.")
-        optimizers = [unwrap_optimizer(each) for each in listed]  # hooks are called with the one inside
-        self._last: Callable[[], Any] = lambda: optimizers[-1]
-        for each in optimizers:
-            self._handles.add(attach_optimizer(each, self._begin, on="step_pre", observe=True, name="watch"))
-            self._handles.add(attach_optimizer(each, self._end, on="step_post", name="watch"))
+        for kind, is_before in (("step_pre", True), ("step_post", False)):
+            hook = _hook_for(weakref.ref(self), is_before)
+            if given is None:
+                self._handles.add(attach_everywhere(hook, on=kind, observe=is_before, name="watch"))
+                continue
+            for each in listed:
+                inner = unwrap_optimizer(each)  # hooks are called with the optimizer that is inside a wrapper
+                self._handles.add(attach_optimizer(inner, hook, on=kind, observe=is_before, name="watch"))
+        weakref.finalize(self, self._handles.remove, quiet=True)
 
-    def _begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not _has_closure(args, kwargs):
-            self._before(optimizer)
-
-    def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if _has_closure(args, kwargs):
-            self._before(optimizer)
-        if optimizer is self._last() and phase() == "train":
-            self._over()
+    def note(self, optimizer: Optimizer) -> None:
+        """Tell of a step."""
+        if optimizer not in self._holds:
+            own = set() if self._model is None else set(map(id, self._model.parameters()))
+            held = (id(each) for group in optimizer.param_groups for each in group["params"])
+            self._holds[optimizer] = self._model is None or not own.isdisjoint(held)
+        if self._holds[optimizer]:
+            self._on_step(optimizer)
 
     def remove(self) -> None:
         """Take the hooks off."""
         self._handles.remove(quiet=True)
 
 
-class OptimizersOf(OptimizerSteps):
-    """The same for any optimizer that holds parameters of `model`; the one that was met last ends a step.
+def _hook_for(steps: Callable[[], OptimizerSteps | None], is_before: bool) -> Callable[[Optimizer, Any, Any], None]:
+    """Return a hook on optimizers; it does not keep `steps`, and with it a watch and its model, alive."""
 
-    Where that one steps no more, or rarely, another that goes on takes its place. `found` is called with the number of
-    those before when another one makes its first step.
-    """
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        found = steps()
+        has_closure = any(callable(each) for each in (*args, *kwargs.values()))
+        if found is not None and is_before is not has_closure:
+            found.note(optimizer)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        found: Callable[[int], None],
-        before: Callable[[Optimizer], None],
-        over: Callable[[], None],
-    ) -> None:
-        self._before, self._over, self._found = before, over, found
-        self._model = weakref.ref(model)
-        self._last = lambda: None
-        self._holds: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        """For each optimizer that has stepped: whether it holds parameters of the model."""
-        self._waiting: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        """How often each has stepped since the last step was over."""
-        self._handles = HandleSet()
-        own = weakref.ref(self)  # a hook on every optimizer must not keep a watch alive
-
-        def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            steps = own()
-            if steps is not None and steps._counts(optimizer):
-                steps._begin(optimizer, args, kwargs)
-
-        def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            steps = own()
-            if steps is not None and steps._counts(optimizer):
-                steps._end(optimizer, args, kwargs)
-
-        self._handles.add(attach_everywhere(begin, on="step_pre", observe=True, name="watch"))
-        self._handles.add(attach_everywhere(end, on="step_post", name="watch"))
-        weakref.finalize(self, self._handles.remove, quiet=True)
-
-    def _end(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        super()._end(optimizer, args, kwargs)
-        if phase() != "train":
-            return
-        if optimizer is self._last():
-            self._waiting.clear()
-            return
-        steps = self._waiting[optimizer] = self._waiting.get(optimizer, 0) + 1
-        if steps > _MOST_WAITING:
-            self._last = weakref.ref(optimizer)
-            self._waiting.clear()
-            for _ in range(steps):
-                self._over()
-
-    def _counts(self, optimizer: Optimizer) -> bool:
-        known = self._holds.get(optimizer)
-        if known is None:
-            known = self._meet(optimizer)
-        return known
-
-    def _meet(self, optimizer: Optimizer) -> bool:
-        """Look at an optimizer that makes its first step."""
-        model = self._model()
-        own = set() if model is None else {id(each) for each in model.parameters()}
-        found = any(id(each) in own for group in optimizer.param_groups for each in group["params"])
-        if found:
-            self._last = weakref.ref(optimizer)
-            self._found(sum(self._holds.values()))
-        self._holds[optimizer] = found
-        return found
-
-
-def _has_closure(args: Any, kwargs: Any) -> bool:
-    return any(callable(each) for each in (*args, *kwargs.values()))
+    return hook
 
 
 class Steps:
     """Counts the steps of one watch by a schedule.
 
-    A step is one of the optimizer: of those that are given, else of any that holds parameters of the model. Until one
-    has stepped, a forward in training mode with gradients on is part of the step under way, and any other forward is a
-    step. Once the user calls ``watch.step()``, that alone ends a step.
+    A step is one of the optimizer; of several, of the one that is ahead of the others. Until one has stepped, each
+    forward that counts is a step. Once the user calls ``watch.step()``, that alone ends a step.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        """Says which steps are due."""
-        self.what = BY_FORWARD
-        """What a step is, in words: `BY_FORWARD`, `BY_OPTIMIZER` or `BY_HAND`."""
-        self.last_look: int | None = None
-        """The newest step that has come to its end and was due."""
-        self.reached = 0
-        """How many steps have come to their end: their optimizer steps, or has."""
-        self.has_begun = False
-        """Whether a forward has begun that is a step."""
-        self._set(0)
+    def __init__(self, begin: Callable[[int], bool]) -> None:
+        self._begin = begin
+        """Called with each step when it begins; returns whether it is due."""
+        self.restart(BY_FORWARD)
 
-    def _set(self, count: int) -> None:
-        self.count = count
+    def restart(self, what: str) -> None:
+        """Count from 0: no step has been made, and `what` is one, in words."""
+        self.what = what
+        """What a step is: `BY_FORWARD`, `BY_OPTIMIZER` or `BY_HAND`."""
+        self.count = 0
         """How many steps are over."""
-        self.is_due = self.schedule.is_active(count)
+        self.is_due = self._begin(0)
         """Whether the step that is under way is due."""
+        self.last_look: int | None = None
+        """The newest step that is over and was due."""
+        self._was_due = False
+        self._has_begun = False
+        """Whether a forward has begun, where that is a step."""
+        self._made: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """The step that each optimizer makes next."""
 
     @property
     def needs_hooks(self) -> bool:
         """Whether hooks are to be on now. Forwards begin too late to put them on: those are passed over instead."""
-        return self.is_due or self.what is BY_FORWARD
-
-    def reach_end(self) -> None:
-        """Note that the optimizer makes the step under way; other hooks on it may report before it is over."""
-        self.reached = self.count + 1
-        self.last_look = self.count if self.is_due else self.last_look
+        return self.is_due or self.what == BY_FORWARD
 
     def advance(self) -> None:
         """Count one more step."""
-        self.reach_end()
-        self._set(self.count + 1)
+        self._was_due = self.is_due
+        self.last_look = self.count if self.is_due else self.last_look
+        self.count += 1
+        self.is_due = self._begin(self.count)
 
-    def begin_forward(self, is_training: bool) -> None:
-        """Count a forward that begins, where it is a step of its own; the one before is over then."""
-        if self.what is BY_FORWARD and not is_training:
-            if self.has_begun:
+    def begin_forward(self) -> None:
+        """Count a forward that begins, where it is a step; the one before is over then."""
+        if self.what == BY_FORWARD:
+            if self._has_begun:
                 self.advance()
-            self.has_begun = True
+            self._has_begun = True
 
-    def restart(self, what: str | None = None) -> None:
-        """Count from 0 again: what came before was no training, or another kind of step from now on."""
-        self.what = what or self.what
-        self.has_begun = False
-        self.reached, self.last_look = 0, None
-        self._set(0)
+    def is_due_for(self, optimizer: Optimizer) -> bool:
+        """Return whether the step that an optimizer makes now is due; of one that is behind, the step before."""
+        return self.is_due if self._step_of(optimizer) == self.count else self._was_due
 
-    def take_back(self) -> None:
-        """Count the last step as not over: another optimizer has a part in it."""
-        self._set(max(self.count - 1, 0))
+    def count_step_of(self, optimizer: Optimizer) -> None:
+        """Count a step of an optimizer, unless another one has ended that step."""
+        step = self._step_of(optimizer)
+        if step == self.count:
+            self.advance()
+        self._made[optimizer] = step + 1
+
+    def _step_of(self, optimizer: Optimizer) -> int:
+        """Return the step that an optimizer makes now; a new one has a part in the step that another has ended."""
+        return min(self._made.get(optimizer, self.count - bool(self._made)), self.count)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run has to know."""
-        return {"count": self.count, "what": self.what, "begun": self.has_begun, "last_look": self.last_look}
+        return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` gave."""
-        known = {what: what for what in (BY_FORWARD, BY_OPTIMIZER, BY_HAND)}
-        self.what, self.has_begun = known[state["what"]], state["begun"]
-        self.reached, self.last_look = state["count"], state["last_look"]
-        self._set(state["count"])
+        self._made.clear()
+        for name in _STATE:
+            setattr(self, name, state[name])
 
 
-class ForwardDecision(threading.local):
-    """The decision about the forward that this thread is in."""
+class _Decision(threading.local):
+    """What this thread's forward was decided to be."""
 
-    training: bool | None = None
-    """The mode of the model when it was made; None before the first."""
-    takes = False
-    """Whether outputs of modules are taken."""
+    which: tuple[int, bool] | None = None
+    """When the forward began, and the mode of the model."""
+    counts = False
 
 
 class Passes:
@@ -256,100 +184,44 @@ class Passes:
         self.paused = 0
         """How many ``paused()`` blocks are open."""
         self.counter: ForwardCounter = NO_MODEL
-        self._forward = ForwardDecision()
+        """Counts the forwards of the model while hooks are on it."""
         self.on_forward: Callable[[], None] = lambda: None
-        """Called when a forward that counts begins; the monitor of steps sets it."""
+        """Called when a forward that counts begins; a monitor of steps sets it."""
         self.in_parts = False
         """Whether parts of the model were called without it."""
+        self._model = model
+        self._forward = _Decision()
         self._backward = -1, False
         """The last backward pass, and whether it counts."""
-        self._model = model
-        self._part: nn.Module | None = None
-        self._handles = HandleSet()
 
-    def switch(self, on: bool) -> None:
-        """Begin to notice forwards of the model, or end that."""
-        self._handles.remove(quiet=True)
-        self._handles = HandleSet()
-        self._part = None
-        if on:
-            self._handles.add(attach(self._model, self._begin, on="forward_pre", observe=True, name="watch"))
-            hooks = existing_hooks(self._model)
-            self.counter = NO_MODEL if hooks is None or hooks.counter is None else hooks.counter
+    def enter_forward(self) -> bool:
+        """Return whether an output of the forward under way counts; the first one of a forward has that decided.
 
-    def _begin(self, module: nn.Module, args: Any) -> None:
-        if _torch.in_recomputation() or (module is not self._model and _torch.times_running(self._model)):
-            return
-        self._decide()
-
-    def current(self) -> ForwardDecision:
-        """Return the decision about the forward of this thread; make it now where a part is called without the model.
-
-        So is what runs after the model's mode was changed.
+        A part that is called after the model's mode was changed is decided about anew.
         """
-        if self._forward.training is not self._model.training:
-            self._begin_part()
-        return self._forward
-
-    def _begin_part(self) -> None:
-        counter = self.counter
+        if _torch.graph_task_id() != -1 and _torch.in_recomputation():  # it was counted the first time
+            return False
+        counter, decision = self.counter, self._forward
         if counter.here.step == -1:
             counter.find_stand_in()
-        part = None if counter.stand_in is None else counter.stand_in.module()
-        if part is not None and self._part is None:
-            self.in_parts, self._part = True, part
-            self._handles.add(attach(part, self._begin, on="forward_pre", observe=True, name="watch"))
-        self._decide()
+        which = counter.here.order, self._model.training
+        if decision.which != which:
+            decision.which = which
+            self.in_parts = self.in_parts or counter.here.by_part
+            decision.counts = self.during.count_forward(*counter.mode(), which)
+            if decision.counts:
+                self.on_forward()
+                self.steps.begin_forward()
+        return decision.counts and self.steps.is_due and not self.paused
 
-    def _decide(self) -> None:
-        counter, told = self.counter, known_phase()
-        training, gradients = counter.mode()
-        counts = self.during.count_forward(training, gradients, (id(counter), counter.here.step))
-        if counts:
-            self.on_forward()
-            self.steps.begin_forward(told == "train" if told is not None else training and gradients)
-        self._forward.training = self._model.training
-        self._forward.takes = counts and self.is_due()
-
-    def pause(self, change: int) -> None:
-        """Open or close a ``paused()`` block; what runs next is decided about anew."""
-        self.paused += change
-        self._forward.training = None
-
-    def is_due(self) -> bool:
-        """Return whether the step under way is due, and counting is not paused."""
-        return self.steps.is_due and not self.paused
+    def enter_backward(self) -> bool:
+        """Return whether the gradients of the backward pass under way count; that is decided once."""
+        task = _torch.graph_task_id()
+        if task == -1 or self._backward[0] != task:
+            is_due = self.steps.is_due and not self.paused
+            self._backward = task, is_due and self.during.counts_backward(self._model.training)
+        return self._backward[1]
 
     def counts_now(self) -> bool:
         """Return whether a value of the user's, or a step of an optimizer, counts now, whatever the model's mode."""
-        return self.is_due() and phase() in self.during.phases
-
-    def counts_backward(self) -> bool:
-        """Return whether the gradients of the backward pass under way count."""
-        task = _torch.graph_task_id()
-        if task == -1 or self._backward[0] != task:
-            self._backward = task, self.is_due() and self.during.counts_backward(self._model.training)
-        return self._backward[1]
-
-    def why_silent(self, place: WatchedPlace) -> str:
-        """Return why `place` has no numbers, as far as is known."""
-        if place.silent or place.unread:
-            return place.silent or place.unread
-        if self.during.left_out and not self.during.counted:
-            return self.during.in_words()
-        if self.in_parts and not place.name:
-            return "the model's own forward is not called, only parts of it"
-        return "nothing came by"
-
-    def in_words(self) -> list[str]:
-        """Return what a reader of the numbers should know: what was left out, and the budget."""
-        lines = [self.during.in_words()]
-        if not isinstance(self.steps.schedule, StepSchedule):
-            lines.append(self.steps.schedule.in_words())
-        return [line for line in lines if line]
-
-    def warn_if_nothing_counted(self) -> None:
-        """Warn if every forward was left out because of ``during=``."""
-        if self.during.left_out and not self.during.counted:
-            text = f"This watch of {type_name(self._model)} has counted nothing; {self.during.in_words()}."
-            warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
+        return not self.paused and phase() in self.during.phases

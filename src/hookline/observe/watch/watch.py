@@ -7,7 +7,8 @@ distributed run by way of `RankStats`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -15,24 +16,15 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from torch import Tensor, nn
 
 from hookline.distributed.ranks import is_distributed
-from hookline.errors import OptionError
-from hookline.messages import suggest, type_name
-from hookline.observe.watch.budget import Budget, BudgetedSchedule
+from hookline.errors import HooklineWarning, OptionError
+from hookline.messages import caller_stacklevel, type_name
+from hookline.observe.watch.budget import BudgetedSchedule
 from hookline.observe.watch.engine import StatsEngine, StatsSnapshot
 from hookline.observe.watch.hooks import WatchSites, checked_kinds
-from hookline.observe.watch.ranks import DeclaredShards, RankStats, rank_in_words, same_on_ranks
+from hookline.observe.watch.ranks import RankStats, rank_in_words, same_on_ranks
 from hookline.observe.watch.row import Layout, table_of
-from hookline.observe.watch.steps import (
-    BY_FORWARD,
-    BY_HAND,
-    BY_OPTIMIZER,
-    OptimizersOf,
-    OptimizerSteps,
-    Passes,
-    Schedule,
-    Steps,
-)
-from hookline.phases import During, validate_phases
+from hookline.observe.watch.steps import BY_FORWARD, BY_HAND, BY_OPTIMIZER, OptimizerSteps, Passes, Steps
+from hookline.phases import During, phase, validate_phases
 from hookline.sites.roles import Layers, with_role
 from hookline.sites.targets import check_model
 from hookline.sites.wrappers import unwrap
@@ -43,10 +35,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from hookline.hook_types import Target
+    from hookline.observe.watch.place import WatchedPlace
 
 __all__ = ["Watch", "watch"]
 
 _layout_of = functools.cache(Layout.of)
+_HISTOGRAMS: Final = "histograms alone, which no table shows; to_metrics() has them"
 _REPORTED: Final = "nothing since the last report or reset: the numbers before it went to whoever asked, to sinks say"
 
 
@@ -65,7 +59,7 @@ def watch(
     sharded: Target = None,
     role: str | None = None,
     layer: Layers = None,
-    budget: Budget | float | None = None,
+    budget: float | None = None,
 ) -> Watch:
     """Keep streaming statistics of a model.
 
@@ -101,8 +95,8 @@ def watch(
         exclude: Modules and parameters to leave out.
         optimizer: Its steps are the steps; left out, those of any optimizer that holds parameters of the model.
             Gradients of parameters are read just before each, when they are final: accumulated, averaged over
-            processes, unscaled (just after, for one that is given a closure). Several may be given; a step is over
-            when the last of them has made its own. One that a scaler skips is none.
+            processes, unscaled (just after, for one that is given a closure). Of several, the one that steps most
+            makes the steps, and each is read at its own. A step that a scaler skips is none.
         scaler: The ``GradScaler`` in use: gradients are reported as they would be without it.
         during: The phases to count: ``"train"``, ``"eval"``, ``"intervention"``, or several. The loops of hookline
             set the phase. In any other loop, training is a forward that began with the model in training mode and
@@ -113,11 +107,12 @@ def watch(
             nor ``sharded`` names a module, ranks compare their numbers when they first exchange them.
         sharded: Modules of whose activations each rank of a tensor-parallel group has a part.
         role: In place of a target, the role of the modules in a language model, such as ``"resid"``; see ``attach``.
-        budget: What the watch may cost, as a share of a step (0.02), or a `Budget`; it looks at fewer steps then.
+        budget: What the watch may cost, as a share of the time of steps (0.02): the first ones are timed, with its
+            hooks and without, and from then on it looks at fewer of them.
 
-    Before an optimizer has stepped, forwards in training belong to one step, and any other forward is a step; gradients
-    of parameters are those that are there when you ask. A loop that updates weights without a ``torch.optim.Optimizer``
-    calls ``watch.step()`` after each backward pass: from then on that alone ends a step.
+    Before an optimizer has stepped, a step is one forward that counts. Gradients of parameters that no optimizer holds
+    are those that are there when you ask. A loop that updates weights without a ``torch.optim.Optimizer`` calls
+    ``watch.step()`` after each backward pass: from then on that alone ends a step.
     In a distributed run every rank watches and calls ``to_metrics()``, which gives the statistics of all ranks.
     """
     check_model(model, target)
@@ -126,13 +121,14 @@ def watch(
     if scaler is not None and not all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "scale")):
         raise OptionError(f"scaler= takes a torch.amp.GradScaler, got {type_name(scaler)}.")
     layout = _layout_of(stats if stats is None or isinstance(stats, str) else tuple(stats))
-    asked = StepSchedule.of(every)
-    schedule = asked if budget is None else BudgetedSchedule(asked, budget)
-    found = Watch(unwrap(model), layout, schedule, validate_phases(during), scaler)
-    declared = DeclaredShards.of(found.model, replicated, sharded)
-    found._ranks = RankStats(found._engine, found.model, same_on_ranks(target, exclude, kinds, layout, every), declared)
+    schedule = StepSchedule.of(every)
+    limit = None if budget is None else BudgetedSchedule(schedule, budget)
+    found = Watch(unwrap(model), layout, schedule, validate_phases(during), scaler, limit)
+    same = same_on_ranks(target, exclude, kinds, layout, every)
+    found._ranks = RankStats(found._engine, found.model, same, replicated, sharded)
     try:
-        found._begin(target, exclude, kinds, optimizer, lenient=on is None)
+        found._sites.choose(target, exclude, kinds, lenient=on is None)
+        found._follow(optimizer)
     except BaseException:
         found.remove(quiet=True)
         raise
@@ -149,26 +145,33 @@ class Watch(ShownAsTable):
     name = "watch"
 
     def __init__(
-        self, model: nn.Module, layout: Layout, schedule: Schedule, during: frozenset[str], scaler: Any
+        self,
+        model: nn.Module,
+        layout: Layout,
+        schedule: StepSchedule,
+        during: frozenset[str],
+        scaler: Any,
+        budget: BudgetedSchedule | None = None,
     ) -> None:
         self.model = model
-        """The model that is watched, wrapped or not, as it was given."""
-        self._layout, self._schedule = layout, schedule
-        self.budget = schedule if isinstance(schedule, BudgetedSchedule) else None
-        """The decisions about the budget, and what the watch costs; None without ``budget=``."""
+        """The model that is watched, without its wrappers."""
+        self.budget = budget
+        """What the watch costs, and how often it looks; None without ``budget=``."""
         self._scaler = scaler
         self._engine = StatsEngine(layout)
-        self._steps = Steps(schedule)
+        self._steps = Steps(schedule.is_active if budget is None else budget.begin)
         self._passes = Passes(model, During(during, self._forget), self._steps)
-        self._sites = WatchSites(model, self._engine, self._passes, scaler, self.name)
+        self._sites = WatchSites(model, self._engine, self._passes, scaler)
         self._optimizers: OptimizerSteps | None = None
         """Tells when an optimizer steps; None where steps are counted by hand."""
+        self._has_given = False
+        """Whether optimizers were given."""
         self._ranks = RankStats(self._engine, model)
-        self.times_forgotten = 0
-        """How often what was counted turned out to be no training, and was dropped."""
+        self.on_forget: Callable[[], None] = lambda: None
+        """Called when what was counted turns out to be no training, and is dropped; a monitor of steps sets it."""
         self._removed = False
 
-    def to_metrics(self, *, reset: bool = False, local: bool = False, per_rank: bool = False) -> dict[str, Any]:
+    def to_metrics(self, *, reset: bool = False, local: bool = False) -> dict[str, Any]:
         """Return every statistic since the last reset, by ``"name/kind/statistic"``; one transfer.
 
         Args:
@@ -176,26 +179,16 @@ class Watch(ShownAsTable):
             local: In a distributed run, return the numbers of this rank alone. Otherwise every rank has to call, and
                 receives the numbers of one process that has seen the whole batch; ``nonfinite`` adds up firings of
                 ranks.
-            per_rank: Return also, for each statistic, ``"…/per_rank"`` (a list by rank), and the ranks of its smallest
-                and its largest value: ``"…/min_rank"``, ``"…/max_rank"``. NaN counts as the largest. Every rank has to
-                call, so it does not go with ``local``.
         """
-        if local and per_rank:
-            raise OptionError("to_metrics(per_rank=True) asks every rank, and local=True none; give one of them.")
         snapshot = self._snapshot(reset=reset)
         is_alone = local or not is_distributed()
         metrics = self._engine.to_metrics(snapshot) if is_alone else self._ranks.to_metrics(snapshot)
-        metrics |= {} if self.budget is None else self.budget.to_metrics()
-        if per_rank:
-            return self._ranks.per_rank(metrics, self._engine.to_metrics(snapshot))
-        return metrics
+        return metrics if self.budget is None else metrics | self.budget.to_metrics()
 
     def _snapshot(self, *, reset: bool = False) -> StatsSnapshot:
         """Return all numbers of this rank as they are now; with `reset`, count from zero afterwards."""
         with self._engine.lock:
-            self._sites.parameters.read_values()
-            if self._steps.what is BY_FORWARD:  # no step has read them
-                self._sites.parameters.read_gradients(self._sites.scale(), instead=True)
+            self._sites.parameters.read(self._sites.scale())
             snapshot = self._engine.snapshot()
             if reset:
                 self.reset()
@@ -210,7 +203,7 @@ class Watch(ShownAsTable):
         """Count a tensor of your own under a name: ``watch.update("loss", loss)``."""
         if not isinstance(tensor, Tensor):
             raise OptionError(f"update({name!r}, ...) takes a tensor, got {type(tensor).__name__}.")
-        if self._passes.counts_now():
+        if self._steps.is_due and self._passes.counts_now():
             self._engine.take(self._engine.place(name, ""), tensor)
 
     @property
@@ -222,7 +215,7 @@ class Watch(ShownAsTable):
     def steps_since_look(self) -> int | None:
         """How many steps are over since the last one that it looked at; None before the first."""
         look = self._steps.last_look
-        return None if look is None else self._steps.reached - 1 - look
+        return None if look is None else self._steps.count - 1 - look
 
     @property
     def step_is(self) -> str:
@@ -242,23 +235,26 @@ class Watch(ShownAsTable):
             "steps": self.steps,
             "left_out": self._passes.during.left_out,
             "fired": {place.label: count for place, count in fired.items()},
-            "silent": {place.label: self._passes.why_silent(place) for place in quiet} | self._ranks.left_out,
+            "silent": {place.label: self._why_silent(place) for place in quiet} | self._ranks.left_out,
         }
 
-    def table(self, *, sort: str | None = None, top: int | None = None) -> Table:
-        """Return what ``print(watch)`` shows; with ``sort="norm", top=10`` the ten places with the largest norm."""
+    def _why_silent(self, place: WatchedPlace) -> str:
+        """Return why `place` has no numbers, as far as is known."""
+        if place.silent or place.unread:
+            return place.silent or place.unread
+        if self._passes.in_parts and not place.name:
+            return "the model's own forward is not called, only parts of it"
+        during = self._passes.during
+        return "nothing came by" if during.counted or not during.left_out else during.in_words()
+
+    def _table(self) -> Table:
         metrics, places = self._engine.to_metrics(self._snapshot()), self._engine.places.values()
         table = table_of(metrics, {one.label: one.name for one in places})
         if not table.header:
-            return Table(title=_REPORTED) if any(place.rows for place in places) else table
-        if sort is not None:
-            table = _sorted(table, metrics, sort)
-        if top is not None and top < 1:
-            raise OptionError(f"top= is how many rows are shown, 10 for instance; got {top!r}.")
-        return replace(table, most=top, foot=(*table.foot, *self._passes.in_words(), *rank_in_words()))
-
-    def _table(self) -> Table:
-        return self.table()
+            has_counted = any(place.rows for place in places)
+            return Table(title=_HISTOGRAMS if metrics else _REPORTED if has_counted else table.title)
+        told = [self._passes.during.in_words(), "" if self.budget is None else self.budget.in_words()]
+        return replace(table, foot=(*table.foot, *filter(None, told), *rank_in_words()))
 
     def _state(self) -> str:
         return OFF if self._removed else ON
@@ -267,35 +263,67 @@ class Watch(ShownAsTable):
 
     def step(self) -> None:
         """End a step; call it after the backward pass, before gradients are set to zero."""
-        if type(self._optimizers) is OptimizerSteps:
+        if self._has_given:
             raise OptionError("The optimizer makes the steps of this watch; call step(), or give optimizer=, not both.")
-        if self._steps.what is not BY_HAND:
-            self._count_by_hand()
+        if self._steps.what != BY_HAND:
+            if self._scaler is not None and self._sites.parameters.gradients:
+                raise OptionError(
+                    "watch.step() cannot tell whether the scaler has unscaled the gradients of parameters yet; give "
+                    "optimizer= to watch(), or leave 'param_grad' out of on=."
+                )
+            self._leave_optimizers()
+            self._steps.restart(BY_HAND)
         self._passes.during.note_step()
-        if self._passes.counts_now():
-            self._sites.parameters.read_gradients(None)
-        self._advance()
+        counts = self._steps.is_due and self._passes.counts_now()
+        self._sites.parameters.read_step(None, counts=counts)
+        self._engine.flush()
+        self._steps.advance()
+        self._switch()
 
-    def _count_by_hand(self) -> None:
-        """Count steps by the user's calls from now on; gradients are read anew."""
-        if self._scaler is not None and self._sites.parameters.wants_gradients:
-            raise OptionError(
-                "watch.step() cannot tell whether the scaler has unscaled the gradients of parameters yet; give "
-                "optimizer= to watch(), or leave 'param_grad' out of on=."
-            )
-        self._leave_optimizers()
-        self._steps.restart(BY_HAND)
-        self._sites.parameters.forget_gradients()
+    def _at_step(self, optimizer: Optimizer) -> None:
+        """Read the gradients of an optimizer that makes a step, and count the step."""
+        self._passes.during.note_step()
+        if self._steps.what == BY_FORWARD:
+            self._steps.restart(BY_OPTIMIZER)
+        counts = self._steps.is_due_for(optimizer) and self._passes.counts_now()
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales by itself, later
+        self._sites.parameters.read_step(scale, of=optimizer, counts=counts)
+        if phase() == "train":
+            self._engine.flush()
+            self._steps.count_step_of(optimizer)
+            self._switch()
+
+    def _follow(self, optimizer: Optimizer | Sequence[Optimizer] | None) -> None:
+        """Count the steps of the given optimizers, or of any that holds parameters of the model; put the hooks on."""
+        self._has_given = optimizer is not None
+        self._optimizers = OptimizerSteps(optimizer, self._at_step, self.model)
+        self._steps.restart(BY_OPTIMIZER if self._has_given else BY_FORWARD)
+        self._switch()
+
+    def _switch(self) -> None:
+        """Have the hooks on, if the step that begins is due."""
+        if not self._removed:
+            self._sites.switch(self._steps.needs_hooks)
 
     def _leave_optimizers(self) -> None:
         if self._optimizers is not None:
             self._optimizers.remove()
         self._optimizers = None
 
+    def _forget(self) -> None:
+        """Drop what was counted: training begins, and it was something else."""
+        self._engine.flush()
+        for place in list(self._engine.places.values()):
+            if place.kind not in ("", "param"):
+                place.empty()
+        self._steps.restart(self._steps.what)
+        self.on_forget()
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run has to know: all that was counted, and the step it is in."""
         steps, during = self._steps.state_dict(), self._passes.during.state_dict()
-        found = {"counted": self._engine.state_dict(), "steps": steps, "during": during}
+        read = [place.name for place in self._sites.parameters.at_steps]
+        found = {"counted": self._engine.state_dict(), "steps": steps, "during": during, "read_at_steps": read}
         return found if self.budget is None else {**found, "budget": self.budget.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -304,19 +332,20 @@ class Watch(ShownAsTable):
         if self.budget is not None and "budget" in state:
             self.budget.load_state_dict(state["budget"])
         self._steps.load_state_dict(state["steps"])
-        if self._steps.what is BY_HAND:
+        if self._steps.what == BY_HAND:
             self._leave_optimizers()
         self._passes.during.load_state_dict(state["during"])
-        self._sites.switch(self._steps.needs_hooks)
+        self._sites.parameters.at_steps = {self._engine.place(name, "param_grad") for name in state["read_at_steps"]}
+        self._switch()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Count nothing for as long as the block lasts: ``with watch.paused(): evaluate()``."""
-        self._passes.pause(1)
+        self._passes.paused += 1
         try:
             yield
         finally:
-            self._passes.pause(-1)
+            self._passes.paused -= 1
 
     def remove(self, *, quiet: bool = False) -> None:
         """Take all hooks off; what was counted stays. Warns, unless ``quiet``, if the model ran unseen."""
@@ -329,8 +358,10 @@ class Watch(ShownAsTable):
         seen = excused or any(report.fired for report in self._sites.handles.report())
         self._sites.remove(quiet=quiet or seen)
         self._engine.flush()
-        if not quiet:
-            self._passes.warn_if_nothing_counted()
+        during = self._passes.during
+        if during.left_out and not during.counted and not quiet:
+            text = f"This watch of {type_name(self.model)} has counted nothing; {during.in_words()}."
+            warnings.warn(text, HooklineWarning, stacklevel=caller_stacklevel())
 
     def __enter__(self) -> Self:
         return self
@@ -341,62 +372,6 @@ class Watch(ShownAsTable):
     def __reduce__(self) -> tuple[Any, ...]:
         # As with handles: a copied or unpickled model carries no hooks, so a watch that it keeps has counted nothing.
         return _nothing_watched, ()
-
-    # -- hooks -------------------------------------------------------------------------------------------
-
-    def _begin(self, target: Target, exclude: Target, kinds: list[str], optimizer: Any, *, lenient: bool) -> None:
-        self._sites.choose(target, exclude, kinds, lenient=lenient)
-        if optimizer is None:
-            self._optimizers = OptimizersOf(self.model, self._meet_optimizer, self._before_step, self._advance)
-        else:
-            self._optimizers = OptimizerSteps(optimizer, self._before_step, self._advance)
-            self._steps.what = BY_OPTIMIZER
-        self._sites.switch(self._steps.needs_hooks)
-
-    def _meet_optimizer(self, num_before: int) -> None:
-        """Count the steps of an optimizer that makes its first one; of several, those of the last that was met."""
-        if num_before:
-            self._steps.take_back()
-        elif self._steps.what is BY_FORWARD:
-            self._steps.restart(BY_OPTIMIZER)
-            self._sites.parameters.forget_gradients()
-
-    def _before_step(self, optimizer: Optimizer) -> None:
-        self._passes.during.note_step()
-        self._steps.reach_end()
-        if self._passes.counts_now():
-            scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales by itself, later
-            self._sites.parameters.read_gradients(scale, of=optimizer)
-
-    def _advance(self) -> None:
-        """End a step; the hooks are on for the next one if it is due."""
-        self._engine.flush()
-        self._steps.advance()
-        if not self._removed:
-            self._sites.switch(self._steps.needs_hooks)
-
-    def _forget(self) -> None:
-        """Drop what was counted: training begins, and it was something else."""
-        self.times_forgotten += 1
-        self._engine.flush()
-        for place in list(self._engine.places.values()):
-            if place.kind not in ("", "param"):
-                place.empty()
-        self._steps.restart()
-
-
-def _sorted(table: Table, metrics: Mapping[str, Any], sort: str) -> Table:
-    names = list(table.header[1:])
-    if sort not in names:
-        raise OptionError(f"sort={sort!r} is no column of this watch{suggest(sort, names) or '.'} {', '.join(names)}.")
-
-    def key(row: Any) -> tuple[int, float]:
-        value = metrics.get(f"{row[0]}/{sort}" if row[0] else sort)
-        if value is None:
-            return 2, 0.0
-        return (1, -float(value)) if value == value else (0, 0.0)
-
-    return replace(table, rows=sorted(table.rows, key=key), rest=f" more, none with a larger {sort}")
 
 
 def _nothing_watched() -> Watch:
