@@ -52,7 +52,6 @@ class AttachKeywords(TypedDict, total=False):
     name: str | None
     exclude: Target
     strict: bool
-    profile: bool
     scope: Scope
     role: str | None
 
@@ -76,7 +75,6 @@ def attach(
     name: str | None = None,
     exclude: Target = None,
     strict: bool = True,
-    profile: bool = False,
     scope: Scope = "process",
     role: str | None = None,
 ) -> HookHandle:
@@ -107,7 +105,6 @@ def attach(
         name: A name for reports; the function's own by default.
         exclude: Modules to leave out, in the same grammar as ``target``.
         strict: Raise if nothing matches; with False, warn and return a handle on nothing.
-        profile: Measure what the hook costs, for ``handle.report().cost_us``.
         scope: ``"context"``: fire for calls made in this thread, or asyncio task, alone, whoever else runs the model.
         role: In place of a target: ``"resid"``, ``"attn"``, ``"mlp"``, ``"embed"``, ``"final_norm"``, ``"head"`` or
             ``"router"`` of a language model, as ``hookline.sites.find_roles`` finds them.
@@ -127,7 +124,6 @@ def attach(
         always_call=always_call,
         observe=observe,
         name=name,
-        profile=profile,
         scope=scope,
     )
     attachment = new_attachment(wanted, on if on is _FORWARD else Kind.parse(on), options)
@@ -216,7 +212,7 @@ def _call_per_site(attachment: Attachment, hook: Any) -> None:
     if options.with_kwargs or not isinstance(hook, PerSiteHook) or not hook.is_per_site:
         return
     attachment.for_site, attachment.wants_site = hook.for_site, False
-    if not (options.profile or options.always_call or options.scope == "context" or attachment.everywhere):
+    if not (options.always_call or options.scope == "context" or attachment.everywhere):
         attachment.summary = hook.summary
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -231,7 +230,6 @@ class AttachOptions:
     always_call: bool = False
     observe: bool = False
     name: str | None = None
-    profile: bool = False
     scope: str = "process"
 
 
@@ -272,8 +270,6 @@ class Attachment:
     """Called when the hook comes off."""
     retired: int = 0
     """Firings on modules that are gone, and whose entries were dropped."""
-    versions_before: list[tuple[object, int]] | None = None
-    """For a hook on the model itself: its `parameter_versions`, to find out later whether the model was trained."""
     turns: dict[str, tuple[int, int]] | None = None
     """For a hook that is called at each firing and runs at some: how often it ran at each site, and its last step."""
 
@@ -337,7 +333,7 @@ class HookAtSite:
     """One hook on one module, function, tensor, …"""
 
     __slots__ = (
-        *("attachment", "container", "counter", "fired", "hook", "last_step", "name", "rank", "seconds"),
+        *("attachment", "container", "counter", "fired", "hook", "last_step", "name", "rank"),
         *("simple", "step_at_attach"),
     )
 
@@ -348,7 +344,7 @@ class HookAtSite:
         """Sort key among the hooks of one site and kind."""
         self.hook = attachment.hook if attachment.for_site is None else attachment.for_site(name)
         self.simple = attachment.context is None and not (
-            attachment.wants_site or options.with_kwargs or options.profile or options.always_call
+            attachment.wants_site or options.with_kwargs or options.always_call
         )
         """Whether the hook can be called straight, without looking at options."""
         self.counter = counter
@@ -357,7 +353,6 @@ class HookAtSite:
         self.container = container  # a HookContainer; which, the type of site decides
         self.fired = 0
         self.last_step = -1
-        self.seconds = 0.0
 
     def is_due(self) -> bool:
         """Return whether the hook fires for the context that this call is made in."""
@@ -382,10 +377,4 @@ class HookAtSite:
         options = {}
         if attachment.wants_site:
             options["site"] = site if site is not None else self.site(module)
-        if not attachment.options.profile:
-            return self.hook(module, *args, **options)
-        start = time.perf_counter()
-        try:
-            return self.hook(module, *args, **options)
-        finally:
-            self.seconds += time.perf_counter() - start
+        return self.hook(module, *args, **options)

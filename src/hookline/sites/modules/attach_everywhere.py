@@ -61,7 +61,6 @@ def attach_everywhere(
     always_call: bool = False,
     observe: bool = False,
     name: str | None = None,
-    profile: bool = False,
 ) -> HookHandle:
     """Put a hook on every module of the process, or of one model.
 
@@ -86,7 +85,6 @@ def attach_everywhere(
             always_call=always_call,
             observe=observe,
             name=name,
-            profile=profile,
         ),
         site_type=site_type,
         everywhere=True,

@@ -38,7 +38,6 @@ from hookline.sites.gradients.call_gradients import CallState, GradientCall
 from hookline.sites.gradients.tensor_taps import run_before_torch
 from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup, StandIn, next_order
 from hookline.sites.kinds import CALL_KINDS, GRADIENT_KINDS, REGISTRATION_KINDS, Kind
-from hookline.sites.receipt import parameter_versions
 from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
 
 if TYPE_CHECKING:
@@ -911,8 +910,6 @@ def add_entries(attachment: Attachment, model: nn.Module, chosen: list[tuple[str
     if counter in attachment.counters:
         counter.users -= 1  # it is one user, however often it comes back
     attachment.counters[counter] = None
-    if len(chosen) == 1 and not chosen[0][0] and not attachment.everywhere:
-        attachment.versions_before = parameter_versions(chosen[0][1])
     for name, module in chosen:
         module_hooks = hooks_of_module(module)
         entry = HookAtSite(attachment, name, module_hooks, counter)
