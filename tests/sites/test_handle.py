@@ -294,3 +294,15 @@ def test_a_forward_hook_of_others_on_a_part_called_alone_is_passed_from_the_seco
                 (model if through_model else model[0])(torch.ones(1, 2))
         assert seen[1] == 0
         assert (seen[0] == 0) is through_model
+
+
+def test_a_hook_is_found_when_what_it_was_on_is_gone() -> None:
+    """So that it comes off, and with it what counts the forwards of the model."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    hl.attach(model, "1.weight", lambda parameter: None, on="param_grad")
+    del model[1]
+    gc.collect()
+    assert model._forward_pre_hooks
+    for handle in hl.attached(model):
+        handle.remove(quiet=True)
+    assert not model._forward_pre_hooks

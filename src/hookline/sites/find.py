@@ -16,7 +16,7 @@ from hookline.sites import _torch
 from hookline.sites.functions.function_mode import unbound_attachments
 from hookline.sites.handle import HookHandle
 from hookline.sites.modules.attach_everywhere import attachments_everywhere
-from hookline.sites.modules.module_hooks import Slot, drop_stale, existing_hooks, sweep
+from hookline.sites.modules.module_hooks import Slot, drop_inert, existing_hooks, sweep
 from hookline.sites.modules.registration_hooks import registration_entries_everywhere
 from hookline.sites.optimizers import optimizer_entries, optimizer_entries_everywhere, unwrap_optimizer
 from hookline.sites.parameters import LeafHook, parameter_entries
@@ -110,7 +110,11 @@ def _attachments(where: Any) -> Iterator[Attachment]:
         yield from (entry.attachment for entry in optimizer_entries(where))
     else:
         check_model(where)
-        yield from (entry.attachment for module in where.modules() for entry in _own_entries(module))
+        for module in where.modules():
+            yield from (entry.attachment for entry in _own_entries(module))
+            hooks = existing_hooks(module)
+            if hooks is not None and hooks.counter is not None:
+                yield from tuple(hooks.counter.users)  # whatever became of what they were on
 
 
 def _attachments_of_the_process() -> Iterator[Attachment]:
@@ -139,7 +143,7 @@ def assert_no_hooks(model: nn.Module, *, foreign: bool = False) -> None:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        drop_stale(module)
+        drop_inert(module)
         hooks = _hooks_on(module) if foreign else _own_hooks(module)
         left += [f"{name or THE_MODEL}: {text}" for text in hooks]
     if left:

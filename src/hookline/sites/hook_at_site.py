@@ -51,20 +51,15 @@ What the owner starts in a copy of its context (a task, ``asyncio.to_thread``) i
 def open_context() -> int:
     """Open a context here; return its number."""
     number = next(_NUMBERS)
-    _LIVE.add(number)
     known = _OPEN.get()
-    _OPEN.set((known if known <= _LIVE or _torch.in_run() else known & _LIVE) | {number})
+    _OPEN.set((known if _torch.in_run() else known & _LIVE) | {number})
+    _LIVE.add(number)
     return number
 
 
 def close_context(number: int) -> None:
-    """Forget a context whose hook is off. Copies of it may still have the number, which nobody asks for again.
-
-    While a model runs, this one keeps it too: a firing that is under way still runs the hook.
-    """
+    """Forget a context whose hook is off; a firing that is under way still runs it."""
     _LIVE.discard(number)
-    if not _torch.in_run():
-        _OPEN.set(_OPEN.get() - {number})
 
 
 # -- the forwards of a model -------------------------------------------------------------------------------------
@@ -118,8 +113,8 @@ class ForwardCounter:
         """The model, unless it is gone."""
         self.step = -1
         """The newest forward of any thread."""
-        self.users = 0
-        """How many attachments go through this model."""
+        self.users: dict[Attachment, None] = {}
+        """The attachments through this model."""
         self.hooked: set[Any] = set()
         """The `ModuleHooks` of the modules that were attached to through this model."""
         self.leaves: Callable[[], None] | None = None
@@ -128,6 +123,10 @@ class ForwardCounter:
         self._counter = itertools.count()
         self.here = _ThreadForward()
         """The forward of this thread, with its ``step``; for whoever asks too often to call `moment`."""
+
+    def serve(self, attachment: Attachment) -> None:
+        """Count for an attachment, until `release_counters`."""
+        self.users[attachment] = attachment.counters[self] = None
 
     def begin(self, gradients: bool | None = None, *, by_part: bool = False) -> None:
         """Begin a forward in this thread, with ``gradients`` on; as they are now, if left out.

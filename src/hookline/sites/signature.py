@@ -172,20 +172,8 @@ def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
 
 
 _GIVE_NONE = frozenset(
-    [
-        "append",
-        "appendleft",
-        "debug",
-        "discard",
-        "extend",
-        "info",
-        "insert",
-        "print",
-        "put_nowait",
-        "setattr",
-        "update",
-        "warning",
-    ]
+    ["append", "appendleft", "debug", "discard", "extend", "info", "insert"]
+    + ["print", "put_nowait", "setattr", "update", "warning"]
 )
 """What people call in a lambda for its effect: ``lambda module, args, output: seen.append(output)``. No method of a
 tensor has one of these names."""

@@ -117,9 +117,6 @@ def choose(model: nn.Module, target: Target, exclude: Target, *, strict: bool) -
     """Return the modules that hooks can be put on; if nothing matches, an error, or, not ``strict``, a warning and
     none.
     """
-    named = _by_name(model, target) if exclude is None else None
-    if named is not None:  # as `select` begins, without the calls around it
-        return [named]
     try:
         return without_scripted(select(model, target, exclude=exclude), target)
     except NoMatchError as error:

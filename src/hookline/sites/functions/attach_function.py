@@ -127,7 +127,7 @@ def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.
         for_classes = ANYWHERE if within is None else scope
         for each in (scope, for_classes):
             each.attachments[attachment] = threading.get_ident(), _torch.sequence_number()
-        attachment.counters[scope.counter] = None
+        scope.counter.serve(attachment)
         attachment.on_remove = lambda attachment: _take_off(attachment, scope, for_classes)
         if attachment.kind.is_gradient:
             _watch_gradients(attachment)
