@@ -177,19 +177,6 @@ def act_in_the_middle(model: During, theirs: Seen, when: str) -> list[hl.HookHan
     return handles
 
 
-def test_the_threads_an_owner_starts_are_not_the_owner():
-    """A bare thread begins with nothing open, and so does a thread of a pool."""
-    model, seen = Doubler(), Seen()
-    with seen.attach(model, "same"):
-        thread = threading.Thread(target=run, args=(model, 5.0))
-        thread.start()
-        thread.join()
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda value: run(model, value), [6.0, 7.0]))
-        run(model, 1.0)
-    assert seen.values == [1.0]
-
-
 # -- asyncio -------------------------------------------------------------------------------------------------
 
 
@@ -246,24 +233,6 @@ def test_what_a_task_starts_counts_as_its_own():
     assert sorted(seen.values) == [2.0, 3.0, 4.0, 5.0, 7.0]
 
 
-def test_what_a_task_attaches_is_not_its_parents():
-    """A context is copied when the task begins; what the task opens stays with it."""
-    model, seen = Doubler(), Seen()
-    handles = []
-
-    async def child() -> None:
-        handles.append(seen.attach(model, "same"))
-        run(model, 1.0)
-
-    async def parent() -> None:
-        await asyncio.create_task(child())
-        run(model, 2.0)
-        handles[0].remove()
-
-    asyncio.run(parent())
-    assert seen.values == [1.0]
-
-
 # -- gradients: the owner is that of the forward -------------------------------------------------------------
 
 
@@ -283,17 +252,6 @@ def test_a_backward_in_another_thread_fires_for_the_owner_of_the_forward(kind, s
 
         in_thread(elsewhere)
     assert (mine.values, theirs.values) == ([3.0], [])
-
-
-@pytest.mark.parametrize("kind", ["backward_pre", "backward"])
-def test_a_forward_of_another_thread_is_not_the_owners_even_if_its_backward_is(kind):
-    """The owner differentiates what somebody else has computed."""
-    model, seen = Doubler(), Seen(kind)
-    with seen.attach(model, "twice") as handle:
-        in_thread(lambda: model(ones() * 1).sum()).backward()
-        assert handle.report().fired == 0
-        model(ones() * 1).sum().backward()
-        assert handle.report().fired == 1
 
 
 @pytest.mark.parametrize("kind", CALLS)
@@ -436,29 +394,6 @@ def test_compiled_calls_have_their_owner_too(kind, style):
     factor = 2 if kind == "forward" else 1
     assert mine.values == [factor * value for value in (1.0, 2.0)]
     assert theirs.values == [factor * value for value in (3.0, 5.0, 3.0, 5.0)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "hook"),
-    [
-        ("backward_pre", lambda module, grads: (grads[0] * 10,)),
-        ("backward", lambda module, grads, _: (grads[0] * 10,)),
-    ],
-)
-def test_gradients_of_compiled_calls_are_edited_for_the_owner_alone(kind, hook):
-    """Which call it was, the graph has kept."""
-    torch._dynamo.reset()
-    model = Doubler()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-
-    def gradient() -> float:
-        x = ones()
-        compiled(x).sum().backward()
-        return x.grad[0].item()
-
-    with hl.attach(model, "twice", hook, on=kind, scope="context") as handle:
-        assert (gradient(), in_thread(gradient), gradient()) == (20.0, 2.0, 20.0)
-        assert handle.report().fired == 2
 
 
 @pytest.mark.parametrize(

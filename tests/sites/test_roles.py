@@ -493,10 +493,3 @@ def test_mistakes_about_roles_say_what_to_do() -> None:
         hl.attach(plain, "role:resid", lambda module, args, output: None)
     with pytest.raises(NoMatchError, match="no list of blocks"):
         check_roles(plain, torch.ones(1, 2))
-
-
-def test_heads_of_attention_and_several_roles_are_told_apart() -> None:
-    with pytest.raises(TargetError, match="output projection"):
-        hl.find(nn.Linear(1, 1), role="heads")
-    with pytest.raises(TargetError, match="one role"):
-        hl.find(nn.Linear(1, 1), role=["resid", "attn"])  # type: ignore[arg-type]

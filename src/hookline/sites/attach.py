@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack, overload
 from torch import nn
 
 from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, OptionError
+from hookline.messages import caller_stacklevel
 from hookline.sites.compiled import op_runtime  # noqa: F401  # runs behind the operators
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import (
@@ -137,7 +138,7 @@ def _select(model: nn.Module, target: Target, exclude: Target, kind: Kind, *, st
     except NoMatchError as error:
         if strict:
             raise
-        warnings.warn(HooklineWarning(*error.args, hint=error.hint), stacklevel=3)
+        warnings.warn(HooklineWarning(*error.args, hint=error.hint), stacklevel=caller_stacklevel())
         return []
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import warnings
@@ -148,7 +149,7 @@ class ForwardCounter:
         if self.leaves is not None:
             self.leaves()
         if _torch.capturing():
-            _warn_captured(self.model())
+            _warn_captured(type(model))
 
     def begin_by_part(self) -> None:
         """Begin a forward with the call of a part that stands in for the model."""
@@ -191,21 +192,16 @@ NO_MODEL: Final = ForwardCounter()
 """The counter of hooks that belong to no model; no forward of it ever begins."""
 
 
-def _warn_captured(model: nn.Module | None) -> None:
-    """Warn, once in a process, that a CUDA graph which is being recorded will call no hooks."""
-    if not _WarnedCaptured.done:
-        _WarnedCaptured.done = True
-        warnings.warn(
-            f"A forward of this {type(model).__name__} is being recorded as a CUDA graph: its replays call no hooks. "
-            "Run it without the graph where hooks are to fire, or use torch.compile(mode='reduce-overhead'), which "
-            "makes graphs around them.",
-            HooklineWarning,
-            stacklevel=2,
-        )
-
-
-class _WarnedCaptured:
-    done = False
+@functools.cache
+def _warn_captured(cls: type) -> None:
+    """Warn, once for a class of models, that a CUDA graph which is being recorded will call no hooks."""
+    warnings.warn(
+        f"A forward of this {cls.__name__} is being recorded as a CUDA graph: its replays call no hooks. Run it "
+        "without the graph where hooks are to fire, or use torch.compile(mode='reduce-overhead'), which makes graphs "
+        "around them.",
+        HooklineWarning,
+        stacklevel=2,
+    )
 
 
 # -- what was asked for, and what became of it -------------------------------------------------------------------

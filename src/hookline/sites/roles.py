@@ -51,12 +51,6 @@ def role_target(role: str) -> str:
     """
     if not isinstance(role, str):
         raise TargetError(f"role= is one role, got {role!r}; for several, give targets: ['role:resid', 'role:attn'].")
-    if role == "heads":
-        raise TargetError(
-            "There is no role 'heads': the heads of attention are no modules. They lie side by side in the input of "
-            "its output projection; give that module (patch(…, on='forward_pre', index=…)). The role 'head' is the "
-            "unembedding."
-        )
     if role not in ROLES:
         raise TargetError(f"There is no role {role!r}{suggest(role, ROLES) or '.'} Roles are {', '.join(ROLES)}.")
     return f"{ROLE}{role}"

@@ -97,18 +97,16 @@ _GLOB: Final = frozenset("*?[#")
 
 
 def without_scripted(chosen: list[Named], target: Target) -> list[Named]:
-    """Leave out TorchScript modules that were not asked for one by one, with one warning; return the others."""
-    if len(chosen) == 1:
-        return chosen
-    scripted = [named for named in chosen if isinstance(named[1], torch.jit.ScriptModule)]
-    if not scripted or len(scripted) == len(chosen) or any(_is_asked_for(named, target) for named in scripted):
-        return chosen  # where one is asked for, the error comes when it is hooked
+    """Leave out TorchScript modules among others, with one warning; return the others."""
+    scripted = [name for name, module in chosen if isinstance(module, torch.jit.ScriptModule)]
+    if not scripted or len(scripted) == len(chosen):
+        return chosen  # where there are no others, the error comes when they are hooked
     warnings.warn(
         f"{describe(target)} matches TorchScript modules, which run no Python hooks and are left out: "
-        f"{listed([name for name, _ in scripted])}. "
+        f"{listed(scripted)}. "
         "Attach before they are scripted or traced, or hook the module around them.",
         HooklineWarning,
-        stacklevel=3,
+        stacklevel=caller_stacklevel(),
     )
     return [named for named in chosen if not isinstance(named[1], torch.jit.ScriptModule)]
 
@@ -124,10 +122,6 @@ def choose(model: nn.Module, target: Target, exclude: Target, *, strict: bool) -
             raise
         warnings.warn(HooklineWarning(*error.args, hint=error.hint), stacklevel=caller_stacklevel())
         return []
-
-
-def _is_asked_for(named: Named, target: Any) -> bool:
-    return any(item == named[0] if isinstance(item, str) else item is named[1] for item in as_list(target))
 
 
 def check_model(model: Any, then: Any = None) -> None:
