@@ -149,7 +149,7 @@ class ForwardCounter:
         if self.leaves is not None:
             self.leaves()
         if _torch.capturing():
-            _warn_captured(type(model))
+            _warn_captured(type(model).__name__)
 
     def begin_by_part(self) -> None:
         """Begin a forward with the call of a part that stands in for the model."""
@@ -193,10 +193,10 @@ NO_MODEL: Final = ForwardCounter()
 
 
 @functools.cache
-def _warn_captured(cls: type) -> None:
+def _warn_captured(name: str) -> None:
     """Warn, once for a class of models, that a CUDA graph which is being recorded will call no hooks."""
     warnings.warn(
-        f"A forward of this {cls.__name__} is being recorded as a CUDA graph: its replays call no hooks. Run it "
+        f"A forward of this {name} is being recorded as a CUDA graph: its replays call no hooks. Run it "
         "without the graph where hooks are to fire, or use torch.compile(mode='reduce-overhead'), which makes graphs "
         "around them.",
         HooklineWarning,

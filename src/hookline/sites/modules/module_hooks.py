@@ -799,7 +799,7 @@ def _split(hooks: _Entries) -> tuple[_Entries, _Entries]:
 
 def existing_hooks(module: nn.Module) -> ModuleHooks | None:
     """Return the hooks of a module, if it has any; a shallow copy shares those of the original."""
-    for row in _ROWS if any(map(module.__dict__.get, _torch.HOOK_DICTS)) else ():
+    for row in _ROWS if _has_any_hooks(module) else ():
         slot = row.slot_on(module)
         if slot is not None:
             return slot.module_hooks  # type: ignore[no-any-return]
@@ -815,11 +815,17 @@ def hooks_of_module(module: nn.Module) -> ModuleHooks:
         )
     hooks = existing_hooks(module)
     if hooks is None:
-        drop_inert(module)
+        if _has_any_hooks(module):
+            drop_inert(module)
         return ModuleHooks(module)
     if not hooks.alive():
         hooks.sit_on(module)
     return hooks
+
+
+def _has_any_hooks(module: nn.Module) -> bool:
+    """Return whether there are hooks of anybody's on a module, which may be half made."""
+    return any(map(module.__dict__.get, _torch.HOOK_DICTS))
 
 
 def drop_inert(module: nn.Module) -> None:
