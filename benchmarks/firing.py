@@ -125,7 +125,6 @@ def single(setting: Setting) -> Iterator[Row]:
         "forward": lambda: hl.attach(parent, "0", empty),
         "forward, observe=True": lambda: hl.attach(parent, "0", empty, observe=True),
         "forward, with site": lambda: hl.attach(parent, "0", empty_site),
-        "forward, profile=True": lambda: hl.attach(parent, "0", empty, profile=True),
         "forward, always_call=True": lambda: hl.attach(parent, "0", empty, always_call=True),
         "forward_pre": lambda: hl.attach(parent, "0", empty_pre, on="forward_pre"),
     }

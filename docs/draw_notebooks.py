@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "pictures" / "notebook.png"
 CELLS = [
-    ("watch", 'hl.find(model, "2*").beside(watch)'),
+    ("watch", "hl.find(model)"),
     ("watch", "watch"),
     ("capture_and_patch", 'cache["blocks.1"]'),
 ]

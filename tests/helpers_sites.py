@@ -166,8 +166,7 @@ class Place:
         return None
 
     def settle(self) -> None:
-        """Change some hook elsewhere: what could not go in the middle of a walk of torch's goes now."""
-        hl.attach(nn.Identity(), ignore).remove(quiet=True)
+        """Change some hook there: what could not go in the middle of a walk of torch's goes now."""
 
     @property
     def edits(self) -> bool:
@@ -194,6 +193,9 @@ class OnModule(Place):
         self.model = nn.Sequential(nn.Linear(2, 2)) if model is None else model
         self.layer = self.model[0]
         self.called = self.model
+
+    def settle(self) -> None:
+        hl.attach(self.model, "*", ignore).remove(quiet=True)
 
     def put(self, hook: Any, **options: Any) -> hl.HookHandle:
         return hl.attach(self.model, "0", hook, **options)

@@ -1,4 +1,4 @@
-"""What notebooks show beyond rows of text: trees that fold, heat maps, shaded cells."""
+"""What notebooks show beyond rows of text: heat maps, shaded cells."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_tables import Cells, model_and_data
 from torch import nn
 
 import hookline as hl
@@ -34,48 +33,6 @@ def pixels(html: str) -> list[list[int]]:
     assert (len(chunks[b"PLTE"]), len(chunks[b"tRNS"])) == (3 * 256, 256)
     rows = zlib.decompress(chunks[b"IDAT"])
     return [list(rows[1 + row * (width + 1) : (row + 1) * (width + 1)]) for row in range(height)]
-
-
-def test_ten_thousand_modules_fold_into_a_small_tree() -> None:
-    """400 lines, the ones near the root first, and each branch says how many it hides; every name is escaped."""
-    block = nn.Sequential(*(nn.Sequential(*(nn.Identity() for _ in range(9))) for _ in range(10)))
-    model = nn.ModuleDict({f"<b>{number}": block if number == 0 else nn.Sequential() for number in range(100)})
-    for number in range(1, 100):
-        model[f"<b>{number}"].extend(nn.Sequential(*(nn.Identity() for _ in range(9))) for _ in range(10))
-    found = hl.find(model)
-    assert len(found) > 10_000
-    html = found._repr_html_()
-    assert len(html) < 100_000
-    assert Cells(html).open == []
-    assert html.count("<strong>") == 400
-    assert html.count("&lt;b&gt;") == 100
-    hidden = [int(count.replace(",", "")) for count in re.findall(r"and ([\d,]+) more inside", html)]
-    assert sum(hidden) + 400 == len(found)
-
-
-def test_a_tree_has_shapes_hooks_and_what_was_observed_beside_each_module() -> None:
-    """A watch, a cache, a profile and a receipt, each at its own module, in the tree and in the table."""
-    model, x = model_and_data()
-    handle = hl.attach(model, "0", lambda module, args, output: None, name="mine")
-    with hl.watch(model, on="forward", stats=("std",)) as watch, hl.capture(model, "2") as cache:
-        model(x)
-        found = hl.find(model).beside(watch, cache, handle.report(), hl.attach(model, "#", print).report())
-        hl.attached(model)[-1].remove(quiet=True)
-        lines = re.findall(r"<strong>(.*?)</strong> (.*?)(?:</div>|</summary>)", found._repr_html_())
-        shown = {name: re.sub(r"<[^>]*>", " ", text) for name, text in lines}
-    metrics = watch.to_metrics()
-    assert shown["0"].startswith("Linear, 20 parameters, weight (4, 4), bias (4,) ")
-    assert "hooks: mine, watch" in shown["0"]
-    assert f"std {metrics['0/forward/std']:.4g}" in shown["0"]
-    assert f"std {metrics['forward/std']:.4g}" in shown["(the model)"]
-    assert "output (8, 1)" in shown["2"]
-    assert "output" not in shown["1"]
-    handle.remove()
-    header = str(found).splitlines()[0].split()
-    assert header[:5] == ["name", "type", "parameters", "forward", "std"]
-    assert [row.split()[3] for row in str(found).splitlines()[3:6]] == [
-        f"{metrics[f'{n}/forward/std']:.4g}" for n in "012"
-    ]
 
 
 def test_a_picture_has_a_pixel_for_each_number() -> None:

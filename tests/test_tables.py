@@ -47,7 +47,7 @@ def model_and_data() -> tuple[nn.Sequential, torch.Tensor]:
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(8, 4)
 
 
-NO_CELLS = ("handle", "receipt of one site", "find", "beside", "captured", "heat map", "factory without numbers")
+NO_CELLS = ("handle", "receipt of one site", "captured", "heat map", "factory without numbers")
 """What is shown as one line, a tree or a picture."""
 
 
@@ -112,7 +112,6 @@ def everything_that_ends_a_cell() -> dict[str, Any]:
         "edit by a function": patch.edits[1],
         "heat map": hl.observe.HeatMap(x),
         "heat map with names": hl.observe.HeatMap([[1.0, -2.0]], rows=["<b>"], columns=["<script>", "b"]),
-        "beside": hl.find(model).beside(watch, cache, profile, many.report()),
         "profile": profile,
         "rollback": receipt,
         "plan": manager.plan,

@@ -1,6 +1,6 @@
-"""Make the HTML of a notebook that needs more than rows of text: shaded cells, pictures of numbers, trees that fold.
+"""Make the HTML of a notebook that needs more than rows of text: shaded cells, pictures of numbers.
 
-`hookline.tables` shades cells by it, `HeatMap` draws pictures, ``find`` draws trees. There is no script and no style
+`hookline.tables` shades cells by it, `HeatMap` draws pictures. There is no script and no style
 sheet, which viewers drop from a notebook that they do not trust. Colours are laid over
 those of the page with some transparency, which reads in a light theme and in a dark one.
 """
@@ -11,12 +11,12 @@ import base64
 import math
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Final
 
-__all__ = ["ColourScale", "TreeLine", "folding_tree", "legend", "line", "picture", "shade_style"]
+__all__ = ["ColourScale", "legend", "line", "picture", "shade_style"]
 
 _ABOVE: Final = (222, 45, 38)
 _BELOW: Final = (49, 107, 232)
@@ -29,11 +29,6 @@ _LEVELS: Final = 127
 _WIDEST_CELL: Final = 16
 _WIDTH: Final = 480
 """Pixels on the screen: of one number of a picture at most, and of a whole one at least where numbers are many."""
-_MAX_LINES: Final = 400
-"""Lines of a tree. A browser folds many more, but a notebook keeps what it has shown in its file."""
-_MAX_OPEN: Final = 24
-"""A tree of so many lines is open from the start."""
-_INDENT: Final = 'style="margin-left: 1.4em"'
 
 
 def line(text: str) -> str:
@@ -119,84 +114,3 @@ def _palette() -> list[tuple[bytes, bytes]]:
 
 def _chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
-# -- trees ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TreeLine:
-    """What a tree shows of one name, behind its last part."""
-
-    words: str = ""
-    """What it is."""
-    marks: Sequence[tuple[str, float | None]] = ()
-    """Texts of a second line with their shades, between -1 and 1; None for a text without."""
-
-
-@dataclass(slots=True)
-class _Node:
-    part: str
-    line: TreeLine = field(default_factory=TreeLine)
-    inside: dict[str, _Node] = field(default_factory=dict)
-    is_shown: bool = False
-    is_open: bool = False
-
-    def size(self) -> int:
-        """Return how many nodes are inside, at any depth."""
-        return sum(1 + child.size() for child in self.inside.values())
-
-
-def folding_tree(lines: Mapping[str, TreeLine], root: str, unfold: Sequence[str] = ()) -> str:
-    """Return dotted names as a tree whose branches fold; the empty name is the root, else ``root`` names it.
-
-    Branches around the names in ``unfold`` are open. It has 400 lines at most, those near the root first; a branch
-    that lacks some says how many.
-    """
-    top = _Node(root)
-    for name, text in lines.items():
-        node = top
-        for part in name.split(".") if name else ():
-            node = node.inside.setdefault(part, _Node(part))
-        node.line = text
-    for name in unfold:
-        node = top
-        for part in name.split(".") if name else ():
-            node.is_open = True
-            node = node.inside[part]
-    _choose(top, _MAX_LINES)
-    depth = 99 if top.size() <= _MAX_OPEN else 1
-    return "\n".join(_html(top, depth))
-
-
-def _choose(top: _Node, most: int) -> None:
-    """Mark the nodes to be shown, level by level."""
-    level = [top]
-    while level and most > 0:
-        for node in level[:most]:
-            node.is_shown = True
-        most -= len(level)
-        level = [child for node in level if node.is_shown for child in node.inside.values()]
-
-
-def _html(node: _Node, open_levels: int) -> Iterator[str]:
-    text = f"<strong>{escape(node.part)}</strong> {escape(node.line.words)}".rstrip()
-    if node.line.marks:
-        text += f"<br><small>{' '.join(_mark(*mark) for mark in node.line.marks)}</small>"
-    if not node.inside:
-        yield f"<div>{text}</div>"
-        return
-    yield f"<details{' open' if node.is_open or open_levels > 0 else ''}><summary>{text}</summary><div {_INDENT}>"
-    shown = [child for child in node.inside.values() if child.is_shown]
-    for child in shown:
-        yield from _html(child, open_levels - 1)
-    hidden = node.size() - sum(1 + child.size() for child in shown)
-    if hidden:
-        yield f"<div>… and {hidden:,} more inside, not shown</div>"
-    yield "</div></details>"
-
-
-def _mark(text: str, share: float | None) -> str:
-    if share is None:
-        return escape(text)
-    return f'<span style="{shade_style(share)}; padding: 0 0.3em">{escape(text)}</span>'

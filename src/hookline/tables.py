@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 from hookline.notebook_html import ColourScale, line, shade_style
 
-__all__ = ["OFF", "ON", "THE_MODEL", "HasTable", "ShownAsTable", "Table", "number_text"]
+__all__ = ["OFF", "ON", "THE_MODEL", "ShownAsTable", "Table", "number_text"]
 
 ON: Final = "on, .remove() takes it off"
 """How an object says that its hooks are on."""
@@ -163,12 +163,6 @@ def _share(number: float, scale: float) -> float | None:
     if not math.isfinite(number):
         return number
     return number / scale if scale else None
-
-
-class HasTable(Protocol):
-    """What is shown as a table."""
-
-    def _table(self) -> Table: ...
 
 
 class ShownAsTable:

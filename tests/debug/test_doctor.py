@@ -110,15 +110,15 @@ def test_a_hook_where_none_fires_is_a_problem_with_the_reason() -> None:
     """So is one that sits twice, and one of ours that nobody can take off."""
     model = Net()
     assert doctor(model).problems == []
-    handle = hl.attach(model, "borrowed", look)
+    handle = hl.attach(model, "attn.out_proj", look)
     twice = [model.body.register_forward_hook(look) for _ in range(2)]
     problems = doctor(model).problems
     assert len(problems) == 2
-    assert problems[0].startswith("look (forward) on borrowed will not fire: Net uses its weights")
+    assert problems[0].startswith("look (forward) on attn.out_proj will not fire: MultiheadAttention uses its weights")
     assert problems[1] == "look (forward) is on body 2 times"
     del handle
     found = doctor(model)
-    assert [hook.site for hook in found.leaks] == ["borrowed"]
+    assert [hook.site for hook in found.leaks] == ["attn.out_proj"]
     assert "hookline.attached(model) gives one" in found.problems[-1]
     for each in hl.attached(model):
         each.remove(quiet=True)

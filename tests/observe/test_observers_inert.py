@@ -198,7 +198,7 @@ def showing(model: nn.Module, **tools: Any) -> Iterator[Any]:
             return
         with hl.capture(model, "*", grads=True) as cache, hl.watch(model) as watch, hl.profile(model) as prof:
             yield
-            shown = [hl.find(model).beside(watch, cache, prof), watch, cache, cache["head"], prof, hl.doctor(model)]
+            shown = [hl.find(model), watch, cache, cache["head"], prof, hl.doctor(model)]
             assert all("<" in thing._repr_html_() for thing in (*shown, hl.observe.HeatMap(cache["head"].output)))
 
     yield step

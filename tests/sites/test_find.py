@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 
 import pytest
 import torch
@@ -24,11 +23,6 @@ def watcher(*args: object) -> None:
 # -- find ----------------------------------------------------------------------------------------------------
 
 
-def test_find_returns_every_module_by_default():
-    """No target means everything, the model first."""
-    assert hl.find(make_model()).names == ["", "0", "1", "2", "2.0"]
-
-
 def test_find_reads_like_a_list_of_sites():
     """Length, index, slice, iteration and membership work."""
     model = make_model()
@@ -42,13 +36,6 @@ def test_find_reads_like_a_list_of_sites():
     assert sites[1:].names == ["1", "2"]
     assert [site.name for site in sites] == sites.names
     assert hl.find(model, "1")[0] in sites
-
-
-def test_a_site_in_a_listing_tells_place_type_and_size():
-    """Nothing is firing, so there is no kind and no step."""
-    site = hl.find(make_model(), "0")[0]
-    assert (site.name, site.type, site.num_parameters) == ("0", "Linear", 9)
-    assert (site.kind, site.step, site.call) == (None, -1, 0)
 
 
 def test_the_table_shows_name_type_parameters_and_hooks():
@@ -78,14 +65,6 @@ def test_the_table_names_other_peoples_hooks_by_their_home():
         f"foreign {__name__}.watcher (load_state_dict_pre)",
     ]
     assert f"foreign {__name__}.watcher (forward)" in repr(sites)
-
-
-def test_a_listing_of_a_lazy_model_prints():
-    """Parameters that have no size yet do not break the table."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls lazy modules experimental
-        model = nn.Sequential(nn.LazyLinear(2), nn.ReLU())
-    assert "LazyLinear" in repr(hl.find(model))
 
 
 # -- attached ------------------------------------------------------------------------------------------------
@@ -155,15 +134,6 @@ def test_foreign_hooks_count_only_when_asked():
     hl.assert_no_hooks(model)
     with pytest.raises(hl.errors.HooksLeftError, match=r"1: foreign .*watcher \(forward_pre\)"):
         hl.assert_no_hooks(model, foreign=True)
-
-
-def test_the_table_and_the_error_count_the_same_modules():
-    """Those inside the model; the model itself is told apart."""
-    model = make_model()
-    assert repr(hl.find(model)).endswith("\nthe model and 4 modules")
-    assert repr(hl.find(model, "0")).endswith("\n1 module")
-    with pytest.raises(hl.errors.NoMatchError, match="in this Sequential of 4 modules;"):
-        hl.find(model, "*.nowhere")
 
 
 @pytest.mark.parametrize(

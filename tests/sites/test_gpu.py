@@ -413,7 +413,7 @@ def test_somebody_elses_cuda_graph_is_told_of() -> None:
     """While it is recorded, once; and the hook that never fired says why."""
     from hookline.sites import hook_at_site as root
 
-    root._WarnedCaptured.done = False
+    root._warn_captured.cache_clear()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).cuda()
     handle = hl.attach(model, "0", lambda m, a, o: None)
     x = torch.randn(2, 4, device="cuda")

@@ -78,9 +78,9 @@ def _with_options(model: nn.Module) -> hl.HandleSet:
             hl.attach(model, "*", reading_hook(), with_kwargs=True, always_call=True),
             hl.attach(model, "*", reading_hook(), on="forward_pre", prepend=True),
             hl.attach(model, "*", reading_hook(wants_site=True), on="backward", prepend=True),
-            hl.attach(model, "*", reading_hook(wants_site=True), on="backward_pre", profile=True),
-            hl.attach(model, "*", reading_hook(wants_site=True), on="param_grad", prepend=True, profile=True),
-            hl.attach(model, "*", reading_hook(wants_site=True), on="register_buffer", prepend=True, profile=True),
+            hl.attach(model, "*", reading_hook(wants_site=True), on="backward_pre"),
+            hl.attach(model, "*", reading_hook(wants_site=True), on="param_grad", prepend=True),
+            hl.attach(model, "*", reading_hook(wants_site=True), on="register_buffer", prepend=True),
         ]
     )
 

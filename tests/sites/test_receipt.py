@@ -1,4 +1,4 @@
-"""Receipts: what was matched, attached, fired, when and at what cost, and why a hook stayed silent."""
+"""Receipts: what was matched, attached, fired and when, and why a hook stayed silent."""
 
 from __future__ import annotations
 
@@ -102,21 +102,8 @@ def test_a_module_that_is_never_called_is_named():
         cache.remove()
     assert "called" in cache.names
     assert "idle" not in cache.names
-    assert "hookline.capture" not in silent_warning(Bypasses(), "direct")  # which has a remedy of its own
-
-
-def test_a_direct_forward_is_recognized():
-    """``self.direct.forward(x)`` passes every hook by; the remedy is to call the module."""
-    message = silent_warning(Bypasses(), "direct")
-    assert "'direct': Bypasses calls its .forward() directly" in message
-    assert "call the module" in message
-
-
-def test_borrowed_weights_are_recognized():
-    """A parent that uses the child's weights in a function never calls it; hook the parent."""
-    message = silent_warning(Bypasses(), "borrowed")
-    assert "'borrowed': Bypasses uses its weights in a function" in message
-    assert "hook Bypasses itself" in message
+    for name in ("direct", "borrowed"):  # a remedy that fits both is in the cause
+        assert "nothing called it" in silent_warning(Bypasses(), name)
 
 
 @pytest.mark.parametrize("kind", ["forward_pre", "forward", "backward_pre", "backward", "full_backward"])
@@ -166,14 +153,6 @@ def test_a_frozen_model_is_recognized(kind):
     assert "depends on nothing with requires_grad has no graph" in silent_warning(half, "called", on=kind)
 
 
-def test_many_silent_modules_are_counted_rather_than_listed():
-    """A long list is cut."""
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))
-    model.forward = lambda x: model[0](x)
-    message = silent_warning(model, "#")
-    assert "'1', '2', '3', '4' and 4 more" in message
-
-
 def test_the_warning_points_at_the_line_that_removed():
     """Whoever reads it finds their own code, not ours, in both forms."""
     model = Bypasses()
@@ -220,23 +199,6 @@ def test_a_module_that_left_the_model_meanwhile_does_not_break_the_removal():
     with pytest.warns(hl.errors.HookNeverFired):
         handle.remove()
     assert not part[0]._forward_hooks
-
-
-@pytest.mark.parametrize("edited", ["\n" * 2 + "text = (\n" * 20, "\n" * 2 + '"""\n' * 3, "\n" * 2 + "  def\n x y (\n"])
-def test_a_file_that_was_edited_since_does_not_break_the_removal(edited, tmp_path):
-    """The line of the code is then the middle of something else, which need not even be Python."""
-    path = tmp_path / "edited.py"
-    source = """class Made(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.idle = nn.Linear(2, 2)
-    def forward(self, x):
-        return x
-"""
-    space: dict = {"nn": nn, "__name__": "edited"}
-    exec(compile("\n" * 2 + source, str(path), "exec"), space)
-    path.write_text(edited)
-    assert "'idle': nothing called it" in silent_warning(space["Made"](), "idle")
 
 
 def test_a_report_is_made_while_modules_are_collected():

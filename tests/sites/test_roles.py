@@ -441,10 +441,5 @@ def test_mistakes_about_roles_say_what_to_do() -> None:
     assert find_roles(nn.Sequential(nn.LazyLinear(2), nn.Embedding(3, 2))) == {}  # it has no shape yet
     with pytest.raises(NoMatchError, match="found by structure: none"):
         hl.attach(plain, "role:resid", lambda module, args, output: None)
-
-
-def test_heads_of_attention_and_several_roles_are_told_apart() -> None:
-    with pytest.raises(TargetError, match="output projection"):
-        hl.find(nn.Linear(1, 1), role="heads")
     with pytest.raises(TargetError, match="one role"):
         hl.find(nn.Linear(1, 1), role=["resid", "attn"])  # type: ignore[arg-type]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-import functools
 import re
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -47,65 +45,11 @@ def test_nothing_selects_the_model_itself():
     assert select(model, [None]) == [("", model)]
 
 
-def test_a_name_that_is_followed_means_what_it_means_among_all_names(monkeypatch):
-    """In plain models, under wrappers, with shared modules and ones that contain themselves: all names and more."""
-    looped = Tower()
-    looped.x1.up = looped
-    wrapped = torch.optim.swa_utils.AveragedModel(nn.Sequential(Tower(), nn.Linear(2, 2)))
-    for model in (Tower(), looped, wrapped, nn.Sequential(torch.compile(Tower()), nn.ReLU())):
-        tried = [name for name, _ in model.named_modules()] + ["head.2.0", "x1.up", "x1.up.x1", "0.module.head"]
-        followed = [_tried(model, name) for name in tried]
-        with monkeypatch.context() as patch:
-            patch.setattr("hookline.sites.targets._by_name", lambda model, target: None)
-            assert followed == [_tried(model, name) for name in tried]
-
-
-def _tried(model: nn.Module, name: str) -> object:
-    try:
-        return [(found, id(module)) for found, module in select(model, name)]
-    except hl.errors.NoMatchError:
-        return None
-
-
-def test_a_hash_beside_letters_is_no_wildcard():
-    """``x#`` is the literal name, which no module bears, so it matches nothing."""
-    with pytest.raises(hl.errors.NoMatchError):
-        select(Tower(), "x#")
-
-
 def test_a_regular_expression_has_to_match_the_whole_name():
     """A compiled pattern is matched like ``fullmatch``."""
     assert names(Tower(), re.compile(r"layers\.(3|11)")) == ["layers.3", "layers.11"]
     with pytest.raises(hl.errors.NoMatchError, match=r"re\.compile\('layer'\)"):
         select(Tower(), re.compile("layer"))
-
-
-def test_a_type_selects_its_instances_and_those_of_subclasses():
-    """A class matches like ``isinstance``."""
-    assert names(Tower(), nn.Sequential) == ["head", "head.2"]
-    assert len(select(Tower(), nn.Module)) == len(list(Tower().modules()))
-
-
-def test_a_partial_and_a_callable_object_are_predicates_too():
-    """Whatever is callable and no module or class is a predicate."""
-
-    def ends(suffix: str, name: str, module: nn.Module) -> bool:
-        return name.endswith(suffix)
-
-    assert names(Tower(), functools.partial(ends, "x1")) == ["x1"]
-
-
-def test_a_predicate_that_raises_is_not_swallowed():
-    """A bug in the predicate surfaces as itself."""
-    with pytest.raises(ZeroDivisionError):
-        select(Tower(), lambda name, module: 1 / 0)
-
-
-def test_a_module_selects_itself_under_its_first_name():
-    """A module instance is found by identity."""
-    model = Tower()
-    assert select(model, model.head[2]) == [("head.2", model.head[2])]
-    assert select(model, model) == [("", model)]
 
 
 def test_a_module_of_another_model_is_refused():
@@ -156,60 +100,12 @@ def test_exclude_of_everything_is_an_error_that_says_so():
         select(Tower(), "head.#", exclude="*")
 
 
-def test_every_alias_of_a_shared_module_resolves():
-    """Each name a user can write finds the module, under the name that was written."""
-    model = Tower()
-    for index in range(12):
-        assert select(model, f"layers.{index}.norm") == [(f"layers.{index}.norm", model.layers[0].norm)]
-
-
-def test_a_shared_module_is_taken_once_under_its_first_matching_name():
-    """A glob over twelve names of one module gives it once."""
-    model = Tower()
-    assert select(model, "layers.#.norm") == [("layers.0.norm", model.layers[0].norm)]
-    assert names(model, ["layers.7.norm", "layers.#.norm"]) == ["layers.0.norm"]
-    assert names(model, ["layers.7.norm", "layers.9.norm"]) == ["layers.7.norm"]
-
-
-def test_a_shared_subtree_is_reached_by_every_path():
-    """Children of a module that has two names have two names as well."""
-    shared = nn.Sequential(nn.Linear(2, 2))
-    model = nn.ModuleDict({"a": shared, "b": shared})
-    assert [name for name, _ in named_modules(model)] == ["", "a", "a.0", "b", "b.0"]
-    assert names(model, "b.0") == ["b.0"]
-    assert names(model, nn.Linear) == ["a.0"]
-
-
-def test_the_order_is_that_of_torch():
-    """Names come as ``named_modules(remove_duplicate=False)`` gives them."""
-    model = Tower()
-    assert list(named_modules(model)) == list(model.named_modules(remove_duplicate=False))
-
-
 def test_a_module_that_contains_itself_ends():
     """A cycle is walked once, where torch's listing with duplicates would not end."""
     model = nn.Sequential(nn.ReLU())
     model.add_module("me", model)
     assert names(model, "*") == ["", "0"]
     assert [name for name, _ in named_modules(model)] == ["", "0"]
-
-
-def test_the_nearest_names_are_named():
-    """A mistyped name is answered with what is close."""
-    with pytest.raises(hl.errors.NoMatchError, match=r"No module matches 'haed\.0' in this Tower.*nearest: 'head\.0'"):
-        select(Tower(), "haed.0")
-    with pytest.raises(hl.errors.NoMatchError, match=r"'#' stands for one numeric part.*'\*' is every module"):
-        select(Tower(), "nothing.#")
-
-
-def test_a_predicate_that_matches_nothing_is_named_in_the_error():
-    """The message calls the function by its name."""
-
-    def is_attention(name: str, module: nn.Module) -> bool:
-        return False
-
-    with pytest.raises(hl.errors.NoMatchError, match="is_attention"):
-        select(Tower(), is_attention)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -108,35 +106,6 @@ def test_two_threads_on_parts_of_one_model_count_apart() -> None:
         for thread in threads:
             thread.join()
     assert sorted(step for _, step, _ in seen.moments) == list(range(11))
-
-
-@pytest.mark.parametrize("kind", ["forward", "forward_pre", "backward"])
-@pytest.mark.parametrize("leaves_gradients", [True, False])
-def test_a_hook_on_a_model_that_trains_uncalled_says_so_when_it_comes_off(kind: str, leaves_gradients: bool) -> None:
-    """Its parameters have got gradients, or were written to at each step, and its forward was not called."""
-    model = Module()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = hl.attach(model, lambda *args: None, on=kind)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model.training_step(torch.randn(3, 4)).backward()
-        optimizer.step()
-    if not leaves_gradients:
-        optimizer.zero_grad()
-    with pytest.warns(
-        hl.errors.HookNeverFired, match="own forward was never called, only parts of it.*hook the modules that"
-    ):
-        handle.remove()
-
-
-def test_a_hook_on_a_model_that_did_nothing_says_nothing() -> None:
-    """Gradients from before, or a state that was loaded, are no sign of a run."""
-    model = Module()
-    model.training_step(torch.randn(3, 4)).backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with hl.attach(model, lambda *args: None):
-            model.load_state_dict(model.state_dict())
 
 
 def test_site_tells_the_mode_that_the_forward_began_in() -> None:

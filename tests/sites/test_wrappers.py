@@ -242,24 +242,6 @@ def test_exclude_takes_raw_names_and_wrappers():
         select(model, None, exclude="module")
 
 
-def test_a_warning_of_a_silent_hook_shows_clean_names():
-    """And the cause is read from the module around it, inside its wrapper."""
-
-    class Direct(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear.forward(x)
-
-    model = nn.Sequential(parallel(Direct()))
-    handle = hl.attach(model, "0.linear", lambda *args: None)
-    model(X)
-    with pytest.warns(hl.errors.HookNeverFired, match=r"'0\.linear': Direct calls its \.forward\(\) directly"):
-        handle.remove()
-
-
 def test_nothing_heavy_is_imported_to_know_wrappers():
     """A wrapper is told by the names of its classes."""
     import subprocess
@@ -459,7 +441,7 @@ def test_a_glob_passes_over_script_modules_with_one_warning(scripted, target):
     handle.remove()
 
 
-@pytest.mark.parametrize("target", ["1", ["0", "1"], ["#", "1"]])
+@pytest.mark.parametrize("target", ["1", ["1", "1"]])
 def test_a_script_module_that_is_asked_for_by_name_is_refused(scripted, target):
     """Alone or in a list; nothing is attached."""
     with pytest.raises(hl.errors.UnhookableError, match="TorchScript does not run Python hooks"):

@@ -220,11 +220,6 @@ def is_own_output(node: Any, since: int, module: nn.Module) -> bool:
     )
 
 
-def is_global_pre_hook(hook_id: int) -> bool:
-    """Return whether torch still has a global forward pre-hook of that id: some tests put another dictionary there."""
-    return hook_id in module_py._global_forward_pre_hooks
-
-
 def backward_hooks_of_call(depth: int) -> Any:
     """Return the ``BackwardHook`` that torch has made for the module call whose forward hook asks; None if there is
     none.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 import warnings
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack, overload
 
 from torch import nn
 
 from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, OptionError
+from hookline.messages import caller_stacklevel
 from hookline.sites.compiled import op_runtime  # noqa: F401  # runs behind the operators
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import (
@@ -52,7 +52,6 @@ class AttachKeywords(TypedDict, total=False):
     name: str | None
     exclude: Target
     strict: bool
-    profile: bool
     scope: Scope
     role: str | None
     layer: Layers
@@ -77,7 +76,6 @@ def attach(
     name: str | None = None,
     exclude: Target = None,
     strict: bool = True,
-    profile: bool = False,
     scope: Scope = "process",
     role: str | None = None,
     layer: Layers = None,
@@ -109,7 +107,6 @@ def attach(
         name: A name for reports; the function's own by default.
         exclude: Modules to leave out, in the same grammar as ``target``.
         strict: Raise if nothing matches; with False, warn and return a handle on nothing.
-        profile: Measure what the hook costs, for ``handle.report().cost_us``.
         scope: ``"context"``: fire for calls made in this thread, or asyncio task, alone, whoever else runs the model.
         role: In place of a target: ``"resid"``, ``"attn"``, ``"mlp"``, ``"embed"``, ``"final_norm"``, ``"unembed"`` or
             ``"router"`` of a language model, as ``hookline.sites.find_roles`` finds them; inside of attention ``"q"``,
@@ -120,31 +117,33 @@ def attach(
         NoMatchError: (a KeyError) naming the nearest modules.
         KindError, OptionError, TargetError, HookSignatureError, UnhookableError: before anything is attached.
     """
-    if not isinstance(model, nn.Module):
-        check_model(model, target)
+    check_model(model, target)
     place, wanted = _sort_out(target, hook)
-    place = with_role(place, role, layer=layer)
+    kind = Kind.parse(on)
     options = AttachOptions(
-        prepend=prepend,
-        with_kwargs=with_kwargs,
-        always_call=always_call,
-        observe=observe,
-        name=name,
-        profile=profile,
-        scope=scope,
+        prepend=prepend, with_kwargs=with_kwargs, always_call=always_call, observe=observe, name=name, scope=scope
     )
-    attachment = new_attachment(wanted, on if on is _FORWARD else Kind.parse(on), options)
+    attachment = new_attachment(wanted, kind, options)
+    put: Any = attach_to_parameters if kind is Kind.PARAM_GRAD else attach_to_modules
     try:
-        if attachment.kind is Kind.PARAM_GRAD:
-            return attach_to_parameters(attachment, model, select_parameters(model, place, exclude=exclude))
-        return attach_to_modules(attachment, model, without_scripted(select(model, place, exclude=exclude), place))
-    except BaseException as error:
+        return put(attachment, model, _select(model, with_role(place, role, layer=layer), exclude, kind, strict=strict))  # type: ignore[no-any-return]
+    except BaseException:
         if attachment.context is not None:
             close_context(attachment.context)
-        if strict or not isinstance(error, NoMatchError):
+        raise
+
+
+def _select(model: nn.Module, target: Target, exclude: Target, kind: Kind, *, strict: bool) -> list[Any]:
+    """Return the modules, or for ``param_grad`` the parameters; none, with a warning, where nothing matches."""
+    try:
+        if kind is Kind.PARAM_GRAD:
+            return select_parameters(model, target, exclude=exclude)
+        return without_scripted(select(model, target, exclude=exclude), target)
+    except NoMatchError as error:
+        if strict:
             raise
-        warnings.warn(HooklineWarning(*error.args, hint=error.hint), stacklevel=2)
-        return attach_to_modules(attachment, model, [])
+        warnings.warn(HooklineWarning(*error.args, hint=error.hint), stacklevel=caller_stacklevel())
+        return []
 
 
 def _sort_out(target: Any, hook: Any) -> tuple[Any, Any]:
@@ -177,7 +176,6 @@ def new_attachment(
 
     With ``traits``, hook and options are known to be right: a product gives those of a hook of its own.
     """
-    is_own = traits is not None
     if traits is None:
         _check_options(options, kind)
         check_observe(hook, options.observe)
@@ -187,7 +185,7 @@ def new_attachment(
         kind=kind,
         name=options.name or hook_name(hook),
         options=options,
-        order_group=_OBSERVE if options.observe else _EDIT,
+        order_group=OrderGroup.OBSERVE if options.observe else OrderGroup.EDIT,
         site_type=site_type,
         wants_site=traits.wants_site,
         everywhere=everywhere,
@@ -196,7 +194,7 @@ def new_attachment(
         reads=traits.reads,
         context=open_context() if options.scope == "context" else None,
     )
-    if not is_own and kind is _FORWARD and site_type is MODULE and type(hook) is not FunctionType:
+    if isinstance(hook, PerSiteHook) and kind is Kind.FORWARD and site_type is MODULE:
         _call_per_site(attachment, hook)
     return attachment
 
@@ -213,13 +211,13 @@ def _check_options(options: AttachOptions, kind: Kind) -> None:
         raise OptionError(f"scope='context' is about calls: it goes with {calls}, not with {kind.value}.")
 
 
-def _call_per_site(attachment: Attachment, hook: Any) -> None:
+def _call_per_site(attachment: Attachment, hook: PerSiteHook) -> None:
     """Have each site call a function of its own, if the hook has such and gets nothing but arguments and output."""
     options = attachment.options
-    if options.with_kwargs or not isinstance(hook, PerSiteHook) or not hook.is_per_site:
+    if options.with_kwargs or not hook.is_per_site:
         return
     attachment.for_site, attachment.wants_site = hook.for_site, False
-    if not (options.profile or options.always_call or options.scope == "context" or attachment.everywhere):
+    if not (options.always_call or options.scope == "context" or attachment.everywhere):
         attachment.summary = hook.summary
 
 
@@ -236,7 +234,3 @@ def attach_to_modules(attachment: Attachment, model: nn.Module, chosen: list[Nam
         if attachment.kind in REGISTRATION_KINDS:
             register_with_torch(attachment)
         return handle
-
-
-_FORWARD: Final = Kind.FORWARD  # looking an enum member up by its class takes as long as three calls
-_EDIT, _OBSERVE = OrderGroup

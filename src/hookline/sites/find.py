@@ -5,21 +5,18 @@ Users call these; they read the hooks of every site type.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, overload
 
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hookline.errors import HooksLeftError
 from hookline.messages import counted
-from hookline.notebook_html import TreeLine, folding_tree, line
 from hookline.sites import _torch
 from hookline.sites.functions.function_mode import unbound_attachments
 from hookline.sites.handle import HookHandle
 from hookline.sites.modules.attach_everywhere import attachments_everywhere
-from hookline.sites.modules.module_hooks import Slot, drop_stale, existing_hooks, sweep
+from hookline.sites.modules.module_hooks import Slot, drop_inert, existing_hooks, sweep
 from hookline.sites.modules.registration_hooks import registration_entries_everywhere
 from hookline.sites.optimizers import optimizer_entries, optimizer_entries_everywhere, unwrap_optimizer
 from hookline.sites.parameters import LeafHook, parameter_entries
@@ -28,7 +25,7 @@ from hookline.sites.signature import hook_name
 from hookline.sites.site_info import Site
 from hookline.sites.targets import check_model, select
 from hookline.sites.wrappers import walk
-from hookline.tables import THE_MODEL, HasTable, ShownAsTable, Table
+from hookline.tables import THE_MODEL, ShownAsTable, Table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,35 +33,15 @@ if TYPE_CHECKING:
     from hookline.hook_types import Target
     from hookline.sites.hook_at_site import Attachment, HookAtSite
 
-Facts: TypeAlias = dict[tuple[str, str], tuple[str, float | None]]
-"""What was observed at a site: by kind and column, the text and how strongly it is shaded."""
-_ROWS_OF_THE_MODEL: Final = ("forward", "backward")
-"""How a watch names what it saw of a model itself; of a module it is "layers.0/forward"."""
-_NOTHING_BESIDE: Final = (
-    "nothing was observed at these sites: what was given to beside() has other names, or no numbers yet"
-)
-_MAX_SHAPES: Final = 4
-"""Parameters of one module whose shapes are shown."""
-
 
 class Sites(ShownAsTable, Sequence[Site]):
-    """The sites a target matches; prints as a table, shows as a folding tree in a notebook, reads as a list.
+    """The sites a target matches; prints as a table and reads as a list.
 
-    Recipe: ``print(hookline.find(model, "layers.#"))``; ``hookline.find(model).beside(watch, cache)`` at the end of a
-    cell.
+    Recipe: ``print(hookline.find(model, "layers.#"))``.
     """
 
-    def __init__(self, sites: Sequence[Site], beside: Sequence[HasTable] = ()) -> None:
+    def __init__(self, sites: Sequence[Site]) -> None:
         self._sites = list(sites)
-        self._beside = tuple(beside)
-
-    def beside(self, *observed: HasTable) -> Sites:
-        """Return the same sites with what was observed at them beside each: shapes, statistics, firings, times.
-
-        Args:
-            observed: A watch, a cache, a profile, the report of a handle. They are read when the sites are shown.
-        """
-        return Sites(self._sites, (*self._beside, *observed))
 
     @property
     def names(self) -> list[str]:
@@ -83,63 +60,14 @@ class Sites(ShownAsTable, Sequence[Site]):
     @overload
     def __getitem__(self, index: slice) -> Sites: ...
     def __getitem__(self, index: int | slice) -> Site | Sites:
-        if isinstance(index, slice):
-            return Sites(self._sites[index], self._beside)
-        return self._sites[index]
+        return Sites(self._sites[index]) if isinstance(index, slice) else self._sites[index]
 
     def _table(self) -> Table:
-        facts = self._facts()
-        names = list(dict.fromkeys(name for row in facts.values() for name in row))
         rows = [
-            (
-                *(site.name or THE_MODEL, site.type, f"{site.num_parameters:,}"),
-                *(facts[site.name].get(name, ("", None))[0] for name in names),
-                ", ".join(self.hooks(site)),
-            )
+            (site.name or THE_MODEL, site.type, f"{site.num_parameters:,}", ", ".join(self.hooks(site)))
             for site in self._sites
         ]
-        numbers = range(2, 3 + len(names))
-        return Table(
-            ("name", "type", "parameters", *(" ".join(filter(None, name)) for name in names), "hooks"),
-            rows,
-            numbers=numbers,
-            foot=(_counted(self.names), *self._without_facts(facts)),
-        )
-
-    def _repr_html_(self) -> str:
-        facts = self._facts()
-        lines = {site.name: self._line(site, facts[site.name]) for site in self._sites}
-        observed = [name for name, found in facts.items() if found]
-        foot = (_counted(self.names), *self._without_facts(facts))
-        return folding_tree(lines, THE_MODEL, observed) + "".join(map(line, foot))
-
-    def _without_facts(self, facts: dict[str, Facts]) -> list[str]:
-        """Return a line for what was put beside the sites and has nothing of them."""
-        return [_NOTHING_BESIDE] if self._beside and not any(facts.values()) else []
-
-    def _line(self, site: Site, facts: Facts) -> TreeLine:
-        count = site.num_parameters
-        words = [site.type, f"{count:,} parameters" if count else "", *_shapes(site.module)]
-        hooks = dict.fromkeys(text.rpartition(" (")[0] for text in self.hooks(site))
-        marks: list[tuple[str, float | None]] = [(f"hooks: {', '.join(hooks)}", None)] if hooks else []
-        for kind, columns in itertools.groupby(facts.items(), key=lambda fact: fact[0][0]):
-            marks += [(text, None) for text in ("·" * bool(marks), kind) if text]
-            marks += [(f"{column} {text}", share) for (_, column), (text, share) in columns]
-        return TreeLine(", ".join(filter(None, words)), marks)
-
-    def _facts(self) -> dict[str, Facts]:
-        """Return what was observed at each site, by its name."""
-        facts: dict[str, Facts] = {name: {} for name in self.names}
-        for observed in self._beside:
-            table = observed._table()
-            for row, shares in zip(table.rows, table.shares(), strict=True):
-                name = row[0] if row[0] != THE_MODEL else ""
-                is_by_kind = name not in facts and ("/" in name or name in _ROWS_OF_THE_MODEL)
-                name, kind = name.rpartition("/")[::2] if is_by_kind else (name, "")
-                for column, text, share in zip(table.header[1:], row[1:], shares[1:], strict=True):
-                    if text and name in facts and column != "type":
-                        facts[name][kind, column] = text, share
-        return facts
+        return Table(("name", "type", "parameters", "hooks"), rows, numbers=(2,), foot=(_counted(self.names),))
 
 
 def find(
@@ -194,7 +122,11 @@ def _attachments(where: Any) -> Iterator[Attachment]:
         yield from (entry.attachment for entry in optimizer_entries(where))
     else:
         check_model(where)
-        yield from (entry.attachment for module in where.modules() for entry in _own_entries(module))
+        for module in where.modules():
+            yield from (entry.attachment for entry in _own_entries(module))
+            hooks = existing_hooks(module)
+            if hooks is not None and hooks.counter is not None:
+                yield from tuple(hooks.counter.users)  # whatever became of what they were on
 
 
 def _attachments_of_the_process() -> Iterator[Attachment]:
@@ -223,7 +155,7 @@ def assert_no_hooks(model: nn.Module, *, foreign: bool = False) -> None:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        drop_stale(module)
+        drop_inert(module)
         hooks = _hooks_on(module) if foreign else _own_hooks(module)
         left += [f"{name or THE_MODEL}: {text}" for text in hooks]
     if left:
@@ -258,12 +190,6 @@ def _foreign_hooks(module: nn.Module) -> Iterator[str]:
         if not isinstance(hook, Slot | LeafHook):
             home = getattr(hook, "__module__", None) or type(hook).__module__
             yield f"foreign {home}.{hook_name(hook)} ({where})"
-
-
-def _shapes(module: nn.Module) -> Iterator[str]:
-    """Yield name and shape of the module's own parameters, of the first four."""
-    for name, parameter in itertools.islice(module.named_parameters(recurse=False), _MAX_SHAPES):
-        yield f"{name} {'of no shape yet' if is_lazy(parameter) else tuple(parameter.shape)}"
 
 
 def _counted(names: list[str]) -> str:

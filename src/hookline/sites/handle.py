@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from hookline.sites.hook_at_site import Attachment, close_context
 from hookline.sites.kinds import MODULE, Kind
 from hookline.sites.modules.module_hooks import LOCK, release_counters, sweep
-from hookline.sites.receipt import TIMES_FIRED, Receipt, Receipts, receipt_of, warn_if_never_fired
+from hookline.sites.receipt import Receipt, Receipts, receipt_of, warn_if_never_fired
 from hookline.tables import OFF, ON
 
 _NO_HOOKS: OrderedDict[int, Any] = OrderedDict()
@@ -82,7 +82,7 @@ class HookHandle(_Handle):
             release_counters(attachment)
             if attachment.context is not None:
                 close_context(attachment.context)
-        if not quiet and not all(map(TIMES_FIRED, entries)):
+        if not quiet and not all(entry.fired for entry in entries):
             warn_if_never_fired(attachment)
 
     def report(self) -> Receipt:

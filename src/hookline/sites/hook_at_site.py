@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
-import time
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -52,20 +52,15 @@ What the owner starts in a copy of its context (a task, ``asyncio.to_thread``) i
 def open_context() -> int:
     """Open a context here; return its number."""
     number = next(_NUMBERS)
-    _LIVE.add(number)
     known = _OPEN.get()
-    _OPEN.set((known if known <= _LIVE or _torch.in_run() else known & _LIVE) | {number})
+    _OPEN.set((known if _torch.in_run() else known & _LIVE) | {number})
+    _LIVE.add(number)
     return number
 
 
 def close_context(number: int) -> None:
-    """Forget a context whose hook is off. Copies of it may still have the number, which nobody asks for again.
-
-    While a model runs, this one keeps it too: a firing that is under way still runs the hook.
-    """
+    """Forget a context whose hook is off; a firing that is under way still runs it."""
     _LIVE.discard(number)
-    if not _torch.in_run():
-        _OPEN.set(_OPEN.get() - {number})
 
 
 # -- the forwards of a model -------------------------------------------------------------------------------------
@@ -119,8 +114,8 @@ class ForwardCounter:
         """The model, unless it is gone."""
         self.step = -1
         """The newest forward of any thread."""
-        self.users = 0
-        """How many attachments go through this model."""
+        self.users: dict[Attachment, None] = {}
+        """The attachments through this model."""
         self.hooked: set[Any] = set()
         """The `ModuleHooks` of the modules that were attached to through this model."""
         self.leaves: Callable[[], None] | None = None
@@ -129,6 +124,10 @@ class ForwardCounter:
         self._counter = itertools.count()
         self.here = _ThreadForward()
         """The forward of this thread, with its ``step``; for whoever asks too often to call `moment`."""
+
+    def serve(self, attachment: Attachment) -> None:
+        """Count for an attachment, until `release_counters`."""
+        self.users[attachment] = attachment.counters[self] = None
 
     def begin(self, gradients: bool | None = None, *, by_part: bool = False) -> None:
         """Begin a forward in this thread, with ``gradients`` on; as they are now, if left out.
@@ -150,7 +149,7 @@ class ForwardCounter:
         if self.leaves is not None:
             self.leaves()
         if _torch.capturing():
-            _warn_captured(self.model())
+            _warn_captured(type(model).__name__)
 
     def begin_by_part(self) -> None:
         """Begin a forward with the call of a part that stands in for the model."""
@@ -193,21 +192,16 @@ NO_MODEL: Final = ForwardCounter()
 """The counter of hooks that belong to no model; no forward of it ever begins."""
 
 
-def _warn_captured(model: nn.Module | None) -> None:
-    """Warn, once in a process, that a CUDA graph which is being recorded will call no hooks."""
-    if not _WarnedCaptured.done:
-        _WarnedCaptured.done = True
-        warnings.warn(
-            f"A forward of this {type(model).__name__} is being recorded as a CUDA graph: its replays call no hooks. "
-            "Run it without the graph where hooks are to fire, or use torch.compile(mode='reduce-overhead'), which "
-            "makes graphs around them.",
-            HooklineWarning,
-            stacklevel=2,
-        )
-
-
-class _WarnedCaptured:
-    done = False
+@functools.cache
+def _warn_captured(name: str) -> None:
+    """Warn, once for a class of models, that a CUDA graph which is being recorded will call no hooks."""
+    warnings.warn(
+        f"A forward of this {name} is being recorded as a CUDA graph: its replays call no hooks. Run it "
+        "without the graph where hooks are to fire, or use torch.compile(mode='reduce-overhead'), which makes graphs "
+        "around them.",
+        HooklineWarning,
+        stacklevel=2,
+    )
 
 
 # -- what was asked for, and what became of it -------------------------------------------------------------------
@@ -231,7 +225,6 @@ class AttachOptions:
     always_call: bool = False
     observe: bool = False
     name: str | None = None
-    profile: bool = False
     scope: str = "process"
 
 
@@ -272,8 +265,6 @@ class Attachment:
     """Called when the hook comes off."""
     retired: int = 0
     """Firings on modules that are gone, and whose entries were dropped."""
-    versions_before: list[tuple[object, int]] | None = None
-    """For a hook on the model itself: its `parameter_versions`, to find out later whether the model was trained."""
     turns: dict[str, tuple[int, int]] | None = None
     """For a hook that is called at each firing and runs at some: how often it ran at each site, and its last step."""
 
@@ -337,7 +328,7 @@ class HookAtSite:
     """One hook on one module, function, tensor, …"""
 
     __slots__ = (
-        *("attachment", "container", "counter", "fired", "hook", "last_step", "name", "rank", "seconds"),
+        *("attachment", "container", "counter", "fired", "hook", "last_step", "name", "rank"),
         *("simple", "step_at_attach"),
     )
 
@@ -348,7 +339,7 @@ class HookAtSite:
         """Sort key among the hooks of one site and kind."""
         self.hook = attachment.hook if attachment.for_site is None else attachment.for_site(name)
         self.simple = attachment.context is None and not (
-            attachment.wants_site or options.with_kwargs or options.profile or options.always_call
+            attachment.wants_site or options.with_kwargs or options.always_call
         )
         """Whether the hook can be called straight, without looking at options."""
         self.counter = counter
@@ -357,7 +348,6 @@ class HookAtSite:
         self.container = container  # a HookContainer; which, the type of site decides
         self.fired = 0
         self.last_step = -1
-        self.seconds = 0.0
 
     def is_due(self) -> bool:
         """Return whether the hook fires for the context that this call is made in."""
@@ -382,10 +372,4 @@ class HookAtSite:
         options = {}
         if attachment.wants_site:
             options["site"] = site if site is not None else self.site(module)
-        if not attachment.options.profile:
-            return self.hook(module, *args, **options)
-        start = time.perf_counter()
-        try:
-            return self.hook(module, *args, **options)
-        finally:
-            self.seconds += time.perf_counter() - start
+        return self.hook(module, *args, **options)

@@ -234,6 +234,4 @@ KINDS_OF_OPTION: Final[dict[str, frozenset[Kind]]] = {
     "observe": _EDITING,
 }
 """The kinds that take each option; an option that is not listed goes with all."""
-_LEGACY: Final = frozenset(
-    {"legacy_backward", "backward_hook", "register_backward_hook", "non_full_backward", "backward_legacy"}
-)
+_LEGACY: Final = ("legacy_backward", "backward_hook", "register_backward_hook")

@@ -51,7 +51,6 @@ def attach_optimizer(
     prepend: bool = False,
     observe: bool = False,
     name: str | None = None,
-    profile: bool = False,
 ) -> HookHandle:
     """Put a hook on an optimizer.
 
@@ -77,7 +76,6 @@ def attach_optimizer(
         prepend: Run before the hooks of ours that are there already.
         observe: Ignore the return value, and run after all edits (``step_pre``).
         name: A name for reports; the function's own by default.
-        profile: Measure what the hook costs, for ``handle.report().cost_us``.
 
     One step fires its hooks once, also where ``step`` calls ``super().step()``; a step that raises has no
     ``step_post``; a step that a ``GradScaler`` skips fires nothing, or is marked (`OptimizerSite.found_inf`).
@@ -90,7 +88,7 @@ def attach_optimizer(
     if isinstance(hook, Optimizer) and callable(optimizer):
         raise HookSignatureError("The arguments are swapped: write attach_optimizer(optimizer, hook).")
     optimizer = checked_optimizer(optimizer)
-    options = AttachOptions(prepend=prepend, observe=observe, name=name, profile=profile)
+    options = AttachOptions(prepend=prepend, observe=observe, name=name)
     attachment = new_attachment(hook, kind, options, site_type=OPTIMIZER)
     with LOCK:
         _drop_unused()

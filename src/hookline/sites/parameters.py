@@ -232,7 +232,6 @@ def attach_to_parameters(attachment: Attachment, model: nn.Module, chosen: list[
         handle = HookHandle(attachment)
         try:
             if chosen:  # on none, there is nothing to count for, and `attached` would not find what counts
-                attachment.counters[counter_of(unwrap(model))] = None
                 _add_entries(attachment, model, chosen)
         except BaseException:
             handle.remove(quiet=True)
@@ -241,7 +240,8 @@ def attach_to_parameters(attachment: Attachment, model: nn.Module, chosen: list[
 
 
 def _add_entries(attachment: Attachment, model: nn.Module, chosen: list[NamedParameter]) -> None:
-    (counter,) = attachment.counters
+    counter = counter_of(unwrap(model))
+    counter.serve(attachment)
     # The place it was named after comes first: what is put there later is what the hook follows.
     owners = {id(item.parameter): {(item.module, item.name.rpartition(".")[2]): None} for item in chosen}
     for module in model.modules():

@@ -171,22 +171,9 @@ def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
     return tuple(dis.get_instructions(code))
 
 
-_GIVE_NONE = frozenset(
-    [
-        "append",
-        "appendleft",
-        "debug",
-        "discard",
-        "extend",
-        "info",
-        "insert",
-        "print",
-        "put_nowait",
-        "setattr",
-        "update",
-        "warning",
-    ]
-)
+_GIVE_NONE = {"append", "appendleft", "discard", "extend", "insert", "print", "put_nowait", "setattr", "update"} | {
+    *("debug", "info", "warning")
+}
 """What people call in a lambda for its effect: ``lambda module, args, output: seen.append(output)``. No method of a
 tensor has one of these names."""
 

@@ -25,7 +25,7 @@ from hookline.errors import Hint, HooklineWarning, NoMatchError, TargetError, Un
 from hookline.messages import caller_stacklevel, counted, listed, nearest_names, type_name
 from hookline.sites.attention import AttentionPart
 from hookline.sites.roles import ROLE, find_roles, modules_in_role
-from hookline.sites.wrappers import WRAPPER_KEYS, Place, inner_key, is_wrapper_type, spellings, unwrap, walk
+from hookline.sites.wrappers import Place, is_wrapper_type, spellings, unwrap, walk
 
 if TYPE_CHECKING:
     from hookline.hook_types import Target
@@ -36,6 +36,7 @@ _Matcher: TypeAlias = Callable[[str, nn.Module], Any]
 # "#" standing alone between dots is one numeric name part; this character, which no name has, holds its place
 # while fnmatch turns the rest of a glob into a regular expression.
 _NUMBER = "\ue000"
+_GLOB: Final = frozenset("*?[#")
 _NUMERIC_PART = re.compile(r"(?<![^.])#(?![^.])")
 
 
@@ -50,9 +51,6 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
     that several names reach is taken under the first that matches. Every element of a list has to match something.
     """
     check_model(model)
-    named = _by_name(model, target) if exclude is None else None
-    if named is not None:
-        return [named]
     everything = list(walk(model))
     items = as_list(target)
     everything += _attention_parts(model, items)
@@ -83,43 +81,17 @@ def _attention_parts(model: nn.Module, items: list[Any]) -> Iterator[Place]:
                     yield name, module, None, (module, name, None, None)
 
 
-def _by_name(model: nn.Module, target: Target) -> Named | None:
-    """Return the module that a plain name means, without a look at all the others; None if that takes more than
-    following it.
-
-    For one block of a GPT-2 of 150 modules: 2 µs in place of 300.
-    """
-    if not isinstance(target, str) or not target or not _GLOB.isdisjoint(target):
-        return None
-    module, above = model, {id(model)}
-    for part in target.split("."):
-        children = module._modules
-        if not isinstance(children, dict) or (not WRAPPER_KEYS.isdisjoint(children) and inner_key(module) is not None):
-            return None  # TorchScript, or a wrapper
-        child = children.get(part)
-        if child is None or id(child) in above:
-            return None  # no such name, or a module that contains itself
-        module = child
-        above.add(id(child))
-    return (target, module) if WRAPPER_KEYS.isdisjoint(module._modules.keys()) or inner_key(module) is None else None
-
-
-_GLOB: Final = frozenset("*?[#")
-
-
 def without_scripted(chosen: list[Named], target: Target) -> list[Named]:
-    """Leave out TorchScript modules that were not asked for one by one, with one warning; return the others."""
-    if len(chosen) == 1:
-        return chosen
-    scripted = [named for named in chosen if isinstance(named[1], torch.jit.ScriptModule)]
-    if not scripted or len(scripted) == len(chosen) or any(_is_asked_for(named, target) for named in scripted):
-        return chosen  # where one is asked for, the error comes when it is hooked
+    """Leave out TorchScript modules among others, with one warning; return the others."""
+    scripted = [name for name, module in chosen if isinstance(module, torch.jit.ScriptModule)]
+    if not scripted or len(scripted) == len(chosen):
+        return chosen  # where there are no others, the error comes when they are hooked
     warnings.warn(
         f"{describe(target)} matches TorchScript modules, which run no Python hooks and are left out: "
-        f"{listed([name for name, _ in scripted])}. "
+        f"{listed(scripted)}. "
         "Attach before they are scripted or traced, or hook the module around them.",
         HooklineWarning,
-        stacklevel=3,
+        stacklevel=caller_stacklevel(),
     )
     return [named for named in chosen if not isinstance(named[1], torch.jit.ScriptModule)]
 
@@ -128,9 +100,6 @@ def choose(model: nn.Module, target: Target, exclude: Target, *, strict: bool) -
     """Return the modules that hooks can be put on; if nothing matches, an error, or, not ``strict``, a warning and
     none.
     """
-    named = _by_name(model, target) if exclude is None else None
-    if named is not None:  # as `select` begins, without the calls around it
-        return [named]
     try:
         return without_scripted(select(model, target, exclude=exclude), target)
     except NoMatchError as error:
@@ -138,10 +107,6 @@ def choose(model: nn.Module, target: Target, exclude: Target, *, strict: bool) -
             raise
         warnings.warn(HooklineWarning(*error.args, hint=error.hint), stacklevel=caller_stacklevel())
         return []
-
-
-def _is_asked_for(named: Named, target: Any) -> bool:
-    return any(item == named[0] if isinstance(item, str) else item is named[1] for item in as_list(target))
 
 
 def check_model(model: Any, then: Any = None) -> None:

@@ -51,7 +51,6 @@ def attach_tensor(
     mode: Literal["all", "any"] = "all",
     observe: bool = False,
     name: str | None = None,
-    profile: bool = False,
 ) -> HookHandle:
     """Put a hook on the gradient of a tensor.
 
@@ -74,7 +73,6 @@ def attach_tensor(
             that this pass reaches is there; ``"any"`` calls ``hook(grad)`` with the first that comes.
         observe: Ignore the return value, and run after all edits of ours of the tensor's gradient.
         name: A name for ``site`` and reports; by default the shape of the tensor and the name of the function.
-        profile: Measure what the hook costs, for ``handle.report().cost_us``.
 
     The hook sits on the tensor as it is now: if it is changed in place later, it sees the gradient of the value before.
     Neither hook nor handle keeps a tensor or a graph alive, but for a hook on several: as torch's own, it keeps their
@@ -82,20 +80,20 @@ def attach_tensor(
 
     Inside a function that ``torch.compile`` compiles, a hook on one tensor is part of the graph, as with
     ``tensor.register_hook``: what comes back is torch's own handle, which counts nothing and has no report, and the
-    hook is given no ``site``. Several tensors, and ``profile=True``, break the graph there.
+    hook is given no ``site``. Several tensors break the graph there.
 
     Raises:
         UnhookableError: if no gradient will come: not a tensor, none needed, or ``param_grad`` on a computed tensor.
         KindError, OptionError, TargetError, HookSignatureError: before anything is attached.
     """
     if not torch.compiler.is_dynamo_compiling():
-        return _attach(tensor, hook, on, mode, observe=observe, name=name, profile=profile)
-    if isinstance(tensor, Tensor) and tensor.requires_grad and not profile:
+        return _attach(tensor, hook, on, mode, observe=observe, name=name)
+    if isinstance(tensor, Tensor) and tensor.requires_grad:
         if on == "grad":
             return tensor.register_hook(_watching(hook) if observe else hook)  # type: ignore[no-any-return, no-untyped-call]
         if on == "param_grad":
             return tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-any-return, no-untyped-call]
-    return _attach_between_graphs(tensor, hook, on, mode, observe=observe, name=name, profile=profile)
+    return _attach_between_graphs(tensor, hook, on, mode, observe=observe, name=name)
 
 
 def _attach(
@@ -106,14 +104,13 @@ def _attach(
     *,
     observe: bool,
     name: str | None,
-    profile: bool,
 ) -> HookHandle:
     kind = Kind.parse(on, TENSOR)
     if mode not in ("all", "any"):
         raise OptionError(f"mode= is 'all' or 'any', got {mode!r}.")
     if isinstance(hook, Tensor) and callable(tensor):
         raise HookSignatureError("The arguments are swapped: write attach_tensor(tensor, hook).")
-    options = AttachOptions(observe=observe, name=name, profile=profile)
+    options = AttachOptions(observe=observe, name=name)
     attachment = new_attachment(hook, kind, options, site_type=TENSOR)
     tensors = [tensor] if isinstance(tensor, Tensor) else _as_tensors(tensor)
     if mode == "any":
@@ -202,7 +199,6 @@ def attach_node(
     on: str | Kind = "pre",
     observe: bool = False,
     name: str | None = None,
-    profile: bool = False,
 ) -> HookHandle:
     """Put a hook on a node of the autograd graph.
 
@@ -223,7 +219,6 @@ def attach_node(
         on: ``"pre"`` or ``"post"``.
         observe: Ignore the return value, and run after all edits at the node.
         name: A name for ``site`` and reports; by default the node's and the function's own.
-        profile: Measure what the hook costs, for ``handle.report().cost_us``.
 
     The order around a tensor: hooks of the tensor, ``retain_grad``, node ``pre``, the node (for a leaf: accumulate,
     then its ``param_grad`` hooks), node ``post``. On a leaf, ``grad_inputs`` of the post hook is ``()``.
@@ -238,7 +233,7 @@ def attach_node(
     kind = Kind.parse(on, NODE)
     if callable(node) and (isinstance(hook, Tensor) or hasattr(hook, "next_functions")):
         raise HookSignatureError("The arguments are swapped: write attach_node(node, hook).")
-    attachment = new_attachment(hook, kind, AttachOptions(observe=observe, name=name, profile=profile), site_type=NODE)
+    attachment = new_attachment(hook, kind, AttachOptions(observe=observe, name=name), site_type=NODE)
     found = _node_of(node)
     register = found.register_prehook if kind is Kind.NODE_PRE else found.register_hook
     handle = _hook_graph(attachment, name or type(found).__name__, register)

@@ -115,19 +115,18 @@ def test_a_handle_from_inside_comes_out_and_removes() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch looks, in the second graph
 def test_what_no_graph_can_carry_breaks_it_and_works_as_ever() -> None:
-    """Several tensors together, and a measured hook: attached between two graphs, with a receipt."""
+    """Several tensors together: attached between two graphs, with a receipt."""
     seen = []
 
-    def function(x: Tensor) -> tuple[Tensor, hl.HookHandle, hl.HookHandle]:
+    def function(x: Tensor) -> tuple[Tensor, hl.HookHandle]:
         y = x * 2
         both = hl.attach_tensor([x, y], lambda grads: seen.append(len(grads)))
-        timed = hl.attach_tensor(x, lambda grad: seen.append("one"), profile=True)
-        return (y * 3).sum(), both, timed
+        return (y * 3).sum(), both
 
-    loss, both, timed = torch.compile(function, backend="eager")(torch.ones(2, requires_grad=True))
+    loss, both = torch.compile(function, backend="eager")(torch.ones(2, requires_grad=True))
     loss.backward()
-    assert sorted(map(str, seen)) == ["2", "one"]
-    assert (both.report().fired, timed.report().fired) == (1, 1)
+    assert seen == [2]
+    assert both.report().fired == 1
 
 
 def test_a_tensor_without_a_gradient_is_refused_inside_too() -> None:

@@ -30,7 +30,7 @@ from hookline.sites.find import attached
 from hookline.sites.handle import HookHandle
 from hookline.sites.modules.module_hooks import Slot, existing_hooks
 from hookline.sites.parameters import LeafHook, parameter_entries
-from hookline.sites.receipt import calls_child, cause_around, is_container
+from hookline.sites.receipt import cause_around
 from hookline.sites.signature import hook_name
 from hookline.sites.targets import check_model
 from hookline.sites.wrappers import clean_modules, unwrap, walk
@@ -377,13 +377,12 @@ class SampleRun:
 
 
 def silent_without_running(model: nn.Module) -> list[SilentSite]:
-    """Return the modules that the code around them never calls, as far as its source tells."""
+    """Return the modules that what is around them never calls."""
     found = []
     root = unwrap(model)
     for name, module in clean_modules(model):
         reason = _scripted(module) or cause_around(root, name, module)
-        # A parent that calls the module and reads its weights as well (a tied embedding) is no cause.
-        if reason is not None and (is_container(module) or _scripted(module) or not calls_child(root, name)):
+        if reason is not None:
             found.append(SilentSite(name, type(module).__name__, reason, True))
     return found
 

@@ -51,7 +51,6 @@ def attach_function(
     observe: bool = False,
     name: str | None = None,
     strict: bool = True,
-    profile: bool = False,
 ) -> HookHandle:
     """Put a hook on functions, wherever they are called.
 
@@ -83,7 +82,6 @@ def attach_function(
         observe: Ignore the return value, and run after all edits.
         name: A name for reports; the hook's own by default.
         strict: Raise if nothing matches; with False, warn and return a handle on nothing.
-        profile: Measure what the hook costs, for ``handle.report().cost_us``.
 
     Functions that are called inside another function of torch are not seen: ``nn.MultiheadAttention`` calls
     ``torch.nn.functional.multi_head_attention_forward``, and the softmax in there shows as ``aten._softmax``.
@@ -101,7 +99,7 @@ def attach_function(
     attachment = new_attachment(
         hook,
         Kind.parse(on, FUNCTION),
-        AttachOptions(prepend=prepend, observe=observe, name=name, profile=profile),
+        AttachOptions(prepend=prepend, observe=observe, name=name),
         site_type=FUNCTION,
         everywhere=within is None,
     )
@@ -129,7 +127,7 @@ def attach_to_functions(attachment: Attachment, places: list[Place], within: nn.
         for_classes = ANYWHERE if within is None else scope
         for each in (scope, for_classes):
             each.attachments[attachment] = threading.get_ident(), _torch.sequence_number()
-        attachment.counters[scope.counter] = None
+        scope.counter.serve(attachment)
         attachment.on_remove = lambda attachment: _take_off(attachment, scope, for_classes)
         if attachment.kind.is_gradient:
             _watch_gradients(attachment)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +60,6 @@ def attach_everywhere(
     always_call: bool = False,
     observe: bool = False,
     name: str | None = None,
-    profile: bool = False,
 ) -> HookHandle:
     """Put a hook on every module of the process, or of one model.
 
@@ -86,7 +84,6 @@ def attach_everywhere(
             always_call=always_call,
             observe=observe,
             name=name,
-            profile=profile,
         ),
         site_type=site_type,
         everywhere=True,
@@ -118,8 +115,6 @@ class _ModulesEverywhere:
         self.attachments: tuple[Attachment, ...] = ()
         self._global: RemovableHandle | None = None
         self.generation = 0
-        self._made_by_compiler: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Graphs that compiled code runs: they are modules, though of no model."""
         self.said = 0
         """For which generation it was said that compiled code is not reached."""
 
@@ -129,7 +124,7 @@ class _ModulesEverywhere:
             attachment.on_remove = self.drop
             self.attachments = (*self.attachments, attachment)
             self.generation += 1
-            if self._global is None or not _torch.is_global_pre_hook(self._global.id):  # torch's dictionary was emptied
+            if self._global is None:
                 self._global = register_module_forward_pre_hook(self._first_sight)
             if attachment.options.always_call or attachment.kind is Kind.FULL_BACKWARD:
                 # torch decides on these before it calls a pre-hook, so first sight comes too late for one call.
@@ -153,11 +148,10 @@ class _ModulesEverywhere:
         module_hooks = existing_hooks(inner)
         if module_hooks is not None and module_hooks.covered == self.generation:
             return None
-        if isinstance(module, torch.jit.ScriptModule) or module in self._made_by_compiler:
-            return None  # TorchScript runs no Python hooks
+        if isinstance(module, torch.jit.ScriptModule):
+            return None  # which runs no Python hooks
         if isinstance(module, torch.fx.GraphModule) and _torch.in_compiled_code():
-            self._made_by_compiler.add(module)
-            return None
+            return None  # a graph that compiled code runs: a module, though of no model
         before = {row: row.slot_on(module) for row in (FIRST_PRE, LAST_PRE)}
         with LOCK:
             self._cover(module)

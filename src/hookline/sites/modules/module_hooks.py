@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 import sys
 import threading
 import warnings
@@ -39,8 +38,7 @@ from hookline.sites.gradients.call_gradients import CallState, GradientCall
 from hookline.sites.gradients.tensor_taps import run_before_torch
 from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup, StandIn, next_order
 from hookline.sites.kinds import CALL_KINDS, GRADIENT_KINDS, REGISTRATION_KINDS, Kind
-from hookline.sites.receipt import parameter_versions
-from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
+from hookline.sites.wrappers import unwrap, walk
 
 if TYPE_CHECKING:
     from hookline.sites.hook_at_site import Attachment
@@ -52,20 +50,21 @@ ON_SWEEP: Final[list[Callable[[], None]]] = []
 # Looking an enum member up by its class costs 0.2 µs.
 _FORWARD, _FORWARD_PRE = Kind.FORWARD, Kind.FORWARD_PRE
 _EDIT, _OBSERVE = OrderGroup.EDIT, OrderGroup.OBSERVE
-_HOOK_DICTS_OF: Final = operator.itemgetter(*_torch.HOOK_DICTS)
 _Entries = tuple[HookAtSite, ...]
 
 
 # -- what torch calls ----------------------------------------------------------------------------------------------
 
 
-_CONTENTS: Final = ("entries", "groups", "guard", "key", "made", "module_hooks", "plan", "recipe", "steps", "ticks")
-
-
 class Slot:
-    """Our hooks of one module at one end of one of torch's queues; base of all that we register on modules."""
+    """Our hooks of one module at one end of one of torch's queues; base of all that we register on modules.
 
-    __slots__ = ("__weakref__", *_CONTENTS)
+    One of this class itself does nothing: it keeps the `ModuleHooks` of hooks that torch calls from elsewhere alive.
+    """
+
+    __slots__ = ("entries", "groups", "guard", "key", "made", "module_hooks", "plan", "recipe", "steps", "ticks")
+    _from_public_api = True
+    """torch asks its state_dict post-hooks for it."""
 
     slot: ClassVar[str] = ""
     """Its name in compiled graphs."""
@@ -85,16 +84,15 @@ class Slot:
         self.steps, self.groups, self.recipe = _compiled_steps(entries, plan, ticks)
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
-        raise NotImplementedError
+        return None
 
     def become(self, other: Slot) -> None:
         """Take over everything of ``other``, which has replaced it: for a slot that torch is about to call."""
-        for name in _CONTENTS:
+        for name in Slot.__slots__:
             setattr(self, name, getattr(other, name))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copied or pickled model carries no hooks of ours, only this, which takes itself off.
-        return StaleHook, (isinstance(self, StateSlot),)
+        return Inert, ()  # a copied or pickled model carries no hooks of ours
 
 
 class FirstPreSlot(Slot):
@@ -243,9 +241,7 @@ class FullBackwardSlot(Slot):
 class StateSlot(Slot):
     """Saving and loading. Return values mean nothing, and torch allows none."""
 
-    # torch asks its state_dict post-hooks for this attribute.
     __slots__ = ()
-    _from_public_api = True
 
     running: ClassVar[int] = 0
     """How many calls are under way, in all threads: torch may be walking a dictionary of state hooks."""
@@ -260,28 +256,13 @@ class StateSlot(Slot):
             StateSlot.running -= 1
 
 
-class AnchorSlot(StateSlot):
-    """Keeps the `ModuleHooks` alive of a module whose hooks torch calls from elsewhere; does nothing."""
+class Inert:
+    """Does nothing in the place of a slot: in a copy of a hooked model, or where torch is walking its dictionary."""
 
-    __slots__ = ()
+    _from_public_api = True
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
         return None
-
-
-class StaleHook:
-    """Stands for a slot in a copy of a hooked model; does nothing, and removes itself at the first forward."""
-
-    __slots__ = ("__weakref__", "_from_public_api", "in_walk")
-
-    def __init__(self, in_walk: bool) -> None:
-        self._from_public_api = True
-        self.in_walk = in_walk
-        """Whether torch calls it while walking the live dictionary, which then must not change."""
-
-    def __call__(self, module: nn.Module, *args: Any) -> None:
-        if not self.in_walk and not is_dynamo_compiling():
-            drop_stale(module)
 
 
 def run_one_pre(entry: HookAtSite, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -417,10 +398,13 @@ class Row(NamedTuple):
         hooks = module.__dict__.get(self.hooks)
         if not hooks:  # nearly always; and a module may be half made
             return None
-        found = hooks.get(self.hook_id)
-        if found is not None and not isinstance(found, Slot):
-            found = getattr(found, "hook", None)  # torch keeps load_state_dict pre-hooks in a wrapper
+        found = _unwrapped(hooks.get(self.hook_id))
         return found if isinstance(found, Slot) else None
+
+
+def _unwrapped(hook: Any) -> Any:
+    """Return a hook as it was registered: torch keeps load_state_dict pre-hooks in a wrapper."""
+    return hook if isinstance(hook, Slot | None) else getattr(hook, "hook", hook)
 
 
 FIRST_PRE: Final = Row(FirstPreSlot, "_forward_pre_hooks", FIRST)
@@ -429,7 +413,7 @@ FIRST_FORWARD: Final = Row(FirstForwardSlot, "_forward_hooks", FIRST)
 LAST_FORWARD: Final = Row(LastForwardSlot, "_forward_hooks", LAST)
 _CALL_ROWS: Final = {row.make.slot: row for row in (LAST_FORWARD, FIRST_FORWARD, FIRST_PRE, LAST_PRE)}
 """The slots around a call, by their names in compiled graphs."""
-_ANCHOR: Final = Row(AnchorSlot, "_load_state_dict_post_hooks", FIRST)
+_ANCHOR: Final = Row(Slot, "_load_state_dict_post_hooks", FIRST)
 _KIND_ROWS: Final[dict[Kind, Row]] = {
     Kind.FULL_BACKWARD: Row(FullBackwardSlot, "_backward_hooks", LAST),
     Kind.STATE_DICT_PRE: Row(StateSlot, "_state_dict_pre_hooks", LAST),
@@ -442,7 +426,7 @@ _KIND_ROWS: Final[dict[Kind, Row]] = {
 _ROWS: Final = tuple(dict.fromkeys((*_CALL_ROWS.values(), *_KIND_ROWS.values())))
 
 # Where only what is inside a module is compiled, the compiler meets the module's own hooks as functions to compile.
-for _class in (*(row.make for row in _ROWS), StaleHook):
+for _class in (*(row.make for row in _ROWS), Inert):
     _torch.leave_to_python(_class.__call__)
 
 
@@ -586,11 +570,10 @@ class ModuleHooks(GradientHooks):
     """Set while hooks are attached with this module as the model."""
     stands_in_for: tuple[ForwardCounter, ...] = ()
     """The counters of models whose own forward is not called: calls of this part of them begin their steps."""
-    covered = -1
-    """Up to which generation of process-wide hooks the module has them all."""
     replaced: Slot | None = None
     """A slot with several steps that a hook has replaced in the middle of compiled code, which goes on with it."""
-    _full_backward_flag: Any = None
+    covered = -1
+    """Up to which generation of process-wide hooks the module has them all."""
 
     def __init__(self, module: nn.Module) -> None:
         self.sit_on(module)
@@ -700,8 +683,6 @@ class ModuleHooks(GradientHooks):
             self._sync_calls(module, kind)
             return
         row = _KIND_ROWS[kind]
-        if kind is Kind.FULL_BACKWARD and row.slot_on(module) is None:
-            self._full_backward_flag = getattr(module, _torch.FULL_BACKWARD_FLAG)
         same = [other for other in _KIND_ROWS if _KIND_ROWS[other] is row]
         self._put(module, row, tuple(entry for other in same for entry in self.hooks_of_kind(other)))
 
@@ -715,21 +696,17 @@ class ModuleHooks(GradientHooks):
         if self.has_gradients or self.plan:
             self._set_begins_late(module, has_observers=bool(pre) and pre[-1].attachment.order_group is _OBSERVE)
             self.plan = plan_of(self)
-        guard = self.guard
         self._sync_guard(module, post)
-        is_all = self.has_gradients or kind in GRADIENT_KINDS or self.guard is not guard
         counts = (self.counter is not None and self.around is None) or self.stands_in_for
         plan, early = self.plan, "" if self.begins_late else self.plan
-        if is_all or kind is _FORWARD_PRE:
-            first, last = _split(pre)
-            self._put(module, FIRST_PRE, first, ticks="t" if counts else "")
-            self._put(module, LAST_PRE, last, plan=early, with_kwargs=bool(early), anew=kind in GRADIENT_KINDS)
-        if is_all or kind is _FORWARD:
-            first, last = _split(post)
-            # If the call is cut short, always_call hooks get what the slot at the front of the queue has noted.
-            self._put(module, FIRST_FORWARD, first, with_kwargs=self.guard is not None)
-            # The slot before the call hands on what it has noted by the keyword arguments.
-            self._put(module, LAST_FORWARD, last, plan=plan, with_kwargs=bool(early))
+        first, last = _split(pre)
+        self._put(module, FIRST_PRE, first, ticks="t" if counts else "")
+        self._put(module, LAST_PRE, last, plan=early, with_kwargs=bool(early))
+        first, last = _split(post)
+        # If the call is cut short, always_call hooks get what the slot at the front of the queue has noted.
+        self._put(module, FIRST_FORWARD, first, with_kwargs=self.guard is not None)
+        # The slot before the call hands on what it has noted by the keyword arguments.
+        self._put(module, LAST_FORWARD, last, plan=plan, with_kwargs=bool(early))
         is_hooked = bool(counts or plan or self.around or pre or post)
         recompile_guard.set_own_forward(module, wanted=is_hooked)
         if isinstance(module, AttentionPart):
@@ -768,54 +745,34 @@ class ModuleHooks(GradientHooks):
         plan: str = "",
         ticks: str = "",
         with_kwargs: bool = False,
-        anew: bool = False,
     ) -> None:
-        """Have one slot in a row while there are entries, or something else it is for; none otherwise.
-
-        With ``anew``, make another also where nothing shows: gradient hooks go by when it was made.
-        """
+        """Have one slot in a row while there are entries, or something else it is for; none otherwise."""
         before = row.slot_on(module)
         if entries or plan or ticks or with_kwargs:
-            slot = before
-            wanted = entries, plan, ticks, self.guard
-            if anew or slot is None or (slot.entries, slot.plan, slot.ticks, slot.guard) != wanted:
-                slot = row.make(self, entries, plan, ticks)
+            slot = row.make(self, entries, plan, ticks)
             with_kwargs = with_kwargs or any(entry.attachment.options.with_kwargs for entry in entries)
             _torch.put_hook(module, row.hooks, row.hook_id, slot, with_kwargs=with_kwargs)
             hooks = getattr(module, row.hooks)
             if before is None and len(hooks) > 1 and row.make.slot:
                 (_torch.place_first if row.hook_id == FIRST else _torch.place_last)(hooks, row.hook_id)
         elif before is not None:
-            self._take_off(module, row)
+            _take_off(module, row.hooks, row.hook_id)
         if before is not None and len(before.steps) > 1 and _torch.in_compiled_code():
             self.replaced = before
 
-    def _take_off(self, module: nn.Module, row: Row) -> None:
-        """Remove a slot from torch's dictionary, unless torch may be iterating over that very dictionary.
 
-        torch takes a snapshot of the forward and backward hooks it is about to run, but walks its state-dict hooks
-        live: while one of ours runs, only the last of the queue may go. Any other stays, empty, until the next hook
-        comes or goes anywhere.
-        """
-        is_last = next(reversed(getattr(module, row.hooks))) == row.hook_id
-        if issubclass(row.make, StateSlot) and StateSlot.running and not is_last:
-            _torch.put_hook(module, row.hooks, row.hook_id, row.make(self, ()))
-            _LEFT_BEHIND.append((self, row))
-            return
-        _torch.drop_hook(module, row.hooks, row.hook_id)
-        if row is _KIND_ROWS[Kind.FULL_BACKWARD] and not module._backward_hooks:
-            setattr(module, _torch.FULL_BACKWARD_FLAG, self._full_backward_flag)
+def _take_off(module: nn.Module, attribute: str, hook_id: int) -> None:
+    """Remove what is ours from one of torch's dictionaries.
 
-    def drop_left_behind(self, row: Row) -> None:
-        """Remove a slot that was left behind, unless it has hooks again."""
-        module = self.module()
-        slot = None if module is None else row.slot_on(module)
-        if module is not None and slot is not None and not slot.entries:
-            _torch.drop_hook(module, row.hooks, row.hook_id)
-
-
-_LEFT_BEHIND: Final[list[tuple[ModuleHooks, Row]]] = []
-"""Slots that could not go when they should have, and are empty."""
+    torch takes a snapshot of the forward and backward hooks it is about to run, but walks its state-dict hooks live:
+    while one of ours runs, something inert takes its place, and goes when the next hook comes.
+    """
+    if StateSlot.running and "state_dict" in attribute:
+        _torch.put_hook(module, attribute, hook_id, Inert())
+        return
+    _torch.drop_hook(module, attribute, hook_id)
+    if attribute == "_backward_hooks" and not module._backward_hooks:
+        setattr(module, _torch.FULL_BACKWARD_FLAG, None)  # torch leaves it set
 
 
 def _keep_places(hooks: Any) -> None:
@@ -845,7 +802,7 @@ def _split(hooks: _Entries) -> tuple[_Entries, _Entries]:
 
 def existing_hooks(module: nn.Module) -> ModuleHooks | None:
     """Return the hooks of a module, if it has any; a shallow copy shares those of the original."""
-    for row in _ROWS if any(map(module.__dict__.get, _torch.HOOK_DICTS)) else ():
+    for row in _ROWS if _has_any_hooks(module) else ():
         slot = row.slot_on(module)
         if slot is not None:
             return slot.module_hooks  # type: ignore[no-any-return]
@@ -861,38 +818,32 @@ def hooks_of_module(module: nn.Module) -> ModuleHooks:
         )
     hooks = existing_hooks(module)
     if hooks is None:
-        drop_stale(module)
+        if _has_any_hooks(module):
+            drop_inert(module)
         return ModuleHooks(module)
     if not hooks.alive():
         hooks.sit_on(module)
     return hooks
 
 
-def drop_stale(module: nn.Module) -> None:
-    """Take what is left of copied hooks off a module, outside of torch's own iterations over them."""
-    try:
-        if not any(_HOOK_DICTS_OF(module.__dict__)) and _torch.CALL_IMPL not in module.__dict__:
-            return
-    except KeyError:  # made without super().__init__()
-        return
-    stale = [found for found in _torch.hooks_of(module) if isinstance(found[2], StaleHook)]
-    for attribute, hook_id, _ in stale:
-        if not (StateSlot.running and "state_dict" in attribute):
-            _torch.drop_hook(module, attribute, hook_id)
-            if attribute == "_backward_hooks" and not module._backward_hooks:
-                setattr(module, _torch.FULL_BACKWARD_FLAG, None)  # torch leaves it set
+def _has_any_hooks(module: nn.Module) -> bool:
+    """Return whether there are hooks of anybody's on a module, which may be half made."""
+    return any(map(module.__dict__.get, _torch.HOOK_DICTS))
+
+
+def drop_inert(module: nn.Module) -> None:
+    """Take off what does nothing: what is left of the hooks of the module that this one is a copy of."""
+    inert = [found for found in _torch.hooks_of(module) if isinstance(_unwrapped(found[2]), Inert)]
+    for attribute, hook_id, _ in inert:
+        _take_off(module, attribute, hook_id)
     if isinstance(module.__dict__.get(_torch.CALL_IMPL), StaleCallGuard):
         del module.__dict__[_torch.CALL_IMPL]
-    if stale:
-        recompile_guard.set_own_forward(module, wanted=False)  # a copy of a hooked module has no hooks
+    if inert:
+        recompile_guard.set_own_forward(module, wanted=False)
 
 
 def sweep() -> None:
-    """Remove the slots that could not go when they should have."""
-    if _LEFT_BEHIND and not StateSlot.running:
-        for hooks, row in _LEFT_BEHIND:
-            hooks.drop_left_behind(row)
-        _LEFT_BEHIND.clear()
+    """Run what waits for hooks to come or go."""
     for clear in tuple(ON_SWEEP):
         clear()
 
@@ -909,13 +860,9 @@ def add_entries(attachment: Attachment, model: nn.Module, chosen: list[tuple[str
     """Put an attachment on modules of a model; under LOCK."""
     if not chosen:
         return
-    counter = counter_of(model if WRAPPER_KEYS.isdisjoint(model._modules.keys()) else unwrap(model))
+    counter = counter_of(unwrap(model))
+    counter.serve(attachment)
     _name_for_compiler(attachment, chosen)
-    if counter in attachment.counters:
-        counter.users -= 1  # it is one user, however often it comes back
-    attachment.counters[counter] = None
-    if len(chosen) == 1 and not chosen[0][0] and not attachment.everywhere:
-        attachment.versions_before = parameter_versions(chosen[0][1])
     for name, module in chosen:
         module_hooks = hooks_of_module(module)
         entry = HookAtSite(attachment, name, module_hooks, counter)
@@ -936,19 +883,18 @@ def _name_for_compiler(attachment: Attachment, chosen: list[tuple[str, nn.Module
 
 
 def counter_of(model: nn.Module) -> ForwardCounter:
-    """Return the counter of a model's forwards, for one more attachment; `release_counters` gives it back."""
+    """Return the counter of a model's forwards, made if there is none; it has to `serve` an attachment at once."""
     hooks = hooks_of_module(model)
     if hooks.counter is None:
         hooks.set_counter(ForwardCounter(model))
     assert hooks.counter is not None
-    hooks.counter.users += 1
     return hooks.counter
 
 
 def release_counters(attachment: Attachment) -> None:
-    """Give back the counters of an attachment that is off; the last one through a model ends the counting."""
+    """End the service of the counters of an attachment that is off; the last one ends the counting."""
     for counter in list(attachment.counters):  # which shrink when a model is collected
-        counter.users -= 1
+        counter.users.pop(attachment, None)
         if counter.users:
             continue
         stand_in, model = counter.stand_in, counter.model()
