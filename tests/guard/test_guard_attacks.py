@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import os
 import signal
 import sys
 import weakref
@@ -103,17 +102,6 @@ def test_a_view_whose_graph_is_kept_is_named_when_all_else_is_back():
     assert model.whole.tolist() == [1.0] * 6
     assert "model.part" in kept[0].touched
     assert "model.part" not in kept[0].restored
-
-
-def test_a_view_of_a_tensor_outside_the_model_has_no_graph_either():
-    """Its base is not part of the model."""
-    base, model = torch.ones(6), nn.Linear(3, 3)
-    model.register_buffer("part", base[::2])
-    with rollback(model):
-        model.part.mul_(model.weight.sum())
-    assert base.tolist() == [1.0] * 6
-    assert not base.requires_grad
-    assert not model.part.requires_grad
 
 
 def test_a_guard_may_be_used_in_inference_mode_and_then_outside_of_it():
@@ -322,24 +310,6 @@ def test_an_epoch_over_again_is_seen_though_it_makes_as_many_steps():
         lie()
 
 
-def test_a_receipt_is_whole_though_an_interrupt_came(monkeypatch):
-    """While everything was put back; it is not done twice."""
-    model, original, times = nn.Linear(2, 2), copies.MemoryCopies.restore, []
-
-    def interrupted(self):
-        times.append(1)
-        os.kill(os.getpid(), signal.SIGINT)
-        original(self)
-
-    monkeypatch.setattr(copies.MemoryCopies, "restore", interrupted)
-    guard = Guard(model)
-    guard.save()
-    with pytest.raises(KeyboardInterrupt), guard.protecting("any") as receipt:
-        model.note = 1
-    assert receipt.touched == receipt.restored == ("model.note",)
-    assert len(times) == 1
-
-
 class Interrupting:
     """Traces the guard's outer code, and sends one interrupt before its opcode (in torch: its line) number ``at``."""
 
@@ -455,14 +425,3 @@ def test_a_hook_on_a_module_that_was_taken_out_is_off():
     assert torch.equal(model(X), expected)
     for module in (first, other):
         hl.assert_no_hooks(module)
-
-
-def test_blocks_of_one_guard_in_each_other_have_switches_of_their_own():
-    """The inner one must not have the outer one forget."""
-    guard = Guard(nn.ReLU())
-    guard.save()
-    with guard.protecting("outer"):
-        torch.set_default_dtype(torch.float64)
-        with guard.protecting("inner"):
-            pass
-    assert torch.get_default_dtype() is torch.float32

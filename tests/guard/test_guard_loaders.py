@@ -109,13 +109,6 @@ def test_batches_of_many_sizes_keep_them():
     assert [len(batch[0]) for batch in context.get_shuffled_loader()] == [1, 3, 2]
 
 
-def test_a_callback_whose_argument_is_something_else_is_not_handed_a_generator():
-    """It has a default, and another name."""
-    make = lambda batch_size=3: DataLoader(range(9), batch_size, shuffle=True)  # noqa: E731
-    loader = ModelDataContext(nn.ReLU(), shuffled_loader=make).get_shuffled_loader()
-    assert [len(batch) for batch in loader] == [3, 3, 3]
-
-
 # -- training, weights, data ----------------------------------------------------------------------------------------
 
 
@@ -148,14 +141,6 @@ def test_an_epoch_with_steps_is_an_epoch():
     found = context.run_training_epoch(batches)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     assert torch.allclose(found["2.weight"], mean, atol=1e-7)
-
-
-def test_the_runs_own_step_is_used_if_there_is_one():
-    """``train_step(batch)``."""
-    seen = []
-    _, context = small_context(train_step=seen.append)
-    context.run_training_epoch([1, 2])
-    assert seen == [1, 2]
 
 
 def test_a_perturbation_adds_what_it_names_or_nothing_at_all():

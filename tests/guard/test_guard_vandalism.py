@@ -29,27 +29,6 @@ def test_a_run_goes_on_after_an_act_as_if_it_had_not_been(name: str, alive: bool
     assert vandals.run_act(name, alive) == expected
 
 
-def test_freezing_what_is_frozen_leaves_nothing_to_count_forwards_by():
-    """It hooks no parameter, so it needs no port; and none stays when it is taken off."""
-    model = nn.Linear(2, 2).requires_grad_(False)
-    handle = hl.freeze(model)
-    assert not model._forward_pre_hooks
-    handle.remove()
-
-
-def test_a_recurrent_layers_graph_of_before_is_not_invalidated():
-    """Its kernel keeps its outputs, and an attribute of the model shares their memory and counter."""
-    run = vandals.VandalizedRun("lstm", "adamw_fused")
-    with rollback(run.model, run.optimizer):
-        run.step()
-        run.model.last.zero_()
-    version = run.model.last._version
-    with rollback(run.model, run.optimizer):
-        pass
-    assert run.model.last._version == version
-    run.train_on()
-
-
 def test_two_blocks_of_one_firing_may_write_the_same_view_with_a_graph():
     """Each gives it other internals; a graph of before the first still finds what it left."""
     run = vandals.VandalizedRun("rnn", "adam")
@@ -204,14 +183,3 @@ def test_a_hook_in_the_internals_of_a_new_parameter_does_not_come_along_with_the
         return list(model.parameters())
 
     assert all(map(torch.equal, trained(with_block=True), trained(with_block=False)))
-
-
-def test_the_attributes_of_a_parameter_come_back_as_the_same_dictionary() -> None:
-    """``swap_tensors`` exchanges them before it exchanges the internals, and may refuse that."""
-    model = nn.Linear(2, 2)
-    model.weight.mark = "own"
-    own = vars(model.weight)
-    with hl.rollback(model):
-        model.weight.__dict__ = {"mark": "outside"}
-    assert vars(model.weight) is own
-    assert model.weight.mark == "own"

@@ -116,8 +116,8 @@ class Guard:
         """How many bytes the latest save copied."""
 
     @property
-    def gradients(self) -> dict[str, Tensor]:
-        """The run's gradients as they were saved, also while they are parked, by the path of their parameter."""
+    def gradients(self) -> dict[Tensor, Tensor]:
+        """The run's gradients as they were saved, also while they are parked, by their parameter."""
         return self._snapshot.gradients
 
     def save(self, scopes: Iterable[str] = ("trains",), *, batch: Any = None) -> None:
@@ -280,17 +280,12 @@ def _check_scope(scope: str) -> str:
 
 def _forbidden_message(receipt: GuardReceipt, forbidden: list[StateChange]) -> str:
     """Return the text of the error about changes that the declared scope does not allow."""
-    names = [change.name for change in forbidden]
-    lost = [name for name in names if name not in receipt.restored]
-    fate = (
-        f"No copy was taken of {lost[0]}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}, "
-        "so the run cannot go on as if nothing had happened."
-        if lost
-        else "All of it was put back."
-    )
+    lost = [change.name for change in forbidden if change.name not in receipt.restored]
+    fate = f"No copy was taken of {first_names(lost)}: the run cannot go on." if lost else "All of it was put back."
     only_grads = receipt.scope == "reads" and all("gradient" in change.kind for change in forbidden)
     wider = "scope='grads' or 'trains'" if only_grads else "scope='trains'"
     return (
-        f"Hook {receipt.hook!r} declares scope={receipt.scope!r}, and changed {first_names(names)}. {fate} "
+        f"Hook {receipt.hook!r} declares scope={receipt.scope!r}, and changed "
+        f"{first_names([change.name for change in forbidden])}. {fate} "
         f"Next: declare {wider}."
     )

@@ -181,9 +181,9 @@ def _read(sampler: Any) -> list[Any]:
 
 
 def call_loader_factory(make: Callable[..., Any], generator: torch.Generator) -> Any:
-    """Return the loader that the experiment's ``make`` builds, drawing from ``generator``, passed or put in."""
-    if _takes_generator(make):
-        loader = make(generator)
+    """Return the loader that the experiment's ``make`` builds, drawing from ``generator``, passed by name or put in."""
+    if "generator" in inspect.signature(make).parameters:
+        loader = make(generator=generator)
     else:
         with kept_rng():
             # It may draw its order at once, from the stream of the run.
@@ -193,14 +193,3 @@ def call_loader_factory(make: Callable[..., Any], generator: torch.Generator) ->
         if isinstance(part, DataLoader | RandomSampler) and part.generator is None:
             part.generator = generator
     return loader
-
-
-def _takes_generator(make: Callable[..., Any]) -> bool:
-    """Return whether the first argument of ``make`` is a generator: it has that name, or no default."""
-    try:
-        first = next(iter(inspect.signature(make).parameters.values()), None)
-    except (TypeError, ValueError):
-        return False
-    if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
-        return False
-    return first.name == "generator" or first.default is first.empty

@@ -117,11 +117,8 @@ class ModelDataContext:
     @property
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of the run as they were when the firing began, also where the scope has them parked."""
-        saved = self.guard.gradients
-        named = self._model.named_parameters(remove_duplicate=False)
-        both = ((id(p), saved.get(f"model.{name}", saved.get(f"model.module.{name}"))) for name, p in named)  # in DDP
-        parked = {number: grad for number, grad in both if grad is not None}
-        found = {name: parked.get(id(p)) if p.grad is None else p.grad for name, p in self._named.items()}
+        parked = self.guard.gradients
+        found = {name: parked.get(p) if p.grad is None else p.grad for name, p in self._named.items()}
         return {name: grad for name, grad in found.items() if grad is not None}
 
     def current_batch(self) -> Any:
@@ -196,16 +193,14 @@ class ModelDataContext:
         with self._training(), self._no_gradients():
             return self._mean_gradients(loader, self._stepper(step))
 
-    def hvp(self, vector: Mapping[str, Tensor] | Tensor, batch: Any = None) -> dict[str, Tensor]:
-        """Return the Hessian of the loss on a batch times a vector, by differentiating twice.
-
-        The vector is by names, those left out being zero, or one long tensor over all parameters in their order.
-        """
+    def hvp(self, vector: Mapping[str, Tensor], batch: Any = None) -> dict[str, Tensor]:
+        """Return the Hessian of the loss on a batch times a vector by names, those left out being zero."""
         from torch.nn.attention import SDPBackend, sdpa_kernel  # fused attention has no second derivative, MATH has
 
         loss_fn, batch = self._loss_of("hvp"), self._batch_for(batch, "hvp")
         trained = {name: p for name, p in self._named.items() if p.requires_grad}
-        direction = self._direction(vector, trained)
+        parameters = self._parameters(vector)
+        direction = {name: self._fitting(vector[name].detach(), parameter) for name, parameter in parameters.items()}
         with self._training(), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             loss = _differentiable(loss_fn(self._model, batch))
             firsts = torch.autograd.grad(loss, list(trained.values()), create_graph=True, allow_unused=True)
@@ -276,18 +271,6 @@ class ModelDataContext:
                 f"A direction has the shape of its parameter, {tuple(parameter.shape)}; got {tuple(step.shape)}."
             )
         return step.to(parameter.device, parameter.dtype)
-
-    def _direction(self, vector: Mapping[str, Tensor] | Tensor, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if isinstance(vector, Tensor):
-            sizes = [p.numel() for p in trained.values()]
-            if vector.numel() != sum(sizes):
-                raise OptionError(
-                    f"The vector is as long as all parameters together, {sum(sizes)}; got {vector.numel()}."
-                )
-            parts = torch.split(vector.flatten(), sizes)
-            vector = {name: part.view_as(p) for part, (name, p) in zip(parts, trained.items(), strict=True)}
-        parameters = self._parameters(vector)
-        return {name: self._fitting(vector[name].detach(), parameter) for name, parameter in parameters.items()}
 
     def _loss_of(self, what: str) -> _Loss:
         if self._loss_fn is None:

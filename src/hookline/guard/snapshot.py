@@ -576,7 +576,7 @@ def roots_of(
         if root is not None and not hasattr(root, "__dict__"):
             raise GuardError(f"{name}= has no attributes to save: it is {root!r}. Next: pass the object itself.")
     if not isinstance(loader, DataLoader):  # the generators alone, since the rest may be the data
-        return {**roots, "loader": generators_on(loader)}
+        return {**roots, "loader": None if loader is None else generators_on(loader)}
     found = {"loader": loader, **samplers_of(loader)}
     named = {name: part for name, part in found.items() if hasattr(part, "__dict__")}
     return {**roots, **named, "loader.dataset": generators_of_dataset(loader.dataset)}
@@ -663,16 +663,15 @@ class Snapshot:
                 walk.add_tensor(grad, (main.walk.places[index], "grad"), "gradient")
 
     @property
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradients as they were, by the name of the parameter; the tensors themselves."""
-        pairs = zip(self._owners, self._grads, strict=True)
-        return {self._parts[0].name(index): grad for index, grad in pairs if grad is not None}
+    def gradients(self) -> dict[Tensor, Tensor]:
+        """The gradients as they were, by their parameter; the tensors themselves."""
+        pairs = zip(self._owners.values(), self._grads, strict=True)
+        return {owner: grad for owner, grad in pairs if grad is not None}
 
     def park_gradients(self) -> None:
         """Take the gradients off the tensors; they come back at `restore`."""
-        for owner, grad in zip(self._owners.values(), self._grads, strict=True):
-            if grad is not None:
-                owner.grad = None
+        for owner in self.gradients:
+            owner.grad = None
 
     @interrupts_deferred()
     def forget(self, *, everything: bool = False) -> None:
