@@ -38,7 +38,8 @@ _WIDE: Final = torch.float64
 
 def reduce(tensor: Tensor, layout: Layout, factor: float = 1.0) -> list[float]:
     """Return the row of a tensor that is on the CPU, its numbers multiplied by a positive ``factor``."""
-    flat = flat_view(tensor.detach())
+    tensor, times = _once(tensor.detach())
+    flat = flat_view(tensor)
     if not flat.numel():
         return [1.0, *layout.empty[1:]]
     num_added = len(layout.added)
@@ -46,11 +47,22 @@ def reduce(tensor: Tensor, layout: Layout, factor: float = 1.0) -> list[float]:
     found, *others = [_of_block(_as_float(block), layout, 1.0 / factor) for block in blocks]
     for row in others:
         found = merge(found, row, num_added)
+    if times > 1:
+        found[:num_added] = [times * value for value in found[:num_added]]
     if factor != 1.0:
         found[SUM], found[SQUARES] = found[SUM] * factor, found[SQUARES] * factor * factor
         found[num_added:] = [value * factor for value in found[num_added:]]
     found[FIRES], found[BAD] = 1.0, float(found[BAD] > 0)  # one firing, however many of its blocks
     return found
+
+
+def _once(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return a tensor that repeats itself, as the gradient of a sum does, without repetitions, and their number."""
+    times = 1
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor, times = tensor.narrow(dim, 0, 1), times * size
+    return tensor, times
 
 
 def _of_block(block: Tensor, layout: Layout, unit: float) -> list[float]:
