@@ -68,7 +68,7 @@ CLASSES = _named("""
     guard: Guard ModelDataContext
     metta: ComponentContext FisherInformationState GradientFlowState PolicyAutoBuilder ReLUActivationState
         ReLUGradientFlowState SaturatedActivationState StatsReporter Tracker TrainTool Trainer
-    observe: Budget Cache Captured HeatMap Patch Profile ProfileRow StepAlarm Trouble Watch
+    observe: Cache Captured HeatMap Patch Profile ProfileRow StepAlarm Trouble Watch
     report: LoadedRun
     serve: Engine Finished GenerationRequest LiveHook LiveHooks Server Settings StatesOfLayer StatesWanted Ticket Token
     sglang: Dumper DumperConfig ModelRunner ServerArgs TensorDumper

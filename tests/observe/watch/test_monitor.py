@@ -30,13 +30,15 @@ def train(model: nn.Module, optimizer: Any, steps: int = 4, bad: int = 2, batche
 
 
 def test_several_listen_to_one_model_and_one_leaves_without_the_others() -> None:
-    """NaN in the second batch of step 2; an evaluation with NaN before training is no part of a step."""
+    """NaN in the second batch of step 2; evaluations with NaN before training are no part of a step."""
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     first, second = (hl.observe.alarm(model, optimizer=optimizer) for _ in range(2))
     finder = find_bad_operations(model, optimizer)
+    model.eval()
     with torch.no_grad():
-        model.eval()(torch.full((2, 3), float("nan")))
+        for _ in range(2):
+            model(torch.full((2, 3), float("nan")))
     model.train()
     first.remove()
     train(model, optimizer)
