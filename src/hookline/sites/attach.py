@@ -21,7 +21,6 @@ from hookline.sites.hook_at_site import (
     AttachOptions,
     OrderGroup,
     PerSiteHook,
-    close_context,
     open_context,
 )
 from hookline.sites.kinds import KINDS_OF_OPTION, MODULE, REGISTRATION_KINDS, Kind, SiteType
@@ -113,20 +112,20 @@ def attach(
         NoMatchError: (a KeyError) naming the nearest modules.
         KindError, OptionError, TargetError, HookSignatureError, UnhookableError: before anything is attached.
     """
-    check_model(model, target)
+    if not isinstance(model, nn.Module):
+        check_model(model, target)
     place, wanted = _sort_out(target, hook)
-    kind = Kind.parse(on)
+    if role is not None:
+        place = with_role(place, role)
+    kind = on if on is Kind.FORWARD else Kind.parse(on)
     options = AttachOptions(
         prepend=prepend, with_kwargs=with_kwargs, always_call=always_call, observe=observe, name=name, scope=scope
     )
+    chosen = _select(model, place, exclude, kind, strict=strict)
     attachment = new_attachment(wanted, kind, options)
-    put: Any = attach_to_parameters if kind is Kind.PARAM_GRAD else attach_to_modules
-    try:
-        return put(attachment, model, _select(model, with_role(place, role), exclude, kind, strict=strict))  # type: ignore[no-any-return]
-    except BaseException:
-        if attachment.context is not None:
-            close_context(attachment.context)
-        raise
+    if kind is Kind.PARAM_GRAD:
+        return attach_to_parameters(attachment, model, chosen)
+    return attach_to_modules(attachment, model, chosen)
 
 
 def _select(model: nn.Module, target: Target, exclude: Target, kind: Kind, *, strict: bool) -> list[Any]:

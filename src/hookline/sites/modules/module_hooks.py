@@ -37,7 +37,7 @@ from hookline.sites.gradients.call_gradients import CallState, GradientCall
 from hookline.sites.gradients.tensor_taps import run_before_torch
 from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup, StandIn, next_order
 from hookline.sites.kinds import CALL_KINDS, GRADIENT_KINDS, REGISTRATION_KINDS, Kind
-from hookline.sites.wrappers import unwrap, walk
+from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
 
 if TYPE_CHECKING:
     from hookline.sites.hook_at_site import Attachment
@@ -848,8 +848,8 @@ def add_entries(attachment: Attachment, model: nn.Module, chosen: list[tuple[str
     """Put an attachment on modules of a model; under LOCK."""
     if not chosen:
         return
-    counter = counter_of(unwrap(model))
-    counter.serve(attachment)
+    counter = counter_of(model if WRAPPER_KEYS.isdisjoint(model._modules.keys()) else unwrap(model))
+    counter.users[attachment] = attachment.counters[counter] = None  # `serve`, without the call
     _name_for_compiler(attachment, chosen)
     for name, module in chosen:
         module_hooks = hooks_of_module(module)
