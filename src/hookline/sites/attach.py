@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack, overload
 from torch import nn
 
 from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, OptionError
-from hookline.messages import caller_stacklevel
 from hookline.sites.compiled import op_runtime  # noqa: F401  # runs behind the operators
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import (
@@ -21,6 +20,7 @@ from hookline.sites.hook_at_site import (
     AttachOptions,
     OrderGroup,
     PerSiteHook,
+    close_context,
     open_context,
 )
 from hookline.sites.kinds import KINDS_OF_OPTION, MODULE, REGISTRATION_KINDS, Kind, SiteType
@@ -121,24 +121,18 @@ def attach(
     options = AttachOptions(
         prepend=prepend, with_kwargs=with_kwargs, always_call=always_call, observe=observe, name=name, scope=scope
     )
-    chosen = _select(model, place, exclude, kind, strict=strict)
     attachment = new_attachment(wanted, kind, options)
-    if kind is Kind.PARAM_GRAD:
-        return attach_to_parameters(attachment, model, chosen)
-    return attach_to_modules(attachment, model, chosen)
-
-
-def _select(model: nn.Module, target: Target, exclude: Target, kind: Kind, *, strict: bool) -> list[Any]:
-    """Return the modules, or for ``param_grad`` the parameters; none, with a warning, where nothing matches."""
     try:
         if kind is Kind.PARAM_GRAD:
-            return select_parameters(model, target, exclude=exclude)
-        return without_scripted(select(model, target, exclude=exclude), target)
-    except NoMatchError as error:
-        if strict:
+            return attach_to_parameters(attachment, model, select_parameters(model, place, exclude=exclude))
+        return attach_to_modules(attachment, model, without_scripted(select(model, place, exclude=exclude), place))
+    except BaseException as error:
+        if attachment.context is not None:
+            close_context(attachment.context)
+        if strict or not isinstance(error, NoMatchError):
             raise
-        warnings.warn(HooklineWarning(*error.args, hint=error.hint), stacklevel=caller_stacklevel())
-        return []
+        warnings.warn(HooklineWarning(*error.args, hint=error.hint), stacklevel=2)
+        return attach_to_modules(attachment, model, [])
 
 
 def _sort_out(target: Any, hook: Any) -> tuple[Any, Any]:
