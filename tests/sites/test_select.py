@@ -6,6 +6,7 @@ import fnmatch
 import re
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -43,6 +44,26 @@ def test_nothing_selects_the_model_itself():
     model = Tower()
     assert select(model) == [("", model)]
     assert select(model, [None]) == [("", model)]
+
+
+def test_a_name_that_is_followed_means_what_it_means_among_all_names(monkeypatch):
+    """In plain models, under wrappers, with shared modules and ones that contain themselves: all names and more."""
+    looped = Tower()
+    looped.x1.up = looped
+    wrapped = torch.optim.swa_utils.AveragedModel(nn.Sequential(Tower(), nn.Linear(2, 2)))
+    for model in (Tower(), looped, wrapped, nn.Sequential(torch.compile(Tower()), nn.ReLU())):
+        tried = [name for name, _ in model.named_modules()] + ["head.2.0", "x1.up", "x1.up.x1", "0.module.head"]
+        followed = [_tried(model, name) for name in tried]
+        with monkeypatch.context() as patch:
+            patch.setattr("hookline.sites.targets._by_name", lambda model, target: None)
+            assert followed == [_tried(model, name) for name in tried]
+
+
+def _tried(model: nn.Module, name: str) -> object:
+    try:
+        return [(found, id(module)) for found, module in select(model, name)]
+    except hl.errors.NoMatchError:
+        return None
 
 
 def test_a_regular_expression_has_to_match_the_whole_name():

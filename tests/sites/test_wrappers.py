@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers_models import batch_for, make
-from helpers_waiting import PATIENCE
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.nn.utils import parametrize
@@ -233,28 +231,6 @@ def test_the_wrapper_itself_is_meant_by_its_type_or_as_an_object():
         select(model, nn.parallel.DistributedDataParallel)
 
 
-def test_exclude_takes_raw_names_and_wrappers():
-    """In the same grammar; a wrapper that is excluded is not what it wraps."""
-    model = parallel(new())
-    assert names(model, "layers.#", exclude="module.layers.0") == ["layers.1"]
-    assert names(model, "layers.#", exclude=nn.DataParallel) == ["layers.0", "layers.1"]
-    with pytest.raises(hl.errors.NoMatchError, match="matches in this Net, but exclude"):
-        select(model, None, exclude="module")
-
-
-def test_nothing_heavy_is_imported_to_know_wrappers():
-    """A wrapper is told by the names of its classes."""
-    import subprocess
-
-    code = (
-        "import sys; from torch import nn; import hookline as hl; hl.find(nn.DataParallel(nn.Sequential(nn.ReLU())));"
-        "print([name for name in ('peft', 'transformers', 'torch.distributed.fsdp', 'torch._dynamo.eval_frame')"
-        " if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True)
-    assert done.stdout.strip() == "[]"
-
-
 # -- within, everywhere --------------------------------------------------------------------------------------
 
 
@@ -327,34 +303,6 @@ def test_a_hook_follows_a_parameter_that_was_replaced(replace):
     hl.assert_no_hooks(model, foreign=True)
     model(X)[0, 0].backward()
     assert len(seen) == 3
-
-
-def test_all_hooks_of_a_replaced_parameter_move_in_their_order():
-    """Two through the model, one through the layer alone, which moves at a forward of the layer."""
-    model, order = new(), []
-
-    def note(text: str) -> Callable[[Tensor], None]:
-        return lambda parameter: order.append(text)
-
-    handles = hl.HandleSet([hl.attach(model, "head.weight", note(text), on="param_grad") for text in "ab"])
-    handles.add(hl.attach(model.head, "weight", note("layer"), on="param_grad"))
-    handles.add(hl.attach(model, "head.weight", note("first"), on="param_grad", prepend=True))
-    with handles:
-        renew(model)
-        model(X)[0, 0].backward()
-    assert order == ["first", "a", "b", "layer"]
-    hl.assert_no_hooks(model, foreign=True)
-
-
-def test_a_parameter_that_takes_no_gradient_is_followed_when_it_does():
-    """The hook waits until there is something to wait for."""
-    model, seen = new(), []
-    with hl.attach(model, "head.weight", seen.append, on="param_grad"):
-        model.head.weight = nn.Parameter(torch.ones(2, 4), requires_grad=False)
-        model(X)[0, 0].backward()
-        model.head.weight.requires_grad_()
-        model(X)[0, 0].backward()
-    assert [parameter is model.head.weight for parameter in seen] == [True]
 
 
 def test_a_functional_call_lends_parameters_and_hooks_stay_where_they_are():

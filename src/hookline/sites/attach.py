@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack, overload
 from torch import nn
 
 from hookline.errors import HooklineWarning, HookSignatureError, NoMatchError, OptionError
-from hookline.messages import caller_stacklevel
 from hookline.sites.compiled import op_runtime  # noqa: F401  # runs behind the operators
 from hookline.sites.handle import HookHandle
 from hookline.sites.hook_at_site import (
@@ -117,33 +116,26 @@ def attach(
         NoMatchError: (a KeyError) naming the nearest modules.
         KindError, OptionError, TargetError, HookSignatureError, UnhookableError: before anything is attached.
     """
-    check_model(model, target)
+    if not isinstance(model, nn.Module):
+        check_model(model, target)
     place, wanted = _sort_out(target, hook)
-    kind = Kind.parse(on)
+    place = with_role(place, role, layer=layer)
+    kind = on if on is Kind.FORWARD else Kind.parse(on)
     options = AttachOptions(
         prepend=prepend, with_kwargs=with_kwargs, always_call=always_call, observe=observe, name=name, scope=scope
     )
     attachment = new_attachment(wanted, kind, options)
-    put: Any = attach_to_parameters if kind is Kind.PARAM_GRAD else attach_to_modules
-    try:
-        return put(attachment, model, _select(model, with_role(place, role, layer=layer), exclude, kind, strict=strict))  # type: ignore[no-any-return]
-    except BaseException:
-        if attachment.context is not None:
-            close_context(attachment.context)
-        raise
-
-
-def _select(model: nn.Module, target: Target, exclude: Target, kind: Kind, *, strict: bool) -> list[Any]:
-    """Return the modules, or for ``param_grad`` the parameters; none, with a warning, where nothing matches."""
     try:
         if kind is Kind.PARAM_GRAD:
-            return select_parameters(model, target, exclude=exclude)
-        return without_scripted(select(model, target, exclude=exclude), target)
-    except NoMatchError as error:
-        if strict:
+            return attach_to_parameters(attachment, model, select_parameters(model, place, exclude=exclude))
+        return attach_to_modules(attachment, model, without_scripted(select(model, place, exclude=exclude), place))
+    except BaseException as error:
+        if attachment.context is not None:
+            close_context(attachment.context)
+        if strict or not isinstance(error, NoMatchError):
             raise
-        warnings.warn(HooklineWarning(*error.args, hint=error.hint), stacklevel=caller_stacklevel())
-        return []
+        warnings.warn(HooklineWarning(*error.args, hint=error.hint), stacklevel=2)
+        return attach_to_modules(attachment, model, [])
 
 
 def _sort_out(target: Any, hook: Any) -> tuple[Any, Any]:

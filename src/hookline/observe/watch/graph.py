@@ -57,7 +57,7 @@ def find_in(tensor: Tensor, layout: Layout, *, is_gradient: bool = False) -> tup
     if numbers.dim() > 3:
         numbers = numbers.flatten(2)  # images: a row is one channel of one image
     hand_over_late()
-    if numbers.dim() == 0 or _is_read_whole(numbers.dtype, layout, is_gradient):
+    if numbers.dim() == 0 or not layout.fits_one_read or _is_read_whole(numbers.dtype, is_gradient):
         return [tensor.detach()], 1
     each = numbers.shape[-1]
     if not _torch.is_known_to_be_at_most(each, _LONGEST) or each < _SHORTEST:
@@ -66,7 +66,7 @@ def find_in(tensor: Tensor, layout: Layout, *, is_gradient: bool = False) -> tup
 
 
 @_torch.constant_while_tracing
-def _is_read_whole(dtype: torch.dtype, layout: Layout, is_gradient: bool) -> bool:
+def _is_read_whole(dtype: torch.dtype, is_gradient: bool) -> bool:
     """Return whether our kernel reads a tensor, however short its rows are.
 
     Gradients of 16 bits: by row, the compiler joins them with the sum for the bias in a kernel that takes 22 + 11 µs
@@ -74,7 +74,7 @@ def _is_read_whole(dtype: torch.dtype, layout: Layout, is_gradient: bool) -> boo
     that wait for one another. A GELU with both statistics takes 69 µs, 36 without any, and 13 each to read both at full
     speed; and what is as wide lies in memory anyway, because a matrix product reads it.
     """
-    return not layout.fits_one_read or dtype not in _IN_ROWS or (is_gradient and dtype is not torch.float32)
+    return dtype not in _IN_ROWS or (is_gradient and dtype is not torch.float32)
 
 
 @_torch.constant_while_tracing

@@ -38,7 +38,7 @@ from hookline.sites.gradients.call_gradients import CallState, GradientCall
 from hookline.sites.gradients.tensor_taps import run_before_torch
 from hookline.sites.hook_at_site import ForwardCounter, HookAtSite, OrderGroup, StandIn, next_order
 from hookline.sites.kinds import CALL_KINDS, GRADIENT_KINDS, REGISTRATION_KINDS, Kind
-from hookline.sites.wrappers import unwrap, walk
+from hookline.sites.wrappers import WRAPPER_KEYS, unwrap, walk
 
 if TYPE_CHECKING:
     from hookline.sites.hook_at_site import Attachment
@@ -498,15 +498,13 @@ class CallGuard:
         if module is None:
             module = module_hooks.module()
         around = module_hooks.around
-        if around is None:
-            return self._attempt(module, args, kwargs)
-        around.enter()
+        if around is not None:
+            around.enter()
         try:
-            if module_hooks.calls_always:
-                return self._attempt(module, args, kwargs)
-            return getattr(type(module), _torch.CALL_IMPL)(module, *args, **kwargs)
+            return self._attempt(module, args, kwargs)
         finally:
-            around.leave()
+            if around is not None:
+                around.leave()
 
     def _attempt(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         attempt = _Attempt(args, kwargs)
@@ -562,8 +560,6 @@ class ModuleHooks(GradientHooks):
     """The hooks of one module."""
 
     guard: CallGuard | None = None
-    calls_always = False
-    """Whether there are hooks that run however a call ends."""
     around: AroundCall | None = None
     """What is entered before each call of the module and left after it; if it is there, it counts the forwards."""
     counter: ForwardCounter | None = None
@@ -714,8 +710,7 @@ class ModuleHooks(GradientHooks):
 
     def _sync_guard(self, module: nn.Module, forward: _Entries) -> None:
         """Wrap the whole call while there are hooks that run however it ends, or something around it."""
-        self.calls_always = any(entry.attachment.options.always_call for entry in forward)
-        if self.around is not None or self.calls_always:
+        if self.around is not None or any(entry.attachment.options.always_call for entry in forward):
             if self.guard is None:
                 self.guard = module.__dict__[_torch.CALL_IMPL] = CallGuard(self, module)
         elif self.guard is not None:
@@ -777,16 +772,12 @@ def _take_off(module: nn.Module, attribute: str, hook_id: int) -> None:
 
 def _keep_places(hooks: Any) -> None:
     """Put our slots first and last in one of torch's dictionaries."""
-    for hook_id, ends, place in ((FIRST, iter, _torch.place_first), (LAST, reversed, _torch.place_last)):
-        if hook_id in hooks:
-            try:
-                in_place = next(ends(hooks), None) == hook_id
-            except RuntimeError:  # another thread changes it; there is another call
-                continue
-            if not in_place:
-                with LOCK:
-                    if hook_id in hooks:
-                        place(hooks, hook_id)
+    for hook_id, end, place in ((FIRST, 0, _torch.place_first), (LAST, -1, _torch.place_last)):
+        order = list(hooks)
+        if hook_id in order and order[end] != hook_id:
+            with LOCK:
+                if hook_id in hooks:
+                    place(hooks, hook_id)
 
 
 def _split(hooks: _Entries) -> tuple[_Entries, _Entries]:
@@ -860,8 +851,8 @@ def add_entries(attachment: Attachment, model: nn.Module, chosen: list[tuple[str
     """Put an attachment on modules of a model; under LOCK."""
     if not chosen:
         return
-    counter = counter_of(unwrap(model))
-    counter.serve(attachment)
+    counter = counter_of(model if WRAPPER_KEYS.isdisjoint(model._modules.keys()) else unwrap(model))
+    counter.users[attachment] = attachment.counters[counter] = None  # `serve`, without the call
     _name_for_compiler(attachment, chosen)
     for name, module in chosen:
         module_hooks = hooks_of_module(module)
