@@ -7,8 +7,6 @@ import multiprocessing
 import subprocess
 import sys
 import textwrap
-import threading
-import time
 import weakref
 from collections import Counter
 from typing import Any
@@ -100,15 +98,6 @@ def test_inputs_and_outputs_may_be_replaced_in_every_gradient_mode(mode: Any) ->
         assert [run(a, b).tolist() for run in (sin_product, packet, packet.default)] == [[7.0, 7.0]] * 3
 
 
-def test_what_a_hook_returns_is_not_differentiated() -> None:
-    """Operators are below autograd: the output is another, the gradient that of the sine."""
-    x = torch.zeros(3, requires_grad=True)
-    with hl.attach_function("aten.sin.default", lambda fn, inputs, outputs: (outputs[0] + 5,)):
-        y = torch.sin(x)
-    y.sum().backward()
-    assert (y.tolist(), x.grad.tolist()) == ([5.0] * 3, [1.0] * 3)
-
-
 def test_the_wiring_of_gradient_hooks_is_not_seen() -> None:
     """An edit of gradients has the inputs of a module go in as aliases: no operator of the model's."""
     model, seen = nn.Sequential(nn.Tanh(), nn.Bilinear(3, 3, 2)), []
@@ -196,36 +185,6 @@ def test_a_model_that_its_own_hook_refers_to_is_not_kept_alive(level: str) -> No
     assert reference() is None
     hl.attach(nn.Identity(), lambda module, args, output: None).remove()
     assert patched_classes() == []
-
-
-def test_hooks_come_and_go_while_other_threads_run_the_operator() -> None:
-    """Within a model they count in every thread, from its next forward on."""
-    model, stop, errors = Around(torch.mm), threading.Event(), []
-    matrix = torch.ones(8, 8)
-
-    def work() -> None:
-        try:
-            while not stop.is_set():
-                model(matrix, matrix)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    fired, deadline = 0, time.monotonic() + 1
-    try:
-        while time.monotonic() < deadline and not errors:
-            handle = hl.attach_function(aten.mm.default, nothing, within=model)
-            time.sleep(0.01)
-            handle.remove(quiet=True)
-            fired += handle.report().fired
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert errors == []
-    assert fired
 
 
 class _Doubled(torch.utils.data.Dataset):
