@@ -616,10 +616,6 @@ def being_walked(hooks: dict[int, Any]) -> bool:
 will_execute: Final[Callable[[Any], bool]] = torch._C._will_engine_execute_node
 """Whether the backward pass that is running now comes to that node; refuses leaves in ``autograd.grad()``."""
 
-
-set_grad_enabled: Final = torch._C._set_grad_enabled
-"""What ``torch.set_grad_enabled`` does, at a quarter of its price."""
-
 # -- torch.compile, CUDA graphs, torch.func: sites.compiled, observe.watch, factories; scalers: integrations -------
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from typing import Any
 
@@ -199,14 +198,3 @@ def test_a_model_that_is_passed_by_is_said_to_be(run: Any, target: Any) -> None:
     ) as warned:
         handle.remove()
     assert "although the model ran" not in str(warned[0].message)
-
-
-def test_a_hook_put_on_in_a_thread_that_is_over_comes_off() -> None:
-    """Its mode went with the thread."""
-    handles: list[hl.HookHandle] = []
-    thread = threading.Thread(target=lambda: handles.append(hl.attach_function(torch.exp, lambda fn, i, o: None)))
-    thread.start()
-    thread.join()
-    torch.exp(torch.ones(1))
-    assert handles[0].report().fired == 0
-    handles[0].remove()

@@ -83,24 +83,6 @@ def test_a_forward_that_raises_leaves_the_stack_clean(error: type[BaseException]
     assert events == ["exp"]
 
 
-def test_removed_in_the_middle_of_a_forward() -> None:
-    """From then on it does not fire, and when the forward is over the stack is as before."""
-    events: list[str] = []
-
-    def run(x: Tensor) -> Tensor:
-        x = torch.exp(x)
-        handle.remove()
-        return torch.exp(x)
-
-    model = Around(run)
-    for within in (model, None):
-        handle = hl.attach_function(torch.exp, noting(events, "exp"), within=within)
-        model(torch.ones(1))
-        assert modes() == []
-        model(torch.ones(1))
-    assert events == ["exp"] * 2
-
-
 # -- among the modes of others -----------------------------------------------------------------------------
 
 

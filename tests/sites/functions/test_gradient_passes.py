@@ -99,30 +99,6 @@ def test_of_several_outputs_the_unused_ones_have_none(editing: bool) -> None:
     assert a.grad.tolist() == b.grad.tolist() == [1, 1]
 
 
-def test_a_leaf_that_a_function_does_not_use_keeps_no_gradient() -> None:
-    """An argument through which no gradient flows stays without one, edited or not."""
-    for returned in (False, True):
-        weight, x = fresh(4), fresh(3, 4)
-
-        def hook(fn: Any, grad_inputs: Any, grad_outputs: Any, returned: bool = returned) -> Any:
-            assert grad_inputs[1] is None
-            return grad_inputs if returned else None
-
-        class First(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-                return x * 2
-
-            @staticmethod
-            def backward(ctx: Any, grad: Tensor) -> Any:
-                return grad * 2, None
-
-        with hl.attach_function(First, hook, on="backward") as handle:
-            First.apply(x, weight).sum().backward()
-        assert handle.report().fired == 1
-        assert weight.grad is None
-
-
 TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
     "vjp": lambda model, x: torch.func.vjp(model, x)[1](torch.ones(2)),

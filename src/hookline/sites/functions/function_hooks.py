@@ -30,6 +30,7 @@ _EDIT: Final = OrderGroup.EDIT  # looking an enum member up by its class costs 0
 _KINDS: Final = (Kind.FORWARD_PRE, Kind.FORWARD, Kind.BACKWARD_PRE, Kind.BACKWARD)
 _PLAIN: Final = (type(None), bool, int, float, str)
 _Tensors: TypeAlias = tuple[Tensor, ...]
+_Live: TypeAlias = "Callable[[Any], FunctionHooks | None]"
 
 
 class FunctionHooks(GradientHooks):
@@ -45,8 +46,11 @@ class FunctionHooks(GradientHooks):
         self.tells_sites = False  # the call itself says what they ask
         self._counters = tuple(dict.fromkeys(entry.counter for entry in ordered))
 
-    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the function's result, with its hooks around it; ``run`` is the function itself."""
+    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], live: _Live) -> Any:
+        """Return the function's result, with its hooks around it; ``run`` is the function itself.
+
+        ``live`` gives the hooks of a function as they are now: a hook before the call may change those after it.
+        """
         fn = FunctionSite(self._name, self._func, args, kwargs, self._counters)
         given = _tensors_in((*args, *kwargs.values()) if kwargs else args)
         inputs = passed = _fire(self._forward_pre, fn, given, ())
@@ -60,7 +64,8 @@ class FunctionHooks(GradientHooks):
             originals = {id(alias): tensor for alias, tensor in zip(passed, inputs, strict=True)}
             output = tree.replace(output, lambda tensor: originals.get(id(tensor), tensor))
         outputs = (output,) if isinstance(output, Tensor) else _tensors_in((output,))
-        edited = _fire(self._forward, fn, outputs, (inputs,))
+        now = live(self._func)
+        edited = outputs if now is None else _fire(now._forward, fn, outputs, (inputs,))
         fn.let_go()
         if wiring is not None:
             edited = _watch_outputs(wiring, state, edited)
@@ -104,8 +109,6 @@ def _fire(
 ) -> _Tensors:
     """Call hooks with ``before`` and the tensors; return the tensors as edited."""
     for entry in entries:
-        if entry.attachment.removed:  # by another hook of this call, say
-            continue
         entry.fired += 1
         shown = fn.seen_from(entry.counter)
         entry.last_step = shown.step

@@ -47,12 +47,12 @@ class _FunctionMode(TorchFunctionMode):
     is_on = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        hooks = _THREAD.hooks().get(func)
+        hooks = _THREAD.hooks_on(func)
         if hooks is not None and is_dynamo_compiling():
             _warn_compiled()
         if hooks is None or is_compiling() or _torch.called_by_us(2):
             return func(*args, **kwargs) if kwargs else func(*args)
-        return hooks.call(func, args, kwargs or {})
+        return hooks.call(func, args, kwargs or {}, _THREAD.hooks_on)
 
 
 class _OperatorMode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -71,13 +71,13 @@ class _OperatorMode(_torch.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True  # otherwise torch compiles nothing while it is on
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        hooks = _THREAD.hooks().get(func)
+        hooks = _THREAD.hooks_on(func)
         if hooks is not None and _torch.is_tracing():
             _warn_compiled()
             hooks = None
         if hooks is None or _THREAD.in_class_hook or _torch.called_by_us(2):
             return func(*args, **kwargs) if kwargs else func(*args)
-        return hooks.call(func, args, kwargs or {})
+        return hooks.call(func, args, kwargs or {}, _THREAD.hooks_on)
 
 
 class _Patch:
@@ -111,8 +111,8 @@ class _Patch:
                 # A reference to this method may be kept, and used when the base is taken away again.
                 run = super().apply if Hooked in cls.__mro__ else cls.apply  # type: ignore[misc]
                 # A subclass is another function.
-                hooks = None if _THREAD.in_class_hook or cls is not hooked else _THREAD.hooks().get(cls)
-                return run(*args, **kwargs) if hooks is None else hooks.call(run, args, kwargs)
+                hooks = None if _THREAD.in_class_hook or cls is not hooked else _THREAD.hooks_on(cls)
+                return run(*args, **kwargs) if hooks is None else hooks.call(run, args, kwargs, _THREAD.hooks_on)
 
         return Hooked
 
@@ -305,8 +305,11 @@ class _Thread(threading.local):
         with LOCK:  # another thread may be going through them
             _OF_THREADS.add(self.own)
 
-    def hooks(self) -> _HooksByFunction:
-        """Return the hooks that count in this thread now."""
+    def hooks_on(self, func: Any) -> FunctionHooks | None:
+        """Return the hooks on a function that count in this thread now."""
+        return self._all_hooks().get(func)
+
+    def _all_hooks(self) -> _HooksByFunction:
         if self._made_at != _State.published:
             with LOCK:
                 self._made_at = _State.published
@@ -328,7 +331,7 @@ class _Thread(threading.local):
     def settle(self) -> None:
         """Have each mode on its stack exactly while there are hooks for it."""
         self._made_at = -1
-        hooks = self.hooks()
+        hooks = self._all_hooks()
         _switch(self._operators, hooks.has_operators)
         _switch(self._functions, hooks.has_functions)
 
