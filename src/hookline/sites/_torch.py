@@ -1,8 +1,8 @@
 """The private functions and habits of torch that hookline leans on, in one place.
 
-The heading of each part says which rooms use it. Checked on torch 2.11 and 2.13; ``tests/sites/test_torch_*.py`` fail
-when one of them changes. Used where they are needed, and not wrapped here, are four old attributes: ``Tensor._base``
-and ``_version``, ``Module._modules`` and the hook dictionaries of ``Module``.
+The heading of each part says who uses it. Checked on torch 2.11 and 2.13, where nothing else is said;
+``tests/sites/test_torch_*.py`` fail when one of them changes. Used where they are needed, and not wrapped here, are
+four old attributes: ``Tensor._base`` and ``_version``, ``Module._modules`` and the hook dictionaries of ``Module``.
 """
 
 from __future__ import annotations
@@ -388,7 +388,7 @@ def sharded_parameter(shard: Any) -> Tensor:
     return parameter
 
 
-# -- modules that run: sites.functions, observe, sglang; functions and operators: sites.functions alone ------------
+# -- modules that run: sites.functions, sites.modules, observe, debug, factories, sglang -----------------------------
 
 
 def running_module() -> nn.Module | None:
@@ -456,6 +456,9 @@ def in_recomputation() -> bool:
             return False  # a backward pass that a reentrant checkpoint runs, not the forward it repeats
         frame = frame.f_back
     return False
+
+
+# -- functions, operators and modes: sites.functions alone; is_tracing: sites.compiled too ---------------------------
 
 
 def handles_modes(function: Any) -> bool:
@@ -616,7 +619,7 @@ def being_walked(hooks: dict[int, Any]) -> bool:
 will_execute: Final[Callable[[Any], bool]] = torch._C._will_engine_execute_node
 """Whether the backward pass that is running now comes to that node; refuses leaves in ``autograd.grad()``."""
 
-# -- torch.compile, CUDA graphs, torch.func: sites.compiled, observe.watch, factories; scalers: integrations -------
+# -- torch.compile while it traces: sites.compiled, sites.modules, observe, factories, specs -------------------------
 
 
 def constant_while_tracing(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -626,6 +629,9 @@ def constant_while_tracing(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+# -- what inductor writes of ours: observe.watch.graph, sites.compiled.graph_passes ----------------------------------
 
 
 def operators(schema: str) -> Any:
@@ -742,6 +748,9 @@ def is_known_to_be_at_most(size: Any, most: int) -> bool:
     return has_static_value(size) and bool(size <= most)
 
 
+# -- tensors, transforms, streams, scalers: observe, guard, factories, debug, integrations ---------------------------
+
+
 @constant_while_tracing
 def _is_ordinary(cls: type) -> bool:
     return getattr(cls, "__torch_dispatch__", None) == Tensor.__torch_dispatch__
@@ -809,6 +818,9 @@ def between_scaler_steps(scaler: Any) -> Iterator[None]:
         yield
     finally:
         scaler._per_optimizer_states = states
+
+
+# -- what is compiled and what is not: sites, observe, factories, integrations, serve --------------------------------
 
 
 def leave_to_python(*functions: Any, below: bool = True) -> None:

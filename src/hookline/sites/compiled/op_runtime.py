@@ -75,6 +75,10 @@ def _begin(key: Tensor, serial: int, gradients: bool) -> Tensor:
     return _token()
 
 
+_ONLY_OUTPUT: Final = "('(','builtins:tuple',('(','builtins:tuple',),('{','builtins:dict',),'T',)"
+"""The layout that most observers read: no arguments, and one tensor as the output."""
+
+
 class _Shown:
     """One step of a compiled call, read from its text: a group of observers, or a hook that edits."""
 
@@ -104,6 +108,8 @@ class _Shown:
         """Return arguments, keyword arguments, and after the forward the output."""
         if not tensors and not numbers and not reals:
             return _without_parts(self._layout)
+        if self._layout == _ONLY_OUTPUT:
+            return (), {}, tensors[0]
         return rebuild(self._layout, tensors, numbers, reals)
 
 
